@@ -81,16 +81,7 @@ class DealtLoader:
             self._board.finish_batch(self._drawn.popleft())
 
     def __getattr__(self, name: str) -> Any:
-        if name in (
-            "_loader",
-            "_board",
-            "_drawn",
-            "_dealt",
-            "_running",
-            "_ahead",
-            "_taken",
-            "_limit",
-        ) or name.startswith("__"):
+        if name == "_loader" or name.startswith("__"):  # not set yet while a copy is built
             raise AttributeError(name)
         return getattr(self._loader, name)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from ..signature import whole_number
 from .training import Hogwild
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
@@ -78,10 +79,8 @@ def _check(device: str | torch.device, processes: object, epochs: object, log_in
     if torch.device(device).type != "cpu":
         raise ValueError(f"device must be 'cpu', got {str(device)!r}: Hogwild! shares the memory of CPU processes")
     for name, number in (("num_processes", processes), ("epochs_per_process", epochs)):
-        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            raise ValueError(f"{name} must be a whole number from 1 on, got {number!r}")
-    if not isinstance(log_interval, int) or isinstance(log_interval, bool) or (log_interval < 1 and log_interval != -1):
-        raise ValueError(f"log_interval must be a whole number from 1 on, or -1 for no logs, got {log_interval!r}")
+        whole_number(1)(name, number)
+    whole_number(1, "or -1 for no logs", lambda value: value == -1)("log_interval", log_interval)
 
 
 def _train(
@@ -110,7 +109,17 @@ def _train(
 
 
 @torch.no_grad()
-def _log_accuracy(model: nn.Module, loader: Iterable[Any], criterion: Criterion, name: str) -> None:
+def evaluate(model: nn.Module, loader: Iterable[Any], criterion: Criterion) -> tuple[float, int, int]:
+    """Evaluate a classifier.
+
+    Args:
+        model: the classifier.
+        loader: loader of pairs of inputs and targets.
+        criterion: mean loss of a batch from outputs and targets.
+
+    Returns:
+        The sum of the losses over samples, the number of samples that are classified correctly, and that of all.
+    """
     training = model.training
     model.eval()
     total, correct, loss = 0, 0, 0.0
@@ -122,6 +131,11 @@ def _log_accuracy(model: nn.Module, loader: Iterable[Any], criterion: Criterion,
             total += len(targets)
     finally:
         model.train(training)
+    return loss, correct, total
+
+
+def _log_accuracy(model: nn.Module, loader: Iterable[Any], criterion: Criterion, name: str) -> None:
+    loss, correct, total = evaluate(model, loader, criterion)
     if total:
         print(
             f"{name} data: average loss {loss / total:.4f}, accuracy {correct} of {total} ({correct / total:.2%})",

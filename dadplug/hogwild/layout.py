@@ -183,7 +183,6 @@ class StepCounts:
         self.parameters: list[Tensor] = [parameter for parameter, _ in found]
         self._states: list[dict[str, Any]] = [state for _, state in found]
         self._place = {id(parameter): place for place, parameter in enumerate(self.parameters)}
-        self._tensors = [isinstance(state[STEP], Tensor) for state in self._states]
         self._shared = self._initial = self._current()
 
     def _current(self) -> Tensor:
@@ -228,7 +227,7 @@ class StepCounts:
         values = self._shared.tolist()
         for place in places:
             state = self._states[place]
-            if self._tensors[place]:
+            if isinstance(state[STEP], Tensor):
                 state[STEP].fill_(values[place])
             else:
                 state[STEP] = values[place]
@@ -256,18 +255,22 @@ class Layout:
     Attributes:
         size: bytes that are needed.
         counts: numbers of steps of the parameters; of none if each process has its own.
+        memory: the shared memory, once `attach` was called.
+        board: the control block in it.
     """
+
+    memory: SharedMemory
+    board: Board
 
     def __init__(
         self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], state: str, processes: int
     ) -> None:
-        self.processes = processes
+        self._processes = processes
         self._model, self._named = model, dict(_named(model))
         self.counts = StepCounts(optimizers if state == "shared" else ())
         counters = {id(buffer) for buffer in model.buffers() if buffer.dtype == torch.int64}
         self._shared: list[_Entry] = []
         self._counters: list[_Entry] = []
-        self._board = 0
         self.size = aligned(8 * Board.numbers(processes))
         self._count_places = self.size
         self.size += aligned(8 * len(self.counts.parameters))
@@ -287,10 +290,6 @@ class Layout:
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {tensor.stride()} {offset}\n".encode())
         return digest.hexdigest()
 
-    def board(self, memory: SharedMemory) -> Board:
-        """Return the control block."""
-        return Board(memory, self._board, self.processes)
-
     def attach(self, memory: SharedMemory, *, fill: bool) -> None:
         """Exchange the storage of all tensors.
 
@@ -298,6 +297,7 @@ class Layout:
             memory: the shared memory.
             fill: whether to write this process's values; otherwise it takes those that are there.
         """
+        self.memory, self.board = memory, Board(memory, self._processes)
         self.counts.attach(memory.tensor(self._count_places, len(self.counts.parameters), torch.int64), fill=fill)
         for _, tensor, offset in self._shared:
             view = _view(memory, tensor, offset)
@@ -315,12 +315,19 @@ class Layout:
             self._seen.append(view.clone())
 
     def release(self) -> None:
-        """Copy all values back to memory of this process alone."""
+        """Copy all values back to memory of this process alone, and close the shared memory."""
         for (_, tensor, _), view in zip(self._shared, self._views, strict=True):
             if tensor.data_ptr() == view.data_ptr():
                 tensor.data = view.clone(memory_format=torch.preserve_format)
         for (_, tensor, _), view in zip(self._counters, self._shared_counters, strict=True):
             tensor.copy_(view)
+        self.counts.take()
+        self.memory.close()
+
+    def merge(self) -> None:
+        """Exchange the counters and the numbers of steps of all processes."""
+        with self.memory.lock():
+            self.share_counters()
         self.counts.take()
 
     def share_counters(self) -> None:

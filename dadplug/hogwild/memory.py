@@ -223,7 +223,7 @@ class Progress(NamedTuple):
 
 
 class Board:
-    """Control block in shared memory.
+    """Control block, at the beginning of the shared memory.
 
     Batches are dealt by a counter over one order of the epoch, which process 0 draws. The order lies behind the mapped
     memory, since its length is known only then: starts of the batches (batches + 1 numbers), the state of each batch
@@ -231,15 +231,14 @@ class Board:
 
     Args:
         memory: the shared memory.
-        offset: first byte of the control block.
         processes: number of processes.
     """
 
-    def __init__(self, memory: SharedMemory, offset: int, processes: int) -> None:
+    def __init__(self, memory: SharedMemory, processes: int) -> None:
         self._memory = memory
-        rows = memory.tensor(offset, (1 + processes) * _ROW, torch.int64).view(1 + processes, _ROW)
+        rows = memory.tensor(0, (1 + processes) * _ROW, torch.int64).view(1 + processes, _ROW)
         self._head, self._rows = rows[0].numpy(), rows[1:].numpy()
-        behind = offset + _NUMBER * (1 + processes) * _ROW
+        behind = _NUMBER * (1 + processes) * _ROW
         self._reasons = memory.tensor(behind, processes * _REASON, torch.uint8).view(processes, _REASON).numpy()
         self.processes = processes
         self.rank = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import pickle
@@ -14,9 +13,10 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
 import torch
@@ -26,65 +26,36 @@ from ..cores import available_cores
 from ..errors import ProcessFailedError
 from ..exchange import DEFAULT_TIMEOUT
 from ..exchange.deadline import check_seconds
-from ..signature import OptionSet, check_choice, option
+from ..signature import OptionSet, check_choice, option, whole_number
 from .dealing import DealtLoader
 from .layout import Layout, check_model, check_optimizer, coalesce_gradients, create_state, divides_by_state, keep_state
 from .memory import Board, Progress, SharedMemory, check_equal, check_system, connected, share
 
 _PROBE = 3.0  # seconds for a forked process to show that it can train
 _POLL = 0.2  # seconds between two looks at processes that report nothing
-_END = 5.0  # seconds for a process to end by itself
+_END = 5.0  # seconds for a process to end whose pipe is closed
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from dadplug.hogwild.training import main; main({pipe}, {payload})"
 
 
-class Assignment(NamedTuple):
-    """Facts that a process needs to take part.
+class _Interpreter(subprocess.Popen[bytes]):
+    """Process in a new interpreter, which is waited for as those of multiprocessing are."""
 
-    Attributes:
-        processes: number of processes.
-        threads: threads of each.
-        descriptor: descriptor of the shared memory.
-        parent: id of the process that starts the others.
-    """
+    @property
+    def exitcode(self) -> int | None:
+        """Exit status; None while it runs."""
+        return self.poll()
 
-    processes: int
-    threads: int
-    descriptor: int
-    parent: int
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for its end, for some seconds at most."""
+        with suppress(subprocess.TimeoutExpired):
+            self.wait(timeout)
 
 
-class _Worker:
-    """One started process.
+class _Worker(NamedTuple):
+    """Started process, with the pipe for its result."""
 
-    Args:
-        pid: its process id.
-        pipe: pipe for its result.
-        poll: returns the exit status, or None while it runs.
-        close: called after its end.
-    """
-
-    def __init__(
-        self,
-        pid: int,
-        pipe: Connection,
-        poll: Callable[[], int | None],
-        close: Callable[[], object] | None = None,
-    ) -> None:
-        self.pid, self.pipe, self.poll = pid, pipe, poll
-        self._close = close
-
-    def end(self) -> None:
-        """End the process and wait for it."""
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            if self.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(self.pid, number)
-            deadline = time.monotonic() + _END
-            while self.poll() is None and time.monotonic() < deadline:
-                time.sleep(0.005)
-        self.pipe.close()
-        if self._close is not None:
-            self._close()
+    process: BaseProcess | _Interpreter
+    pipe: Connection
 
 
 def choose_start(threads: int) -> str:
@@ -105,7 +76,7 @@ def choose_start(threads: int) -> str:
 
 def _fork_trains(threads: int) -> bool:
     """Return whether a forked process can run a backward pass on a number of threads."""
-    with _quiet_fork():
+    with quiet_fork():
         pid = os.fork()
     if pid == 0:
         try:
@@ -126,8 +97,8 @@ def _fork_trains(threads: int) -> bool:
     return False
 
 
-@contextlib.contextmanager
-def _quiet_fork() -> Iterator[None]:
+@contextmanager
+def quiet_fork() -> Iterator[None]:
     """Return a context without the warning of Python 3.12 that this process has threads."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=DeprecationWarning, message=".*multi-threaded.*")
@@ -135,20 +106,14 @@ def _quiet_fork() -> Iterator[None]:
 
 
 def run_workers(
-    assignment: Assignment,
-    start: str,
-    board: Board,
-    training: Hogwild,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
+    training: Hogwild, start: str, board: Board, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> tuple[list[Any], list[dict[str, Any]]]:
     """Start the processes and wait for their results.
 
     Args:
-        assignment: what they have to know.
+        training: object whose copy trains in each process.
         start: ``"fork"`` or ``"spawn"``.
         board: the control block.
-        training: object whose copy trains in each process.
         function: called as ``function(training, *args)``.
         args: its further arguments.
 
@@ -159,28 +124,29 @@ def run_workers(
         ProcessFailedError: if a process has failed; the others have been ended.
         TypeError: if the function or its arguments cannot be copied to a new interpreter.
     """
-    payload = _pack(assignment, training, function, args) if start == "spawn" else None
+    payload = _pack(training, function, args) if start == "spawn" else None
     workers: list[_Worker] = []
     try:
-        for rank in range(assignment.processes):
-            if payload is None:
-                workers.append(_fork(rank, assignment, training, function, args))
-            else:
-                workers.append(_spawn(rank, assignment, payload))
+        for rank in range(training.processes):
+            ours, theirs = multiprocessing.Pipe(duplex=False)
+            with theirs:
+                if payload is None:
+                    workers.append(_Worker(_fork(rank, theirs, training, function, args), ours))
+                else:
+                    workers.append(_Worker(_spawn(rank, theirs, training, payload), ours))
         return _collect(workers, board)
     finally:
         with _uninterrupted():
             for worker in workers:
-                with contextlib.suppress(ProcessLookupError):
-                    if worker.poll() is None:
-                        os.kill(worker.pid, signal.SIGTERM)
+                worker.process.kill()
             for worker in workers:
-                worker.end()
+                worker.process.join()
+                worker.pipe.close()
         if payload is not None:
-            os.close(payload)
+            payload.close()
 
 
-@contextlib.contextmanager
+@contextmanager
 def _uninterrupted() -> Iterator[None]:
     """Return a context in which Ctrl-C is ignored, where this thread may decide so."""
     try:
@@ -195,40 +161,32 @@ def _uninterrupted() -> Iterator[None]:
 
 
 def _fork(
-    rank: int, assignment: Assignment, training: Hogwild, function: Callable[..., Any], args: tuple[Any, ...]
-) -> _Worker:
-    ours, theirs = multiprocessing.Pipe(duplex=False)
+    rank: int, pipe: Connection, training: Hogwild, function: Callable[..., Any], args: tuple[Any, ...]
+) -> BaseProcess:
     process = multiprocessing.get_context("fork").Process(
-        target=_train, args=(rank, theirs, assignment, training, function, args), name=f"hogwild-{rank}"
+        target=_train, args=(rank, pipe, training, function, args), name=f"hogwild-{rank}"
     )
-    with _quiet_fork():
+    with quiet_fork():
         process.start()
-    theirs.close()
-    assert process.pid is not None
-    return _Worker(process.pid, ours, lambda: process.exitcode, process.close)
+    return process
 
 
-def _spawn(rank: int, assignment: Assignment, payload: int) -> _Worker:
-    ours, theirs = multiprocessing.Pipe(duplex=False)
-    program = _PROGRAM.format(path=sys.path, pipe=theirs.fileno(), payload=payload)
-    threads = str(assignment.threads)
-    process = subprocess.Popen(
-        [sys.executable, "-c", program],
+def _spawn(rank: int, pipe: Connection, training: Hogwild, payload: SharedMemory) -> _Interpreter:
+    threads = str(training.threads)
+    return _Interpreter(
+        [sys.executable, "-c", _PROGRAM.format(path=sys.path, pipe=pipe.fileno(), payload=payload.descriptor)],
         env=os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "DADPLUG_HOGWILD_RANK": str(rank)},
-        pass_fds=(theirs.fileno(), payload, assignment.descriptor),
+        pass_fds=(pipe.fileno(), payload.descriptor, training._descriptor),
         stdin=subprocess.DEVNULL,
     )
-    theirs.close()
-    return _Worker(process.pid, ours, process.poll)
 
 
-def _pack(assignment: Assignment, training: Hogwild, function: Callable[..., Any], args: tuple[Any, ...]) -> int:
-    """Write everything that a new interpreter needs into a file without a name; return its descriptor."""
+def _pack(training: Hogwild, function: Callable[..., Any], args: tuple[Any, ...]) -> SharedMemory:
+    """Write everything that a new interpreter needs into a file without a name."""
     from numba import cloudpickle  # functions and classes of a script or a notebook travel by value
 
-    item = (assignment, torch.get_rng_state(), training, function, args)
     try:
-        content = cloudpickle.dumps(item, protocol=pickle.HIGHEST_PROTOCOL)
+        content = cloudpickle.dumps((torch.get_rng_state(), training, function, args), pickle.HIGHEST_PROTOCOL)
     except Exception as error:
         raise TypeError(
             f"the function or its arguments cannot be copied to a new process: {error}; start the processes before "
@@ -236,9 +194,7 @@ def _pack(assignment: Assignment, training: Hogwild, function: Callable[..., Any
         ) from error
     memory = SharedMemory.create(8)
     memory.write_behind(0, len(content).to_bytes(8, "little") + content)
-    descriptor = os.dup(memory.descriptor)
-    memory.close()
-    return descriptor
+    return memory
 
 
 def main(pipe: int, payload: int) -> None:
@@ -253,40 +209,32 @@ def main(pipe: int, payload: int) -> None:
     memory = SharedMemory(payload)
     content = memory.read_behind(8, int.from_bytes(memory.read_behind(0, 8), "little"))
     memory.close()
-    rank = int(os.environ["DADPLUG_HOGWILD_RANK"])
     try:
-        assignment, generator, training, function, args = pickle.loads(content)
+        generator, training, function, args = pickle.loads(content)
     except BaseException:
         connection.send(("failed", traceback.format_exc()))
         return
     del content
     torch.set_rng_state(generator)
-    _train(rank, connection, assignment, training, function, args)
+    _train(int(os.environ["DADPLUG_HOGWILD_RANK"]), connection, training, function, args)
 
 
-def _train(
-    rank: int,
-    pipe: Connection,
-    assignment: Assignment,
-    training: Hogwild,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-) -> None:
+def _train(rank: int, pipe: Connection, training: Hogwild, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """Call the function in a started process, and send its result or its traceback."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the first one ends the others
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
-        torch.set_num_threads(assignment.threads)
+        torch.set_num_threads(training.threads)
         if rank:
             _seed(torch.initial_seed() + rank)
-        training.become(rank, assignment)
+        training.become(rank)
         value = function(training, *args)
         states = training.worker_states() if rank == 0 else []
         training.finish()
         report = pickle.dumps(("ok", (value, states)))
     except BaseException:
         report = pickle.dumps(("failed", traceback.format_exc()))
-    with contextlib.suppress(BrokenPipeError):
+    with suppress(BrokenPipeError):
         pipe.send_bytes(report)
     pipe.close()
 
@@ -304,44 +252,38 @@ def _collect(workers: list[_Worker], board: Board) -> tuple[list[Any], list[dict
     while len(results) < len(workers):
         waiting = {rank: worker for rank, worker in enumerate(workers) if rank not in results}
         wait([worker.pipe for worker in waiting.values()], _POLL)
-        for rank, worker in waiting.items():
-            ended = worker.poll()
-            if worker.pipe.poll():
-                kind, value = _receive(rank, worker, board)
+        for rank, (process, pipe) in waiting.items():
+            ended = process.exitcode is not None
+            if pipe.poll():
+                try:
+                    kind, results[rank] = pipe.recv()
+                except EOFError:
+                    process.join(_END)
+                    raise ProcessFailedError(_killed(rank, process, board)) from None
                 if kind == "failed":
                     raise ProcessFailedError(
-                        f"process {rank} (pid {worker.pid}) of {len(workers)} has failed; the others were ended.\n"
-                        f"{value}"
+                        f"process {rank} (pid {process.pid}) of {len(workers)} has failed; the others were ended.\n"
+                        f"{results[rank]}"
                     )
-                results[rank] = value
-            elif ended is not None:
-                raise ProcessFailedError(_killed(rank, worker, board))
+            elif ended:
+                raise ProcessFailedError(_killed(rank, process, board))
     return [results[rank][0] for rank in range(len(workers))], results[0][1]
 
 
-def _receive(rank: int, worker: _Worker, board: Board) -> Any:
-    try:
-        return worker.pipe.recv()
-    except EOFError:
-        deadline = time.monotonic() + _END
-        while worker.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.005)
-        raise ProcessFailedError(_killed(rank, worker, board)) from None
-
-
-def _killed(rank: int, worker: _Worker, board: Board) -> str:
-    status = worker.poll()
+def _killed(rank: int, process: BaseProcess | _Interpreter, board: Board) -> str:
+    status = process.exitcode
     if status is not None and status < 0:
         cause = f"was killed by {signal.Signals(-status).name}"
     else:
         cause = "is gone without a result" if status is None else f"has exited with status {status}"
     return (
-        f"process {rank} (pid {worker.pid}) of {board.processes} {cause}{board.describe(rank)}. The others were ended"
+        f"process {rank} (pid {process.pid}) of {board.processes} {cause}{board.describe(rank)}. The others were ended"
     )
 
 
 STATES = ("shared", "own")
 STARTS = ("auto", "fork", "spawn")
+_check_number = whole_number(1, "or None", lambda value: value is None)
 
 
 class Hogwild:
@@ -406,9 +348,10 @@ class Hogwild:
         self.optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         self._state, self._start = state, start
         self._connected = connected()
-        self._memory: SharedMemory | None = None
-        self._board: Board | None = None
-        self._layout: Layout | None = None
+        self._layout: Layout | None = None  # attached to the shared memory, while processes train
+        self._trains = False  # whether this process is one of them
+        self._descriptor = -1  # of the memory, for new interpreters
+        self._parent: int | None = None  # process that has started this one
         self._hooks: list[Any] = []
         self.processes = self._connected or processes or available_cores()
         problem = self._problem(processes, threads)
@@ -424,8 +367,8 @@ class Hogwild:
         """Return the first error of the arguments."""
         try:
             check_system()
-            check_number("processes", processes)
-            check_number("threads", threads)
+            _check_number("processes", processes)
+            _check_number("threads", threads)
             check_choice("state", self._state, STATES)
             check_choice("start", self._start, STARTS)
             if self._connected and processes not in (None, self._connected):
@@ -472,16 +415,15 @@ class Hogwild:
                 f"{self._connected} processes are connected already: call {_name(function)}(hogwild, ...) in each of "
                 "them instead of run()"
             )
-        if self._memory is not None:
+        if self._layout is not None:
             raise RuntimeError("this Hogwild is running already")
         start = choose_start(self.threads) if self._start == "auto" else self._start
         layout = self._create_layout()
-        self._layout, self._memory = layout, SharedMemory.create(layout.size)
-        assignment = Assignment(self.processes, self.threads, self._memory.descriptor, os.getpid())
+        memory = SharedMemory.create(layout.size)
+        self._layout, self._descriptor, self._parent = layout, memory.descriptor, os.getpid()
         try:
-            layout.attach(self._memory, fill=True)
-            board = layout.board(self._memory)
-            results, states = run_workers(assignment, start, board, self, function, args)
+            layout.attach(memory, fill=True)
+            results, states = run_workers(self, start, layout.board, function, args)
         finally:
             self._release()
         for optimizer, state in zip(self.optimizers, states, strict=True):
@@ -497,32 +439,29 @@ class Hogwild:
                 create_state(optimizer, self.model)
         return Layout(self.model, self.optimizers, self._state, self.processes)
 
-    def become(self, rank: int, assignment: Assignment) -> None:
+    def become(self, rank: int) -> None:
         """Turn this copy of the object into the one of a started process; called by it alone."""
         self.rank = rank
         layout = self._layout
         if layout is None:  # in a new interpreter
-            layout = self._layout = self._create_layout()
-            self._memory = SharedMemory(assignment.descriptor)
-            layout.attach(self._memory, fill=False)
-        assert self._memory is not None
-        self._enter(layout, layout.board(self._memory), assignment.parent)
+            layout = self._create_layout()
+            layout.attach(SharedMemory(self._descriptor), fill=False)
+        self._enter(layout)
 
     def _join(self) -> None:
         """Share memory with the other connected processes."""
         layout = self._create_layout()
-        self.rank, self._memory = share(layout.size, lambda memory: layout.attach(memory, fill=True))
+        self.rank, memory = share(layout.size, lambda memory: layout.attach(memory, fill=True))
         if self.rank:
-            layout.attach(self._memory, fill=False)
-        self._layout = layout
+            layout.attach(memory, fill=False)
         torch.set_num_threads(self.threads)
-        self._enter(layout, layout.board(self._memory), None)
-        assert self._board is not None
-        self._board.barrier()
+        self._enter(layout)
+        layout.board.barrier()
 
-    def _enter(self, layout: Layout, board: Board, parent: int | None) -> None:
-        self._board = board
-        board.join(self.rank, parent)
+    def _enter(self, layout: Layout) -> None:
+        """Take part in the training on a model that is in the shared memory."""
+        self._layout, self._trains = layout, True
+        layout.board.join(self.rank, self._parent)
         self._hooks.append(self.model.register_load_state_dict_post_hook(layout.give_counters))
         for optimizer in self.optimizers:
             self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
@@ -536,15 +475,15 @@ class Hogwild:
 
         `run` does so by itself.
         """
-        board = self._board
-        if board is None or self._layout is None:
+        layout = self._layout
+        if layout is None or not self._trains:
             return
-        with board.paused():
-            self._merge()
-            self._layout.check()
-        self._merge()
-        board.leave()
-        if board.parent is None:
+        with layout.board.paused():
+            layout.merge()
+            layout.check()
+        layout.merge()
+        layout.board.leave()
+        if self._parent is None:
             self._release()
 
     def abort(self, reason: str = "it has given up") -> None:
@@ -553,8 +492,8 @@ class Hogwild:
         Args:
             reason: the reason, which the errors of the other processes quote.
         """
-        if self._board is not None:
-            self._board.fail(reason)
+        if self._layout is not None and self._trains:
+            self._layout.board.fail(reason)
         self._release()
 
     def _release(self) -> None:
@@ -563,9 +502,7 @@ class Hogwild:
         self._hooks.clear()
         if self._layout is not None:
             self._layout.release()
-        if self._memory is not None:
-            self._memory.close()
-        self._memory = self._board = self._layout = None
+        self._layout, self._trains = None, False
 
     # In each process
 
@@ -583,7 +520,7 @@ class Hogwild:
             ValueError: if its batches cannot be dealt, as those of an IterableDataset.
             RuntimeError: outside of the processes that train.
         """
-        return DealtLoader(loader, self._required(), ahead, limit)
+        return DealtLoader(loader, self._required().board, ahead, limit)
 
     def step(self) -> None:
         """Step all optimizers; the same as a call of their ``step()``."""
@@ -596,27 +533,26 @@ class Hogwild:
 
         Parameters, buffers and optimizer state are consistent in it, and numbers of steps are those of all processes.
         """
-        board = self._required()
-        self._merge()
-        with board.paused():
-            self._merge()
-            if self._layout is not None:
-                self._layout.check()
+        layout = self._required()
+        layout.merge()
+        with layout.board.paused():
+            layout.merge()
+            layout.check()
             yield
 
     def stop_epoch(self) -> None:
         """Leave out the batches of this epoch that have not been dealt yet."""
-        self._required().stop_dealing()
+        self._required().board.stop_dealing()
 
     @property
     def running(self) -> bool:
         """Whether this process is one of those that train, up to `finish` or `abort`."""
-        return self._board is not None
+        return self._trains
 
     @property
     def steps(self) -> int:
         """Steps of the optimizers in all processes so far."""
-        return self._required().steps
+        return self._required().board.steps
 
     def progress(self, rank: int | None = None) -> Progress:
         """Return the progress of a process: its steps, finished batches and samples, and unfinished batches.
@@ -624,12 +560,12 @@ class Hogwild:
         Args:
             rank: number of the process; this one if None.
         """
-        return self._required().progress(self.rank if rank is None else rank)
+        return self._required().board.progress(self.rank if rank is None else rank)
 
-    def _required(self) -> Board:
-        if self._board is None:
+    def _required(self) -> Layout:
+        if self._layout is None or not self._trains:
             raise RuntimeError("no training runs: call this in a function that Hogwild.run() calls in each process")
-        return self._board
+        return self._layout
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         """Take the numbers of a step, before it or, with a closure, after the gradients have been computed."""
@@ -648,29 +584,20 @@ class Hogwild:
         return args, kwargs | {"closure": counted}
 
     def _count(self, optimizer: torch.optim.Optimizer) -> None:
-        assert self._memory is not None
-        assert self._layout is not None
-        assert self._board is not None
+        layout = self._required()
         turns = self._state == "shared" and divides_by_state(optimizer)
         if turns:
             coalesce_gradients(optimizer)
-        with self._memory.lock():
-            self.last_step = self._board.count_step()
-            self._layout.counts.take_next(optimizer)
-            self._layout.share_counters()
+        with layout.memory.lock():
+            self.last_step = layout.board.count_step()
+            layout.counts.take_next(optimizer)
+            layout.share_counters()
         if turns:
-            self._memory.begin_exclusive()
+            layout.memory.begin_exclusive()
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._memory is not None:
-            self._memory.end_exclusive()
-
-    def _merge(self) -> None:
-        """Exchange the counters of all processes."""
-        if self._memory is not None and self._layout is not None:
-            with self._memory.lock():
-                self._layout.share_counters()
-            self._layout.counts.take()
+        if self._layout is not None:
+            self._layout.memory.end_exclusive()
 
     def worker_states(self) -> list[dict[str, Any]]:
         """Return the states of the optimizers that only their own process has: all of it, or the groups alone."""
@@ -678,14 +605,7 @@ class Hogwild:
         return states if self._state == "own" else [state | {"state": {}} for state in states]
 
     def __getstate__(self) -> dict[str, Any]:
-        state = vars(self).copy()
-        return state | {"_memory": None, "_board": None, "_layout": None, "_hooks": []}
-
-
-def check_number(name: str, value: object) -> None:
-    """Raise ValueError if a value is neither None nor a whole number from 1 on."""
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise ValueError(f"{name} must be a whole number from 1 on, got {value!r}")
+        return vars(self) | {"_layout": None, "_trains": False, "_hooks": []}
 
 
 def _name(function: Any) -> str:
@@ -702,7 +622,7 @@ class HogwildOptions(OptionSet):
 
     state: str = option("shared", "shared: one state of the optimizer; own: each process has its own", choices=STATES)
     threads: int | None = option(
-        None, "threads of each process; None: the cores are divided among the processes", check_number
+        None, "threads of each process; None: the cores are divided among the processes", _check_number
     )
     timeout: float = option(
         DEFAULT_TIMEOUT, "seconds after which a process that sends no metrics counts as lost", check_seconds

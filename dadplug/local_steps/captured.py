@@ -49,9 +49,11 @@ class CapturedGradients:
     def _begin(self) -> None:
         """Capture the layers of the model as it is."""
         self._structure = ModelStructure(self._model)
+        self._weights = self._weights_of_layers()
         refused = self._refusals()
         kept = self._found | refused
-        partition = partition_parameters(self._model, self._method, kept.keys() | self._other_layers(), False)
+        others = {name for name, (_, product) in self._weights.items() if not product}
+        partition = partition_parameters(self._model, self._method, kept.keys() | others, False)
         self._capture = partition.capture
         self._units = [unit for unit in partition.units if isinstance(unit, FactorUnit)]
         for unit in self._units:
@@ -63,29 +65,22 @@ class CapturedGradients:
     def _refusals(self) -> dict[str, str]:
         """Return the trained weights of layers whose gradients the optimizer needs, by name, with the reason."""
         reasons = reasons_against([self._optimizer])
-        weights = self._weights_of_layers()
-        found = {name: reasons.get(weight, "the optimizer does not have it") for name, weight in weights.items()}
+        found = {name: reasons.get(each, "the optimizer does not have it") for name, (each, _) in self._weights.items()}
         return {name: reason for name, reason in found.items() if reason}
 
-    def _weights_of_layers(self) -> dict[str, nn.Parameter]:
-        layers = capturable_layers(self._model).values()
-        owned = {id(layer._parameters[family.weight]) for layer in layers if (family := family_of(layer)) is not None}
-        return {name: weight for name, weight in self._model.named_parameters() if id(weight) in owned}
-
-    def _other_layers(self) -> set[str]:
-        """Return the names of weights whose gradients are no products of rows: of convolutions and tables."""
-        others = set()
+    def _weights_of_layers(self) -> dict[str, tuple[nn.Parameter, bool]]:
+        """Return the weights by name, and whether their gradients are products of rows; those of tables are not."""
+        products: dict[int, bool] = {}
         for layer in capturable_layers(self._model).values():
             family = family_of(layer)
             assert family is not None
-            form = family.known_form(layer)
-            if form is None or not is_product(form):
-                others.add(id(layer._parameters[family.weight]))
-        return {name for name, weight in self._model.named_parameters() if id(weight) in others}
+            form, weight = family.known_form(layer), id(layer._parameters[family.weight])
+            products[weight] = products.get(weight, True) and form is not None and is_product(form)
+        named = self._model.named_parameters()
+        return {name: (weight, products[id(weight)]) for name, weight in named if id(weight) in products}
 
     def _remark(self, reasons: Mapping[str, str]) -> None:
-        weights = self._weights_of_layers()
-        formed = {name: reason for name, reason in reasons.items() if name in weights}
+        formed = {name: reason for name, reason in reasons.items() if name in self._weights}
         if self._units:
             self.remarks = ("fused steps: yes", *(f"  {name}: no, {reason}" for name, reason in formed.items()))
         else:

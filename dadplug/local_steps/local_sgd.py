@@ -100,7 +100,7 @@ class LocalSGD(HeldGradients, ReplicatedModel):
         **options: Any,
     ) -> None:
         self.optimizer = optimizer
-        self._problem: str | None = ""  # of the arguments; None once the sites have compared
+        self._problem = ""  # of the arguments
         try:
             self.local_options = LocalOptions.create(every=every, **options)
             self.local_options.interval(0)
@@ -135,9 +135,7 @@ class LocalSGD(HeldGradients, ReplicatedModel):
 
     def _open_transport(self, process_group: dist.ProcessGroup | None) -> Transport:
         transport = super()._open_transport(process_group)
-        if self._problem is not None:
-            raise_problems(self._problem, transport)
-        self._problem = None
+        raise_problems(self._problem, transport)
         return transport
 
     def _make_equal(self) -> None:
@@ -161,7 +159,7 @@ class LocalSGD(HeldGradients, ReplicatedModel):
     def _begin_local_steps(self) -> None:
         """Begin with the model's parameters, which are equal on all sites."""
         if self.local_options.sync_batchnorm:
-            transport = self._open_transport(self._group)
+            transport = super()._open_transport(self._group)
             counter = self._counter if self.local_options.weighting == "samples" else None
             self._norms = SyncedBatchNorms(self.model, transport, counter)
             self._active = transport.gather([1] * self.world_size, torch.int64)

@@ -6,16 +6,16 @@ import secrets
 import socket
 import struct
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..errors import DamagedError, MessageError, SiteError
 from ..exchange import Traffic, Transport, codec
 from ..exchange.failure_reports import PeerNames
 from ..exchange.handshake import connect_sites
-from ..exchange.transport import Gather, PendingSum, StreamToHub
+from ..exchange.transport import StreamToHub
 from ..hub.secure.secure_socket import write_all
 from ..methods import check_allowed
 from ..model_sync.sameness import raise_problems
@@ -44,13 +44,6 @@ _ALONE = "this site has returned into a training: only step() and finish() of th
 
 
 # Start
-
-
-def check_role(role: str, rejoin: str | None) -> None:
-    """Raise ValueError for an unknown role."""
-    roles = ("worker", "server") if rejoin is None else ("worker",)
-    if role not in roles:
-        raise ValueError(f"unknown role {role!r}; valid ones are {', '.join(map(repr, roles))}")
 
 
 def gather_workers(transport: Transport, role: str, quorum: int, problem: str) -> list[int]:
@@ -153,12 +146,11 @@ def start_at_hub(transport: Transport, stream: StreamToHub, settings: Settings) 
 def _read_answer(connected: socket.socket) -> tuple[str, list[str]]:
     """Return the problem that the hub has found, and the names of the sites."""
     answer = read_message(connected)
-    if type(answer) is not tuple or len(answer) != 2 or not isinstance(answer[0], str):
-        raise MessageError("the answer of the hub is damaged")
-    problem, names = answer
-    if type(names) is not list or not all(type(name) is str for name in names):
-        raise MessageError("the answer of the hub is damaged")
-    return problem, names
+    if type(answer) is tuple and len(answer) == 2 and type(answer[1]) is list:
+        problem, names = answer
+        if all(type(text) is str for text in (problem, *names)):
+            return problem, names
+    raise MessageError("the answer of the hub is damaged")
 
 
 def _connect_star(transport: Transport, timeout: float) -> tuple[socket.socket, dict[int, socket.socket]]:
@@ -245,20 +237,10 @@ class ReturnedTransport(Transport):
     def close(self) -> None:
         """Do nothing: the parameter server closes the log."""
 
-    def gather(self, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise RuntimeError(_ALONE)
 
-    def all_reduce(self, tensor: Tensor) -> PendingSum:
-        raise RuntimeError(_ALONE)
-
-    def broadcast(self, tensor: Tensor) -> None:
-        raise RuntimeError(_ALONE)
-
-    def broadcast_bytes(self, content: bytes) -> bytes:
-        raise RuntimeError(_ALONE)
-
-    def gather_objects(self, item: Any) -> list[Any]:
-        raise RuntimeError(_ALONE)
+    gather = all_reduce = broadcast = broadcast_bytes = gather_objects = _refuse
 
     def prefers_gather(self, nbytes: int) -> bool:
         return True

@@ -6,7 +6,7 @@ import pickle
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
@@ -18,14 +18,13 @@ from torch.utils.data import DataLoader
 from ..errors import ProcessFailedError
 from ..exchange import connect
 from ..exchange.handshake import free_port
-from ..hogwild.training import choose_start
+from ..hogwild.experiment import Criterion, evaluate
+from ..hogwild.training import choose_start, quiet_fork
 from ..models import build_model
 from ..processes import Child
 from ..signature import whole_number
 from .options import ServerOptions
 from .server import ParameterServer
-
-Criterion = Callable[[Tensor, Tensor], Tensor]
 
 _Report = tuple[list[float], float, dict[str, Tensor]]
 """Report of the server: accuracies, seconds, and the state of the model."""
@@ -114,11 +113,12 @@ def launch_ps_and_workers(
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = build_model("MNISTNet")
-    loaders: dict[str, Any] = {"train_dataloader": train_dataloader, "test_dataloader": test_dataloader}
-    settings: dict[str, Any] = {"learning_rate": lr, "criterion": criterion, "seed": seed, "options": vars(checked)}
-    threads = max(1, torch.get_num_threads() // (world_size - 1))
     address = f"tcp://127.0.0.1:{free_port()}"
-    task = _Task(world_size, address, threads, epochs_per_worker, num_gpus, model, **loaders, **settings)
+    loaders = train_dataloader, test_dataloader
+    threads = max(1, torch.get_num_threads() // (world_size - 1))
+    task = _Task(
+        world_size, address, threads, epochs_per_worker, num_gpus, model, lr, *loaders, criterion, seed, vars(checked)
+    )
     accuracies, seconds, state = _run(task)
     model.load_state_dict(state)
     return Outcome(accuracies[-1], seconds, accuracies, model)
@@ -143,9 +143,8 @@ def _check(world_size: int, epochs: int, num_gpus: int, options: dict[str, Any])
 def _run(task: _Task) -> _Report:
     """Start the processes, and return what the server reports."""
     start = "spawn" if task.num_gpus or dist.is_initialized() else choose_start(task.threads)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=DeprecationWarning, message=".*multi-threaded.*")
-        children = [Child(_work if rank else _serve, rank, task, method=start) for rank in range(task.world_size)]
+    with quiet_fork():
+        children = [Child(_report, rank, task, method=start) for rank in range(task.world_size)]
     try:
         return _collect(children)
     finally:
@@ -183,69 +182,43 @@ def _begin(rank: int, task: _Task) -> tuple[nn.Module, ParameterServer]:
     return model, ParameterServer(model, optimizer, role="worker" if rank else "server", **task.options)
 
 
-def _serve(pipe: Connection, rank: int, task: _Task) -> None:
+def _serve(task: _Task, model: nn.Module, server: ParameterServer) -> _Report:
     """Order the log, and evaluate after each epoch."""
-
-    def serve() -> _Report:
-        model, server = _begin(rank, task)
-        start, accuracies, seconds = time.perf_counter(), [], 0.0
-        for epoch in range(task.epochs):
-            server.finish()
-            seconds = time.perf_counter() - start
-            accuracies.append(evaluate(model, task.test_dataloader))
-            print(
-                f"epoch {epoch + 1} of {task.epochs} by {task.world_size - 1} worker(s): "
-                f"test accuracy {accuracies[-1]:.2%}, elapsed time {seconds:.2f} s",
-                flush=True,
-            )
-        server.detach()
-        return accuracies, seconds, model.state_dict()
-
-    _report(pipe, serve)
+    start, accuracies, seconds = time.perf_counter(), [], 0.0
+    for epoch in range(task.epochs):
+        server.finish()
+        seconds = time.perf_counter() - start
+        _, correct, total = evaluate(model, task.test_dataloader, task.criterion)
+        accuracies.append(correct / max(1, total))
+        print(
+            f"epoch {epoch + 1} of {task.epochs} by {task.world_size - 1} worker(s): "
+            f"test accuracy {accuracies[-1]:.2%}, elapsed time {seconds:.2f} s",
+            flush=True,
+        )
+    server.detach()
+    return accuracies, seconds, model.state_dict()
 
 
-def _work(pipe: Connection, rank: int, task: _Task) -> None:
+def _work(task: _Task, model: nn.Module, server: ParameterServer) -> None:
     """Train as one worker."""
-
-    def work() -> None:
-        model, server = _begin(rank, task)
-        device = next(model.parameters()).device
-        loader: Any = task.train_dataloader
-        if task.options["deal"] == "shared":
-            loader = server.loader(loader, seed=task.seed)
-        model.train()
-        for _ in range(task.epochs):
-            for inputs, targets in loader:
-                task.criterion(model(inputs.to(device)), targets.to(device)).backward()
-                server.step()
-            server.finish()
-        server.detach()
-
-    _report(pipe, work)
+    device = next(model.parameters()).device
+    loader: Any = task.train_dataloader
+    if task.options["deal"] == "shared":
+        loader = server.loader(loader, seed=task.seed)
+    model.train()
+    for _ in range(task.epochs):
+        for inputs, targets in loader:
+            task.criterion(model(inputs.to(device)), targets.to(device)).backward()
+            server.step()
+        server.finish()
+    server.detach()
 
 
-def _report(pipe: Connection, function: Callable[[], Any]) -> None:
-    """Call a function, and send its result or its traceback."""
+def _report(pipe: Connection, rank: int, task: _Task) -> None:
+    """Serve in process 0, and work in the others; send the result or the traceback."""
     try:
-        report = pickle.dumps((function(), ""))  # by value: tensors that are sent as such live as long as this process
+        result = (_work if rank else _serve)(task, *_begin(rank, task))
+        report = pickle.dumps((result, ""))  # by value: tensors that are sent as such live as long as this process
     except BaseException:
         report = pickle.dumps((None, traceback.format_exc()))
     pipe.send_bytes(report)
-
-
-@torch.no_grad()
-def evaluate(model: nn.Module, loader: Iterable[Any]) -> float:
-    """Compute the share of a loader's samples that a model classifies correctly.
-
-    Args:
-        model: classifier.
-        loader: loader of pairs of inputs and targets.
-    """
-    training = model.training
-    model.eval()
-    correct = total = 0
-    for inputs, targets in loader:
-        correct += int((model(inputs).argmax(1) == targets).sum())
-        total += len(targets)
-    model.train(training)
-    return correct / max(1, total)

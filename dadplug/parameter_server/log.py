@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
 from ..errors import MismatchError, SiteError
 from ..exchange import Traffic, codec
+from ..exchange.deadline import Deadline
 from ..exchange.failure_reports import PeerNames
 from .sequencer import Decision, Entry
 from .streams import Deal, Frame, FrameLoop, Kind
@@ -239,18 +239,17 @@ class Log(FrameLoop):
             SiteError: if the sequencer is lost, or nothing arrives within the timeout; the message names the sites that
                 the sequencer waits for.
         """
-        deadline = time.monotonic() + self._timeout
+        deadline = Deadline(self._timeout)
         with self._traffic.waiting(), self._changed:
             while not (entries and self._commits) and not until():
                 self._raise_failure()
-                left = deadline - time.monotonic()
-                if left <= 0:
+                if deadline.over:
                     names = ", ".join(self._sites[site] for site in self._awaited if site != self._own)
                     raise SiteError(
                         f"no contribution has been committed for {self._timeout:g} s: the sequencer waits for "
                         f"{names or self._holder.name}"
                     )
-                self._changed.wait(left)
+                self._changed.wait(deadline.left)
 
     def _raise_failure(self) -> None:
         """Raise the error by which the sequencer is lost, if there is one."""
@@ -266,9 +265,9 @@ class Log(FrameLoop):
             self._error = self._error or error
             self._changed.notify_all()
 
-    def on_frames(self, frames: list[tuple[int, Frame]]) -> None:
+    def on_frames(self, peer: int, frames: list[Frame]) -> None:
         with self._changed:
-            for _, frame in frames:
+            for frame in frames:
                 try:
                     self._handle(frame)
                 except (KeyError, TypeError, ValueError) as error:
@@ -281,37 +280,38 @@ class Log(FrameLoop):
     def _handle(self, frame: Frame) -> None:
         if frame.site >= len(self._sites):
             raise ValueError(f"there is no site {frame.site}")
-        if frame.kind is Kind.CONTRIBUTION:
-            self._bodies[frame.site, frame.number] = frame.body
-        elif frame.kind is Kind.FINISH:
-            self._ended[frame.site] = frame.body
-        elif frame.kind is Kind.DECISION:
-            self.epochs = frame.number
-            self._append(frame.body)
-        elif frame.kind is Kind.DEAL:
-            self.deals.append(frame)
-            if frame.used == Deal.OVER:
-                self.over = max(self.over, frame.number)
-        elif frame.kind is Kind.SNAPSHOT and frame.body:
-            self.snapshot = frame.body
-        elif frame.kind is Kind.SNAPSHOT:
-            self._commits.append(Commit(Decision(0), (), {}, frame.number))
-        elif frame.kind is Kind.READY:
-            self.first = self._count = frame.number
-        elif frame.kind is Kind.RETURNED and frame.site == self._own:  # the log of this site begins here
-            for each in (self._commits, self._bodies, self._ended, self.left, self.losses):
-                each.clear()
-        elif frame.kind is Kind.RETURNED:
-            self.left.pop(frame.site, None)
-        elif frame.kind is Kind.ALIVE:
-            self._awaited = [site for site in codec.decode(frame.body) if 0 <= site < len(self._sites)]
-        elif frame.kind is Kind.LEFT:
-            reason = frame.body.decode(errors="replace")
-            self.left[frame.site] = reason
-            if frame.site != self._own:
-                self.losses.append((frame.site, reason))
-            else:
-                self._error = SiteError(f"the sequencer goes on without this site: {reason}")
+        match frame.kind:
+            case Kind.CONTRIBUTION:
+                self._bodies[frame.site, frame.number] = frame.body
+            case Kind.FINISH:
+                self._ended[frame.site] = frame.body
+            case Kind.DECISION:
+                self.epochs = frame.number
+                self._append(frame.body)
+            case Kind.DEAL:
+                self.deals.append(frame)
+                if frame.used == Deal.OVER:
+                    self.over = max(self.over, frame.number)
+            case Kind.SNAPSHOT if frame.body:
+                self.snapshot = frame.body
+            case Kind.SNAPSHOT:
+                self._commits.append(Commit(Decision(0), (), {}, frame.number))
+            case Kind.READY:
+                self.first = self._count = frame.number
+            case Kind.RETURNED if frame.site == self._own:  # the log of this site begins here
+                for each in (self._commits, self._bodies, self._ended, self.left, self.losses):
+                    each.clear()
+            case Kind.RETURNED:
+                self.left.pop(frame.site, None)
+            case Kind.ALIVE:
+                self._awaited = [site for site in codec.decode(frame.body) if 0 <= site < len(self._sites)]
+            case Kind.LEFT:
+                reason = frame.body.decode(errors="replace")
+                self.left[frame.site] = reason
+                if frame.site == self._own:
+                    self._error = SiteError(f"the sequencer goes on without this site: {reason}")
+                else:
+                    self.losses.append((frame.site, reason))
 
     def _append(self, body: bytes | bytearray) -> None:
         version, entries, dropped, over = codec.decode(body)

@@ -21,11 +21,10 @@ from ..logs import get_logger
 from ..methods import Quality, make_method
 from ..model_sync.buffers import average_packed, pack_buffers
 from ..model_sync.replicated_model import JoinState, ReplicatedModel, Stateful
-from ..signature import takes_keywords_of
+from ..signature import check_choice, takes_keywords_of
 from .connect import (
     ReturnedSites,
     ReturnedTransport,
-    check_role,
     gather_workers,
     largest_message,
     open_log,
@@ -108,7 +107,7 @@ class ParameterServer(ReplicatedModel):
         self._limit = largest_message(model)
         self._service: SequencerService | None = None
         try:
-            check_role(role, rejoin)
+            check_choice("role", role, ("worker", "server") if rejoin is None else ("worker",))
             self.server_options = ServerOptions.create(mode=mode, **options)
             check_site_model(model)
             self._optimizer = LoggedOptimizer(optimizer, model)
@@ -546,14 +545,15 @@ class ServerTransport(Transport):
 
     elastic = True
     is_direct = False
+    place = 0
+    lowest = 0  # of those that took part in the last exchange
 
     def __init__(self, first: Transport, device: torch.device, timeout: float) -> None:
         super().__init__(first.sites, Traffic(), first.sites.rank, device, timeout)
         self.server: ParameterServer | None = None
         self.joins = isinstance(first, ReturnedTransport)
-        self._place = next(_places)
+        self.place = next(_places)
         self._first = first
-        self._lowest = 0  # of those that took part in the last exchange
 
     @classmethod
     def of_returning(cls, rank: int, names: Sequence[str], device: torch.device, timeout: float) -> ServerTransport:
@@ -569,16 +569,8 @@ class ServerTransport(Transport):
         return cls(ReturnedTransport(sites, Traffic(), device, timeout), device, timeout)
 
     @property
-    def place(self) -> int:
-        return self._place
-
-    @property
     def present(self) -> list[int]:
         return list(range(self.world_size)) if self.server is None else self.server.present_sites
-
-    @property
-    def lowest(self) -> int:
-        return self._lowest
 
     def end_step(self) -> None:
         self.joins = False
@@ -591,7 +583,7 @@ class ServerTransport(Transport):
             return {self.rank: item}
         if self.server is not None and self.server.gathers:
             every = self.server.gather_present(item)
-            self._lowest = min(every)
+            self.lowest = min(every)
             return every
         return dict(enumerate(self._first.gather_objects(item)))
 
@@ -601,7 +593,7 @@ class ServerTransport(Transport):
 
     def broadcast_bytes(self, content: bytes) -> bytes:
         while not self.joins:
-            source = self._lowest
+            source = self.lowest
             every = self.gather_present(content if self.rank == source else b"")
             if source in every:
                 return bytes(every[source])

@@ -5,6 +5,7 @@ It runs at site 0, or at the hub: there one sequencer runs for each parameter se
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import math
 import secrets
@@ -89,17 +90,16 @@ def check_settings(found: Any, world_size: int) -> Settings:
             and type(settings.in_trainer) is bool
             and type(settings.limit) is int
             and 0 < settings.limit <= _LARGEST
-            and all(_is_time(each) for each in (settings.site_timeout, settings.timeout))
+            and all(
+                type(each) in (int, float) and 0 < each <= _LONGEST
+                for each in (settings.site_timeout, settings.timeout)
+            )
         )
     except (TypeError, ValueError) as error:
         raise MessageError(f"the settings of a sequencer are not valid: {error}") from error
     if not fine:
         raise MessageError(f"the settings of a sequencer are out of range: {settings}")
     return settings._replace(workers=tuple(workers))
-
-
-def _is_time(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value) and 0 < value <= _LONGEST
 
 
 def write_message(connected: socket.socket, message: Any) -> None:
@@ -298,6 +298,7 @@ class SequencerService(FrameLoop):
         self._open: dict[tuple[int, int], Frame] = {}  # contributions that are not decided on
         self._ends: dict[int, Frame] = {}  # of sites that have ended the phase
         self._left: dict[int, Frame] = {}
+        self._timer: asyncio.TimerHandle | None = None  # of the next decision
         self.start()
 
     def close(self) -> None:
@@ -311,28 +312,19 @@ class SequencerService(FrameLoop):
     def heartbeat(self) -> bytes:
         return codec.encode(self._sequencer.awaited)
 
-    def on_frames(self, frames: list[tuple[int, Frame]]) -> None:
+    def on_frames(self, site: int, frames: list[Frame]) -> None:
         self._sequencer.advance(time.monotonic())
-        for site, frame in frames:
-            if site not in self._connected:
-                continue
-            try:
-                self._handle(site, frame)
-            except ValueError as error:
-                self._leave(site, f"the sequencer has refused it: {error}")
+        for frame in frames:
+            if site in self._connected:
+                try:
+                    self._handle(site, frame)
+                except ValueError as error:
+                    self._leave(site, f"the sequencer has refused it: {error}")
         self._decide()
 
     def on_lost(self, site: int, error: Exception) -> None:
         self._leave(site, str(error))
         self._decide()
-
-    def on_due(self) -> float | None:
-        """Make a commit that has waited for others long enough; return the time until which the next one waits."""
-        due = self._sequencer.due
-        if due is not None and (now := time.monotonic()) >= due:
-            self._sequencer.advance(now)
-            self._decide()
-        return self._sequencer.due
 
     def on_adopted(self, site: int) -> None:
         """Let a site return now, or in the next phase of steps."""
@@ -350,37 +342,38 @@ class SequencerService(FrameLoop):
     # Messages
 
     def _handle(self, site: int, frame: Frame) -> None:
-        kind, number = frame.kind, frame.number
-        if kind is Kind.ALIVE:
-            return
-        if kind is Kind.BYE:
-            self._leave(site, frame.body.decode(errors="replace"))
-        elif kind is Kind.SNAPSHOT:
-            if self._donors.answer(site, number) and number in self._connected:
-                self.post(number, frame)
-        elif kind is Kind.EPOCHS:
-            self._resume(number)
-        elif site not in self._contributors or frame.site != site:
-            raise SequenceError(f"site {site} has sent a {kind.name} of site {frame.site}")
-        elif kind is Kind.CONTRIBUTION:
-            self._sequencer.contribute(site, number, frame.base, frame.reached, frame.samples)
-            self._open[site, number] = frame
-            self._send_all(frame, besides=site)
-            self._answer(site, self._dealer.use(site, frame.used))
-        elif kind is Kind.FINISH:
-            self._sequencer.finish(site)
-            self._ends[site] = frame
-            self._send_all(frame, besides=site)
-            self._answer(site, self._dealer.finish(site))
-        elif kind is Kind.REACHED:
-            self._sequencer.reach(site, frame.reached)
-        elif kind is Kind.READY:
-            self._donors.ready(site)
-            self.post(site, Frame(Kind.READY, site, self._join(site)))
-        elif kind is Kind.TRAINS:
-            self._admit_waiting()
-        else:
-            self._deal(site, frame)
+        number = frame.number
+        match frame.kind:
+            case Kind.ALIVE:
+                pass
+            case Kind.BYE:
+                self._leave(site, frame.body.decode(errors="replace"))
+            case Kind.SNAPSHOT:
+                if self._donors.answer(site, number) and number in self._connected:
+                    self.post(number, frame)
+            case Kind.EPOCHS:
+                self._resume(number)
+            case _ if site not in self._contributors or frame.site != site:
+                raise SequenceError(f"site {site} has sent a {frame.kind.name} of site {frame.site}")
+            case Kind.CONTRIBUTION:
+                self._sequencer.contribute(site, number, frame.base, frame.reached, frame.samples)
+                self._open[site, number] = frame
+                self._send_all(frame, besides=site)
+                self._answer(site, self._dealer.use(site, frame.used))
+            case Kind.FINISH:
+                self._sequencer.finish(site)
+                self._ends[site] = frame
+                self._send_all(frame, besides=site)
+                self._answer(site, self._dealer.finish(site))
+            case Kind.REACHED:
+                self._sequencer.reach(site, frame.reached)
+            case Kind.READY:
+                self._donors.ready(site)
+                self.post(site, Frame(Kind.READY, site, self._join(site)))
+            case Kind.TRAINS:
+                self._admit_waiting()
+            case _:
+                self._deal(site, frame)
 
     def _resume(self, epochs: int) -> None:
         """Go on with the number of epochs in the checkpoint that a site has loaded."""
@@ -391,22 +384,23 @@ class SequencerService(FrameLoop):
 
     def _deal(self, site: int, frame: Frame) -> None:
         """Pass a message to the dealer."""
-        if frame.kind is Kind.BEGIN:
-            if frame.samples:
-                self._sequencer.declare(site, frame.samples)
-            self._answer(site, self._dealer.begin(site, frame.number, frame.used))
-            if self._in_trainer:
-                self._admit_waiting()
-        elif frame.kind is Kind.DRAW:
-            self._answer(site, self._dealer.draw(site, bool(frame.used)))
-        elif frame.kind is Kind.USED:
-            self._answer(site, self._dealer.use(site, frame.used))
-        elif frame.kind is Kind.PASSED:
-            self._answer(site, self._dealer.passed(site, frame.number))
-        elif frame.kind is Kind.ORDER:
-            self._dealer.order(frame.number, bytes(frame.body))
-        else:
-            raise SequenceError(f"a site sends no {frame.kind.name}")
+        match frame.kind:
+            case Kind.BEGIN:
+                if frame.samples:
+                    self._sequencer.declare(site, frame.samples)
+                self._answer(site, self._dealer.begin(site, frame.number, frame.used))
+                if self._in_trainer:
+                    self._admit_waiting()
+            case Kind.DRAW:
+                self._answer(site, self._dealer.draw(site, bool(frame.used)))
+            case Kind.USED:
+                self._answer(site, self._dealer.use(site, frame.used))
+            case Kind.PASSED:
+                self._answer(site, self._dealer.passed(site, frame.number))
+            case Kind.ORDER:
+                self._dealer.order(frame.number, bytes(frame.body))
+            case _:
+                raise SequenceError(f"a site sends no {frame.kind.name}")
 
     def _answer(self, asking: int, answers: list[Answer]) -> None:
         """Send the dealer's answers to a message of one site, which is idle if its own depends on other sites."""
@@ -418,6 +412,8 @@ class SequencerService(FrameLoop):
             self.post(site, Frame(Kind.DEAL, site, number, used=deal))
 
     def _decide(self) -> None:
+        """Continue the log; again when a commit has waited long enough for contributions that are expected."""
+        self._sequencer.advance(time.monotonic())
         while (decision := self._sequencer.decide()) is not None:
             self._send_all(Frame(Kind.DECISION, number=self._dealer.epochs, body=pack(decision)))
             for key in decision.keys:
@@ -426,6 +422,10 @@ class SequencerService(FrameLoop):
                 self._ends.clear()
                 self._trains = False
                 self._dealer.end_phase(self._sequencer.present)
+        if self._timer is not None:
+            self._timer.cancel()
+        due = self._sequencer.due
+        self._timer = None if due is None else self._loop.call_at(due, self._decide)
 
     def _send_all(self, frame: Frame, besides: int | None = None) -> None:
         for peer in list(self._connected):

@@ -7,21 +7,26 @@ import os
 import sys
 import tempfile
 import threading
+from functools import partial
 from pathlib import Path
 
 import hogwild_training as training
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import dadplug
 from dadplug import Hogwild, ProcessFailedError
+from dadplug.hogwild.dealing import check_loader
 from dadplug.hogwild.training import choose_start
+
+SGD = partial(torch.optim.SGD, lr=0.1)
 
 # One process: the bits of a plain loop
 
 
-def one_process() -> None:
+def one_process_has_the_bits_of_a_plain_loop(folder: str) -> None:
     cases = [(name, training.network, make, 0) for name, make in training.OPTIMIZERS.items()]
     cases.append(("own", training.network, lambda p: torch.optim.NAdam(p, 1e-2), 0))
     cases.append(("loader processes", training.network, training.OPTIMIZERS["adam"], 2))
@@ -43,14 +48,10 @@ def one_process() -> None:
         training.update(model, optimizer, next(iter(training.loader())))  # they are a plain model and optimizer again
 
 
-def test_one_process_has_the_bits_of_a_plain_loop():
-    training.run_here(__file__, "one_process")
-
-
 # Several processes
 
 
-def several_processes() -> None:
+def every_sample_is_used_once_an_epoch_and_every_step_counts(folder: str) -> None:
     for name in ("adam", "sgd"):
         model = training.network()
         model.register_buffer("ids", torch.arange(5))
@@ -77,11 +78,7 @@ def several_processes() -> None:
             assert [state["step"].item() for state in optimizer.state.values()] == [updates] * 6
 
 
-def test_every_sample_is_used_once_an_epoch_and_every_step_counts():
-    training.run_here(__file__, "several_processes")
-
-
-def learning() -> None:
+def several_processes_learn_one_model(folder: str) -> None:
     data = training.Numbered()
     for state in ("shared", "own"):
         model = training.network()
@@ -110,11 +107,7 @@ def learn(hogwild: Hogwild) -> None:
         schedule.step()
 
 
-def test_several_processes_learn_one_model():
-    training.run_here(__file__, "learning")
-
-
-def rare_features() -> None:
+def processes_divide_by_squares_that_contain_their_gradients(folder: str) -> None:
     """Samples of a few features each: most squares that an optimizer divides by are still zero."""
 
     def train(hogwild: Hogwild) -> None:
@@ -132,11 +125,7 @@ def rare_features() -> None:
         assert largest < 1.5, (make, largest)  # no step of an element is larger than a few learning rates
 
 
-def test_processes_divide_by_squares_that_contain_their_gradients():
-    training.run_here(__file__, "rare_features")
-
-
-def closures() -> None:
+def steps_with_a_closure_count(folder: str) -> None:
     """A step with a closure takes its number after the gradients are there."""
     model = training.network()
     unused = nn.Parameter(torch.ones(2))
@@ -159,10 +148,6 @@ def closures() -> None:
     assert optimizer.state[model[0].weight]["step"] == 6
     assert optimizer.state[unused]["step"] == 0
     assert torch.equal(unused, torch.ones(2))
-
-
-def test_steps_with_a_closure_count():
-    training.run_here(__file__, "closures")
 
 
 # Memory and starts
@@ -205,7 +190,7 @@ def test_a_fork_is_chosen_where_it_can_train():
 # Failures
 
 
-def failures(folder: str) -> None:
+def a_process_that_fails_is_named_and_ends_the_others(folder: str) -> None:
     before = set(os.listdir("/proc/self/fd"))
     for how in ("kill", "raise"):
         model = training.network()
@@ -229,10 +214,6 @@ def failures(folder: str) -> None:
     assert set(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_process_that_fails_is_named_and_ends_the_others(tmp_path):
-    training.run_here(__file__, "failures", str(tmp_path))
-
-
 def train_replaced(hogwild: Hogwild, kind: str) -> None:
     if hogwild.rank == 1:
         layer = next(each for each in hogwild.model.modules() if isinstance(each, nn.Linear))
@@ -246,7 +227,7 @@ def train_replaced(hogwild: Hogwild, kind: str) -> None:
     training.train_dealt(hogwild, 0)
 
 
-def replaced() -> None:
+def a_tensor_that_a_process_replaces_is_an_error(folder: str) -> None:
     for kind, name in (("parameter", "weight"), ("loaded", "weight"), ("buffer", "scale")):
         model = training.network()
         model.register_buffer("scale", torch.ones(3))
@@ -256,11 +237,7 @@ def replaced() -> None:
         assert "process 1" in str(error.value)
 
 
-def test_a_tensor_that_a_process_replaces_is_an_error():
-    training.run_here(__file__, "replaced")
-
-
-def interrupted(folder: str) -> None:
+def an_interrupt_ends_all_processes(folder: str) -> None:
     model = training.network()
     optimizer = torch.optim.SGD(model.parameters(), 1e-2)
     seen = threading.Event()
@@ -285,11 +262,7 @@ def training_without_end(hogwild: Hogwild, folder: str) -> None:
             partial.rename(Path(folder) / str(hogwild.rank))
 
 
-def test_an_interrupt_ends_all_processes(tmp_path):
-    training.run_here(__file__, "interrupted", str(tmp_path))
-
-
-def uneven(folder: str) -> None:
+def processes_that_train_for_different_numbers_of_epochs_are_an_error(folder: str) -> None:
     model = training.network()
 
     def train(hogwild: Hogwild) -> None:
@@ -300,58 +273,46 @@ def uneven(folder: str) -> None:
         Hogwild(model, torch.optim.SGD(model.parameters(), 0.1), 2, threads=1, start="fork").run(train)
 
 
-def test_processes_that_train_for_different_numbers_of_epochs_are_an_error(tmp_path):
-    training.run_here(__file__, "uneven", str(tmp_path))
+@pytest.mark.parametrize(
+    "program",
+    [
+        one_process_has_the_bits_of_a_plain_loop,
+        every_sample_is_used_once_an_epoch_and_every_step_counts,
+        several_processes_learn_one_model,
+        processes_divide_by_squares_that_contain_their_gradients,
+        steps_with_a_closure_count,
+        a_process_that_fails_is_named_and_ends_the_others,
+        a_tensor_that_a_process_replaces_is_an_error,
+        an_interrupt_ends_all_processes,
+        processes_that_train_for_different_numbers_of_epochs_are_an_error,
+    ],
+)
+def test_processes(program, tmp_path):
+    training.run_here(__file__, program.__name__, str(tmp_path))
 
 
 # Refusals, before anything is changed
 
 
-def refused(kind: str) -> Hogwild:
-    model = training.network()
-    parameters = list(model.parameters())
-    sgd = torch.optim.SGD(parameters, 0.1)
-    if kind == "device":
-        return Hogwild(model.to("meta"), torch.optim.SGD(model.parameters(), 0.1), 2)
-    if kind == "lbfgs":
-        return Hogwild(model, torch.optim.LBFGS(parameters), 2, "own")
-    if kind == "state":
-        return Hogwild(model, torch.optim.Rprop(parameters), 2)
-    if kind == "dampening":
-        return Hogwild(model, torch.optim.SGD(parameters, 0.1, momentum=0.9, dampening=0.1), 2)
-    if kind == "sparse":
-        bags = training.Bags()
-        return Hogwild(bags, torch.optim.SGD(bags.parameters(), 0.1, momentum=0.9), 2)
-    if kind == "lazy":
-        lazy = nn.LazyLinear(2)
-        return Hogwild(lazy, torch.optim.SGD(lazy.parameters(), 0.1), 2)
-    if kind == "other":
-        return Hogwild(training.network(), sgd, 2)
-    if kind == "processes":
-        return Hogwild(model, sgd, 0)
-    if kind == "mode":
-        return Hogwild(model, sgd, 2, "mine")
-    return Hogwild(model, "sgd", 2)
-
-
 @pytest.mark.parametrize(
-    ("kind", "message"),
+    ("build", "make", "arguments", "message"),
     [
-        ("device", "0.weight is on meta: Hogwild! shares the memory of CPU processes"),
-        ("lbfgs", "L-BFGS evaluates the loss several times a step"),
-        ("state", 'the state of Rprop cannot be shared; pass state="own"'),
-        ("dampening", "SGD with dampening"),
-        ("sparse", "SGD's momentum of a sparse gradient"),
-        ("lazy", "weight is not initialised"),
-        ("other", "the optimizer holds no parameter of the model"),
-        ("processes", "processes must be a whole number from 1 on, got 0"),
-        ("mode", "unknown state 'mine'; valid ones are 'shared', 'own'"),
-        ("optimizer", "optimizer must be a torch.optim.Optimizer, got str"),
+        (lambda: training.network().to("meta"), SGD, {}, "0.weight is on meta: Hogwild! shares the memory of CPU"),
+        (training.network, torch.optim.LBFGS, {"state": "own"}, "L-BFGS evaluates the loss several times a step"),
+        (training.network, torch.optim.Rprop, {}, 'the state of Rprop cannot be shared; pass state="own"'),
+        (training.network, partial(SGD, momentum=0.9, dampening=0.1), {}, "SGD with dampening"),
+        (training.Bags, partial(SGD, momentum=0.9), {}, "SGD's momentum of a sparse gradient"),
+        (lambda: nn.LazyLinear(2), SGD, {}, "weight is not initialised"),
+        (training.network, lambda _: SGD(training.network().parameters()), {}, "holds no parameter of the model"),
+        (training.network, SGD, {"processes": 0}, "processes must be a whole number of at least 1 or None, got 0"),
+        (training.network, SGD, {"state": "mine"}, "unknown state 'mine'; valid ones are 'shared', 'own'"),
+        (training.network, lambda _: "sgd", {}, "optimizer must be a torch.optim.Optimizer, got str"),
     ],
 )
-def test_refusals(kind, message):
-    with pytest.raises((TypeError, ValueError), match=message.replace("(", r"\(")):
-        refused(kind)
+def test_refusals(build, make, arguments, message):
+    model = build()
+    with pytest.raises((TypeError, ValueError), match=message):
+        Hogwild(model, make(model.parameters()), **({"processes": 2} | arguments))
 
 
 class Endless(torch.utils.data.IterableDataset):
@@ -360,18 +321,16 @@ class Endless(torch.utils.data.IterableDataset):
 
 
 def test_loaders_that_cannot_be_dealt():
-    from dadplug.hogwild.dealing import check_loader
-
     data = training.Numbered()
-    with pytest.raises(ValueError, match="IterableDataset has no order"):
-        check_loader(torch.utils.data.DataLoader(Endless()))
-    with pytest.raises(ValueError, match="makes no batches"):
-        check_loader(torch.utils.data.DataLoader(data, batch_size=None))
     sampler = torch.utils.data.DistributedSampler(data, num_replicas=2, rank=0)
-    with pytest.raises(ValueError, match="splits the data already"):
-        check_loader(torch.utils.data.DataLoader(data, sampler=sampler, batch_size=2))
-    with pytest.raises(TypeError, match="not of list"):
-        check_loader([1, 2])
+    for loader, message in (
+        (DataLoader(Endless()), "IterableDataset has no order"),
+        (DataLoader(data, batch_size=None), "makes no batches"),
+        (DataLoader(data, sampler=sampler, batch_size=2), "splits the data already"),
+        ([1, 2], "not of list"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            check_loader(loader)
     model = training.network()
     with pytest.raises(RuntimeError, match="no training runs"):
         dadplug.Hogwild(model, torch.optim.SGD(model.parameters(), 0.1), 2).deal(training.loader())

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
 import torch
 import torch.distributed as dist
 from comparison import off_by
-from local_reference import adam, batch, build, loss_of, train, vector
+from local_reference import adam, batch, build, ends_equal, loss_of, train, vector
 from torch import nn
 
 from dadplug import LocalSGD
@@ -22,10 +23,16 @@ OPTIMIZERS = {
 LINEAR = ("0.weight", "2.weight", "4.weight")
 
 
-def rounds(cases: list[dict]) -> None:
+def rounds_are_those_of_ordinary_steps() -> None:
     """Compare with ordinary steps after every agreement."""
     site = dist.get_rank()
-    for options in cases:
+    for options in (
+        {"outer_lr": 0.7, "outer_momentum": 0.9},
+        {"overlap": False, "weighting": "uniform"},
+        {"rank": 2, "overlap": False},
+        {"rank": 2, "wire": "int8"},
+        {"warm_up": 4, "warm_up_mode": "dad"},
+    ):
         models = [build(site), build(site)]
         locals_ = [
             LocalSGD(model, adam(model.parameters()), every=3, fused=fused, **options)
@@ -39,27 +46,11 @@ def rounds(cases: list[dict]) -> None:
                 assert locals_[0].first_difference() is None
         assert locals_[0].remarks == ("fused steps: yes",)
         for local in locals_:
-            local.finish()
-        assert locals_[0].first_difference() is None
+            ends_equal(local)
         assert off_by(vector(models[0]), vector(models[1])) < 1e-12, options
-        for local in locals_:
-            local.detach()
 
 
-def test_rounds_are_those_of_ordinary_steps(sites):
-    sites(2).run(
-        rounds,
-        [
-            {"outer_lr": 0.7, "outer_momentum": 0.9},
-            {"overlap": False, "weighting": "uniform"},
-            {"rank": 2, "overlap": False},
-            {"rank": 2, "wire": "int8"},
-            {"warm_up": 4, "warm_up_mode": "dad"},
-        ],
-    )
-
-
-def one_site_fuses() -> None:
+def one_site_may_fuse_alone() -> None:
     """Sites need not fuse alike: one of them may not be able to."""
     site = dist.get_rank()
     model = build(site, torch.float32)
@@ -69,28 +60,26 @@ def one_site_fuses() -> None:
     local.detach()
 
 
-def test_one_site_may_fuse_alone(sites):
-    sites(2).run(one_site_fuses)
-
-
 def normalised() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 10, bias=False), nn.BatchNorm1d(10), nn.ReLU(), nn.Linear(10, 3)).double()
 
 
-def synchronises_statistics() -> None:
+def statistics_are_those_of_all_rows() -> None:
     site = dist.get_rank()
     models = [normalised(), normalised()]
     for model, fused in zip(models, (True, False)):
         local = LocalSGD(model, adam(model.parameters()), every=3, fused=fused, sync_batchnorm=True)
         train(local, range(7), site)
-        local.finish()
-        local.detach()
+        ends_equal(local)
     assert off_by(vector(models[0]), vector(models[1])) < 1e-12
 
 
-def test_with_statistics_of_all_rows(sites):
-    sites(2).run(synchronises_statistics)
+@pytest.mark.parametrize(
+    "program", [rounds_are_those_of_ordinary_steps, one_site_may_fuse_alone, statistics_are_those_of_all_rows]
+)
+def test_two_sites(sites, program):
+    sites(2).run(program)
 
 
 class Pair:
@@ -139,9 +128,22 @@ class Pair:
         return [name for name, each in self.model.named_parameters() if type(each.grad) is torch.Tensor]
 
 
+@pytest.fixture
+def pairs():
+    """Function that makes a pair, whose hooks are removed in the end."""
+    with contextlib.ExitStack() as stack:
+
+        def make(*model: nn.Module, **options) -> Pair:
+            pair = Pair(*model, **options)
+            stack.callback(lambda: pair.local.detach())
+            return pair
+
+        yield make
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_steps_are_those_of_the_optimizer(name):
-    pair = Pair(make=OPTIMIZERS[name])
+def test_steps_are_those_of_the_optimizer(pairs, name):
+    pair = pairs(make=OPTIMIZERS[name])
     for step in range(5):
         pair.zero_grad()
         pair.backward(step, 5 + step)
@@ -158,11 +160,10 @@ def test_steps_are_those_of_the_optimizer(name):
     pair.optimizer.load_state_dict(ordinary.state_dict())
     pair.local = LocalSGD(pair.model, pair.optimizer, fused=True)
     pair.pass_and_step(8)
-    pair.local.detach()
 
 
-def test_gradients_accumulate_and_are_cleared_as_autograds():
-    pair = Pair()
+def test_gradients_accumulate_and_are_cleared_as_autograds(pairs):
+    pair = pairs()
     for step in range(3):  # several passes before a step, and no clearing after it
         pair.backward(2 * step)
         with pair.local.no_sync():
@@ -183,11 +184,10 @@ def test_gradients_accumulate_and_are_cleared_as_autograds():
         model[2].weight.grad.mul_(0.5)
         model[4].bias.grad = None
     pair.step()
-    pair.local.detach()
 
 
-def test_clipping_takes_norms_of_what_is_not_formed():
-    pair = Pair(make=OPTIMIZERS["sgd"])
+def test_clipping_takes_norms_of_what_is_not_formed(pairs):
+    pair = pairs(make=OPTIMIZERS["sgd"])
     for step in range(4):
         pair.zero_grad()
         pair.backward(step)
@@ -206,11 +206,10 @@ def test_clipping_takes_norms_of_what_is_not_formed():
     loss_of(pair.model, batch(0, 0)[0] * float("nan"), batch(0, 0)[1]).backward()
     with pytest.raises(RuntimeError, match="nan"):
         pair.local.clip_grad_norm_(1.0, error_if_nonfinite=True)
-    pair.local.detach()
 
 
-def test_errors_between_forward_and_step_leave_no_trace():
-    pair = Pair()
+def test_errors_between_forward_and_step_leave_no_trace(pairs):
+    pair = pairs()
 
     class Broken(torch.autograd.Function):
         @staticmethod
@@ -237,11 +236,10 @@ def test_errors_between_forward_and_step_leave_no_trace():
     pair.step()
     with pytest.raises(RuntimeError, match=r"call local.step\(\) instead"):
         pair.optimizer.step()
-    pair.local.detach()
 
 
-def test_closures_and_steps_of_the_trainer():
-    pair = Pair()
+def test_closures_and_steps_of_the_trainer(pairs):
+    pair = pairs()
 
     def closure(model, optimizer):
         def evaluate():
@@ -264,21 +262,19 @@ def test_closures_and_steps_of_the_trainer():
         pair.optimizer.step(closure(pair.model, pair.optimizer))
     pair.other.step(closure(pair.twin, pair.other))
     pair.compare()
-    pair.local.detach()
 
 
-def test_inputs_may_be_overwritten_after_backward():
-    pair = Pair()
+def test_inputs_may_be_overwritten_after_backward(pairs):
+    pair = pairs()
     inputs, targets = batch(0, 0)
     for model in (pair.model, pair.twin):
         loss_of(model, inputs, targets).backward()
     inputs.zero_()
     pair.step()
-    pair.local.detach()
 
 
-def test_a_grad_scaler_takes_ordinary_steps():
-    pair = Pair(build(0, torch.float32))
+def test_a_grad_scaler_takes_ordinary_steps(pairs):
+    pair = pairs(build(0, torch.float32))
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for step, unscales in enumerate((True, False)):
         pair.zero_grad()
@@ -291,18 +287,16 @@ def test_a_grad_scaler_takes_ordinary_steps():
         pair.other.step()
         assert off_by(vector(pair.model), vector(pair.twin)) < 1e-6
     assert pair.local.remarks == ("fused steps: no, a GradScaler scales the loss",)
-    pair.local.detach()
-    pair = Pair()
+    pair = pairs()
     pair.backward(0)
     pair.local.step(scaler=torch.amp.GradScaler("cpu", enabled=False))
     pair.other.step()
     assert pair.local.remarks == ("fused steps: yes",)
     pair.compare()
-    pair.local.detach()
 
 
-def test_parameters_may_be_frozen_added_and_tied():
-    pair = Pair(make=lambda weights: torch.optim.SGD(weights, lr=0.1))
+def test_parameters_may_be_frozen_added_and_tied(pairs):
+    pair = pairs(make=lambda weights: torch.optim.SGD(weights, lr=0.1))
 
     def both(change):
         change(pair.model, pair.optimizer)
@@ -325,15 +319,13 @@ def test_parameters_may_be_frozen_added_and_tied():
     assert "tied" in pair.formed
     assert "  tied: no, shared by layers that do not go together" in pair.local.remarks
     both(lambda model, _: setattr(model[4], "weight", nn.Parameter(torch.ones_like(model[4].weight))))
-    pair.local.detach()
 
 
-def test_what_is_not_fused_has_a_reason():
-    pair = Pair(make=lambda weights: torch.optim.RMSprop(weights, lr=0.01))
+def test_what_is_not_fused_has_a_reason(pairs):
+    pair = pairs(make=lambda weights: torch.optim.RMSprop(weights, lr=0.01))
     pair.backward(0)
     pair.step()
     assert pair.local.remarks == ("fused steps: no, RMSprop has no fused step",)
-    pair.local.detach()
 
     class Net(nn.Module):
         def __init__(self):
@@ -347,15 +339,14 @@ def test_what_is_not_fused_has_a_reason():
             hidden = torch.relu(self.first(self.conv(inputs[:, None]).flatten(1)))
             return self.third(torch.tanh(self.second(hidden))) + 1e-3 * self.first.weight.sum()
 
-    pair = Pair(Net().double())
+    pair = pairs(Net().double())
     for step in range(3):
         pair.pass_and_step(step, 8 if step else 400)
         assert {"first.weight", "second.weight"} <= set(pair.formed)
     assert "used outside its layer too" in pair.local.remarks[0]
     assert "its 400 rows take more memory than its gradient" in pair.local.remarks[0]
-    pair.local.detach()
 
-    hooked = Pair()
+    hooked = pairs()
     hooked.local.detach()
     hooked.optimizer.register_step_post_hook(lambda *_: None)
     local = LocalSGD(hooked.model, hooked.optimizer, fused=True)
@@ -365,9 +356,9 @@ def test_what_is_not_fused_has_a_reason():
         LocalSGD(hooked.model, hooked.optimizer, fused=1)
 
 
-def test_a_run_resumes_to_the_bit():
+def test_a_run_resumes_to_the_bit(pairs):
     def make():
-        pair = Pair(build(0, torch.float32))
+        pair = pairs(build(0, torch.float32))
         return pair.model, pair.optimizer, pair.local
 
     straight, first, again = make(), make(), make()
@@ -377,5 +368,3 @@ def test_a_run_resumes_to_the_bit():
         each.load_state_dict(state)
     train(again[2], range(3, 7), 0)
     assert torch.equal(vector(straight[0]), vector(again[0]))
-    for each in (straight, first, again):
-        each[2].detach()

@@ -65,10 +65,10 @@ def test_parameters_are_those_of_a_simulation_in_one_process(sites):
     sites(3).run(equals_reference, CASES[2:4])
 
 
-def uneven(cases: list[dict]) -> None:
+def a_site_that_runs_out_of_batches_takes_part_without_weight() -> None:
     """Site 0 has 13 batches, site 1 has 5."""
     site = dist.get_rank()
-    for options in cases:
+    for options in CASES:
         reference = reference_of(options)
         for first, lasts, last in ((0, (4, 4), False), (4, (8, 5), False), (8, (12, 8), False), (12, (13, 12), True)):
             reference.round([own[: max(0, 13 - 8 * s - first)] for s, own in enumerate(batches(first, lasts))], last)
@@ -76,16 +76,11 @@ def uneven(cases: list[dict]) -> None:
         train(local, range((13, 5)[site]), site, ROWS[site])
         local.finish()
         assert off_by(vector(local.model), reference.sites[site].vector()) < 1e-12, options
-        assert local.first_difference() is None
         assert local.steps == 13
-        local.detach()
+        ends_equal(local)
 
 
-def test_a_site_that_runs_out_of_batches_takes_part_without_weight(sites):
-    sites(2).run(uneven, CASES)
-
-
-def scheduled() -> None:
+def the_interval_may_be_a_function_of_the_step() -> None:
     site = dist.get_rank()
     reference = reference_of({})
     local = local_steps(0, every=lambda step: 2 if step < 4 else 5, overlap=False)
@@ -95,10 +90,6 @@ def scheduled() -> None:
         assert off_by(vector(local.model), reference.sites[site].vector()) < 1e-12
     assert local.agreements == 3
     local.detach()
-
-
-def test_the_interval_may_be_a_function_of_the_step(sites):
-    sites(2).run(scheduled)
 
 
 def warms_up(finish_after: int) -> None:
@@ -115,16 +106,12 @@ def warms_up(finish_after: int) -> None:
     local.finish()
     assert local.steps == 7
     assert off_by(vector(local.model), reference.sites[site].vector()) < 1e-12
-    assert local.first_difference() is None
-    local.detach()
+    ends_equal(local)
 
 
-def test_local_steps_begin_after_synchronous_ones(sites):
-    sites(2).run(warms_up, 9)
-
-
-def test_a_site_may_run_out_of_batches_in_the_warm_up(sites):
-    sites(2).run(warms_up, 2)
+@pytest.mark.parametrize("finish_after", [9, 2])
+def test_local_steps_begin_after_synchronous_ones_which_a_site_may_not_finish(sites, finish_after):
+    sites(2).run(warms_up, finish_after)
 
 
 def normalised_model(site: int) -> nn.Sequential:
@@ -132,7 +119,7 @@ def normalised_model(site: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 10), nn.BatchNorm1d(10), nn.ReLU(), nn.Linear(10, 3)).double()
 
 
-def averages_buffers() -> None:
+def running_statistics_are_averaged_at_each_agreement() -> None:
     site = dist.get_rank()
     torch.manual_seed(0)
     model = normalised_model(site)
@@ -159,11 +146,7 @@ def averages_buffers() -> None:
     local.detach()
 
 
-def test_running_statistics_are_averaged_at_each_agreement(sites):
-    sites(2).run(averages_buffers)
-
-
-def synchronises_statistics() -> None:
+def statistics_of_all_rows_in_every_step() -> None:
     """With an agreement after each step of SGD, local steps are those of one process with all rows."""
     site = dist.get_rank()
     reference, model = normalised_model(0), normalised_model(site)
@@ -183,10 +166,6 @@ def synchronises_statistics() -> None:
     ends_equal(local)
 
 
-def test_statistics_of_all_rows_in_every_step(sites):
-    sites(2).run(synchronises_statistics)
-
-
 # Wires, checkpoints, changes of the model, and errors
 
 
@@ -199,9 +178,9 @@ LOSSY = [
 ]
 
 
-def agrees_to_the_bit(dtypes: list[str]) -> None:
+def replicas_are_equal_to_the_bit_after_each_agreement_on_every_wire() -> None:
     site = dist.get_rank()
-    for dtype in (getattr(torch, name) for name in dtypes):
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
         exact = {}
         for options in [{}, *LOSSY]:
             model = build(site, dtype)
@@ -213,8 +192,7 @@ def agrees_to_the_bit(dtypes: list[str]) -> None:
             sent = local.traffic.total_bytes_sent
             train(local, range(9, 11), site)
             assert local.first_difference() is not None
-            local.finish()
-            assert local.first_difference() is None
+            ends_equal(local)
             assert {p.dtype for p in model.parameters()} == {dtype}
             moved = vector(model).double() - start
             if not options:
@@ -223,11 +201,6 @@ def agrees_to_the_bit(dtypes: list[str]) -> None:
                 assert off_by(moved, exact["moved"]) < 0.3, (dtype, options)
             if options and dtype == torch.float32:
                 assert sent < 0.75 * exact["bytes"], options
-            local.detach()
-
-
-def test_replicas_are_equal_to_the_bit_after_each_agreement_on_every_wire(sites):
-    sites(2).run(agrees_to_the_bit, ["float32", "float64", "bfloat16"])
 
 
 def test_steps_that_are_not_to_be_fused_are_ordinary_after_the_warm_up():
@@ -285,7 +258,7 @@ def test_a_run_resumes_on_the_same_curve_to_the_bit(sites, stop):
     sites(2).run(resumes, {"overlap": False, "warm_up": 5, "warm_up_mode": "rankdad", "wire": "bf16"}, stop)
 
 
-def discards() -> None:
+def a_round_with_nan_is_discarded_on_all_sites() -> None:
     site = dist.get_rank()
     for overlap in (False, True):
         local = local_steps(0, every=3, overlap=overlap)
@@ -300,17 +273,11 @@ def discards() -> None:
         if not overlap:  # otherwise the deltas of the round before have arrived since
             assert all(torch.equal(p, agreed[name]) for name, p in local.model.named_parameters())
         train(local, range(6, 10), site)
-        local.finish()
-        assert local.first_difference() is None
+        ends_equal(local)
         assert all(p.isfinite().all() for p in local.model.parameters())
-        local.detach()
 
 
-def test_a_round_with_nan_is_discarded_on_all_sites(sites):
-    sites(2).run(discards)
-
-
-def changes_its_parameters() -> None:
+def parameters_may_be_frozen_added_and_shared() -> None:
     """Freeze, unfreeze, add and share parameters; what is frozen costs nothing, what is trained is agreed on."""
     site = dist.get_rank()
     model = build()
@@ -346,11 +313,7 @@ def changes_its_parameters() -> None:
     local.detach()
 
 
-def test_parameters_may_be_frozen_added_and_shared(sites):
-    sites(2).run(changes_its_parameters)
-
-
-def optimizes() -> None:
+def any_optimizer_takes_the_steps() -> None:
     site = dist.get_rank()
     model = build()
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
@@ -375,10 +338,6 @@ def optimizes() -> None:
     local.detach()
 
 
-def test_any_optimizer_takes_the_steps(sites):
-    sites(2).run(optimizes)
-
-
 WRONG = [
     ({"every": 0}, "every must be a whole number of at least 1 or a function, got 0"),
     ({"every": 2.5}, "every must be"),
@@ -397,10 +356,10 @@ WRONG = [
 ]
 
 
-def refuses(cases: list) -> None:
+def wrong_arguments_are_errors_on_all_sites_before_anything_has_changed() -> None:
     site = dist.get_rank()
     start = vector(build(site))
-    for options, message in cases:
+    for options, message in WRONG:
         for wrong_site in (1, None):  # at one site, then at both
             model = build(site)
             own = options if wrong_site in (site, None) else {}
@@ -419,10 +378,6 @@ def refuses(cases: list) -> None:
     with pytest.raises(MismatchError, match=r"the sites agree at different steps, site 0 .* at 4 and site 1 .* at 5"):
         train(local, range(5), site)
     local.detach()
-
-
-def test_wrong_arguments_are_errors_on_all_sites_before_anything_has_changed(sites):
-    sites(2).run(refuses, WRONG)
 
 
 def loses_a_site() -> None:
@@ -472,7 +427,7 @@ def trains_scaled(local: LocalSGD, site: int, infinite: tuple[int, int]) -> floa
     return scaler.get_scale()
 
 
-def scales() -> None:
+def a_grad_scaler_leaves_out_the_steps_of_its_site() -> None:
     """Scales are powers of two, so that a scaled run has the bits of one without a scaler that leaves the step out."""
     site = dist.get_rank()
     for overlap in (True, False):
@@ -501,11 +456,7 @@ def scales() -> None:
     local.detach()
 
 
-def test_a_grad_scaler_leaves_out_the_steps_of_its_site(sites):
-    sites(2).run(scales)
-
-
-def fails_in_the_schedule() -> None:
+def what_a_schedule_returns_is_checked() -> None:
     site = dist.get_rank()
     for every, message in (
         (lambda step: 0, r"every\(0\) must be a whole number of at least 1, got 0"),
@@ -523,8 +474,24 @@ def fails_in_the_schedule() -> None:
     local.detach()
 
 
-def test_what_a_schedule_returns_is_checked(sites):
-    sites(2).run(fails_in_the_schedule)
+@pytest.mark.parametrize(
+    "program",
+    [
+        a_site_that_runs_out_of_batches_takes_part_without_weight,
+        the_interval_may_be_a_function_of_the_step,
+        running_statistics_are_averaged_at_each_agreement,
+        statistics_of_all_rows_in_every_step,
+        replicas_are_equal_to_the_bit_after_each_agreement_on_every_wire,
+        a_round_with_nan_is_discarded_on_all_sites,
+        parameters_may_be_frozen_added_and_shared,
+        any_optimizer_takes_the_steps,
+        wrong_arguments_are_errors_on_all_sites_before_anything_has_changed,
+        a_grad_scaler_leaves_out_the_steps_of_its_site,
+        what_a_schedule_returns_is_checked,
+    ],
+)
+def test_two_sites(sites, program):
+    sites(2).run(program)
 
 
 def rounds_and_compresses() -> None:

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from local_reference import ends_equal
 from torch import Tensor, nn
 
 import dadplug
@@ -74,12 +75,10 @@ def settles(weighting: str, discards: str) -> None:
         loss.backward()
         optimizer.param_groups[0]["lr"] = 0.5 if step == SETTLED else 0.0
         server.step()
-    server.finish()
-    assert server.first_difference() is None
+    ends_equal(server)
     expected = in_one_process(world_size, weighting)
     for (name, one), other in zip(model.named_parameters(), expected.parameters(), strict=True):
         assert torch.allclose(one, other, rtol=0, atol=1e-12), f"{weighting}, {discards}: {name}"
-    server.detach()
     assert "forward" not in vars(model[1])
 
 
@@ -89,7 +88,7 @@ def test_the_step_is_that_of_one_process_once_statistics_have_settled(sites, wor
         sites(world_size).run(settles, weighting, discards)
 
 
-def follows_running_statistics() -> None:
+def running_statistics_are_those_of_all_rows() -> None:
     """Running statistics are those of all sites' rows, as long as parameters and batches stay the same."""
     rank = dist.get_rank()
     model, momentum = network(), 0.1
@@ -107,15 +106,10 @@ def follows_running_statistics() -> None:
     model.eval()
     plain = nn.functional.batch_norm(model[0](inputs), *moved, model[1].weight, model[1].bias)
     assert torch.allclose(model[1](model[0](inputs)), plain, rtol=0, atol=1e-12)
-    server.finish()
-    server.detach()
+    ends_equal(server)
 
 
-def test_running_statistics_are_those_of_all_rows(sites):
-    sites(2).run(follows_running_statistics)
-
-
-def resumes() -> None:
+def a_resumed_training_has_the_same_curve() -> None:
     """A resumed training has the same curve, since the statistics of other sites are in the state."""
     rank = dist.get_rank()
     kept: dict = {}
@@ -146,11 +140,7 @@ def resumes() -> None:
         assert torch.equal(value, finals[1][name]), name
 
 
-def test_a_resumed_training_has_the_same_curve(sites):
-    sites(2).run(resumes)
-
-
-def goes_on_after_a_bad_batch() -> None:
+def statistics_of_a_batch_with_nan_are_not_sent() -> None:
     rank = dist.get_rank()
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -179,8 +169,16 @@ def goes_on_after_a_bad_batch() -> None:
     server.detach()
 
 
-def test_statistics_of_a_batch_with_nan_are_not_sent(sites):
-    sites(2).run(goes_on_after_a_bad_batch)
+@pytest.mark.parametrize(
+    "program",
+    [
+        running_statistics_are_those_of_all_rows,
+        a_resumed_training_has_the_same_curve,
+        statistics_of_a_batch_with_nan_are_not_sent,
+    ],
+)
+def test_two_sites(sites, program):
+    sites(2).run(program)
 
 
 def made() -> CommittedBatchNorms:

@@ -12,6 +12,8 @@ import pytest
 import support
 import torch
 import torch.distributed as dist
+from local_reference import ends_equal
+from server_log import entries, keys, recorded
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
@@ -25,19 +27,6 @@ def made(**options) -> tuple[nn.Module, dadplug.ParameterServer]:
     model = nn.Linear(SAMPLES, 1, bias=False).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     return model, dadplug.ParameterServer(model, optimizer, mode="dad", timeout=100.0, **options)
-
-
-def recorded(server: dadplug.ParameterServer) -> list:
-    log, apply = [], server._replica.apply
-
-    def record(commit):
-        log.extend(commit.decision.entries)
-        if commit.decision.entries:
-            server.commits.append(commit.decision.entries)
-        apply(commit)
-
-    server._replica.apply, server.commits = record, []
-    return log
 
 
 def one_hot(count: int = SAMPLES) -> TensorDataset:
@@ -63,7 +52,7 @@ def train(server, loader, model, pause: float, accumulate: int = 1) -> list[list
     return contributions + [found] * bool(found)  # the loader has sent the rest
 
 
-def shares_data(workers: int) -> None:
+def each_batch_of_a_shared_data_set_is_used_once_an_epoch(workers: int = 0) -> None:
     rank = dist.get_rank()
     model, server = made(deal="shared", staleness=3)
     with pytest.raises(TypeError, match="batches of a DataLoader can be dealt"):
@@ -88,28 +77,23 @@ def shares_data(workers: int) -> None:
             server.finish()
             assert server.first_difference() is None
     everything = server.gather_objects(own)
-    assert sum(len(each) for each in everything) == len(log)
     samples = sorted(index for each in everything for found in each for index in found)
     assert samples == sorted(list(range(SAMPLES)) * 4)
     third = sorted(index for each in orders[2] for found in each for index in found)
     assert third == list(range(SAMPLES))
-    sizes = {(entry.site, entry.number): entry.samples for entry in log}
+    sizes = {(entry.site, entry.number): entry.samples for entry in entries(log)}
+    assert len(sizes) == len(entries(log))
     assert sizes == {(site, n): len(found) for site, each in enumerate(everything) for n, found in enumerate(each)}
     for _ in loader:  # an epoch that all sites end early
         break
     server.finish()
     rest = server.gather_objects(train(server, loader, model, 0))
     assert sorted(index for each in rest for found in each for index in found) == list(range(SAMPLES))
-    server.finish()
-    server.detach()
+    ends_equal(server)
 
 
-def test_each_batch_of_a_shared_data_set_is_used_once_an_epoch(sites):
-    sites(3).run(shares_data, 0)
-
-
-def test_batches_may_be_loaded_by_worker_processes(sites):
-    sites(3).run(shares_data, 1)
+def batches_may_be_loaded_by_worker_processes() -> None:
+    each_batch_of_a_shared_data_set_is_used_once_an_epoch(1)
 
 
 def needs_few_batches() -> None:
@@ -158,7 +142,7 @@ def loses_a_site(folder: str, staleness: int) -> tuple:
             server.step()
         server.finish()
     server.detach()
-    return [(entry.site, entry.number) for entry in log], [str(each.message) for each in caught], model.weight.tolist()
+    return keys(log), [str(each.message) for each in caught], model.weight.tolist()
 
 
 def test_batches_of_a_killed_site_are_dealt_again(tmp_path):
@@ -181,7 +165,7 @@ def test_batches_of_a_killed_site_are_dealt_again(tmp_path):
         assert used == list(range(SAMPLES))
 
 
-def trains_on_its_own(weighting: str) -> None:
+def summed_steps_are_proportional_to_each_sites_own_data(weighting: str = "samples") -> None:
     rank = dist.get_rank()
     counts = (12, 60, 24)
     model, server = made(deal="own", weighting=weighting, staleness=3)
@@ -196,26 +180,38 @@ def trains_on_its_own(weighting: str) -> None:
         assert {index for found in used for index in found} == set(range(counts[rank]))
         server.finish()
         assert server.first_difference() is None
-    logs = server.gather_objects([tuple(entry) for entry in log])
+    logs = server.gather_objects([tuple(entry) for entry in entries(log)])
     assert logs[0] == logs[1] == logs[2]
-    made_steps = [sum(entry.site == site for entry in log) for site in range(3)]
-    assert made_steps[0] > 2 * 3  # it is fast, and has few: it has made further passes
+    assert sum(entry.site == 0 for entry in entries(log)) > 2 * 3  # it is fast, and has few: it has made further passes
     shares = (1, 5, 2) if weighting == "samples" else (1, 1, 1)
     spent, total, left = [0.0] * 3, 0.0, [count // 4 for count in counts]
-    for version, entries in enumerate(server.commits):
-        samples = sum(entry.samples for entry in entries)
-        total += sum(entry.samples / (1 + version - entry.base) for entry in entries) / samples
-        for entry in entries:
+    commits = [decision.entries for decision in log if decision.entries]
+    for version, commit in enumerate(commits):
+        samples = sum(entry.samples for entry in commit)
+        total += sum(entry.samples / (1 + version - entry.base) for entry in commit) / samples
+        for entry in commit:
             spent[entry.site] += entry.samples * entry.scale / samples
             left[entry.site] -= 1
         if max(left) <= 4:  # some may have finished, and earn no more; up to 4 contributions wait
             break
-        for site in {entry.site for entry in entries}:
+        for site in {entry.site for entry in commit}:
             assert spent[site] == pytest.approx(total * shares[site] / sum(shares))
     assert version > 4  # several contributions may be committed together
     server.detach()
 
 
-def test_summed_steps_are_proportional_to_each_sites_own_data(sites):
-    for weighting in ("samples", "uniform"):
-        sites(3).run(trains_on_its_own, weighting)
+def summed_steps_are_equal_by_option() -> None:
+    summed_steps_are_proportional_to_each_sites_own_data("uniform")
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        each_batch_of_a_shared_data_set_is_used_once_an_epoch,
+        batches_may_be_loaded_by_worker_processes,
+        summed_steps_are_proportional_to_each_sites_own_data,
+        summed_steps_are_equal_by_option,
+    ],
+)
+def test_three_sites(sites, program):
+    sites(3).run(program)

@@ -12,7 +12,6 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from dadplug.errors import SequenceError
 from dadplug.parameter_server.dealing import Answer, OwnDealer, SharedDealer, draw_order
-from dadplug.parameter_server.options import ServerOptions
 from dadplug.parameter_server.sequencer import Rules, Sequencer
 from dadplug.parameter_server.streams import Deal
 
@@ -253,5 +252,3 @@ def test_the_order_of_batches_is_that_of_seed_and_epoch():
         assert draw_order(loader, 0, 1) == first
         assert sorted(index for batch in first for index in batch) == list(range(20))
         assert draw_order(loader, 0, 2) != first != draw_order(loader, 1, 1)
-    with pytest.raises(ValueError, match="valid ones are 'own', 'shared'"):
-        ServerOptions(deal="mine")

@@ -91,24 +91,19 @@ def test_a_killed_worker_is_named_and_the_others_go_on():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "options", "message"),
     [
-        ((1, 1, 0), "world_size must be"),
-        ((2, 0, 0), "epochs_per_worker must be"),
-        ((2, 1, -1), "num_gpus must be"),
-        ((2, 1, 999), "num_gpus=999"),
+        ((1, 1, 0), {}, "world_size must be"),
+        ((2, 0, 0), {}, "epochs_per_worker must be"),
+        ((2, 1, -1), {}, "num_gpus must be"),
+        ((2, 1, 999), {}, "num_gpus=999"),
+        ((2, 1, 0), {"quorum": 2}, "quorum=2 needs as many workers, and there are 1"),
+        ((2, 1, 0), {"mode": "edad"}, "'edad' recomputes"),
     ],
 )
-def test_wrong_numbers_are_errors(arguments, message):
+def test_arguments_are_checked_before_processes_start(arguments, options, message):
     with pytest.raises(ValueError, match=message):
-        launch_ps_and_workers(*arguments, None, None)
-
-
-def test_options_are_checked_before_processes_start():
-    with pytest.raises(ValueError, match="quorum=2 needs as many workers, and there are 1"):
-        launch_ps_and_workers(2, 1, 0, None, None, quorum=2)
-    with pytest.raises(ValueError, match="'edad' recomputes"):
-        launch_ps_and_workers(2, 1, 0, None, None, mode="edad")
+        launch_ps_and_workers(*arguments, None, None, **options)
 
 
 def test_the_example_compares_one_worker_with_four(capfd):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import os
@@ -15,6 +16,8 @@ import support
 import torch
 import torch.distributed as dist
 import zoo
+from local_reference import ends_equal
+from server_log import keys, recorded
 from torch import nn
 
 import dadplug
@@ -46,15 +49,15 @@ def bits(model: nn.Module) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def follows_reduction(mode: str, steps: int, options: dict) -> None:
+def follows_reduction(mode: str) -> None:
     rank = dist.get_rank()
     first = network(rank)
     second = copy.deepcopy(first)
     optimizers = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (first, second)]
-    schedulers = [torch.optim.lr_scheduler.StepLR(each, 20, 0.5) for each in optimizers]
-    reduction = dadplug.GradientReduction(first, mode=mode, rank=2, **options)
-    server = dadplug.ParameterServer(second, optimizers[1], mode=mode, rank=2, staleness=0, **options)
-    for step in range(steps):
+    schedulers = [torch.optim.lr_scheduler.StepLR(each, 10, 0.5) for each in optimizers]
+    reduction = dadplug.GradientReduction(first, mode=mode, rank=2)
+    server = dadplug.ParameterServer(second, optimizers[1], mode=mode, rank=2, staleness=0)
+    for step in range(15):
         inputs, targets = batch(step, rank, 4 + (step + rank) % 3)
         optimizers[0].zero_grad()
         nn.functional.cross_entropy(first(inputs), targets).backward()
@@ -67,22 +70,20 @@ def follows_reduction(mode: str, steps: int, options: dict) -> None:
             assert torch.equal(one, other), f"{mode}, step {step}: {name}"
         for scheduler in schedulers:
             scheduler.step()
-    server.finish()
-    assert server.first_difference() is None
-    server.detach()
+    ends_equal(server)
     reduction.detach()
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_without_staleness_it_has_the_bits_of_the_reduction(sites, world_size):
     for mode in ("dsgd", "dad", "rankdad"):
-        sites(world_size).run(follows_reduction, mode, 50 if world_size == 2 else 15, {})
+        sites(world_size).run(follows_reduction, mode)
 
 
 KINDS = ("mixed", "tied", "functional", "partly", "reentrant", "conv", "transposed", "images", "bags", "sparse", "gru")
 
 
-def trains_every_model() -> None:
+def every_kind_of_layer_trains() -> None:
     """Models of the zoo, without staleness, beside a reduction; in the narrow formats, equal replicas."""
     rank = dist.get_rank()
     for name in KINDS:
@@ -103,8 +104,7 @@ def trains_every_model() -> None:
             server.step()
         for (parameter, one), other in zip(first.named_parameters(), second.parameters(), strict=True):
             assert torch.allclose(one, other, rtol=0, atol=1e-12), f"{name}: {parameter}"
-        assert server.first_difference() is None
-        server.detach()
+        ends_equal(server)
         reduction.detach()
     for wire in ("bf16", "int8"):
         model = zoo.build("mixed", torch.float32)
@@ -115,26 +115,8 @@ def trains_every_model() -> None:
             inputs, targets = zoo.batch("mixed", 6, seed=2 * step + rank)
             zoo.loss(model, inputs, targets).backward()
             server.step()
-        server.finish()
-        assert server.first_difference() is None
+        ends_equal(server)
         assert not torch.equal(before[0], next(model.parameters()))
-        server.detach()
-
-
-def test_every_kind_of_layer_trains(sites):
-    sites(2).run(trains_every_model)
-
-
-def recorded(server: dadplug.ParameterServer) -> list:
-    """Return a list to which the entries of the log are appended as the server applies them."""
-    log, apply = [], server._replica.apply
-
-    def record(commit):
-        log.append(commit.decision)
-        apply(commit)
-
-    server._replica.apply = record
-    return log
 
 
 def replayed(start: nn.Module, log: list, lr: float) -> nn.Module:
@@ -182,7 +164,7 @@ def follows_its_log(mode: str, options: dict, hooked: int = -1) -> dict:
     server._gradients.write = record_formed
     pauses, steps = random.Random(rank), 0
     for phase in range(2):
-        for _ in range(12 + 6 * rank + 4 * phase):
+        for _ in range(8 + 4 * rank + 4 * phase):
             inputs, targets = batch(steps, rank, 5 + (steps + rank) % 3)
             nn.functional.cross_entropy(model(inputs.double()), targets).backward()
             time.sleep(0.01 * pauses.random())
@@ -195,11 +177,10 @@ def follows_its_log(mode: str, options: dict, hooked: int = -1) -> dict:
         assert all(torch.equal(each[name], statistics[0][name]) for each in statistics for name in each)
     logs = server.gather_objects([[tuple(entry) for entry in decision.entries] for decision in log])
     assert all(each == logs[0] for each in logs)
-    committed = [(site, number) for entries in logs[0] for site, number, *_ in entries]
     dropped = [key for decision in log for key in decision.dropped]
     counts = server.gather_objects(steps)
     everything = [(site, number) for site in range(world_size) for number in range(counts[site])]
-    assert sorted(committed + dropped) == everything
+    assert sorted(keys(log) + dropped) == everything
     assert server.dropped == sum(site == rank for site, _ in dropped)
     if mode != "rankdad":
         expected = replayed(start, log, 0.01)
@@ -239,7 +220,7 @@ def backward(model: nn.Module, step: int = 0, factor: float = 1.0) -> None:
     (nn.functional.cross_entropy(model(inputs), targets) * factor).backward()
 
 
-def refuses_what_it_cannot_do() -> None:
+def what_is_not_possible_is_an_error_at_every_site() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     with pytest.raises(ValueError, match=f"quorum=9 needs as many sites, and there are {world_size}"):
         made(quorum=9)
@@ -268,10 +249,8 @@ def refuses_what_it_cannot_do() -> None:
     with pytest.raises(ValueError, match="cannot train with a GradScaler"):
         server.step()
     backward(model, factor=float("nan") if rank else 1.0)
-    if rank:
-        with pytest.raises(dadplug.NonFiniteError, match="NaN or Inf in the gradient of"):
-            server.step()
-    else:
+    refused = pytest.raises(dadplug.NonFiniteError, match="NaN or Inf in the gradient of")
+    with refused if rank else contextlib.nullcontext():
         server.step()
     server.finish()  # of one contribution, that of site 0
     assert server.version == 1
@@ -285,14 +264,12 @@ def refuses_what_it_cannot_do() -> None:
     optimizer.step()
 
 
-def refuses_what_one_site_asks_for() -> None:
+def what_one_site_asks_for_is_an_error_at_every_site() -> None:
     rank = dist.get_rank()
     own = network(rank)  # other values at each site: nothing has changed before an error
     before = bits(own)
-    everything, parts = (
-        [{"params": own.parameters()}],
-        [{"params": own[0].parameters()}, {"params": own[1:].parameters()}],
-    )
+    everything = [{"params": own.parameters()}]
+    parts = [{"params": own[0].parameters()}, {"params": own[1:].parameters()}]
     with pytest.raises(dadplug.MismatchError, match="parameter group 0 of the optimizer"):
         dadplug.ParameterServer(own, torch.optim.SGD(parts if rank else everything, lr=0.1))
     for wrong, message in (  # at one site
@@ -308,9 +285,16 @@ def refuses_what_one_site_asks_for() -> None:
     assert all(torch.equal(one, other) for one, other in zip(before, bits(own), strict=True))
 
 
-def test_what_is_not_possible_is_an_error_at_every_site(sites):
-    sites(2).run(refuses_what_it_cannot_do)
-    sites(2).run(refuses_what_one_site_asks_for)
+@pytest.mark.parametrize(
+    "program",
+    [
+        every_kind_of_layer_trains,
+        what_is_not_possible_is_an_error_at_every_site,
+        what_one_site_asks_for_is_an_error_at_every_site,
+    ],
+)
+def test_two_sites(sites, program):
+    sites(2).run(program)
 
 
 def follows_in_a_process_of_its_own() -> None:
@@ -368,7 +352,7 @@ def loses_a_site(lost: int, staleness: int) -> str:
             server.step()
         server.finish()
     assert lost not in server.present_sites
-    committed = [(entry.site, entry.number) for decision in log for entry in decision.entries]
+    committed = keys(log)
     own = [(rank, number) for number in range(server._log._count)]  # fewer than steps where the link was busy
     assert [key for key in committed if key[0] == rank] == own
     assert len(set(committed)) == len(committed)
@@ -433,9 +417,7 @@ def sends_before_it_applies(staleness: int) -> tuple[list[int], list[int], int]:
     model(torch.randn(3, 6)).sum().backward()
     server.step()
     found = list(sent), list(reported), server.version
-    server.finish()
-    assert server.first_difference() is None
-    server.detach()
+    ends_equal(server)
     return found
 
 
@@ -459,8 +441,7 @@ def holds_some_batches() -> tuple[int, int]:
         model(torch.randn(3, 6)).sum().backward()
         server.step()
     found = server._log._count, server._held.batches
-    server.finish()
-    server.detach()
+    ends_equal(server)
     return found
 
 

@@ -14,6 +14,7 @@ import pytest
 import support
 import torch
 import torch.distributed as dist
+from server_log import keys, recorded
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -39,13 +40,7 @@ def train(model: nn.Module, server: dadplug.ParameterServer, folder: Path, proce
     """Train in the phases that are left; return the log, with what each of this process's contributions was of."""
     data = TensorDataset(torch.eye(SAMPLES), torch.arange(SAMPLES))
     loader = server.loader(DataLoader(data, batch_size=4, shuffle=True))
-    log, apply = [], server._replica.apply
-
-    def record(commit):
-        log.extend((entry.site, entry.number) for entry in commit.decision.entries)
-        apply(commit)
-
-    server._replica.apply = record
+    log = recorded(server)
     with (folder / process).open("a", buffering=1) as file:
         for phase in range(server.phases, PHASES):
             for number, (inputs, indices) in enumerate(loader):
@@ -64,7 +59,7 @@ def train(model: nn.Module, server: dadplug.ParameterServer, folder: Path, proce
                     wait_for(folder / "returned")
                 server.step()
             server.finish()
-    return log
+    return keys(log)
 
 
 def wait_for(path: Path) -> None:
@@ -75,12 +70,9 @@ def wait_for(path: Path) -> None:
 
 
 def summary(model: nn.Module, server: dadplug.ParameterServer) -> tuple:
-    state = [value.numpy().tobytes() for value in model.state_dict().values()]
-    state += [
-        value.numpy().tobytes()
-        for each in server._optimizer.optimizer.state_dict()["state"].values()
-        for value in each.values()
-    ]
+    moments = server._optimizer.optimizer.state_dict()["state"].values()
+    tensors = [*model.state_dict().values(), *(value for each in moments for value in each.values())]
+    state = [value.numpy().tobytes() for value in tensors]
     if (norms := server._replica._norms) is not None:
         committed = norms.state_dict()
         assert sorted(committed) == [0, 1, 2]

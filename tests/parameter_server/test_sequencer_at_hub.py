@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
+import forkserver
 import hub_kits
+import pytest
 import support
 import torch
 import torch.distributed as dist
+from local_reference import ends_equal
 from running_hub import RunningHub, running_hub
 from torch import nn
 
@@ -44,10 +45,17 @@ def bits(model: nn.Module) -> bytes:
     return b"".join(value.numpy().tobytes() for value in model.state_dict().values())
 
 
-def test_without_staleness_it_has_the_bits_of_the_reduction_over_a_hub(tmp_path):
-    with running_hub(tmp_path / "kits", NAMES[:2]) as hub, support.Sites(2, kits=kits(hub)[:2]) as group:
-        group.run(ON_ONE_NETWORK.follows_reduction, "rankdad", 50, {})
-        found = group.run(ON_ONE_NETWORK.follows_its_log, "dad", {"staleness": 4})
+@pytest.fixture(scope="module")
+def joined(tmp_path_factory):
+    """A hub and its sites, for the tests that lose none."""
+    with running_hub(tmp_path_factory.mktemp("hub") / "kits", NAMES) as hub, support.Sites(3, kits=kits(hub)) as group:
+        yield hub, group
+
+
+def test_without_staleness_it_has_the_bits_of_the_reduction_over_a_hub(joined):
+    _, group = joined
+    group.run(ON_ONE_NETWORK.follows_reduction, "rankdad")
+    found = group.run(ON_ONE_NETWORK.follows_its_log, "dad", {"staleness": 4})
     assert 0 <= found[0]["oldest"] <= 4
 
 
@@ -86,14 +94,14 @@ def trains_two() -> tuple:
     return states
 
 
-def test_two_parameter_servers_of_one_run_have_a_sequencer_each(tmp_path):
-    with running_hub(tmp_path / "kits", NAMES) as hub, support.Sites(3, kits=kits(hub)) as group:
-        first, second, third = group.run(trains_two)
-        again = group.run(trains_two)[0]  # in a hub that has served others
-        started = [line for line in hub.log if "a sequencer orders the contributions of a, b, c" in line]
+def test_two_parameter_servers_of_one_run_have_a_sequencer_each(joined):
+    hub, group = joined
+    before = len(hub.log)
+    first, second, third = group.run(trains_two)
+    again = group.run(trains_two)[0]  # in a hub that has served others
     assert first == second == third
     assert again[1][1] == first[1][1] == 6
-    assert len(started) == 4
+    assert sum("a sequencer orders the contributions of a, b, c" in line for line in hub.log[before:]) == 4
 
 
 def counts_bytes() -> tuple[int, int]:
@@ -109,18 +117,17 @@ def counts_bytes() -> tuple[int, int]:
     for step in range(6):
         backward(model, step)
         server.step()
-    server.finish()
-    server.detach()
+    ends_equal(server)
     return sum(sent), bits(model)
 
 
-def test_each_site_sends_its_contribution_once_and_the_hub_sends_it_to_the_others(tmp_path):
-    with running_hub(tmp_path / "kits", NAMES) as hub, support.Sites(3, kits=kits(hub)) as group:
-        group.run(counts_bytes)  # after it all tunnels are open
-        sessions = [hub.hub.relay.sessions["parameters", slot] for slot in range(3)]
-        before = [(each.bytes_in, each.bytes_out) for each in sessions]
-        found = group.run(counts_bytes)
-        after = [(each.bytes_in, each.bytes_out) for each in sessions]
+def test_each_site_sends_its_contribution_once_and_the_hub_sends_it_to_the_others(joined):
+    hub, group = joined
+    group.run(counts_bytes)  # after it all tunnels are open
+    sessions = [hub.hub.relay.sessions["parameters", slot] for slot in range(3)]
+    before = [(each.bytes_in, each.bytes_out) for each in sessions]
+    found = group.run(counts_bytes)
+    after = [(each.bytes_in, each.bytes_out) for each in sessions]
     sent = [each[0] for each in found]
     assert max(sent) - min(sent) < 0.02 * max(sent)
     for size, (in_before, out_before), (in_after, out_after) in zip(sent, before, after, strict=True):
@@ -149,16 +156,16 @@ def starts_differently(change: str) -> str:
     return ""
 
 
-def test_settings_that_differ_or_are_not_valid_are_refused_at_all_sites(tmp_path):
-    with running_hub(tmp_path / "kits", NAMES) as hub, support.Sites(3, kits=kits(hub)) as group:
-        for change, text in (
-            ("limit", "different settings: limit is "),
-            ("version", "speaks version 99 of the protocol of parameter servers, the hub version 1"),
-            ("workers", "the settings of a sequencer are out of range"),
-        ):
-            found = group.run(starts_differently, change)
-            assert all(text in each for each in found), found
-        assert group.run(trains_two)[0][1][1] == 6  # the hub goes on
+def test_settings_that_differ_or_are_not_valid_are_refused_at_all_sites(joined):
+    _, group = joined
+    for change, text in (
+        ("limit", "different settings: limit is "),
+        ("version", "speaks version 99 of the protocol of parameter servers, the hub version 1"),
+        ("workers", "the settings of a sequencer are out of range"),
+    ):
+        found = group.run(starts_differently, change)
+        assert all(text in each for each in found), found
+    assert group.run(trains_two)[0][1][1] == 6  # the hub goes on
 
 
 def test_without_the_service_a_hub_is_named(tmp_path):
@@ -183,14 +190,11 @@ def loses_the_hub(folder: str) -> str:
         return str(error)
 
 
-def start_hub(folder: Path) -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, "-m", "dadplug", "hub", str(folder / "hub")], stderr=subprocess.DEVNULL)
-
-
 def test_a_hub_that_is_killed_and_restarted_is_named_at_all_sites(tmp_path):
     folder = tmp_path / "kits"
     hub_kits.make(folder, hub=f"127.0.0.1:{support.free_port()}", hub_names=[], sites=["a", "b"], hub_at="a")
-    hub = start_hub(folder)
+    command = ["-m", "dadplug", "hub", str(folder / "hub")]
+    hub = forkserver.start(command)
     try:
         with support.Sites(2, kits=[folder / "a", folder / "b"]) as group:
             group.start(loses_the_hub, str(tmp_path))
@@ -198,7 +202,7 @@ def test_a_hub_that_is_killed_and_restarted_is_named_at_all_sites(tmp_path):
                 RETURNING.wait_for(tmp_path / f"training{rank}")
             hub.send_signal(signal.SIGKILL)
             hub.wait()
-            hub = start_hub(folder)
+            hub = forkserver.start(command)
             outcomes = group.outcomes()
     finally:
         hub.kill()
@@ -212,8 +216,7 @@ def test_a_hub_that_is_killed_and_restarted_is_named_at_all_sites(tmp_path):
 def stays_at_site_0() -> bool:
     _, server = made()
     found = server._service is not None, server.return_address
-    server.finish()
-    server.detach()
+    ends_equal(server)
     return found
 
 
@@ -240,9 +243,9 @@ def orders_epochs(folder: str, resumes: bool) -> int:
     return found
 
 
-def test_the_number_of_epochs_is_in_the_checkpoints_of_all_sites(tmp_path):
-    with running_hub(tmp_path / "kits", NAMES) as hub, support.Sites(3, kits=kits(hub)) as group:
-        assert group.run(orders_epochs, str(tmp_path), False) == [1] * 3
-        assert group.run(orders_epochs, str(tmp_path), True) == [2] * 3
+def test_the_number_of_epochs_is_in_the_checkpoints_of_all_sites(joined, tmp_path):
+    _, group = joined
+    assert group.run(orders_epochs, str(tmp_path), False) == [1] * 3
+    assert group.run(orders_epochs, str(tmp_path), True) == [2] * 3
     with support.Sites(2) as group:  # where site 0 has the sequencer
         assert group.run(orders_epochs, str(tmp_path), True) == [3] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -51,82 +52,92 @@ class Peer:
         return codec.decode(self.wait_for(Kind.DECISION).body)[3]
 
 
-def service_of(
-    peers: list[Peer], own: int = HUB, staleness: int = 100, gather: float = 0.0, in_trainer: bool = False, **options
-) -> SequencerService:
-    """Start a service, by default as at the hub, without a site of its own."""
-    ranks = tuple(each.rank for each in peers)
-    rules = {"staleness": staleness, "quorum": 1, "late": "keep", "gather": gather}
-    settings = Settings(ranks, rules, "own", in_trainer, 1 << 16, SECONDS, SECONDS)
-    return SequencerService({each.rank: each.theirs for each in peers}, settings, Traffic(), own, **options)
+@pytest.fixture
+def serve():
+    """Function that starts a service, by default as at the hub, without a site of its own."""
+    with contextlib.ExitStack() as stack:
+
+        def start(peers: list[Peer], own=HUB, staleness=100, gather=0.0, in_trainer=False, **options):
+            ranks = tuple(each.rank for each in peers)
+            rules = {"staleness": staleness, "quorum": 1, "late": "keep", "gather": gather}
+            settings = Settings(ranks, rules, "own", in_trainer, 1 << 16, SECONDS, SECONDS)
+            sockets = {each.rank: each.theirs for each in peers}
+            service = SequencerService(sockets, settings, Traffic(), own, **options)
+            stack.callback(service.close)
+            return service
+
+        yield start
 
 
-def test_a_site_of_a_trainer_returns_in_a_phase_of_steps_which_waits_for_it():
-    first, second, back = Peer(0), Peer(1), Peer(1)
-    service = service_of([first, second], own=0, staleness=4, in_trainer=True)
-    try:
-        second.send(Kind.TRAINS)
-        second.send(Kind.CONTRIBUTION, samples=2, body=b"gradient")
-        second.send(Kind.BYE, body=b"it was killed")
-        assert not first.over()
-        assert first.wait_for(Kind.LEFT).body == b"it was killed"
-        first.send(Kind.FINISH, body=b"first")
-        assert first.over()
-        service.adopt(1, back.theirs)
-        first.send(Kind.FINISH, body=b"metrics")  # an exchange between phases, which does not wait for the site
-        assert first.over()
-        assert Kind.SNAPSHOT not in first.kinds()
-        first.send(Kind.TRAINS)
-        first.send(Kind.CONTRIBUTION, base=1, reached=1, samples=2, body=b"gradient")
-        first.send(Kind.FINISH, body=b"second")
-        assert first.wait_for(Kind.RETURNED).site == 1
-        assert first.wait_for(Kind.SNAPSHOT).number == 1
-        assert not first.over()
-        first.send(Kind.SNAPSHOT, number=1, body=b"state")
-        assert back.wait_for(Kind.CONTRIBUTION).body == b"gradient"
-        back.send(Kind.READY)
-        assert back.wait_for(Kind.READY).number == 1  # the one of before counts
-        assert service._sequencer.awaited == [1]
-        back.send(Kind.CONTRIBUTION, number=1, base=2, reached=2, samples=2, body=b"its own")
-        assert not first.over()
-        back.send(Kind.FINISH, body=b"third")
-        assert first.over()
-        assert back.wait_for(Kind.DECISION) is not None
-    finally:
-        for each in (first, second, back):
-            each.stream.socket.close()
-        service.close()
+@pytest.fixture
+def peer(serve):
+    """Function that makes a site's end of a connection, which is closed before the service."""
+    with contextlib.ExitStack() as stack:
+
+        def make(rank: int) -> Peer:
+            made = Peer(rank)
+            stack.enter_context(made.stream.socket)
+            return made
+
+        yield make
 
 
-def test_another_site_is_asked_for_its_state_if_the_first_one_is_lost():
-    peers, back, ended = [Peer(rank) for rank in range(3)], Peer(2), threading.Event()
+def test_a_site_of_a_trainer_returns_in_a_phase_of_steps_which_waits_for_it(serve, peer):
+    first, second, back = peer(0), peer(1), peer(1)
+    service = serve([first, second], own=0, staleness=4, in_trainer=True)
+    second.send(Kind.TRAINS)
+    second.send(Kind.CONTRIBUTION, samples=2, body=b"gradient")
+    second.send(Kind.BYE, body=b"it was killed")
+    assert not first.over()
+    assert first.wait_for(Kind.LEFT).body == b"it was killed"
+    first.send(Kind.FINISH, body=b"first")
+    assert first.over()
+    service.adopt(1, back.theirs)
+    first.send(Kind.FINISH, body=b"metrics")  # an exchange between phases, which does not wait for the site
+    assert first.over()
+    assert Kind.SNAPSHOT not in first.kinds()
+    first.send(Kind.TRAINS)
+    first.send(Kind.CONTRIBUTION, base=1, reached=1, samples=2, body=b"gradient")
+    first.send(Kind.FINISH, body=b"second")
+    assert first.wait_for(Kind.RETURNED).site == 1
+    assert first.wait_for(Kind.SNAPSHOT).number == 1
+    assert not first.over()
+    first.send(Kind.SNAPSHOT, number=1, body=b"state")
+    assert back.wait_for(Kind.CONTRIBUTION).body == b"gradient"
+    back.send(Kind.READY)
+    assert back.wait_for(Kind.READY).number == 1  # the one of before counts
+    assert service._sequencer.awaited == [1]
+    back.send(Kind.CONTRIBUTION, number=1, base=2, reached=2, samples=2, body=b"its own")
+    assert not first.over()
+    back.send(Kind.FINISH, body=b"third")
+    assert first.over()
+    assert back.wait_for(Kind.DECISION) is not None
+
+
+def test_another_site_is_asked_for_its_state_if_the_first_one_is_lost(serve, peer):
+    peers, back, ended = [peer(rank) for rank in range(3)], peer(2), threading.Event()
     first, second, third = peers
-    service = service_of(peers, on_end=ended.set)
-    try:
-        third.send(Kind.CONTRIBUTION, samples=1, body=b"gradient")
-        third.send(Kind.BYE, body=b"it was killed")
-        assert first.wait_for(Kind.LEFT).site == 2
-        service.adopt(2, back.theirs)
-        assert first.wait_for(Kind.SNAPSHOT).number == 2
-        assert back.wait_for(Kind.RETURNED).site == 2
-        first.send(Kind.BYE, body=b"it was killed, too")
-        assert second.wait_for(Kind.SNAPSHOT).number == 2
-        assert back.wait_for(Kind.RETURNED).site == 2  # its log begins anew, after the loss
-        second.send(Kind.SNAPSHOT, number=2, body=b"state")
-        assert back.wait_for(Kind.SNAPSHOT).body == b"state"
-        back.send(Kind.READY)
-        assert back.wait_for(Kind.READY).number == 1
-        second.send(Kind.SNAPSHOT, number=2, body=b"not asked for")
-        while (left := back.wait_for(Kind.LEFT)).site == 0:  # before its log began anew, and in it
-            pass
-        assert b"was not asked for it" in left.body
-        assert not ended.is_set()
-        back.send(Kind.BYE)
-        assert ended.wait(SECONDS)
-    finally:
-        for each in (*peers, back):
-            each.stream.socket.close()
-        service.close()
+    service = serve(peers, on_end=ended.set)
+    third.send(Kind.CONTRIBUTION, samples=1, body=b"gradient")
+    third.send(Kind.BYE, body=b"it was killed")
+    assert first.wait_for(Kind.LEFT).site == 2
+    service.adopt(2, back.theirs)
+    assert first.wait_for(Kind.SNAPSHOT).number == 2
+    assert back.wait_for(Kind.RETURNED).site == 2
+    first.send(Kind.BYE, body=b"it was killed, too")
+    assert second.wait_for(Kind.SNAPSHOT).number == 2
+    assert back.wait_for(Kind.RETURNED).site == 2  # its log begins anew, after the loss
+    second.send(Kind.SNAPSHOT, number=2, body=b"state")
+    assert back.wait_for(Kind.SNAPSHOT).body == b"state"
+    back.send(Kind.READY)
+    assert back.wait_for(Kind.READY).number == 1
+    second.send(Kind.SNAPSHOT, number=2, body=b"not asked for")
+    while (left := back.wait_for(Kind.LEFT)).site == 0:  # before its log began anew, and in it
+        pass
+    assert b"was not asked for it" in left.body
+    assert not ended.is_set()
+    back.send(Kind.BYE)
+    assert ended.wait(SECONDS)
 
 
 def test_a_late_answer_to_an_earlier_request_is_of_no_use():
@@ -141,24 +152,19 @@ def test_a_late_answer_to_an_earlier_request_is_of_no_use():
     assert donors.ask(1, [1, 2]) == 2
 
 
-def test_beyond_the_memory_the_site_that_does_not_read_is_dropped():
-    first, second = Peer(0), Peer(1)
-    service = service_of([first, second], memory=1 << 18)
-    try:
-        for number in range(40):
-            first.send(Kind.CONTRIBUTION, number=number, samples=1, body=bytes(60000))
-        deadline = time.monotonic() + SECONDS
-        while Kind.LEFT not in first.kinds():
-            assert time.monotonic() < deadline
-            first.stream.flush()
-            time.sleep(0.001)
-        left = first.wait_for(Kind.LEFT)
-        assert left.site == 1
-        assert b"and messages take more than 262144" in left.body
-    finally:
-        for each in (first, second):
-            each.stream.socket.close()
-        service.close()
+def test_beyond_the_memory_the_site_that_does_not_read_is_dropped(serve, peer):
+    first, second = peer(0), peer(1)
+    serve([first, second], memory=1 << 18)
+    for number in range(40):
+        first.send(Kind.CONTRIBUTION, number=number, samples=1, body=bytes(60000))
+    deadline = time.monotonic() + SECONDS
+    while Kind.LEFT not in first.kinds():
+        assert time.monotonic() < deadline
+        first.stream.flush()
+        time.sleep(0.001)
+    left = first.wait_for(Kind.LEFT)
+    assert left.site == 1
+    assert b"and messages take more than 262144" in left.body
 
 
 def test_a_site_that_there_is_not_is_refused():
@@ -173,9 +179,9 @@ def test_a_site_that_there_is_not_is_refused():
     log.leave("")
 
 
-def test_the_site_with_the_sequencer_knows_that_nothing_gets_through_to_the_others():
-    first, _, third = peers = [Peer(rank) for rank in range(3)]
-    service = service_of(peers, own=0)
+def test_the_site_with_the_sequencer_knows_that_nothing_gets_through_to_the_others(serve, peer):
+    first, _, third = peers = [peer(rank) for rank in range(3)]
+    service = serve(peers, own=0)
     ours, theirs = socket.socketpair()
     holder, own = Holder(0, "site 0", SiteError), SimpleNamespace(rank=0)
     log = Log(ours, holder, own, 1 << 16, SECONDS, SECONDS, Traffic(), delayed=service.blocks_others)
@@ -189,33 +195,24 @@ def test_the_site_with_the_sequencer_knows_that_nothing_gets_through_to_the_othe
                 reader.kinds()
             time.sleep(0.001)
 
-    try:
-        assert not log.blocked
-        for number in range(40):
-            first.send(Kind.CONTRIBUTION, number=number, samples=1, body=bytes(60000))
-        wait_for(True, first)
-        wait_for(False, first, third)  # it is of use to one of them
-    finally:
-        for each in (*(each.stream.socket for each in peers), theirs):
-            each.close()
-        log.leave("")
-        service.close()
+    assert not log.blocked
+    for number in range(40):
+        first.send(Kind.CONTRIBUTION, number=number, samples=1, body=bytes(60000))
+    wait_for(True, first)
+    wait_for(False, first, third)  # it is of use to one of them
+    theirs.close()
+    log.leave("")
 
 
-def test_the_service_makes_a_commit_that_has_waited_long_enough():
-    peers = [Peer(0), Peer(1)]
-    service = service_of(peers, own=0, staleness=8, gather=1.0)
-    try:
-        for number in range(3):
-            for each in peers:
-                each.send(Kind.CONTRIBUTION, number=number, samples=4, body=b"gradient")
-            time.sleep(0.3)
-        peers[0].send(Kind.CONTRIBUTION, number=3, samples=4, body=b"gradient")  # site 1 sends nothing more
-        committed: set[int] = set()
-        while committed != {0, 1, 2, 3}:
-            entries = codec.decode(peers[0].wait_for(Kind.DECISION).body)[1]
-            committed |= {number for site, number, *_ in entries if site == 0}
-    finally:
+def test_the_service_makes_a_commit_that_has_waited_long_enough(serve, peer):
+    peers = [peer(0), peer(1)]
+    serve(peers, own=0, staleness=8, gather=1.0)
+    for number in range(3):
         for each in peers:
-            each.stream.socket.close()
-        service.close()
+            each.send(Kind.CONTRIBUTION, number=number, samples=4, body=b"gradient")
+        time.sleep(0.3)
+    peers[0].send(Kind.CONTRIBUTION, number=3, samples=4, body=b"gradient")  # site 1 sends nothing more
+    committed: set[int] = set()
+    while committed != {0, 1, 2, 3}:
+        entries = codec.decode(peers[0].wait_for(Kind.DECISION).body)[1]
+        committed |= {number for site, number, *_ in entries if site == 0}

@@ -28,7 +28,7 @@ def test_a_body_wakes_the_receiver_in_large_parts_and_arrives_whole():
     body = bytes(range(256)) * (5 * _WAKE // 512)  # two and a half parts
     sender.sendall(_HEAD.pack(Kind.CONTRIBUTION, 1, 0, 0, 0, 4, 0, len(body)))
     frames, wakes = [], 0
-    try:
+    with sender, receiver:
         for start in range(-1, len(body), 1024):
             sender.sendall(body[max(0, start) : start + 1024])
             while select.select([receiver], [], [], 0.001)[0]:
@@ -49,16 +49,13 @@ def test_a_body_wakes_the_receiver_in_large_parts_and_arrives_whole():
         assert select.select([receiver], [], [], 10)[0]
         with pytest.raises(ConnectionError):
             stream.read()
-    finally:
-        sender.close()
-        receiver.close()
 
 
 @pytest.mark.parametrize("place", range(2, 7))
 def test_a_number_that_cannot_be_counted_on_is_refused(place):
     sender, receiver = socket.socketpair()
     stream = _Stream(receiver, 1 << 20)
-    try:
+    with sender, receiver:
         for number in (1 << 62, (1 << 64) - 1):
             fields = [Kind.EPOCHS, *(0,) * 7]
             fields[place] = number
@@ -67,9 +64,6 @@ def test_a_number_that_cannot_be_counted_on_is_refused(place):
                 assert stream.read()[0][place] == number
         with pytest.raises(StreamError, match="a frame of kind 18 with a number above"):
             stream.read()
-    finally:
-        sender.close()
-        receiver.close()
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the number of unsent bytes is known on Linux only")
@@ -83,7 +77,7 @@ def test_bytes_on_a_long_link_may_be_many_but_unsent_ones_are_few():
     stream, other = _Stream(sender, 1 << 23), _Stream(receiver, 1 << 23)
     body = random.Random(0).randbytes(6 << 20)
     frames = []
-    try:
+    with sender, receiver:
         assert sender.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == room  # as much as is on its way
         stream.send(Frame(Kind.CONTRIBUTION, body=body))
         assert stream.blocked
@@ -95,9 +89,6 @@ def test_bytes_on_a_long_link_may_be_many_but_unsent_ones_are_few():
             stream.flush()
         assert not stream.blocked
         assert frames == [Frame(Kind.CONTRIBUTION, body=bytearray(body))]
-    finally:
-        sender.close()
-        receiver.close()
 
 
 @pytest.mark.parametrize("grants_less", [True, False])
