@@ -15,7 +15,6 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -534,9 +533,6 @@ class SiteGroup(Collectives):
         return self._work(tensors, lambda seconds: gather.wait(), lambda: put(gather.wait()))
 
 
-_POLL_SECONDS = 0.02  # the thread of the connection may read what another one waits for
-
-
 class StoreConnection(HubConnection):
     """Connection of the channel "store"."""
 
@@ -587,15 +583,12 @@ class StoreConnection(HubConnection):
             raise dist.DistStoreError(f"{operation} of {len(body)} bytes: the hub's store takes {PIECE_BYTES} at most")
         with self.lock:
             self._replies[number] = None
-            self._waiting += 1
         try:
             self.post(Head(Kind.MESSAGE, self.rank), body)
-            reply = self._wait(number, timeout)
+            self.converse(lambda: int(self._replies[number] is None), timeout)
         finally:
             with self.lock:
-                del self._replies[number]
-                self._waiting -= 1
-            self._wake()
+                reply = self._replies.pop(number)
         if reply is None:
             self.post(Head(Kind.MESSAGE, self.rank), codec.encode(Request(0, "cancel", amount=number)))
             waited = f"{operation} of {', '.join(keys)}" if keys else operation
@@ -603,16 +596,6 @@ class StoreConnection(HubConnection):
         if reply.error:
             raise dist.DistStoreError(reply.error)
         return reply
-
-    def _wait(self, number: int, timeout: float) -> Reply | None:
-        deadline = time.monotonic() + timeout
-        while True:
-            with self.lock:
-                self.transfer()
-                reply = self._replies[number]
-            if reply is not None or time.monotonic() > deadline:
-                return reply
-            self.attend(_POLL_SECONDS)
 
 
 class HubStore(dist.Store):

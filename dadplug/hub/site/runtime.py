@@ -24,7 +24,7 @@ from .. import torch as process_group
 from ..pki.kits import Kit
 from ..pki.project import Restrictions, impose_restrictions, lift_restrictions
 from ..torch import BACKEND, Collectives, HubGroup, HubStore, SiteGroup
-from .link import HubLink, current_link, set_current_link
+from .link import HubLink
 from .processes import LocalPlace, LocalSite, SiteMembers, SiteTransport
 from .transport import ElasticTransport, HubSites, HubTransport, TrainerTransport
 
@@ -60,12 +60,11 @@ class SiteRuntime:
         self._site = f"site {kit.slot} ({kit.name})"
         self._late = place is not None and place.late
         self._local = None if place is None else LocalSite(place, self._site, timeout)
-        _networks_ready()
         self._restrictions = Restrictions(kit.policy, kit.roster)
         impose_restrictions(self._restrictions)
         _connections.append(self)
         try:
-            counts = self._meet(timeout)
+            counts = self._share(lambda: self._dial(self.processes, timeout), timeout)
             watch_exit(self)
             self._start_group(counts, timeout)
         except BaseException as error:
@@ -76,31 +75,28 @@ class SiteRuntime:
             self.close_transports()
             raise
 
-    def _meet(self, timeout: float) -> list[int]:
-        """Return the numbers of processes of all sites, by slot."""
-        if self._local is None or self._local.leads:
-            return self._tell(lambda: self._dial(1 if self._local is None else self._local.place.processes, timeout))
-        return self._read(timeout)
+    def _share(self, find: Callable[[], list[int]], timeout: float) -> list[int]:
+        """Return the numbers of processes of all sites, by slot.
 
-    def _tell(self, find: Callable[[], list[int]]) -> list[int]:
-        """Find the numbers of processes of all sites, and tell the other processes of this site, or the error."""
+        Args:
+            find: how the leader finds them; the other processes of this site get them from it, or its error.
+            timeout: seconds that the leader has.
+        """
+        local = self._local
+        if local is not None and not local.leads:
+            kind, content = local.read(2 * timeout)
+            if kind != "counts":
+                raise _ERRORS.get(kind, SiteError)(content)
+            return [int(count) for count in content]
         try:
             counts = find()
         except BaseException as error:
-            if self._local is not None:
-                self._local.post((type(error).__name__, str(error)))
+            if local is not None:
+                local.post((type(error).__name__, str(error)))
             raise
-        if self._local is not None:
-            self._local.post(("counts", counts))
+        if local is not None:
+            local.post(("counts", counts))
         return counts
-
-    def _read(self, timeout: float) -> list[int]:
-        """Return what the leader tells."""
-        assert self._local is not None
-        kind, content = self._local.read(2 * timeout)
-        if kind != "counts":
-            raise _ERRORS.get(kind, SiteError)(content)
-        return [int(count) for count in content]
 
     def _dial(self, count: int, timeout: float) -> list[int]:
         """Dial the hub, and exchange versions and numbers of processes with the other sites.
@@ -110,7 +106,6 @@ class SiteRuntime:
             timeout: seconds to wait for all sites.
         """
         self._link = HubLink.open(self.kit, timeout=timeout)
-        set_current_link(self._link)
         self._hub = HubTransport(self._link, Traffic(), timeout)
         if not self._link.rounds.joins:
             return self._exchange_counts(count)
@@ -154,8 +149,7 @@ class SiteRuntime:
                 f"this site has {self._local.place.processes} processes, and the trainer is to use {count}: the number "
                 "stays the same in a program"
             )
-        leads = self._local is None or self._local.leads
-        counts = self._tell(lambda: self._exchange_counts(count)) if leads else self._read(timeout)
+        counts = self._share(lambda: self._exchange_counts(count), timeout)
         if counts != self._counts:
             dist.destroy_process_group()
             self._start_group(counts, timeout)
@@ -192,6 +186,11 @@ class SiteRuntime:
         dist.init_process_group(
             BACKEND, store=store, rank=rank, world_size=sum(counts), timeout=timedelta(seconds=timeout)
         )
+
+    @property
+    def elastic(self) -> bool:
+        """Whether training goes on without a site that leaves."""
+        return self._link is not None and self._link.rounds.elastic
 
     @property
     def is_lost(self) -> bool:
@@ -261,8 +260,6 @@ class SiteRuntime:
         """Close the connections to the hub. May be called twice."""
         if self._link is not None:
             self._link.close()
-            if current_link() is self._link:
-                set_current_link(None)
         if self._store is not None:
             self._store.close()
         lift_restrictions(self._restrictions)
@@ -271,7 +268,6 @@ class SiteRuntime:
 
 
 _connections: list[SiteRuntime] = []  # to keep them alive
-_ready = False
 
 
 def current_connection() -> SiteRuntime | None:
@@ -286,15 +282,6 @@ def _connected() -> SiteRuntime:
     return connection
 
 
-def _networks_ready() -> None:
-    """Register the backend of torch.distributed and the transport, once."""
-    global _ready
-    if not _ready:
-        process_group.register(lambda ranks, rank, seconds: _connected().open_group(ranks, rank, seconds))
-        register_network(lambda group: isinstance(group, Collectives), _open_transport)
-        _ready = True
-
-
 def _open_transport(
     group: dist.ProcessGroup,
     traffic: Traffic,
@@ -305,6 +292,9 @@ def _open_transport(
 ) -> Transport:
     return _connected().open_transport(group, traffic, timeout, requirements, for_trainer)
 
+
+process_group.register(lambda ranks, rank, seconds: _connected().open_group(ranks, rank, seconds))
+register_network(lambda group: isinstance(group, Collectives), _open_transport)
 
 _log = get_logger(__name__)
 

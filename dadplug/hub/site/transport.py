@@ -32,8 +32,8 @@ from ...exchange.traffic import Traffic
 from ...exchange.transport import Gather, PendingSum, Requirements, StreamToHub, Transport
 from ..wire.frames import CODES, Kind
 from ..wire.messages import RoundKind
+from .inbox import Incoming
 from .link import CHANNEL_BITS, HubLink
-from .rounds import Incoming
 from .tunnel import check_tunnel, stream_to_hub, tunnel_of
 
 _GRACE_SECONDS = 1.5  # for the hub's announcement of what a lost stream of the parameter manager is due to
