@@ -126,14 +126,6 @@ class PeerNames(ABC):
             transport.close()
 
     @abstractmethod
-    def of(self, ranks: Sequence[int]) -> PeerNames:
-        """Return the sites of a subgroup.
-
-        Args:
-            ranks: their ranks in this group.
-        """
-
-    @abstractmethod
     def found_lost(self) -> SiteError | None:
         """Return an error if it is known that another site is lost; send nothing."""
 
@@ -196,6 +188,11 @@ class ProcessSites(PeerNames):
             self._reached = {other for other in self._others if isinstance(answers[other], Status)}
 
     def of(self, ranks: Sequence[int]) -> ProcessSites:
+        """Return the sites of a subgroup.
+
+        Args:
+            ranks: their ranks in this group.
+        """
         return ProcessSites(ranks.index(self.rank), [self.members[rank] for rank in ranks])
 
     def begin_session(self) -> None:

@@ -33,7 +33,7 @@ from .server.store import Reply, Request
 from .site.connection import HubConnection
 from .site.link import HubLink
 from .site.processes import SiteTransport
-from .site.transport import bytes_of
+from .site.transport import add_up, bytes_of
 from .wire.frames import PIECE_BYTES, Head, Kind
 
 _FUTURES = "futures"  # name of a worker thread
@@ -43,8 +43,7 @@ class HubWork(dist.Work):
     """Collective in progress.
 
     Args:
-        wait: function of a timeout in seconds that waits for what has to arrive.
-        finish: function that writes the results, once it has arrived.
+        complete: function of a timeout in seconds that waits for what has to arrive, and writes the results.
         tensors: the results.
         seconds: timeout of the collective.
         threads: threads that complete futures.
@@ -52,15 +51,13 @@ class HubWork(dist.Work):
 
     def __init__(
         self,
-        wait: Callable[[float], object],
-        finish: Callable[[], object],
+        complete: Callable[[float], object],
         tensors: Sequence[Tensor],
         seconds: float,
         threads: WorkerThreads,
     ) -> None:
         super().__init__()
-        self._wait = wait
-        self._finish = finish
+        self._complete = complete
         self._tensors = list(tensors)
         self._seconds = seconds
         self._threads = threads
@@ -80,8 +77,7 @@ class HubWork(dist.Work):
         with self._lock:
             if not self._over:
                 try:
-                    self._wait((timeout.total_seconds() if timeout else 0.0) or self._seconds)
-                    self._finish()
+                    self._complete((timeout.total_seconds() if timeout else 0.0) or self._seconds)
                 except BaseException as error:
                     self._error = error
                 finally:
@@ -132,7 +128,6 @@ else:
     _ProcessGroup = dist.ProcessGroup
 
 BACKEND = "dadplug"
-_NARROW = (torch.float16, torch.bfloat16)  # added in float32, and rounded once
 
 
 class Collectives(_ProcessGroup):
@@ -284,7 +279,6 @@ class Collectives(_ProcessGroup):
         sizes = [len(flat)] * self.size()
         return self._gather(flat, sizes, lambda parts: put(combine(parts)), tensors, needs_all=False)
 
-    @abstractmethod
     def _gather(
         self,
         own: Tensor,
@@ -300,26 +294,31 @@ class Collectives(_ProcessGroup):
             sizes: number of elements of each site's tensor, by rank.
             put: function that writes the results, given the flat tensors by rank.
             tensors: the results.
-            needs_all: whether `put` needs the tensors of all sites that send one; those of the sites that are present
-                otherwise.
+            needs_all: see `_exchange`.
 
         Raises:
             ValueError: if this site's tensor does not have the size that it should have.
             SiteError: at all sites, if a tensor that is needed is that of a site which is absent.
         """
-
-    def _check_size(self, own: Tensor, sizes: Sequence[int]) -> None:
         if len(own) != sizes[self._own]:
             raise ValueError(f"the tensor of rank {self._own} has {len(own)} elements, not {sizes[self._own]}")
+        kept = own.clone()  # it may be changed before the end
+        receive = self._exchange(kept, sizes, needs_all) if self.size() > 1 else lambda seconds: [kept]
+        return HubWork(lambda seconds: put(receive(seconds)), tensors, self.seconds, self.threads)
 
-    def _work(
-        self,
-        tensors: Sequence[Tensor],
-        wait: Callable[[float], object] = lambda seconds: None,
-        finish: Callable[[], object] = lambda: None,
-    ) -> HubWork:
-        """Return a handle; one of a collective that is complete if there is nothing to wait for."""
-        return HubWork(wait, finish, tensors, self.seconds, self.threads)
+    @abstractmethod
+    def _exchange(self, own: Tensor, sizes: Sequence[int], needs_all: bool) -> Callable[[float], list[Tensor]]:
+        """Send this site's tensor to all others, and prepare to receive theirs.
+
+        Args:
+            own: this site's tensor, which nothing else changes.
+            sizes: number of elements of each site's tensor, by rank.
+            needs_all: whether the tensors of all sites that send one are needed; those of the sites that are present
+                otherwise.
+
+        Returns:
+            A function of a timeout in seconds that waits for the tensors, and returns them by rank.
+        """
 
     def _tables(self, sizes: Sequence[int]) -> list[list[int]]:
         """Gather the numbers of elements that each site sends to each.
@@ -387,10 +386,7 @@ def _reduction(operation: Any) -> Callable[[list[Tensor]], Tensor]:
 
 def _sum(parts: list[Tensor], count: int = 1) -> Tensor:
     """Add tensors in their order, and divide by a count."""
-    dtype = parts[0].dtype
-    total = parts[0].to(torch.float32 if dtype in _NARROW else dtype)
-    for part in parts[1:]:
-        total = total + part
+    dtype, total = parts[0].dtype, add_up(parts)
     return (total if count == 1 else total / count).to(dtype)
 
 
@@ -433,52 +429,38 @@ class HubGroup(Collectives):
         self._first = link.new_channel() if len(slots) > 1 else 0
         self._count = 0
 
-    def _gather(
-        self,
-        own: Tensor,
-        sizes: Sequence[int],
-        put: Callable[[list[Tensor]], object],
-        tensors: Sequence[Tensor],
-        needs_all: bool = True,
-    ) -> HubWork:
-        self._check_size(own, sizes)
+    def _exchange(self, own: Tensor, sizes: Sequence[int], needs_all: bool) -> Callable[[float], list[Tensor]]:
+        link = self._link
         parts = [torch.empty(size, dtype=own.dtype) for size in sizes]
-        parts[self._own] = own.clone()  # it may be changed before the end
-        if self.size() == 1:
-            return self._work(tensors, finish=lambda: put(parts))
-        if self._link.rounds.elastic:
-            put(self._present(self._gather_in_round(parts), parts, needs_all))
-            return self._work(tensors)
+        parts[self._own] = own
+        buffers = {slot: bytes_of(part) for slot, part in zip(self._slots, parts, strict=True)}
+        if link.rounds.elastic:
+            absent = link.rounds.gather(self._first + link.step % _NUMBERS, buffers, self.seconds)
+            present = self._present(absent, parts, needs_all)
+            return lambda seconds: present
         exchange = self._first + self._count
         self._count = (self._count + 1) % _NUMBERS
-        others = [rank for rank, size in enumerate(sizes) if size and rank != self._own]
-        incoming = [self._link.expect(self._slots[rank], exchange, bytes_of(parts[rank])) for rank in others]
+        others = [(slot, buffer) for slot, buffer in buffers.items() if slot != link.rank and len(buffer)]
+        incoming = [link.expect(slot, exchange, buffer) for slot, buffer in others]
         if len(own):
-            self._link.send(exchange, bytes_of(own))
-        return self._work(tensors, lambda seconds: self._link.wait(incoming, seconds), lambda: put(parts))
+            link.send(exchange, buffers[link.rank])
 
-    def _gather_in_round(self, parts: Sequence[Tensor]) -> frozenset[int]:
-        """Gather the tensors of the sites that are present in a round of its own.
+        def receive(seconds: float) -> list[Tensor]:
+            link.wait(incoming, seconds)
+            return parts
 
-        Args:
-            parts: this site's tensor and room for the others, by rank.
-
-        Returns:
-            The ranks of the sites that are absent.
-        """
-        link = self._link
-        buffers = {slot: bytes_of(part) for slot, part in zip(self._slots, parts, strict=True)}
-        absent = link.rounds.gather(self._first + link.step % _NUMBERS, buffers, self.seconds)
-        return frozenset(rank for rank, slot in enumerate(self._slots) if slot in absent)
+        return receive
 
     def _present(self, absent: frozenset[int], parts: list[Tensor], needs_all: bool) -> list[Tensor]:
-        if needs_all and (missing := [rank for rank in sorted(absent) if len(parts[rank])]):
-            names = ", ".join(self._link.name(self._slots[rank]) for rank in missing)
+        """Return the tensors that count after a round without some slots."""
+        of_slots = dict(zip(self._slots, parts, strict=True))
+        if needs_all and (missing := [slot for slot, part in of_slots.items() if slot in absent and len(part)]):
+            names = ", ".join(map(self._link.name, missing))
             raise SiteError(
                 f"{names} is gone, and a collective needs what it would have sent: where sites may leave, there are "
                 "reductions, barriers, and GradientReduction.gather_objects"
             )
-        return parts if needs_all else [part for rank, part in enumerate(parts) if rank not in absent]
+        return parts if needs_all else [part for slot, part in of_slots.items() if slot not in absent]
 
 
 class SiteGroup(Collectives):
@@ -513,24 +495,13 @@ class SiteGroup(Collectives):
         if self._transport is not None:
             self._transport.close()
 
-    def _gather(
-        self,
-        own: Tensor,
-        sizes: Sequence[int],
-        put: Callable[[list[Tensor]], object],
-        tensors: Sequence[Tensor],
-        needs_all: bool = True,
-    ) -> HubWork:
-        self._check_size(own, sizes)
-        if self.size() == 1:
-            parts = [own.clone()]
-            return self._work(tensors, finish=lambda: put(parts))
+    def _exchange(self, own: Tensor, sizes: Sequence[int], needs_all: bool) -> Callable[[float], list[Tensor]]:
         if self._transport is None:
             self._transport = self._open_transport()
         gather = self._transport.gather_once(sizes, own.dtype)
         gather.payload.copy_(own)
         gather.launch()
-        return self._work(tensors, lambda seconds: gather.wait(), lambda: put(gather.wait()))
+        return lambda seconds: gather.wait()
 
 
 class StoreConnection(HubConnection):

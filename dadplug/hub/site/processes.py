@@ -36,7 +36,7 @@ from ...exchange.topology import Nodes
 from ...exchange.traffic import Traffic
 from ...exchange.transport import Gather, PendingSum
 from .link import HubLink
-from .transport import HubGather, HubSites, HubTransport, bytes_of
+from .transport import HubGather, HubSites, HubTransport, add_up, bytes_of
 
 LOOPBACK = "127.0.0.1"
 # Environment variable with the number of processes of a site, of which the leader starts all others.
@@ -220,11 +220,16 @@ class LocalSite:
         except (RuntimeError, TimeoutError) as error:
             raise self.processes.lost(error, timeout, 0) from error
 
-    def open_group(self, timeout: float) -> LocalGroup:
-        """Open connections between all processes of the site, which must call it together.
+    def connect(self, timeout: float) -> Any:
+        """Open gloo connections on the loopback interface between all processes of the site.
+
+        All of them must call it together.
 
         Args:
             timeout: seconds after which a silent process counts as lost.
+
+        Returns:
+            A `dist.ProcessGroupGloo`.
 
         Raises:
             SiteError: if a process has ended or does not answer.
@@ -232,76 +237,20 @@ class LocalSite:
         self.processes.begin_session()
         self._groups += 1
         store = dist.PrefixStore(f"group/{self._groups}", self.store)
-        # What the leader sends to the others may have to wait for other sites, for as long.
-        limit = timeout if self.leads else 2 * timeout + _SLACK_SECONDS
-        try:
-            return within(
-                timeout + _SLACK_SECONDS, lambda: LocalGroup(store, self.place, limit), self.processes.check_alive
-            )
-        except (RuntimeError, TimeoutError) as error:
-            raise self.processes.lost(error, timeout) from error
-
-
-class LocalGroup:
-    """gloo connections on the loopback interface, between the processes of a site.
-
-    Args:
-        store: store that they share.
-        place: place of this process.
-        timeout: seconds of a wait.
-    """
-
-    def __init__(self, store: dist.Store, place: LocalPlace, timeout: float) -> None:
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=LOOPBACK)]
-        options._timeout = timedelta(seconds=timeout)
-        self._process = os.getpid()
-        self._place = place
-        self._group: Any = gloo(store, place.local_rank, place.processes, options)
-
-    def start(self, tensor: Tensor, index: int, tag: int, sends: bool) -> dist.Work:
-        """Start to send a tensor to a process, or to receive it.
-
-        Args:
-            tensor: a contiguous tensor on the CPU.
-            index: local rank of the process.
-            tag: number of the message.
-            sends: whether to send.
-
-        Raises:
-            RuntimeError: if the connection is closed.
-        """
-        group = self._open()
-        work: dist.Work = (group.send if sends else group.recv)([tensor], index, tag)
-        return work
-
-    def broadcast(self, tensor: Tensor) -> dist.Work:
-        """Start to replace a tensor's values by those of the leader."""
-        options = dist.BroadcastOptions()
-        options.rootRank = options.rootTensor = 0
-        work: dist.Work = self._open().broadcast([tensor], options)
-        return work
-
-    def gather(self, tensor: Tensor) -> tuple[list[Tensor], dist.Work]:
-        """Start to gather a tensor of each process; return room for them, by local rank, and the operation."""
-        rooms = [torch.empty_like(tensor) for _ in range(self._place.processes)]
-        return rooms, self._open().allgather([rooms], [tensor])
-
-    def _open(self) -> Any:
-        """Return the connections, or raise RuntimeError once they are closed."""
-        if self._group is None:
-            raise RuntimeError("the connection is closed")
-        return self._group
-
-    def close(self) -> None:
-        """Close the connections. May be called twice."""
-        if self._process != os.getpid():
-            return  # the threads of gloo do not exist in a forked child: to destroy a group would wait for them
-        group, self._group = self._group, None
-        if group is not None:
-            with suppress(RuntimeError, AttributeError):
-                group.shutdown()
+        # What the leader sends to the others may have to wait for other sites, for as long.
+        options._timeout = timedelta(seconds=timeout if self.leads else 2 * timeout + _SLACK_SECONDS)
+        place = self.place
+        try:
+            return within(
+                timeout + _SLACK_SECONDS,
+                lambda: gloo(store, place.local_rank, place.processes, options),
+                self.processes.check_alive,
+            )
+        except (RuntimeError, TimeoutError) as error:
+            raise self.processes.lost(error, timeout) from error
 
 
 class SiteMembers(PeerNames):
@@ -335,9 +284,6 @@ class SiteMembers(PeerNames):
         ranks = self._nodes.members[slot]
         return site if len(ranks) == 1 else f"process {ranks.index(rank)} of {site}"
 
-    def of(self, ranks: Sequence[int]) -> PeerNames:
-        raise ValueError("the sites of a hub form one group: there are no subgroups of them")
-
     def found_lost(self) -> SiteError | None:
         # A site that has left may have sent all that is waited for: the wait for the hub itself finds what is missing.
         return None if self._local is None else self._local.found_lost()
@@ -355,7 +301,6 @@ class SiteMembers(PeerNames):
 
 
 _PACKET_BYTES = 1 << 14  # that cost less than a few latencies
-_NARROW = (torch.float16, torch.bfloat16)  # added in float32, and rounded once
 
 Result = TypeVar("Result")
 
@@ -388,20 +333,20 @@ class SiteTransport(NodeMessages):
         self.workers = WorkerThreads()
         self._process = os.getpid()
         self._last: object = None
-        self._local: LocalGroup | None = None
+        self._gloo: Any = None  # connections inside the site; None once they are closed
         self._error: SiteError | MismatchError | None = None  # the first one, which has closed the connections
         super().__init__(sites, traffic, sites.rank, torch.device("cpu"), timeout)
         self.nodes = nodes
         self.copies = nodes.count - 1
         self.ring = float(link is not None)
+        self._local = local
         self._link = link
         self._group = group
         # Two channels: a thread numbers the sums once the tensors of its site have come, in one order at all sites.
         self.hub = None if link is None else HubTransport(link, Traffic(), timeout)
         self.sums = None if link is None else HubTransport(link, Traffic(), timeout)
         if local is not None:
-            self._local = local.open_group(timeout)
-            self._processes = local.processes
+            self._gloo = local.connect(timeout)
         sites.watch(self)
 
     @property
@@ -417,13 +362,18 @@ class SiteTransport(NodeMessages):
 
     def close(self) -> None:
         if self._process != os.getpid():
-            return
-        if self._local is None:
+            return  # the threads of gloo do not exist in a forked child: to destroy a group would wait for them
+        if self._gloo is None:
             self.workers.close(0.0)
             return
         self._end_workers(self.nodes.peers)
         self._last = None
-        self._local.close()
+        self._close_gloo()
+
+    def _close_gloo(self) -> None:
+        gloo, self._gloo = self._gloo, None
+        with suppress(RuntimeError, AttributeError):
+            gloo.shutdown()
 
     def __del__(self) -> None:
         self.close()
@@ -434,8 +384,14 @@ class SiteTransport(NodeMessages):
     # Messages inside the site
 
     def _start(self, tensor: Tensor, rank: int, tag: int, sends: bool) -> dist.Work:
-        assert self._local is not None
-        return self._local.start(tensor, self.nodes.own.index(rank), tag, sends)
+        gloo, index = self._open_gloo(), self.nodes.own.index(rank)
+        work: dist.Work = (gloo.send if sends else gloo.recv)([tensor], index, tag)
+        return work
+
+    def _open_gloo(self) -> Any:
+        if self._gloo is None:
+            raise RuntimeError("the connection is closed")
+        return self._gloo
 
     def wait(self, work: Work, peer: int | None = None) -> None:
         try:
@@ -475,8 +431,8 @@ class SiteTransport(NodeMessages):
             return error
         if self._link.first_lost() is None and not self._link.closed:
             self._link.leave(str(error))
-        self._processes.relay(error)
-        self._local.close()
+        self._local.processes.relay(error)
+        self._close_gloo()
         return error
 
     def _spread(self, content: bytes | None) -> bytes:
@@ -485,61 +441,64 @@ class SiteTransport(NodeMessages):
             assert content is not None
             return content
         size = torch.tensor([0 if content is None else len(content)])
-        self.wait(self._broadcast(size), self.leader)
+        self._broadcast_inside(size)
         if not 0 <= int(size) <= MAX_BYTES:
             raise ValueError(f"{self.sites[self.leader]} announces {int(size)} bytes: there may be {MAX_BYTES} at most")
         data = torch.zeros(int(size), dtype=torch.uint8)
         if content:
             data.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-        self.wait(self._broadcast(data), self.leader)
+        self._broadcast_inside(data)
         return bytes_of(data).tobytes()
 
     def _collect(self, own: bytes) -> list[bytes]:
         """Gather byte strings of the processes of this site, by local rank."""
         if self._local is None:
             return [own]
-        lengths, work = self._gather(torch.tensor([len(own)]))
-        self.wait(work)
-        sizes = [int(length) for length in lengths]
+        sizes = [int(length) for length in self._gather_inside(torch.tensor([len(own)]))]
         check_lengths(sizes)
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-        every, work = self._gather(padded)
-        self.wait(work)
-        return [bytes_of(each[:size]).tobytes() for each, size in zip(every, sizes, strict=True)]
+        return [bytes_of(each[:size]).tobytes() for each, size in zip(self._gather_inside(padded), sizes, strict=True)]
 
-    def _broadcast(self, tensor: Tensor) -> dist.Work:
-        assert self._local is not None
-        return self._begun(lambda local: local.broadcast(tensor))
+    def _broadcast_inside(self, tensor: Tensor) -> None:
+        """Replace a tensor's values by those of the leader of this site."""
+        options = dist.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        self._run_inside(lambda gloo: gloo.broadcast([tensor], options), self.leader)
 
-    def _gather(self, tensor: Tensor) -> tuple[list[Tensor], dist.Work]:
-        return self._begun(lambda local: local.gather(tensor))
+    def _gather_inside(self, tensor: Tensor) -> list[Tensor]:
+        """Gather a tensor of each process of this site, by local rank."""
+        rooms = [torch.empty_like(tensor) for _ in self.nodes.own]
+        self._run_inside(lambda gloo: gloo.allgather([rooms], [tensor]))
+        return rooms
 
-    def _begun(self, start: Callable[[LocalGroup], Result]) -> Result:
-        assert self._local is not None
+    def _run_inside(self, start: Callable[[Any], dist.Work], peer: int | None = None) -> None:
         try:
-            return start(self._local)
+            work = start(self._open_gloo())
         except RuntimeError as error:
             raise self._failed(self.lost(error)) from error
+        self.wait(work, peer)
 
     # Messages between all processes
 
     def gather(self, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
-        return self._open_gather(HubTransport.gather, sizes, dtype)
+        return self._open_gather(sizes, dtype, lambda hub, totals: hub.gather(totals, dtype))
 
     def gather_once(self, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
-        return self._open_gather(HubTransport.gather_once, sizes, dtype)
+        return self._open_gather(sizes, dtype, lambda hub, totals: hub.gather_once(totals, dtype))
 
     def gather_again(self, first: Gather, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
         assert isinstance(first, SiteGather)
-        if first.over_hub is None:
-            return self._open_gather(HubTransport.gather, sizes, dtype)
-        again = partial(HubTransport.gather_again, first=first.over_hub)
-        return self._open_gather(lambda hub, totals, dtype: again(hub, sizes=totals, dtype=dtype), sizes, dtype)
+        over_hub = first.over_hub
+        if over_hub is None:
+            return self.gather(sizes, dtype)
+        return self._open_gather(sizes, dtype, lambda hub, totals: hub.gather_again(over_hub, totals, dtype))
 
-    def _open_gather(self, open_gather: Callable[..., Gather], sizes: Sequence[int], dtype: torch.dtype) -> SiteGather:
+    def _open_gather(
+        self, sizes: Sequence[int], dtype: torch.dtype, open_gather: Callable[[HubTransport, list[int]], Gather]
+    ) -> SiteGather:
         totals = [sum(sizes[rank] for rank in ranks) for ranks in self.nodes.members]
-        over_hub = None if self.hub is None else open_gather(self.hub, totals, dtype)
+        over_hub = None if self.hub is None else open_gather(self.hub, totals)
         assert over_hub is None or isinstance(over_hub, HubGather)
         return SiteGather(self, over_hub, sizes, dtype, self.tags(self.world_size))
 
@@ -559,7 +518,7 @@ class SiteTransport(NodeMessages):
         if self._local is not None:
             # Gloo of torch 2.8 sends real numbers
             sent = torch.view_as_real(staged) if staged.is_complex() else staged
-            self.wait(self._broadcast(sent), self.leader)
+            self._broadcast_inside(sent)
         if self.rank and staged.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(staged)
 
@@ -572,7 +531,7 @@ class SiteTransport(NodeMessages):
         every: bytes | None = None
         if self.hub is not None:
             sites = self.over_hub(lambda hub: hub.gather_bytes(codec.encode(contents)))
-            every = codec.encode([content for site in sites for content in codec.decode(site)])
+            every = codec.encode([content for site in sites.values() for content in codec.decode(site)])
         return decode_objects(codec.decode(self._spread(every)), refusal)
 
     def end_step(self) -> None:
@@ -701,9 +660,7 @@ class _SiteSum(PendingSum):
 
     def _add(self, sums: HubTransport, addends: Sequence[Tensor], received: Sequence[tuple[Work, int]]) -> None:
         self._transport.arrive(received)
-        total = self._flat.float() if self._flat.dtype in _NARROW else self._flat
-        for addend in addends:
-            total += addend
+        total = add_up([self._flat, *addends])
         if total is not self._flat:
             self._flat.copy_(total)
         self._sum = sums.all_reduce(self._flat)

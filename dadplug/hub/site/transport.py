@@ -52,9 +52,6 @@ class HubSites(PeerNames):
         self._names = link.names  # to which those of further sites are appended
         watch_exit(self)
 
-    def of(self, ranks: Sequence[int]) -> PeerNames:
-        raise ValueError("the sites of a hub form one group: there are no subgroups of them")
-
     def found_lost(self) -> SiteError | None:
         return self._link.first_lost()
 
@@ -112,22 +109,21 @@ class HubTransport(Transport):
     def close(self) -> None:
         """Nothing: the link is the process's, and outlives this transport."""
 
-    def gather(self, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
-        return HubGather(self, self.next_gather(), sizes, dtype)
+    def _open_gather(self, exchange: int, sizes: Sequence[int], dtype: torch.dtype) -> HubGather:
+        return HubGather(self, exchange, sizes, dtype)
 
-    def next_gather(self) -> int:
-        """Return the number of an exchange that takes place in many steps."""
+    def gather(self, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
         self._gathers += 1
         if self._gathers >= _COLLECTIVES:
             raise RuntimeError(f"more than {_COLLECTIVES} gathers have been prepared")
-        return self._channel | self._gathers
+        return self._open_gather(self._channel | self._gathers, sizes, dtype)
 
     def gather_again(self, first: Gather, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
         assert isinstance(first, HubGather)
-        return HubGather(self, first.exchange | SECOND_ROUND, sizes, dtype)
+        return self._open_gather(first.exchange | SECOND_ROUND, sizes, dtype)
 
-    def gather_once(self, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
-        return HubGather(self, self.next_collective(), sizes, dtype)
+    def gather_once(self, sizes: Sequence[int], dtype: torch.dtype) -> HubGather:
+        return self._open_gather(self.next_collective(), sizes, dtype)
 
     def end_step(self) -> None:
         self.link.end_step()
@@ -143,34 +139,55 @@ class HubTransport(Transport):
         return GatheredSum(self, tensor)
 
     def broadcast(self, tensor: Tensor) -> None:
-        sizes = [tensor.numel() * (rank == 0) for rank in range(self.world_size)]
-        gather = HubGather(self, self.next_collective(), sizes, tensor.dtype)
-        if self.rank == 0:
-            gather.payload.copy_(tensor.detach().reshape(-1))
-        gather.launch()
-        first = gather.wait()[0]
-        if self.rank:
-            tensor.detach().copy_(first.view(tensor.shape))
+        while True:
+            source = self._source()
+            sizes = [tensor.numel() * (rank == source) for rank in range(self.world_size)]
+            gather = self.gather_once(sizes, tensor.dtype)
+            if self.rank == source:
+                gather.payload.copy_(tensor.detach().reshape(-1))
+            gather.launch()
+            self.close_round()
+            if source not in self.absent:
+                break
+        value = gather.wait()[source]
+        if self.rank != source:
+            tensor.detach().copy_(value.view(tensor.shape))
+
+    def _source(self) -> int:
+        """Return the rank of the site that sends: the first one that has not been absent in the last round."""
+        return min(set(range(self.world_size)) - self.absent)
 
     def broadcast_bytes(self, content: bytes) -> bytes:
-        return self.gather_bytes(content if self.rank == 0 else b"")[0].tobytes()
+        while True:
+            source = self._source()
+            every = self.gather_bytes(content if self.rank == source else b"")
+            if source in every:
+                return every[source].tobytes()
 
     def gather_objects(self, item: Any) -> list[Any]:
-        own, refusal = encode_object(item)
-        return decode_objects(self.gather_bytes(own), refusal)
+        every = self.gather_present(item)
+        return [every.get(rank) for rank in range(self.world_size)]
 
-    def gather_bytes(self, own: bytes) -> list[memoryview]:
-        """Gather byte strings of all sites, by rank; sizes go first, and are checked before memory is allocated."""
-        gather = HubGather(self, self.next_collective(), [1] * self.world_size, torch.int64)
-        gather.payload[0] = len(own)
-        gather.launch()
-        lengths = [int(size) for size in gather.wait()]
+    def gather_present(self, item: Any) -> dict[int, Any]:
+        own, refusal = encode_object(item)
+        every = self.gather_bytes(own)
+        return dict(zip(every, decode_objects([*every.values()], refusal), strict=True))
+
+    def gather_bytes(self, own: bytes) -> dict[int, memoryview]:
+        """Gather byte strings of the sites that are present, by rank.
+
+        Sizes go first, and are checked before memory is allocated.
+        """
+        sizes = self.gather_once([1] * self.world_size, torch.int64)
+        sizes.payload[0] = len(own)
+        sizes.launch()
+        lengths = [int(size) for size in sizes.wait()]
         check_lengths(lengths)
-        gather = HubGather(self, self.next_collective(), lengths, torch.uint8)
+        gather = self.gather_once(lengths, torch.uint8)
         if own:
             gather.payload.copy_(torch.frombuffer(bytearray(own), dtype=torch.uint8))
         gather.launch()
-        return [bytes_of(payload) for payload in gather.wait()]
+        return dict(enumerate(map(bytes_of, gather.wait())))
 
     def open_streams(self, timeout: float) -> dict[int, socket.socket]:
         return tunnel_of(self.link, timeout).open(self.gather_objects)
@@ -185,6 +202,11 @@ class HubTransport(Transport):
         if self.link.sealing.required:  # the hub cannot read what it would have to order
             return None
         return stream_to_hub(tunnel_of(self.link, timeout))
+
+    @property
+    def left_out(self) -> frozenset[int]:
+        """Ranks of the sites that have no part in the rest of the step, since they were absent in its first round."""
+        return frozenset()
 
     @property
     def dialed_by(self) -> str:
@@ -224,8 +246,9 @@ class HubGather(Gather):
 
     def post(self) -> None:
         if not self._incoming and self._others:
-            expect = self._transport.link.expect
-            self._incoming = [expect(rank, self.exchange, buffer) for rank, buffer in self._others]
+            link, left_out = self._transport.link, self._transport.left_out
+            present = [each for each in self._others if each[0] not in left_out]
+            self._incoming = [link.expect(rank, self.exchange, buffer) for rank, buffer in present]
 
     def launch(self) -> None:
         self.post()
@@ -270,11 +293,20 @@ class GatheredSum(PendingSum):
         self._gather.launch()
 
     def wait(self) -> None:
-        first, *others = self._gather.wait()
-        total = first.to(torch.promote_types(first.dtype, torch.float32)) if first.is_floating_point() else first
-        for payload in others:
-            total += payload
-        self._tensor.detach().copy_(total.view(self._tensor.shape))
+        self._tensor.detach().copy_(add_up(self._gather.wait()).view(self._tensor.shape))
+
+
+def add_up(addends: Sequence[Tensor]) -> Tensor:
+    """Return the sum of tensors in their order; that of narrow types in single precision, to be rounded once.
+
+    Args:
+        addends: the tensors; the first one may be changed.
+    """
+    first, *others = addends
+    total = first.to(torch.promote_types(first.dtype, torch.float32)) if first.is_floating_point() else first
+    for each in others:
+        total += each
+    return total
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -316,7 +348,6 @@ class ElasticTransport(HubTransport):
         self.joins = self.listens = link.rounds.joins
         if not self.joins:
             link.rounds.begin(requirements)
-        self.ring = self.copies
         self._in_step = False
         self._resize(link.world_size)
         self.absent = self._of_run(link.rounds.absent)
@@ -363,7 +394,6 @@ class ElasticTransport(HubTransport):
 
     @property
     def left_out(self) -> frozenset[int]:
-        """Ranks of the sites that have no part in the rest of the step, since they were absent in its first round."""
         return self.absent if self._in_step else frozenset()
 
     @property
@@ -399,66 +429,25 @@ class ElasticTransport(HubTransport):
     def begin_plan(self) -> None:
         self._gathers = 0
 
-    def gather(self, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
-        return ElasticGather(self, self.next_gather(), sizes, dtype)
-
-    def gather_again(self, first: Gather, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
-        assert isinstance(first, ElasticGather)
-        return ElasticGather(self, first.exchange | SECOND_ROUND, sizes, dtype)
+    def _open_gather(self, exchange: int, sizes: Sequence[int], dtype: torch.dtype) -> ElasticGather:
+        return ElasticGather(self, exchange, sizes, dtype)
 
     def gather_resized(self, gather: Gather, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
         assert isinstance(gather, ElasticGather)
         return ElasticGather(self, gather.exchange, sizes, dtype)
 
-    def gather_once(self, sizes: Sequence[int], dtype: torch.dtype) -> ElasticGather:
-        return ElasticGather(self, self.next_collective(), sizes, dtype)
-
     def prefers_gather(self, nbytes: int) -> bool:
         return True  # a sum that the hub has formed holds the share of a site that has left since
 
-    def all_reduce(self, tensor: Tensor) -> PendingSum:
-        return GatheredSum(self, tensor)
-
-    def broadcast(self, tensor: Tensor) -> None:
-        while True:
-            source = min(set(range(self.world_size)) - self.absent)
-            sizes = [tensor.numel() * (rank == source) for rank in range(self.world_size)]
-            gather = self.gather_once(sizes, tensor.dtype)
-            if self.rank == source:
-                gather.payload.copy_(tensor.detach().reshape(-1))
-            gather.launch()
-            self.close_round()
-            if source not in self.absent:
-                value = gather.wait()[source]
-                if self.rank != source:
-                    tensor.copy_(value.view(tensor.shape))
-                return
-
-    def broadcast_bytes(self, content: bytes) -> bytes:
-        while True:
-            source = min(set(range(self.world_size)) - self.absent)
-            every = self._gather_present_bytes(content if self.rank == source else b"")
-            if source in every:
-                return every[source].tobytes()
-
-    def gather_objects(self, item: Any) -> list[Any]:
-        every = self.gather_present(item)
-        return [every.get(rank) for rank in range(self.world_size)]
-
-    def gather_present(self, item: Any) -> dict[int, Any]:
-        own, refusal = encode_object(item)
-        every = self._gather_present_bytes(own)
-        return dict(zip(every, decode_objects([*every.values()], refusal), strict=True))
-
-    def _gather_present_bytes(self, own: bytes) -> dict[int, memoryview]:
+    def gather_bytes(self, own: bytes) -> dict[int, memoryview]:
         """Gather byte strings of the sites that are present, by rank, and end the round."""
-        sizes = self.gather_once([1] * self.world_size, torch.int64)
+        sizes = ElasticGather(self, self.next_collective(), [1] * self.world_size, torch.int64)
         sizes.payload[0] = len(own) + 1
         sizes.launch()
         # 0 for a site that is not there; one that was absent in the last round may have joined since
         lengths = [int(size) for size in (sizes.wait() if self._in_step else sizes.collect())]
         check_lengths(lengths)
-        gather = self.gather_once(lengths, torch.uint8)
+        gather = ElasticGather(self, self.next_collective(), lengths, torch.uint8)
         gather.payload.copy_(torch.frombuffer(bytearray(b"\0" + own), dtype=torch.uint8))
         gather.launch()
         self.close_round()
@@ -483,11 +472,6 @@ class ElasticGather(HubGather):
         super().__init__(transport, exchange, sizes, dtype)
         self.missing: set[int] = set()
         self._round = 0
-
-    def post(self) -> None:
-        if not self._incoming:
-            present = [each for each in self._others if each[0] not in self._transport.left_out]
-            self._incoming = [self._transport.link.expect(rank, self.exchange, buffer) for rank, buffer in present]
 
     def launch(self) -> None:
         self.missing.clear()
