@@ -1,13 +1,11 @@
 """Backend of torch.distributed whose messages go over the hub, for trainers and libraries that use collectives.
 
-Every collective is one gather or broadcast of bytes over the link, in a channel of the group's own; sums are formed by
-each site, in the order of ranks, so that all sites get the same bits. A group holds all sites, or one.
+Every collective is one gather of a transport of the group's own; sums are formed by each site, in the order of ranks,
+so that all sites get the same bits. A group holds all processes of all sites, or one.
 
 **Where sites may leave** (``min_sites``), a collective is a round of its own, see `dadplug.hub.site.transport`, and
 complete when it returns. Reductions are those of the sites that are present, and barriers wait for these. All others
 need what a certain site has sent: they raise an error at all sites, where it is absent.
-
-**Where sites have several processes**, a group holds all processes, or one. Its gathers are those of a transport.
 """
 
 from __future__ import annotations
@@ -15,9 +13,9 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,12 +26,12 @@ from ..errors import DamagedError, FrameError, SiteError
 from ..exchange import codec
 from ..exchange.codec import MAX_BYTES
 from ..exchange.hierarchy import WorkerThreads
+from ..exchange.traffic import Traffic
 from .pki.kits import Kit
 from .server.store import Reply, Request
 from .site.connection import HubConnection
 from .site.link import HubLink
-from .site.processes import SiteTransport
-from .site.transport import add_up, bytes_of
+from .site.transport import CollectiveTransport, HubTransport, add_up, bytes_of
 from .wire.frames import PIECE_BYTES, Head, Kind
 
 _FUTURES = "futures"  # name of a worker thread
@@ -134,6 +132,7 @@ class Collectives(_ProcessGroup):
     """Process group whose collectives are gathers; sums are formed by each process, in the order of ranks.
 
     Args:
+        open_transport: function that opens the transport of the group; called when it is first used.
         ranks: ranks of its processes in the default group.
         rank: rank of this process in the group.
         world_size: number of processes in the default group.
@@ -147,9 +146,16 @@ class Collectives(_ProcessGroup):
         ValueError: if the group has several processes, but not all.
     """
 
-    def __init__(self, ranks: Sequence[int], rank: int, world_size: int, seconds: float) -> None:
+    def __init__(
+        self,
+        open_transport: Callable[[], CollectiveTransport],
+        ranks: Sequence[int],
+        rank: int,
+        world_size: int,
+        seconds: float,
+    ) -> None:
         super().__init__(rank, len(ranks))
-        if 1 < len(ranks) < world_size:
+        if len(ranks) > 1 and list(ranks) != list(range(world_size)):
             raise ValueError(
                 f"ranks {list(ranks)} of {world_size}: over the hub a process group holds all sites, or one"
             )
@@ -157,6 +163,8 @@ class Collectives(_ProcessGroup):
         self.seconds = seconds
         self.threads = WorkerThreads()
         self._name = ""
+        self._open_transport = open_transport
+        self._transport: CollectiveTransport | None = None
 
     # torch stores the name of a group in its backends, and this group has none beside itself.
 
@@ -172,8 +180,10 @@ class Collectives(_ProcessGroup):
         return BACKEND
 
     def shutdown(self) -> None:
-        """End the threads of the group."""
+        """End the threads of the group, and close its connections."""
         self.threads.close(0.0)
+        if self._transport is not None:
+            self._transport.close()
 
     # Collectives; their names and arguments are those of torch.distributed's process groups.
 
@@ -302,16 +312,14 @@ class Collectives(_ProcessGroup):
         """
         if len(own) != sizes[self._own]:
             raise ValueError(f"the tensor of rank {self._own} has {len(own)} elements, not {sizes[self._own]}")
-        kept = own.clone()  # it may be changed before the end
-        receive = self._exchange(kept, sizes, needs_all) if self.size() > 1 else lambda seconds: [kept]
+        receive = self._exchange(own, sizes, needs_all)
         return HubWork(lambda seconds: put(receive(seconds)), tensors, self.seconds, self.threads)
 
-    @abstractmethod
     def _exchange(self, own: Tensor, sizes: Sequence[int], needs_all: bool) -> Callable[[float], list[Tensor]]:
         """Send this site's tensor to all others, and prepare to receive theirs.
 
         Args:
-            own: this site's tensor, which nothing else changes.
+            own: this site's tensor, which may be changed once this call has returned.
             sizes: number of elements of each site's tensor, by rank.
             needs_all: whether the tensors of all sites that send one are needed; those of the sites that are present
                 otherwise.
@@ -319,6 +327,24 @@ class Collectives(_ProcessGroup):
         Returns:
             A function of a timeout in seconds that waits for the tensors, and returns them by rank.
         """
+        if self.size() == 1:
+            kept = own.clone()
+            return lambda seconds: [kept]
+        transport = self._opened()
+        gather = transport.gather_once(sizes, own.dtype)
+        gather.payload.copy_(own)
+        gather.launch()
+
+        def receive(seconds: float) -> list[Tensor]:
+            transport.timeout = seconds
+            return gather.wait()
+
+        return receive
+
+    def _opened(self) -> CollectiveTransport:
+        if self._transport is None:
+            self._transport = self._open_transport()
+        return self._transport
 
     def _tables(self, sizes: Sequence[int]) -> list[list[int]]:
         """Gather the numbers of elements that each site sends to each.
@@ -409,7 +435,7 @@ def register(open_group: Callable[[Sequence[int], int, float], Collectives]) -> 
 
 
 class HubGroup(Collectives):
-    """Process group over the hub, of sites with one process each.
+    """Process group over the hub, of sites with one process each, which may leave.
 
     Args:
         link: the link to the hub.
@@ -422,86 +448,30 @@ class HubGroup(Collectives):
     """
 
     def __init__(self, link: HubLink, slots: Sequence[int], rank: int, seconds: float) -> None:
-        super().__init__(slots, rank, link.world_size, seconds)
+        super().__init__(partial(HubTransport, link, Traffic(), seconds), slots, rank, link.world_size, seconds)
         self._link = link
-        self._slots = list(slots)
-        # A group of one site exists at this site only, so it must not take a number that others give to another group.
-        self._first = link.new_channel() if len(slots) > 1 else 0
-        self._count = 0
+        # A group of one site exists at this site only, so it must not take a channel that others give to another group.
+        if len(slots) > 1:
+            self._opened()
 
     def _exchange(self, own: Tensor, sizes: Sequence[int], needs_all: bool) -> Callable[[float], list[Tensor]]:
-        link = self._link
+        link, transport = self._link, self._transport
+        if transport is None or not link.rounds.elastic:
+            return super()._exchange(own, sizes, needs_all)
+        assert isinstance(transport, HubTransport)
         parts = [torch.empty(size, dtype=own.dtype) for size in sizes]
-        parts[self._own] = own
-        buffers = {slot: bytes_of(part) for slot, part in zip(self._slots, parts, strict=True)}
-        if link.rounds.elastic:
-            absent = link.rounds.gather(self._first + link.step % _NUMBERS, buffers, self.seconds)
-            present = self._present(absent, parts, needs_all)
-            return lambda seconds: present
-        exchange = self._first + self._count
-        self._count = (self._count + 1) % _NUMBERS
-        others = [(slot, buffer) for slot, buffer in buffers.items() if slot != link.rank and len(buffer)]
-        incoming = [link.expect(slot, exchange, buffer) for slot, buffer in others]
-        if len(own):
-            link.send(exchange, buffers[link.rank])
-
-        def receive(seconds: float) -> list[Tensor]:
-            link.wait(incoming, seconds)
-            return parts
-
-        return receive
-
-    def _present(self, absent: frozenset[int], parts: list[Tensor], needs_all: bool) -> list[Tensor]:
-        """Return the tensors that count after a round without some slots."""
-        of_slots = dict(zip(self._slots, parts, strict=True))
-        if needs_all and (missing := [slot for slot, part in of_slots.items() if slot in absent and len(part)]):
-            names = ", ".join(map(self._link.name, missing))
+        parts[link.rank] = own.clone()
+        # Numbers are those of rounds, which a site that joins learns, as it has no part in earlier collectives.
+        exchange = transport.channel + link.step % _NUMBERS
+        absent = link.rounds.gather(exchange, [bytes_of(part) for part in parts], self.seconds)
+        if needs_all and (missing := [slot for slot, part in enumerate(parts) if slot in absent and len(part)]):
+            names = ", ".join(map(link.name, missing))
             raise SiteError(
                 f"{names} is gone, and a collective needs what it would have sent: where sites may leave, there are "
                 "reductions, barriers, and GradientReduction.gather_objects"
             )
-        return parts if needs_all else [part for slot, part in of_slots.items() if slot not in absent]
-
-
-class SiteGroup(Collectives):
-    """Process group over the hub, of sites with several processes.
-
-    Args:
-        open_transport: function that opens the transport of the group; called when it is first used.
-        ranks: ranks of its processes in the default group.
-        rank: rank of this process in the group.
-        world_size: number of processes in the default group.
-        seconds: timeout of a collective.
-
-    Raises:
-        ValueError: if the group has several processes, but not all.
-    """
-
-    def __init__(
-        self,
-        open_transport: Callable[[], SiteTransport],
-        ranks: Sequence[int],
-        rank: int,
-        world_size: int,
-        seconds: float,
-    ) -> None:
-        super().__init__(ranks, rank, world_size, seconds)
-        self._open_transport = open_transport
-        self._transport: SiteTransport | None = None
-
-    def shutdown(self) -> None:
-        """End the threads of the group, and close its connections."""
-        super().shutdown()
-        if self._transport is not None:
-            self._transport.close()
-
-    def _exchange(self, own: Tensor, sizes: Sequence[int], needs_all: bool) -> Callable[[float], list[Tensor]]:
-        if self._transport is None:
-            self._transport = self._open_transport()
-        gather = self._transport.gather_once(sizes, own.dtype)
-        gather.payload.copy_(own)
-        gather.launch()
-        return lambda seconds: gather.wait()
+        present = parts if needs_all else [part for slot, part in enumerate(parts) if slot not in absent]
+        return lambda seconds: present
 
 
 class StoreConnection(HubConnection):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from ...errors import DroppedError, FrameError, MismatchError, SiteError
@@ -70,8 +70,8 @@ class HubLink(HubConnection):
         rounds: rounds of the link.
     """
 
-    def __init__(self, kit: Kit, channel: str, address: tuple[str, int] | None = None) -> None:
-        super().__init__(kit, channel, address)
+    def __init__(self, kit: Kit, address: tuple[str, int] | None = None) -> None:
+        super().__init__(kit, "training", address)
         self.step = 1
         self.gone: dict[int, str] = {}
         self.inbox = Inbox(self.names, self.rank)
@@ -92,18 +92,11 @@ class HubLink(HubConnection):
             self._frames.payload_bytes = SHORT_PIECE_BYTES
 
     @classmethod
-    def open(
-        cls,
-        kit: Kit,
-        channel: str = "training",
-        timeout: float = DEFAULT_TIMEOUT,
-        address: tuple[str, int] | None = None,
-    ) -> HubLink:
+    def open(cls, kit: Kit, timeout: float = DEFAULT_TIMEOUT, address: tuple[str, int] | None = None) -> HubLink:
         """Dial the hub, and wait until training starts, for which all sites have to be there.
 
         Args:
             kit: kit of this site.
-            channel: the channel, see `dadplug.hub.wire.frames.Hello`; only "training" waits.
             timeout: seconds for all of it.
             address: host and port of the hub; None for those of the kit.
 
@@ -115,14 +108,13 @@ class HubLink(HubConnection):
         """
         kit.check_dates()
         deadline = Deadline(timeout)
-        link = cls(kit, channel, address)
+        link = cls(kit, address)
         try:
             link.start(timeout)
-            if channel == "training":
-                link._wait_for_start(deadline, timeout)
-                if link.sealing.required:
-                    link.sealing.negotiate(kit, partial(link._swap, timeout))
-                add_announcer(link._announce)
+            link._wait_for_start(deadline, timeout)
+            if link.sealing.required:
+                link.sealing.negotiate(kit, partial(link._swap, timeout))
+            add_announcer(link._announce)
         except BaseException:
             link.close(0.2)
             raise
@@ -608,7 +600,7 @@ class RoundClient:
                 link.inbox.forget(slot, last=number)
         return self.absent
 
-    def gather(self, exchange: int, buffers: Mapping[int, memoryview], timeout: float) -> frozenset[int]:
+    def gather(self, exchange: int, buffers: Sequence[memoryview], timeout: float) -> frozenset[int]:
         """Gather messages in a round of its own.
 
         Args:
@@ -629,7 +621,7 @@ class RoundClient:
             raise SiteError(
                 "this site joins in mid-training, and can take part in nothing before it has built its reduction"
             )
-        others = [(slot, buffer) for slot, buffer in buffers.items() if slot != link.rank and len(buffer)]
+        others = [(slot, buffer) for slot, buffer in enumerate(buffers) if slot != link.rank and len(buffer)]
         incoming = [link.expect(slot, exchange, buffer, Kind.PAYLOAD) for slot, buffer in others]
         link.send(exchange, buffers[link.rank], Kind.PAYLOAD, 0, None)
         absent = self.end(timeout, None)

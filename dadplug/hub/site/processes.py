@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,6 @@ from torch import Tensor
 
 from ...errors import MismatchError, SiteError
 from ...exchange import codec
-from ...exchange.codec import MAX_BYTES, check_lengths, decode_objects, encode_object
 from ...exchange.deadline import within
 from ...exchange.failure_reports import PeerNames, ProcessSites, own_member, watch_exit
 from ...exchange.hierarchy import Job, NodeMessages, Work, WorkerThreads
@@ -36,7 +35,7 @@ from ...exchange.topology import Nodes
 from ...exchange.traffic import Traffic
 from ...exchange.transport import Gather, PendingSum
 from .link import HubLink
-from .transport import HubGather, HubSites, HubTransport, add_up, bytes_of
+from .transport import CollectiveTransport, HubGather, HubSites, HubTransport, SitesGather, add_up
 
 LOOPBACK = "127.0.0.1"
 # Environment variable with the number of processes of a site, of which the leader starts all others.
@@ -302,10 +301,8 @@ class SiteMembers(PeerNames):
 
 _PACKET_BYTES = 1 << 14  # that cost less than a few latencies
 
-Result = TypeVar("Result")
 
-
-class SiteTransport(NodeMessages):
+class SiteTransport(CollectiveTransport, NodeMessages):
     """Messages between the processes of all sites. All buffers lie on the CPU.
 
     Args:
@@ -317,8 +314,6 @@ class SiteTransport(NodeMessages):
         timeout: seconds after which a silent process counts as lost.
         group: process group of all processes, if there is one.
     """
-
-    is_direct = False
 
     def __init__(
         self,
@@ -353,12 +348,6 @@ class SiteTransport(NodeMessages):
     def leader(self) -> int:
         """Rank of the leader of this site."""
         return self.nodes.own[0]
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        if self._group is None:
-            raise RuntimeError("these sites have no process group: connect by dadplug.connect(kit=...)")
-        return self._group
 
     def close(self) -> None:
         if self._process != os.getpid():
@@ -407,20 +396,6 @@ class SiteTransport(NodeMessages):
         except (SiteError, MismatchError) as error:
             raise self._failed(error) from error
 
-    def over_hub(self, call: Callable[[HubTransport], Result]) -> Result:
-        """Call a function of the transport over the hub, at the leader; the others get its error.
-
-        Raises:
-            SiteError: if a site or the hub is lost or silent.
-            MismatchError: if the sites do not run the same program.
-        """
-        assert self.hub is not None
-        try:
-            with self.traffic.waiting():
-                return call(self.hub)
-        except (SiteError, MismatchError) as error:
-            raise self._failed(error) from error
-
     def _failed(self, error: SiteError | MismatchError) -> SiteError | MismatchError:
         """Tell the other processes of this site and, if one of these is lost, the other sites; return the error.
 
@@ -435,56 +410,12 @@ class SiteTransport(NodeMessages):
         self._close_gloo()
         return error
 
-    def _spread(self, content: bytes | None) -> bytes:
-        """Send bytes of the leader to all processes of the site; the argument is ignored at the others."""
-        if self._local is None:
-            assert content is not None
-            return content
-        size = torch.tensor([0 if content is None else len(content)])
-        self._broadcast_inside(size)
-        if not 0 <= int(size) <= MAX_BYTES:
-            raise ValueError(f"{self.sites[self.leader]} announces {int(size)} bytes: there may be {MAX_BYTES} at most")
-        data = torch.zeros(int(size), dtype=torch.uint8)
-        if content:
-            data.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-        self._broadcast_inside(data)
-        return bytes_of(data).tobytes()
-
-    def _collect(self, own: bytes) -> list[bytes]:
-        """Gather byte strings of the processes of this site, by local rank."""
-        if self._local is None:
-            return [own]
-        sizes = [int(length) for length in self._gather_inside(torch.tensor([len(own)]))]
-        check_lengths(sizes)
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-        return [bytes_of(each[:size]).tobytes() for each, size in zip(self._gather_inside(padded), sizes, strict=True)]
-
-    def _broadcast_inside(self, tensor: Tensor) -> None:
-        """Replace a tensor's values by those of the leader of this site."""
-        options = dist.BroadcastOptions()
-        options.rootRank = options.rootTensor = 0
-        self._run_inside(lambda gloo: gloo.broadcast([tensor], options), self.leader)
-
-    def _gather_inside(self, tensor: Tensor) -> list[Tensor]:
-        """Gather a tensor of each process of this site, by local rank."""
-        rooms = [torch.empty_like(tensor) for _ in self.nodes.own]
-        self._run_inside(lambda gloo: gloo.allgather([rooms], [tensor]))
-        return rooms
-
-    def _run_inside(self, start: Callable[[Any], dist.Work], peer: int | None = None) -> None:
-        try:
-            work = start(self._open_gloo())
-        except RuntimeError as error:
-            raise self._failed(self.lost(error)) from error
-        self.wait(work, peer)
-
     # Messages between all processes
 
     def gather(self, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
         return self._open_gather(sizes, dtype, lambda hub, totals: hub.gather(totals, dtype))
 
-    def gather_once(self, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
+    def gather_once(self, sizes: Sequence[int], dtype: torch.dtype) -> SiteGather:
         return self._open_gather(sizes, dtype, lambda hub, totals: hub.gather_once(totals, dtype))
 
     def gather_again(self, first: Gather, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
@@ -509,31 +440,6 @@ class SiteTransport(NodeMessages):
             return self.sums.all_reduce(tensor)
         return _SiteSum(self, tensor.view(-1), self.tags(2))
 
-    def broadcast(self, tensor: Tensor) -> None:
-        staged = tensor.detach().to("cpu").contiguous()
-        if self.hub is not None:
-            if self.rank == 0:
-                self.traffic.add(staged.numel() * staged.element_size())
-            self.over_hub(lambda hub: hub.broadcast(staged))
-        if self._local is not None:
-            # Gloo of torch 2.8 sends real numbers
-            sent = torch.view_as_real(staged) if staged.is_complex() else staged
-            self._broadcast_inside(sent)
-        if self.rank and staged.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(staged)
-
-    def broadcast_bytes(self, content: bytes) -> bytes:
-        return self._spread(None if self.hub is None else self.over_hub(lambda hub: hub.broadcast_bytes(content)))
-
-    def gather_objects(self, item: Any) -> list[Any]:
-        own, refusal = encode_object(item)
-        contents = self._collect(own)
-        every: bytes | None = None
-        if self.hub is not None:
-            sites = self.over_hub(lambda hub: hub.gather_bytes(codec.encode(contents)))
-            every = codec.encode([content for site in sites.values() for content in codec.decode(site)])
-        return decode_objects(codec.decode(self._spread(every)), refusal)
-
     def end_step(self) -> None:
         if self.hub is not None:
             self.hub.end_step()
@@ -548,7 +454,7 @@ class SiteTransport(NodeMessages):
         )
 
 
-class SiteGather(Gather):
+class SiteGather(SitesGather):
     """Gather of payloads of all processes: those of a site travel over the hub as one.
 
     Args:

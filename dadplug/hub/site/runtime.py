@@ -23,7 +23,7 @@ from ...logs import get_logger
 from .. import torch as process_group
 from ..pki.kits import Kit
 from ..pki.project import Restrictions, impose_restrictions, lift_restrictions
-from ..torch import BACKEND, Collectives, HubGroup, HubStore, SiteGroup
+from ..torch import BACKEND, Collectives, HubGroup, HubStore
 from .link import HubLink
 from .processes import LocalPlace, LocalSite, SiteMembers, SiteTransport
 from .transport import ElasticTransport, HubSites, HubTransport, TrainerTransport
@@ -51,7 +51,6 @@ class SiteRuntime:
     def __init__(self, kit: Kit, timeout: float, place: LocalPlace | None) -> None:
         self.kit = kit
         self.nodes: Nodes | None = None
-        self._names = list(kit.roster.sites)
         self._link: HubLink | None = None
         self._store: HubStore | None = None
         self._hub: HubTransport | None = None  # also where nothing follows: it takes a channel
@@ -215,7 +214,7 @@ class SiteRuntime:
         if self.nodes is None:
             return HubGroup(self.link, ranks, rank, seconds)
         world_size = sum(map(len, self.nodes.members))
-        return SiteGroup(partial(self._open_site_transport, Traffic(), seconds), ranks, rank, world_size, seconds)
+        return Collectives(partial(self._open_site_transport, Traffic(), seconds), ranks, rank, world_size, seconds)
 
     def open_transport(
         self,
@@ -228,11 +227,10 @@ class SiteRuntime:
         """Open a transport; see `dadplug.exchange.factory.open_transport`."""
         if self.nodes is not None:
             if requirements is not None:
+                counts = zip(self.kit.roster.sites, map(len, self.nodes.members), strict=True)
                 raise ValueError(
                     "min_sites goes with one process at each site, and "
-                    + ", ".join(
-                        f"{name} has {len(ranks)}" for name, ranks in zip(self._names, self.nodes.members, strict=True)
-                    )
+                    + ", ".join(f"{name} has {count}" for name, count in counts)
                     + ": start one process at each site, or leave min_sites out, so that all sites have to stay"
                 )
             return self._open_site_transport(traffic, timeout, group)
@@ -248,7 +246,7 @@ class SiteRuntime:
         assert self.nodes is not None
         hub = None if self._link is None else HubSites(self._link)
         local = self._local
-        sites = SiteMembers(self._names, self.nodes, hub, None if local is None else local.processes)
+        sites = SiteMembers(self.kit.roster.sites, self.nodes, hub, None if local is None else local.processes)
         try:
             return SiteTransport(local, self._link, sites, self.nodes, traffic, timeout, group)
         except SiteError as error:

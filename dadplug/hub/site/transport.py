@@ -17,7 +17,8 @@ part of the round it learns that it is absent, and goes through the step as one 
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import torch
@@ -80,63 +81,35 @@ _PACKET_BYTES = 1 << 14  # that cost less than the hub's work
 assert 2 * _COLLECTIVES == SECOND_ROUND < 1 << CHANNEL_BITS
 
 
-class HubTransport(Transport):
-    """Messages between the sites of a hub. All buffers lie on the CPU.
+class SitesGather(Gather):
+    """Gather in which sites may be missing.
 
-    Args:
-        link: the link.
-        traffic: the meter; it counts what this site sends to the hub.
-        timeout: seconds after which a silent site counts as lost.
-        group: process group of the sites, if there is one.
+    Attributes:
+        missing: ranks of the sites whose payloads have not arrived, in the last round.
     """
 
-    is_direct = False
+    missing: Set[int] = frozenset()
 
-    def __init__(self, link: HubLink, traffic: Traffic, timeout: float, group: dist.ProcessGroup | None = None) -> None:
-        super().__init__(HubSites(link), traffic, link.rank, torch.device("cpu"), timeout)
-        self.link = link
-        self.ring = float(self.copies) if link.sealing.required else 1.0  # the hub cannot add up sealed summands
-        self._group = group
-        self._channel = link.new_channel()
-        self._gathers = self._collectives = 0
+    def collect(self) -> list[Tensor]:
+        """Wait for the payloads of all sites that have not left; which of them count, the end of the round decides."""
+        return self.wait()
+
+
+class CollectiveTransport(Transport):
+    """Part of a transport over the hub: collectives that are made of gathers, where sites may be absent."""
+
+    is_direct = False
+    _group: dist.ProcessGroup | None  # of the sites, if there is one
+    _in_step = False  # whether a round of a training step has been closed, and others may follow
 
     @property
     def group(self) -> dist.ProcessGroup:
         if self._group is None:
-            raise RuntimeError("this link to a hub has no process group: connect by dadplug.connect(kit=...)")
+            raise RuntimeError("this connection to a hub has no process group: connect by dadplug.connect(kit=...)")
         return self._group
 
-    def close(self) -> None:
-        """Nothing: the link is the process's, and outlives this transport."""
-
-    def _open_gather(self, exchange: int, sizes: Sequence[int], dtype: torch.dtype) -> HubGather:
-        return HubGather(self, exchange, sizes, dtype)
-
-    def gather(self, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
-        self._gathers += 1
-        if self._gathers >= _COLLECTIVES:
-            raise RuntimeError(f"more than {_COLLECTIVES} gathers have been prepared")
-        return self._open_gather(self._channel | self._gathers, sizes, dtype)
-
-    def gather_again(self, first: Gather, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
-        assert isinstance(first, HubGather)
-        return self._open_gather(first.exchange | SECOND_ROUND, sizes, dtype)
-
-    def gather_once(self, sizes: Sequence[int], dtype: torch.dtype) -> HubGather:
-        return self._open_gather(self.next_collective(), sizes, dtype)
-
-    def end_step(self) -> None:
-        self.link.end_step()
-
-    def next_collective(self) -> int:
-        """Return the number of an exchange that takes place once."""
-        self._collectives = (self._collectives + 1) % _COLLECTIVES
-        return self._channel | _COLLECTIVES | self._collectives
-
-    def all_reduce(self, tensor: Tensor) -> PendingSum:
-        if tensor.dtype in CODES and not self.prefers_gather(tensor.numel() * tensor.element_size()):
-            return _HubSum(self, tensor)
-        return GatheredSum(self, tensor)
+    @abstractmethod
+    def gather_once(self, sizes: Sequence[int], dtype: torch.dtype) -> SitesGather: ...
 
     def broadcast(self, tensor: Tensor) -> None:
         while True:
@@ -174,20 +147,81 @@ class HubTransport(Transport):
         return dict(zip(every, decode_objects([*every.values()], refusal), strict=True))
 
     def gather_bytes(self, own: bytes) -> dict[int, memoryview]:
-        """Gather byte strings of the sites that are present, by rank.
+        """Gather byte strings of the sites that are present, by rank; where sites may leave, in a round of its own.
 
         Sizes go first, and are checked before memory is allocated.
         """
         sizes = self.gather_once([1] * self.world_size, torch.int64)
-        sizes.payload[0] = len(own)
+        sizes.payload[0] = len(own) + 1
         sizes.launch()
-        lengths = [int(size) for size in sizes.wait()]
+        # 0 for a site that is not there; one that was absent in the last round may have joined since
+        lengths = [int(size) for size in (sizes.wait() if self._in_step else sizes.collect())]
         check_lengths(lengths)
         gather = self.gather_once(lengths, torch.uint8)
-        if own:
-            gather.payload.copy_(torch.frombuffer(bytearray(own), dtype=torch.uint8))
+        gather.payload.copy_(torch.frombuffer(bytearray(b"\0" + own), dtype=torch.uint8))
         gather.launch()
-        return dict(enumerate(map(bytes_of, gather.wait())))
+        self.close_round()
+        payloads = gather.wait()
+        lacking = self.absent | gather.missing
+        return {
+            rank: bytes_of(payload)[1:]
+            for rank, payload in enumerate(payloads)
+            if lengths[rank] and rank not in lacking
+        }
+
+
+class HubTransport(CollectiveTransport):
+    """Messages between the sites of a hub. All buffers lie on the CPU.
+
+    Args:
+        link: the link.
+        traffic: the meter; it counts what this site sends to the hub.
+        timeout: seconds after which a silent site counts as lost.
+        group: process group of the sites, if there is one.
+
+    Attributes:
+        channel: first number of its exchanges.
+    """
+
+    def __init__(self, link: HubLink, traffic: Traffic, timeout: float, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__(HubSites(link), traffic, link.rank, torch.device("cpu"), timeout)
+        self.link = link
+        self.ring = float(self.copies) if link.sealing.required else 1.0  # the hub cannot add up sealed summands
+        self._group = group
+        self.channel = link.new_channel()
+        self._gathers = self._collectives = 0
+
+    def close(self) -> None:
+        """Nothing: the link is the process's, and outlives this transport."""
+
+    def _open_gather(self, exchange: int, sizes: Sequence[int], dtype: torch.dtype) -> HubGather:
+        return HubGather(self, exchange, sizes, dtype)
+
+    def gather(self, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
+        self._gathers += 1
+        if self._gathers >= _COLLECTIVES:
+            raise RuntimeError(f"more than {_COLLECTIVES} gathers have been prepared")
+        return self._open_gather(self.channel | self._gathers, sizes, dtype)
+
+    def gather_again(self, first: Gather, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
+        assert isinstance(first, HubGather)
+        return self._open_gather(first.exchange | SECOND_ROUND, sizes, dtype)
+
+    def gather_once(self, sizes: Sequence[int], dtype: torch.dtype) -> HubGather:
+        return self._open_gather(self.next_collective(), sizes, dtype)
+
+    def end_step(self) -> None:
+        self.link.end_step()
+
+    def next_collective(self) -> int:
+        """Return the number of an exchange that takes place once."""
+        self._collectives = (self._collectives + 1) % _COLLECTIVES
+        return self.channel | _COLLECTIVES | self._collectives
+
+    def all_reduce(self, tensor: Tensor) -> PendingSum:
+        if tensor.dtype in CODES and not self.prefers_gather(tensor.numel() * tensor.element_size()):
+            return _HubSum(self, tensor)
+        return GatheredSum(self, tensor)
 
     def open_streams(self, timeout: float) -> dict[int, socket.socket]:
         return tunnel_of(self.link, timeout).open(self.gather_objects)
@@ -217,7 +251,7 @@ class HubTransport(Transport):
         return self.link.sealing.required or peers == 1 or peers * nbytes <= _PACKET_BYTES
 
 
-class HubGather(Gather):
+class HubGather(SitesGather):
     """Gather of payloads that the hub passes on.
 
     Args:
@@ -348,7 +382,6 @@ class ElasticTransport(HubTransport):
         self.joins = self.listens = link.rounds.joins
         if not self.joins:
             link.rounds.begin(requirements)
-        self._in_step = False
         self._resize(link.world_size)
         self.absent = self._of_run(link.rounds.absent)
 
@@ -439,42 +472,19 @@ class ElasticTransport(HubTransport):
     def prefers_gather(self, nbytes: int) -> bool:
         return True  # a sum that the hub has formed holds the share of a site that has left since
 
-    def gather_bytes(self, own: bytes) -> dict[int, memoryview]:
-        """Gather byte strings of the sites that are present, by rank, and end the round."""
-        sizes = ElasticGather(self, self.next_collective(), [1] * self.world_size, torch.int64)
-        sizes.payload[0] = len(own) + 1
-        sizes.launch()
-        # 0 for a site that is not there; one that was absent in the last round may have joined since
-        lengths = [int(size) for size in (sizes.wait() if self._in_step else sizes.collect())]
-        check_lengths(lengths)
-        gather = ElasticGather(self, self.next_collective(), lengths, torch.uint8)
-        gather.payload.copy_(torch.frombuffer(bytearray(b"\0" + own), dtype=torch.uint8))
-        gather.launch()
-        self.close_round()
-        payloads = gather.wait()
-        return {
-            rank: bytes_of(payload)[1:]
-            for rank, payload in enumerate(payloads)
-            if lengths[rank] and rank not in self.absent | gather.missing
-        }
-
 
 class ElasticGather(HubGather):
-    """Gather of payloads, in which those of absent sites are zeros.
-
-    Attributes:
-        missing: ranks of the sites whose payloads have not arrived, in the last round.
-    """
+    """Gather of payloads, in which those of absent sites are zeros."""
 
     _transport: ElasticTransport
 
     def __init__(self, transport: ElasticTransport, exchange: int, sizes: Sequence[int], dtype: torch.dtype) -> None:
         super().__init__(transport, exchange, sizes, dtype)
-        self.missing: set[int] = set()
+        self.missing = set()
         self._round = 0
 
     def launch(self) -> None:
-        self.missing.clear()
+        self.missing = set()
         self._round = self._transport.link.step
         if self._transport.silent:
             self.post()
@@ -488,7 +498,6 @@ class ElasticGather(HubGather):
         return self.payloads
 
     def collect(self) -> list[Tensor]:
-        """Wait for the payloads of all sites that have not left; which of them count, the end of the round decides."""
         transport = self._transport
         if self._incoming:
             with transport.traffic.waiting():
@@ -498,7 +507,7 @@ class ElasticGather(HubGather):
             self._blank(lost)
         return self.payloads
 
-    def _check(self, missing: set[int]) -> None:
+    def _check(self, missing: Set[int]) -> None:
         """Raise MismatchError if a site has taken part in the round without its payload.
 
         A site that joins gets what has been sent in this round, but not what was sent in an earlier one.
@@ -511,7 +520,7 @@ class ElasticGather(HubGather):
                 "synchronize() when a site joins?"
             )
 
-    def _blank(self, ranks: set[int] | frozenset[int]) -> None:
+    def _blank(self, ranks: Set[int]) -> None:
         for rank in ranks - self.missing:
             self.payloads[rank].zero_()
         self.missing |= ranks
@@ -538,7 +547,7 @@ class TrainerTransport(ElasticTransport):
     @property
     def place(self) -> int:
         """Number of this transport among those of the process, the same at all sites at the same place of a program."""
-        return self._channel
+        return self.channel
 
     def close_round(self, admits: bool = False, idle: bool = False) -> None:
         if not self.joins:
