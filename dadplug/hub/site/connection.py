@@ -30,39 +30,6 @@ from ..wire.messages import FRESH, VERSION, Hello, Leave, Position, Refuse, Welc
 from ..wire.streams import FrameReceiver, NumberedFrames
 
 
-def dial_hub(kit: Kit, hello: Hello, address: tuple[str, int], seconds: float) -> tuple[SecureSocket, Welcome]:
-    """Dial the hub once.
-
-    Args:
-        kit: kit of this site.
-        hello: first message of this site; what it says of dadplug's version and of this machine is filled in.
-        address: host and port of the hub.
-        seconds: time for each part.
-
-    Returns:
-        The connection, and the hub's answer.
-
-    Raises:
-        RefusedError: if the hub refuses this site for good.
-        OSError: if the hub cannot be reached, or may accept this site later.
-        FrameError: if the hub sends something that is no answer.
-    """
-    release = sys.modules[__name__.partition(".")[0]].__version__
-    hello = hello._replace(release=release, sites=hello.sites or len(kit.roster.sites))
-    connection = tls.dial(kit, seconds, address)
-    try:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        with ExitStack() as opened:
-            door = None if kit.policy.encrypt_local else open_door(connection)
-            if door is not None:
-                opened.enter_context(closing(door))
-                hello = hello._replace(mark=door.mark, place=door.place, secret=door.secret)
-            return connection, introduce(connection, kit, hello, address, seconds, door)
-    except BaseException:
-        connection.close()
-        raise
-
-
 def introduce(
     connection: SecureSocket,
     kit: Kit,
@@ -370,10 +337,9 @@ class HubConnection(ABC):
     def _attend(self, nbytes: int) -> None:
         """Wait for a short time until something can be sent, or so many bytes received."""
         with self.lock:
+            self._end_silence()
             connection, events = self._connection, select.POLLIN | select.POLLOUT * self._frames.blocked
             self._frames.expect(nbytes)
-            if connection is not None and self._is_silent():
-                connection = None
         if connection is None:
             time.sleep(0.005)
             return
@@ -382,12 +348,10 @@ class HubConnection(ABC):
             poll.register(connection, events)
             poll.poll(1e3 * _POLL_SECONDS)
 
-    def _is_silent(self) -> bool:
-        """Return whether nothing has arrived for too long, and give the TCP connection up then."""
-        silent = time.monotonic() - self._heard > self._silence
-        if silent:
+    def _end_silence(self) -> None:
+        """Give the TCP connection up if nothing has arrived for too long."""
+        if self._connection is not None and time.monotonic() - self._heard > self._silence:
             self._lose(TimeoutError(f"nothing has arrived for {self._silence:g} s"))
-        return silent
 
     def transfer(self) -> None:
         """Send and receive what is possible at the moment. To be called with the lock held."""
@@ -443,12 +407,35 @@ class HubConnection(ABC):
                 connection.close()
 
     def _dial(self, seconds: float) -> None:
-        """Dial once, and go on where the last connection was lost; errors are those of `dial_hub`."""
+        """Dial once, and go on where the last connection was lost.
+
+        Args:
+            seconds: time for each part.
+
+        Raises:
+            RefusedError: if the hub refuses this site for good.
+            OSError: if the hub cannot be reached, or may accept this site later.
+            FrameError: if the hub sends something that is no answer.
+        """
+        release = sys.modules[__name__.partition(".")[0]].__version__
         hello = Hello(
-            VERSION, self._instance, self.position, self._channel, self._frames.received, sites=self.world_size
+            VERSION,
+            self._instance,
+            self.position,
+            self._channel,
+            received=self._frames.received,
+            release=release,
+            sites=self.world_size,
         )
-        connection, welcome = dial_hub(self.kit, hello, self.address, seconds)
+        connection = tls.dial(self.kit, seconds, self.address)
         try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with ExitStack() as opened:
+                door = None if self.kit.policy.encrypt_local else open_door(connection)
+                if door is not None:
+                    opened.enter_context(closing(door))
+                    hello = hello._replace(mark=door.mark, place=door.place, secret=door.secret)
+                welcome = introduce(connection, self.kit, hello, self.address, seconds, door)
             with self.lock:
                 if self._closed:
                     raise OSError("closed")

@@ -21,7 +21,7 @@ from ...errors import FrameError, SiteError
 from ...exchange.deadline import Deadline
 from ...exchange.transport import StreamToHub
 from ..pki.kits import Kit
-from ..secure.sealing import Keys
+from ..secure.sealing import Keys, Opener, Sealer
 from ..wire.frames import Head, Kind
 from ..wire.messages import Drop
 from ..wire.streams import HUB_SLOT, PeerStream, Tag, pieces
@@ -40,29 +40,28 @@ class TunnelSocket(socket.socket):
     Args:
         tunnel: the tunnel.
         stream: the stream.
+
+    Attributes:
+        stream: the stream.
     """
 
     def __init__(self, tunnel: Tunnel, stream: PeerStream) -> None:
         super().__init__(fileno=stream.program.detach())
         self.setblocking(False)
-        self._tunnel, self._stream = tunnel, stream
+        self._tunnel, self.stream = tunnel, stream
 
     def send(self, data: Any, flags: int = 0, /) -> int:
         """Send bytes, without blocking; the flags are ignored."""
-        return self._tunnel.write(self._stream, [data], self.spill)
+        return self._tunnel.write(self, [data])
 
     def sendmsg(self, buffers: Iterable[Any], /, *_: Any) -> int:
         """Send buffers, without blocking; further arguments are ignored."""
-        return self._tunnel.write(self._stream, list(buffers), self.spill)
+        return self._tunnel.write(self, list(buffers))
 
     def close(self) -> None:
         """Close the program's end; the other site reads the end of the stream after all bytes."""
-        self._tunnel.finish(self._stream)
+        self._tunnel.finish(self.stream)
         super().close()
-
-    def spill(self, buffers: Sequence[Any]) -> int:
-        """Leave buffers to the thread of the tunnel."""
-        return super().sendmsg(buffers)
 
 
 class Tunnel(HubConnection):
@@ -113,8 +112,7 @@ class Tunnel(HubConnection):
             for slot in range(self.world_size):
                 if slot != self.rank:
                     keys = None if self._keys is None else self._keys.pair(slot, context)
-                    stream = self._streams[channel, slot] = PeerStream(channel, slot, keys)
-                    opened[slot] = TunnelSocket(self, stream)
+                    opened[slot] = self._begin(channel, slot, keys)
         self._wake()
         return opened
 
@@ -138,17 +136,16 @@ class Tunnel(HubConnection):
         self._wake()
         return opened
 
-    def _begin(self, channel: int, slot: int) -> TunnelSocket:
-        stream = self._streams[channel, slot] = PeerStream(channel, slot)
+    def _begin(self, channel: int, slot: int, keys: tuple[Sealer, Opener] | None = None) -> TunnelSocket:
+        stream = self._streams[channel, slot] = PeerStream(channel, slot, keys)
         return TunnelSocket(self, stream)
 
-    def write(self, stream: PeerStream, buffers: Sequence[Any], spill: Callable[[Sequence[Any]], int]) -> int:
+    def write(self, program: TunnelSocket, buffers: Sequence[Any]) -> int:
         """Send bytes of a stream, or leave them to the thread.
 
         Args:
-            stream: the stream.
+            program: the program's end of the stream.
             buffers: the bytes.
-            spill: function that writes to the stream's local socket.
 
         Returns:
             The number of bytes that were taken.
@@ -157,10 +154,11 @@ class Tunnel(HubConnection):
             BlockingIOError: if there is no room; the local socket shows when there is.
             OSError: if the stream is closed.
         """
+        stream = program.stream
         with self.lock:
             room = 0 if stream.spilled or self.closed else self._sendable(stream)
             if not room:
-                count = spill(buffers)
+                count = socket.socket.sendmsg(program, buffers)
                 stream.spilled += count
                 return count
             before = stream.sent
@@ -273,7 +271,7 @@ class Tunnel(HubConnection):
                 self._remove(stream)
 
     def tick(self) -> None:
-        self._is_silent()
+        self._end_silence()
 
     def expects(self) -> int:
         return _MOST_KEPT  # always: no other thread reads
