@@ -12,9 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from running_hub import RunningHub, running_hub
+from torch import nn
 
+from dadplug import GradientReduction
 from dadplug.exchange import Traffic, factory
 from dadplug.exchange.transport import Requirements
 from dadplug.hub.pki.kits import Kit
@@ -125,3 +128,23 @@ def receive(of: socket.socket, size: int) -> bytes:
             break
         content += part
     return bytes(content)
+
+
+def train(model: nn.Module, loss: Callable[[int], torch.Tensor], steps: int, **options: Any) -> GradientReduction:
+    """Train a model, with equal replicas in the end; return the reduction.
+
+    Args:
+        model: the model.
+        loss: returns the loss of a step.
+        steps: number of steps.
+        options: of the reduction.
+    """
+    reduction = GradientReduction(model, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss(step).backward()
+        reduction.synchronize()
+        optimizer.step()
+    assert reduction.first_difference() is None
+    return reduction

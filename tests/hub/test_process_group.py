@@ -182,8 +182,10 @@ def test_an_all_to_all_sends_a_part_to_each_site(together):
 
 
 def test_nothing_is_sent_for_empty_tensors(together, monkeypatch):
-    sent, send = [], HubLink.send
-    monkeypatch.setattr(HubLink, "send", lambda link, *message: sent.append(message) or send(link, *message))
+    sent, post = [], HubLink.post
+    monkeypatch.setattr(
+        HubLink, "post", lambda link, head, content, *soon: sent.append(head) or post(link, head, content, *soon)
+    )
 
     def site(group):
         rooms = [torch.zeros(0) for _ in range(WORLD)]
@@ -191,7 +193,7 @@ def test_nothing_is_sent_for_empty_tensors(together, monkeypatch):
         group.allreduce([torch.zeros(0, 3)], reducing(SUM)).wait()
 
     together(site)
-    assert [len(content) for _, content in sent] == [1] * WORLD  # the barrier at the end
+    assert len(sent) == WORLD  # the barrier at the end
 
 
 def test_a_tensor_may_change_once_its_collective_has_started(together):

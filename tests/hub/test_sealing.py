@@ -14,12 +14,11 @@ import support
 import torch
 import torch.distributed as dist
 from frame_parts import Frame, read
-from hub_sites import TIMEOUT, linked, open_link, receive, send, together, transports
+from hub_sites import TIMEOUT, linked, open_link, receive, send, together, train, transports
 from running_hub import running_hub, until
 from sealed_sites import SENTINEL, SITES, flip, make_kits, opened, packed, sealed_hub, sealed_links
 from torch import nn
 
-import dadplug
 from dadplug.adapm import ParameterManager
 from dadplug.errors import SealingError, SiteError
 from dadplug.exchange import Traffic
@@ -28,7 +27,7 @@ from dadplug.hub.pki import provision
 from dadplug.hub.pki.kits import Kit
 from dadplug.hub.secure import sealing
 from dadplug.hub.secure.key_agreement import AGREEMENT
-from dadplug.hub.secure.sealing import OPEN_BYTES, OVERHEAD, Keys, opened_offset
+from dadplug.hub.secure.sealing import OPEN_BYTES, OVERHEAD, Keys, opened_offset, sealed_size
 from dadplug.hub.server.relay import Relay
 from dadplug.hub.site.link import HubLink
 from dadplug.hub.site.transport import ElasticTransport
@@ -96,9 +95,8 @@ def test_a_message_of_any_size_arrives_in_pieces_that_fill_frames(size, sealer, 
     frames = seal(sealer, message)
     assert all(OVERHEAD < len(frame.body) <= SHORT_PIECE_BYTES for frame in frames)
     assert all(len(frame.body) == SHORT_PIECE_BYTES for frame in frames[:-1])
-    sealed_size = size + OVERHEAD * -(-size // CONTENT_BYTES)
-    assert sum(len(frame.body) for frame in frames) == sealed_size
-    assert [frame.head.offset for frame in frames] == list(range(0, sealed_size, SHORT_PIECE_BYTES))
+    assert sum(len(frame.body) for frame in frames) == sealed_size(size)
+    assert [frame.head.offset for frame in frames] == list(range(0, sealed_size(size), SHORT_PIECE_BYTES))
     assert opened_message(opener, frames, size) == message
 
 
@@ -565,11 +563,11 @@ def test_a_site_whose_kit_does_not_require_sealing_is_found_out_at_once(tmp_path
     (kits / "b" / "roster.json").write_text(json.dumps(roster | {"sealed": False}))
     with running_hub(kits, SITES) as hub:
 
-        def train(rank):
+        def exchange(rank):
             link = open_link(kits, SITES[rank], hub.address)
             return gather(link, SENTINEL, len(SENTINEL), 1)
 
-        results = together(lambda rank: hub_kits.attempt(lambda: train(rank)), 3)
+        results = together(lambda rank: hub_kits.attempt(lambda: exchange(rank)), 3)
     found = ("has a kit that requires sealed messages, and this site's kit does not", "messages that are not sealed")
     assert any(reason in str(each) for each in results for reason in found), results  # by whoever receives first
     assert all(isinstance(each, SiteError) for each in results)
@@ -645,22 +643,18 @@ PATIENT = np.random.default_rng(0).standard_normal(64).astype(np.float32)
 PATIENT_BYTES = PATIENT[8:24].tobytes()
 
 
-def train(mode: str) -> tuple[list[torch.Tensor], float]:
+def trains(mode: str) -> tuple[list[torch.Tensor], float]:
     """Train on batches of which every one holds the patient's values; return the parameters and a metric."""
     rank = dist.get_rank()
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(64, 200), nn.ReLU(), nn.Linear(200, 300), nn.ReLU(), nn.Linear(300, 4))
-    reduction = dadplug.GradientReduction(model, mode=mode, timeout=200.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for step in range(4):
-        generator = torch.Generator().manual_seed(10 * step + rank)
-        inputs = torch.randn(6, 64, generator=generator)
+
+    def loss(step: int) -> torch.Tensor:
+        inputs = torch.randn(6, 64, generator=torch.Generator().manual_seed(10 * step + rank))
         inputs[0] = torch.from_numpy(PATIENT)
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(inputs), torch.arange(6) % 4).backward()
-        reduction.synchronize()
-        optimizer.step()
-    assert reduction.first_difference() is None
+        return nn.functional.cross_entropy(model(inputs), torch.arange(6) % 4)
+
+    train(model, loss, 4, mode=mode, timeout=200.0)
     metric = torch.from_numpy(PATIENT.copy()) * (rank + 1)
     dist.all_reduce(metric)
     torch.testing.assert_close(metric, torch.from_numpy(PATIENT) * 6)
@@ -688,7 +682,7 @@ def test_a_hub_of_a_third_party_passes_on_what_it_cannot_read(tmp_path, reader):
     for sealed in (True, False):
         kits = make_kits(tmp_path / str(sealed), sealed=sealed)
         with running_hub(kits, SITES), support.Sites(3, kits=[kits / name for name in SITES]) as group:
-            results[sealed] = [group.run(train, mode) for mode in MODES] + [group.run(manage)]
+            results[sealed] = [group.run(trains, mode) for mode in MODES] + [group.run(manage)]
         found[sealed] = {frame.head.kind for frame in reader.seen if PATIENT_BYTES in frame.body}
         assert any(frame.head.kind is Kind.SUMMAND for frame in reader.seen) is not sealed
         assert len(reader.content()) > 1_000_000

@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 import support
 import torch
-from hub_sites import links, over_hub, together, transports
+from hub_sites import links, over_hub, together, train, transports
 from running_hub import running_hub
 from running_hub import together as simple_sites
 from torch import nn
 
-import dadplug
 from dadplug.hub.server import session
 from dadplug.hub.site import connection
 from dadplug.hub.wire.frames import Kind
@@ -77,16 +76,13 @@ def sends_of_steps(kits: str, options: dict[str, int]) -> list[int]:
         patch.setattr(NumberedFrames, "flush", counted)
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(60, 50), nn.Tanh(), nn.Linear(50, 40), nn.Tanh(), nn.Linear(40, 4))
-        reduction = dadplug.GradientReduction(model, mode="dad", bucket_mb=1e-6, **options)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(8):
-            optimizer.zero_grad()
-            model(torch.randn(8, 60)).square().mean().backward()
-            reduction.synchronize()
-            optimizer.step()
+
+        def loss(step: int) -> torch.Tensor:
             counts.append(0)
-        assert reduction.first_difference() is None
-    return counts[2:8]
+            return model(torch.randn(8, 60)).square().mean()
+
+        train(model, loss, 9, mode="dad", bucket_mb=1e-6, **options)
+    return counts[3:9]
 
 
 @pytest.mark.parametrize("options", [{}, {"min_sites": 1}], ids=["all sites stay", "elastic"])

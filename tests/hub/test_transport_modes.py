@@ -9,36 +9,30 @@ import support
 import torch
 import torch.distributed as dist
 import zoo
-from hub_sites import NAMES, over_hub
+from hub_sites import NAMES, over_hub, train
 from running_hub import running_hub
 
-import dadplug
 from dadplug.methods import method_names
 
 
-def train(mode: str) -> list[torch.Tensor]:
+def parameters_after(mode: str) -> list[torch.Tensor]:
     """Train for a few steps with batches of unequal and changing sizes; return the parameters."""
     rank = dist.get_rank()
     torch.manual_seed(3 + rank)  # the parameters of site 0 have to reach the others
     model = zoo.build("mixed")  # layers of several kinds
-    reduction = dadplug.GradientReduction(model, mode=mode, timeout=200.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(6):
+
+    def loss(step: int) -> torch.Tensor:
         # Rows beyond those of the step before go in a second round.
-        inputs, targets = zoo.batch("mixed", 4 + (step * (rank + 2)) % 7, seed=100 * step + rank)
-        optimizer.zero_grad()
-        zoo.loss(model, inputs, targets).backward()
-        reduction.synchronize()
-        optimizer.step()
-    assert reduction.first_difference() is None
-    assert reduction.traffic.bytes_sent > 0
+        return zoo.loss(model, *zoo.batch("mixed", 4 + (step * (rank + 2)) % 7, seed=100 * step + rank))
+
+    assert train(model, loss, 6, mode=mode, timeout=200.0).traffic.bytes_sent > 0
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
 def train_both_ways(mode: str, kits: str) -> tuple[list[torch.Tensor], list[torch.Tensor], int]:
-    plain = train(mode)
+    plain = parameters_after(mode)
     with over_hub(Path(kits)) as link:
-        return plain, train(mode), link.step - 1
+        return plain, parameters_after(mode), link.step - 1
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
