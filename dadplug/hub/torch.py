@@ -1,13 +1,11 @@
 """Backend of torch.distributed whose messages go over the hub, for trainers and libraries that use collectives.
 
-Every collective is one gather or broadcast of bytes over the link, in a channel of the group's own; sums are formed by
-each site, in the order of ranks, so that all sites get the same bits. A group holds all sites, or one.
+Every collective is one gather of a transport of the group's own; sums are formed by each site, in the order of ranks,
+so that all sites get the same bits. A group holds all processes of all sites, or one.
 
 **Where sites may leave** (``min_sites``), a collective is a round of its own, see `dadplug.hub.site.transport`, and
 complete when it returns. Reductions are those of the sites that are present, and barriers wait for these. All others
 need what a certain site has sent: they raise an error at all sites, where it is absent.
-
-**Where sites have several processes**, a group holds all processes, or one. Its gathers are those of a transport.
 """
 
 from __future__ import annotations
@@ -15,10 +13,9 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-import time
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,12 +26,12 @@ from ..errors import DamagedError, FrameError, SiteError
 from ..exchange import codec
 from ..exchange.codec import MAX_BYTES
 from ..exchange.hierarchy import WorkerThreads
+from ..exchange.traffic import Traffic
 from .pki.kits import Kit
 from .server.store import Reply, Request
 from .site.connection import HubConnection
 from .site.link import HubLink
-from .site.processes import SiteTransport
-from .site.transport import bytes_of
+from .site.transport import CollectiveTransport, HubTransport, add_up, bytes_of
 from .wire.frames import PIECE_BYTES, Head, Kind
 
 _FUTURES = "futures"  # name of a worker thread
@@ -44,8 +41,7 @@ class HubWork(dist.Work):
     """Collective in progress.
 
     Args:
-        wait: function of a timeout in seconds that waits for what has to arrive.
-        finish: function that writes the results, once it has arrived.
+        complete: function of a timeout in seconds that waits for what has to arrive, and writes the results.
         tensors: the results.
         seconds: timeout of the collective.
         threads: threads that complete futures.
@@ -53,15 +49,13 @@ class HubWork(dist.Work):
 
     def __init__(
         self,
-        wait: Callable[[float], object],
-        finish: Callable[[], object],
+        complete: Callable[[float], object],
         tensors: Sequence[Tensor],
         seconds: float,
         threads: WorkerThreads,
     ) -> None:
         super().__init__()
-        self._wait = wait
-        self._finish = finish
+        self._complete = complete
         self._tensors = list(tensors)
         self._seconds = seconds
         self._threads = threads
@@ -81,8 +75,7 @@ class HubWork(dist.Work):
         with self._lock:
             if not self._over:
                 try:
-                    self._wait((timeout.total_seconds() if timeout else 0.0) or self._seconds)
-                    self._finish()
+                    self._complete((timeout.total_seconds() if timeout else 0.0) or self._seconds)
                 except BaseException as error:
                     self._error = error
                 finally:
@@ -133,13 +126,13 @@ else:
     _ProcessGroup = dist.ProcessGroup
 
 BACKEND = "dadplug"
-_NARROW = (torch.float16, torch.bfloat16)  # added in float32, and rounded once
 
 
 class Collectives(_ProcessGroup):
     """Process group whose collectives are gathers; sums are formed by each process, in the order of ranks.
 
     Args:
+        open_transport: function that opens the transport of the group; called when it is first used.
         ranks: ranks of its processes in the default group.
         rank: rank of this process in the group.
         world_size: number of processes in the default group.
@@ -153,9 +146,16 @@ class Collectives(_ProcessGroup):
         ValueError: if the group has several processes, but not all.
     """
 
-    def __init__(self, ranks: Sequence[int], rank: int, world_size: int, seconds: float) -> None:
+    def __init__(
+        self,
+        open_transport: Callable[[], CollectiveTransport],
+        ranks: Sequence[int],
+        rank: int,
+        world_size: int,
+        seconds: float,
+    ) -> None:
         super().__init__(rank, len(ranks))
-        if 1 < len(ranks) < world_size:
+        if len(ranks) > 1 and list(ranks) != list(range(world_size)):
             raise ValueError(
                 f"ranks {list(ranks)} of {world_size}: over the hub a process group holds all sites, or one"
             )
@@ -163,6 +163,8 @@ class Collectives(_ProcessGroup):
         self.seconds = seconds
         self.threads = WorkerThreads()
         self._name = ""
+        self._open_transport = open_transport
+        self._transport: CollectiveTransport | None = None
 
     # torch stores the name of a group in its backends, and this group has none beside itself.
 
@@ -178,8 +180,10 @@ class Collectives(_ProcessGroup):
         return BACKEND
 
     def shutdown(self) -> None:
-        """End the threads of the group."""
+        """End the threads of the group, and close its connections."""
         self.threads.close(0.0)
+        if self._transport is not None:
+            self._transport.close()
 
     # Collectives; their names and arguments are those of torch.distributed's process groups.
 
@@ -285,7 +289,6 @@ class Collectives(_ProcessGroup):
         sizes = [len(flat)] * self.size()
         return self._gather(flat, sizes, lambda parts: put(combine(parts)), tensors, needs_all=False)
 
-    @abstractmethod
     def _gather(
         self,
         own: Tensor,
@@ -301,26 +304,47 @@ class Collectives(_ProcessGroup):
             sizes: number of elements of each site's tensor, by rank.
             put: function that writes the results, given the flat tensors by rank.
             tensors: the results.
-            needs_all: whether `put` needs the tensors of all sites that send one; those of the sites that are present
-                otherwise.
+            needs_all: see `_exchange`.
 
         Raises:
             ValueError: if this site's tensor does not have the size that it should have.
             SiteError: at all sites, if a tensor that is needed is that of a site which is absent.
         """
-
-    def _check_size(self, own: Tensor, sizes: Sequence[int]) -> None:
         if len(own) != sizes[self._own]:
             raise ValueError(f"the tensor of rank {self._own} has {len(own)} elements, not {sizes[self._own]}")
+        receive = self._exchange(own, sizes, needs_all)
+        return HubWork(lambda seconds: put(receive(seconds)), tensors, self.seconds, self.threads)
 
-    def _work(
-        self,
-        tensors: Sequence[Tensor],
-        wait: Callable[[float], object] = lambda seconds: None,
-        finish: Callable[[], object] = lambda: None,
-    ) -> HubWork:
-        """Return a handle; one of a collective that is complete if there is nothing to wait for."""
-        return HubWork(wait, finish, tensors, self.seconds, self.threads)
+    def _exchange(self, own: Tensor, sizes: Sequence[int], needs_all: bool) -> Callable[[float], list[Tensor]]:
+        """Send this site's tensor to all others, and prepare to receive theirs.
+
+        Args:
+            own: this site's tensor, which may be changed once this call has returned.
+            sizes: number of elements of each site's tensor, by rank.
+            needs_all: whether the tensors of all sites that send one are needed; those of the sites that are present
+                otherwise.
+
+        Returns:
+            A function of a timeout in seconds that waits for the tensors, and returns them by rank.
+        """
+        if self.size() == 1:
+            kept = own.clone()
+            return lambda seconds: [kept]
+        transport = self._opened()
+        gather = transport.gather_once(sizes, own.dtype)
+        gather.payload.copy_(own)
+        gather.launch()
+
+        def receive(seconds: float) -> list[Tensor]:
+            transport.timeout = seconds
+            return gather.wait()
+
+        return receive
+
+    def _opened(self) -> CollectiveTransport:
+        if self._transport is None:
+            self._transport = self._open_transport()
+        return self._transport
 
     def _tables(self, sizes: Sequence[int]) -> list[list[int]]:
         """Gather the numbers of elements that each site sends to each.
@@ -388,10 +412,7 @@ def _reduction(operation: Any) -> Callable[[list[Tensor]], Tensor]:
 
 def _sum(parts: list[Tensor], count: int = 1) -> Tensor:
     """Add tensors in their order, and divide by a count."""
-    dtype = parts[0].dtype
-    total = parts[0].to(torch.float32 if dtype in _NARROW else dtype)
-    for part in parts[1:]:
-        total = total + part
+    dtype, total = parts[0].dtype, add_up(parts)
     return (total if count == 1 else total / count).to(dtype)
 
 
@@ -414,7 +435,7 @@ def register(open_group: Callable[[Sequence[int], int, float], Collectives]) -> 
 
 
 class HubGroup(Collectives):
-    """Process group over the hub, of sites with one process each.
+    """Process group over the hub, of sites with one process each, which may leave.
 
     Args:
         link: the link to the hub.
@@ -427,114 +448,30 @@ class HubGroup(Collectives):
     """
 
     def __init__(self, link: HubLink, slots: Sequence[int], rank: int, seconds: float) -> None:
-        super().__init__(slots, rank, link.world_size, seconds)
+        super().__init__(partial(HubTransport, link, Traffic(), seconds), slots, rank, link.world_size, seconds)
         self._link = link
-        self._slots = list(slots)
-        # A group of one site exists at this site only, so it must not take a number that others give to another group.
-        self._first = link.new_channel() if len(slots) > 1 else 0
-        self._count = 0
+        # A group of one site exists at this site only, so it must not take a channel that others give to another group.
+        if len(slots) > 1:
+            self._opened()
 
-    def _gather(
-        self,
-        own: Tensor,
-        sizes: Sequence[int],
-        put: Callable[[list[Tensor]], object],
-        tensors: Sequence[Tensor],
-        needs_all: bool = True,
-    ) -> HubWork:
-        self._check_size(own, sizes)
+    def _exchange(self, own: Tensor, sizes: Sequence[int], needs_all: bool) -> Callable[[float], list[Tensor]]:
+        link, transport = self._link, self._transport
+        if transport is None or not link.rounds.elastic:
+            return super()._exchange(own, sizes, needs_all)
+        assert isinstance(transport, HubTransport)
         parts = [torch.empty(size, dtype=own.dtype) for size in sizes]
-        parts[self._own] = own.clone()  # it may be changed before the end
-        if self.size() == 1:
-            return self._work(tensors, finish=lambda: put(parts))
-        if self._link.rounds.elastic:
-            put(self._present(self._gather_in_round(parts), parts, needs_all))
-            return self._work(tensors)
-        exchange = self._first + self._count
-        self._count = (self._count + 1) % _NUMBERS
-        others = [rank for rank, size in enumerate(sizes) if size and rank != self._own]
-        incoming = [self._link.expect(self._slots[rank], exchange, bytes_of(parts[rank])) for rank in others]
-        if len(own):
-            self._link.send(exchange, bytes_of(own))
-        return self._work(tensors, lambda seconds: self._link.wait(incoming, seconds), lambda: put(parts))
-
-    def _gather_in_round(self, parts: Sequence[Tensor]) -> frozenset[int]:
-        """Gather the tensors of the sites that are present in a round of its own.
-
-        Args:
-            parts: this site's tensor and room for the others, by rank.
-
-        Returns:
-            The ranks of the sites that are absent.
-        """
-        link = self._link
-        buffers = {slot: bytes_of(part) for slot, part in zip(self._slots, parts, strict=True)}
-        absent = link.rounds.gather(self._first + link.step % _NUMBERS, buffers, self.seconds)
-        return frozenset(rank for rank, slot in enumerate(self._slots) if slot in absent)
-
-    def _present(self, absent: frozenset[int], parts: list[Tensor], needs_all: bool) -> list[Tensor]:
-        if needs_all and (missing := [rank for rank in sorted(absent) if len(parts[rank])]):
-            names = ", ".join(self._link.name(self._slots[rank]) for rank in missing)
+        parts[link.rank] = own.clone()
+        # Numbers are those of rounds, which a site that joins learns, as it has no part in earlier collectives.
+        exchange = transport.channel + link.step % _NUMBERS
+        absent = link.rounds.gather(exchange, [bytes_of(part) for part in parts], self.seconds)
+        if needs_all and (missing := [slot for slot, part in enumerate(parts) if slot in absent and len(part)]):
+            names = ", ".join(map(link.name, missing))
             raise SiteError(
                 f"{names} is gone, and a collective needs what it would have sent: where sites may leave, there are "
                 "reductions, barriers, and GradientReduction.gather_objects"
             )
-        return parts if needs_all else [part for rank, part in enumerate(parts) if rank not in absent]
-
-
-class SiteGroup(Collectives):
-    """Process group over the hub, of sites with several processes.
-
-    Args:
-        open_transport: function that opens the transport of the group; called when it is first used.
-        ranks: ranks of its processes in the default group.
-        rank: rank of this process in the group.
-        world_size: number of processes in the default group.
-        seconds: timeout of a collective.
-
-    Raises:
-        ValueError: if the group has several processes, but not all.
-    """
-
-    def __init__(
-        self,
-        open_transport: Callable[[], SiteTransport],
-        ranks: Sequence[int],
-        rank: int,
-        world_size: int,
-        seconds: float,
-    ) -> None:
-        super().__init__(ranks, rank, world_size, seconds)
-        self._open_transport = open_transport
-        self._transport: SiteTransport | None = None
-
-    def shutdown(self) -> None:
-        """End the threads of the group, and close its connections."""
-        super().shutdown()
-        if self._transport is not None:
-            self._transport.close()
-
-    def _gather(
-        self,
-        own: Tensor,
-        sizes: Sequence[int],
-        put: Callable[[list[Tensor]], object],
-        tensors: Sequence[Tensor],
-        needs_all: bool = True,
-    ) -> HubWork:
-        self._check_size(own, sizes)
-        if self.size() == 1:
-            parts = [own.clone()]
-            return self._work(tensors, finish=lambda: put(parts))
-        if self._transport is None:
-            self._transport = self._open_transport()
-        gather = self._transport.gather_once(sizes, own.dtype)
-        gather.payload.copy_(own)
-        gather.launch()
-        return self._work(tensors, lambda seconds: gather.wait(), lambda: put(gather.wait()))
-
-
-_POLL_SECONDS = 0.02  # the thread of the connection may read what another one waits for
+        present = parts if needs_all else [part for slot, part in enumerate(parts) if slot not in absent]
+        return lambda seconds: present
 
 
 class StoreConnection(HubConnection):
@@ -587,15 +524,12 @@ class StoreConnection(HubConnection):
             raise dist.DistStoreError(f"{operation} of {len(body)} bytes: the hub's store takes {PIECE_BYTES} at most")
         with self.lock:
             self._replies[number] = None
-            self._waiting += 1
         try:
             self.post(Head(Kind.MESSAGE, self.rank), body)
-            reply = self._wait(number, timeout)
+            self.converse(lambda: int(self._replies[number] is None), timeout)
         finally:
             with self.lock:
-                del self._replies[number]
-                self._waiting -= 1
-            self._wake()
+                reply = self._replies.pop(number)
         if reply is None:
             self.post(Head(Kind.MESSAGE, self.rank), codec.encode(Request(0, "cancel", amount=number)))
             waited = f"{operation} of {', '.join(keys)}" if keys else operation
@@ -603,16 +537,6 @@ class StoreConnection(HubConnection):
         if reply.error:
             raise dist.DistStoreError(reply.error)
         return reply
-
-    def _wait(self, number: int, timeout: float) -> Reply | None:
-        deadline = time.monotonic() + timeout
-        while True:
-            with self.lock:
-                self.transfer()
-                reply = self._replies[number]
-            if reply is not None or time.monotonic() > deadline:
-                return reply
-            self.attend(_POLL_SECONDS)
 
 
 class HubStore(dist.Store):

@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import dadplug
-from dadplug.hub.site.rounds import RoundClient
+from dadplug.hub.site.link import RoundClient
 
 BATCH = 8
 

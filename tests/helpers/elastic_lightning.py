@@ -24,7 +24,7 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 import dadplug
-from dadplug.hub.site.rounds import RoundClient
+from dadplug.hub.site.link import RoundClient
 
 
 @dataclass(frozen=True)

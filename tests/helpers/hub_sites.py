@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import random
+import select
+import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from running_hub import RunningHub, running_hub
+from torch import nn
 
-from dadplug.exchange import Traffic
+from dadplug import GradientReduction
+from dadplug.exchange import Traffic, factory
+from dadplug.exchange.transport import Requirements
 from dadplug.hub.pki.kits import Kit
 from dadplug.hub.site.link import HubLink
-from dadplug.hub.site.transport import HubTransport
+from dadplug.hub.site.transport import ElasticTransport, HubTransport
 
 TIMEOUT = 60.0
 NAMES = ("a", "b", "c", "d")
@@ -36,19 +45,49 @@ def links(
         addresses: addresses that the sites dial, by slot; those of the hub where none are given.
         options: of the hub.
     """
-    with running_hub(folder / "kits", NAMES[:world_size], **options) as hub:
-        opened = link_all(hub, world_size, addresses)
-        try:
-            yield opened
-        finally:
-            for link in opened:
-                link.close(0.1)
+    with (
+        running_hub(folder / "kits", NAMES[:world_size], **options) as hub,
+        linked(hub, world_size, addresses) as opened,
+    ):
+        yield opened
+
+
+@contextmanager
+def linked(hub: RunningHub, world_size: int = 2, addresses: Sequence[tuple[str, int]] = ()) -> Iterator[list[HubLink]]:
+    """Link sites to a hub that is running; they are closed with the context."""
+    opened = link_all(hub, world_size, addresses)
+    try:
+        yield opened
+    finally:
+        for link in opened:
+            link.close(0.1)
 
 
 def link_all(hub: RunningHub, world_size: int = 2, addresses: Sequence[tuple[str, int]] = ()) -> list[HubLink]:
     """Link sites to a hub that is running."""
     everywhere = list(addresses) or [hub.address] * world_size
     return together(lambda rank: open_link(hub.kits, NAMES[rank], everywhere[rank]), world_size)
+
+
+@contextmanager
+def over_hub(kits: Path) -> Iterator[HubLink]:
+    """Link this process to a hub by the kit of its rank; transports of its default group go over that link."""
+    link = open_link(kits, NAMES[dist.get_rank()], timeout=200.0)
+
+    def open_transport(
+        group: Any, traffic: Traffic, device: Any, timeout: float, requirements: Requirements | None, for_trainer: bool
+    ) -> HubTransport:
+        if requirements is None:
+            return HubTransport(link, traffic, timeout)
+        return ElasticTransport(link, traffic, timeout, requirements)
+
+    network = (lambda group: True), open_transport
+    factory.register_network(*network)
+    try:
+        yield link
+    finally:
+        factory._networks.remove(network)
+        link.close()
 
 
 def together(function: Callable[[int], Any], world_size: int = 2) -> list[Any]:
@@ -60,3 +99,52 @@ def together(function: Callable[[int], Any], world_size: int = 2) -> list[Any]:
 def transports(opened: Sequence[HubLink], timeout: float = TIMEOUT) -> list[HubTransport]:
     """Return a transport for each link."""
     return [HubTransport(link, Traffic(), timeout) for link in opened]
+
+
+def send(to: socket.socket, content: bytes, seed: int = 0) -> None:
+    """Send in parts of random sizes, as a program without threads does, one buffer or several at a time."""
+    chance = random.Random(seed)
+    rest = memoryview(content)
+    deadline = time.monotonic() + TIMEOUT
+    while rest:
+        size = chance.choice((1, 40, 3000, 70_000, 500_000))
+        parts = [rest[:size], rest[size : 2 * size]]
+        try:
+            count = to.sendmsg(parts) if chance.random() < 0.5 else to.send(parts[0])
+        except BlockingIOError:
+            select.select([], [to], [], 1)
+            assert time.monotonic() < deadline
+            continue
+        rest = rest[count:]
+
+
+def receive(of: socket.socket, size: int) -> bytes:
+    """Return so many bytes of a stream, or those up to its end."""
+    content = bytearray()
+    while len(content) < size:
+        assert select.select([of], [], [], TIMEOUT)[0], f"{len(content)} of {size} bytes"
+        part = of.recv(1 << 16)
+        if not part:
+            break
+        content += part
+    return bytes(content)
+
+
+def train(model: nn.Module, loss: Callable[[int], torch.Tensor], steps: int, **options: Any) -> GradientReduction:
+    """Train a model, with equal replicas in the end; return the reduction.
+
+    Args:
+        model: the model.
+        loss: returns the loss of a step.
+        steps: number of steps.
+        options: of the reduction.
+    """
+    reduction = GradientReduction(model, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss(step).backward()
+        reduction.synchronize()
+        optimizer.step()
+    assert reduction.first_difference() is None
+    return reduction

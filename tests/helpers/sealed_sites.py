@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from frame_parts import Frame
-from hub_sites import link_all
+from hub_sites import linked
 from running_hub import RunningHub, running_hub
 
 from dadplug.hub import Project
@@ -41,13 +41,8 @@ def sealed_hub(folder: Path, sites: tuple[str, ...] = SITES, sealed: bool = True
 @contextmanager
 def sealed_links(folder: Path, sites: tuple[str, ...] = SITES, sealed: bool = True) -> Iterator[list[HubLink]]:
     """Run a hub, and link sites to it."""
-    with sealed_hub(folder, sites, sealed) as hub:
-        opened = link_all(hub, len(sites))
-        try:
-            yield opened
-        finally:
-            for link in opened:
-                link.close(0.1)
+    with sealed_hub(folder, sites, sealed) as hub, linked(hub, len(sites)) as opened:
+        yield opened
 
 
 def opened(frame: Received) -> Frame:

@@ -22,7 +22,7 @@ from dadplug import GradientReduction
 from dadplug.errors import FrameError, SiteError
 from dadplug.hub.pki.kits import Kit
 from dadplug.hub.server import elastic_run
-from dadplug.hub.site.rounds import RoundClient
+from dadplug.hub.site.link import RoundClient
 from dadplug.hub.wire.messages import Grow, Pause, pack_control, read_control
 from dadplug.model_sync.sameness import largest_state
 from dadplug.model_sync.structure import mark_managed

@@ -11,13 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from cutting_relay import CuttingRelay
-from hub_sites import NAMES, link_all, links, open_link, together, transports
-from running_hub import running_hub, until
+from hub_sites import NAMES, link_all, linked, links, open_link, together, transports
+from running_hub import running_hub
 from sealed_sites import make_kits
 
 from dadplug.errors import MismatchError, SiteError
 from dadplug.hub.site import connection as connection_module
-from dadplug.hub.site.rounds import Inbox
+from dadplug.hub.site.inbox import Inbox
+from dadplug.hub.site.link import HubLink
 from dadplug.hub.wire.frames import PIECE_BYTES, SHORT_PIECE_BYTES, Head, Kind
 
 
@@ -53,32 +54,25 @@ def test_the_site_that_was_lost_first_is_named(tmp_path):
     with links(tmp_path, 3) as opened:
         a, _, _ = transports(opened)
         opened[2].leave("KeyError: 'x'")
-        until(lambda: opened[1].attend(0.01) or transfer(opened[1]) or opened[1].gone)
+        assert opened[1].await_loss(60.0) is not None
         opened[1].leave("SiteError: site 2 (c) is gone: KeyError: 'x'")
-        until(lambda: opened[0].attend(0.01) or transfer(opened[0]) or len(opened[0].gone) == 2)
+        assert opened[0].converse(lambda: len(opened[0].gone) < 2, 60.0)
         with pytest.raises(SiteError, match=r"^site 2 \(c\) is gone: KeyError: 'x'$"):
             exchange(a).wait()
 
 
-def transfer(link) -> None:
-    with link.lock:
-        link.transfer()
-
-
-def test_a_site_whose_program_ends_is_gone(tmp_path):
-    with links(tmp_path) as opened:
-        a, _ = transports(opened)
-        opened[1].close()
-        with pytest.raises(SiteError, match=r"site 1 \(b\) is gone: its program has ended"):
-            exchange(a).wait()
-
-
-def test_a_site_that_leaves_without_a_reason_is_gone_after_the_grace(tmp_path):
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        (HubLink.close, "its program has ended"),
+        (HubLink.close_descriptors, "its connection was lost"),  # as if it had been killed
+    ],
+)
+def test_a_site_that_leaves_without_a_reason_is_gone(tmp_path, end, reason):
     with links(tmp_path, grace=0.3) as opened:
-        a, _ = transports(opened)
-        opened[1].close_descriptors()  # as if it had been killed
-        with pytest.raises(SiteError, match=r"site 1 \(b\) is gone: its connection was lost"):
-            exchange(a).wait()
+        end(opened[1])
+        with pytest.raises(SiteError, match=rf"site 1 \(b\) is gone: {reason}"):
+            exchange(transports(opened)[0]).wait()
 
 
 def test_a_slow_site_is_named_after_the_timeout_and_can_be_waited_for_again(tmp_path):
@@ -97,7 +91,7 @@ def test_sites_at_different_exchanges_are_told_so(tmp_path):
         a, b = transports(opened, timeout=0.5)
         first = b.gather([4, 4], torch.float32)
         exchange(b)
-        until(lambda: opened[0].attend(0.01) or transfer(opened[0]) or opened[0].early_bytes)
+        assert opened[0].converse(lambda: not opened[0].inbox.early_bytes, 60.0)
         with pytest.raises(MismatchError, match=r"site 1 \(b\) and site 0 \(a\) are not at the same exchange"):
             exchange(a).wait()
         first.launch()
@@ -122,21 +116,18 @@ def test_training_waits_for_all_sites_and_names_those_that_are_missing(tmp_path)
 
 
 def test_a_hub_may_start_after_its_sites(tmp_path):
-    with running_hub(tmp_path / "kits"):
+    with running_hub(tmp_path / "kits") as hub:
         pass
-    opened = []
-    dialing = threading.Thread(
-        target=lambda: opened.extend(together(lambda rank: open_link(tmp_path / "kits", NAMES[rank])))
-    )
-    dialing.start()
-    time.sleep(0.2)
-    with running_hub(tmp_path / "kits"):
-        dialing.join()
-        a, b = transports(opened)
-        exchange(b)
-        exchange(a).wait()
-        for link in opened:
-            link.close()
+    with ThreadPoolExecutor(1) as pool:
+        dialing = pool.submit(link_all, hub)
+        time.sleep(0.2)
+        with running_hub(tmp_path / "kits"):
+            opened = dialing.result()
+            a, b = transports(opened)
+            exchange(b)
+            exchange(a).wait()
+            for link in opened:
+                link.close()
 
 
 def test_a_hub_that_is_not_there_is_named(tmp_path):
@@ -152,27 +143,23 @@ def test_two_processes_with_one_kit_are_refused(tmp_path):
 
 
 def test_a_hub_that_ends_tells_its_sites(tmp_path):
-    with running_hub(tmp_path / "kits") as hub:
-        opened = link_all(hub)
-        a, _ = transports(opened)
+    with running_hub(tmp_path / "kits") as hub, linked(hub) as opened:
         hub.hub.stop("maintenance")
         with pytest.raises(SiteError, match="the hub ends: maintenance"):
-            exchange(a).wait()
-        for link in opened:
-            link.close()
+            exchange(transports(opened)[0]).wait()
 
 
 def test_a_hub_that_stays_away_is_given_up(tmp_path, monkeypatch):
     monkeypatch.setattr(connection_module, "REDIAL_SECONDS", 0.5)
-    with running_hub(tmp_path / "kits") as hub, CuttingRelay(hub.address) as relay:
-        opened = link_all(hub, 2, [relay.address, hub.address])
-        a, _ = transports(opened)
+    with (
+        running_hub(tmp_path / "kits") as hub,
+        CuttingRelay(hub.address) as relay,
+        linked(hub, 2, [relay.address, hub.address]) as opened,
+    ):
         relay.refuse = True
         relay.cut()
         with pytest.raises(SiteError, match=r"the hub at 127.0.0.1:\d+ cannot be reached for 0.5 s"):
-            exchange(a).wait()
-        for link in opened:
-            link.close()
+            exchange(transports(opened)[0]).wait()
 
 
 def test_a_hub_that_has_been_restarted_gets_what_the_old_one_has_lost(tmp_path):
@@ -225,8 +212,8 @@ def test_a_dead_link_is_left_and_training_goes_on(tmp_path, monkeypatch):
     with (
         running_hub(tmp_path / "kits", rules={"site_timeout": 3.0}, grace=30.0) as hub,
         CuttingRelay(hub.address) as relay,
+        linked(hub, 2, [relay.address, hub.address]) as opened,
     ):
-        opened = link_all(hub, 2, [relay.address, hub.address])
         a, b = transports(opened)
         relay.hold = True
         other = exchange(b, 2.0)
@@ -236,8 +223,6 @@ def test_a_dead_link_is_left_and_training_goes_on(tmp_path, monkeypatch):
         for each in (gather, other):
             assert [payload[0].item() for payload in each.wait()] == [1.0, 2.0]
         timer.join()
-        for link in opened:
-            link.close()
 
 
 def test_frames_that_have_arrived_are_not_kept(tmp_path):
@@ -254,7 +239,7 @@ def test_frames_that_have_arrived_are_not_kept(tmp_path):
             return most
 
         assert all(most < 24 << 20 for most in together(lambda rank: use(every[rank])))  # of 60 MB
-        assert all(link.early_bytes == 0 for link in opened)
+        assert all(link.inbox.early_bytes == 0 for link in opened)
 
 
 def test_a_forked_child_neither_uses_nor_keeps_the_link(tmp_path):
@@ -330,9 +315,8 @@ def test_a_step_with_its_connection_cut_anywhere_gives_the_same_results(tmp_path
     with (
         running_hub(tmp_path / "kits", NAMES[:3]) as hub,
         CuttingRelay(hub.address) as relay,
+        linked(hub, 3, [relay.address, hub.address, hub.address]) as opened,
     ):
-        addresses = [relay.address, hub.address, hub.address]
-        opened = together(lambda rank: open_link(hub.kits, NAMES[rank], addresses[rank]), 3)
         steps = [Step(transport) for transport in transports(opened)]
 
         def run(number: int) -> None:
@@ -352,7 +336,6 @@ def test_a_step_with_its_connection_cut_anywhere_gives_the_same_results(tmp_path
         for link in opened:
             assert not link.closed
             assert link._connection.encrypts == (link is opened[0])
-            link.close()
 
 
 # Inbox: pieces of messages find their buffers, in whatever order they and their receivers come
@@ -444,6 +427,13 @@ def test_early_messages_take_bounded_memory():
 # Transport over a real hub: gathers, sums, broadcasts and objects of all sites
 
 
+def everywhere(folder, world_size, use):
+    """Call a function with the transport of each site; return the results."""
+    with links(folder, world_size) as opened:
+        every = transports(opened)
+        return together(lambda rank: use(every[rank]), world_size)
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_gather_returns_every_payload_step_after_step(tmp_path, world_size):
     sizes = [3, 100_000, 0][:world_size]
@@ -457,9 +447,7 @@ def test_a_gather_returns_every_payload_step_after_step(tmp_path, world_size):
             transport.end_step()
         return found
 
-    with links(tmp_path, world_size) as opened:
-        every = transports(opened)
-        results = together(lambda rank: use(every[rank]), world_size)
+    results = everywhere(tmp_path, world_size, use)
     expected = [[torch.arange(size) + 1000.0 * rank + step for rank, size in enumerate(sizes)] for step in range(5)]
     for found in results:
         for payloads, right in zip(found, expected, strict=True):
@@ -481,9 +469,7 @@ def test_a_sum_is_that_of_all_sites_in_the_order_of_ranks(tmp_path, world_size, 
         transport.all_reduce(own).wait()
         return own
 
-    with links(tmp_path, world_size) as opened:
-        every = transports(opened)
-        results = together(lambda rank: use(every[rank]), world_size)
+    results = everywhere(tmp_path, world_size, use)
     assert all(torch.equal(found, total.to(dtype)) for found in results)
 
 
@@ -495,7 +481,6 @@ def test_broadcasts_and_objects(tmp_path):
         objects = transport.gather_objects({"rank": transport.rank, "values": torch.ones(transport.rank)})
         return tensor.tolist(), content, [each["values"].tolist() for each in objects], transport.broadcast_bytes(b"")
 
-    with links(tmp_path, 3) as opened:
-        every = transports(opened)
-        results = together(lambda rank: use(every[rank]), 3)
-    assert results == [([[1.0] * 3] * 2, bytes(range(256)) * 300, [[], [1.0], [1.0, 1.0]], b"")] * 3
+    assert (
+        everywhere(tmp_path, 3, use) == [([[1.0] * 3] * 2, bytes(range(256)) * 300, [[], [1.0], [1.0, 1.0]], b"")] * 3
+    )

@@ -1,4 +1,4 @@
-"""Collectives of the hub's process group, between threads over a link in memory."""
+"""Collectives of the hub's process group, between threads of this process that are linked to a hub."""
 
 from __future__ import annotations
 
@@ -6,36 +6,45 @@ import os
 from datetime import timedelta
 
 import forkserver
-import memory_link
+import hub_sites
 import pytest
 import support
 import torch
 import torch.distributed as dist
-from memory_link import MemoryLink, Network
+from hub_sites import links
 from running_hub import running_hub
 from torch._C import _distributed_c10d as c10d
 
 from dadplug.errors import SiteError
+from dadplug.hub.site.link import HubLink
 from dadplug.hub.torch import HubGroup
 
 WORLD = 3
 SUM = dist.ReduceOp.SUM
 
 
-def group_of(link: MemoryLink, seconds: float = 20.0) -> HubGroup:
-    return HubGroup(link, range(link.world_size), link.rank, seconds)
+def group_of(link) -> HubGroup:
+    return HubGroup(link, range(link.world_size), link.rank, 20.0)
 
 
-def together(function, world_size=WORLD):
-    """Run a function of a group at each site; return the results by rank. No message may be left over."""
+@pytest.fixture(scope="module")
+def three(tmp_path_factory):
+    with links(tmp_path_factory.mktemp("hub"), WORLD) as opened:
+        yield opened
 
-    def at(link):
-        result = function(group_of(link))
-        return result, link
 
-    results = memory_link.run(world_size, at)
-    assert [link.unread() for _, link in results] == [0] * world_size
-    return [result for result, _ in results]
+@pytest.fixture
+def together(three):
+    """Function that runs another one of a group at each site; returns the results by rank."""
+
+    def at(link, function):
+        group = group_of(link)
+        result = function(group)
+        group.barrier().wait()
+        assert link.inbox.expected_bytes == link.inbox.early_bytes == 0  # no message is left over
+        return result
+
+    return lambda function: hub_sites.together(lambda rank: at(three[rank], function), WORLD)
 
 
 def options(kind, **fields):
@@ -59,7 +68,7 @@ def reducing(operation):
         (dist.ReduceOp.MAX, [[100.0, 3.0]] * 3),
     ],
 )
-def test_an_allreduce_reduces_over_all_sites(operation, expected):
+def test_an_allreduce_reduces_over_all_sites(operation, expected, together):
     def site(group):
         tensor = torch.tensor([10.0 ** group.rank(), group.rank() + 1.0])
         group.allreduce([tensor], reducing(operation)).wait()
@@ -68,16 +77,8 @@ def test_an_allreduce_reduces_over_all_sites(operation, expected):
     assert together(site) == expected
 
 
-def test_an_unknown_operation_is_refused_before_anything_is_sent():
-    def site(group):
-        with pytest.raises(ValueError, match="SUM, AVG, PRODUCT, MIN and MAX"):
-            group.allreduce([torch.ones(1, dtype=torch.int64)], reducing(dist.ReduceOp.BXOR))
-
-    together(site)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sums_of_16_bit_tensors_are_rounded_once(dtype):
+def test_sums_of_16_bit_tensors_are_rounded_once(dtype, together):
     values = torch.randn(WORLD, 1000, generator=torch.Generator().manual_seed(1)).to(dtype)
 
     def site(group):
@@ -92,7 +93,7 @@ def test_sums_of_16_bit_tensors_are_rounded_once(dtype):
 @pytest.mark.parametrize(
     "dtype", [torch.bool, torch.uint8, torch.int64, torch.float64, torch.bfloat16, torch.complex64]
 )
-def test_an_allgather_keeps_the_bits_of_every_type(dtype):
+def test_an_allgather_keeps_the_bits_of_every_type(dtype, together):
     def value(rank):
         return (torch.arange(6).reshape(2, 3) + rank - 2).to(dtype)
 
@@ -104,7 +105,7 @@ def test_an_allgather_keeps_the_bits_of_every_type(dtype):
     assert together(site) == [True] * WORLD
 
 
-def test_gathers_into_one_tensor_and_into_views():
+def test_gathers_into_one_tensor_and_into_views(together):
     def site(group):
         own = torch.full((2,), float(group.rank()))
         flat = torch.zeros(2 * WORLD)
@@ -116,7 +117,7 @@ def test_gathers_into_one_tensor_and_into_views():
     assert together(site) == [([0.0, 0.0, 1.0, 1.0, 2.0, 2.0], [[0.0, 1.0, 2.0], [0.0, 1.0, 2.0]])] * WORLD
 
 
-def test_a_broadcast_comes_from_its_root():
+def test_a_broadcast_comes_from_its_root(together):
     def site(group):
         tensor = torch.arange(4.0).reshape(2, 2) * (group.rank() + 1)
         scalar = torch.tensor(group.rank())
@@ -127,7 +128,7 @@ def test_a_broadcast_comes_from_its_root():
     assert together(site) == [([[0.0, 3.0], [6.0, 9.0]], 1)] * WORLD
 
 
-def test_gather_scatter_and_reduce_have_a_root():
+def test_gather_scatter_and_reduce_have_a_root(together):
     def site(group):
         rank = group.rank()
         rooms = [torch.zeros(2) for _ in range(WORLD)] if rank == 1 else []
@@ -148,7 +149,7 @@ def test_gather_scatter_and_reduce_have_a_root():
     ]
 
 
-def test_a_reduce_scatter_gives_each_site_its_part():
+def test_a_reduce_scatter_gives_each_site_its_part(together):
     def site(group):
         rank = group.rank()
         parts = [torch.full((other + 1,), float(rank + 10 * other)) for other in range(WORLD)]
@@ -161,7 +162,7 @@ def test_a_reduce_scatter_gives_each_site_its_part():
     assert together(site) == [([3.0], [0.0, 3.0]), ([33.0] * 2, [6.0, 9.0]), ([63.0] * 3, [12.0, 15.0])]
 
 
-def test_an_all_to_all_sends_a_part_to_each_site():
+def test_an_all_to_all_sends_a_part_to_each_site(together):
     def site(group):
         rank = group.rank()
         inputs = [torch.full((rank + other,), 10 * rank + other) for other in range(WORLD)]
@@ -180,17 +181,22 @@ def test_an_all_to_all_sends_a_part_to_each_site():
     ]
 
 
-def test_nothing_is_sent_for_empty_tensors():
+def test_nothing_is_sent_for_empty_tensors(together, monkeypatch):
+    sent, post = [], HubLink.post
+    monkeypatch.setattr(
+        HubLink, "post", lambda link, head, content, *soon: sent.append(head) or post(link, head, content, *soon)
+    )
+
     def site(group):
         rooms = [torch.zeros(0) for _ in range(WORLD)]
         group.allgather([rooms], [torch.zeros(0)], c10d.AllgatherOptions()).wait()
         group.allreduce([torch.zeros(0, 3)], reducing(SUM)).wait()
-        return group._link.network.sent
 
-    assert together(site) == [[0] * WORLD] * WORLD
+    together(site)
+    assert len(sent) == WORLD  # the barrier at the end
 
 
-def test_a_tensor_may_change_once_its_collective_has_started():
+def test_a_tensor_may_change_once_its_collective_has_started(together):
     def site(group):
         own = torch.tensor([1.0 + group.rank()])
         rooms = [torch.zeros(1) for _ in range(WORLD)]
@@ -202,7 +208,7 @@ def test_a_tensor_may_change_once_its_collective_has_started():
     assert together(site) == [[1.0, 2.0, 3.0]] * WORLD
 
 
-def test_works_may_be_awaited_in_any_order_and_by_futures():
+def test_works_may_be_awaited_in_any_order_and_by_futures(together):
     def site(group):
         tensors = [torch.tensor([float(number)]) for number in range(6)]
         works = [group.allreduce([tensor], reducing(SUM)) for tensor in tensors]
@@ -218,72 +224,75 @@ def test_works_may_be_awaited_in_any_order_and_by_futures():
     assert together(site) == [[3.0 * number for number in range(6)]] * WORLD
 
 
-def test_a_lost_site_is_named_by_wait_and_by_the_future():
-    def site(link):
-        if link.rank == 1:
-            link.network.leave(1, "ValueError: no data")
-            return None
+def test_a_lost_site_is_named_by_wait_and_by_the_future(tmp_path):
+    with links(tmp_path) as (link, other):
         group = group_of(link)
-        errors = []
+        other.leave("ValueError: no data")
         for ask in (lambda work: work.wait(), lambda work: work.get_future().wait()):
             work = group.allreduce([torch.ones(1)], reducing(SUM))
-            with pytest.raises(RuntimeError, match="site 1 is gone: ValueError: no data") as caught:
+            with pytest.raises(RuntimeError, match=r"site 1 \(b\) is gone: ValueError: no data"):
                 ask(work)
-            errors.append(type(caught.value))
             assert isinstance(work.exception(), SiteError)
             assert not work.is_success()
-        return errors[0]
-
-    assert memory_link.run(2, site)[0] is SiteError
 
 
-def test_a_wait_has_a_timeout_of_its_own():
-    def site(link):
-        if link.rank == 0:
-            with pytest.raises(SiteError, match=r"has not answered for 0\.01 s"):
-                group_of(link).barrier().wait(timedelta(seconds=0.01))
-
-    memory_link.run(2, site)
+def test_a_wait_has_a_timeout_of_its_own(tmp_path):
+    with links(tmp_path) as (link, _), pytest.raises(SiteError, match=r"has not answered for 0\.01 s"):
+        group_of(link).barrier().wait(timedelta(seconds=0.01))
 
 
-def test_groups_do_not_take_each_others_messages():
-    def site(link):
-        first, second = group_of(link), group_of(link)
-        order = (first, second) if link.rank else (second, first)
+def test_groups_do_not_take_each_others_messages(together):
+    def site(first):
+        second = group_of(first._link)
+        order = (first, second) if first.rank() else (second, first)
         tensors = {group: torch.tensor([1.0 if group is first else 10.0]) for group in order}
         works = [group.allreduce([tensors[group]], reducing(SUM)) for group in order]
         for work in works:
             work.wait()
         return float(tensors[first]), float(tensors[second])
 
-    assert memory_link.run(WORLD, site) == [(3.0, 30.0)] * WORLD
+    assert together(site) == [(3.0, 30.0)] * WORLD
 
 
-def test_a_group_of_one_site_sends_nothing_and_takes_no_channel():
-    link = MemoryLink(Network(WORLD), 2)
-    alone = HubGroup(link, [2], 0, 1.0)
+def test_a_group_of_one_site_sends_nothing_and_takes_no_channel(three, monkeypatch):
+    monkeypatch.setattr(HubLink, "new_channel", None)
+    monkeypatch.setattr(HubLink, "send", None)
+    alone = HubGroup(three[2], [2], 0, 1.0)
     tensor, rooms = torch.tensor([4.0]), [torch.zeros(1)]
     alone.allreduce([tensor], reducing(SUM)).wait()
     alone.allgather([rooms], [tensor], c10d.AllgatherOptions()).wait()
     alone.barrier().wait()
-    assert (tensor.item(), rooms[0].item(), link.new_channel()) == (4.0, 4.0, 0)
+    assert (tensor.item(), rooms[0].item()) == (4.0, 4.0)
 
 
-def test_other_groups_are_refused():
+def test_other_groups_are_refused(three):
     with pytest.raises(ValueError, match=r"ranks \[0, 1\] of 3: over the hub a process group holds all sites, or one"):
-        HubGroup(MemoryLink(Network(WORLD), 0), [0, 1], 0, 1.0)
+        HubGroup(three[0], [0, 1], 0, 1.0)
 
 
-def test_messages_between_two_sites_are_refused():
-    group = group_of(MemoryLink(Network(2), 0))
-    with pytest.raises(RuntimeError, match="has collectives only"):
-        group.send([torch.ones(1)], 1, 0)
+@pytest.mark.parametrize(
+    ("misuse", "error", "reason"),
+    [
+        (lambda group: group.send([torch.ones(1)], 1, 0), RuntimeError, "has collectives only"),
+        (
+            lambda group: group.allgather([[torch.zeros(3)] * WORLD], [torch.zeros(2)], c10d.AllgatherOptions()),
+            ValueError,
+            "has 2 elements, not 3",
+        ),
+        (
+            lambda group: group.allreduce([torch.ones(1, dtype=torch.int64)], reducing(dist.ReduceOp.BXOR)),
+            ValueError,
+            "SUM, AVG, PRODUCT, MIN and MAX",
+        ),
+    ],
+    ids=["messages between two sites", "another size than agreed", "an unknown operation"],
+)
+def test_what_is_refused_sends_nothing(together, misuse, error, reason):
+    def site(group):
+        with pytest.raises(error, match=reason):
+            misuse(group)
 
-
-def test_a_tensor_of_another_size_than_agreed_is_refused():
-    group = group_of(MemoryLink(Network(2), 0))
-    with pytest.raises(ValueError, match="rank 0 has 2 elements, not 3"):
-        group.allgather([[torch.zeros(3), torch.zeros(3)]], [torch.zeros(2)], c10d.AllgatherOptions())
+    together(site)
 
 
 # Collectives of torch.distributed over a hub, where sites leave: reductions over those that are present

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import support
 import torch
-import torch.distributed as dist
-from hub_sites import NAMES, links, together, transports
+from hub_sites import links, over_hub, together, train, transports
 from running_hub import running_hub
 from running_hub import together as simple_sites
 from torch import nn
 
-import dadplug
-from dadplug.exchange import factory
-from dadplug.hub.pki.kits import Kit
 from dadplug.hub.server import session
 from dadplug.hub.site import connection
-from dadplug.hub.site.link import HubLink
-from dadplug.hub.site.transport import ElasticTransport, HubTransport
 from dadplug.hub.wire.frames import Kind
 from dadplug.hub.wire.messages import Close
 from dadplug.hub.wire.streams import NumberedFrames
@@ -70,39 +66,23 @@ def test_a_payload_that_waits_leaves_when_its_site_waits(tmp_path):
 
 def sends_of_steps(kits: str, options: dict[str, int]) -> list[int]:
     """Train by small buckets over a hub; return the number of sends of each step."""
-    link = HubLink.open(Kit.load(f"{kits}/{NAMES[dist.get_rank()]}"))
-
-    def open_transport(group, traffic, device, timeout, requirements, for_trainer):
-        if requirements is None:
-            return HubTransport(link, traffic, timeout)
-        return ElasticTransport(link, traffic, timeout, requirements)
-
-    network = (lambda group: True), open_transport
-    factory.register_network(*network)
     counts, flush = [0], NumberedFrames.flush
 
     def counted(frames: NumberedFrames) -> None:
         counts[-1] += frames.unsent_bytes > 0
         flush(frames)
 
-    NumberedFrames.flush = counted
-    try:
+    with over_hub(Path(kits)), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NumberedFrames, "flush", counted)
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(60, 50), nn.Tanh(), nn.Linear(50, 40), nn.Tanh(), nn.Linear(40, 4))
-        reduction = dadplug.GradientReduction(model, mode="dad", bucket_mb=1e-6, **options)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(8):
-            optimizer.zero_grad()
-            model(torch.randn(8, 60)).square().mean().backward()
-            reduction.synchronize()
-            optimizer.step()
+
+        def loss(step: int) -> torch.Tensor:
             counts.append(0)
-        assert reduction.first_difference() is None
-    finally:
-        NumberedFrames.flush = flush
-        factory._networks.remove(network)
-        link.close()
-    return counts[2:8]
+            return model(torch.randn(8, 60)).square().mean()
+
+        train(model, loss, 9, mode="dad", bucket_mb=1e-6, **options)
+    return counts[3:9]
 
 
 @pytest.mark.parametrize("options", [{}, {"min_sites": 1}], ids=["all sites stay", "elastic"])

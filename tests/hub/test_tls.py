@@ -13,13 +13,15 @@ import struct
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 
 import hub_kits
+import hub_sites
 import pytest
 import torch
 from cutting_relay import CuttingRelay
 from hub_kits import TIMEOUT, dial, meet
-from hub_sites import open_link, together, transports
+from hub_sites import linked, together, transports
 from running_hub import TestSite, running_hub, until
 from support import free_port
 
@@ -28,9 +30,7 @@ from dadplug.hub import Project
 from dadplug.hub.pki import provision
 from dadplug.hub.pki.certificates import current_time
 from dadplug.hub.pki.kits import Kit
-from dadplug.hub.secure import secure_socket as blocking
-from dadplug.hub.secure import secure_socket as loopback
-from dadplug.hub.secure import tls
+from dadplug.hub.secure import secure_socket, tls
 from dadplug.hub.secure.secure_socket import SecureSocket, _Records
 from dadplug.hub.site import connection as dialing
 
@@ -46,11 +46,25 @@ def refused(result, reason: str) -> None:
     assert re.search(reason, str(result)), str(result)
 
 
+def refuse(hub: Path, site: Path, there: str, here: str) -> None:
+    """Check that two ends with these kits refuse each other, with a reason at the hub and one at the site."""
+    found = meet(Kit.load(hub), dial(Kit.load(site)))
+    refused(found[0], there)
+    refused(found[1], here)
+
+
+@contextlib.contextmanager
+def accepted(hub: Path, site: Path, client=None):
+    """Check that a hub accepts a site; yield both ends of their connection."""
+    (connection, name), own = meet(Kit.load(hub), client or dial(Kit.load(site)))
+    with connection, own:
+        assert name == site.name
+        yield connection, own
+
+
 def test_a_site_is_accepted_by_the_name_in_its_certificate(kits):
     for name in ("b", "a"):
-        (connection, site), own = meet(Kit.load(kits / "hub"), dial(Kit.load(kits / name)))
-        with connection, own:
-            assert site == name
+        with accepted(kits / "hub", kits / name) as (connection, own):
             assert own.version() == connection.version() == "TLSv1.3"
             connection.sendall(b"payload")
             assert own.recv(100) == b"payload"
@@ -59,19 +73,17 @@ def test_a_site_is_accepted_by_the_name_in_its_certificate(kits):
 
 
 def test_no_session_can_be_resumed(kits):
-    (connection, _), own = meet(Kit.load(kits / "hub"), dial(Kit.load(kits / "a")))
-    with connection, own:
+    with accepted(kits / "hub", kits / "a") as (connection, own):
         connection.sendall(b"x")
         assert own.recv(1) == b"x"  # tickets would have come before
-        assert not own.session or not own.session.has_ticket
+        session = own._tls.session
+        assert not session or not session.has_ticket
 
 
 def test_a_hub_of_another_authority_is_refused_by_the_site(kits, tmp_path):
     for entries in ({}, {"name": "other"}):
         others = hub_kits.make(tmp_path / f"others{len(entries)}", **entries)
-        hub, site = meet(Kit.load(others / "hub"), dial(Kit.load(kits / "a")))
-        refused(site, "signed by another authority")
-        refused(hub, "the other end's kit is of another authority")
+        refuse(others / "hub", kits / "a", "the other end's kit is of another authority", "signed by another authority")
 
 
 def test_a_site_of_another_authority_is_refused_by_the_hub(kits, tmp_path, monkeypatch):
@@ -80,9 +92,7 @@ def test_a_site_of_another_authority_is_refused_by_the_hub(kits, tmp_path, monke
     context = tls.site_context(Kit.load(kits / "a"))
     context.load_cert_chain(others / "a" / "certificate.pem", others / "a" / "key.pem")
     monkeypatch.setattr(tls, "site_context", lambda kit: context)
-    hub, site = meet(Kit.load(kits / "hub"), dial(Kit.load(kits / "a")))
-    refused(hub, "signed by another authority")
-    refused(site, "the other end's kit is of another authority")
+    refuse(kits / "hub", kits / "a", "signed by another authority", "the other end's kit is of another authority")
 
 
 @pytest.mark.parametrize(
@@ -96,36 +106,27 @@ def test_a_site_of_another_authority_is_refused_by_the_hub(kits, tmp_path, monke
 )
 def test_a_certificate_is_accepted_between_its_dates_only(kits, member, shift, there, here):
     provision.renew(kits, member, days=5, now=current_time() + timedelta(days=shift))
-    hub, site = meet(Kit.load(kits / "hub"), dial(Kit.load(kits / "a")))
-    refused(hub, there)
-    refused(site, here)
+    refuse(kits / "hub", kits / "a", there, here)
 
 
 def test_a_clock_that_is_slow_by_half_an_hour_does_no_harm(kits):
-    now = current_time() + timedelta(minutes=30)
-    hub_kits.make(kits.parent / "fast", now)
-    hub, site = meet(Kit.load(kits.parent / "fast" / "hub"), dial(Kit.load(kits.parent / "fast" / "a")))
-    with hub[0], site:
-        assert hub[1] == "a"
+    fast = hub_kits.make(kits.parent / "fast", current_time() + timedelta(minutes=30))
+    with accepted(fast / "hub", fast / "a"):
+        pass
 
 
 def test_a_revoked_site_is_refused_and_others_are_not(kits):
     provision.revoke(kits, "a")
-    hub, site = meet(Kit.load(kits / "hub"), dial(Kit.load(kits / "a")))
-    refused(hub, "the other end's certificate has been revoked")
-    refused(site, "this kit's certificate has been revoked")
-    (connection, name), own = meet(Kit.load(kits / "hub"), dial(Kit.load(kits / "b")))
-    with connection, own:
-        assert name == "b"
-    provision.renew(kits, "a", with_key=True)
-    (connection, name), own = meet(Kit.load(kits / "hub"), dial(Kit.load(kits / "a")))
-    with connection, own:
-        assert name == "a"
+    there, here = "the other end's certificate has been revoked", "this kit's certificate has been revoked"
+    refuse(kits / "hub", kits / "a", there, here)
+    with accepted(kits / "hub", kits / "b"):
+        provision.renew(kits, "a", with_key=True)
+    with accepted(kits / "hub", kits / "a"):
+        pass
 
 
 def test_a_site_that_connected_before_its_revocation_is_found_by_its_serial_number(kits):
-    (connection, _), own = meet(Kit.load(kits / "hub"), dial(Kit.load(kits / "a")))
-    with connection, own:
+    with accepted(kits / "hub", kits / "a") as (connection, _):
         assert tls.peer_site(connection, Kit.load(kits / "hub")) == "a"
         provision.revoke(kits, "a")
         with pytest.raises(RefusedError, match="the certificate of a has been revoked"):
@@ -135,27 +136,23 @@ def test_a_site_that_connected_before_its_revocation_is_found_by_its_serial_numb
 def test_a_revoked_hub_is_refused_by_sites_that_have_the_list(kits):
     provision.revoke(kits, "hub")
     (kits / "a" / "revoked.pem").write_bytes((kits / "authority" / "revoked.pem").read_bytes())
-    hub, site = meet(Kit.load(kits / "hub"), dial(Kit.load(kits / "a")))
-    refused(hub, "this kit's certificate has been revoked")
-    refused(site, "the other end's certificate has been revoked")
+    there, here = "this kit's certificate has been revoked", "the other end's certificate has been revoked"
+    refuse(kits / "hub", kits / "a", there, here)
 
 
 def test_a_site_that_the_hubs_roster_lacks_is_refused(kits):
     roster = (kits / "hub" / "roster.json").read_bytes()
     provision.provision(Project.parse(hub_kits.PROJECT | {"sites": ["a", "b", "c"]}), kits)
     (kits / "hub" / "roster.json").write_bytes(roster)
-    hub, site = meet(Kit.load(kits / "hub"), dial(Kit.load(kits / "c")))
-    refused(hub, "c is not a site of study by the hub's roster")
-    refused(site, r"the hub at 127.0.0.1:\d+ refuses c: c is not a site of study by the hub's roster")
+    reason = "c is not a site of study by the hub's roster"
+    refuse(kits / "hub", kits / "c", reason, rf"the hub at 127.0.0.1:\d+ refuses c: {reason}")
 
 
 def test_a_kit_is_for_one_role(kits):
-    hub, site = meet(Kit.load(kits / "hub"), dial(Kit.load(kits / "hub")))
-    refused(hub, "the other end's certificate is for the other role")
-    refused(site, "this kit's certificate is for the other role")
-    hub, site = meet(Kit.load(kits / "b"), dial(Kit.load(kits / "a")))
-    refused(hub, "this kit's certificate is (for the other role|not accepted)")
-    refused(site, "certificate (is for the other role|does not have the address)")
+    there, here = "the other end's certificate is for the other role", "this kit's certificate is for the other role"
+    refuse(kits / "hub", kits / "hub", there, here)
+    there = "this kit's certificate is (for the other role|not accepted)"
+    refuse(kits / "b", kits / "a", there, "certificate (is for the other role|does not have the address)")
 
 
 @pytest.mark.parametrize(
@@ -168,13 +165,16 @@ def test_a_kit_is_for_one_role(kits):
 def test_the_hub_must_have_the_name_that_was_dialed(tmp_path, names, dialed, reason):
     kits = hub_kits.make(tmp_path / "kits", **names)
     kit = Kit.load(kits / "a")
-    hub, site = meet(Kit.load(kits / "hub"), lambda address: tls.dial(kit, TIMEOUT, (dialed, address[1])))
+
+    def client(address):
+        return tls.dial(kit, TIMEOUT, (dialed, address[1]))
+
+    hub, site = meet(Kit.load(kits / "hub"), client)
     refused(site, reason)
     refused(hub, "does not have the name that the other end has dialed")
     provision.renew(kits, "hub", hub_names=(dialed,))
-    (connection, name), own = meet(Kit.load(kits / "hub"), lambda address: tls.dial(kit, TIMEOUT, (dialed, address[1])))
-    with connection, own:
-        assert name == "a"
+    with accepted(kits / "hub", kits / "a", client):
+        pass
 
 
 def test_tls_1_2_is_refused(kits, monkeypatch):
@@ -182,17 +182,14 @@ def test_tls_1_2_is_refused(kits, monkeypatch):
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.maximum_version = ssl.TLSVersion.TLSv1_2
     monkeypatch.setattr(tls, "site_context", lambda kit: context)
-    hub, site = meet(Kit.load(kits / "hub"), dial(Kit.load(kits / "a")))
-    refused(hub, "the other end does not speak TLS 1.3")
-    refused(site, "the other end requires another version of TLS")
+    there, here = "the other end does not speak TLS 1.3", "the other end requires another version of TLS"
+    refuse(kits / "hub", kits / "a", there, here)
 
 
 def test_a_client_without_a_certificate_is_refused(kits, monkeypatch):
     context = ssl.create_default_context(cafile=kits / "a" / "ca.pem")
     monkeypatch.setattr(tls, "site_context", lambda kit: context)
-    hub, site = meet(Kit.load(kits / "hub"), dial(Kit.load(kits / "a")))
-    refused(hub, "the other end has no certificate")
-    refused(site, "the other end requires a certificate")
+    refuse(kits / "hub", kits / "a", "the other end has no certificate", "the other end requires a certificate")
 
 
 @pytest.mark.parametrize(
@@ -273,9 +270,8 @@ def test_nothing_is_unpickled(kits, monkeypatch):
     monkeypatch.setattr(pickle, "loads", forbidden)
     monkeypatch.setattr(pickle, "load", forbidden)
     monkeypatch.setattr(pickle, "Unpickler", forbidden)
-    (connection, site), own = meet(Kit.load(kits / "hub"), dial(Kit.load(kits / "a")))
-    with connection, own:
-        assert site == "a"
+    with accepted(kits / "hub", kits / "a"):
+        pass
 
 
 # Boundaries of TLS records, by which a socket becomes readable when enough has arrived, and not before
@@ -345,11 +341,11 @@ class Trickle:
 @pytest.mark.parametrize("timeout", [5.0, 5.5, None])
 def test_the_timeout_is_for_the_whole_message(timeout, monkeypatch):
     connected = Trickle(timeout)
-    monkeypatch.setattr(blocking, "time", connected)
-    assert blocking.read_exactly(connected, 5) == b"xxxxx"
+    monkeypatch.setattr(secure_socket, "time", connected)
+    assert secure_socket.read_exactly(connected, 5) == b"xxxxx"
     assert connected.timeout == timeout
     with contextlib.nullcontext() if timeout is None else pytest.raises(TimeoutError):
-        blocking.read_exactly(connected, 6)
+        secure_socket.read_exactly(connected, 6)
     assert connected.timeout == timeout
     assert connected.now == (11.0 if timeout is None else 10.0)
 
@@ -389,30 +385,27 @@ def train(links) -> None:
 )
 def test_sites_in_the_hubs_machine_do_not_encrypt_unless_somebody_requires_it(tmp_path, policy, settings, expected):
     make(tmp_path, policy=policy)
-    with running_hub(tmp_path / "kits", **settings) as hub:
-        links = together(lambda rank: open_link(hub.kits, "ab"[rank]), 2)
+    with running_hub(tmp_path / "kits", **settings) as hub, linked(hub) as links:
         assert encrypted(links) == expected
         train(links)
         assert encrypted(links) == expected
-        for link in links:
-            link.close()
 
 
 @linux_only
 def test_a_connection_over_a_relay_is_encrypted_though_all_are_in_one_machine(tmp_path):
-    with running_hub(tmp_path / "kits") as hub, CuttingRelay(hub.address) as relay:
-        links = together(lambda rank: open_link(hub.kits, "ab"[rank], (relay.address, hub.address)[rank]), 2)
+    with (
+        running_hub(tmp_path / "kits") as hub,
+        CuttingRelay(hub.address) as relay,
+        linked(hub, 2, (relay.address, hub.address)) as links,
+    ):
         assert encrypted(links) == [True, False]
         train(links)
-        for link in links:
-            link.close()
 
 
 @linux_only
 def test_connections_that_are_lost_at_any_time_go_on_without_encryption(tmp_path):
     chance = random.Random(0)
-    with running_hub(tmp_path / "kits") as hub:
-        links = together(lambda rank: open_link(hub.kits, "ab"[rank]), 2)
+    with hub_sites.links(tmp_path) as links:
         for _ in range(10):
             first = links[0]._connection
             timer = threading.Timer(chance.random() * 0.01, first._socket.shutdown, [socket.SHUT_RDWR])
@@ -421,8 +414,6 @@ def test_connections_that_are_lost_at_any_time_go_on_without_encryption(tmp_path
             timer.join()
             until(lambda first=first: links[0]._connection not in (None, first))
             assert encrypted(links) == [False, False]
-        for link in links:
-            link.close()
 
 
 def packets(port: int, seconds: float) -> tuple[socket.socket, list[bytes]]:
@@ -449,16 +440,14 @@ def test_no_message_of_a_local_site_is_seen_on_the_loopback_interface(tmp_path):
     sentinel = torch.tensor([3.0303e33, -7.0707e-7]).repeat(500)
     with running_hub(tmp_path / "kits") as hub:
         capture, found = packets(hub.address[1], 20)
-        links = together(lambda rank: open_link(hub.kits, "ab"[rank]), 2)
-        assert encrypted(links) == [False, False]
-        gathers = [each.gather([1000, 1000], torch.float32) for each in transports(links)]
-        for gather in gathers:
-            gather.payload.copy_(sentinel)
-            gather.launch()
-        for payloads in together(lambda rank: gathers[rank].wait(), 2):
-            assert all(torch.equal(each, sentinel) for each in payloads)
-        for link in links:
-            link.close()
+        with linked(hub) as links:
+            assert encrypted(links) == [False, False]
+            gathers = [each.gather([1000, 1000], torch.float32) for each in transports(links)]
+            for gather in gathers:
+                gather.payload.copy_(sentinel)
+                gather.launch()
+            for payloads in together(lambda rank: gathers[rank].wait(), 2):
+                assert all(torch.equal(each, sentinel) for each in payloads)
         capture.close()
     assert found  # the handshakes
     assert not any(sentinel[:4].numpy().tobytes() in packet for packet in found)
@@ -468,27 +457,27 @@ def test_no_message_of_a_local_site_is_seen_on_the_loopback_interface(tmp_path):
 def test_a_mark_of_another_machine_or_connection_is_not_accepted(tmp_path, monkeypatch):
     with running_hub(tmp_path / "kits", sites=("a", "b", "c")) as hub:
         for name, mark in zip("abc", ("", "0" * 64, "not ASCII: é"), strict=True):
-            with contextlib.closing(loopback.LocalDoor(mark)) as door:
+            with contextlib.closing(secure_socket.LocalDoor(mark)) as door:
                 site = TestSite(hub.kit(name), hub.address, mark=mark, place=door.place, secret=door.secret)
                 assert site.answer  # over TLS
                 assert door.accept() is None
                 site.close()
     secure = SecureSocket.__new__(SecureSocket)
     monkeypatch.setattr(SecureSocket, "addresses", lambda self: (("127.0.0.1", 5), ("127.0.0.1", 8)))
-    dialled = loopback.connection_mark(secure, dialled=True)
+    dialled = secure_socket.connection_mark(secure, dialled=True)
     monkeypatch.setattr(SecureSocket, "addresses", lambda self: (("127.0.0.1", 8), ("127.0.0.1", 5)))
-    assert loopback.is_local(secure, dialled)
-    monkeypatch.setattr(loopback.os, "readlink", lambda path: "net:[1]")  # another network namespace
-    assert not loopback.is_local(secure, dialled)
+    assert secure_socket.is_local(secure, dialled)
+    monkeypatch.setattr(secure_socket.os, "readlink", lambda path: "net:[1]")  # another network namespace
+    assert not secure_socket.is_local(secure, dialled)
     monkeypatch.undo()
     monkeypatch.setattr(SecureSocket, "addresses", lambda self: (("127.0.0.1", 8), ("127.0.0.1", 6)))
-    assert not loopback.is_local(secure, dialled)
-    assert not loopback.is_local(secure, "")
+    assert not secure_socket.is_local(secure, dialled)
+    assert not secure_socket.is_local(secure, "")
 
 
 @linux_only
 def test_others_who_dial_a_sites_unix_socket_are_not_taken_for_the_hub():
-    door = loopback.LocalDoor("mark")
+    door = secure_socket.LocalDoor("mark")
     with contextlib.closing(door):
         others = [socket.socket(socket.AF_UNIX) for _ in range(3)]
         for each, content in zip(others, (b"0", b"1" * 32, door.secret[:31].encode()), strict=True):
@@ -509,17 +498,14 @@ def test_others_who_dial_a_sites_unix_socket_are_not_taken_for_the_hub():
 @linux_only
 def test_a_site_whose_unix_socket_cannot_be_dialled_encrypts(tmp_path, monkeypatch):
     def elsewhere(connection):
-        door = loopback.open_door(connection)
+        door = secure_socket.open_door(connection)
         door.place = "0" * 32
         return door
 
     monkeypatch.setattr(dialing, "open_door", elsewhere)
-    with running_hub(tmp_path / "kits") as hub:
-        links = together(lambda rank: open_link(hub.kits, "ab"[rank]), 2)
+    with hub_sites.links(tmp_path) as links:
         assert encrypted(links) == [True, True]
         train(links)
-        for link in links:
-            link.close()
 
 
 def secure_pair(folder) -> tuple[SecureSocket, SecureSocket]:

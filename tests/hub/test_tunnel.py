@@ -15,10 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
+import hub_sites
 import pytest
 import support
 from cutting_relay import CuttingRelay
-from hub_sites import link_all, transports
+from hub_sites import TIMEOUT, link_all, receive, send, transports
 from running_hub import TestSite, running_hub, together, until
 
 from dadplug.adapm import ParameterManager, backends, builtin
@@ -31,25 +32,6 @@ from dadplug.hub.wire.frames import Head, Kind
 from dadplug.hub.wire.messages import Drop
 from dadplug.hub.wire.streams import HUB_SLOT, Tag
 
-SECONDS = 60.0
-
-
-class Meeting:
-    """An exchange of objects between threads of this process."""
-
-    def __init__(self, count: int) -> None:
-        self._barrier, self._items = threading.Barrier(count), {}
-
-    def at(self, rank: int):
-        def exchange(item):
-            self._items[rank] = item
-            self._barrier.wait(SECONDS)
-            found = [self._items[each] for each in sorted(self._items)]
-            self._barrier.wait(SECONDS)
-            return found
-
-        return exchange
-
 
 class Sites:
     """Tunnels of several sites in one process."""
@@ -57,20 +39,25 @@ class Sites:
     def __init__(self, hub, names: str, address=None) -> None:
         self.tunnels = [Tunnel(hub.kit(name), address) for name in names]
         for each in self.tunnels:
-            each.start(SECONDS)
+            each.start(TIMEOUT)
 
     def open(self) -> list[dict[int, socket.socket]]:
         """Open a channel; return the sockets of each site."""
-        meeting = Meeting(len(self.tunnels))
+        barrier, items = threading.Barrier(len(self.tunnels)), {}
 
         def at(rank):
-            exchange = meeting.at(rank)
+            def exchange(item):
+                items[rank] = item
+                barrier.wait(TIMEOUT)
+                found = [items[each] for each in sorted(items)]
+                barrier.wait(TIMEOUT)
+                return found
+
             found = self.tunnels[rank].open(exchange)
             exchange(None)
             return found
 
-        with ThreadPoolExecutor(len(self.tunnels)) as pool:
-            return list(pool.map(at, range(len(self.tunnels))))
+        return hub_sites.together(at, len(self.tunnels))
 
     def close(self) -> None:
         for each in self.tunnels:
@@ -94,36 +81,6 @@ def cut(tmp_path):
         sites.close()
 
 
-def send(to: socket.socket, content: bytes, seed: int = 0) -> None:
-    """Send in parts of random sizes, as a program without threads does, one buffer or several at a time."""
-    chance = random.Random(seed)
-    rest = memoryview(content)
-    deadline = time.monotonic() + SECONDS
-    while rest:
-        size = chance.choice((1, 40, 3000, 70_000, 500_000))
-        parts = [rest[:size], rest[size : 2 * size]]
-        try:
-            count = to.sendmsg(parts) if chance.random() < 0.5 else to.send(parts[0])
-        except BlockingIOError:
-            select.select([], [to], [], 1)
-            assert time.monotonic() < deadline
-            continue
-        rest = rest[count:]
-
-
-def receive(of: socket.socket, size: int) -> bytes:
-    content = bytearray()
-    deadline = time.monotonic() + SECONDS
-    while len(content) < size:
-        assert time.monotonic() < deadline, f"{len(content)} of {size} bytes"
-        if select.select([of], [], [], 1)[0]:
-            part = of.recv(1 << 16)
-            if not part:
-                break
-            content += part
-    return bytes(content)
-
-
 def exchange_all(sockets: list[dict[int, socket.socket]], size: int, seed: int = 0) -> None:
     """Send random bytes between each pair of sites, at once in both directions, and compare them."""
     content = {
@@ -142,7 +99,7 @@ def exchange_all(sockets: list[dict[int, socket.socket]], size: int, seed: int =
 
 def at_end(of: socket.socket) -> bool:
     """Wait until something arrives; return whether it is the end of the stream."""
-    assert select.select([of], [], [], SECONDS)[0]
+    assert select.select([of], [], [], TIMEOUT)[0]
     return of.recv(100) == b""
 
 
@@ -186,8 +143,8 @@ def test_a_program_that_does_not_read_holds_up_only_its_own_stream(three, monkey
 def test_a_blocked_stream_does_not_keep_the_thread_busy(three, monkeypatch):
     sockets = three.open()
     waits = []
-    plain = Tunnel._wait
-    monkeypatch.setattr(Tunnel, "_wait", lambda self, seconds: waits.append(self) or plain(self, seconds))
+    plain = Tunnel._poll
+    monkeypatch.setattr(Tunnel, "_poll", lambda self, seconds: waits.append(self) or plain(self, seconds))
     until(lambda: not select.select([], [sockets[0][1]], [], 0.5)[1] or not sockets[0][1].send(bytes(1_000_000)))
 
     def rests() -> bool:
@@ -319,7 +276,7 @@ class Echo:
 
     def _serve(self, slot: int, connected: socket.socket) -> None:
         with connected:
-            connected.settimeout(SECONDS)
+            connected.settimeout(TIMEOUT)
             while content := connected.recv(1 << 16):
                 connected.sendall(content)
         self.ended.append(slot)
@@ -338,43 +295,19 @@ def write(site: TestSite, content: bytes, channel: int = 1 << 31, **fields) -> N
 def test_a_stream_carries_more_than_its_window_in_both_directions(tmp_path):
     echo = Echo()
     with running_hub(tmp_path / "kits", service=echo) as hub:
-        tunnels = [Tunnel(hub.kit(name)) for name in "ab"]
-        for tunnel in tunnels:
-            tunnel.start(SECONDS)
+        sites = Sites(hub, "ab")
+        streams = [stream_to_hub(tunnel) for tunnel in sites.tunnels]
+        assert {stream.hub for stream in streams} == {f"the hub at 127.0.0.1:{hub.address[1]}"}
         contents = [bytes([number + 1]) * (9 << 20) for number in range(2)]
-        found: list[bytes] = [b"", b""]
-
-        def send(number: int) -> None:
-            stream = stream_to_hub(tunnels[number])
-            assert stream.hub == f"the hub at 127.0.0.1:{hub.address[1]}"
-
-            def read() -> None:
-                parts = []
-                while sum(map(len, parts)) < len(contents[number]):
-                    select.select([stream.connected], [], [], SECONDS)
-                    parts.append(stream.connected.recv(1 << 20))
-                found[number] = b"".join(parts)
-
-            reader = threading.Thread(target=read)
-            reader.start()
-            rest = memoryview(contents[number])
-            while rest:
-                try:
-                    rest = rest[stream.connected.send(rest[: 1 << 18]) :]
-                except BlockingIOError:
-                    select.select([], [stream.connected], [], SECONDS)
-            reader.join(SECONDS)
-            stream.connected.close()
-
-        threads = [threading.Thread(target=send, args=(number,)) for number in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(SECONDS)
-        assert found == contents
+        with ThreadPoolExecutor(4) as pool:
+            sent = [pool.submit(send, each.connected, content) for each, content in zip(streams, contents, strict=True)]
+            came = [pool.submit(receive, each.connected, 9 << 20) for each in streams]
+            assert [each.result() for each in came] == contents
+            for stream, each in zip(streams, sent, strict=True):
+                each.result()
+                stream.connected.close()
         until(lambda: sorted(echo.ended) == [0, 1])
-        for tunnel in tunnels:
-            tunnel.close()
+        sites.close()
 
 
 def test_the_service_reads_the_end_when_a_site_is_lost(tmp_path):
@@ -404,25 +337,9 @@ def test_damaged_messages_and_too_many_streams_are_refused(tmp_path):
         assert "unknown message 9 of a stream" in [second.action(Drop) for _ in range(2)][-1].reason
 
 
-class Deaf:
-    """Service that neither reads nor closes its streams before it is closed."""
-
-    def __init__(self) -> None:
-        self.streams: list[socket.socket] = []
-
-    def accept(self, slot: int, connected: socket.socket) -> None:
-        self.streams.append(connected)
-
-    def events(self) -> Iterator[str]:
-        yield from ()
-
-    def close(self) -> None:
-        for each in self.streams:
-            each.close()
-
-
 def test_streams_of_lost_sessions_are_closed_though_they_had_one_number():
-    service = Deaf()
+    kept: list[socket.socket] = []  # that nobody reads or closes
+    service = SimpleNamespace(accept=lambda slot, connected: kept.append(connected), close=lambda: None)
     with selectors.DefaultSelector() as selector:
         streams = HubStreams(selector, service)
         for session in (SimpleNamespace(slot=0, queue=SimpleNamespace(unsent_bytes=0, nbytes=0)) for _ in range(3)):
@@ -431,8 +348,9 @@ def test_streams_of_lost_sessions_are_closed_though_they_had_one_number():
             streams.end(session)
             streams.serve({}, _fail)
         assert len(selector.get_map()) == 3
-        service.close()
-        streams.serve({key.data: events for key, events in selector.select(SECONDS)}, _fail)
+        for each in kept:
+            each.close()
+        streams.serve({key.data: events for key, events in selector.select(TIMEOUT)}, _fail)
         assert not selector.get_map()
         streams.close()
 
@@ -471,8 +389,7 @@ def run(monkeypatch):
             except Exception as error:
                 return error
 
-        with ThreadPoolExecutor(len(links)) as pool:
-            return list(pool.map(at, range(len(links))))
+        return hub_sites.together(at, len(links))
 
     return at_all
 

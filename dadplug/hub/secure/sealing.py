@@ -23,6 +23,7 @@ import os
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives import hashes
@@ -105,7 +106,7 @@ class Sealer:
     """
 
     def __init__(self, secret: bytes, slot: int) -> None:
-        self._ciphers = _Ciphers(secret)
+        self._cipher = lru_cache(1)(partial(_cipher, secret))
         self._slot = slot
         self._number = 0  # of the next piece
         self._process = os.getpid()
@@ -136,7 +137,7 @@ class Sealer:
         number = self._next_number()
         head = head._replace(length=len(content) + OVERHEAD)
         place = head._replace(slot=self._slot).pack()
-        sealed = self._ciphers[number].encrypt(_nonce(number), content, place)
+        sealed = self._cipher(number >> _PIECES_BITS).encrypt(_nonce(number), content, place)
         return b"".join((head.pack(), _NUMBER.pack(number), sealed))
 
     def _next_number(self) -> int:
@@ -159,7 +160,7 @@ class Opener:
     """
 
     def __init__(self, secret: bytes, slot: int, name: str) -> None:
-        self._ciphers = _Ciphers(secret)
+        self._cipher = lru_cache(1)(partial(_cipher, secret))
         self._slot = slot
         self._site = f"site {slot} ({name})"
         self._number = 0  # of the next piece
@@ -184,7 +185,9 @@ class Opener:
             raise self._error(head, f"has the number {number}, and {self._number} comes next")
         place = head._replace(slot=self._slot).pack()
         try:
-            content = self._ciphers[number].decrypt(_nonce(number), memoryview(body)[_NUMBER.size :], place)
+            content = self._cipher(number >> _PIECES_BITS).decrypt(
+                _nonce(number), memoryview(body)[_NUMBER.size :], place
+            )
         except InvalidTag:
             raise self._error(head, "is not what it has sent at this place") from None
         self._number += 1
@@ -236,19 +239,9 @@ def extract(material: bytes, salt: bytes, *labels: str | int) -> bytes:
     return HKDF(hashes.SHA256(), SECRET_BYTES, salt, _info(labels)).derive(material)
 
 
-class _Ciphers:
-    """Ciphers of a sender by the number of the piece. Only the last one used is kept."""
-
-    def __init__(self, secret: bytes) -> None:
-        self._secret = secret
-        self._index = -1
-        self._cipher: AESGCM | None = None
-
-    def __getitem__(self, number: int) -> AESGCM:
-        index = number >> _PIECES_BITS
-        if self._cipher is None or index != self._index:
-            self._index, self._cipher = index, AESGCM(derive(self._secret, "pieces", index))
-        return self._cipher
+def _cipher(secret: bytes, index: int) -> AESGCM:
+    """Return the cipher for a sender's pieces by the index of its key, which changes every 2**20 pieces."""
+    return AESGCM(derive(secret, "pieces", index))
 
 
 def _nonce(number: int) -> bytes:

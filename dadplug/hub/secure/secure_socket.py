@@ -27,7 +27,7 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from ..wire.messages import Hello
 
@@ -407,11 +407,6 @@ class SecureSocket:
         """Return the cipher; see `ssl.SSLSocket`."""
         return self._tls.cipher()
 
-    @property
-    def session(self) -> ssl.SSLSession | None:
-        """The TLS session."""
-        return self._tls.session
-
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")  # random, made when the kernel starts
 _NAMESPACE = "/proc/self/ns/net"
@@ -532,20 +527,9 @@ def dial_back(connection: SecureSocket, hello: Hello) -> socket.socket | None:
     return local
 
 
-class Receiver(Protocol):
-    """A connection that bytes arrive by: a socket, or a `SecureSocket`."""
-
-    def recv(self, size: int, /) -> bytes:
-        """Receive bytes, up to a number; none if the other end has closed the connection."""
-
-    def gettimeout(self) -> float | None:
-        """Return the seconds that a call may take; None without a limit."""
-
-    def settimeout(self, seconds: float | None, /) -> None:
-        """Set the seconds that a call may take."""
-
-
-def read_exactly(connected: Receiver, size: int, closed: str = "the connection was closed") -> bytes:
+def read_exactly(
+    connected: socket.socket | SecureSocket, size: int, closed: str = "the connection was closed"
+) -> bytes:
     """Return so many bytes of a connection with a timeout, which is for all of them.
 
     Args:

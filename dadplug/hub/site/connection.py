@@ -15,51 +15,19 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
 
 from ...errors import FrameError, MismatchError, RefusedError, SealingError, SiteError, TryAgainError
+from ...exchange.deadline import Deadline
 from ...exchange.handshake import close_in_children
 from ...logs import Troubles, get_logger
 from ..pki.kits import Kit
 from ..secure import tls
 from ..secure.secure_socket import LocalDoor, SecureSocket, open_door
 from ..wire.frames import Head, Kind
-from ..wire.messages import FRESH, VERSION, Hello, Position, Refuse, Welcome, pack_control, read_control
+from ..wire.messages import FRESH, VERSION, Hello, Leave, Position, Refuse, Welcome, pack_control, read_control
 from ..wire.streams import FrameReceiver, NumberedFrames
-
-
-def dial_hub(kit: Kit, hello: Hello, address: tuple[str, int], seconds: float) -> tuple[SecureSocket, Welcome]:
-    """Dial the hub once.
-
-    Args:
-        kit: kit of this site.
-        hello: first message of this site; what it says of dadplug's version and of this machine is filled in.
-        address: host and port of the hub.
-        seconds: time for each part.
-
-    Returns:
-        The connection, and the hub's answer.
-
-    Raises:
-        RefusedError: if the hub refuses this site for good.
-        OSError: if the hub cannot be reached, or may accept this site later.
-        FrameError: if the hub sends something that is no answer.
-    """
-    release = sys.modules[__name__.partition(".")[0]].__version__
-    hello = hello._replace(release=release, sites=hello.sites or len(kit.roster.sites))
-    connection = tls.dial(kit, seconds, address)
-    try:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        with ExitStack() as opened:
-            door = None if kit.policy.encrypt_local else open_door(connection)
-            if door is not None:
-                opened.enter_context(closing(door))
-                hello = hello._replace(mark=door.mark, place=door.place, secret=door.secret)
-            return connection, introduce(connection, kit, hello, address, seconds, door)
-    except BaseException:
-        connection.close()
-        raise
 
 
 def introduce(
@@ -96,18 +64,6 @@ def introduce(
     return answer
 
 
-def tell(hub: str, error: Exception) -> bool:
-    """Print why a site has to dial again, where the hub has told it so; return whether it has.
-
-    Args:
-        hub: name of the hub.
-        error: error of `dial_hub`.
-    """
-    if isinstance(error, TryAgainError):
-        print(f"dadplug: {hub}: {error}", file=sys.stderr, flush=True)
-    return isinstance(error, TryAgainError)
-
-
 def _read_answer(connection: SecureSocket, door: LocalDoor | None, world_size: int, seconds: float) -> object:
     def room(head: Head) -> memoryview:
         if head.kind is not Kind.CONTROL:
@@ -136,7 +92,8 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds between two attempts to dial
 _PING_SECONDS, _SHORTEST_SILENCE = 1.0, 2.0  # the hub pings every second, too
 KERNEL_BYTES = 1 << 20  # that the kernel is assumed to buffer
 _HELD_BYTES = 1 << 16  # that wait for the next message, at most: a line that is idle meanwhile loses more with more
-_BATCH_SECONDS = 0.001  # between two reads of the thread, so that it does not wake up for each packet
+_POLL_SECONDS = 0.02  # the thread of the connection may read what another one waits for
+_LONGEST_REASON = 1000  # characters
 _LOST = select.POLLHUP | select.POLLERR | select.POLLNVAL | getattr(select, "POLLRDHUP", 0)
 
 
@@ -155,6 +112,9 @@ class HubConnection(ABC):
         outage: reason of the present loss of the connection; empty while there is one.
     """
 
+    batch_seconds = 0.001  # between two reads of the thread, so that it does not wake up for each packet
+    pauses = False  # whether the hub lets all sites wait, so that no time counts
+
     def __init__(self, kit: Kit, channel: str, address: tuple[str, int] | None = None) -> None:
         self.kit = kit
         self.rank = kit.slot
@@ -171,7 +131,7 @@ class HubConnection(ABC):
         self.outage = ""  # reason of the present loss of the connection
         self._lost_at = self._heard = 0.0
         self._silence = REDIAL_SECONDS  # without a byte, while a thread waits, after which the connection is given up
-        self._waiting = 0  # threads in `attend`
+        self._waiting = 0  # threads in `waiting`
         self.left = self._closed = False
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_read.setblocking(False)
@@ -199,18 +159,8 @@ class HubConnection(ABC):
     def control(self, message: object) -> None:  # noqa: B027  (not every channel gets announcements)
         """Take an announcement of the hub."""
 
-    def extend(self, names: Sequence[str]) -> None:
-        """Take the names of all sites, since there are further ones; raise FrameError if known ones are not among them.
-
-        To be called with the lock held.
-        """
-        if list(names[: self.world_size]) != self.names:
-            raise FrameError("it names other sites than those that this site knows")
-        self.names[:] = names
-        self.world_size = len(names)
-
     def tick(self) -> None:  # noqa: B027
-        """Do what has to be done about every second; errors as in `room`."""
+        """Do what has to be done about every second, with the lock held; a SiteError ends the connection."""
 
     @property
     def position(self) -> Position:
@@ -231,20 +181,7 @@ class HubConnection(ABC):
             RefusedError: if the hub refuses this site.
             SiteError: if it cannot be reached in time.
         """
-        deadline, pause, printed = time.monotonic() + timeout, _FIRST_PAUSE, False
-        while True:
-            try:
-                self._dial(min(_DIAL_SECONDS, max(0.1, deadline - time.monotonic())))
-                break
-            except (OSError, FrameError) as error:
-                if time.monotonic() + pause > deadline:
-                    raise SiteError(f"{self.hub} cannot be reached for {timeout:g} s: {error}") from error
-                if not isinstance(error, TryAgainError):
-                    self._troubles.begin(self.hub, f"{self.hub} cannot be reached: {tls.explain(error)}; dialing again")
-                    self._troubles.remind()
-                printed = printed or tell(self.hub, error)
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+        self._redial(timeout, time.monotonic(), (OSError, FrameError))
         self._thread = threading.Thread(target=self._run, name=f"dadplug-hub-{self._channel}", daemon=True)
         self._thread.start()
 
@@ -284,12 +221,25 @@ class HubConnection(ABC):
         self._disconnect()
         self._wake()
 
+    def leave(self, reason: str) -> None:
+        """Tell the hub why this site leaves, and close the connection; the first reason counts.
+
+        Args:
+            reason: the reason, which the other sites get; empty where training is complete.
+        """
+        if self.left or self.closed:
+            return
+        self.left = True
+        with suppress(SiteError):  # the hub has ended meanwhile
+            self.post_control(Leave(reason[:_LONGEST_REASON]))
+        HubConnection.close(self)
+
     def close(self, seconds: float = 1.0) -> None:
         """Send what is left, in `seconds` at most, and close the connection. May be called twice."""
         if self._wake_read.fileno() < 0:
             return
-        deadline = time.monotonic() + seconds
-        while not self.closed and time.monotonic() < deadline:
+        deadline = Deadline(seconds)
+        while not (self.closed or deadline.over):
             with self.lock:
                 self.transfer()
                 if self._connection is not None and self._frames.idle:
@@ -299,7 +249,7 @@ class HubConnection(ABC):
             connection, self._connection, self._closed = self._connection, None, True
         self._wake()
         if connection is not None:
-            tls.end(connection, max(0.05, deadline - time.monotonic()))
+            tls.end(connection, max(0.05, deadline.left))
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(seconds)
         self.close_descriptors()
@@ -341,30 +291,67 @@ class HubConnection(ABC):
             self._frames.append(pack_control(message, self.rank))
             self._flush_or_disconnect()
 
-    def attend(self, seconds: float, nbytes: int = 1) -> None:
-        """Wait until something can be sent or received, or for a time; then call `transfer` with the lock held.
+    def converse(self, missing: Callable[[], int], seconds: float) -> bool:
+        """Send and receive until nothing is missing.
 
         Args:
-            seconds: the time.
-            nbytes: bytes that this thread needs to go on, whose beginning need not wake it up.
+            missing: returns how many bytes have to arrive before this thread can go on: 1 if that is not known, and 0
+                at the end. It may raise an error to end the wait.
+            seconds: time after which to end the wait. It begins anew when the number changes, or the hub pauses.
+
+        Returns:
+            Whether nothing is missing.
 
         Raises:
             SiteError: if the connection has been given up.
         """
-        self.check()
+        deadline, before = Deadline(seconds), -1
+        with self.waiting():
+            while True:
+                with self.lock:
+                    self.transfer()
+                left = missing()
+                if not left:
+                    return True
+                self.check()
+                if left != before or self.pauses:
+                    deadline, before = Deadline(seconds), left
+                if deadline.over:
+                    return False
+                self._attend(left)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Keep the thread of the connection from what this thread does meanwhile, by `transfer`."""
         with self.lock:
+            self._waiting += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self._waiting -= 1
+                behind = self._frames.blocked or self.expects() > KERNEL_BYTES
+            if behind and not self._waiting:
+                self._wake()
+
+    def _attend(self, nbytes: int) -> None:
+        """Wait for a short time until something can be sent, or so many bytes received."""
+        with self.lock:
+            self._end_silence()
             connection, events = self._connection, select.POLLIN | select.POLLOUT * self._frames.blocked
             self._frames.expect(nbytes)
-            if connection is not None and time.monotonic() - self._heard > self._silence:
-                self._lose(TimeoutError(f"nothing has arrived for {self._silence:g} s"))
-                connection = None
         if connection is None:
-            time.sleep(min(seconds, 0.005))
+            time.sleep(0.005)
             return
         poll = select.poll()
         with suppress(OSError, ValueError):  # closed meanwhile
             poll.register(connection, events)
-            poll.poll(1e3 * seconds)
+            poll.poll(1e3 * _POLL_SECONDS)
+
+    def _end_silence(self) -> None:
+        """Give the TCP connection up if nothing has arrived for too long."""
+        if self._connection is not None and time.monotonic() - self._heard > self._silence:
+            self._lose(TimeoutError(f"nothing has arrived for {self._silence:g} s"))
 
     def transfer(self) -> None:
         """Send and receive what is possible at the moment. To be called with the lock held."""
@@ -420,12 +407,35 @@ class HubConnection(ABC):
                 connection.close()
 
     def _dial(self, seconds: float) -> None:
-        """Dial once, and go on where the last connection was lost; errors are those of `dial_hub`."""
+        """Dial once, and go on where the last connection was lost.
+
+        Args:
+            seconds: time for each part.
+
+        Raises:
+            RefusedError: if the hub refuses this site for good.
+            OSError: if the hub cannot be reached, or may accept this site later.
+            FrameError: if the hub sends something that is no answer.
+        """
+        release = sys.modules[__name__.partition(".")[0]].__version__
         hello = Hello(
-            VERSION, self._instance, self.position, self._channel, self._frames.received, sites=self.world_size
+            VERSION,
+            self._instance,
+            self.position,
+            self._channel,
+            received=self._frames.received,
+            release=release,
+            sites=self.world_size,
         )
-        connection, welcome = dial_hub(self.kit, hello, self.address, seconds)
+        connection = tls.dial(self.kit, seconds, self.address)
         try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with ExitStack() as opened:
+                door = None if self.kit.policy.encrypt_local else open_door(connection)
+                if door is not None:
+                    opened.enter_context(closing(door))
+                    hello = hello._replace(mark=door.mark, place=door.place, secret=door.secret)
+                welcome = introduce(connection, self.kit, hello, self.address, seconds, door)
             with self.lock:
                 if self._closed:
                     raise OSError("closed")
@@ -456,80 +466,95 @@ class HubConnection(ABC):
         try:
             self._maintain()
         except Exception as error:  # no thread would dial again
+            what = f"the connection to {self.hub} has failed: {type(error).__name__}: {error}"
             with self.lock:
-                self.fail(SiteError(f"the connection to {self.hub} has failed: {type(error).__name__}: {error}"))
+                self.fail(error if isinstance(error, SiteError) else SiteError(what))
 
     def _maintain(self) -> None:
         """Ping, dial again, and move what the kernel has no room for."""
-        ping = time.monotonic() + _PING_SECONDS
+        ping = Deadline(_PING_SECONDS)
         while not self.closed:
-            if self._connection is None:
-                self._return()
+            connection = self._connection
+            if connection is None:
+                self._redial(REDIAL_SECONDS, self._lost_at, (OSError,))
                 continue
-            ready = self._poll(max(0.0, ping - time.monotonic()))
+            ready = self._poll(ping.left)
             with self.lock:
                 if self._connection is None:
                     continue
-                if ready & _LOST or (ready and not self._waiting):
-                    self.transfer()
-                if time.monotonic() >= ping:
-                    ping = time.monotonic() + _PING_SECONDS
+                self.serve(ready)
+                if ping.over:
+                    ping = Deadline(_PING_SECONDS)
                     self._troubles.remind()
-                    try:
-                        self.tick()
-                    except SealingError as error:
-                        self.fail(error)
-                        continue
+                    self.tick()
                     self._frames.ping()
                     self._flush_or_disconnect()
-            if ready & select.POLLIN:
-                time.sleep(_BATCH_SECONDS)
+            if ready.get(connection.fileno(), 0) & select.POLLIN:
+                time.sleep(self.batch_seconds)
 
-    def _poll(self, seconds: float) -> int:
-        """Wait for what the thread has to do; return the events of the connection."""
+    def serve(self, ready: dict[int, int]) -> None:
+        """Do what the thread has to do when descriptors of `watched` are ready; called with the lock held."""
+        assert self._connection is not None
+        events = ready.get(self._connection.fileno(), 0)
+        if events & _LOST or (events and not self._waiting):
+            self.transfer()
+
+    def watched(self) -> dict[int, int]:
+        """Return the events that the thread waits for, by descriptor; called with the lock held."""
+        assert self._connection is not None
+        events = getattr(select, "POLLRDHUP", 0)
+        if not self._waiting:
+            events |= select.POLLOUT * self._frames.blocked
+            events |= select.POLLIN * (self.expects() > KERNEL_BYTES)
+            self._frames.expect(1)
+        return {self._connection.fileno(): events}
+
+    def _poll(self, seconds: float) -> dict[int, int]:
+        """Wait for what the thread has to do; return the events by descriptor."""
         poll = select.poll()
         with self.lock:
-            connection = self._connection
-            if connection is None:
-                return 0
-            events = getattr(select, "POLLRDHUP", 0)
-            if not self._waiting:
-                events |= select.POLLOUT * self._frames.blocked
-                events |= select.POLLIN * (self.expects() > KERNEL_BYTES)
-                self._frames.expect(1)
-            number = connection.fileno()
-            poll.register(number, events)
+            if self._connection is None:
+                return {}
+            for descriptor, events in self.watched().items():
+                poll.register(descriptor, events)
             poll.register(self._wake_read, select.POLLIN)
         ready = dict(poll.poll(1e3 * seconds))
         if ready.pop(self._wake_read.fileno(), 0):
             with suppress(OSError):
                 self._wake_read.recv(4096)
-        return ready.get(number, 0)
+        return ready
 
     def expects(self) -> int:
         """Return how many bytes are expected."""
         return 0
 
-    def _return(self) -> None:
-        """Dial until the connection is back, or the hub has to be given up."""
-        pause, error = _FIRST_PAUSE, None
-        while not self.closed and self._connection is None:
+    def _redial(self, seconds: float, since: float, errors: tuple[type[Exception], ...]) -> None:
+        """Dial until the hub answers, or this connection is closed.
+
+        Args:
+            seconds: time after which the hub is given up.
+            since: when it has begun.
+            errors: errors after which to dial again.
+
+        Raises:
+            SiteError: if the hub cannot be reached in time, or refuses this site.
+        """
+        pause, printed = _FIRST_PAUSE, False
+        while not self.closed:
+            left = since + seconds - time.monotonic()
             try:
-                self._dial(_DIAL_SECONDS)
+                self._dial(min(_DIAL_SECONDS, max(0.1, left)))
                 return
-            except (SiteError, FrameError) as refused:
-                with self.lock:
-                    self.fail(refused if isinstance(refused, SiteError) else SiteError(f"{self.hub}: {refused}"))
-                return
-            except OSError as lost:
-                error = lost
-            if time.monotonic() - self._lost_at > REDIAL_SECONDS:
-                with self.lock:
-                    self.fail(SiteError(f"{self.hub} cannot be reached for {REDIAL_SECONDS:g} s: {error}"))
-                return
-            self.outage = tls.explain(error)
-            if self._channel == "training":
-                self._troubles.begin(self.hub, f"{self.hub} cannot be reached: {self.outage}; dialing again")
-                self._troubles.remind()
+            except errors as error:
+                if time.monotonic() + pause > since + seconds:
+                    raise SiteError(f"{self.hub} cannot be reached for {seconds:g} s: {error}") from error
+                self.outage = tls.explain(error)
+                if isinstance(error, TryAgainError):
+                    if not printed:
+                        print(f"dadplug: {self.hub}: {error}", file=sys.stderr, flush=True)
+                    printed = True
+                elif self._thread is None or self._channel == "training":
+                    self._troubles.begin(self.hub, f"{self.hub} cannot be reached: {self.outage}; dialing again")
+                    self._troubles.remind()
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)

@@ -2,18 +2,21 @@
 
 Messages are matched by sender and exchange. The number of an exchange is that of its channel, an index of the transport
 or process group in the order in which a site makes them, and its number there; all sites make theirs in one order.
+
+Where sites may leave, messages belong to rounds. `RoundClient` ends them, and exchanges the states of sites that join.
 """
 
 from __future__ import annotations
 
+import struct
 import sys
-import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections import deque
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from ...errors import DroppedError, FrameError, MismatchError, SiteError
+from ...exchange import DEFAULT_TIMEOUT
+from ...exchange.deadline import Deadline
 from ...exchange.failure_reports import ENDED, add_announcer, remove_announcer
 from ...exchange.transport import Requirements
 from ...logs import get_logger
@@ -22,131 +25,33 @@ from ..secure.key_agreement import AGREEMENT, LinkSealing
 from ..wire.frames import SHORT_PIECE_BYTES, Head, Kind
 from ..wire.messages import (
     FRESH,
+    IDLE,
     Accept,
     Close,
     Continue,
     Drop,
     Grow,
     Join,
-    Leave,
+    Joined,
     Pause,
     Position,
     Repeat,
     Report,
+    Resume,
+    RoundKind,
+    SendState,
     Start,
     pack_control,
 )
-from ..wire.messages import Resume as Resumption
-from ..wire.streams import KeptFrames
 from .connection import KERNEL_BYTES, HubConnection
-from .rounds import Inbox, Incoming, RoundClient
+from .inbox import Continuation, Inbox, Incoming
 
-DEFAULT_TIMEOUT = 300.0  # seconds
 CHANNEL_BITS = 24  # of the number of an exchange, below those of its channel
 _NOTICE_SECONDS = 5.0  # after which a site prints for which sites it waits
 _log = get_logger(__name__)
-_POLL_SECONDS = 0.02  # the thread of the connection may read what another one waits for
-_LONGEST_REASON = 1000  # characters
 _ENDED = "its program has ended"
-
-
-class Continuation:
-    """Frames sent and numbers of frames received since the last closed round, and what the hub has announced of it.
-
-    Frames of one sender arrive at all sites in the same order. So a site that counts them can tell those that arrive
-    again from those that it lacks.
-
-    Args:
-        world_size: number of sites.
-
-    Attributes:
-        kept: frames that this site has sent in the last closed round and since.
-        run: number of the run; 0 before it has started.
-        position: the last closed round.
-        before: the one before it.
-        contributors: slots of its contributors.
-        joined: slots of those that have joined in it.
-    """
-
-    def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
-        self.begin(FRESH)
-
-    def begin(self, position: Position) -> None:
-        """Begin at a position, with nothing sent or received."""
-        self.kept = KeptFrames()
-        self.run = self._life = position.life
-        self.position, self.before = position, FRESH
-        self.contributors: tuple[int, ...] = ()
-        self.joined: tuple[int, ...] = ()
-        self._counts: Counter[tuple[int, ...]] = Counter()  # of frames received, by `_key`
-        self._repeated: Counter[tuple[int, ...]] = Counter()  # of those, how many are about to arrive again
-
-    def extend(self, world_size: int) -> None:
-        """Take the number of all sites, since there are further ones."""
-        self._world_size = world_size
-
-    # Frames received
-
-    def repeats(self, head: Head) -> bool:
-        """Return whether a frame that is arriving has arrived before."""
-        return bool(self._repeated) and self._repeated[_key(head)] > 0
-
-    def count(self, head: Head) -> None:
-        """Count a frame that has arrived."""
-        key = _key(head)
-        if self.repeats(head):
-            self._repeated[key] -= 1
-        else:
-            self._counts[key] += 1
-
-    def counts(self, step: int) -> tuple[int, ...]:
-        """Return the number of payload frames of a step, by sender."""
-        return tuple(self._counts[step, slot] for slot in range(self._world_size))
-
-    def forget(self, slot: int) -> None:
-        """Record that a site has left the open round."""
-        for counts in (self._counts, self._repeated):
-            for key in [key for key in counts if len(key) == 2 and key[1] == slot and key[0] > self.position.step]:
-                del counts[key]
-
-    # Announcements of the hub
-
-    def close(self, message: Close, joined: frozenset[int]) -> None:
-        """Record that a round has been closed.
-
-        Args:
-            message: the announcement.
-            joined: slots of the sites that have joined in it.
-        """
-        if message.step <= self.position.step:
-            return
-        self.before = self.position
-        self.position = Position(self._life, message.step)
-        self.contributors, self.joined = tuple(message.contributors), tuple(sorted(joined))
-        self.kept.forget_before(message.step)
-        for counts in (self._counts, self._repeated):
-            for key in [key for key in counts if key[0] < message.step]:
-                del counts[key]
-
-    def repeat(self, message: Repeat) -> list[bytes]:
-        """Return the frames that the hub asks for."""
-        step = message.position.step
-        self._life = message.position.life  # by which the round was closed
-        self._repeated = Counter({key: count for key, count in self._counts.items() if key[0] == step})
-        return self.kept.frames(step, step)
-
-    def go_on(self, message: Continue) -> list[bytes]:
-        """Return the frames that are sent again over a new hub."""
-        self._life = message.life
-        self.position = max(self.position, message.position, key=lambda each: each.step)
-        self._repeated = Counter({key: count for key, count in self._counts.items() if key[0] > message.position.step})
-        return self.kept.frames(message.position.step + 1)
-
-
-def _key(head: Head) -> tuple[int, ...]:
-    """Return by what frames are counted: the sender, or the place of a piece of a sum."""
-    return (head.step, head.slot) if head.kind is Kind.PAYLOAD else (head.step, 0, head.exchange, head.offset)
+_SIZE = struct.Struct("<Q")
+_SIZE_EXCHANGE, _STATE_EXCHANGE = 0, 1  # numbers of the two messages of a state
 
 
 class HubLink(HubConnection):
@@ -158,19 +63,20 @@ class HubLink(HubConnection):
     `DroppedError` where the program waits for the step.
 
     Attributes:
+        inbox: messages that arrive.
         sealing: encryption of messages for the other sites, so that the hub cannot read them.
         step: number of the open step.
         gone: reasons of the sites that are lost, by slot, in the order in which they were lost.
         rounds: rounds of the link.
     """
 
-    def __init__(self, kit: Kit, channel: str, address: tuple[str, int] | None = None) -> None:
-        super().__init__(kit, channel, address)
+    def __init__(self, kit: Kit, address: tuple[str, int] | None = None) -> None:
+        super().__init__(kit, "training", address)
         self.step = 1
         self.gone: dict[int, str] = {}
-        self._inbox = Inbox(self.names, self.rank)
+        self.inbox = Inbox(self.names, self.rank)
         self._started = False
-        self._continuation = Continuation(self.world_size)
+        self._continuation = Continuation()
         self.sealing = LinkSealing(kit)
         if self.sealing.required:
             self._frames.seal = self.sealing.frames
@@ -186,18 +92,11 @@ class HubLink(HubConnection):
             self._frames.payload_bytes = SHORT_PIECE_BYTES
 
     @classmethod
-    def open(
-        cls,
-        kit: Kit,
-        channel: str = "training",
-        timeout: float = DEFAULT_TIMEOUT,
-        address: tuple[str, int] | None = None,
-    ) -> HubLink:
+    def open(cls, kit: Kit, timeout: float = DEFAULT_TIMEOUT, address: tuple[str, int] | None = None) -> HubLink:
         """Dial the hub, and wait until training starts, for which all sites have to be there.
 
         Args:
             kit: kit of this site.
-            channel: the channel, see `dadplug.hub.wire.frames.Hello`; only "training" waits.
             timeout: seconds for all of it.
             address: host and port of the hub; None for those of the kit.
 
@@ -208,35 +107,25 @@ class HubLink(HubConnection):
             SiteError: if the hub cannot be reached, or a site does not come, in time.
         """
         kit.check_dates()
-        deadline = time.monotonic() + timeout
-        link = cls(kit, channel, address)
+        deadline = Deadline(timeout)
+        link = cls(kit, address)
         try:
             link.start(timeout)
-            if channel == "training":
-                link._wait_for_start(deadline, timeout)
-                if link.sealing.required:
-                    link.sealing.negotiate(kit, partial(link._swap, timeout))
-                add_announcer(link._announce)
+            link._wait_for_start(deadline, timeout)
+            if link.sealing.required:
+                link.sealing.negotiate(kit, partial(link._swap, timeout))
+            add_announcer(link._announce)
         except BaseException:
             link.close(0.2)
             raise
         return link
 
-    def _wait_for_start(self, deadline: float, timeout: float) -> None:
-        notice = time.monotonic() + _NOTICE_SECONDS
-        while True:
-            with self.lock:
-                self.transfer()
-            self.check()
-            if self._started:
-                return
+    def _wait_for_start(self, deadline: Deadline, timeout: float) -> None:
+        while not self.converse(lambda: int(not self._started), min(_NOTICE_SECONDS, deadline.left)):
             state = self.hub_state or self._pause or f"{self.hub} has not said for whom it waits"
-            if time.monotonic() > deadline:
+            if deadline.over:
                 raise SiteError(f"training has not started within {timeout:g} s: {state}")
-            if time.monotonic() > notice:
-                notice += _NOTICE_SECONDS
-                print(f"dadplug: {state}", file=sys.stderr, flush=True)
-            self.attend(_POLL_SECONDS)
+            print(f"dadplug: {state}", file=sys.stderr, flush=True)
 
     def _swap(self, timeout: float, exchange: int, own: bytes, nbytes: int) -> dict[int, bytes]:
         """Send a message to all other sites, and return theirs by slot."""
@@ -250,11 +139,6 @@ class HubLink(HubConnection):
         """Return a site's name for messages."""
         return f"site {slot} ({self.names[slot]})"
 
-    @property
-    def early_bytes(self) -> int:
-        """Bytes that have arrived before they are expected."""
-        return self._inbox.early_bytes
-
     # Frames that arrive
 
     def room(self, head: Head) -> memoryview:
@@ -265,7 +149,7 @@ class HubLink(HubConnection):
             raise FrameError(f"a {head.kind.name} frame of slot {head.slot} is not expected")
         if self.sealing.covers(head) or self._is_void(head) or self._continuation.repeats(head):
             return memoryview(bytearray(head.length))
-        return self._inbox.room(head)
+        return self.inbox.room(head)
 
     def complete(self, head: Head, body: memoryview) -> None:
         if head.kind not in (Kind.PAYLOAD, Kind.SUM, Kind.STATE):
@@ -277,76 +161,109 @@ class HubLink(HubConnection):
             return
         if self.sealing.covers(head):
             head, content = self.sealing.open(head, body)
-            body = self._inbox.room(head)
+            body = self.inbox.room(head)
             body[:] = content
-        self._inbox.complete(head, body)
+        self.inbox.complete(head, body)
 
     def _is_void(self, head: Head) -> bool:
         """Return whether a frame belongs to a sum that leaves out a lost site."""
         return head.kind is Kind.SUM and bool(self.gone)
 
     def control(self, message: object) -> None:
-        if isinstance(message, Start):
-            self._started, self.step = True, message.position.step + 1
-            self._begin(message.position)
-        elif isinstance(message, Pause):
-            self._pause = message.reason
-        elif isinstance(message, Resumption):
-            self._pause = ""
-        elif isinstance(message, Grow):
-            self._grow(message)
-        elif isinstance(message, Drop) and message.slot == self.rank and not self.left:
-            self._lose_place(message.reason or _ENDED, for_good=not message.step)
-        elif isinstance(message, Drop) and self._started and message.slot != self.rank:
-            self.gone.setdefault(message.slot, message.reason or _ENDED)
-            if message.reason:
-                self._troubles.begin(message.slot, f"{self.name(message.slot)} is lost: {message.reason}")
-            self._continuation.forget(message.slot)
-            if self.rounds.elastic:
-                self._inbox.forget(message.slot, message.step)
-        elif isinstance(message, Accept) and message.needs_state:
-            if self._started and not self.rounds.joins:
-                self._lose_place(f"its connection was lost ({self.outage or 'for too long'})", for_good=False)
-            self._started = True
-            if message.position is not None:
-                self._begin(message.position)
-        else:
-            if isinstance(message, Join):
-                self._troubles.end(message.slot, f"{self.name(message.slot)} is back")
-            self._continue(message)
-        self.rounds.take(message)
+        rounds = self.rounds
+        match message:
+            case Start(position=position):
+                self._started, self.step = True, position.step + 1
+                self._begin(position)
+                self._set_pause("")
+                if rounds.joins or rounds.dropped:
+                    self.fail(SiteError("the run that this site was to join has ended"))
+            case Pause(reason=reason):
+                self._set_pause(reason)
+            case Resume():
+                self._set_pause("")
+            case Grow():
+                self._grow(message)
+            case Join(slot=slot):
+                self._troubles.end(slot, f"{self.name(slot)} is back")
+                self.gone.pop(slot, None)
+                rounds.joined.add(slot)
+            case Drop():
+                self._lose_site(message)
+            case Accept(needs_state=True):
+                self._be_accepted(message.position)
+            case SendState(donor=self.rank):
+                rounds._requests.append(message)
+            case SendState(joiner=self.rank):
+                rounds._donor = message.donor
+            case Close():
+                self._continuation.close(message, frozenset(rounds.joined))
+                rounds.take_close(message)
+            case Repeat():
+                for frame in self._continuation.repeat(message):
+                    self._frames.append(frame)
+            case Continue():
+                self._frames.release(self._continuation.go_on(message))
+
+    def _set_pause(self, reason: str) -> None:
+        """Record why the hub lets all sites wait; empty where it does not any more."""
+        if self.rounds.elastic and (reason or self._pause):
+            print(f"dadplug: {f'training pauses: {reason}' if reason else 'training goes on'}", file=sys.stderr)
+        self._pause = reason
+        self.pauses = self.rounds.elastic and bool(reason)
 
     def _grow(self, message: Grow) -> None:
+        """Take the names of all sites, if there are further ones."""
         before, new = self.world_size, message.names[self.world_size :]
         if not new:
             return
-        self.extend(message.names)
-        self._inbox.extend(message.names)
-        self._continuation.extend(self.world_size)
+        if list(message.names[:before]) != self.names:
+            raise FrameError("it names other sites than those that this site knows")
+        self.names += new
+        self.world_size = len(self.names)
         for slot in range(before, self.world_size):
             self.gone[slot] = "it has not joined yet"
-        self.rounds.grow(message.step)
+        self.rounds.sizes.append((message.step, self.world_size))
         self._choose_piece_bytes()
         _log.info("the project has new sites: %s; %d in all", ", ".join(new), self.world_size)
+
+    def _lose_site(self, message: Drop) -> None:
+        slot, reason = message.slot, message.reason
+        if slot == self.rank:
+            if not self.left:
+                self._lose_place(reason or _ENDED, for_good=not message.step)
+        elif self._started:
+            self.gone.setdefault(slot, reason or _ENDED)
+            if reason:
+                self._troubles.begin(slot, f"{self.name(slot)} is lost: {reason}")
+            self._continuation.forget(slot)
+            if self.rounds.elastic:
+                self.inbox.forget(slot, message.step)
+        self.rounds.joined.discard(slot)
+        if slot == self.rounds._donor:
+            self.rounds._donor = None
+
+    def _be_accepted(self, position: Position | None) -> None:
+        """Wait for the state of another site, at a position once this site is admitted."""
+        if self._started and not self.rounds.joins:
+            self._lose_place(f"its connection was lost ({self.outage or 'for too long'})", for_good=False)
+        self._started = True
+        self.rounds.joins = self.rounds.elastic = True
+        if position is not None:
+            self._begin(position)
+            self.gone.clear()  # those that are absent are announced next
+            self.step = position.step + 1
+            self.rounds._position, self.rounds.closed = position, position.step
+            self.rounds.joined.clear()
 
     def tick(self) -> None:
         self.sealing.check_kit()
 
     # A hub that is restarted, or has given this site up
 
-    def _continue(self, message: object) -> None:
-        """Take an announcement that matters after a restart of the hub."""
-        if isinstance(message, Close):
-            self._continuation.close(message, frozenset(self.rounds.joined))
-        elif isinstance(message, Repeat):
-            for frame in self._continuation.repeat(message):
-                self._frames.append(frame)
-        elif isinstance(message, Continue):
-            self._frames.release(self._continuation.go_on(message))
-
     def _begin(self, position: Position) -> None:
         """Begin at a position."""
-        self._continuation.begin(position)
+        self._continuation = Continuation(position)
         self._frames.kept = self._continuation.kept
 
     @property
@@ -360,7 +277,11 @@ class HubLink(HubConnection):
         if self.left or (takes_part and not continuation.kept.complete(continuation.position.step)):
             super().begin_anew()
         self._frames.begin_anew(held=takes_part or bool(rounds.dropped))
-        rounds.begin_anew()
+        rounds._requests.clear()
+        rounds._donor = None
+        if rounds.joins:
+            rounds._position = None
+        self._set_pause("")
         if takes_part:
             self._frames.append(pack_control(self._report(), self.rank))
         elif rounds.joins and rounds.requirements is not None:
@@ -374,7 +295,7 @@ class HubLink(HubConnection):
             found.run,
             *(found.position, found.before, found.contributors, found.joined),
             tuple(self.gone),
-            *(found.counts(step), found.counts(step + 1)),
+            *(found.counts(step, self.world_size), found.counts(step + 1, self.world_size)),
             rounds.listens,
             required.min_sites,
             required.timeout_ms,
@@ -390,12 +311,6 @@ class HubLink(HubConnection):
             return
         self.rounds.dropped = self.rounds.dropped or reason
         self._frames.held, self._frames.kept = True, None
-
-    def join_again(self) -> None:
-        """Forget all that belongs to the steps before this site was dropped. To be called with the lock held."""
-        self._inbox.clear()
-        self.gone.clear()
-        self._frames.release(())
 
     # Messages
 
@@ -453,7 +368,7 @@ class HubLink(HubConnection):
             if kind is Kind.PAYLOAD and self.rounds.lacks(slot):
                 return Incoming((kind, slot, exchange), buffer)
             try:
-                return self._inbox.expect((kind, slot, exchange), buffer)
+                return self.inbox.expect((kind, slot, exchange), buffer)
             except MismatchError as error:
                 self.fail(error)
                 raise
@@ -470,54 +385,23 @@ class HubLink(HubConnection):
             MismatchError: if the sites do not run the same program.
         """
         missing = [message for message in incoming if not message.done]
-        if not missing:
-            return
-        deadline, before = time.monotonic() + timeout, -1
-        with self.waiting():
-            while True:
-                with self.lock:
-                    self.transfer()
-                missing = [message for message in missing if not message.done]
-                if not missing:
-                    break
+
+        def left() -> int:
+            missing[:] = [message for message in missing if not message.done]
+            if missing:
                 self._check_gone(missing)
-                left = sum(len(message.buffer) - message.received for message in missing)
-                now = time.monotonic()
-                if left != before:
-                    deadline, before = now + timeout, left
-                if now > deadline:
-                    self._raise_silence(missing, timeout)
-                self.attend(_POLL_SECONDS, left)
+            return sum(len(message.buffer) - message.received for message in missing)
 
-    def cancel(self, incoming: Sequence[Incoming]) -> None:
-        """Expect messages no longer."""
+        if missing and not self.converse(left, timeout):
+            self._raise_silence(missing, timeout)
+
+    def cancel(self, incoming: Sequence[Incoming]) -> list[Incoming]:
+        """Expect messages no longer; return those that have not arrived."""
+        missing = [message for message in incoming if not message.done]
         with self.lock:
-            for message in incoming:
-                self._inbox.cancel(message)
-
-    def cancel_all(self, slots: Iterable[int]) -> None:
-        """Expect the payloads of sites no longer. To be called with the lock held."""
-        for slot in slots:
-            self._inbox.cancel_all(slot)
-
-    def forget(self, slots: Iterable[int], step: int) -> None:
-        """Forget what sites have sent up to a step, and is not expected. To be called with the lock held."""
-        for slot in slots:
-            self._inbox.forget(slot, last=step)
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Keep the thread of the connection from what this thread does meanwhile, by `transfer`."""
-        with self.lock:
-            self._waiting += 1
-        try:
-            yield
-        finally:
-            with self.lock:
-                self._waiting -= 1
-                behind = self._frames.blocked or self.expects() > KERNEL_BYTES
-            if behind and not self._waiting:
-                self._wake()
+            for message in missing:
+                self.inbox.cancel(message)
+        return missing
 
     def _check_gone(self, missing: Sequence[Incoming]) -> None:
         """Raise an error if a message will never arrive, which names the site that was lost first."""
@@ -540,12 +424,7 @@ class HubLink(HubConnection):
         Raises:
             SiteError: if the link has failed.
         """
-        deadline = time.monotonic() + seconds
-        while not self.gone and time.monotonic() < deadline:
-            with self.lock:
-                self.transfer()
-            if not self.gone:
-                self.attend(_POLL_SECONDS)
+        self.converse(lambda: int(not self.gone), seconds)
         return self.first_lost()
 
     def first_lost(self) -> SiteError | None:
@@ -559,7 +438,7 @@ class HubLink(HubConnection):
             raise SiteError(f"nothing has arrived for {timeout:g} s: {state}")
         slots = sorted({message.key[1] for message in missing if message.key[0] is Kind.PAYLOAD})
         for slot in slots:
-            if self._inbox.early_of(slot):
+            if self.inbox.early_of(slot):
                 raise MismatchError(
                     f"{self.name(slot)} and {self.name(self.rank)} are not at the same exchange: every site must call "
                     "synchronize() equally often, with the same model; a site that has run out of data calls idle()"
@@ -573,7 +452,7 @@ class HubLink(HubConnection):
     def expects(self) -> int:
         # A site that is late must not leave in the hub's queue what the others go on to send, and one that is held has
         # to read the word of a new hub before it waits for others.
-        return self._inbox.expected_bytes + (2 * KERNEL_BYTES if self.rounds.skips or self._frames.held else 0)
+        return self.inbox.expected_bytes + (2 * KERNEL_BYTES if self.rounds.skips or self._frames.held else 0)
 
     # Steps, and the end
 
@@ -586,19 +465,6 @@ class HubLink(HubConnection):
         """Take this process's exit reason."""
         self.leave("" if reason == ENDED else reason)  # a later reason finds the link closed
 
-    def leave(self, reason: str) -> None:
-        """Tell the hub why this site leaves, and close the link; the first reason counts.
-
-        Args:
-            reason: the reason, which the other sites get; empty where training is complete.
-        """
-        if self.left or self.closed:
-            return
-        self.left = True
-        with suppress(SiteError):  # the hub has ended meanwhile
-            self.post_control(Leave(reason[:_LONGEST_REASON]))
-        super().close()
-
     def close(self, seconds: float = 1.0) -> None:
         """Leave, unless that has been done, and close the link. May be called twice."""
         remove_announcer(self._announce)
@@ -606,15 +472,274 @@ class HubLink(HubConnection):
         super().close(seconds)
 
 
-_current: HubLink | None = None
+class RoundClient:
+    """Part of a site in the rounds of its link.
 
+    A site that is late ends a round which has been closed without it, and those that have been closed since, one after
+    the other: `closed` is ahead of the link's step then. It has got all that the others have sent in them.
 
-def current_link() -> HubLink | None:
-    """Return the link of this process; None where it is not connected by a kit."""
-    return _current
+    Args:
+        link: the link.
 
+    Attributes:
+        elastic: whether training goes on without a site that leaves.
+        joins: whether this site joins in mid-training, and has to be sent a state.
+        skips: whether late sites miss a step.
+        closed: number of the last round that has been closed.
+        absent: slots of the sites that are not part of the last round that this site has ended, the same at all sites.
+        joined: slots of the sites that have joined in the open round.
+        listens: whether this site is one of them.
+        requirements: the requirements of the run; None where all sites have to stay.
+        rejoins: whether a site that the hub has dropped joins again in its process.
+        sizes: rounds in which the run has grown, and the number of sites since.
+        first: number of the first round of the last training step that this site has begun to end.
+        dropped: reason why the hub has dropped this site, until it joins again; empty while it takes part.
+    """
 
-def set_current_link(link: HubLink | None) -> None:
-    """Set the link of this process."""
-    global _current
-    _current = link
+    def __init__(self, link: HubLink) -> None:
+        self._link = link
+        self.elastic = self.joins = self.skips = False
+        self.closed = 0
+        self.absent: frozenset[int] = frozenset()
+        self._absent: dict[int, frozenset[int]] = {}  # the same, by round that has been closed and not ended here
+        self.joined: set[int] = set()
+        self.listens = False
+        self.requirements: Requirements | None = None
+        self.rejoins = True
+        self.first = 0
+        self.sizes: list[tuple[int, int]] = []
+        self.dropped = ""
+        self._requests: deque[SendState] = deque()
+        self._donor: int | None = None
+        self._position: Position | None = None  # at which this site joins
+        self._fresh = False  # whether this site has joined and not ended a round since
+
+    def begin(self, requirements: Requirements) -> None:
+        """Begin rounds; all sites call it with the same requirements."""
+        with self._link.lock:
+            if not self.elastic and not self.joins:
+                self.closed = self._link.step - 1
+                self.joined.clear()  # at the start
+            self.elastic, self.skips, self.requirements = True, requirements.skips, requirements
+        self._link.post_control(requirements)
+
+    @property
+    def size(self) -> int:
+        """Number of sites from the end of the present training step on; 0 if the run has not grown."""
+        return max((size for number, size in self.sizes if number <= self.first), default=0)
+
+    @property
+    def behind(self) -> bool:
+        """Whether the open round of this site has been closed already."""
+        return self.elastic and not self.joins and self.closed >= self._link.step
+
+    def lacks(self, slot: int) -> bool:
+        """Return whether a site is not part of the open round of this site, as far as it is known."""
+        return slot in self._absent.get(self._link.step, ())
+
+    def take_close(self, message: Close) -> None:
+        """Take the announcement that a round has been closed. To be called with the link's lock held."""
+        link = self._link
+        if not self.elastic or message.step <= self.closed:
+            return
+        absent = frozenset(range(link.world_size)) - frozenset(message.contributors) | self.joined
+        self.joined.clear()
+        self.listens = False
+        self.closed, self._absent[message.step] = message.step, absent
+        if message.step == link.step:
+            for slot in absent:
+                link.inbox.cancel_all(slot)  # what they send from now on belongs to later rounds
+
+    # Rounds
+
+    def end(
+        self,
+        timeout: float,
+        answer: Callable[[], bytes] | None,
+        kind: RoundKind = RoundKind.COLLECTIVE,
+        idle: bool = False,
+    ) -> frozenset[int]:
+        """End this site's part of the open round, and wait until all others have ended theirs, left, or are late.
+
+        Args:
+            timeout: seconds after which the round should be closed, pauses apart.
+            answer: returns this site's state for one that joins; None where the round admits none.
+            kind: kind of the round.
+            idle: whether this site contributes nothing.
+
+        Returns:
+            The slots of the sites that are not among the contributors.
+
+        Raises:
+            SiteError: if the hub or this site is given up, or the round is not closed in time.
+            RuntimeError: if this site has just joined, in a step that the others have begun.
+        """
+        link = self._link
+        number = link.step
+        if self._fresh and answer is None:
+            raise RuntimeError(
+                "this site has joined in mid-training, while the others are in synchronize(): it may not exchange "
+                "anything before it has called synchronize() itself"
+            )
+        self._fresh = False
+        link.post(Head(Kind.END, link.rank, number, exchange=kind | IDLE * idle), b"")
+
+        def over() -> bool:
+            while self._requests and answer is not None and self._requests[0].step < number:
+                request = self._requests.popleft()
+                if request.step == number - 1:  # otherwise the joiner has left since
+                    self._send_state(request, answer)
+            return number in self._absent
+
+        what = f"step {number} has not been closed for {timeout:g} s, though the hub is connected"
+        self._wait_until(over, timeout, f"{what}: another site is stopped or busy")
+        with link.lock:
+            self.absent = self._absent.pop(number)
+            link.step = number + 1
+            for slot in self.absent:
+                link.inbox.forget(slot, last=number)
+        return self.absent
+
+    def gather(self, exchange: int, buffers: Sequence[memoryview], timeout: float) -> frozenset[int]:
+        """Gather messages in a round of its own.
+
+        Args:
+            exchange: number of the exchange.
+            buffers: this site's message and room for those of the others, of bytes, by slot.
+            timeout: seconds after which the round should be closed.
+
+        Returns:
+            The slots of the sites that are absent, whose messages do not count.
+
+        Raises:
+            SiteError: as in `end`, or if this site is to join in mid-training.
+            RuntimeError: as in `end`.
+            MismatchError: if a site that is present has sent no such message.
+        """
+        link = self._link
+        if self.joins:
+            raise SiteError(
+                "this site joins in mid-training, and can take part in nothing before it has built its reduction"
+            )
+        others = [(slot, buffer) for slot, buffer in enumerate(buffers) if slot != link.rank and len(buffer)]
+        incoming = [link.expect(slot, exchange, buffer, Kind.PAYLOAD) for slot, buffer in others]
+        link.send(exchange, buffers[link.rank], Kind.PAYLOAD, 0, None)
+        absent = self.end(timeout, None)
+        for each in link.cancel(incoming):
+            if each.key[1] not in absent:
+                raise MismatchError(
+                    f"{link.name(each.key[1])} is not at the same collective: all sites must run the same program"
+                )
+        return absent
+
+    def wait_for(self, incoming: Sequence[Incoming], number: int, timeout: float) -> set[int]:
+        """Wait until messages have arrived, or cannot arrive any more.
+
+        Args:
+            incoming: the messages.
+            number: the round that they belong to.
+            timeout: seconds after which they should have arrived, pauses apart.
+
+        Returns:
+            The senders of those that have not arrived, and are expected no longer.
+
+        Raises:
+            SiteError: if the hub or this site is given up, or a site is silent.
+        """
+        link = self._link
+
+        def over() -> bool:
+            return self.closed >= number or all(each.done or each.key[1] in link.gone for each in incoming)
+
+        what = f"a site has sent nothing in step {number} for {timeout:g} s, though the hub is connected to it"
+        self._wait_until(over, timeout, what)
+        return {each.key[1] for each in link.cancel(incoming)}
+
+    def _wait_until(self, over: Callable[[], bool], timeout: float, failure: str, dropped: bool = False) -> None:
+        """Exchange messages until a condition holds, or this site is dropped, unless it is known that it has been."""
+
+        def left() -> int:
+            if over():
+                return 0
+            if self.dropped and not dropped:
+                self._link.check()
+                raise DroppedError(f"the hub has dropped this site: {self.dropped}")
+            return 1
+
+        if not self._link.converse(left, timeout):
+            raise SiteError(failure)
+
+    # State of a site that joins
+
+    def _send_state(self, request: SendState, answer: Callable[[], bytes]) -> None:
+        content = answer()
+        for exchange, part in ((_SIZE_EXCHANGE, _SIZE.pack(len(content))), (_STATE_EXCHANGE, content)):
+            self._link.send(exchange, memoryview(part), Kind.STATE, 0, request.joiner)
+
+    def receive_state(self, timeout: float, most: int) -> bytes:
+        """Receive the state of another site, of so many bytes at most; from the beginning where it leaves meanwhile.
+
+        Raises:
+            SiteError: if none arrives in time.
+        """
+        while True:
+            self._wait_until(lambda: self._donor is not None, timeout, "no site has sent its state")
+            donor = self._donor
+            size = self._receive_part(donor, _SIZE_EXCHANGE, _SIZE.size, timeout)
+            if size is None:
+                continue
+            (nbytes,) = _SIZE.unpack(size)
+            if nbytes > most:
+                raise SiteError(
+                    f"{self._link.name(donor or 0)} announces a state of {nbytes} bytes, where this site's model "
+                    f"allows {most}: do all sites train the same model?"
+                )
+            state = self._receive_part(donor, _STATE_EXCHANGE, nbytes, timeout)
+            if state is not None:
+                return state
+
+    def _receive_part(self, donor: int | None, exchange: int, nbytes: int, timeout: float) -> bytes | None:
+        """Receive a part of a state; None if the donor has left."""
+        if donor is None:
+            return None
+        buffer = memoryview(bytearray(nbytes))
+        incoming = self._link.expect(donor, exchange, buffer, Kind.STATE)
+        name = self._link.name(donor)
+        self._wait_until(lambda: incoming.done or self._donor != donor, timeout, f"the state of {name} has not arrived")
+        if incoming.done:
+            return bytes(buffer)
+        self._link.cancel([incoming])
+        return None
+
+    def confirm(self) -> None:
+        """Tell the hub that this site has the state, and takes part.
+
+        Raises:
+            SiteError: if the hub has been restarted meanwhile.
+        """
+        with self._link.lock:
+            position, self._position = self._position, None
+            if position is None:
+                raise SiteError("the hub has been restarted while this site joined: start this site again")
+            self.joins, self._fresh, self.listens = False, True, True
+        self._link.post_control(Joined(position))
+
+    def rejoin(self, timeout: float) -> None:
+        """Join again after the hub has dropped this site: wait until it is connected, and forget the open step.
+
+        Args:
+            timeout: seconds to wait for the hub.
+
+        Raises:
+            SiteError: if the hub does not let this site join in time.
+        """
+        print(f"dadplug: the hub has dropped this site: {self.dropped}; it joins again", file=sys.stderr, flush=True)
+        self._wait_until(lambda: self.joins, timeout, "the hub does not let this site join again", dropped=True)
+        link = self._link
+        with link.lock:
+            self.dropped = ""
+            self._fresh = False
+            self._absent.clear()
+            link.inbox.clear()
+            link.gone.clear()
+            link._frames.release(())

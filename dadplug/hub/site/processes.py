@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,10 +26,8 @@ from torch import Tensor
 
 from ...errors import MismatchError, SiteError
 from ...exchange import codec
-from ...exchange.codec import MAX_BYTES, check_lengths, decode_objects, encode_object
 from ...exchange.deadline import within
 from ...exchange.failure_reports import PeerNames, ProcessSites, own_member, watch_exit
-from ...exchange.group_transport import Work
 from ...exchange.hierarchy import Job, NodeMessages, WorkerThreads
 from ...exchange.rendezvous import meet
 from ...exchange.status import Member, Silence
@@ -37,7 +35,7 @@ from ...exchange.topology import Nodes
 from ...exchange.traffic import Traffic
 from ...exchange.transport import Gather, PendingSum
 from .link import HubLink
-from .transport import HubGather, HubSites, HubTransport, bytes_of
+from .transport import CollectiveTransport, HubGather, HubSites, HubTransport, SitesGather, add_up
 
 LOOPBACK = "127.0.0.1"
 # Environment variable with the number of processes of a site, of which the leader starts all others.
@@ -221,11 +219,16 @@ class LocalSite:
         except (RuntimeError, TimeoutError) as error:
             raise self.processes.lost(error, timeout, 0) from error
 
-    def open_group(self, timeout: float) -> LocalGroup:
-        """Open connections between all processes of the site, which must call it together.
+    def connect(self, timeout: float) -> Any:
+        """Open gloo connections on the loopback interface between all processes of the site.
+
+        All of them must call it together.
 
         Args:
             timeout: seconds after which a silent process counts as lost.
+
+        Returns:
+            A `dist.ProcessGroupGloo`.
 
         Raises:
             SiteError: if a process has ended or does not answer.
@@ -233,76 +236,20 @@ class LocalSite:
         self.processes.begin_session()
         self._groups += 1
         store = dist.PrefixStore(f"group/{self._groups}", self.store)
-        # What the leader sends to the others may have to wait for other sites, for as long.
-        limit = timeout if self.leads else 2 * timeout + _SLACK_SECONDS
-        try:
-            return within(
-                timeout + _SLACK_SECONDS, lambda: LocalGroup(store, self.place, limit), self.processes.check_alive
-            )
-        except (RuntimeError, TimeoutError) as error:
-            raise self.processes.lost(error, timeout) from error
-
-
-class LocalGroup:
-    """gloo connections on the loopback interface, between the processes of a site.
-
-    Args:
-        store: store that they share.
-        place: place of this process.
-        timeout: seconds of a wait.
-    """
-
-    def __init__(self, store: dist.Store, place: LocalPlace, timeout: float) -> None:
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=LOOPBACK)]
-        options._timeout = timedelta(seconds=timeout)
-        self._process = os.getpid()
-        self._place = place
-        self._group: Any = gloo(store, place.local_rank, place.processes, options)
-
-    def start(self, tensor: Tensor, index: int, tag: int, sends: bool) -> dist.Work:
-        """Start to send a tensor to a process, or to receive it.
-
-        Args:
-            tensor: a contiguous tensor on the CPU.
-            index: local rank of the process.
-            tag: number of the message.
-            sends: whether to send.
-
-        Raises:
-            RuntimeError: if the connection is closed.
-        """
-        group = self._open()
-        work: dist.Work = (group.send if sends else group.recv)([tensor], index, tag)
-        return work
-
-    def broadcast(self, tensor: Tensor) -> dist.Work:
-        """Start to replace a tensor's values by those of the leader."""
-        options = dist.BroadcastOptions()
-        options.rootRank = options.rootTensor = 0
-        work: dist.Work = self._open().broadcast([tensor], options)
-        return work
-
-    def gather(self, tensor: Tensor) -> tuple[list[Tensor], dist.Work]:
-        """Start to gather a tensor of each process; return room for them, by local rank, and the operation."""
-        rooms = [torch.empty_like(tensor) for _ in range(self._place.processes)]
-        return rooms, self._open().allgather([rooms], [tensor])
-
-    def _open(self) -> Any:
-        """Return the connections, or raise RuntimeError once they are closed."""
-        if self._group is None:
-            raise RuntimeError("the connection is closed")
-        return self._group
-
-    def close(self) -> None:
-        """Close the connections. May be called twice."""
-        if self._process != os.getpid():
-            return  # the threads of gloo do not exist in a forked child: to destroy a group would wait for them
-        group, self._group = self._group, None
-        if group is not None:
-            with suppress(RuntimeError, AttributeError):
-                group.shutdown()
+        # What the leader sends to the others may have to wait for other sites, for as long.
+        options._timeout = timedelta(seconds=timeout if self.leads else 2 * timeout + _SLACK_SECONDS)
+        place = self.place
+        try:
+            return within(
+                timeout + _SLACK_SECONDS,
+                lambda: gloo(store, place.local_rank, place.processes, options),
+                self.processes.check_alive,
+            )
+        except (RuntimeError, TimeoutError) as error:
+            raise self.processes.lost(error, timeout) from error
 
 
 class SiteMembers(PeerNames):
@@ -353,12 +300,9 @@ class SiteMembers(PeerNames):
 
 
 _PACKET_BYTES = 1 << 14  # that cost less than a few latencies
-_NARROW = (torch.float16, torch.bfloat16)  # added in float32, and rounded once
-
-Result = TypeVar("Result")
 
 
-class SiteTransport(NodeMessages):
+class SiteTransport(CollectiveTransport, NodeMessages):
     """Messages between the processes of all sites. All buffers lie on the CPU.
 
     Args:
@@ -370,8 +314,6 @@ class SiteTransport(NodeMessages):
         timeout: seconds after which a silent process counts as lost.
         group: process group of all processes, if there is one.
     """
-
-    is_direct = False
 
     def __init__(
         self,
@@ -386,20 +328,20 @@ class SiteTransport(NodeMessages):
         self.workers = WorkerThreads()
         self._process = os.getpid()
         self._last: object = None
-        self._local: LocalGroup | None = None
+        self._gloo: Any = None  # connections inside the site; None once they are closed
         self._error: SiteError | MismatchError | None = None  # the first one, which has closed the connections
         super().__init__(sites, traffic, sites.rank, torch.device("cpu"), timeout)
         self.nodes = nodes
         self.copies = nodes.count - 1
         self.ring = float(link is not None)
+        self._local = local
         self._link = link
         self._group = group
         # Two channels: a thread numbers the sums once the tensors of its site have come, in one order at all sites.
         self.hub = None if link is None else HubTransport(link, Traffic(), timeout)
         self.sums = None if link is None else HubTransport(link, Traffic(), timeout)
         if local is not None:
-            self._local = local.open_group(timeout)
-            self._processes = local.processes
+            self._gloo = local.connect(timeout)
         sites.watch(self)
 
     @property
@@ -407,21 +349,20 @@ class SiteTransport(NodeMessages):
         """Rank of the leader of this site."""
         return self.nodes.own[0]
 
-    @property
-    def group(self) -> dist.ProcessGroup:
-        if self._group is None:
-            raise RuntimeError("these sites have no process group: connect by dadplug.connect(kit=...)")
-        return self._group
-
     def close(self) -> None:
         if self._process != os.getpid():
-            return
-        if self._local is None:
+            return  # the threads of gloo do not exist in a forked child: to destroy a group would wait for them
+        if self._gloo is None:
             self.workers.close(0.0)
             return
         self._end_workers(self.nodes.peers)
         self._last = None
-        self._local.close()
+        self._close_gloo()
+
+    def _close_gloo(self) -> None:
+        gloo, self._gloo = self._gloo, None
+        with suppress(RuntimeError, AttributeError):
+            gloo.shutdown()
 
     def __del__(self) -> None:
         self.close()
@@ -432,10 +373,16 @@ class SiteTransport(NodeMessages):
     # Messages inside the site
 
     def _start(self, tensor: Tensor, rank: int, tag: int, sends: bool) -> dist.Work:
-        assert self._local is not None
-        return self._local.start(tensor, self.nodes.own.index(rank), tag, sends)
+        gloo, index = self._open_gloo(), self.nodes.own.index(rank)
+        work: dist.Work = (gloo.send if sends else gloo.recv)([tensor], index, tag)
+        return work
 
-    def wait(self, work: Work, peer: int | None = None) -> None:
+    def _open_gloo(self) -> Any:
+        if self._gloo is None:
+            raise RuntimeError("the connection is closed")
+        return self._gloo
+
+    def wait(self, work: dist.Work, peer: int | None = None) -> None:
         try:
             with self.traffic.waiting():
                 work.wait()
@@ -449,20 +396,6 @@ class SiteTransport(NodeMessages):
         except (SiteError, MismatchError) as error:
             raise self._failed(error) from error
 
-    def over_hub(self, call: Callable[[HubTransport], Result]) -> Result:
-        """Call a function of the transport over the hub, at the leader; the others get its error.
-
-        Raises:
-            SiteError: if a site or the hub is lost or silent.
-            MismatchError: if the sites do not run the same program.
-        """
-        assert self.hub is not None
-        try:
-            with self.traffic.waiting():
-                return call(self.hub)
-        except (SiteError, MismatchError) as error:
-            raise self._failed(error) from error
-
     def _failed(self, error: SiteError | MismatchError) -> SiteError | MismatchError:
         """Tell the other processes of this site and, if one of these is lost, the other sites; return the error.
 
@@ -473,71 +406,30 @@ class SiteTransport(NodeMessages):
             return error
         if self._link.first_lost() is None and not self._link.closed:
             self._link.leave(str(error))
-        self._processes.relay(error)
-        self._local.close()
+        self._local.processes.relay(error)
+        self._close_gloo()
         return error
-
-    def _spread(self, content: bytes | None) -> bytes:
-        """Send bytes of the leader to all processes of the site; the argument is ignored at the others."""
-        if self._local is None:
-            assert content is not None
-            return content
-        size = torch.tensor([0 if content is None else len(content)])
-        self.wait(self._broadcast(size), self.leader)
-        if not 0 <= int(size) <= MAX_BYTES:
-            raise ValueError(f"{self.sites[self.leader]} announces {int(size)} bytes: there may be {MAX_BYTES} at most")
-        data = torch.zeros(int(size), dtype=torch.uint8)
-        if content:
-            data.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-        self.wait(self._broadcast(data), self.leader)
-        return bytes_of(data).tobytes()
-
-    def _collect(self, own: bytes) -> list[bytes]:
-        """Gather byte strings of the processes of this site, by local rank."""
-        if self._local is None:
-            return [own]
-        lengths, work = self._gather(torch.tensor([len(own)]))
-        self.wait(work)
-        sizes = [int(length) for length in lengths]
-        check_lengths(sizes)
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-        every, work = self._gather(padded)
-        self.wait(work)
-        return [bytes_of(each[:size]).tobytes() for each, size in zip(every, sizes, strict=True)]
-
-    def _broadcast(self, tensor: Tensor) -> dist.Work:
-        assert self._local is not None
-        return self._begun(lambda local: local.broadcast(tensor))
-
-    def _gather(self, tensor: Tensor) -> tuple[list[Tensor], dist.Work]:
-        return self._begun(lambda local: local.gather(tensor))
-
-    def _begun(self, start: Callable[[LocalGroup], Result]) -> Result:
-        assert self._local is not None
-        try:
-            return start(self._local)
-        except RuntimeError as error:
-            raise self._failed(self.lost(error)) from error
 
     # Messages between all processes
 
     def gather(self, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
-        return self._open_gather(HubTransport.gather, sizes, dtype)
+        return self._open_gather(sizes, dtype, lambda hub, totals: hub.gather(totals, dtype))
 
-    def gather_once(self, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
-        return self._open_gather(HubTransport.gather_once, sizes, dtype)
+    def gather_once(self, sizes: Sequence[int], dtype: torch.dtype) -> SiteGather:
+        return self._open_gather(sizes, dtype, lambda hub, totals: hub.gather_once(totals, dtype))
 
     def gather_again(self, first: Gather, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
         assert isinstance(first, SiteGather)
-        if first.over_hub is None:
-            return self._open_gather(HubTransport.gather, sizes, dtype)
-        again = partial(HubTransport.gather_again, first=first.over_hub)
-        return self._open_gather(lambda hub, totals, dtype: again(hub, sizes=totals, dtype=dtype), sizes, dtype)
+        over_hub = first.over_hub
+        if over_hub is None:
+            return self.gather(sizes, dtype)
+        return self._open_gather(sizes, dtype, lambda hub, totals: hub.gather_again(over_hub, totals, dtype))
 
-    def _open_gather(self, open_gather: Callable[..., Gather], sizes: Sequence[int], dtype: torch.dtype) -> SiteGather:
+    def _open_gather(
+        self, sizes: Sequence[int], dtype: torch.dtype, open_gather: Callable[[HubTransport, list[int]], Gather]
+    ) -> SiteGather:
         totals = [sum(sizes[rank] for rank in ranks) for ranks in self.nodes.members]
-        over_hub = None if self.hub is None else open_gather(self.hub, totals, dtype)
+        over_hub = None if self.hub is None else open_gather(self.hub, totals)
         assert over_hub is None or isinstance(over_hub, HubGather)
         return SiteGather(self, over_hub, sizes, dtype, self.tags(self.world_size))
 
@@ -547,31 +439,6 @@ class SiteTransport(NodeMessages):
             self.traffic.add(tensor.numel() * tensor.element_size())
             return self.sums.all_reduce(tensor)
         return _SiteSum(self, tensor.view(-1), self.tags(2))
-
-    def broadcast(self, tensor: Tensor) -> None:
-        staged = tensor.detach().to("cpu").contiguous()
-        if self.hub is not None:
-            if self.rank == 0:
-                self.traffic.add(staged.numel() * staged.element_size())
-            self.over_hub(lambda hub: hub.broadcast(staged))
-        if self._local is not None:
-            # Gloo of torch 2.8 sends real numbers
-            sent = torch.view_as_real(staged) if staged.is_complex() else staged
-            self.wait(self._broadcast(sent), self.leader)
-        if self.rank and staged.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(staged)
-
-    def broadcast_bytes(self, content: bytes) -> bytes:
-        return self._spread(None if self.hub is None else self.over_hub(lambda hub: hub.broadcast_bytes(content)))
-
-    def gather_objects(self, item: Any) -> list[Any]:
-        own, refusal = encode_object(item)
-        contents = self._collect(own)
-        every: bytes | None = None
-        if self.hub is not None:
-            sites = self.over_hub(lambda hub: hub.gather_bytes(codec.encode(contents)))
-            every = codec.encode([content for site in sites for content in codec.decode(site)])
-        return decode_objects(codec.decode(self._spread(every)), refusal)
 
     def end_step(self) -> None:
         if self.hub is not None:
@@ -587,7 +454,7 @@ class SiteTransport(NodeMessages):
         )
 
 
-class SiteGather(Gather):
+class SiteGather(SitesGather):
     """Gather of payloads of all processes: those of a site travel over the hub as one.
 
     Args:
@@ -617,8 +484,8 @@ class SiteGather(Gather):
         self._remote = [(ranks[0], flats[slot]) for slot, ranks in enumerate(members) if slot != own]
         self._own_bytes = totals[own] * flats[own].element_size()
         self.payload = self._payloads[transport.rank]
-        self._arriving: list[tuple[Work, int]] | None = None
-        self._sends: list[tuple[Work, int]] = []
+        self._arriving: list[tuple[dist.Work, int]] | None = None
+        self._sends: list[tuple[dist.Work, int]] = []
         self._job: Job | None = None
 
     def post(self) -> None:
@@ -650,7 +517,7 @@ class SiteGather(Gather):
             steps = [("up", partial(self._pass_up, over_hub, arriving)), ("down", partial(self._pass_down, over_hub))]
         self._job = transport.workers.submit(*steps)
 
-    def _pass_up(self, over_hub: HubGather, arriving: Sequence[tuple[Work, int]]) -> None:
+    def _pass_up(self, over_hub: HubGather, arriving: Sequence[tuple[dist.Work, int]]) -> None:
         self._transport.arrive(arriving)
         over_hub.launch()
 
@@ -682,7 +549,7 @@ class _SiteSum(PendingSum):
         self._tag = tag
         self._flat = flat
         self._sum: PendingSum | None = None
-        self._sends: list[tuple[Work, int]] = []
+        self._sends: list[tuple[dist.Work, int]] = []
         peers, leader = transport.nodes.peers, transport.leader
         if transport.sums is None:
             arriving = transport.receive(flat, leader, tag + 1)
@@ -697,11 +564,9 @@ class _SiteSum(PendingSum):
         add = partial(self._add, transport.sums, addends, received)
         self._job = transport.workers.submit(("up", add), ("down", self._send_result))
 
-    def _add(self, sums: HubTransport, addends: Sequence[Tensor], received: Sequence[tuple[Work, int]]) -> None:
+    def _add(self, sums: HubTransport, addends: Sequence[Tensor], received: Sequence[tuple[dist.Work, int]]) -> None:
         self._transport.arrive(received)
-        total = self._flat.float() if self._flat.dtype in _NARROW else self._flat
-        for addend in addends:
-            total += addend
+        total = add_up([self._flat, *addends])
         if total is not self._flat:
             self._flat.copy_(total)
         self._sum = sums.all_reduce(self._flat)

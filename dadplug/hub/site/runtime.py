@@ -23,8 +23,8 @@ from ...logs import get_logger
 from .. import torch as process_group
 from ..pki.kits import Kit
 from ..pki.project import Restrictions, impose_restrictions, lift_restrictions
-from ..torch import BACKEND, Collectives, HubGroup, HubStore, SiteGroup
-from .link import HubLink, current_link, set_current_link
+from ..torch import BACKEND, Collectives, HubGroup, HubStore
+from .link import HubLink
 from .processes import LocalPlace, LocalSite, SiteMembers, SiteTransport
 from .transport import ElasticTransport, HubSites, HubTransport, TrainerTransport
 
@@ -51,7 +51,6 @@ class SiteRuntime:
     def __init__(self, kit: Kit, timeout: float, place: LocalPlace | None) -> None:
         self.kit = kit
         self.nodes: Nodes | None = None
-        self._names = list(kit.roster.sites)
         self._link: HubLink | None = None
         self._store: HubStore | None = None
         self._hub: HubTransport | None = None  # also where nothing follows: it takes a channel
@@ -60,12 +59,11 @@ class SiteRuntime:
         self._site = f"site {kit.slot} ({kit.name})"
         self._late = place is not None and place.late
         self._local = None if place is None else LocalSite(place, self._site, timeout)
-        _networks_ready()
         self._restrictions = Restrictions(kit.policy, kit.roster)
         impose_restrictions(self._restrictions)
         _connections.append(self)
         try:
-            counts = self._meet(timeout)
+            counts = self._share(lambda: self._dial(self.processes, timeout), timeout)
             watch_exit(self)
             self._start_group(counts, timeout)
         except BaseException as error:
@@ -76,31 +74,28 @@ class SiteRuntime:
             self.close_transports()
             raise
 
-    def _meet(self, timeout: float) -> list[int]:
-        """Return the numbers of processes of all sites, by slot."""
-        if self._local is None or self._local.leads:
-            return self._tell(lambda: self._dial(1 if self._local is None else self._local.place.processes, timeout))
-        return self._read(timeout)
+    def _share(self, find: Callable[[], list[int]], timeout: float) -> list[int]:
+        """Return the numbers of processes of all sites, by slot.
 
-    def _tell(self, find: Callable[[], list[int]]) -> list[int]:
-        """Find the numbers of processes of all sites, and tell the other processes of this site, or the error."""
+        Args:
+            find: how the leader finds them; the other processes of this site get them from it, or its error.
+            timeout: seconds that the leader has.
+        """
+        local = self._local
+        if local is not None and not local.leads:
+            kind, content = local.read(2 * timeout)
+            if kind != "counts":
+                raise _ERRORS.get(kind, SiteError)(content)
+            return [int(count) for count in content]
         try:
             counts = find()
         except BaseException as error:
-            if self._local is not None:
-                self._local.post((type(error).__name__, str(error)))
+            if local is not None:
+                local.post((type(error).__name__, str(error)))
             raise
-        if self._local is not None:
-            self._local.post(("counts", counts))
+        if local is not None:
+            local.post(("counts", counts))
         return counts
-
-    def _read(self, timeout: float) -> list[int]:
-        """Return what the leader tells."""
-        assert self._local is not None
-        kind, content = self._local.read(2 * timeout)
-        if kind != "counts":
-            raise _ERRORS.get(kind, SiteError)(content)
-        return [int(count) for count in content]
 
     def _dial(self, count: int, timeout: float) -> list[int]:
         """Dial the hub, and exchange versions and numbers of processes with the other sites.
@@ -110,7 +105,6 @@ class SiteRuntime:
             timeout: seconds to wait for all sites.
         """
         self._link = HubLink.open(self.kit, timeout=timeout)
-        set_current_link(self._link)
         self._hub = HubTransport(self._link, Traffic(), timeout)
         if not self._link.rounds.joins:
             return self._exchange_counts(count)
@@ -154,8 +148,7 @@ class SiteRuntime:
                 f"this site has {self._local.place.processes} processes, and the trainer is to use {count}: the number "
                 "stays the same in a program"
             )
-        leads = self._local is None or self._local.leads
-        counts = self._tell(lambda: self._exchange_counts(count)) if leads else self._read(timeout)
+        counts = self._share(lambda: self._exchange_counts(count), timeout)
         if counts != self._counts:
             dist.destroy_process_group()
             self._start_group(counts, timeout)
@@ -194,6 +187,11 @@ class SiteRuntime:
         )
 
     @property
+    def elastic(self) -> bool:
+        """Whether training goes on without a site that leaves."""
+        return self._link is not None and self._link.rounds.elastic
+
+    @property
     def is_lost(self) -> bool:
         """Whether the connection is closed, or a site or a process of this one is lost."""
         if self._link is not None and (self._link.closed or self._link.gone):
@@ -216,7 +214,7 @@ class SiteRuntime:
         if self.nodes is None:
             return HubGroup(self.link, ranks, rank, seconds)
         world_size = sum(map(len, self.nodes.members))
-        return SiteGroup(partial(self._open_site_transport, Traffic(), seconds), ranks, rank, world_size, seconds)
+        return Collectives(partial(self._open_site_transport, Traffic(), seconds), ranks, rank, world_size, seconds)
 
     def open_transport(
         self,
@@ -229,11 +227,10 @@ class SiteRuntime:
         """Open a transport; see `dadplug.exchange.factory.open_transport`."""
         if self.nodes is not None:
             if requirements is not None:
+                counts = zip(self.kit.roster.sites, map(len, self.nodes.members), strict=True)
                 raise ValueError(
                     "min_sites goes with one process at each site, and "
-                    + ", ".join(
-                        f"{name} has {len(ranks)}" for name, ranks in zip(self._names, self.nodes.members, strict=True)
-                    )
+                    + ", ".join(f"{name} has {count}" for name, count in counts)
                     + ": start one process at each site, or leave min_sites out, so that all sites have to stay"
                 )
             return self._open_site_transport(traffic, timeout, group)
@@ -249,7 +246,7 @@ class SiteRuntime:
         assert self.nodes is not None
         hub = None if self._link is None else HubSites(self._link)
         local = self._local
-        sites = SiteMembers(self._names, self.nodes, hub, None if local is None else local.processes)
+        sites = SiteMembers(self.kit.roster.sites, self.nodes, hub, None if local is None else local.processes)
         try:
             return SiteTransport(local, self._link, sites, self.nodes, traffic, timeout, group)
         except SiteError as error:
@@ -261,8 +258,6 @@ class SiteRuntime:
         """Close the connections to the hub. May be called twice."""
         if self._link is not None:
             self._link.close()
-            if current_link() is self._link:
-                set_current_link(None)
         if self._store is not None:
             self._store.close()
         lift_restrictions(self._restrictions)
@@ -271,7 +266,6 @@ class SiteRuntime:
 
 
 _connections: list[SiteRuntime] = []  # to keep them alive
-_ready = False
 
 
 def current_connection() -> SiteRuntime | None:
@@ -286,15 +280,6 @@ def _connected() -> SiteRuntime:
     return connection
 
 
-def _networks_ready() -> None:
-    """Register the backend of torch.distributed and the transport, once."""
-    global _ready
-    if not _ready:
-        process_group.register(lambda ranks, rank, seconds: _connected().open_group(ranks, rank, seconds))
-        register_network(lambda group: isinstance(group, Collectives), _open_transport)
-        _ready = True
-
-
 def _open_transport(
     group: dist.ProcessGroup,
     traffic: Traffic,
@@ -305,6 +290,9 @@ def _open_transport(
 ) -> Transport:
     return _connected().open_transport(group, traffic, timeout, requirements, for_trainer)
 
+
+process_group.register(lambda ranks, rank, seconds: _connected().open_group(ranks, rank, seconds))
+register_network(lambda group: isinstance(group, Collectives), _open_transport)
 
 _log = get_logger(__name__)
 

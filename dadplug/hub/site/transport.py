@@ -17,7 +17,8 @@ part of the round it learns that it is absent, and goes through the step as one 
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import torch
@@ -32,8 +33,8 @@ from ...exchange.traffic import Traffic
 from ...exchange.transport import Gather, PendingSum, Requirements, StreamToHub, Transport
 from ..wire.frames import CODES, Kind
 from ..wire.messages import RoundKind
+from .inbox import Incoming
 from .link import CHANNEL_BITS, HubLink
-from .rounds import Incoming
 from .tunnel import check_tunnel, stream_to_hub, tunnel_of
 
 _GRACE_SECONDS = 1.5  # for the hub's announcement of what a lost stream of the parameter manager is due to
@@ -80,7 +81,96 @@ _PACKET_BYTES = 1 << 14  # that cost less than the hub's work
 assert 2 * _COLLECTIVES == SECOND_ROUND < 1 << CHANNEL_BITS
 
 
-class HubTransport(Transport):
+class SitesGather(Gather):
+    """Gather in which sites may be missing.
+
+    Attributes:
+        missing: ranks of the sites whose payloads have not arrived, in the last round.
+    """
+
+    missing: Set[int] = frozenset()
+
+    def collect(self) -> list[Tensor]:
+        """Wait for the payloads of all sites that have not left; which of them count, the end of the round decides."""
+        return self.wait()
+
+
+class CollectiveTransport(Transport):
+    """Part of a transport over the hub: collectives that are made of gathers, where sites may be absent."""
+
+    is_direct = False
+    _group: dist.ProcessGroup | None  # of the sites, if there is one
+    _in_step = False  # whether a round of a training step has been closed, and others may follow
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        if self._group is None:
+            raise RuntimeError("this connection to a hub has no process group: connect by dadplug.connect(kit=...)")
+        return self._group
+
+    @abstractmethod
+    def gather_once(self, sizes: Sequence[int], dtype: torch.dtype) -> SitesGather: ...
+
+    def broadcast(self, tensor: Tensor) -> None:
+        while True:
+            source = self._source()
+            sizes = [tensor.numel() * (rank == source) for rank in range(self.world_size)]
+            gather = self.gather_once(sizes, tensor.dtype)
+            if self.rank == source:
+                gather.payload.copy_(tensor.detach().reshape(-1))
+            gather.launch()
+            self.close_round()
+            if source not in self.absent:
+                break
+        value = gather.wait()[source]
+        if self.rank != source:
+            tensor.detach().copy_(value.view(tensor.shape))
+
+    def _source(self) -> int:
+        """Return the rank of the site that sends: the first one that has not been absent in the last round."""
+        return min(set(range(self.world_size)) - self.absent)
+
+    def broadcast_bytes(self, content: bytes) -> bytes:
+        while True:
+            source = self._source()
+            every = self.gather_bytes(content if self.rank == source else b"")
+            if source in every:
+                return every[source].tobytes()
+
+    def gather_objects(self, item: Any) -> list[Any]:
+        every = self.gather_present(item)
+        return [every.get(rank) for rank in range(self.world_size)]
+
+    def gather_present(self, item: Any) -> dict[int, Any]:
+        own, refusal = encode_object(item)
+        every = self.gather_bytes(own)
+        return dict(zip(every, decode_objects([*every.values()], refusal), strict=True))
+
+    def gather_bytes(self, own: bytes) -> dict[int, memoryview]:
+        """Gather byte strings of the sites that are present, by rank; where sites may leave, in a round of its own.
+
+        Sizes go first, and are checked before memory is allocated.
+        """
+        sizes = self.gather_once([1] * self.world_size, torch.int64)
+        sizes.payload[0] = len(own) + 1
+        sizes.launch()
+        # 0 for a site that is not there; one that was absent in the last round may have joined since
+        lengths = [int(size) for size in (sizes.wait() if self._in_step else sizes.collect())]
+        check_lengths(lengths)
+        gather = self.gather_once(lengths, torch.uint8)
+        gather.payload.copy_(torch.frombuffer(bytearray(b"\0" + own), dtype=torch.uint8))
+        gather.launch()
+        self.close_round()
+        payloads = gather.wait()
+        lacking = self.absent | gather.missing
+        return {
+            rank: bytes_of(payload)[1:]
+            for rank, payload in enumerate(payloads)
+            if lengths[rank] and rank not in lacking
+        }
+
+
+class HubTransport(CollectiveTransport):
     """Messages between the sites of a hub. All buffers lie on the CPU.
 
     Args:
@@ -88,43 +178,37 @@ class HubTransport(Transport):
         traffic: the meter; it counts what this site sends to the hub.
         timeout: seconds after which a silent site counts as lost.
         group: process group of the sites, if there is one.
-    """
 
-    is_direct = False
+    Attributes:
+        channel: first number of its exchanges.
+    """
 
     def __init__(self, link: HubLink, traffic: Traffic, timeout: float, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(HubSites(link), traffic, link.rank, torch.device("cpu"), timeout)
         self.link = link
         self.ring = float(self.copies) if link.sealing.required else 1.0  # the hub cannot add up sealed summands
         self._group = group
-        self._channel = link.new_channel()
+        self.channel = link.new_channel()
         self._gathers = self._collectives = 0
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        if self._group is None:
-            raise RuntimeError("this link to a hub has no process group: connect by dadplug.connect(kit=...)")
-        return self._group
 
     def close(self) -> None:
         """Nothing: the link is the process's, and outlives this transport."""
 
-    def gather(self, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
-        return HubGather(self, self.next_gather(), sizes, dtype)
+    def _open_gather(self, exchange: int, sizes: Sequence[int], dtype: torch.dtype) -> HubGather:
+        return HubGather(self, exchange, sizes, dtype)
 
-    def next_gather(self) -> int:
-        """Return the number of an exchange that takes place in many steps."""
+    def gather(self, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
         self._gathers += 1
         if self._gathers >= _COLLECTIVES:
             raise RuntimeError(f"more than {_COLLECTIVES} gathers have been prepared")
-        return self._channel | self._gathers
+        return self._open_gather(self.channel | self._gathers, sizes, dtype)
 
     def gather_again(self, first: Gather, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
         assert isinstance(first, HubGather)
-        return HubGather(self, first.exchange | SECOND_ROUND, sizes, dtype)
+        return self._open_gather(first.exchange | SECOND_ROUND, sizes, dtype)
 
-    def gather_once(self, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
-        return HubGather(self, self.next_collective(), sizes, dtype)
+    def gather_once(self, sizes: Sequence[int], dtype: torch.dtype) -> HubGather:
+        return self._open_gather(self.next_collective(), sizes, dtype)
 
     def end_step(self) -> None:
         self.link.end_step()
@@ -132,42 +216,12 @@ class HubTransport(Transport):
     def next_collective(self) -> int:
         """Return the number of an exchange that takes place once."""
         self._collectives = (self._collectives + 1) % _COLLECTIVES
-        return self._channel | _COLLECTIVES | self._collectives
+        return self.channel | _COLLECTIVES | self._collectives
 
     def all_reduce(self, tensor: Tensor) -> PendingSum:
         if tensor.dtype in CODES and not self.prefers_gather(tensor.numel() * tensor.element_size()):
             return _HubSum(self, tensor)
         return GatheredSum(self, tensor)
-
-    def broadcast(self, tensor: Tensor) -> None:
-        sizes = [tensor.numel() * (rank == 0) for rank in range(self.world_size)]
-        gather = HubGather(self, self.next_collective(), sizes, tensor.dtype)
-        if self.rank == 0:
-            gather.payload.copy_(tensor.detach().reshape(-1))
-        gather.launch()
-        first = gather.wait()[0]
-        if self.rank:
-            tensor.detach().copy_(first.view(tensor.shape))
-
-    def broadcast_bytes(self, content: bytes) -> bytes:
-        return self.gather_bytes(content if self.rank == 0 else b"")[0].tobytes()
-
-    def gather_objects(self, item: Any) -> list[Any]:
-        own, refusal = encode_object(item)
-        return decode_objects(self.gather_bytes(own), refusal)
-
-    def gather_bytes(self, own: bytes) -> list[memoryview]:
-        """Gather byte strings of all sites, by rank; sizes go first, and are checked before memory is allocated."""
-        gather = HubGather(self, self.next_collective(), [1] * self.world_size, torch.int64)
-        gather.payload[0] = len(own)
-        gather.launch()
-        lengths = [int(size) for size in gather.wait()]
-        check_lengths(lengths)
-        gather = HubGather(self, self.next_collective(), lengths, torch.uint8)
-        if own:
-            gather.payload.copy_(torch.frombuffer(bytearray(own), dtype=torch.uint8))
-        gather.launch()
-        return [bytes_of(payload) for payload in gather.wait()]
 
     def open_streams(self, timeout: float) -> dict[int, socket.socket]:
         return tunnel_of(self.link, timeout).open(self.gather_objects)
@@ -184,6 +238,11 @@ class HubTransport(Transport):
         return stream_to_hub(tunnel_of(self.link, timeout))
 
     @property
+    def left_out(self) -> frozenset[int]:
+        """Ranks of the sites that have no part in the rest of the step, since they were absent in its first round."""
+        return frozenset()
+
+    @property
     def dialed_by(self) -> str:
         return str(self.link.kit.folder.resolve())
 
@@ -192,7 +251,7 @@ class HubTransport(Transport):
         return self.link.sealing.required or peers == 1 or peers * nbytes <= _PACKET_BYTES
 
 
-class HubGather(Gather):
+class HubGather(SitesGather):
     """Gather of payloads that the hub passes on.
 
     Args:
@@ -221,8 +280,9 @@ class HubGather(Gather):
 
     def post(self) -> None:
         if not self._incoming and self._others:
-            expect = self._transport.link.expect
-            self._incoming = [expect(rank, self.exchange, buffer) for rank, buffer in self._others]
+            link, left_out = self._transport.link, self._transport.left_out
+            present = [each for each in self._others if each[0] not in left_out]
+            self._incoming = [link.expect(rank, self.exchange, buffer) for rank, buffer in present]
 
     def launch(self) -> None:
         self.post()
@@ -267,11 +327,20 @@ class GatheredSum(PendingSum):
         self._gather.launch()
 
     def wait(self) -> None:
-        first, *others = self._gather.wait()
-        total = first.to(torch.promote_types(first.dtype, torch.float32)) if first.is_floating_point() else first
-        for payload in others:
-            total += payload
-        self._tensor.detach().copy_(total.view(self._tensor.shape))
+        self._tensor.detach().copy_(add_up(self._gather.wait()).view(self._tensor.shape))
+
+
+def add_up(addends: Sequence[Tensor]) -> Tensor:
+    """Return the sum of tensors in their order; that of narrow types in single precision, to be rounded once.
+
+    Args:
+        addends: the tensors; the first one may be changed.
+    """
+    first, *others = addends
+    total = first.to(torch.promote_types(first.dtype, torch.float32)) if first.is_floating_point() else first
+    for each in others:
+        total += each
+    return total
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -313,8 +382,6 @@ class ElasticTransport(HubTransport):
         self.joins = self.listens = link.rounds.joins
         if not self.joins:
             link.rounds.begin(requirements)
-        self.ring = self.copies
-        self._in_step = False
         self._resize(link.world_size)
         self.absent = self._of_run(link.rounds.absent)
 
@@ -360,7 +427,6 @@ class ElasticTransport(HubTransport):
 
     @property
     def left_out(self) -> frozenset[int]:
-        """Ranks of the sites that have no part in the rest of the step, since they were absent in its first round."""
         return self.absent if self._in_step else frozenset()
 
     @property
@@ -396,98 +462,29 @@ class ElasticTransport(HubTransport):
     def begin_plan(self) -> None:
         self._gathers = 0
 
-    def gather(self, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
-        return ElasticGather(self, self.next_gather(), sizes, dtype)
-
-    def gather_again(self, first: Gather, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
-        assert isinstance(first, ElasticGather)
-        return ElasticGather(self, first.exchange | SECOND_ROUND, sizes, dtype)
+    def _open_gather(self, exchange: int, sizes: Sequence[int], dtype: torch.dtype) -> ElasticGather:
+        return ElasticGather(self, exchange, sizes, dtype)
 
     def gather_resized(self, gather: Gather, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
         assert isinstance(gather, ElasticGather)
         return ElasticGather(self, gather.exchange, sizes, dtype)
 
-    def gather_once(self, sizes: Sequence[int], dtype: torch.dtype) -> ElasticGather:
-        return ElasticGather(self, self.next_collective(), sizes, dtype)
-
     def prefers_gather(self, nbytes: int) -> bool:
         return True  # a sum that the hub has formed holds the share of a site that has left since
 
-    def all_reduce(self, tensor: Tensor) -> PendingSum:
-        return GatheredSum(self, tensor)
-
-    def broadcast(self, tensor: Tensor) -> None:
-        while True:
-            source = min(set(range(self.world_size)) - self.absent)
-            sizes = [tensor.numel() * (rank == source) for rank in range(self.world_size)]
-            gather = self.gather_once(sizes, tensor.dtype)
-            if self.rank == source:
-                gather.payload.copy_(tensor.detach().reshape(-1))
-            gather.launch()
-            self.close_round()
-            if source not in self.absent:
-                value = gather.wait()[source]
-                if self.rank != source:
-                    tensor.copy_(value.view(tensor.shape))
-                return
-
-    def broadcast_bytes(self, content: bytes) -> bytes:
-        while True:
-            source = min(set(range(self.world_size)) - self.absent)
-            every = self._gather_present_bytes(content if self.rank == source else b"")
-            if source in every:
-                return every[source].tobytes()
-
-    def gather_objects(self, item: Any) -> list[Any]:
-        every = self.gather_present(item)
-        return [every.get(rank) for rank in range(self.world_size)]
-
-    def gather_present(self, item: Any) -> dict[int, Any]:
-        own, refusal = encode_object(item)
-        every = self._gather_present_bytes(own)
-        return dict(zip(every, decode_objects([*every.values()], refusal), strict=True))
-
-    def _gather_present_bytes(self, own: bytes) -> dict[int, memoryview]:
-        """Gather byte strings of the sites that are present, by rank, and end the round."""
-        sizes = self.gather_once([1] * self.world_size, torch.int64)
-        sizes.payload[0] = len(own) + 1
-        sizes.launch()
-        # 0 for a site that is not there; one that was absent in the last round may have joined since
-        lengths = [int(size) for size in (sizes.wait() if self._in_step else sizes.collect())]
-        check_lengths(lengths)
-        gather = self.gather_once(lengths, torch.uint8)
-        gather.payload.copy_(torch.frombuffer(bytearray(b"\0" + own), dtype=torch.uint8))
-        gather.launch()
-        self.close_round()
-        payloads = gather.wait()
-        return {
-            rank: bytes_of(payload)[1:]
-            for rank, payload in enumerate(payloads)
-            if lengths[rank] and rank not in self.absent | gather.missing
-        }
-
 
 class ElasticGather(HubGather):
-    """Gather of payloads, in which those of absent sites are zeros.
-
-    Attributes:
-        missing: ranks of the sites whose payloads have not arrived, in the last round.
-    """
+    """Gather of payloads, in which those of absent sites are zeros."""
 
     _transport: ElasticTransport
 
     def __init__(self, transport: ElasticTransport, exchange: int, sizes: Sequence[int], dtype: torch.dtype) -> None:
         super().__init__(transport, exchange, sizes, dtype)
-        self.missing: set[int] = set()
+        self.missing = set()
         self._round = 0
 
-    def post(self) -> None:
-        if not self._incoming:
-            present = [each for each in self._others if each[0] not in self._transport.left_out]
-            self._incoming = [self._transport.link.expect(rank, self.exchange, buffer) for rank, buffer in present]
-
     def launch(self) -> None:
-        self.missing.clear()
+        self.missing = set()
         self._round = self._transport.link.step
         if self._transport.silent:
             self.post()
@@ -501,7 +498,6 @@ class ElasticGather(HubGather):
         return self.payloads
 
     def collect(self) -> list[Tensor]:
-        """Wait for the payloads of all sites that have not left; which of them count, the end of the round decides."""
         transport = self._transport
         if self._incoming:
             with transport.traffic.waiting():
@@ -511,7 +507,7 @@ class ElasticGather(HubGather):
             self._blank(lost)
         return self.payloads
 
-    def _check(self, missing: set[int]) -> None:
+    def _check(self, missing: Set[int]) -> None:
         """Raise MismatchError if a site has taken part in the round without its payload.
 
         A site that joins gets what has been sent in this round, but not what was sent in an earlier one.
@@ -524,7 +520,7 @@ class ElasticGather(HubGather):
                 "synchronize() when a site joins?"
             )
 
-    def _blank(self, ranks: set[int] | frozenset[int]) -> None:
+    def _blank(self, ranks: Set[int]) -> None:
         for rank in ranks - self.missing:
             self.payloads[rank].zero_()
         self.missing |= ranks
@@ -551,7 +547,7 @@ class TrainerTransport(ElasticTransport):
     @property
     def place(self) -> int:
         """Number of this transport among those of the process, the same at all sites at the same place of a program."""
-        return self._channel
+        return self.channel
 
     def close_round(self, admits: bool = False, idle: bool = False) -> None:
         if not self.joins:

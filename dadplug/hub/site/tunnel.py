@@ -15,25 +15,23 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from typing import Any
 
 from ...errors import FrameError, SiteError
+from ...exchange.deadline import Deadline
 from ...exchange.transport import StreamToHub
 from ..pki.kits import Kit
-from ..secure.sealing import Keys
+from ..secure.sealing import Keys, Opener, Sealer
 from ..wire.frames import Head, Kind
-from ..wire.messages import Drop, Leave
+from ..wire.messages import Drop
 from ..wire.streams import HUB_SLOT, PeerStream, Tag, pieces
 from .connection import HubConnection
 from .link import HubLink
 
 _MOST_UNSENT = 1 << 20  # bytes that the connection has not taken, beyond which streams are held up
 _MOST_KEPT = 32 << 20  # the same for bytes that the hub has not acknowledged
-_PING_SECONDS = 1.0
 _NONCE_BYTES = 16
 _LATER = 1 << 31  # bit of the channels of streams that one site opens by itself
-_END_SECONDS = 0.1  # for the hub to close the connection
 
 
 class TunnelSocket(socket.socket):
@@ -42,33 +40,32 @@ class TunnelSocket(socket.socket):
     Args:
         tunnel: the tunnel.
         stream: the stream.
+
+    Attributes:
+        stream: the stream.
     """
 
     def __init__(self, tunnel: Tunnel, stream: PeerStream) -> None:
         super().__init__(fileno=stream.program.detach())
         self.setblocking(False)
-        self._tunnel, self._stream = tunnel, stream
+        self._tunnel, self.stream = tunnel, stream
 
     def send(self, data: Any, flags: int = 0, /) -> int:
         """Send bytes, without blocking; the flags are ignored."""
-        return self._tunnel.write(self._stream, [data], self.spill)
+        return self._tunnel.write(self, [data])
 
     def sendmsg(self, buffers: Iterable[Any], /, *_: Any) -> int:
         """Send buffers, without blocking; further arguments are ignored."""
-        return self._tunnel.write(self._stream, list(buffers), self.spill)
+        return self._tunnel.write(self, list(buffers))
 
     def close(self) -> None:
         """Close the program's end; the other site reads the end of the stream after all bytes."""
-        self._tunnel.finish(self._stream)
+        self._tunnel.finish(self.stream)
         super().close()
-
-    def spill(self, buffers: Sequence[Any]) -> int:
-        """Leave buffers to the thread of the tunnel."""
-        return super().sendmsg(buffers)
 
 
 class Tunnel(HubConnection):
-    """Connection to the hub that carries the streams.
+    """Connection to the hub that carries the streams. Its thread reads what arrives.
 
     Args:
         kit: kit of this site.
@@ -78,6 +75,8 @@ class Tunnel(HubConnection):
     Raises:
         ValueError: if it does, and there are none.
     """
+
+    batch_seconds = 0.0
 
     def __init__(self, kit: Kit, address: tuple[str, int] | None = None, keys: Keys | None = None) -> None:
         if kit.roster.sealed != (keys is not None):
@@ -89,9 +88,6 @@ class Tunnel(HubConnection):
         self._take: Callable[[int, socket.socket], None] | None = None  # takes a stream that another site has opened
         self._next = 0
         self._process = os.getpid()
-        self._left = False  # whether the hub has been told that this site leaves
-        self._poller = select.poll()
-        self._watched: dict[int, int] = {}  # events that are polled for, by descriptor
 
     def open(self, exchange: Callable[[Any], list[Any]]) -> dict[int, socket.socket]:
         """Open a stream to each other site; all sites must call it together.
@@ -116,8 +112,7 @@ class Tunnel(HubConnection):
             for slot in range(self.world_size):
                 if slot != self.rank:
                     keys = None if self._keys is None else self._keys.pair(slot, context)
-                    stream = self._streams[channel, slot] = PeerStream(channel, slot, keys)
-                    opened[slot] = TunnelSocket(self, stream)
+                    opened[slot] = self._begin(channel, slot, keys)
         self._wake()
         return opened
 
@@ -141,17 +136,16 @@ class Tunnel(HubConnection):
         self._wake()
         return opened
 
-    def _begin(self, channel: int, slot: int) -> TunnelSocket:
-        stream = self._streams[channel, slot] = PeerStream(channel, slot)
+    def _begin(self, channel: int, slot: int, keys: tuple[Sealer, Opener] | None = None) -> TunnelSocket:
+        stream = self._streams[channel, slot] = PeerStream(channel, slot, keys)
         return TunnelSocket(self, stream)
 
-    def write(self, stream: PeerStream, buffers: Sequence[Any], spill: Callable[[Sequence[Any]], int]) -> int:
+    def write(self, program: TunnelSocket, buffers: Sequence[Any]) -> int:
         """Send bytes of a stream, or leave them to the thread.
 
         Args:
-            stream: the stream.
+            program: the program's end of the stream.
             buffers: the bytes.
-            spill: function that writes to the stream's local socket.
 
         Returns:
             The number of bytes that were taken.
@@ -160,10 +154,11 @@ class Tunnel(HubConnection):
             BlockingIOError: if there is no room; the local socket shows when there is.
             OSError: if the stream is closed.
         """
+        stream = program.stream
         with self.lock:
             room = 0 if stream.spilled or self.closed else self._sendable(stream)
             if not room:
-                count = spill(buffers)
+                count = socket.socket.sendmsg(program, buffers)
                 stream.spilled += count
                 return count
             before = stream.sent
@@ -193,20 +188,11 @@ class Tunnel(HubConnection):
         Args:
             seconds: time for the rest, at most.
         """
-        deadline = time.monotonic() + seconds
-        while not self.closed and any(each.spilled for each in list(self._streams.values())):
-            if time.monotonic() > deadline:
-                break
+        deadline = Deadline(seconds)
+        while not (self.closed or deadline.over) and any(each.spilled for each in list(self._streams.values())):
             time.sleep(0.002)
-        if not self.closed:
-            self._left = True
-            with suppress(SiteError):
-                self.post_control(Leave(""))
-        while not self.closed and self._connection is not None and not self._frames.idle:
-            if time.monotonic() > deadline:
-                break
-            time.sleep(0.002)
-        super().close(_END_SECONDS)
+        self.leave("")
+        super().close(seconds)
 
     def close_descriptors(self) -> None:
         """Close all sockets at once, also in a forked child."""
@@ -237,7 +223,7 @@ class Tunnel(HubConnection):
 
     def control(self, message: object) -> None:
         """Take an announcement: of all sites, those that are lost matter."""
-        if not isinstance(message, Drop) or self._left:
+        if not isinstance(message, Drop) or self.left:
             return
         if message.slot == self.rank:
             self.fail(SiteError(f"{self.hub} has given this site up: {message.reason}"))
@@ -272,7 +258,6 @@ class Tunnel(HubConnection):
             self._append_data(stream, [content], len(content))
 
     def _remove(self, stream: PeerStream) -> None:
-        self._unwatch(stream.local.fileno())
         self._streams.pop((stream.channel, stream.slot), None)
         self._reached.discard(stream)
         stream.close()
@@ -285,33 +270,23 @@ class Tunnel(HubConnection):
             for stream in list(self._streams.values()):
                 self._remove(stream)
 
-    def _maintain(self) -> None:
-        """Send what the writing threads have left, pass on what arrives, ping, and dial again."""
-        ping = time.monotonic() + _PING_SECONDS
-        while not self.closed:
-            if self._connection is None:
-                if self._left:
-                    break
-                self._watched.clear()
-                self._poller = select.poll()
-                self._return()
-                continue
-            ready = self._wait(max(0.0, ping - time.monotonic()))
-            with self.lock:
-                if self._connection is None:
-                    continue
-                self.transfer()
-                self._serve(ready)
-                self._flush_or_disconnect()
-                if time.monotonic() >= ping:
-                    ping = time.monotonic() + _PING_SECONDS
-                    self._frames.ping()
-                    self._flush_or_disconnect()
-                    if time.monotonic() - self._heard > self._silence:
-                        self._lose(TimeoutError(f"nothing has arrived for {self._silence:g} s"))
+    def tick(self) -> None:
+        self._end_silence()
 
-    def _serve(self, ready: dict[int, int]) -> None:
-        """Serve the streams that have become ready, or that messages have arrived for."""
+    def expects(self) -> int:
+        return _MOST_KEPT  # always: no other thread reads
+
+    def watched(self) -> dict[int, int]:
+        found = super().watched()
+        for stream in self._streams.values():
+            events = select.POLLOUT * stream.holds_incoming + select.POLLIN * (self._sendable(stream) > 0)
+            if events:  # otherwise the end of the socket would end every wait
+                found[stream.local.fileno()] = events
+        return found
+
+    def serve(self, ready: dict[int, int]) -> None:
+        """Receive, and serve the streams that have become ready, or that messages have arrived for."""
+        self.transfer()
         for stream in list(self._streams.values()):
             events = ready.get(stream.local.fileno(), 0)
             if (stream in self._reached or events & select.POLLOUT) and (grant := stream.pass_on()):
@@ -319,35 +294,7 @@ class Tunnel(HubConnection):
             if events & ~select.POLLOUT or stream.spilled:
                 self._send_spilled(stream)
         self._reached.clear()
-
-    def _wait(self, seconds: float) -> dict[int, int]:
-        """Wait until there is something to do; return the events by descriptor."""
-        with self.lock:
-            if self._connection is None:
-                return {}
-            events = select.POLLIN | select.POLLOUT * self._frames.blocked
-            self._watch(self._connection.fileno(), events)
-            self._watch(self._wake_read.fileno(), select.POLLIN)
-            for stream in self._streams.values():
-                events = select.POLLOUT * stream.holds_incoming + select.POLLIN * (self._sendable(stream) > 0)
-                self._watch(stream.local.fileno(), events)
-        ready = dict(self._poller.poll(1e3 * seconds))
-        if self._wake_read.fileno() in ready:
-            with suppress(OSError):
-                self._wake_read.recv(4096)
-        return ready
-
-    def _watch(self, descriptor: int, events: int) -> None:
-        """Poll for events; for none at all where they are 0, since the end of a socket would end every wait."""
-        if not events:
-            self._unwatch(descriptor)
-        elif self._watched.get(descriptor) != events:
-            self._poller.register(descriptor, events)
-            self._watched[descriptor] = events
-
-    def _unwatch(self, descriptor: int) -> None:
-        if self._watched.pop(descriptor, 0):
-            self._poller.unregister(descriptor)
+        self._flush_or_disconnect()
 
 
 _tunnels: weakref.WeakKeyDictionary[HubLink, Tunnel] = weakref.WeakKeyDictionary()

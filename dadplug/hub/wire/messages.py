@@ -16,7 +16,7 @@ from ...exchange import codec
 from ...exchange.transport import Requirements
 from .frames import PIECE_BYTES, Head, Kind
 
-VERSION = 6
+VERSION = 7
 _LONGEST_TEXT = 2000  # characters
 
 

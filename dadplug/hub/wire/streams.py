@@ -274,7 +274,6 @@ class NumberedFrames:
 
     Attributes:
         received: number of frames that have been received, pings excluded.
-        bytes_sent: bytes of the frames that have been handed over for sending.
         blocked: whether the connection has no room for what is to be sent.
         seal: function that cuts a message into frames, where it is to be sealed.
         kept: where the frames of messages are kept; None to keep none.
@@ -291,7 +290,6 @@ class NumberedFrames:
         self.blocked = False
         self._unacknowledged = 0  # bytes received since the last ping
         self.received = 0
-        self.bytes_sent = 0
         self.seal: Callable[[Head, memoryview], Iterable[bytes]] | None = None
         self.kept: KeptFrames | None = None
         self.payload_bytes = PIECE_BYTES
@@ -350,7 +348,6 @@ class NumberedFrames:
     def append(self, frame: bytes) -> None:
         """Append a frame to those that are to be sent."""
         self._queue.append(frame)
-        self.bytes_sent += len(frame)
 
     def append_message(self, head: Head, content: memoryview | bytes) -> None:
         """Append a message, cut into frames; an empty one as a frame without a body."""

@@ -1,0 +1,282 @@
+"""Messages that arrive at a site, matched with those that it expects, and what a restarted hub needs of them."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+
+from ...errors import MismatchError
+from ..wire.frames import Head, Kind
+from ..wire.messages import FRESH, Close, Continue, Position, Repeat
+from ..wire.streams import KeptFrames
+
+MAX_EARLY_BYTES = 1 << 30
+
+_Key = tuple[Kind, int, int]  # kind, slot of the sender, number of the exchange
+
+
+class Incoming:
+    """Message that is expected.
+
+    Attributes:
+        key: kind, slot of the sender and number of the exchange of its frames.
+        buffer: room for it, of bytes.
+        received: bytes that have arrived.
+        done: whether all have.
+    """
+
+    __slots__ = ("buffer", "done", "key", "received")
+
+    def __init__(self, key: _Key, buffer: memoryview) -> None:
+        self.key = key
+        self.buffer = buffer
+        self.received = 0
+        self.done = not len(buffer)
+
+    def count(self, nbytes: int) -> None:
+        """Count bytes as received."""
+        self.received += nbytes
+        self.done = self.received == len(self.buffer)
+
+
+class Inbox:
+    """Messages by kind, sender and exchange, first in first out. Not to be used by two threads at once.
+
+    Args:
+        names: names of the sites by slot, for messages; names of further sites may be appended.
+        rank: slot of this site.
+        limit: bytes of early messages that are kept, at most.
+
+    Attributes:
+        expected_bytes: bytes that are expected and have not arrived.
+        early_bytes: bytes that have not been expected so far.
+    """
+
+    def __init__(self, names: Sequence[str], rank: int, limit: int = MAX_EARLY_BYTES) -> None:
+        self._names = names
+        self._rank = rank
+        self._limit = limit
+        self._expected: dict[_Key, deque[Incoming]] = {}
+        self._early: dict[_Key, deque[tuple[Head, memoryview]]] = {}
+        self._target: Incoming | None = None  # of the frame that is arriving
+        self.expected_bytes = self.early_bytes = 0
+
+    def expect(self, key: _Key, buffer: memoryview) -> Incoming:
+        """Expect a message.
+
+        Args:
+            key: kind, slot of the sender and number of the exchange.
+            buffer: room for it; nothing arrives where it is empty.
+
+        Raises:
+            MismatchError: if what has arrived does not fit.
+        """
+        incoming = Incoming(key, buffer)
+        self.expected_bytes += len(buffer)
+        early = self._early.get(key)
+        while early and not incoming.done:
+            head, piece = early.popleft()
+            self.early_bytes -= len(piece)
+            self._fill(incoming, head.offset, piece)
+        if early is not None and not early:
+            del self._early[key]
+        if not incoming.done:
+            self._expected.setdefault(key, deque()).append(incoming)
+        return incoming
+
+    def room(self, head: Head) -> memoryview:
+        """Return room for the body of a frame that is arriving; a frame that was lost before its end is forgotten.
+
+        Raises:
+            MismatchError: if it does not fit what is expected, or too much has arrived that is not expected.
+        """
+        expected = self._expected.get((head.kind, head.slot, head.exchange))
+        if expected:
+            self._target = expected[0]
+            return self._part(expected[0], head.offset, head.length)
+        self._target = None
+        if self.early_bytes + head.length > self._limit:
+            raise MismatchError(
+                f"{self.early_bytes >> 20} MB have arrived at {self._name(self._rank)} that belong to no exchange "
+                f"which it has begun, most recently from {self._name(head.slot)}: do all sites run the same program?"
+            )
+        return memoryview(bytearray(head.length))
+
+    def complete(self, head: Head, body: memoryview) -> None:
+        """Take a frame that has arrived in the room which `room` has returned.
+
+        Raises:
+            MismatchError: if it does not fit what has been expected meanwhile.
+        """
+        key = head.kind, head.slot, head.exchange
+        if self._target is not None:
+            self._target.count(head.length)
+            self.expected_bytes -= head.length
+            self._release(self._target)
+        elif expected := self._expected.get(key):  # since its first bytes have arrived
+            self._fill(expected[0], head.offset, body)
+            self._release(expected[0])
+        else:
+            self._early.setdefault(key, deque()).append((head, body))
+            self.early_bytes += len(body)
+
+    def cancel(self, incoming: Incoming) -> None:
+        """Expect a message no longer."""
+        expected = self._expected.get(incoming.key, deque())
+        if incoming in expected:
+            self.expected_bytes -= len(incoming.buffer) - incoming.received
+            expected.remove(incoming)
+            if not expected:
+                del self._expected[incoming.key]
+        if self._target is incoming:
+            self._target = None
+
+    def cancel_all(self, slot: int) -> None:
+        """Expect the payloads of a site no longer."""
+        for key in [key for key in self._expected if key[:2] == (Kind.PAYLOAD, slot)]:
+            for incoming in list(self._expected[key]):
+                self.cancel(incoming)
+
+    def forget(self, slot: int, first: int = 0, last: int = 1 << 63) -> None:
+        """Forget what a site has sent and was not expected.
+
+        Args:
+            slot: the site.
+            first: the first step whose messages are forgotten.
+            last: the last one.
+        """
+        for key in [key for key in self._early if key[1] == slot]:
+            early = self._early.pop(key)
+            kept = deque(each for each in early if not first <= each[0].step <= last)
+            self.early_bytes -= sum(len(piece) for _, piece in early) - sum(len(piece) for _, piece in kept)
+            if kept:
+                self._early[key] = kept
+
+    def clear(self) -> None:
+        """Forget everything, also what is expected."""
+        self._expected.clear()
+        self._early.clear()
+        self._target = None
+        self.expected_bytes = self.early_bytes = 0
+
+    def early_of(self, slot: int) -> bool:
+        """Return whether something of a site has arrived that is not expected."""
+        return any(key[1] == slot for key in self._early)
+
+    def _release(self, incoming: Incoming) -> None:
+        """Remove a message that is complete from those that are expected."""
+        if not incoming.done:
+            return
+        expected = self._expected[incoming.key]
+        expected.popleft()
+        if not expected:
+            del self._expected[incoming.key]
+
+    def _fill(self, incoming: Incoming, offset: int, piece: memoryview) -> None:
+        self._part(incoming, offset, len(piece))[:] = piece
+        incoming.count(len(piece))
+        self.expected_bytes -= len(piece)
+
+    def _part(self, incoming: Incoming, offset: int, length: int) -> memoryview:
+        if offset != incoming.received or offset + length > len(incoming.buffer):
+            kind, slot, _ = incoming.key
+            sender = "the hub" if kind is Kind.SUM else self._name(slot)
+            raise MismatchError(
+                f"{sender} sends {self._name(self._rank)} another message than it expects, one of "
+                f"{len(incoming.buffer)} bytes: every site must call synchronize() equally often, with the same "
+                "model; a site that has run out of data calls idle()"
+            )
+        return incoming.buffer[offset : offset + length]
+
+    def _name(self, slot: int) -> str:
+        return f"site {slot} ({self._names[slot]})"
+
+
+class Continuation:
+    """Frames sent and numbers of frames received since the last closed round, and what the hub has announced of it.
+
+    Frames of one sender arrive at all sites in the same order. So a site that counts them can tell those that arrive
+    again from those that it lacks.
+
+    Args:
+        position: the last closed round.
+
+    Attributes:
+        kept: frames that this site has sent in the last closed round and since.
+        run: number of the run; 0 before it has started.
+        position: the last closed round.
+        before: the one before it.
+        contributors: slots of its contributors.
+        joined: slots of those that have joined in it.
+    """
+
+    def __init__(self, position: Position = FRESH) -> None:
+        self.kept = KeptFrames()
+        self.run = self._life = position.life
+        self.position, self.before = position, FRESH
+        self.contributors: tuple[int, ...] = ()
+        self.joined: tuple[int, ...] = ()
+        self._counts: Counter[tuple[int, ...]] = Counter()  # of frames received, by `_key`
+        self._repeated: Counter[tuple[int, ...]] = Counter()  # of those, how many are about to arrive again
+
+    # Frames received
+
+    def repeats(self, head: Head) -> bool:
+        """Return whether a frame that is arriving has arrived before."""
+        return bool(self._repeated) and self._repeated[_key(head)] > 0
+
+    def count(self, head: Head) -> None:
+        """Count a frame that has arrived."""
+        key = _key(head)
+        if self.repeats(head):
+            self._repeated[key] -= 1
+        else:
+            self._counts[key] += 1
+
+    def counts(self, step: int, world_size: int) -> tuple[int, ...]:
+        """Return the number of payload frames of a step, by sender."""
+        return tuple(self._counts[step, slot] for slot in range(world_size))
+
+    def forget(self, slot: int) -> None:
+        """Record that a site has left the open round."""
+        for counts in (self._counts, self._repeated):
+            for key in [key for key in counts if len(key) == 2 and key[1] == slot and key[0] > self.position.step]:
+                del counts[key]
+
+    # Announcements of the hub
+
+    def close(self, message: Close, joined: frozenset[int]) -> None:
+        """Record that a round has been closed.
+
+        Args:
+            message: the announcement.
+            joined: slots of the sites that have joined in it.
+        """
+        if message.step <= self.position.step:
+            return
+        self.before = self.position
+        self.position = Position(self._life, message.step)
+        self.contributors, self.joined = tuple(message.contributors), tuple(sorted(joined))
+        self.kept.forget_before(message.step)
+        for counts in (self._counts, self._repeated):
+            for key in [key for key in counts if key[0] < message.step]:
+                del counts[key]
+
+    def repeat(self, message: Repeat) -> list[bytes]:
+        """Return the frames that the hub asks for."""
+        step = message.position.step
+        self._life = message.position.life  # by which the round was closed
+        self._repeated = Counter({key: count for key, count in self._counts.items() if key[0] == step})
+        return self.kept.frames(step, step)
+
+    def go_on(self, message: Continue) -> list[bytes]:
+        """Return the frames that are sent again over a new hub."""
+        self._life = message.life
+        self.position = max(self.position, message.position, key=lambda each: each.step)
+        self._repeated = Counter({key: count for key, count in self._counts.items() if key[0] > message.position.step})
+        return self.kept.frames(message.position.step + 1)
+
+
+def _key(head: Head) -> tuple[int, ...]:
+    """Return by what frames are counted: the sender, or the place of a piece of a sum."""
+    return (head.step, head.slot) if head.kind is Kind.PAYLOAD else (head.step, 0, head.exchange, head.offset)
