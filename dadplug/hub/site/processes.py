@@ -28,6 +28,7 @@ from ...errors import MismatchError, SiteError
 from ...exchange import codec
 from ...exchange.deadline import within
 from ...exchange.failure_reports import PeerNames, ProcessSites, own_member, watch_exit
+from ...exchange.group_transport import Work
 from ...exchange.hierarchy import Job, NodeMessages, WorkerThreads
 from ...exchange.rendezvous import meet
 from ...exchange.status import Member, Silence
@@ -382,7 +383,7 @@ class SiteTransport(CollectiveTransport, NodeMessages):
             raise RuntimeError("the connection is closed")
         return self._gloo
 
-    def wait(self, work: dist.Work, peer: int | None = None) -> None:
+    def wait(self, work: Work, peer: int | None = None) -> None:
         try:
             with self.traffic.waiting():
                 work.wait()
@@ -484,8 +485,8 @@ class SiteGather(SitesGather):
         self._remote = [(ranks[0], flats[slot]) for slot, ranks in enumerate(members) if slot != own]
         self._own_bytes = totals[own] * flats[own].element_size()
         self.payload = self._payloads[transport.rank]
-        self._arriving: list[tuple[dist.Work, int]] | None = None
-        self._sends: list[tuple[dist.Work, int]] = []
+        self._arriving: list[tuple[Work, int]] | None = None
+        self._sends: list[tuple[Work, int]] = []
         self._job: Job | None = None
 
     def post(self) -> None:
@@ -517,7 +518,7 @@ class SiteGather(SitesGather):
             steps = [("up", partial(self._pass_up, over_hub, arriving)), ("down", partial(self._pass_down, over_hub))]
         self._job = transport.workers.submit(*steps)
 
-    def _pass_up(self, over_hub: HubGather, arriving: Sequence[tuple[dist.Work, int]]) -> None:
+    def _pass_up(self, over_hub: HubGather, arriving: Sequence[tuple[Work, int]]) -> None:
         self._transport.arrive(arriving)
         over_hub.launch()
 
@@ -549,7 +550,7 @@ class _SiteSum(PendingSum):
         self._tag = tag
         self._flat = flat
         self._sum: PendingSum | None = None
-        self._sends: list[tuple[dist.Work, int]] = []
+        self._sends: list[tuple[Work, int]] = []
         peers, leader = transport.nodes.peers, transport.leader
         if transport.sums is None:
             arriving = transport.receive(flat, leader, tag + 1)
@@ -564,7 +565,7 @@ class _SiteSum(PendingSum):
         add = partial(self._add, transport.sums, addends, received)
         self._job = transport.workers.submit(("up", add), ("down", self._send_result))
 
-    def _add(self, sums: HubTransport, addends: Sequence[Tensor], received: Sequence[tuple[dist.Work, int]]) -> None:
+    def _add(self, sums: HubTransport, addends: Sequence[Tensor], received: Sequence[tuple[Work, int]]) -> None:
         self._transport.arrive(received)
         total = add_up([self._flat, *addends])
         if total is not self._flat:
