@@ -11,11 +11,11 @@ from torch import nn
 
 from ..adapm import AdaModel
 from ..reduction import GradientReduction
-from ..signature import split_keywords, takes_keywords_of
+from ..signature import takes_keywords_of
 from ._catalyst.engine import plain
 from ._catalyst.runner import RunnerArguments
 from .distributed_runner import DistributedRunner
-from .management import LookaheadLoader, Management, Stub, check_names, clip, embeddings_of, give_back
+from .management import LookaheadLoader, Management, Stub, clip, embeddings_of, give_back
 
 
 class AdaPMRunner(DistributedRunner):
@@ -59,10 +59,8 @@ class AdaPMRunner(DistributedRunner):
     def __init__(
         self, model: Any = None, criterion: Any = None, optimizer: Any = None, mode: str = "dsgd", **arguments: Any
     ) -> None:
-        self._management, others = Management.split(arguments)
-        check_names(split_keywords(RunnerArguments, others)[1])
+        self._management, others = Management.split("AdaPMRunner", RunnerArguments, mode, arguments)
         super().__init__(model, criterion, optimizer, mode, **others)
-        self.options.check_all_stay("AdaPMRunner")
         self._owner: Any = None
         self._gathered: tuple[int, dict[str, Any]] | None = None
 

@@ -23,6 +23,7 @@ from ...hub.site.processes import LOOPBACK, STARTED_PROCESSES
 from ...hub.site.runtime import current_connection
 from ...model_sync import sameness
 from ...model_sync.samples import batch_size, takes_part
+from ...signature import OptionSet, split_keywords
 from ..loaders import UnevenLoader, compare_lengths
 from ..patches import gather
 from . import elastic
@@ -140,9 +141,9 @@ class SiteStrategy(_DDPStrategy):
     may be fused.
 
     Args:
-        options: options of the exchange, a dataclass with a ``timeout`` in seconds; with ``sync_batchnorm`` if the
-            exchange can normalise by the statistics of all sites' rows.
-        arguments: arguments of ``DDPStrategy``, see `StrategyArguments`.
+        kind: class of the exchange's options. They have a ``timeout`` in seconds; ``sync_batchnorm`` if the exchange
+            can normalise by the statistics of all sites' rows; ``requirements`` if sites may leave and return.
+        keywords: those options, and arguments of ``DDPStrategy``, see `StrategyArguments`.
 
     Attributes:
         options: the options of the exchange.
@@ -153,15 +154,17 @@ class SiteStrategy(_DDPStrategy):
     _elastic: ElasticFit | None = None  # of a run in which sites leave and return
     _elastic_class = ElasticFit
     _in_step_with_others = True  # if not, sites are at different steps within an epoch
-    _fuses = False  # whether optimizer steps of this fit are those on gradients that are held, and not formed
+    _wants_fused = False  # whether the user asks for steps on gradients that are held, and not formed
+    _fuses = False  # whether optimizer steps of this fit are such ones
     _stepping: Any = None  # the optimizer whose fused step is being taken
 
-    def __init__(self, options: Any, arguments: Mapping[str, Any]) -> None:
-        settings = vars(StrategyArguments(**arguments))
+    def __init__(self, kind: type[OptionSet], keywords: Mapping[str, Any]) -> None:
+        given, own = split_keywords(StrategyArguments, keywords)
+        self.options: Any = kind.create(**own)
+        settings = vars(StrategyArguments(**given))
         if settings["cluster_environment"] is None and SiteEnvironment.detect():
             settings = settings | {"cluster_environment": SiteEnvironment()}
-        super().__init__(**settings, timeout=timedelta(seconds=options.timeout))
-        self.options = options
+        super().__init__(**settings, timeout=timedelta(seconds=self.options.timeout))
         self._states: list[Any] | None = None  # of all sites, from a checkpoint
         self._steps: tuple[int, int] | None = None
         self._weightless = self._skipped = False
@@ -171,7 +174,7 @@ class SiteStrategy(_DDPStrategy):
     @property
     def _requirements(self) -> Requirements | None:
         """Requirements of training to go on without a site that leaves; None where all must stay."""
-        return None
+        return getattr(self.options, "requirements", None)
 
     @property
     def _deals(self) -> bool:
@@ -272,6 +275,8 @@ class SiteStrategy(_DDPStrategy):
         if not fits:
             return
         self._build()
+        if self._wants_fused:
+            self._set_up_fusing()
         if self._elastic is not None:
             self._elastic.restore(self._run)
 
@@ -444,8 +449,12 @@ class SiteStrategy(_DDPStrategy):
                     return f"{type(owner).__name__}.{name} may read the gradients"
         return ""
 
-    def _fuse(self) -> None:
-        """Take fused steps in this fit, with a clipping by norm that includes gradients that are held."""
+    def _set_up_fusing(self) -> None:
+        """Take fused steps in this fit, with a clipping by norm of held gradients, or let the exchange show why not."""
+        if reason := self._reason_against_fusing():
+            self._exchange.stop_fusing(reason)
+            return
+        self._exchange.remark_on(self.optimizers)
         self._fuses = True
         self._replace_clipping()
 

@@ -79,7 +79,7 @@ def test_clipping_is_restored():
 
     def steps():
         with strategy._run:
-            strategy._fuse()
+            strategy._replace_clipping()
             precision.clip_grad_by_norm(None, 0.5)
             strategy._exchange.holds = False
             precision.clip_grad_by_norm(None, 0.25)
