@@ -134,8 +134,8 @@ class AdaPMStrategyBase(DADStrategyBase):
         with self._loader.watch():
             return super().training_step(*args, **kwargs)
 
-    def _average_buffers(self) -> None:
-        super()._average_buffers()
+    def _make_equal(self) -> None:
+        super()._make_equal()
         if self._in_fit and self.managed is not None:
             self.managed.manager.wait_sync(everywhere=True)  # all sites evaluate the same tables
 
@@ -154,7 +154,7 @@ class AdaPMStrategyBase(DADStrategyBase):
                 "no checkpoint can be written after an error: rows are spread over sites that may be gone. Resume from "
                 "the last one before it"
             )
-        self._average_buffers()
+        self._make_equal()
         return {} if self._sharded else self.managed.state_dict()
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:

@@ -110,7 +110,7 @@ class DADStrategyBase(SiteStrategy):
 
         return agreed
 
-    def _average_buffers(self) -> None:
+    def _make_equal(self) -> None:
         if self._in_fit and self.reduction is not None and self.options.average_buffers:
             self.reduction.average_buffers()
 

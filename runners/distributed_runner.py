@@ -129,7 +129,7 @@ class DistributedRunner(BaseRunner):
             self.reduction.idle()
             self.engine.end_step()
 
-    def _end_training(self) -> None:
+    def _make_equal(self) -> None:
         """Average running statistics before an evaluation uses them."""
         if self.options.average_buffers:
             self.reduction.average_buffers()

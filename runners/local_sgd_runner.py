@@ -73,11 +73,7 @@ class LocalSGDRunner(BaseRunner):
         with self.reduction.stepping():
             super().step_optimizer(optimizer)
 
-    def _idle(self) -> None:
-        if self.update_due:
-            self.reduction.idle()
-
-    def _end_training(self) -> None:
+    def _make_equal(self) -> None:
         """Agree on one model."""
         self.reduction.finish()
 

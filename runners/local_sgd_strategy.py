@@ -87,10 +87,10 @@ class LocalSGDStrategyBase(SiteStrategy):
         return output
 
     def on_train_end(self) -> None:
-        self._average_buffers()
+        self._make_equal()
         super().on_train_end()
 
-    def _average_buffers(self) -> None:
+    def _make_equal(self) -> None:
         """Agree on one model, before an evaluation, a checkpoint, and at the end."""
         if self._in_fit and self.local is not None:
             self.local.finish()

@@ -218,7 +218,7 @@ class ParameterServerStrategyBase(SiteStrategy):
         else:
             self._elastic.end_step()
         if self._trainer.is_last_batch:  # before metrics of the epoch, which need all sites
-            self._end_phase()
+            self._make_equal()
         return output
 
     @contextmanager
@@ -236,14 +236,10 @@ class ParameterServerStrategyBase(SiteStrategy):
 
     def _begin_collective(self, name: str) -> None:
         super()._begin_collective(name)
-        self._end_phase()
+        self._make_equal()
 
-    def _average_buffers(self) -> None:
-        """Wait until all sites hold one model, before an evaluation or a checkpoint."""
-        self._end_phase()
-
-    def _end_phase(self) -> None:
-        """Wait until all sites have made the steps so far, and hold one model.
+    def _make_equal(self) -> None:
+        """Wait until all sites have made the steps so far, and hold one model: the end of a phase.
 
         It precedes every collective: a site in a collective applies no commits, and slower ones could not go on until
         they reach it.
@@ -274,7 +270,7 @@ class ParameterServerStrategyBase(SiteStrategy):
             checkpoint["dadplug"] = self._transport.gather_objects(self._own_state())
 
     def on_train_end(self) -> None:
-        self._end_phase()
+        self._make_equal()
         if self._elastic is not None:
             self._file.remove()
         super().on_train_end()

@@ -150,8 +150,11 @@ class BaseRunner(SupervisedRunner):
 
     It connects the sites, divides data, merges metrics, takes fused steps, and puts the state of every site into
     checkpoints. A way is a subclass, which builds what the sites exchange in `_build_exchange`: an object with the
-    members that `dadplug.GradientReduction` has for trainers, those of `dadplug.fused.HeldGradients` if steps may be
-    fused. Where sites leave and return, it also sets `_elastic`.
+    following members, as `dadplug.GradientReduction` does: ``syncing`` and ``synchronize()``, called after a backward
+    pass; ``no_sync()`` for accumulation; ``idle()`` for steps without data; ``state_dict()``, ``load_states(states)``,
+    ``abort(reason)``, ``detach(discard=)``; ``stop_fusing(reason)`` and those of `dadplug.fused.HeldGradients` if
+    `_wants_fused` may be set. If the sites' models may differ, `_make_equal` makes them equal. Where sites leave and
+    return, `_build_exchange` also sets `_elastic`.
 
     Args:
         model: model to train, or None if `train` gets it.
@@ -513,7 +516,8 @@ class BaseRunner(SupervisedRunner):
 
     def _idle(self) -> None:
         """Participate in a step without data."""
-        raise NotImplementedError
+        if self.update_due:
+            self.reduction.idle()
 
     @property
     def update_due(self) -> bool:
@@ -536,10 +540,10 @@ class BaseRunner(SupervisedRunner):
         if self.engine.sites:
             self.loader_metrics["sites"] = float(len(by_site))
         if self.is_train_loader and self.engine.reduction is not None:
-            self._end_training()
+            self._make_equal()
         super().on_loader_end(runner)
 
-    def _end_training(self) -> None:
+    def _make_equal(self) -> None:
         """Make what may differ between the sites' models equal, after a training loader."""
 
     def on_epoch_end(self, runner: Any) -> None:

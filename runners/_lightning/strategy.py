@@ -134,11 +134,12 @@ class SiteStrategy(_DDPStrategy):
 
     It starts and connects the sites' processes, wraps loaders of unequal length, takes fused steps, posts exit reasons,
     and puts the state of every site into checkpoints. A way is a subclass. It builds what the sites exchange, in
-    `configure_ddp` or, if that needs the optimizers, in `_build`, and sets `_exchange` to it. That object has the
+    `configure_ddp` or, if that needs the optimizers, in `_build`, sets `_exchange` to it, and restores the state of a
+    checkpoint by `_load_states`. If the sites' models may differ, `_make_equal` makes them equal. The exchange has the
     following members, as `dadplug.GradientReduction` does: ``syncing`` and ``synchronize()``, called after a backward
     pass; ``no_sync()`` for accumulation; ``samples(count)``, a context of forward passes; ``state_dict()``,
-    ``gather_objects(item)``, ``abort(reason)``, ``detach(discard=)``; those of `dadplug.fused.HeldGradients` if steps
-    may be fused.
+    ``load_states(states)``, ``gather_objects(item)``, ``abort(reason)``, ``detach(discard=)``; ``stop_fusing(reason)``
+    and those of `dadplug.fused.HeldGradients` if `_wants_fused` may be set.
 
     Args:
         kind: class of the exchange's options. They have a ``timeout`` in seconds; ``sync_batchnorm`` if the exchange
@@ -315,11 +316,6 @@ class SiteStrategy(_DDPStrategy):
                 f"{type(self).__name__} needs automatic optimization and one optimizer; DADStrategy takes any module"
             )
 
-    @property
-    def _joins(self) -> bool:
-        """Whether this site joins others in mid-training, up to the end of its first step."""
-        return self._elastic is not None and self._elastic.joins
-
     def on_train_start(self) -> None:
         if self._elastic is not None:
             self._elastic.prepare_validation()
@@ -424,10 +420,10 @@ class SiteStrategy(_DDPStrategy):
         return nullcontext() if self._exchange is None else self._exchange.no_sync()
 
     def on_validation_start(self) -> None:
-        self._average_buffers()
+        self._make_equal()
         super().on_validation_start()
 
-    def _average_buffers(self) -> None:
+    def _make_equal(self) -> None:
         """Make what may differ between the sites' models equal, before an evaluation or a checkpoint."""
 
     # Fused steps
@@ -587,7 +583,7 @@ class SiteStrategy(_DDPStrategy):
     # Checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        self._average_buffers()
+        self._make_equal()
         state: dict[str, Any] = super().lightning_module_state_dict()
         return state
 
@@ -612,7 +608,8 @@ class SiteStrategy(_DDPStrategy):
 
     def _load_states(self) -> None:
         """Restore this site's part of the states of a checkpoint, unless it joins others, whose state is newer."""
-        if self._states is not None and not self._joins:
+        joins = self._transport is not None and self._transport.joins
+        if self._states is not None and not joins:
             self._exchange.load_states(self._states)
         self._states = None
 
