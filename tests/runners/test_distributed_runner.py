@@ -68,14 +68,6 @@ def test_one_data_set_is_split_and_trains_like_one_process(sites, mode):
         torch.testing.assert_close(p, r, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("mode", ["dsgd", "dad"])
-def test_accumulation_equals_a_larger_batch(sites, mode):
-    accumulated = sites(2).run(curve, mode, 4, False, 3)[0]
-    (one,) = sites(1).run(curve, mode, 24, False, 1)
-    for p, q in zip(accumulated, one):
-        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("mode", ["dsgd", "dad", "rankdad"])
 def test_uneven_sites_neither_hang_nor_part(sites, mode, accumulation):
