@@ -158,7 +158,7 @@ class _Watcher(importlib.abc.MetaPathFinder):
         def exec_module(module: ModuleType) -> None:
             del loader.exec_module
             execute(module)
-            sys.meta_path.remove(self)
+            sys.meta_path[:] = [finder for finder in sys.meta_path if finder != self]
             _register(self.package)
 
         loader.exec_module = exec_module

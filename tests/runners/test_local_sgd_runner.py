@@ -13,7 +13,7 @@ pytest.importorskip("catalyst")
 from catalyst import dl
 from catalyst.core.callback import Callback, CallbackOrder
 from catalyst_training import data, net, run
-from dadplug.runners import DistributedRunner, LocalSGDRunner
+from dadplug.runners import LocalSGDRunner
 
 
 class Differences(Callback):
@@ -26,20 +26,6 @@ class Differences(Callback):
     def on_loader_end(self, runner):
         if not runner.is_train_loader:
             self.found.append(runner.reduction.first_difference())
-
-
-def equals_synchronous() -> None:
-    """With SGD with momentum, the mean of parameters after every step is the synchronous step."""
-    models = [net(), net()]
-    for runner, model in zip((DistributedRunner(mode="dsgd"), LocalSGDRunner(every=1, overlap=False)), models):
-        callbacks = [dl.OptimizerCallback(metric_key="loss", accumulation_steps=2), dl.BackwardCallback("loss")]
-        run(runner, model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), callbacks)
-    for one, other in zip(models[0].parameters(), models[1].parameters()):
-        assert torch.allclose(one, other, atol=1e-5)
-
-
-def test_an_agreement_after_every_step_of_sgd_is_synchronous(sites):
-    sites(2).run(equals_synchronous)
 
 
 def uneven() -> None:

@@ -7,14 +7,13 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.utils.data import DataLoader
 
 pytest.importorskip("catalyst")
 from catalyst import dl
 from catalyst.core.callback import Callback
 from catalyst_training import data, net, run
-from dadplug.runners import DistributedRunner, ParameterServerRunner
+from dadplug.runners import ParameterServerRunner
 
 import dadplug
 
@@ -34,21 +33,6 @@ class Watch(Callback):
         if not runner.is_train_loader:
             versions = set(runner.reduction.gather_objects(runner.reduction.version))
             self.found.append((runner.reduction.first_difference(), len(versions)))
-
-
-def clip(parameters):
-    return nn.utils.clip_grad_norm_(parameters, 0.3)
-
-
-def equals_synchronous() -> None:
-    """Without staleness, with accumulation and clipping."""
-    models = [net(), net()]
-    for runner, model in zip((DistributedRunner(mode="dad"), ParameterServerRunner(mode="dad", staleness=0)), models):
-        keys = {"metric_key": "loss", "accumulation_steps": 2, "grad_clip_fn": clip, "grad_clip_params": {}}
-        callbacks = [dl.OptimizerCallback(**keys), dl.BackwardCallback("loss")]
-        run(runner, model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), callbacks)
-    for one, other in zip(models[0].parameters(), models[1].parameters()):
-        assert torch.allclose(one, other, atol=1e-6)
 
 
 def uneven() -> None:
@@ -119,6 +103,5 @@ def test_batches_of_a_shared_data_set_are_used_once_an_epoch():
         group.run(deals)
 
 
-def test_steps_are_synchronous_without_staleness_and_unequal_sites_hold_one_model(sites):
-    sites(2).run(equals_synchronous)
+def test_unequal_sites_hold_one_model(sites):
     sites(2).run(uneven)
