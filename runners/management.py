@@ -26,6 +26,10 @@ def _check_intent(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be 'auto', a function from a batch to its ids, or None, got {value!r}")
 
 
+def _check_backend(name: str, value: Any) -> None:
+    BACKENDS[value]  # or an error
+
+
 @dataclass(frozen=True)
 class Management(OptionSet):
     """Options of managed embeddings, the same in all trainers.
@@ -49,7 +53,7 @@ class Management(OptionSet):
         "minimum time between two rounds of synchronisation, in seconds",
         number("at least 0", lambda value: value >= 0),
     )
-    backend: str = option("builtin", "engine that holds the tables", lambda _, value: BACKENDS[value])
+    backend: str = option("builtin", "engine that holds the tables", _check_backend)
 
     @classmethod
     def split(

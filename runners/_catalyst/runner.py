@@ -26,7 +26,7 @@ from ...errors import MismatchError
 from ...exchange import Traffic, Transport, connect, open_transport
 from ...exchange.transport import Requirements
 from ...model_sync.samples import batches_before, takes_part
-from ...signature import OptionSet, split_keywords
+from ...signature import split_keywords
 from ..loaders import batches_from
 from .engine import SiteEngine, merge_metrics, plain
 from .fixes import OLDER_NAMES, FixedOptimizer, accumulation_steps, adapt, fused_callbacks, load_model, load_runner
@@ -160,7 +160,8 @@ class BaseRunner(SupervisedRunner):
         model: model to train, or None if `train` gets it.
         criterion: loss, or None.
         optimizer: optimizer of the model, or None.
-        kind: class of the exchange's options, which have a ``timeout`` in seconds; ``requirements`` if sites may leave.
+        kind: class of the exchange's options, an `OptionSet`. They have a ``timeout`` in seconds; ``requirements`` if
+            sites may leave and return.
         keywords: those options, and arguments of all runners, see `RunnerArguments`.
 
     Attributes:
@@ -180,10 +181,10 @@ class BaseRunner(SupervisedRunner):
     _fused: list[FixedOptimizer] | None = None  # callbacks that take fused steps; None if steps are not fused
 
     def __init__(
-        self, model: Any, criterion: Any, optimizer: Any, kind: type[OptionSet], keywords: Mapping[str, Any]
+        self, model: Any, criterion: Any, optimizer: Any, kind: type[Any], keywords: Mapping[str, Any]
     ) -> None:
         given, own = split_keywords(RunnerArguments, keywords)
-        self.options: Any = kind.create(**own)
+        self.options = kind.create(**own)
         settings = vars(RunnerArguments(**given)).copy()
         self._split_data, self._process_group = settings.pop("split_data"), settings.pop("process_group")
         super().__init__(model=model, **settings)

@@ -23,7 +23,7 @@ from ...hub.site.processes import LOOPBACK, STARTED_PROCESSES
 from ...hub.site.runtime import current_connection
 from ...model_sync import sameness
 from ...model_sync.samples import batch_size, takes_part
-from ...signature import OptionSet, split_keywords
+from ...signature import split_keywords
 from ..loaders import UnevenLoader, compare_lengths
 from ..patches import gather
 from . import elastic
@@ -142,8 +142,8 @@ class SiteStrategy(_DDPStrategy):
     and those of `dadplug.fused.HeldGradients` if `_wants_fused` may be set.
 
     Args:
-        kind: class of the exchange's options. They have a ``timeout`` in seconds; ``sync_batchnorm`` if the exchange
-            can normalise by the statistics of all sites' rows; ``requirements`` if sites may leave and return.
+        kind: class of the exchange's options, an `OptionSet`. They have a ``timeout`` in seconds; ``sync_batchnorm`` if
+            the exchange can normalise over sites; ``requirements`` if sites may leave and return.
         keywords: those options, and arguments of ``DDPStrategy``, see `StrategyArguments`.
 
     Attributes:
@@ -159,9 +159,9 @@ class SiteStrategy(_DDPStrategy):
     _fuses = False  # whether optimizer steps of this fit are such ones
     _stepping: Any = None  # the optimizer whose fused step is being taken
 
-    def __init__(self, kind: type[OptionSet], keywords: Mapping[str, Any]) -> None:
+    def __init__(self, kind: type[Any], keywords: Mapping[str, Any]) -> None:
         given, own = split_keywords(StrategyArguments, keywords)
-        self.options: Any = kind.create(**own)
+        self.options = kind.create(**own)
         settings = vars(StrategyArguments(**given))
         if settings["cluster_environment"] is None and SiteEnvironment.detect():
             settings = settings | {"cluster_environment": SiteEnvironment()}
