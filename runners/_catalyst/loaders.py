@@ -162,7 +162,9 @@ def begin_epoch(loader: Any, name: str, epoch: int, transport: Transport) -> int
     Raises:
         MismatchError: if the sites have drawn different orders.
     """
-    sampler = next((each for each in _samplers(loader) if isinstance(each, SiteSampler)), None)
+    batches = getattr(loader, "batch_sampler", None)
+    samplers = (getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
+    sampler = next((each for each in samplers if isinstance(each, SiteSampler)), None)
     if sampler is not None:
         sampler.set_epoch(epoch)
     digest = None if sampler is None else hashlib.sha256(repr(sampler.order).encode()).hexdigest()
@@ -174,11 +176,6 @@ def begin_epoch(loader: Any, name: str, epoch: int, transport: Transport) -> int
         )
     steps: int = max(batches for batches, _ in by_site)
     return steps
-
-
-def _samplers(loader: Any) -> list[Any]:
-    batches = getattr(loader, "batch_sampler", None)
-    return [getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)]
 
 
 class DeviceLoader(DelegatingLoader):

@@ -109,7 +109,7 @@ class ElasticFit:
             "place": self._transport.place,
             "steps": self.steps,
             "epoch": trainer.fit_loop.epoch_progress.current.processed,
-            "counts": {name: _completed(each) for name, each in self._counts().items()},
+            "counts": {name: (each.total.completed, each.current.completed) for name, each in self._counts().items()},
             "stepped": trainer.fit_loop.epoch_loop._batches_that_stepped,
             "stops": bool(trainer.should_stop),
             "optimizers": optimizers if self.sends_optimizers else None,
@@ -262,10 +262,6 @@ class ElasticFit:
             bar.on_train_epoch_start(*arguments)
         elif bar is not None:
             bar.disable()
-
-
-def _completed(count: Any) -> tuple[int, int]:
-    return count.total.completed, count.current.completed
 
 
 def _set(count: Any, value: int) -> None:
