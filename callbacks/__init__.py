@@ -5,9 +5,9 @@ The names of those for Catalyst end in Callback. Those for Lightning belong to t
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
+from ..runners._catalyst import from_catalyst
 from ..runners._lightning import needs_lightning
 
 if TYPE_CHECKING:
@@ -49,11 +49,4 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'dadplug.callbacks' has no attribute {name!r}")
     if not name.endswith("Callback"):
         return getattr(needs_lightning(name, __name__), name)
-    try:
-        return getattr(importlib.import_module(".catalyst", __name__), name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and error.name.split(".")[0] == "catalyst":
-            raise ImportError(
-                f"{name} needs Catalyst, which is not installed: pip install 'dadplug[catalyst]' (with pip below 24.1)"
-            ) from error
-        raise
+    return from_catalyst(name, f"{__name__}.catalyst")

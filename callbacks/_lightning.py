@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..adaptive import AdaptiveDataLoader
@@ -67,19 +69,18 @@ class AdaptiveBatchSizeAdapter(MonitorAdapter):
                 "AdaptiveBatchSize divides one data set over the sites, and with use_distributed_sampler=False each "
                 "site has its own: use a dadplug.AdaptiveDataLoader(source=...) in a loop of your own"
             )
-        self._source = trainer.fit_loop._data_source
         self._loader: ChangingLoader | None = None
-        trainer.fit_loop._data_source = _ReplacedSource(self._source, lambda loader: self._replace(trainer, loader))
+        source = trainer.fit_loop._data_source
+        source.dataloader = functools.partial(self._replace, trainer, source.dataloader)
 
-    def _replace(self, trainer: Any, loader: Any) -> Any:
+    def _replace(self, trainer: Any, original: Callable[[], Any]) -> Any:
         seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
-        self._loader = ChangingLoader(self._monitor.convert(loader, trainer.world_size, seed), trainer)
+        self._loader = ChangingLoader(self._monitor.convert(original(), trainer.world_size, seed), trainer)
         return self._loader
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Leave the trainer as it was."""
-        if isinstance(trainer.fit_loop._data_source, _ReplacedSource):
-            trainer.fit_loop._data_source = self._source
+        vars(trainer.fit_loop._data_source).pop("dataloader", None)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Leave the trainer as it was."""
@@ -112,25 +113,6 @@ class AdaptiveBatchSizeAdapter(MonitorAdapter):
             path: path of the PNG file.
         """
         self._monitor.picture(path)
-
-
-class _ReplacedSource:
-    """Source of a trainer's loader that replaces the loader; all other attributes are those of the source.
-
-    Args:
-        source: the trainer's source.
-        replace: returns the loader that replaces another.
-    """
-
-    def __init__(self, source: Any, replace: Any) -> None:
-        self._source, self._replace = source, replace
-
-    def dataloader(self) -> Any:
-        """Return the loader."""
-        return self._replace(self._source.dataloader())
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._source, name)
 
 
 class ChangingLoader:
@@ -224,10 +206,13 @@ def _documentation(monitor: type[monitors.Monitor], example: str) -> str:
     )
 
 
-def by_environment(package: Any) -> list[Any]:
+def by_environment(module: str) -> list[Any]:
     """Build the callbacks that the environment variable DADPLUG_CALLBACKS lists, separated by commas.
 
     It serves as an entry point of Lightning's callback factories, which every Trainer calls.
+
+    Args:
+        module: name of the module with the callbacks for one of Lightning's packages.
 
     Raises:
         ValueError: if a name is not that of a callback without arguments.
@@ -239,4 +224,4 @@ def by_environment(package: Any) -> list[Any]:
                 f"unknown callback {name!r} in DADPLUG_CALLBACKS; valid ones are BatchTimer, TrafficMonitor, "
                 "RankMonitor, ReplicaCheck"
             )
-    return [getattr(package, name)() for name in names]
+    return [getattr(sys.modules[module], name)() for name in names]

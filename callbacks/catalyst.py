@@ -15,6 +15,7 @@ class MonitorCallback(Callback):
     """Adapter that makes monitors a callback of Catalyst."""
 
     kinds: tuple[type[monitors.Monitor], ...]
+    _monitors: list[Any]
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(order=_AFTER_THE_STEP)
@@ -109,7 +110,7 @@ class AdaptiveBatchSizeCallback(MonitorCallback):
         Raises:
             ValueError: if each site has data of its own, or gradients are accumulated.
         """
-        monitor = self._batches
+        (monitor,) = self._monitors
         for name in runner.loaders:
             if name.startswith("train") and monitor.loader is None:
                 loader, sites = runner.undivided_loader(name)
@@ -123,13 +124,7 @@ class AdaptiveBatchSizeCallback(MonitorCallback):
         Args:
             path: path of the PNG file.
         """
-        self._batches.picture(path)
-
-    @property
-    def _batches(self) -> monitors.AdaptiveBatchSize:
-        (monitor,) = self._monitors
-        assert isinstance(monitor, monitors.AdaptiveBatchSize)
-        return monitor
+        self._monitors[0].picture(path)
 
 
 class ReplicaCheckCallback(MonitorCallback):

@@ -1,9 +1,6 @@
 """The callbacks for the package `lightning`."""
 
-from __future__ import annotations
-
-import sys
-from typing import Any
+import functools
 
 from lightning.pytorch.callbacks import Callback
 
@@ -12,8 +9,4 @@ from ._lightning import build_adapters, by_environment
 BatchTimer, TrafficMonitor, RankMonitor, RankSchedule, ReplicaCheck, AdaptiveBatchSize = build_adapters(
     Callback, __name__
 )
-
-
-def factory() -> list[Any]:
-    """Build the callbacks that the environment variable DADPLUG_CALLBACKS lists; an entry point."""
-    return by_environment(sys.modules[__name__])
+factory = functools.partial(by_environment, __name__)  # an entry point

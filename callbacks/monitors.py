@@ -37,7 +37,7 @@ class Means:
 
 
 class Monitor:
-    """Interface of a monitor, which measures batches and returns values to log.
+    """Base of monitors, which measure batches and return values to log; a batch may have one step, several, or none.
 
     Attributes:
         on_every_batch: whether `end` is called for batches outside of training, too.
@@ -48,6 +48,10 @@ class Monitor:
     on_every_batch = False
     of_layers = False
     shown: tuple[str, ...] = ()
+
+    def __init__(self) -> None:
+        self._seen: tuple[int, int, float] = (0, 0, 0.0)
+        self._reduction: GradientReduction | None = None
 
     def start(self) -> None:
         """Start a loader."""
@@ -65,17 +69,6 @@ class Monitor:
         Returns:
             Values to log, by name.
         """
-        raise NotImplementedError
-
-
-class _StepMonitor(Monitor):
-    """Monitor of steps; a batch may have one step, several, or with accumulation none."""
-
-    def __init__(self) -> None:
-        self._seen: tuple[int, int, float] = (0, 0, 0.0)
-        self._reduction: GradientReduction | None = None
-
-    def end(self, reduction: GradientReduction | None, samples: int) -> dict[str, float]:
         if reduction is None:
             return {}
         if reduction is not self._reduction:
@@ -102,7 +95,7 @@ class _StepMonitor(Monitor):
         raise NotImplementedError
 
 
-class BatchTimer(_StepMonitor):
+class BatchTimer(Monitor):
     """Monitor of the time of batches.
 
     Values, in seconds: ``_timer/data_time`` (loading the batch), ``_timer/model_time`` (forward to optimizer step
@@ -142,7 +135,7 @@ class BatchTimer(_StepMonitor):
         return {}
 
 
-class TrafficMonitor(_StepMonitor):
+class TrafficMonitor(Monitor):
     """Monitor of the traffic between sites.
 
     Values: ``traffic/mb``, the megabytes that this site sends per step; ``traffic/ratio``, the factor by which an
@@ -169,7 +162,7 @@ class TrafficMonitor(_StepMonitor):
         }
 
 
-class RankMonitor(_StepMonitor):
+class RankMonitor(Monitor):
     """Monitor of the quality of compressed gradients.
 
     Values: for each layer ``rank/LAYER``, the effective rank that this site sends, and ``residual/LAYER``, the relative
@@ -192,7 +185,7 @@ class RankMonitor(_StepMonitor):
         return values
 
 
-class RankSchedule(_StepMonitor):
+class RankSchedule(Monitor):
     """Schedule of the rank of compressed gradients.
 
     Value: ``rank/limit``, the largest rank that is sent.
@@ -265,7 +258,7 @@ class RankSchedule(_StepMonitor):
         return min(max(rank, self._range[0]), self._range[1])
 
 
-class AdaptiveBatchSize(_StepMonitor):
+class AdaptiveBatchSize(Monitor):
     """Batch that follows the goodput of training, see `dadplug.AdaptiveDataLoader`.
 
     The training loader's data are divided over the sites anew, and its batch begins as that of all sites together.
@@ -359,7 +352,7 @@ class AdaptiveBatchSize(_StepMonitor):
         figure.savefig(path, dpi=110)
 
 
-class ReplicaCheck(_StepMonitor):
+class ReplicaCheck(Monitor):
     """Check that the sites' parameters are bitwise equal.
 
     Args:

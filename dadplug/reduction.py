@@ -171,7 +171,9 @@ class GradientReduction(FusedSteps, ReplicatedModel):
             raise
         return transport
 
-    remarks: tuple[str, ...] = ()
+    def stop_fusing(self, reason: str) -> None:
+        """Let the plan show why steps are not fused; for trainers."""
+        self.remarks = (f"fused steps: no, {reason}",)
 
     @property
     def plan(self) -> Plan:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from typing import TYPE_CHECKING, Any
 
+from ._catalyst import from_catalyst
 from ._lightning import STRATEGIES, needs_lightning, packages_in_use, strategy_base
 from ._lightning import register_strategies as register_strategies
 
@@ -49,15 +49,7 @@ def __getattr__(name: str) -> Any:
         return getattr(needs_lightning(name, __name__), name) if single else _StrategyFactory(name)
     if name not in _RUNNERS:
         raise AttributeError(f"module 'dadplug.runners' has no attribute {name!r}")
-    try:
-        return getattr(importlib.import_module(f".{_RUNNERS[name]}", __name__), name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and error.name.split(".")[0] in ("catalyst", "accelerate"):
-            raise ImportError(
-                f"{name} needs Catalyst, which is not installed: pip install 'dadplug[catalyst]' "
-                "(with pip below 24.1, since newer ones refuse Catalyst's metadata)"
-            ) from error
-        raise
+    return from_catalyst(name, f"{__name__}.{_RUNNERS[name]}")
 
 
 class _StrategyFactory:

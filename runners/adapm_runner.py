@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import copy
+import functools
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from ..adapm import AdaModel
 from ..reduction import GradientReduction
-from ..signature import split_keywords, takes_keywords_of
+from ..signature import takes_keywords_of
 from ._catalyst.engine import plain
 from ._catalyst.runner import RunnerArguments
 from .distributed_runner import DistributedRunner
-from .management import LookaheadLoader, Management, Stub, check_names, clip, embeddings_of, give_back
+from .management import LookaheadLoader, Management, Stub, clip, embeddings_of, give_back
 
 
 class AdaPMRunner(DistributedRunner):
@@ -59,10 +60,8 @@ class AdaPMRunner(DistributedRunner):
     def __init__(
         self, model: Any = None, criterion: Any = None, optimizer: Any = None, mode: str = "dsgd", **arguments: Any
     ) -> None:
-        self._management, others = Management.split(arguments)
-        check_names(split_keywords(RunnerArguments, others)[1])
+        self._management, others = Management.split("AdaPMRunner", RunnerArguments, mode, arguments)
         super().__init__(model, criterion, optimizer, mode, **others)
-        self.options.check_all_stay("AdaPMRunner")
         self._owner: Any = None
         self._gathered: tuple[int, dict[str, Any]] | None = None
 
@@ -127,8 +126,8 @@ class AdaPMRunner(DistributedRunner):
         if managed is None:
             return parts
         if not saving:
-            load: dict[str, Callable[[Any], Any]]
-            load = {"model": managed.load_state_dict, "optimizer": self._load_optimizer}
+            load_optimizer = functools.partial(managed.load_optimizer_state_dict, self._owner)
+            load: dict[str, Callable[[Any], Any]] = {"model": managed.load_state_dict, "optimizer": load_optimizer}
             return self._with(parts, {name: _Part(load=function) for name, function in load.items()})
         if self._gathered is None or self._gathered[0] != self.epoch_step:
             whole = {"model": managed.state_dict(), "optimizer": managed.optimizer_state_dict(self._owner)}
@@ -142,10 +141,6 @@ class AdaPMRunner(DistributedRunner):
             rows = own["optimizer"]
             own["optimizer"] = {key: rows if plain(each) is self._owner else each for key, each in given}
         return parts | own
-
-    def _load_optimizer(self, state: Mapping[str, Any]) -> None:
-        assert self.managed is not None
-        self.managed.load_optimizer_state_dict(self._owner, state)
 
     def on_epoch_end(self, runner: Any) -> None:
         """Drop the states that the epoch's checkpoints have gathered."""

@@ -13,9 +13,10 @@ from typing import Any
 from ..adapm import AdaModel, IntentError, join_shards, load_shards
 from ..adapm.shards import ShardSave, on_all_sites, put_in_place
 from ..errors import SiteError
-from ..signature import takes_keywords_of
+from ..signature import check_choice, takes_keywords_of
+from ._lightning.strategy import StrategyArguments
 from .dad_strategy import DADStrategyBase
-from .management import LookaheadLoader, Management, Stub, check_names, embeddings_of, give_back, nothing, shape_only
+from .management import LookaheadLoader, Management, Stub, embeddings_of, give_back, nothing, shape_only
 
 _HOOKS = ("on_before_batch_transfer", "on_after_batch_transfer")
 # Methods that need a trainer, and look up nothing.
@@ -59,22 +60,17 @@ class AdaPMStrategyBase(DADStrategyBase):
     """
 
     managed: AdaModel | None = None
-    _sites_may_leave = False  # each has a part of the rows
 
     @takes_keywords_of(Management, DADStrategyBase.__init__)
-    def __init__(self, mode: str = "dsgd", *, checkpoint: str = "whole", **arguments: Any) -> None:
-        if checkpoint not in ("whole", "sharded"):
-            raise ValueError(f"unknown checkpoint {checkpoint!r}; valid ones are 'whole' and 'sharded'")
-        self._management, others = Management.split(arguments)
-        super().__init__(mode, **others)
+    def __init__(self, mode: str = "dsgd", *, fused: bool = False, checkpoint: str = "whole", **arguments: Any) -> None:
+        check_choice("checkpoint", checkpoint, ("whole", "sharded"))
+        self._management, others = Management.split("AdaPMStrategy", StrategyArguments, mode, arguments)
+        super().__init__(mode, fused=fused, **others)
         self._sharded = checkpoint == "sharded"
         self._shards: str | None = None
         self._stamp: str | None = None
         self._optimizer: Any = None
         self._loader: Any = None
-
-    def _check_names(self, options: dict[str, Any]) -> None:
-        check_names(options)
 
     # Start and end
 
@@ -138,8 +134,8 @@ class AdaPMStrategyBase(DADStrategyBase):
         with self._loader.watch():
             return super().training_step(*args, **kwargs)
 
-    def _average_buffers(self) -> None:
-        super()._average_buffers()
+    def _make_equal(self) -> None:
+        super()._make_equal()
         if self._in_fit and self.managed is not None:
             self.managed.manager.wait_sync(everywhere=True)  # all sites evaluate the same tables
 
@@ -158,7 +154,7 @@ class AdaPMStrategyBase(DADStrategyBase):
                 "no checkpoint can be written after an error: rows are spread over sites that may be gone. Resume from "
                 "the last one before it"
             )
-        self._average_buffers()
+        self._make_equal()
         return {} if self._sharded else self.managed.state_dict()
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:

@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
-from ..exchange.transport import Requirements
 from ..options import Options
 from ..reduction import GradientReduction
-from ..signature import split_keywords, takes_keywords_of
+from ..signature import takes_keywords_of
 from ._lightning.strategy import SiteStrategy, StrategyArguments
 
 
@@ -61,29 +60,16 @@ class DADStrategyBase(SiteStrategy):
 
     options: Options
     reduction: GradientReduction | None = None
-    _sites_may_leave = True
 
     @takes_keywords_of(StrategyArguments, Options)
     def __init__(self, mode: str = "rankdad", *, fused: bool = False, **arguments: Any) -> None:
-        given, options = split_keywords(StrategyArguments, arguments)
-        self._check_names(options)
-        checked = Options.create(mode=mode, **options)
-        if not self._sites_may_leave:
-            checked.check_all_stay("AdaPMStrategy")
-        super().__init__(checked, given)
+        super().__init__(Options, {"mode": mode} | arguments)
         if self.options.min_sites is not None and self.cluster_environment is None:
             raise ValueError(
                 "min_sites needs a hub, which tracks the sites that are present: dadplug.connect(kit=...) before the "
                 "strategy is built"
             )
         self._wants_fused = fused
-
-    def _check_names(self, options: dict[str, Any]) -> None:
-        """Raise ValueError for unknown options; `Options.create` does if this does not."""
-
-    @property
-    def _requirements(self) -> Requirements | None:
-        return self.options.requirements
 
     # Start and end
 
@@ -96,17 +82,6 @@ class DADStrategyBase(SiteStrategy):
         self.reduction = GradientReduction(self.lightning_module, state=state, **dataclasses.asdict(self.options))
         self._exchange = self.reduction
         self._load_states()
-
-    def _build(self) -> None:
-        """Take fused steps, if they are wanted, or let the plan say why not."""
-        if not self._wants_fused or self.reduction is None:
-            return
-        if reason := self._reason_against_fusing():
-            self.reduction.remarks = (f"fused steps: no, {reason}",)
-        else:
-            self.reduction.remark_on(self.optimizers)
-        if self.reduction.remarks[0] == "fused steps: yes":
-            self._fuse()
 
     @property
     def is_global_zero(self) -> bool:
@@ -135,7 +110,7 @@ class DADStrategyBase(SiteStrategy):
 
         return agreed
 
-    def _average_buffers(self) -> None:
+    def _make_equal(self) -> None:
         if self._in_fit and self.reduction is not None and self.options.average_buffers:
             self.reduction.average_buffers()
 

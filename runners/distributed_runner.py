@@ -8,11 +8,10 @@ import torch
 from catalyst.core.callback import CallbackOrder, ICheckpointCallback
 from catalyst.core.misc import get_original_callback
 
-from ..exchange.transport import Requirements
 from ..hub.site.transport import TrainerTransport
 from ..options import Options
 from ..reduction import GradientReduction
-from ..signature import split_keywords, takes_keywords_of
+from ..signature import takes_keywords_of
 from ._catalyst.runner import BaseRunner, ElasticTraining, RunnerArguments
 
 
@@ -71,17 +70,11 @@ class DistributedRunner(BaseRunner):
         fused: bool = False,
         **arguments: Any,
     ) -> None:
-        given, options = split_keywords(RunnerArguments, arguments)
-        checked = Options.create(mode=mode, **options)
-        super().__init__(model, criterion, optimizer, checked, RunnerArguments(**given))
+        super().__init__(model, criterion, optimizer, Options, {"mode": mode} | arguments)
         self._agreed_before = 0
         self._wants_fused = fused
 
     # The exchange
-
-    @property
-    def _requirements(self) -> Requirements | None:
-        return self.options.requirements
 
     def _build_exchange(self, model: torch.nn.Module, scaled: bool) -> GradientReduction:
         settings = {name: getattr(self.options, name) for name in Options.names()}
@@ -90,10 +83,6 @@ class DistributedRunner(BaseRunner):
             self._elastic = ElasticTraining(self, self.engine.transport)
             settings["state"] = {"trainer": self._elastic}
         return self._build_reduction(model, {"process_group": self._process_group} | settings)
-
-    @property
-    def _fuses(self) -> bool:
-        return self._wants_fused
 
     def _reason_against_fusing(self) -> str:
         may_leave = self.options.min_sites is not None
@@ -140,7 +129,7 @@ class DistributedRunner(BaseRunner):
             self.reduction.idle()
             self.engine.end_step()
 
-    def _end_training(self) -> None:
+    def _make_equal(self) -> None:
         """Average running statistics before an evaluation uses them."""
         if self.options.average_buffers:
             self.reduction.average_buffers()

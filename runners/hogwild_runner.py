@@ -15,7 +15,7 @@ from ..exchange.failure_reports import describe
 from ..hogwild import Hogwild
 from ..hogwild.dealing import check_loader
 from ..hogwild.training import HogwildOptions
-from ..signature import split_keywords, takes_keywords_of
+from ..signature import takes_keywords_of
 from ._catalyst.runner import BaseRunner, RunnerArguments
 from .loaders import HogwildLoader
 
@@ -65,9 +65,7 @@ class HogwildRunner(BaseRunner):
         state: str = HogwildOptions.state,
         **arguments: Any,
     ) -> None:
-        given, options = split_keywords(RunnerArguments, arguments)
-        checked = HogwildOptions.create(state=state, **options)
-        super().__init__(model, criterion, optimizer, checked, RunnerArguments(**given))
+        super().__init__(model, criterion, optimizer, HogwildOptions, {"state": state} | arguments)
         self._place, self._group = 0, 1  # of the batch among those of an update, and their number
 
     # Start and end

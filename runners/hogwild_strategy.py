@@ -15,7 +15,7 @@ from ..hogwild import Hogwild
 from ..hogwild.dealing import check_loader
 from ..hogwild.layout import check_model, check_optimizer
 from ..hogwild.training import HogwildOptions
-from ..signature import split_keywords, takes_keywords_of
+from ..signature import takes_keywords_of
 from ._lightning.strategy import SiteStrategy, StrategyArguments
 from .loaders import HogwildLoader
 
@@ -58,8 +58,7 @@ class HogwildStrategyBase(SiteStrategy):
 
     @takes_keywords_of(StrategyArguments, HogwildOptions)
     def __init__(self, state: str = HogwildOptions.state, **arguments: Any) -> None:
-        given, options = split_keywords(StrategyArguments, arguments)
-        super().__init__(HogwildOptions.create(state=state, **options), given)
+        super().__init__(HogwildOptions, {"state": state} | arguments)
         self._limit: int | float = 1.0
         self._loader: HogwildLoader | None = None
         self._schedules: Schedules | None = None

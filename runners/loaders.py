@@ -199,24 +199,6 @@ class ServerLoader(DelegatingLoader):
             yield batch
 
 
-class _Rest:
-    """Rest of a sampler's batches.
-
-    Args:
-        sampler: the sampler.
-        first: number of batches to leave out.
-    """
-
-    def __init__(self, sampler: Any, first: int) -> None:
-        self._sampler, self._first = sampler, first
-
-    def __iter__(self) -> Iterator[Any]:
-        return itertools.islice(iter(self._sampler), self._first, None)
-
-    def __len__(self) -> int:
-        return max(0, len(self._sampler) - self._first)
-
-
 def batches_from(loader: Any, first: int) -> Iterator[Any]:
     """Return an iterator over a loader's batches from one on, in the order of a whole pass.
 
@@ -232,9 +214,9 @@ def batches_from(loader: Any, first: int) -> Iterator[Any]:
         for _ in range(first):
             next(batches)
         return batches
-    object.__setattr__(loader, "batch_sampler", _Rest(sampler, first))  # torch refuses it once a loader is made
+    rest = itertools.islice(sampler, first, None)
+    object.__setattr__(loader, "batch_sampler", rest)  # torch refuses it once a loader is made
     try:
-        rest: Iterator[Any] = iter(loader)
-        return rest
+        return iter(loader)
     finally:
         object.__setattr__(loader, "batch_sampler", sampler)

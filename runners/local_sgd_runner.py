@@ -9,7 +9,7 @@ import torch
 
 from ..local_steps import LocalOptions, LocalSGD
 from ..local_steps.options import Schedule
-from ..signature import split_keywords, takes_keywords_of
+from ..signature import takes_keywords_of
 from ._catalyst.runner import BaseRunner, RunnerArguments
 
 
@@ -56,9 +56,8 @@ class LocalSGDRunner(BaseRunner):
         every: int | Schedule = LocalOptions.every,
         **arguments: Any,
     ) -> None:
-        given, options = split_keywords(RunnerArguments, arguments)
-        checked = LocalOptions.create(every=every, **options)
-        super().__init__(model, criterion, optimizer, checked, RunnerArguments(**given))
+        super().__init__(model, criterion, optimizer, LocalOptions, {"every": every} | arguments)
+        self._wants_fused = self.options.fused
 
     @property
     def local_options(self) -> LocalOptions:
@@ -69,23 +68,12 @@ class LocalSGDRunner(BaseRunner):
         own = vars(self.options) | {"check_finite": self.options.check_finite and not scaled}
         return LocalSGD(model, self._one_optimizer(), process_group=self._process_group, **own)
 
-    @property
-    def _fuses(self) -> bool:
-        return self.options.fused
-
-    def _stop_fusing(self, reason: str) -> None:
-        self.reduction.stop_fusing(reason)
-
     def step_optimizer(self, optimizer: Any) -> None:
         """Step the optimizer, and agree with the other sites if it is time."""
         with self.reduction.stepping():
             super().step_optimizer(optimizer)
 
-    def _idle(self) -> None:
-        if self.update_due:
-            self.reduction.idle()
-
-    def _end_training(self) -> None:
+    def _make_equal(self) -> None:
         """Agree on one model."""
         self.reduction.finish()
 

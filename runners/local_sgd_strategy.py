@@ -9,7 +9,7 @@ from typing import Any
 
 from ..local_steps import LocalOptions, LocalSGD
 from ..local_steps.options import Schedule
-from ..signature import split_keywords, takes_keywords_of
+from ..signature import takes_keywords_of
 from ._lightning.strategy import SiteStrategy, StrategyArguments
 
 
@@ -48,8 +48,8 @@ class LocalSGDStrategyBase(SiteStrategy):
 
     @takes_keywords_of(StrategyArguments, LocalOptions)
     def __init__(self, every: int | Schedule = LocalOptions.every, **arguments: Any) -> None:
-        given, options = split_keywords(StrategyArguments, arguments)
-        super().__init__(LocalOptions.create(every=every, **options), given)
+        super().__init__(LocalOptions, {"every": every} | arguments)
+        self._wants_fused = self.options.fused
         self._has_trained = False  # since the last step of the optimizer
 
     @property
@@ -62,11 +62,6 @@ class LocalSGDStrategyBase(SiteStrategy):
         scaled = getattr(self.precision_plugin, "scaler", None) is not None
         self.options = dataclasses.replace(self.options, check_finite=self.options.check_finite and not scaled)
         self.local = self._exchange = LocalSGD(self.lightning_module, self.optimizers[0], **vars(self.options))
-        if self.options.fused:
-            if reason := self._reason_against_fusing():
-                self.local.stop_fusing(reason)
-            else:
-                self._fuse()
         if self._states is not None:
             self.local.load_states([state and state["local"] for state in self._states])
 
@@ -92,10 +87,10 @@ class LocalSGDStrategyBase(SiteStrategy):
         return output
 
     def on_train_end(self) -> None:
-        self._average_buffers()
+        self._make_equal()
         super().on_train_end()
 
-    def _average_buffers(self) -> None:
+    def _make_equal(self) -> None:
         """Agree on one model, before an evaluation, a checkpoint, and at the end."""
         if self._in_fit and self.local is not None:
             self.local.finish()

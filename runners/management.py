@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,53 +18,66 @@ from ..adapm.engine import TECHNIQUES
 from ..adapm.model import Ids, find_layers
 from ..adapm.recorder import count_missing
 from ..options import Options
-from ..signature import check_choice, split_keywords, unknown_option
+from ..signature import OptionSet, number, option, split_keywords, unknown_option
+
+
+def _check_intent(name: str, value: Any) -> None:
+    if value is not None and value != "auto" and not callable(value):
+        raise ValueError(f"{name} must be 'auto', a function from a batch to its ids, or None, got {value!r}")
+
+
+def _check_backend(name: str, value: Any) -> None:
+    BACKENDS[value]  # or an error
 
 
 @dataclass(frozen=True)
-class Management:
+class Management(OptionSet):
     """Options of managed embeddings, the same in all trainers.
-
-    Args:
-        intent: function from a batch to ids by the names of weights; ``"auto"`` finds them; None for no lookahead.
-        lookahead: number of batches that are announced in advance.
-        reduce: ``"mean"`` or ``"sum"`` of the sites' gradients of rows.
-        technique: effect of intents, see `dadplug.adapm.ParameterManager`.
-        interval: minimum time between two rounds of synchronisation, in seconds.
-        backend: name of the engine that holds the tables.
 
     Raises:
         ValueError: if an option is out of range or unknown.
     """
 
-    intent: str | Callable[[Any], Any] | None = "auto"
-    lookahead: int = 16
-    reduce: str = "mean"
-    technique: str = "all"
-    interval: float = 0.002
-    backend: str = "builtin"
-
-    def __post_init__(self) -> None:
-        BACKENDS[self.backend]  # or an error
-        if self.intent is not None and self.intent != "auto" and not callable(self.intent):
-            raise ValueError(f"intent must be 'auto', a function from a batch to its ids, or None, got {self.intent!r}")
-        if self.lookahead < 1:
-            raise ValueError(f"lookahead must be at least 1, got {self.lookahead}")
-        for name, choices in (("reduce", ("mean", "sum")), ("technique", TECHNIQUES)):
-            check_choice(name, getattr(self, name), choices)
-        if self.interval < 0:
-            raise ValueError(f"interval must be at least 0, got {self.interval}")
-
-    @classmethod
-    def names(cls) -> list[str]:
-        """Return the names of the options."""
-        return [field.name for field in fields(cls)]
+    intent: str | Callable[[Any], Any] | None = option(  # noqa: RUF009
+        "auto",
+        "function from a batch to ids by the names of weights; auto finds them; None for no lookahead",
+        _check_intent,
+    )
+    lookahead: int = option(
+        16, "number of batches that are announced in advance", number("at least 1", lambda value: value >= 1)
+    )
+    reduce: str = option("mean", "mean or sum of the sites' gradients of rows", choices=("mean", "sum"))
+    technique: str = option("all", "effect of intents, see ParameterManager", choices=tuple(TECHNIQUES))
+    interval: float = option(
+        0.002,
+        "minimum time between two rounds of synchronisation, in seconds",
+        number("at least 0", lambda value: value >= 0),
+    )
+    backend: str = option("builtin", "engine that holds the tables", _check_backend)
 
     @classmethod
-    def split(cls, arguments: dict[str, Any]) -> tuple[Management, dict[str, Any]]:
-        """Build the options from those arguments that are theirs; return them and the other arguments."""
+    def split(
+        cls, owner: str, trainer: type, mode: str, arguments: dict[str, Any]
+    ) -> tuple[Management, dict[str, Any]]:
+        """Take the options of managed embeddings out of the arguments of a strategy or runner; check all names.
+
+        Args:
+            owner: name of the user's runner or strategy, for messages.
+            trainer: dataclass of the arguments that are no options.
+            mode: method for the parameters that are not managed.
+            arguments: the arguments.
+
+        Raises:
+            ValueError: if one is unknown or not valid; the message lists the valid ones.
+        """
         own, others = split_keywords(cls, arguments)
-        return cls(**own), others
+        management, options = cls(**own), split_keywords(trainer, others)[1]
+        names = ["mode", *cls.names(), *(name for name in Options.names() if name != "mode")]
+        for name in options:
+            if name not in names:
+                raise unknown_option(name, names)
+        Options(mode=mode, **options).check_all_stay(owner)
+        return management, others
 
     def manage(self, owner: str, model: nn.Module, optimizer: Any, options: dict[str, Any]) -> AdaModel:
         """Move a model's embeddings into tables; all sites must call it.
@@ -94,18 +107,6 @@ class Management:
                 stacklevel=3,
             )
         return managed
-
-
-def check_names(given: Iterable[str]) -> None:
-    """Check that options belong to managed embeddings or to the reduction of the other parameters.
-
-    Raises:
-        ValueError: if one does not; the message lists the valid ones.
-    """
-    names = ["mode", *Management.names(), *(name for name in Options.names() if name != "mode")]
-    for name in given:
-        if name not in names:
-            raise unknown_option(name, names)
 
 
 def embeddings_of(owner: str, model: nn.Module, optimizers: list[Any]) -> Any:

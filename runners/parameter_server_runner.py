@@ -10,8 +10,7 @@ import torch
 
 from ..exchange import Transport
 from ..parameter_server import ParameterServer, ServerOptions
-from ..parameter_server.server import ServerTransport
-from ..signature import split_keywords, takes_keywords_of
+from ..signature import takes_keywords_of
 from ._catalyst.runner import BaseRunner, ElasticTraining, RunnerArguments
 from .loaders import NO_ACCUMULATION, ServerLoader
 from .return_file import ReturnFile
@@ -80,19 +79,16 @@ class ParameterServerRunner(BaseRunner):
         return_file: str | Path | None = None,
         **arguments: Any,
     ) -> None:
-        given, options = split_keywords(RunnerArguments, arguments)
-        checked = ServerOptions.create(mode=mode, **options)
-        super().__init__(model, criterion, optimizer, checked, RunnerArguments(**given))
+        super().__init__(model, criterion, optimizer, ServerOptions, {"mode": mode} | arguments)
         self._clip: Callable[[Any], Any] | None = None
         self._hook: Any = None
-        self._file = None if return_file is None else ReturnFile(return_file)
+        self._file = ReturnFile(return_file)
         self.dealt: set[str] = set()  # names of the loaders whose batches are dealt
 
     def _run(self) -> None:
         try:
             super()._run()
-            if self._file is not None:
-                self._file.remove()
+            self._file.remove()
         finally:
             if self._hook is not None:
                 self._hook.remove()
@@ -128,20 +124,15 @@ class ParameterServerRunner(BaseRunner):
         self._hook = optimizer.register_step_pre_hook(self._before_commit)
         options = {"process_group": self._process_group} | vars(self.options)
         transport = self.engine.transport
-        if self._file is None or not isinstance(transport, ServerTransport):
-            return ParameterServer(model, optimizer, in_trainer=True, **options)
-        self._elastic = ServerTraining(self, transport)
+        self._elastic = ServerTraining(self, transport) if transport.elastic else None
         return self._file.build(transport, self._elastic, model, optimizer, **options)
 
     def _connect(self) -> None:
-        if self._file is None or not self._file.returns:
+        if self._file.rank is None:
             super()._connect()
 
     def _open_transport(self) -> Transport:
-        open_first = super()._open_transport
-        if self._file is None:
-            return open_first()
-        return self._file.open_transport(torch.device("cpu"), self.options.timeout, open_first)
+        return self._file.open_transport(torch.device("cpu"), self.options.timeout, super()._open_transport)
 
     def _batches_from(self, first: int) -> Iterator[Any]:
         return iter(self.loader) if self.loader_key in self.dealt else super()._batches_from(first)

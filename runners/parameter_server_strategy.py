@@ -13,8 +13,7 @@ from torch import Tensor
 from ..exchange import Transport
 from ..model_sync.samples import batches_before
 from ..parameter_server import ParameterServer, ServerOptions
-from ..parameter_server.server import ServerTransport
-from ..signature import split_keywords, takes_keywords_of
+from ..signature import takes_keywords_of
 from ._lightning.elastic import ElasticFit
 from ._lightning.strategy import SiteEnvironment, SiteStrategy, StrategyArguments
 from .loaders import NO_ACCUMULATION, ServerLoader
@@ -47,9 +46,6 @@ class ReturnedEnvironment(SiteEnvironment):
         return self._world_size
 
     def global_rank(self) -> int:
-        return self._rank
-
-    def node_rank(self) -> int:
         return self._rank
 
 
@@ -113,11 +109,10 @@ class ParameterServerStrategyBase(SiteStrategy):
     def __init__(
         self, mode: str = ServerOptions.mode, *, return_file: str | Path | None = None, **arguments: Any
     ) -> None:
-        given, options = split_keywords(StrategyArguments, arguments)
-        self._file = None if return_file is None else ReturnFile(return_file)
-        if self._file is not None and self._file.rank is not None:
-            given["cluster_environment"] = ReturnedEnvironment(self._file.rank, len(self._file.names))
-        super().__init__(ServerOptions.create(mode=mode, **options), given)
+        self._file = ReturnFile(return_file)
+        if self._file.rank is not None:
+            arguments["cluster_environment"] = ReturnedEnvironment(self._file.rank, len(self._file.names))
+        super().__init__(ServerOptions, {"mode": mode} | arguments)
         self._dealt: ServerLoader | None = None
         self._in_step = False
         self._has_stepped = False  # since the sites held one model
@@ -135,10 +130,7 @@ class ParameterServerStrategyBase(SiteStrategy):
         super().setup_environment()
 
     def _open_transport(self) -> Transport:
-        open_first = super()._open_transport
-        if self._file is None:
-            return open_first()
-        return self._file.open_transport(self.root_device, self.options.timeout, open_first)
+        return self._file.open_transport(self.root_device, self.options.timeout, super()._open_transport)
 
     def setup(self, trainer: Any) -> None:
         if trainer.state.fn == "fit":
@@ -162,14 +154,9 @@ class ParameterServerStrategyBase(SiteStrategy):
         self._check_one_optimizer()
         (optimizer,) = self.optimizers
         self._run.callback(optimizer.register_step_pre_hook(self._before_commit).remove)
-        self.server = self._exchange = self._build_server(self.lightning_module, optimizer)
+        arguments = self._transport, self._elastic, self.lightning_module, optimizer
+        self.server = self._exchange = self._file.build(*arguments, **vars(self.options))
         self._load_states()
-
-    def _build_server(self, *arguments: Any) -> ParameterServer:
-        if self._elastic is None or self._file is None:
-            return ParameterServer(*arguments, in_trainer=True, **vars(self.options))
-        assert isinstance(self._transport, ServerTransport)
-        return self._file.build(self._transport, self._elastic, *arguments, **vars(self.options))
 
     @property
     def _deals(self) -> bool:
@@ -231,7 +218,7 @@ class ParameterServerStrategyBase(SiteStrategy):
         else:
             self._elastic.end_step()
         if self._trainer.is_last_batch:  # before metrics of the epoch, which need all sites
-            self._end_phase()
+            self._make_equal()
         return output
 
     @contextmanager
@@ -249,14 +236,10 @@ class ParameterServerStrategyBase(SiteStrategy):
 
     def _begin_collective(self, name: str) -> None:
         super()._begin_collective(name)
-        self._end_phase()
+        self._make_equal()
 
-    def _average_buffers(self) -> None:
-        """Wait until all sites hold one model, before an evaluation or a checkpoint."""
-        self._end_phase()
-
-    def _end_phase(self) -> None:
-        """Wait until all sites have made the steps so far, and hold one model.
+    def _make_equal(self) -> None:
+        """Wait until all sites have made the steps so far, and hold one model: the end of a phase.
 
         It precedes every collective: a site in a collective applies no commits, and slower ones could not go on until
         they reach it.
@@ -287,7 +270,7 @@ class ParameterServerStrategyBase(SiteStrategy):
             checkpoint["dadplug"] = self._transport.gather_objects(self._own_state())
 
     def on_train_end(self) -> None:
-        self._end_phase()
-        if self._file is not None and self._elastic is not None:
+        self._make_equal()
+        if self._elastic is not None:
             self._file.remove()
         super().on_train_end()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 
 from ..errors import SiteError
 from ..exchange import Transport
+from ..hub.pki.files import PRIVATE, write_file
 from ..parameter_server import ParameterServer
 from ..parameter_server.server import ServerTransport
 
@@ -20,19 +20,19 @@ class ReturnFile:
     """File of one site: it exists while a training is under way, and after this site was lost in one.
 
     Args:
-        path: the file.
+        path: the file; None where no site returns.
 
     Attributes:
         rank: rank of this site, if this process returns; else None.
         names: names of the sites by rank, if this process returns; else empty.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self._path = Path(path)
+    def __init__(self, path: str | Path | None) -> None:
+        self._path = None if path is None else Path(path)
         self._address: str | None = None
         self.rank: int | None = None
         self.names: list[str] = []
-        if self._path.exists():
+        if self._path is not None and self._path.exists():
             try:
                 content = json.loads(self._path.read_text())
                 self._address, self.names = content["address"], content["sites"]
@@ -40,14 +40,7 @@ class ReturnFile:
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ValueError(f"{self._path} is not a file of return_file=: remove it ({error})") from error
 
-    @property
-    def returns(self) -> bool:
-        """Whether this process returns into a training."""
-        return self._address is not None
-
-    def open_transport(
-        self, device: torch.device, timeout: float, open_first: Callable[[], Transport]
-    ) -> ServerTransport:
+    def open_transport(self, device: torch.device, timeout: float, open_first: Callable[[], Transport]) -> Transport:
         """Open the transport of the trainer.
 
         Args:
@@ -58,14 +51,14 @@ class ReturnFile:
         if self.rank is not None:
             return ServerTransport.of_returning(self.rank, self.names, device, timeout)
         first = open_first()
-        return ServerTransport(first, device, timeout)
+        return first if self._path is None else ServerTransport(first, device, timeout)
 
-    def build(self, transport: ServerTransport, fit: Any, *arguments: Any, **options: Any) -> ParameterServer:
+    def build(self, transport: Any, fit: Any, *arguments: Any, **options: Any) -> ParameterServer:
         """Build the parameter server, in whose training this process returns if it does, and write the file.
 
         Args:
-            transport: the transport of the trainer.
-            fit: state of the trainer, for sites that return.
+            transport: the transport of the trainer, if there are several sites.
+            fit: state of the trainer, for sites that return; None where none does.
             arguments: positional arguments of `ParameterServer`.
             options: other arguments.
 
@@ -73,13 +66,15 @@ class ReturnFile:
             SiteError: if the training cannot be reached; the file is removed then, since it may have ended.
             ValueError: if no site can return, since messages are sealed, or site 0 cannot listen.
         """
-        state = {"trainer": fit}
+        state = None if fit is None else {"trainer": fit}
         try:
             server = ParameterServer(*arguments, state=state, in_trainer=True, rejoin=self._address, **options)
         except SiteError:
-            if self.returns:
+            if self.rank is not None:
                 self.remove()
             raise
+        if self._path is None or transport is None:
+            return server
         transport.server = server
         if transport.world_size == 1:
             return server
@@ -89,12 +84,11 @@ class ReturnFile:
                 "no site can return where messages are sealed, or site 0 cannot listen: leave return_file out"
             )
         names = [transport.sites.name(rank) for rank in range(transport.world_size)]
-        partial = self._path.with_name(f"{self._path.name}.{os.getpid()}.part")
-        partial.touch(0o600)  # the address contains a secret
-        partial.write_text(json.dumps({"address": server.return_address, "sites": names}))
-        os.replace(partial, self._path)
+        content = json.dumps({"address": server.return_address, "sites": names})
+        write_file(self._path, content.encode(), PRIVATE)  # the address contains a secret
         return server
 
     def remove(self) -> None:
         """Remove the file: the training has ended."""
-        self._path.unlink(missing_ok=True)
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)

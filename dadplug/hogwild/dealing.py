@@ -11,6 +11,16 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from .memory import Board
 
+_SETTINGS = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+)
+
 
 class DealtLoader:
     """Loader that yields those batches of another loader that this process is dealt.
@@ -107,21 +117,15 @@ def with_batches(loader: DataLoader[Any], batches: Iterable[list[int]]) -> DataL
         loader: the other loader.
         batches: indices of the samples of each batch.
     """
-    settings: dict[str, Any] = {}
+    return DataLoader(loader.dataset, batch_sampler=batches, **settings_of(loader))
+
+
+def settings_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return the arguments with which a loader was made, but for those that decide about its batches."""
+    settings = {name: getattr(loader, name) for name in _SETTINGS}
     if loader.num_workers:
-        settings = {"prefetch_factor": loader.prefetch_factor, "persistent_workers": loader.persistent_workers}
-    return DataLoader(
-        loader.dataset,
-        batch_sampler=batches,
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        generator=loader.generator,
-        **settings,
-    )
+        settings |= {"prefetch_factor": loader.prefetch_factor, "persistent_workers": loader.persistent_workers}
+    return settings
 
 
 def check_loader(loader: Any, by: str = "Hogwild!") -> None:

@@ -54,8 +54,7 @@ class SiteEngine(Engine):
     Attributes:
         transport: transport for everything but gradients.
         reduction: gradient reduction of the model in training; None before it is built.
-        fused_optimizers: function that returns the optimizers whose next steps are fused.
-        loader_samples: function that returns the number of samples of the current loader so far, on this site.
+        loader_samples: number of samples of the current loader so far, on this site.
         seed: seed of the order of samples.
         splits: fingerprints of the data sets that are split over the sites, by the names of loaders; None for others.
     """
@@ -70,8 +69,7 @@ class SiteEngine(Engine):
         self._split_data = split_data
         self._prepared: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self.reduction: GradientReduction | None = None
-        self.fused_optimizers: Callable[[], list[torch.optim.Optimizer]] = list
-        self.loader_samples: Callable[[], int] = lambda: 1
+        self.loader_samples = 1
         self.seed = 0
         self.splits: dict[str, str | None] = {}
         self.transport = transport
@@ -167,7 +165,7 @@ class SiteEngine(Engine):
     def mean_reduce_ddp_metrics(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """Average the sites' metrics of a loader, weighted by their samples."""
         own = {name: float(value) for name, value in metrics.items()}
-        return merge_metrics([*self.transport.gather_present((own, self.loader_samples())).values()])
+        return merge_metrics([*self.transport.gather_present((own, self.loader_samples)).values()])
 
     def prepare_data_loader(
         self, data_loader: Any, *args: Any, name: str = "loader", known: str | None = "", **kwargs: Any
@@ -198,16 +196,15 @@ class SiteEngine(Engine):
         prepared: torch.nn.Module = super().prepare_model(model, *args, **kwargs)
         return prepared
 
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Run backward and synchronize the gradients with the other sites."""
-        self._backward(loss, [], kwargs)
+    def backward(self, loss: torch.Tensor, *, fused: Sequence[torch.optim.Optimizer] = (), **kwargs: Any) -> None:
+        """Run backward and synchronize the gradients with the other sites.
 
-    def backward_before_step(self, loss: torch.Tensor) -> None:
-        """Run backward and synchronize; hold the gradients that the optimizers apply without forming them."""
-        self._backward(loss, self.fused_optimizers(), {})
-
-    def _backward(self, loss: torch.Tensor, fused: list[torch.optim.Optimizer], keywords: dict[str, Any]) -> None:
-        super().backward(loss, **keywords)
+        Args:
+            loss: the loss.
+            fused: optimizers whose next steps apply gradients without forming them.
+            kwargs: as in Accelerate.
+        """
+        super().backward(loss, **kwargs)
         if self.reduction is None or not self.reduction.syncing:
             return
         if fused:

@@ -72,7 +72,7 @@ class FixedBackward(BackwardCallback):
             with nullcontext() if runner.reduction is None else runner.reduction.no_sync():
                 runner.engine.backward(loss)
             return
-        runner.engine.backward_before_step(loss)
+        runner.engine.backward(loss, fused=runner.fused_optimizers())
         norm = _clip(self.grad_clip_fn, runner)
         if norm is not None and self._log_gradient:
             runner.batch_metrics[f"{self._prefix_gradient}/norm"] = norm

@@ -15,6 +15,7 @@ from ...adaptive import ElasticDataLoader
 from ...adaptive.loader import seeded
 from ...errors import MismatchError
 from ...exchange import Transport
+from ...hogwild.dealing import settings_of, with_batches
 from ..loaders import DelegatingLoader
 
 SPLIT_DATA = ("auto", True, False)
@@ -142,23 +143,14 @@ def _feed(digest: Any, item: Any) -> None:
 
 
 def _split(loader: DataLoader[Any], rank: int, world_size: int, seed: int) -> DataLoader[Any]:
-    settings: dict[str, Any] = {
-        name: getattr(loader, name)
-        for name in ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "generator")
-    }
-    settings["multiprocessing_context"] = loader.multiprocessing_context
-    if loader.num_workers:
-        settings |= {"prefetch_factor": loader.prefetch_factor, "persistent_workers": loader.persistent_workers}
     batches: Any = loader.batch_sampler
     if type(batches) is BatchSampler:
         samples = SiteSampler(batches.sampler, rank, world_size, seed)
-        batches = BatchSampler(samples, batches.batch_size, batches.drop_last)
-    elif batches is not None:  # a sampler of whole batches, which are not to be torn apart
-        batches = SiteSampler(batches, rank, world_size, seed)
-    else:
-        samples = SiteSampler(loader.sampler, rank, world_size, seed)
-        return DataLoader(loader.dataset, batch_size=None, sampler=samples, **settings)
-    return DataLoader(loader.dataset, batch_sampler=batches, **settings)
+        return with_batches(loader, BatchSampler(samples, batches.batch_size, batches.drop_last))
+    if batches is not None:  # a sampler of whole batches, which are not to be torn apart
+        return with_batches(loader, SiteSampler(batches, rank, world_size, seed))
+    samples = SiteSampler(loader.sampler, rank, world_size, seed)
+    return DataLoader(loader.dataset, batch_size=None, sampler=samples, **settings_of(loader))
 
 
 def begin_epoch(loader: Any, name: str, epoch: int, transport: Transport) -> int:
@@ -170,7 +162,9 @@ def begin_epoch(loader: Any, name: str, epoch: int, transport: Transport) -> int
     Raises:
         MismatchError: if the sites have drawn different orders.
     """
-    sampler = next((each for each in _samplers(loader) if isinstance(each, SiteSampler)), None)
+    batches = getattr(loader, "batch_sampler", None)
+    samplers = (getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
+    sampler = next((each for each in samplers if isinstance(each, SiteSampler)), None)
     if sampler is not None:
         sampler.set_epoch(epoch)
     digest = None if sampler is None else hashlib.sha256(repr(sampler.order).encode()).hexdigest()
@@ -182,11 +176,6 @@ def begin_epoch(loader: Any, name: str, epoch: int, transport: Transport) -> int
         )
     steps: int = max(batches for batches, _ in by_site)
     return steps
-
-
-def _samplers(loader: Any) -> list[Any]:
-    batches = getattr(loader, "batch_sampler", None)
-    return [getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)]
 
 
 class DeviceLoader(DelegatingLoader):

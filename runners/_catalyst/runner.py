@@ -26,6 +26,7 @@ from ...errors import MismatchError
 from ...exchange import Traffic, Transport, connect, open_transport
 from ...exchange.transport import Requirements
 from ...model_sync.samples import batches_before, takes_part
+from ...signature import split_keywords
 from ..loaders import batches_from
 from .engine import SiteEngine, merge_metrics, plain
 from .fixes import OLDER_NAMES, FixedOptimizer, accumulation_steps, adapt, fused_callbacks, load_model, load_runner
@@ -149,15 +150,19 @@ class BaseRunner(SupervisedRunner):
 
     It connects the sites, divides data, merges metrics, takes fused steps, and puts the state of every site into
     checkpoints. A way is a subclass, which builds what the sites exchange in `_build_exchange`: an object with the
-    members that `dadplug.GradientReduction` has for trainers, those of `dadplug.fused.HeldGradients` if steps may be
-    fused. Where sites leave and return, it also sets `_elastic`.
+    following members, as `dadplug.GradientReduction` does: ``syncing`` and ``synchronize()``, called after a backward
+    pass; ``no_sync()`` for accumulation; ``idle()`` for steps without data; ``state_dict()``, ``load_states(states)``,
+    ``abort(reason)``, ``detach(discard=)``; ``stop_fusing(reason)`` and those of `dadplug.fused.HeldGradients` if
+    `_wants_fused` may be set. If the sites' models may differ, `_make_equal` makes them equal. Where sites leave and
+    return, `_build_exchange` also sets `_elastic`.
 
     Args:
         model: model to train, or None if `train` gets it.
         criterion: loss, or None.
         optimizer: optimizer of the model, or None.
-        options: options of the exchange, with a ``timeout`` in seconds.
-        arguments: arguments of all runners.
+        kind: class of the exchange's options, an `OptionSet`. They have a ``timeout`` in seconds; ``requirements`` if
+            sites may leave and return.
+        keywords: those options, and arguments of all runners, see `RunnerArguments`.
 
     Attributes:
         options: the options of the exchange.
@@ -172,22 +177,19 @@ class BaseRunner(SupervisedRunner):
     need_early_stop: bool
     loggers: dict[str, Any]
     _elastic: ElasticTraining | None = None  # of a training in which sites leave and return
+    _wants_fused = False  # whether the user asks for fused steps
     _fused: list[FixedOptimizer] | None = None  # callbacks that take fused steps; None if steps are not fused
 
-    def __init__(self, model: Any, criterion: Any, optimizer: Any, options: Any, arguments: RunnerArguments) -> None:
-        super().__init__(
-            model=model,
-            input_key=arguments.input_key,
-            output_key=arguments.output_key,
-            target_key=arguments.target_key,
-            loss_key=arguments.loss_key,
-        )
-        self.options = options
+    def __init__(
+        self, model: Any, criterion: Any, optimizer: Any, kind: type[Any], keywords: Mapping[str, Any]
+    ) -> None:
+        given, own = split_keywords(RunnerArguments, keywords)
+        self.options = kind.create(**own)
+        settings = vars(RunnerArguments(**given)).copy()
+        self._split_data, self._process_group = settings.pop("split_data"), settings.pop("process_group")
+        super().__init__(model=model, **settings)
         self._given = {"model": model, "criterion": criterion, "optimizer": optimizer}
-        self._split_data = arguments.split_data
-        self._process_group = arguments.process_group
         self._states: tuple[int, list[Any]] | None = None
-        self._loader_samples = 0
         self.undivided: Mapping[str, Any] = {}
         self.steps = 0
         self.micro_step = 0
@@ -202,7 +204,7 @@ class BaseRunner(SupervisedRunner):
     @property
     def _requirements(self) -> Requirements | None:
         """Requirements of training to go on without a site that leaves; None where all must stay."""
-        return None
+        return getattr(self.options, "requirements", None)
 
     @property
     def _joined(self) -> dict[str, Any] | None:
@@ -333,7 +335,6 @@ class BaseRunner(SupervisedRunner):
 
     def _setup_loaders(self) -> None:
         self.engine.seed = self.seed
-        self.engine.loader_samples = lambda: self._loader_samples
         loaders = self.undivided = self.get_loaders()
         names = [*self.engine.transport.gather_present(list(loaders)).values()]
         if any(other != names[0] for other in names):
@@ -393,11 +394,6 @@ class BaseRunner(SupervisedRunner):
 
     # Fused steps
 
-    @property
-    def _fuses(self) -> bool:
-        """Whether the user asks for fused steps."""
-        return False
-
     def _reason_against_fusing(self) -> str:
         """Return why steps cannot be fused whatever the callbacks are; empty if they can."""
         return "" if getattr(self.engine, "scaler", None) is None else "a GradScaler scales the loss"
@@ -405,23 +401,18 @@ class BaseRunner(SupervisedRunner):
     def _setup_callbacks(self) -> None:
         super()._setup_callbacks()
         self._fused = None
-        if self._fuses and self.engine.reduction is not None:
+        if self._wants_fused and self.engine.reduction is not None:
             stepping, reason = fused_callbacks(self.callbacks.values())
             reason = self._reason_against_fusing() or reason
             if reason:
-                self._stop_fusing(reason)
+                self.reduction.stop_fusing(reason)
             else:
                 self._fused = stepping
-                self.engine.fused_optimizers = self._fused_optimizers
 
-    def _stop_fusing(self, reason: str) -> None:
-        """Take ordinary steps, for a reason that the exchange shows."""
-        self.reduction.remarks = (f"fused steps: no, {reason}",)
-
-    def _fused_optimizers(self) -> list[torch.optim.Optimizer]:
-        """Return the optimizers that step after the next backward pass; let the exchange show their weights once."""
+    def fused_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return the optimizers whose next steps are fused; let the exchange show their weights once."""
         found = [plain(callback.optimizer) for callback in self._fused or ()]
-        if not self.reduction.remarks:
+        if found and not self.reduction.remarks:
             self.reduction.remark_on(found)
         return found
 
@@ -455,7 +446,7 @@ class BaseRunner(SupervisedRunner):
     def on_loader_start(self, runner: Any) -> None:
         """Compute the number of steps with the other sites, or take over that of the sites that this one joins."""
         super().on_loader_start(runner)
-        self._loader_samples = 0
+        self.engine.loader_samples = 0
         self.micro_step = 0
         self._own_steps = len(self.loader)
         self.steps = begin_epoch(self.loader, self.loader_key, self.epoch_step, self.engine.transport)
@@ -466,7 +457,7 @@ class BaseRunner(SupervisedRunner):
     def on_batch_start(self, runner: Any) -> None:
         """Count the samples of this site."""
         super().on_batch_start(runner)
-        self._loader_samples += self.batch_size
+        self.engine.loader_samples += self.batch_size
 
     def _run_loader(self) -> None:
         """Run a loader; in training all sites take as many steps as the site with the most batches.
@@ -526,7 +517,8 @@ class BaseRunner(SupervisedRunner):
 
     def _idle(self) -> None:
         """Participate in a step without data."""
-        raise NotImplementedError
+        if self.update_due:
+            self.reduction.idle()
 
     @property
     def update_due(self) -> bool:
@@ -544,15 +536,15 @@ class BaseRunner(SupervisedRunner):
     def on_loader_end(self, runner: Any) -> None:
         """Merge the metrics of all sites, and average running statistics before an evaluation uses them."""
         own = {name: float(value) for name, value in self.loader_metrics.items()}
-        by_site = self.engine.transport.gather_present((own, self._loader_samples))
+        by_site = self.engine.transport.gather_present((own, self.engine.loader_samples))
         self.loader_metrics.update(merge_metrics([*by_site.values()]))
         if self.engine.sites:
             self.loader_metrics["sites"] = float(len(by_site))
         if self.is_train_loader and self.engine.reduction is not None:
-            self._end_training()
+            self._make_equal()
         super().on_loader_end(runner)
 
-    def _end_training(self) -> None:
+    def _make_equal(self) -> None:
         """Make what may differ between the sites' models equal, after a training loader."""
 
     def on_epoch_end(self, runner: Any) -> None:

@@ -7,7 +7,8 @@ import importlib
 import importlib.abc
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -43,22 +44,22 @@ def strategy_base(name: str) -> Any:
     return getattr(importlib.import_module(f"..{STRATEGIES[name]}", __name__), f"{name}Base")
 
 
-@functools.cache
-def strategy_class(name: str, parent: type, module: str) -> type:
-    """Derive the class of a strategy for one of Lightning's packages.
+def strategies_over(parent: type, module: str) -> Callable[[str], Any]:
+    """Return the ``__getattr__`` of a module with the strategies for one of Lightning's packages.
 
     Args:
-        name: name of the strategy.
-        parent: the package's ``DDPStrategy``.
-        module: name of the module that offers it.
-
-    Raises:
-        AttributeError: if there is no such strategy.
+        parent: the package's ``DDPStrategy``, from which the classes derive.
+        module: name of the module.
     """
-    if name not in STRATEGIES:
-        raise AttributeError(f"module {module!r} has no attribute {name!r}")
-    base = strategy_base(name)
-    return type(name, (base, parent), {"__doc__": base.__doc__, "__module__": module})
+
+    @functools.cache
+    def derive(name: str) -> Any:
+        if name not in STRATEGIES:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        base = strategy_base(name)
+        return type(name, (base, parent), {"__doc__": base.__doc__, "__module__": module})
+
+    return derive
 
 
 def register_strategies() -> None:
@@ -66,22 +67,13 @@ def register_strategies() -> None:
 
     As long as an installed package has not been imported, a finder on `sys.meta_path` watches for its import. Lightning
     has no entry points for strategies and resolves names when a Trainer is built, before it calls any other plugin; and
-    an import of Lightning here would make ``import dadplug`` slow. The finder removes itself after the last package.
+    an import of Lightning here would make ``import dadplug`` slow. The finder removes itself after the import.
     """
     for package in PACKAGES:
         if f"{package}.strategies" in sys.modules:
             _register(package)
-    if _missing() and not any(isinstance(finder, _Watcher) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Watcher())
-
-
-def _missing() -> list[str]:
-    """List the packages that are installed and whose strategies have not been imported."""
-    return [
-        package
-        for package in PACKAGES
-        if f"{package}.strategies" not in sys.modules and importlib.util.find_spec(package.split(".")[0])
-    ]
+        elif importlib.util.find_spec(package.split(".")[0]) and _Watcher(package) not in sys.meta_path:
+            sys.meta_path.insert(0, _Watcher(package))
 
 
 def _register(package: str) -> None:
@@ -138,35 +130,35 @@ def needs_lightning(name: str, parent: str) -> ModuleType:
     return importlib.import_module(f"{parent}.{PACKAGES[packages[0]]}")
 
 
+@dataclass(frozen=True)
 class _Watcher(importlib.abc.MetaPathFinder):
-    """Import finder that adds the registration to Lightning's modules of strategies, which other finders find."""
+    """Import finder that adds the registration to the module of strategies of one of Lightning's packages.
+
+    Args:
+        package: the package. Other finders find its modules.
+    """
+
+    package: str
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        package = fullname.removesuffix(".strategies")
-        if package not in PACKAGES or package == fullname:
+        if fullname != f"{self.package}.strategies":
             return None
-        for finder in sys.meta_path:
-            if finder is not self and hasattr(finder, "find_spec"):
-                spec = finder.find_spec(fullname, path, target)
-                if spec is not None:
-                    break
-        else:
-            return None
-        if spec.loader is not None:
-            self._follow(spec.loader, package)
+        others = [finder for finder in sys.meta_path if finder != self and hasattr(finder, "find_spec")]
+        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
+        if spec is not None and spec.loader is not None:
+            self._follow(spec.loader)
         return spec
 
-    def _follow(self, loader: Any, package: str) -> None:
+    def _follow(self, loader: Any) -> None:
         """Make a module loader register the strategies after it has executed its module."""
         execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
             del loader.exec_module
             execute(module)
-            _register(package)
-            if not _missing() and self in sys.meta_path:
-                sys.meta_path.remove(self)
+            sys.meta_path[:] = [finder for finder in sys.meta_path if finder != self]
+            _register(self.package)
 
         loader.exec_module = exec_module

@@ -44,13 +44,7 @@ class ElasticFit:
     def __init__(self, strategy: Any, trainer: Any, transport: Transport) -> None:
         self._strategy, self._trainer, self._transport = strategy, trainer, transport
         self._joined: dict[str, Any] | None = None
-        self._first = True
         self.steps = 0
-
-    @property
-    def joins(self) -> bool:
-        """Whether this site joins others in mid-training, up to the end of its first step."""
-        return self._transport.joins
 
     # The beginning
 
@@ -115,7 +109,7 @@ class ElasticFit:
             "place": self._transport.place,
             "steps": self.steps,
             "epoch": trainer.fit_loop.epoch_progress.current.processed,
-            "counts": {name: _completed(each) for name, each in self._counts().items()},
+            "counts": {name: (each.total.completed, each.current.completed) for name, each in self._counts().items()},
             "stepped": trainer.fit_loop.epoch_loop._batches_that_stepped,
             "stops": bool(trainer.should_stop),
             "optimizers": optimizers if self.sends_optimizers else None,
@@ -220,12 +214,12 @@ class ElasticFit:
 
     def first_batch(self) -> int:
         """Return the number of the batch at which a pass over the training data begins, and set the loop's counts."""
-        first, self._first = self._first, False
-        if not first or self._joined is None:
+        joined, self._joined = self._joined, None  # later passes are whole ones
+        if joined is None:
             return 0
         for name, count in self._counts().items():
-            _set(count.current, self._joined["counts"][name][1])
-        number: int = self._joined["counts"]["batch"][1]
+            _set(count.current, joined["counts"][name][1])
+        number: int = joined["counts"]["batch"][1]
         self._trainer.fit_loop._data_fetcher.fetched = number
         return number
 
@@ -268,10 +262,6 @@ class ElasticFit:
             bar.on_train_epoch_start(*arguments)
         elif bar is not None:
             bar.disable()
-
-
-def _completed(count: Any) -> tuple[int, int]:
-    return count.total.completed, count.current.completed
 
 
 def _set(count: Any, value: int) -> None:

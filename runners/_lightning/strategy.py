@@ -23,6 +23,7 @@ from ...hub.site.processes import LOOPBACK, STARTED_PROCESSES
 from ...hub.site.runtime import current_connection
 from ...model_sync import sameness
 from ...model_sync.samples import batch_size, takes_part
+from ...signature import split_keywords
 from ..loaders import UnevenLoader, compare_lengths
 from ..patches import gather
 from . import elastic
@@ -133,16 +134,17 @@ class SiteStrategy(_DDPStrategy):
 
     It starts and connects the sites' processes, wraps loaders of unequal length, takes fused steps, posts exit reasons,
     and puts the state of every site into checkpoints. A way is a subclass. It builds what the sites exchange, in
-    `configure_ddp` or, if that needs the optimizers, in `_build`, and sets `_exchange` to it. That object has the
+    `configure_ddp` or, if that needs the optimizers, in `_build`, sets `_exchange` to it, and restores the state of a
+    checkpoint by `_load_states`. If the sites' models may differ, `_make_equal` makes them equal. The exchange has the
     following members, as `dadplug.GradientReduction` does: ``syncing`` and ``synchronize()``, called after a backward
     pass; ``no_sync()`` for accumulation; ``samples(count)``, a context of forward passes; ``state_dict()``,
-    ``gather_objects(item)``, ``abort(reason)``, ``detach(discard=)``; those of `dadplug.fused.HeldGradients` if steps
-    may be fused.
+    ``load_states(states)``, ``gather_objects(item)``, ``abort(reason)``, ``detach(discard=)``; ``stop_fusing(reason)``
+    and those of `dadplug.fused.HeldGradients` if `_wants_fused` may be set.
 
     Args:
-        options: options of the exchange, a dataclass with a ``timeout`` in seconds; with ``sync_batchnorm`` if the
-            exchange can normalise by the statistics of all sites' rows.
-        arguments: arguments of ``DDPStrategy``, see `StrategyArguments`.
+        kind: class of the exchange's options, an `OptionSet`. They have a ``timeout`` in seconds; ``sync_batchnorm`` if
+            the exchange can normalise over sites; ``requirements`` if sites may leave and return.
+        keywords: those options, and arguments of ``DDPStrategy``, see `StrategyArguments`.
 
     Attributes:
         options: the options of the exchange.
@@ -153,15 +155,17 @@ class SiteStrategy(_DDPStrategy):
     _elastic: ElasticFit | None = None  # of a run in which sites leave and return
     _elastic_class = ElasticFit
     _in_step_with_others = True  # if not, sites are at different steps within an epoch
-    _fuses = False  # whether optimizer steps of this fit are those on gradients that are held, and not formed
+    _wants_fused = False  # whether the user asks for steps on gradients that are held, and not formed
+    _fuses = False  # whether optimizer steps of this fit are such ones
     _stepping: Any = None  # the optimizer whose fused step is being taken
 
-    def __init__(self, options: Any, arguments: Mapping[str, Any]) -> None:
-        settings = vars(StrategyArguments(**arguments))
+    def __init__(self, kind: type[Any], keywords: Mapping[str, Any]) -> None:
+        given, own = split_keywords(StrategyArguments, keywords)
+        self.options = kind.create(**own)
+        settings = vars(StrategyArguments(**given))
         if settings["cluster_environment"] is None and SiteEnvironment.detect():
             settings = settings | {"cluster_environment": SiteEnvironment()}
-        super().__init__(**settings, timeout=timedelta(seconds=options.timeout))
-        self.options = options
+        super().__init__(**settings, timeout=timedelta(seconds=self.options.timeout))
         self._states: list[Any] | None = None  # of all sites, from a checkpoint
         self._steps: tuple[int, int] | None = None
         self._weightless = self._skipped = False
@@ -171,7 +175,7 @@ class SiteStrategy(_DDPStrategy):
     @property
     def _requirements(self) -> Requirements | None:
         """Requirements of training to go on without a site that leaves; None where all must stay."""
-        return None
+        return getattr(self.options, "requirements", None)
 
     @property
     def _deals(self) -> bool:
@@ -272,6 +276,8 @@ class SiteStrategy(_DDPStrategy):
         if not fits:
             return
         self._build()
+        if self._wants_fused:
+            self._set_up_fusing()
         if self._elastic is not None:
             self._elastic.restore(self._run)
 
@@ -309,11 +315,6 @@ class SiteStrategy(_DDPStrategy):
             raise ValueError(
                 f"{type(self).__name__} needs automatic optimization and one optimizer; DADStrategy takes any module"
             )
-
-    @property
-    def _joins(self) -> bool:
-        """Whether this site joins others in mid-training, up to the end of its first step."""
-        return self._elastic is not None and self._elastic.joins
 
     def on_train_start(self) -> None:
         if self._elastic is not None:
@@ -419,10 +420,10 @@ class SiteStrategy(_DDPStrategy):
         return nullcontext() if self._exchange is None else self._exchange.no_sync()
 
     def on_validation_start(self) -> None:
-        self._average_buffers()
+        self._make_equal()
         super().on_validation_start()
 
-    def _average_buffers(self) -> None:
+    def _make_equal(self) -> None:
         """Make what may differ between the sites' models equal, before an evaluation or a checkpoint."""
 
     # Fused steps
@@ -444,8 +445,12 @@ class SiteStrategy(_DDPStrategy):
                     return f"{type(owner).__name__}.{name} may read the gradients"
         return ""
 
-    def _fuse(self) -> None:
-        """Take fused steps in this fit, with a clipping by norm that includes gradients that are held."""
+    def _set_up_fusing(self) -> None:
+        """Take fused steps in this fit, with a clipping by norm of held gradients, or let the exchange show why not."""
+        if reason := self._reason_against_fusing():
+            self._exchange.stop_fusing(reason)
+            return
+        self._exchange.remark_on(self.optimizers)
         self._fuses = True
         self._replace_clipping()
 
@@ -578,7 +583,7 @@ class SiteStrategy(_DDPStrategy):
     # Checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        self._average_buffers()
+        self._make_equal()
         state: dict[str, Any] = super().lightning_module_state_dict()
         return state
 
@@ -603,7 +608,8 @@ class SiteStrategy(_DDPStrategy):
 
     def _load_states(self) -> None:
         """Restore this site's part of the states of a checkpoint, unless it joins others, whose state is newer."""
-        if self._states is not None and not self._joins:
+        joins = self._transport is not None and self._transport.joins
+        if self._states is not None and not joins:
             self._exchange.load_states(self._states)
         self._states = None
 

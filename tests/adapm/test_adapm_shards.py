@@ -169,6 +169,7 @@ def test_sites_with_disks_of_their_own_and_errors_on_all(sites, tmp_path):
 def fits(folder):
     pl = pytest.importorskip("pytorch_lightning")
     import scores_lightning as scores
+    from scores import BATCH, data
     from torch.utils.data import DataLoader
 
     from dadplug import AdaPMStrategy
@@ -194,7 +195,7 @@ def fits(folder):
         strategy = AdaPMStrategy(checkpoint=checkpoint)
         callbacks = [saver, *more]
         trainer = scores.make_trainer(strategy, max_epochs=epochs, callbacks=callbacks, enable_checkpointing=True)
-        trainer.fit(module, DataLoader(scores.data(site), batch_size=scores.BATCH), ckpt_path=resume)
+        trainer.fit(module, DataLoader(data(site), batch_size=BATCH), ckpt_path=resume)
         return module, trainer
 
     expected, trainer = run(3)
@@ -205,7 +206,7 @@ def fits(folder):
         for parameter, other in zip(resumed.parameters(), expected.parameters(), strict=True):
             torch.testing.assert_close(parameter, other, rtol=1e-5, atol=1e-6)
     fresh = scores.Scores("adagrad")
-    trainer.validate(fresh, DataLoader(scores.data(0), scores.BATCH), ckpt_path=f"{folder}/epoch=2.ckpt", verbose=False)
+    trainer.validate(fresh, DataLoader(data(0), BATCH), ckpt_path=f"{folder}/epoch=2.ckpt", verbose=False)
     for parameter, other in zip(fresh.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(parameter, other, rtol=1e-5, atol=1e-6)
     trainer.strategy.remove_checkpoint(f"{folder}/epoch=0.ckpt")

@@ -42,18 +42,22 @@ def metrics_callbacks():
     ]
 
 
-def train(mode="dad", loaders=None, callbacks=(), lr=0.05, epochs=2, runner_options=None, **settings):
-    model = settings.pop("model", None) or net()
-    optimizer = settings.pop("optimizer", None) or torch.optim.SGD(model.parameters(), lr=lr)
-    runner = DistributedRunner(mode=mode, **(runner_options or {}))
+def run(runner, model, optimizer, callbacks=(), loaders=None, epochs=2, criterion=None, **settings):
+    loaders = loaders or {"train": DataLoader(data(), batch_size=8, shuffle=True), "valid": DataLoader(data(30, 1), 8)}
     runner.train(
         model=model,
-        criterion=nn.CrossEntropyLoss(),
+        criterion=criterion or nn.CrossEntropyLoss(),
         optimizer=optimizer,
-        loaders=loaders
-        or {"train": DataLoader(data(), batch_size=8, shuffle=True), "valid": DataLoader(data(30, 1), 8)},
+        loaders=loaders,
         callbacks=list(callbacks),
         num_epochs=epochs,
         **settings,
     )
     return runner
+
+
+def train(mode="dad", loaders=None, callbacks=(), lr=0.05, epochs=2, runner_options=None, **settings):
+    model = settings.pop("model", None) or net()
+    optimizer = settings.pop("optimizer", None) or torch.optim.SGD(model.parameters(), lr=lr)
+    runner = DistributedRunner(mode=mode, **(runner_options or {}))
+    return run(runner, model, optimizer, callbacks, loaders, epochs, **settings)

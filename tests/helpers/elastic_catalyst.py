@@ -5,7 +5,6 @@ Run as ``elastic_catalyst.py CASE``, where the case is JSON, see `Case`. Writes 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import signal
@@ -20,55 +19,28 @@ from catalyst import dl
 from catalyst.core.callback import Callback
 from catalyst_training import data, metrics_callbacks, net
 from dadplug.runners import DistributedRunner
+from elastic_data import SiteCase, die_in_round, digest
 from torch import nn
 from torch.utils.data import DataLoader
 
 import dadplug
-from dadplug.hub.site.link import RoundClient
 
 BATCH = 8
 
 
 @dataclass(frozen=True)
-class Case:
-    """One process of a site.
+class Case(SiteCase):
+    """One process of a site, killed in a "train" round of gradients of the second epoch, or any "other".
 
     Attributes:
-        kit: folder of its kit.
-        folder: folder for its results and checkpoints.
-        mode: the method.
-        epochs: number of epochs.
-        min_sites: option of the runner.
-        leave: number of the round of the second epoch in which the process is killed, from 0; -1 for never.
-        where: whether it is killed in a "train" round of gradients, or any "other".
         ended: whether it has ended its part of the round when it is killed.
         returns: whether to train on the data of `elastic_data`, in order, and to be killed in step `leave`, so that the
-            training can be compared to that in one process.
-        stop: file that ends the training after the epoch, once it exists; empty for none.
-        bar: whether to show a progress bar.
-        late: option of the runner.
-        hold: file that makes the process wait at its next step, while it exists.
-        site_timeout: option of the runner.
+            training can be compared to that in one process. `stop` ends the training after the epoch.
     """
 
-    kit: str
-    folder: str
-    mode: str = "dad"
-    epochs: int = 3
-    min_sites: int | None = 1
-    leave: int = -1
     where: str = "train"
     ended: bool = False
     returns: bool = False
-    stop: str = ""
-    bar: bool = False
-    late: str = "wait"
-    hold: str = ""
-    site_timeout: float = 10.0
-
-    def start(self) -> list[str]:
-        """Return the arguments of the interpreter that run it."""
-        return [__file__, json.dumps(vars(self))]
 
 
 def train_data(slot: int):
@@ -77,11 +49,6 @@ def train_data(slot: int):
 
 def valid_data(slot: int):
     return data(20 + 7 * slot, seed=100 + slot)
-
-
-def digest(model: nn.Module) -> str:
-    values = torch.cat([each.detach().reshape(-1) for each in model.parameters()])
-    return hashlib.sha256(values.numpy().tobytes()).hexdigest()[:16]
 
 
 class Steps(Callback):
@@ -129,41 +96,18 @@ class Record(Callback):
         self.epochs[-1]["main"] = runner.engine.is_main_process
 
 
-def die_in_round(case: Case, record: Record) -> None:
-    """Kill this process in a round of the second epoch."""
-    original, count = RoundClient.end, iter(range(1 << 30))
-
-    def end(self, timeout, answer, *kind):
-        here = len(record.epochs) == 2 and (answer is not None) == (case.where == "train")
-        if not here or next(count) != case.leave:
-            return original(self, timeout, answer, *kind)
-        if case.ended:
-            self._wait_until = lambda *_: (time.sleep(0.2), os.kill(os.getpid(), signal.SIGKILL))
-            return original(self, timeout, answer, *kind)
-        time.sleep(0.2)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    RoundClient.end = end
-
-
 def run(case: Case) -> None:
     dadplug.connect(kit=case.kit, timeout=200)
     slot = torch.distributed.get_rank()
     record = Record()
     if case.leave >= 0 and not case.returns:
-        die_in_round(case, record)
+        trains = case.where == "train"
+        die_in_round(case, lambda answer: len(record.epochs) == 2 and (answer is not None) == trains, ended=case.ended)
     model = elastic_data.net() if case.returns else net()
     optimizer, scheduler = torch.optim.Adam(model.parameters(), lr=0.01), None
     if case.returns:
         optimizer, scheduler = elastic_data.optimisation(model)
-    runner = DistributedRunner(
-        mode=case.mode,
-        min_sites=case.min_sites,
-        late=case.late,
-        site_timeout=case.site_timeout,
-        split_data=False,
-        timeout=200,
-    )
+    runner = DistributedRunner(**case.options(), split_data=False)
     loaders = {
         "train": DataLoader(train_data(slot), batch_size=BATCH, shuffle=True),
         "valid": DataLoader(valid_data(slot), batch_size=BATCH),

@@ -1,16 +1,89 @@
-"""Data, model and optimizer of the tests of trainers where sites leave and return, and the training in one process."""
+"""Case, data, model and optimizer of tests of trainers where sites leave and return; the training in one process."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import inspect
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from dadplug.hub.site.link import RoundClient
 from dadplug.model_sync.samples import batches_before, takes_part
 
 BATCH = 8
+
+
+@dataclass(frozen=True)
+class SiteCase:
+    """One process of a site.
+
+    Attributes:
+        kit: folder of its kit.
+        folder: folder for its results and checkpoints.
+        mode: the method.
+        epochs: number of epochs.
+        min_sites: option of the strategy or runner.
+        leave: number of the step or round in which the process is killed, from 0; -1 for never.
+        where: in which kind of step or round it is killed.
+        stop: file that ends the training once it exists; empty for none.
+        bar: whether to show a progress bar.
+        late: option of the strategy or runner.
+        hold: file that makes the process wait at its next step, while it exists.
+        site_timeout: option of the strategy or runner.
+    """
+
+    kit: str
+    folder: str
+    mode: str = "dad"
+    epochs: int = 3
+    min_sites: int | None = 1
+    leave: int = -1
+    where: str = "step"
+    stop: str = ""
+    bar: bool = False
+    late: str = "wait"
+    hold: str = ""
+    site_timeout: float = 10.0
+
+    def start(self) -> list[str]:
+        """Return the arguments of the interpreter that run it."""
+        return [inspect.getfile(type(self)), json.dumps(vars(self))]
+
+    def options(self) -> dict[str, object]:
+        """Return the options of the strategy or runner."""
+        names = ("mode", "min_sites", "late", "site_timeout")
+        return {name: getattr(self, name) for name in names} | {"timeout": 200}
+
+
+def die_in_round(case: SiteCase, in_round: Callable[[object], bool], ended: bool = False) -> None:
+    """Kill this process in the case's round, before or after its end; a function of the answer tells which count."""
+    original, count = RoundClient.end, iter(range(1 << 30))
+
+    def die(*_: object) -> None:
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def end(self, timeout, answer, *kind):
+        if in_round(answer) and next(count) == case.leave:
+            if not ended:
+                die()
+            self._wait_until = die
+        return original(self, timeout, answer, *kind)
+
+    RoundClient.end = end
+
+
+def digest(model: nn.Module) -> str:
+    values = torch.cat([each.detach().reshape(-1) for each in model.parameters()])
+    return hashlib.sha256(values.numpy().tobytes()).hexdigest()[:16]
 
 
 def data(slot: int, samples: int) -> TensorDataset:

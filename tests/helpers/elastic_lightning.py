@@ -5,7 +5,6 @@ Run as ``elastic_lightning.py CASE``, where the case is JSON, see `Case`. Writes
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import signal
@@ -16,7 +15,7 @@ from pathlib import Path
 
 import pytorch_lightning as pl
 import torch
-from elastic_data import BATCH, net, optimisation, train_data, valid_data
+from elastic_data import BATCH, SiteCase, die_in_round, digest, net, optimisation, train_data, valid_data
 from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader
@@ -24,48 +23,20 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 import dadplug
-from dadplug.hub.site.link import RoundClient
 
 
 @dataclass(frozen=True)
-class Case:
-    """One process of a site.
+class Case(SiteCase):
+    """One process of a site, killed in a "step", or in a round of the second "validation".
 
     Attributes:
-        kit: folder of its kit.
-        folder: folder of this site.
-        mode: the method.
-        epochs: number of epochs.
-        min_sites: option of the strategy.
-        leave: number of the step, or of the round of the second validation, in which the process is killed; -1: never.
-        where: "step", or "validation".
         pause: seconds after each step.
-        stop: file that ends the training once it exists at the first site; empty for none.
         accumulate: number of batches of a step.
-        bar: whether to show a progress bar.
-        late: option of the strategy.
-        hold: file that makes the process wait at its next step, while it exists.
-        site_timeout: option of the strategy.
     """
 
-    kit: str
-    folder: str
     mode: str = "dsgd"
-    epochs: int = 3
-    min_sites: int | None = 1
-    leave: int = -1
-    where: str = "step"
     pause: float = 0.0
-    stop: str = ""
     accumulate: int = 1
-    bar: bool = False
-    late: str = "wait"
-    hold: str = ""
-    site_timeout: float = 10.0
-
-    def start(self) -> list[str]:
-        """Return the arguments of the interpreter that run it."""
-        return [__file__, json.dumps(vars(self))]
 
 
 class Module(pl.LightningModule):
@@ -99,11 +70,6 @@ class Module(pl.LightningModule):
     def configure_optimizers(self):
         optimizer, scheduler = optimisation(self)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
-
-
-def digest(model: nn.Module) -> str:
-    values = torch.cat([each.detach().reshape(-1) for each in model.parameters()])
-    return hashlib.sha256(values.numpy().tobytes()).hexdigest()[:16]
 
 
 class Record(pl.Callback):
@@ -147,29 +113,14 @@ class Record(pl.Callback):
         self.validations += not trainer.sanity_checking
 
 
-def die_in_round(case: Case, record: Record) -> None:
-    """Kill this process in a round of the second validation."""
-    original, count = RoundClient.end, iter(range(1 << 30))
-
-    def end(self, timeout, answer, *kind):
-        if record.validations == 2 and answer is None and next(count) == case.leave:
-            time.sleep(0.2)
-            os.kill(os.getpid(), signal.SIGKILL)
-        return original(self, timeout, answer, *kind)
-
-    RoundClient.end = end
-
-
 def run(case: Case) -> None:
     dadplug.connect(kit=case.kit, timeout=200)
     slot = torch.distributed.get_rank()
     record = Record(case)
     if case.where == "validation":
-        die_in_round(case, record)
+        die_in_round(case, lambda answer: record.validations == 2 and answer is None)
     trainer = pl.Trainer(
-        strategy=dadplug.DADStrategy(
-            case.mode, min_sites=case.min_sites, late=case.late, site_timeout=case.site_timeout, timeout=200
-        ),
+        strategy=dadplug.DADStrategy(**case.options()),
         accelerator="cpu",
         devices=1,
         max_epochs=case.epochs,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from typing import Any
 
 import pytorch_lightning as pl
@@ -177,9 +179,48 @@ ZOO = {
     for kind in (Plain, Children, Functional, Metrics, Tied, Frozen, TwoOptimizers, TwoOptimizersAtOnce, Recurrent)
 }
 
+AUTOMATIC = [name for name in ZOO if not name.startswith("Two")]
+
 
 def loader(rows: int = 64, batch_size: int = 8, seed: int = 0, dtype=torch.float64, shuffle: bool = True) -> DataLoader:
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64).to(dtype)
     targets = (inputs[:, :CLASSES] + 0.3 * torch.randn(rows, CLASSES, generator=generator)).argmax(1)
     return DataLoader(TensorDataset(inputs, targets), batch_size=batch_size, shuffle=shuffle)
+
+
+def trainer(strategy: Any, **settings: Any) -> pl.Trainer:
+    """Build a quiet Trainer; ``"ddp"`` is Lightning's own strategy, for two processes that others have started."""
+    warnings.filterwarnings("ignore")
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet |= {"enable_checkpointing": False, "max_epochs": 2, "precision": "64-true"}
+    if strategy == "ddp":
+        os.environ.update(NODE_RANK=os.environ["RANK"], LOCAL_RANK="0")
+        strategy, quiet["num_nodes"] = "ddp_find_unused_parameters_true", 2
+    return pl.Trainer(strategy=strategy, accelerator="cpu", devices=1, **quiet | settings)
+
+
+def fit(kind: str | type[Plain], strategy: Any, data: DataLoader | None = None, resume=None, **settings: Any) -> tuple:
+    """Train and validate a module of the zoo or another one; return it and the Trainer."""
+    current = trainer(strategy, **settings)
+    torch.manual_seed(0)
+    dtype = torch.float64 if current.precision == "64-true" else torch.float32
+    module = (ZOO[kind] if isinstance(kind, str) else kind)().to(dtype)
+    held_out = loader(24, seed=1, dtype=dtype, shuffle=False)
+    current.fit(module, data or loader(dtype=dtype), held_out, ckpt_path=resume)
+    return module, current
+
+
+def assert_close(module: nn.Module, expected: nn.Module, tolerance: float) -> None:
+    for (name, value), other in zip(module.named_parameters(), expected.parameters(), strict=True):
+        assert torch.allclose(value, other, rtol=tolerance, atol=tolerance), name
+
+
+class Losses(pl.Callback):
+    """Remembers the loss of every batch."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.values.append(float(outputs["loss"]))

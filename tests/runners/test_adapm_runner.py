@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader
 pytest.importorskip("catalyst")
 from catalyst import dl
 from dadplug.runners import AdaPMRunner
-from scores_catalyst import BATCH, ROWS, Scores, assert_alike, data, one_process, optimizer_of, run
+from scores import BATCH, ROWS, assert_alike, data, one_process, optimizer_of
+from scores_catalyst import Scores, run
 
 
 class Watch(dl.Callback):
@@ -44,7 +45,7 @@ class Own(AdaPMRunner):
 
 
 def trains(kind: str, how: str) -> None:
-    expected = one_process(kind, accumulation=2 if how == "accumulates" else 1)
+    expected = one_process(Scores(), kind, accumulation=2 if how == "accumulates" else 1)
     watch, model = Watch(), Scores()
     intents = {
         "function": lambda batch: {"words.weight": batch[0][:, :3], "tags.weight": batch[0][:, 3:]},
@@ -85,7 +86,7 @@ def test_sites_with_rows_of_their_own_are_one_process(sites, kind, how):
 
 def uneven(head: bool) -> None:
     site = int(os.environ["RANK"])
-    expected = one_process(steps=(5, 2), head=head)
+    expected = one_process(Scores(head), steps=(5, 2))
     model = Scores(head)
     run(model, steps=(5, 2)[site])
     assert_alike(model, expected)
@@ -109,7 +110,7 @@ def resumes(folder: str) -> None:
 
 def test_checkpoints_resume_and_load_without_dadplug(sites, tmp_path):
     sites(2).run(resumes, str(tmp_path))
-    expected, plain = one_process("adagrad"), Scores()
+    expected, plain = one_process(Scores(), "adagrad"), Scores()
     plain.load_state_dict(torch.load(tmp_path / "model" / "model.0002.pth", weights_only=True))
     assert_alike(plain, expected)
     saved = torch.load(tmp_path / "runner" / "runner.0002.pth", weights_only=True)
@@ -200,19 +201,3 @@ def test_a_killed_site_is_named(tmp_path):
     first, second = support.run_programs([["-c", start, rank, script] for rank in "01"], env=env, folder=tmp_path)
     assert (first.status, second.status) == (1, -9)
     assert "SiteError: site 1" in first.errors
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"lokahead": 3}, r"unknown option 'lokahead' \(did you mean 'lookahead'\?\); valid options are mode, intent"),
-        ({"mode": "rnkdad"}, "unknown mode 'rnkdad'"),
-        ({"intent": "none"}, "intent must be 'auto', a function"),
-        ({"lookahead": 0}, "lookahead must be at least 1"),
-        ({"technique": "some"}, "unknown technique 'some'; valid ones are 'all'"),
-        ({"reduce": "max"}, "unknown reduce 'max'; valid ones are 'mean', 'sum'"),
-    ],
-)
-def test_wrong_options_are_named(options, message):
-    with pytest.raises(ValueError, match=message):
-        AdaPMRunner(**options)

@@ -7,28 +7,15 @@ import os
 
 import pytest
 import torch
+from scores import BATCH, assert_alike, data, one_process
 from torch import nn
 from torch.utils.data import DataLoader
 
 BOUND = 0.1
 
 
-def in_one_process(model, batches, clipped):
-    """Train on both sites' batches side by side."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for both in zip(*batches, strict=True):
-        *inputs, targets = (torch.cat(parts) for parts in zip(*both, strict=True))
-        optimizer.zero_grad()
-        (model(*inputs) - targets).square().mean().backward()
-        if clipped:
-            assert nn.utils.clip_grad_norm_(model.parameters(), BOUND) > BOUND
-        optimizer.step()
-    return model
-
-
-def compare(model, expected):
-    for (name, value), other in zip(model.named_parameters(), expected.named_parameters(), strict=True):
-        torch.testing.assert_close(value, other[1], rtol=1e-5, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
+def clip(model: nn.Module) -> None:
+    assert nn.utils.clip_grad_norm_(model.parameters(), BOUND) > BOUND
 
 
 def fits(how):
@@ -40,7 +27,7 @@ def fits(how):
         """Runs a backward pass for something else than the step, and clears what it has brought."""
 
         def training_step(self, batch, batch_idx):
-            self.manual_backward(self(*batch[:2]).square().sum() * 10)
+            self.manual_backward(self(batch[0]).square().sum() * 10)
             self.zero_grad()
             super().training_step(batch, batch_idx)
 
@@ -50,10 +37,9 @@ def fits(how):
     expected.load_state_dict(module.state_dict())
     settings = {"gradient_clip_val": BOUND} if how == "clips" else {}
     trainer = strategy.make_trainer(AdaPMStrategy(), max_epochs=1, **settings)
-    own = strategy.data(int(os.environ["RANK"]))
-    trainer.fit(module, DataLoader(own, batch_size=strategy.BATCH))
-    batches = [list(DataLoader(strategy.data(site), batch_size=strategy.BATCH)) for site in (0, 1)]
-    compare(module, in_one_process(expected, batches, how == "clips"))
+    trainer.fit(module, DataLoader(data(int(os.environ["RANK"])), batch_size=BATCH))
+    before_step = {"before_step": clip} if how == "clips" else {}
+    assert_alike(module, one_process(expected, epochs=1, **before_step))
     assert "clip_grad_by_norm" not in vars(trainer.precision_plugin)
 
 
@@ -73,8 +59,7 @@ def runs():
         metric_key="loss", grad_clip_fn=nn.utils.clip_grad_norm_, grad_clip_params={"max_norm": BOUND}
     )
     runner.run(model, epochs=1, callbacks=[backward, dl.OptimizerCallback(metric_key="loss")])
-    batches = [list(DataLoader(runner.data(site), runner.BATCH)) for site in (0, 1)]
-    compare(model, in_one_process(expected, batches, True))
+    assert_alike(model, one_process(expected, epochs=1, before_step=clip))
 
 
 def test_catalyst_clips_as_one_process(sites):
@@ -90,4 +75,4 @@ def test_clipping_by_value_is_refused():
 
     trainer = strategy.make_trainer(AdaPMStrategy(), gradient_clip_val=0.1, gradient_clip_algorithm="value")
     with pytest.raises(ValueError, match="cannot be clipped by value: use gradient_clip_algorithm='norm'"):
-        trainer.fit(strategy.Scores(), DataLoader(strategy.data(0), batch_size=4))
+        trainer.fit(strategy.Scores(), DataLoader(data(0), batch_size=BATCH))

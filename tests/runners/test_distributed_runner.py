@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 pytest.importorskip("catalyst")
 from catalyst import dl
-from catalyst_training import data, metrics_callbacks, net, train
-from dadplug.runners import DistributedRunner
+from catalyst_training import data, metrics_callbacks, net, run, train
+from dadplug.runners import DistributedRunner, LocalSGDRunner, ParameterServerRunner
 
 from dadplug import SiteError
 
@@ -68,19 +68,42 @@ def test_one_data_set_is_split_and_trains_like_one_process(sites, mode):
         torch.testing.assert_close(p, r, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("mode", ["dsgd", "dad"])
-def test_accumulation_equals_a_larger_batch(sites, mode):
-    accumulated = sites(2).run(curve, mode, 4, False, 3)[0]
-    (one,) = sites(1).run(curve, mode, 24, False, 1)
-    for p, q in zip(accumulated, one):
-        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("mode", ["dsgd", "dad", "rankdad"])
 def test_uneven_sites_neither_hang_nor_part(sites, mode, accumulation):
     both = sites(2).run(curve, mode, 3, True, accumulation)
     assert all(torch.equal(p, q) for p, q in zip(*both))
+
+
+def clip(parameters):
+    return nn.utils.clip_grad_norm_(parameters, 0.3)
+
+
+WAYS = {  # a runner of synchronous steps, one that is to take the same, how gradients are clipped, a tolerance
+    "local": (lambda: DistributedRunner(mode="dsgd"), lambda: LocalSGDRunner(every=1, overlap=False), {}, 1e-5),
+    "server": (
+        lambda: DistributedRunner(mode="dad"),
+        lambda: ParameterServerRunner(mode="dad", staleness=0),
+        {"grad_clip_fn": clip, "grad_clip_params": {}},  # not in local steps, where each site clips its own gradient
+        1e-6,
+    ),
+}
+
+
+def equals_synchronous(way: str) -> None:
+    """With SGD with momentum and accumulation, an agreement after every step is the synchronous step."""
+    *runners, clipping, tolerance = WAYS[way]
+    models = [net(), net()]
+    for make, model in zip(runners, models):
+        callbacks = [dl.OptimizerCallback("loss", accumulation_steps=2, **clipping), dl.BackwardCallback("loss")]
+        run(make(), model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), callbacks)
+    for one, other in zip(models[0].parameters(), models[1].parameters()):
+        assert torch.allclose(one, other, atol=tolerance)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_other_ways_without_delay_are_synchronous(sites, way):
+    sites(2).run(equals_synchronous, way)
 
 
 def evaluates() -> tuple:

@@ -1,4 +1,4 @@
-"""Stock callbacks and loggers in Catalyst's runner between sites: as for one process."""
+"""Stock callbacks, loggers and checkpoints in Catalyst's runner between sites: as for one process."""
 
 from __future__ import annotations
 
@@ -137,6 +137,47 @@ def schedules(kind: str) -> list:
 @pytest.mark.parametrize(("kind", "expected"), [("step", 0.0125), ("plateau", 0.0001)])
 def test_schedulers_step(sites, kind, expected):
     assert sites(2).run(schedules, kind) == [pytest.approx(expected)] * 2
+
+
+def loads_best(folder: str) -> tuple:
+    runner = train(
+        "dad",
+        callbacks=[dl.AccuracyCallback(input_key="logits", target_key="targets", topk=(1,))],
+        lr=0.3,
+        epochs=5,
+        logdir=folder if dist.get_rank() == 0 else folder + "-elsewhere",  # as on a machine of its own
+        valid_loader="valid",
+        valid_metric="loss",
+        minimize_valid_metric=True,
+        load_best_on_end=True,
+    )
+    assert runner.reduction.first_difference() is None
+    return sorted(os.listdir(os.path.join(folder, "checkpoints")))
+
+
+def test_site_0_writes_and_all_load_the_best(sites, tmp_path):
+    folder = str(tmp_path / "here")
+    names, _ = sites(2).run(loads_best, folder)
+    assert {"model.best.pth", "model.last.pth", "model.storage.json"} < set(names)
+    assert os.listdir(folder + "-elsewhere/checkpoints") == []
+    state = torch.load(os.path.join(folder, "checkpoints", "model.best.pth"), weights_only=True)
+    net().load_state_dict(state)  # loads into the plain model
+
+
+def bad_checkpoint(path: str) -> str:
+    try:
+        train("dad", resume=path)
+    except (FileNotFoundError, ValueError) as error:
+        return str(error)
+    return "nothing"
+
+
+def test_missing_and_damaged_checkpoints_are_told_on_all_sites(sites, tmp_path):
+    for message in sites(2).run(bad_checkpoint, str(tmp_path / "none.pth")):
+        assert "none.pth is not at site 0" in message
+    (tmp_path / "bad.pth").write_bytes(b"nonsense")
+    for message in sites(2).run(bad_checkpoint, str(tmp_path / "bad.pth")):
+        assert "bad.pth is damaged" in message
 
 
 def test_older_scripts_keep_their_words():

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 pytest.importorskip("catalyst")
 from catalyst import dl
 from catalyst.core.callback import Callback
-from catalyst_training import data, net
+from catalyst_training import data, net, run
 from dadplug.runners import DistributedRunner, HogwildRunner
 
 from dadplug.errors import MismatchError, ProcessFailedError
@@ -53,20 +53,6 @@ class Watch(Callback):
         self.equal.append(all(torch.equal(one, other) for one, other in zip(*states)))
 
 
-def run(runner, model, optimizer, criterion=None, callbacks=(), loaders=None, epochs=2, **settings):
-    loaders = loaders or {"train": DataLoader(data(), batch_size=8, shuffle=True), "valid": DataLoader(data(30, 1), 8)}
-    runner.train(
-        model=model,
-        criterion=criterion or nn.CrossEntropyLoss(),
-        optimizer=optimizer,
-        loaders=loaders,
-        callbacks=list(callbacks),
-        num_epochs=epochs,
-        **settings,
-    )
-    return runner
-
-
 def deals() -> None:
     for accumulate in (1, 2):
         model, watch = Rows(), Watch()
@@ -76,7 +62,7 @@ def deals() -> None:
         if accumulate > 1:
             callbacks += [dl.BackwardCallback("loss"), dl.OptimizerCallback("loss", accumulation_steps=accumulate)]
         runner = HogwildRunner()
-        run(runner, model, torch.optim.SGD(model.parameters(), lr=1.0), Summed(), callbacks, loaders, epochs=3)
+        run(runner, model, torch.optim.SGD(model.parameters(), lr=1.0), callbacks, loaders, 3, Summed())
         assert watch.equal == [True] * 6
         updates = sum(gather_objects(watch.updates))
         assert not runner.hogwild.running
@@ -99,7 +85,7 @@ def train_saving(place: str, state: str, epochs: int, resume=None) -> tuple:
     model = nn.Sequential(nn.Linear(8, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Linear(24, 4))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     saver = dl.CheckpointCallback(logdir=place, mode="runner", loader_key="valid", metric_key="loss", minimize=True)
-    runner = run(HogwildRunner(state=state), model, optimizer, None, [saver], epochs=epochs, resume=resume)
+    runner = run(HogwildRunner(state=state), model, optimizer, [saver], epochs=epochs, resume=resume)
     return runner, model, optimizer.state[model[0].weight]["step"].item()
 
 
@@ -130,7 +116,7 @@ class Failing(Callback):
 def fails() -> str:
     model = net()
     try:
-        run(HogwildRunner(), model, torch.optim.SGD(model.parameters(), lr=0.1), None, [Failing()], epochs=5)
+        run(HogwildRunner(), model, torch.optim.SGD(model.parameters(), lr=0.1), [Failing()], epochs=5)
     except (KeyError, ProcessFailedError) as error:
         return f"{type(error).__name__} {error}"
     return "no error"
@@ -148,7 +134,7 @@ def refusals() -> None:
         model = net()
         optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
         with pytest.raises(kind, match=message):
-            run(HogwildRunner(), model, optimizer, None, callbacks, **settings)
+            run(HogwildRunner(), model, optimizer, callbacks, **settings)
 
     refused(ValueError, "holds no parameter of the model", torch.optim.SGD(net().parameters(), lr=0.1))
     own = {"train": DataLoader(data(70, dist.get_rank()), 8), "valid": DataLoader(data(30, 1), 8)}
@@ -168,6 +154,6 @@ def test_one_process_trains_as_distributed_runner():
     models = [net(), net()]
     for runner, model in zip((DistributedRunner(mode="dsgd"), HogwildRunner()), models):
         callbacks = [dl.BackwardCallback("loss"), dl.OptimizerCallback("loss", accumulation_steps=2)]
-        run(runner, model, torch.optim.SGD(model.parameters(), lr=0.1), None, callbacks)
+        run(runner, model, torch.optim.SGD(model.parameters(), lr=0.1), callbacks)
     for one, other in zip(models[0].parameters(), models[1].parameters()):
         assert torch.allclose(one, other, atol=1e-6)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 
 import pytest
 import torch
@@ -21,13 +20,6 @@ from dadplug.exchange.codec import gather_objects  # noqa: E402
 
 SAMPLES, BATCH = 60, 4
 BATCHES = SAMPLES // BATCH
-
-
-def trainer(strategy, **settings):
-    warnings.filterwarnings("ignore")
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    settings = {"enable_checkpointing": False, "max_epochs": 2, "precision": "64-true"} | quiet | settings
-    return pl.Trainer(strategy=strategy, accelerator="cpu", devices=1, **settings)
 
 
 class Rows(pl.LightningModule):
@@ -85,7 +77,7 @@ def deals() -> None:
     torch.manual_seed(0)
     rank = dist.get_rank()
     module, watch = Rows(slow=1), Watch()
-    current = trainer("hogwild", callbacks=[watch], max_epochs=3, num_sanity_val_steps=1)
+    current = zoo.trainer("hogwild", callbacks=[watch], max_epochs=3, num_sanity_val_steps=1)
     current.fit(module, numbers(), numbers(shuffle=False))
     assert torch.equal(module.table.weight, torch.full((SAMPLES, 1), -3.0, dtype=torch.float64))
     assert watch.steps == [BATCHES, 2 * BATCHES, 3 * BATCHES]
@@ -99,7 +91,7 @@ def deals() -> None:
     assert not current.strategy.hogwild.running
 
     module = Rows()
-    current = trainer(HogwildStrategy(), limit_train_batches=4, accumulate_grad_batches=2, max_epochs=1)
+    current = zoo.trainer(HogwildStrategy(), limit_train_batches=4, accumulate_grad_batches=2, max_epochs=1)
     current.fit(module, numbers(), numbers(shuffle=False))
     assert sorted(set(module.table.weight.flatten().tolist())) == [-0.5, 0.0]  # a loss is halved
     assert module.table.weight.sum() == -2.0 * BATCH
@@ -108,7 +100,7 @@ def deals() -> None:
     assert first[0]["total"] == -2.0 * BATCH
 
     module = Rows(slow=rank, schedule=True)
-    trainer("hogwild", max_epochs=2).fit(module, numbers())
+    zoo.trainer("hogwild", max_epochs=2).fit(module, numbers())
     rates = sorted((rate for part in gather_objects(module.rates) for rate in part), reverse=True)
     expected = [1 - step / (2 * BATCHES) for step in range(2 * BATCHES)]
     assert rates == pytest.approx(expected, abs=2 / BATCHES)  # two processes may read the same number of steps
@@ -120,13 +112,11 @@ def test_batches_are_dealt_once_and_all_see_one_model(sites):
 
 
 def trains_all() -> None:
-    for name in [name for name in zoo.ZOO if not name.startswith("Two")]:
-        torch.manual_seed(0)
-        module, watch, valid = zoo.ZOO[name]().double(), Watch(), zoo.loader(24, seed=1, shuffle=False)
+    for name in zoo.AUTOMATIC:
+        watch, valid = Watch(), zoo.loader(24, seed=1, shuffle=False)
         state = "own" if name in ("Tied", "Recurrent") else "shared"
         settings = {"callbacks": [watch], "max_epochs": 3, "gradient_clip_val": 1.0}
-        current = trainer(HogwildStrategy(state), **settings)
-        current.fit(module, zoo.loader(), valid)
+        module, current = zoo.fit(name, HogwildStrategy(state), **settings)
         assert watch.steps == [8, 16, 24], name
         assert watch.equal == [True] * 3, name
         assert gather_objects(current.global_step) == [24, 24]
@@ -144,7 +134,7 @@ def resumes(folder: str) -> None:
         place = f"{folder}/{state}"
         saver = pl.callbacks.ModelCheckpoint(place, monitor="valid", save_top_k=-1, filename="{epoch}-{step}")
         module = zoo.Plain().double()
-        current = trainer(HogwildStrategy(state), callbacks=[saver], enable_checkpointing=True)
+        current = zoo.trainer(HogwildStrategy(state), callbacks=[saver], enable_checkpointing=True)
         current.fit(module, zoo.loader(), zoo.loader(24, shuffle=False))
         assert gather_objects(saver.best_model_path) == [saver.best_model_path] * 2
         last = f"{place}/epoch=1-step=16.ckpt"
@@ -155,7 +145,7 @@ def resumes(folder: str) -> None:
         before = current.optimizers[0].state_dict()["state"]
 
         other, seen = zoo.Plain().double(), Seen()
-        again = trainer(HogwildStrategy(state), callbacks=[seen], max_epochs=3)
+        again = zoo.trainer(HogwildStrategy(state), callbacks=[seen], max_epochs=3)
         again.fit(other, zoo.loader(), zoo.loader(24, shuffle=False), ckpt_path=last)
         assert all(torch.equal(value, module.state_dict()[name]) for name, value in seen.model.items())
         for place_, values in seen.optimizer.items():
@@ -198,13 +188,13 @@ class Failing(Rows):
 
 def stops() -> None:
     module = Failing("stop")
-    current = trainer("hogwild", max_epochs=5)
+    current = zoo.trainer("hogwild", max_epochs=5)
     current.fit(module, numbers(), numbers(shuffle=False))
     assert current.current_epoch == 2  # the second epoch is the last one, also in the process that has not asked
     assert gather_objects(current.global_step) == [current.global_step] * 2
     assert BATCHES <= current.global_step <= 2 * BATCHES
     with pytest.raises(RuntimeError, match="all_gather was called in training, where the sites are at different steps"):
-        trainer("hogwild").fit(Failing("gather"), numbers())
+        zoo.trainer("hogwild").fit(Failing("gather"), numbers())
 
 
 def test_a_process_that_asks_to_stop_stops_all(sites):
@@ -214,7 +204,7 @@ def test_a_process_that_asks_to_stop_stops_all(sites):
 def fails(how: str) -> str:
     module = Failing(how)
     try:
-        trainer("hogwild", max_epochs=5).fit(module, numbers())
+        zoo.trainer("hogwild", max_epochs=5).fit(module, numbers())
     except (KeyError, ProcessFailedError, RuntimeError) as error:
         return f"{type(error).__name__} {error}"
     return "no error"
@@ -232,7 +222,7 @@ def test_an_error_in_one_process_ends_the_others_and_names_it(sites):
 def refusals() -> None:
     def refused(message, module=None, strategy="hogwild", loader=None, **settings):
         with pytest.raises((ValueError, TypeError), match=message):
-            trainer(strategy, **settings).fit(module or Rows(), loader or numbers(), numbers())
+            zoo.trainer(strategy, **settings).fit(module or Rows(), loader or numbers(), numbers())
 
     refused("max_steps and fast_dev_run count", max_steps=5)
     refused("max_steps and fast_dev_run count", fast_dev_run=True)

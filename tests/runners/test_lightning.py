@@ -1,9 +1,8 @@
-"""Lightning's strategy: the same training as DDP's by exact modes, whatever the module and the trainer's settings."""
+"""Lightning's strategies: the same training as DDP's by exact modes, whatever the module and the settings."""
 
 from __future__ import annotations
 
 import os
-import warnings
 
 import pytest
 import torch
@@ -11,56 +10,33 @@ import torch
 pl = pytest.importorskip("pytorch_lightning")
 
 import lightning_zoo as zoo  # noqa: E402
-from dadplug.runners import DADStrategy  # noqa: E402
+from dadplug.runners import DADStrategy, LocalSGDStrategy, ParameterServerStrategy  # noqa: E402
 
 from dadplug.model_sync.samples import takes_part  # noqa: E402
 
-MODES = ("dsgd", "dad", "rankdad")
+
+def equals_ddp(name: str, settings: dict, rels: dict[str, float]) -> None:
+    reference, ddp = zoo.fit(name, "ddp", **settings)
+    for mode, rel in rels.items():
+        module, ours = zoo.fit(name, DADStrategy(mode), **settings)
+        assert ours.global_step == ddp.global_step > 0
+        zoo.assert_close(module, reference, rel)
+        for metric, value in ddp.callback_metrics.items():
+            if metric.startswith("valid") and list(module.buffers()):
+                continue  # DDP validates with each site's own running statistics
+            assert float(ours.callback_metrics[metric]) == pytest.approx(float(value), rel=max(rel, 1e-4)), metric
+        assert ours.strategy.reduction.first_difference() is None
 
 
-def trainer(strategy, **settings):
-    warnings.filterwarnings("ignore")
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "barebones": False}
-    settings = {"enable_checkpointing": False, "max_epochs": 2, "precision": "64-true"} | quiet | settings
-    if strategy == "ddp":  # Lightning's own way to know of processes that others have started
-        os.environ.update(NODE_RANK=os.environ["RANK"], LOCAL_RANK="0")
-        strategy, settings["num_nodes"] = "ddp_find_unused_parameters_true", 2
-    return pl.Trainer(strategy=strategy, accelerator="cpu", devices=1, **settings)
-
-
-def fit(name: str, mode: str, settings: dict, options: dict):
-    torch.manual_seed(0)
-    module = zoo.ZOO[name]()
-    double = settings.get("precision", "64-true") == "64-true"
-    strategy = "ddp" if mode == "ddp" else DADStrategy(mode, **options)
-    current = trainer(strategy, **settings)
-    dtype = torch.float64 if double else torch.float32
-    current.fit(module.to(dtype), zoo.loader(dtype=dtype), zoo.loader(24, seed=1, dtype=dtype, shuffle=False))
-    return module, current
-
-
-def equals_ddp(name: str, mode: str, settings: dict, options: dict, rel: float) -> None:
-    reference, ddp = fit(name, "ddp", settings, {})
-    module, ours = fit(name, mode, settings, options)
-    assert ours.global_step == ddp.global_step > 0
-    for (path, expected), parameter in zip(reference.named_parameters(), module.parameters(), strict=True):
-        assert torch.allclose(parameter, expected, rtol=rel, atol=rel), path
-    for metric, value in ddp.callback_metrics.items():
-        if metric.startswith("valid") and list(module.buffers()):
-            continue  # DDP validates with each site's own running statistics
-        assert float(ours.callback_metrics[metric]) == pytest.approx(float(value), rel=max(rel, 1e-4)), metric
-    assert ours.strategy.reduction.first_difference() is None
+EXACT = {"dsgd": 1e-5, "dad": 1e-5}
 
 
 @pytest.mark.parametrize("name", zoo.ZOO)
-@pytest.mark.parametrize("mode", ["dsgd", "dad"])
-def test_exact_modes_equal_ddp(sites, mode, name):
-    sites(2).run(equals_ddp, name, mode, {}, {}, 1e-5)
+def test_exact_modes_equal_ddp(sites, name):
+    sites(2).run(equals_ddp, name, {}, EXACT)
 
 
 SETTINGS = {
-    "accumulation": {"accumulate_grad_batches": 3},
-    "clipping": {"gradient_clip_val": 0.1},
     "clipping by value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
     "both": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
     "few steps": {"max_steps": 3, "limit_train_batches": 2},
@@ -69,32 +45,47 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("case", SETTINGS)
-@pytest.mark.parametrize("mode", ["dsgd", "dad"])
-def test_exact_modes_equal_ddp_with_settings_of_the_trainer(sites, mode, case):
-    sites(2).run(equals_ddp, "Plain", mode, SETTINGS[case], {}, 1e-5)
+def test_exact_modes_equal_ddp_with_settings_of_the_trainer(sites, case):
+    sites(2).run(equals_ddp, "Plain", SETTINGS[case], EXACT)
 
 
-AUTOMATIC = [name for name in zoo.ZOO if not name.startswith("Two")]
-
-
-@pytest.mark.parametrize("name", AUTOMATIC)
-@pytest.mark.parametrize("mode", ["dsgd", "dad"])
-def test_every_module_accumulates_and_clips_as_ddp_does(sites, mode, name):
-    sites(2).run(equals_ddp, name, mode, SETTINGS["both"] | {"max_epochs": 1}, {}, 1e-5)
+@pytest.mark.parametrize("name", zoo.AUTOMATIC)
+def test_every_module_accumulates_and_clips_as_ddp_does(sites, name):
+    sites(2).run(equals_ddp, name, SETTINGS["both"] | {"max_epochs": 1}, EXACT)
 
 
 # DDP rounds weight gradients to bf16, dad does not.
-@pytest.mark.parametrize(
-    ("mode", "name", "rel"), [("dsgd", "Plain", 1e-5), ("dsgd", "Metrics", 1e-5), ("dad", "Plain", 2e-2)]
-)
-def test_exact_modes_equal_ddp_in_bf16(sites, mode, name, rel):
-    sites(2).run(equals_ddp, name, mode, {"precision": "bf16-mixed", "max_epochs": 1}, {}, rel)
+@pytest.mark.parametrize(("name", "rels"), [("Plain", {"dsgd": 1e-5, "dad": 2e-2}), ("Metrics", {"dsgd": 1e-5})])
+def test_exact_modes_equal_ddp_in_bf16(sites, name, rels):
+    sites(2).run(equals_ddp, name, {"precision": "bf16-mixed", "max_epochs": 1}, rels)
+
+
+def equals_ddp_without_delay(way: str) -> None:
+    """With SGD with momentum, an agreement after every step is DDP's step; so is a commit without staleness."""
+    settings = {} if way == "local" else {"gradient_clip_val": 0.3}  # in local steps each site clips its own gradient
+    for accumulate in (1, 2):
+        settings["accumulate_grad_batches"] = accumulate
+        expected, ddp = zoo.fit("Children", "ddp", **settings)
+        if way == "local":
+            module, ours = zoo.fit("Children", LocalSGDStrategy(every=1, overlap=False), **settings)
+            steps = ours.strategy.local.steps
+        else:
+            module, ours = zoo.fit("Children", ParameterServerStrategy("dad", staleness=0), **settings)
+            steps = ours.strategy.server.version
+        assert ours.global_step == ddp.global_step == steps
+        zoo.assert_close(module, expected, 1e-9)
+        assert float(ours.callback_metrics["valid"]) == pytest.approx(float(ddp.callback_metrics["valid"]))
+
+
+@pytest.mark.parametrize("way", ["local", "server"])
+def test_other_ways_without_delay_equal_ddp(sites, way):
+    sites(2).run(equals_ddp_without_delay, way)
 
 
 def learns(name: str, settings: dict) -> tuple[float, float]:
     torch.manual_seed(0)
     before = zoo.ZOO[name]().to(torch.float64)
-    module, current = fit(name, "rankdad", settings, {"rank": 2})
+    module, current = zoo.fit(name, DADStrategy("rankdad", rank=2), **settings)
     assert current.strategy.reduction.first_difference() is None
     batch = next(iter(zoo.loader(64, 64)))
     return tuple(float(zoo.cross_entropy(each.eval()(batch[0]), batch[1])) for each in (before, module.double()))
@@ -112,48 +103,10 @@ def test_rankdad_trains_with_settings_of_the_trainer(sites, case):
         assert after < before
 
 
-class Losses(pl.Callback):
-    """Remembers the loss of every batch."""
-
-    def __init__(self):
-        self.losses = []
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        self.losses.append(float(outputs["loss"]))
-
-
-def resumes(folder: str, mode: str) -> None:
-    checkpoints = {"enable_checkpointing": True, "accumulate_grad_batches": 2}
-
-    def run(epochs: int, resume=None):
-        pl.seed_everything(0)
-        losses = Losses()
-        saver = pl.callbacks.ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
-        current = trainer(
-            DADStrategy(mode, rank=2, iterations=1), max_epochs=epochs, callbacks=[losses, saver], **checkpoints
-        )
-        module = zoo.Metrics().double()
-        data = zoo.loader(60, shuffle=False)
-        current.fit(module, data, zoo.loader(24, seed=1, shuffle=False), ckpt_path=resume)
-        return losses.losses, module
-
-    whole, expected = run(4)
-    half, _ = run(2)
-    rest, module = run(4, f"{folder}/epoch=1.ckpt")
-    assert half + rest == whole
-    for parameter, other in zip(module.parameters(), expected.parameters(), strict=True):
-        assert torch.equal(parameter, other)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_resumed_run_goes_on_along_the_same_curve(sites, tmp_path, mode):
-    sites(2).run(resumes, str(tmp_path), mode)
-
-
 def evaluates_and_fits_again() -> None:
     module = zoo.Metrics().double()
     data, held_out = zoo.loader(40), zoo.loader(24, seed=1, shuffle=False)
-    current = trainer(DADStrategy("dad"))
+    current = zoo.trainer(DADStrategy("dad"))
     assert current.validate(module, held_out, verbose=False)[0].keys() == {"valid_accuracy"}
     current.test(module, held_out, verbose=False)
     assert len(current.predict(module, held_out)) == 2
@@ -186,7 +139,7 @@ def uneven(rows: list[int], mode: str, accumulate: int) -> None:
     reference = zoo.Plain().double()
     reference.load_state_dict(module.state_dict())
     shares = [zoo.loader(count, 4, seed=site, shuffle=False) for site, count in enumerate(rows)]
-    current = trainer(
+    current = zoo.trainer(
         DADStrategy(mode), max_epochs=1, use_distributed_sampler=False, accumulate_grad_batches=accumulate
     )
     current.fit(module, shares[rank])
@@ -204,8 +157,7 @@ def uneven(rows: list[int], mode: str, accumulate: int) -> None:
         zoo.cross_entropy(reference(inputs), targets).backward()
         optimizer.step()
     assert not any(waiting)
-    for parameter, other in zip(module.parameters(), reference.parameters(), strict=True):
-        assert torch.allclose(parameter, other, rtol=1e-6, atol=1e-9)
+    zoo.assert_close(module, reference, 1e-8)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -219,11 +171,8 @@ def synchronises_batchnorm(by_trainer: bool) -> None:
     torch.manual_seed(0)
     module, reference = zoo.Metrics().double(), zoo.Metrics().double()
     reference.load_state_dict(module.state_dict())
-    own = {"sync_batchnorm": True}
-    settings = own if by_trainer else {}
-    current = trainer(
-        DADStrategy("dad", **({} if by_trainer else own)), max_epochs=1, use_distributed_sampler=False, **settings
-    )
+    strategy = DADStrategy("dad", sync_batchnorm=not by_trainer)
+    current = zoo.trainer(strategy, max_epochs=1, use_distributed_sampler=False, sync_batchnorm=by_trainer)
     shares = [zoo.loader(24, 6, seed=site, shuffle=False) for site in range(2)]
     current.fit(module, shares[rank])
     optimizer = reference.configure_optimizers()
@@ -245,9 +194,7 @@ def test_batchnorm_can_be_synchronised(sites, by_trainer):
 
 def stops_early() -> list[int]:
     stopper = pl.callbacks.EarlyStopping("valid", patience=1, min_delta=10.0)
-    torch.manual_seed(0)
-    current = trainer(DADStrategy("rankdad"), max_epochs=20, callbacks=[stopper])
-    current.fit(zoo.Plain().double(), zoo.loader(), zoo.loader(24, seed=1, shuffle=False))
+    _, current = zoo.fit("Plain", DADStrategy("rankdad"), max_epochs=20, callbacks=[stopper])
     return current.current_epoch
 
 

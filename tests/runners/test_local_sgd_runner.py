@@ -7,14 +7,13 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
 pytest.importorskip("catalyst")
 from catalyst import dl
 from catalyst.core.callback import Callback, CallbackOrder
-from catalyst_training import Losses, data, net
-from dadplug.runners import DistributedRunner, LocalSGDRunner
+from catalyst_training import data, net, run
+from dadplug.runners import LocalSGDRunner
 
 
 class Differences(Callback):
@@ -27,34 +26,6 @@ class Differences(Callback):
     def on_loader_end(self, runner):
         if not runner.is_train_loader:
             self.found.append(runner.reduction.first_difference())
-
-
-def run(runner, model, optimizer, callbacks=(), loaders=None, epochs=2, **settings):
-    loaders = loaders or {"train": DataLoader(data(), batch_size=8, shuffle=True), "valid": DataLoader(data(30, 1), 8)}
-    runner.train(
-        model=model,
-        criterion=nn.CrossEntropyLoss(),
-        optimizer=optimizer,
-        loaders=loaders,
-        callbacks=list(callbacks),
-        num_epochs=epochs,
-        **settings,
-    )
-    return runner
-
-
-def equals_synchronous() -> None:
-    """With SGD with momentum, the mean of parameters after every step is the synchronous step."""
-    models = [net(), net()]
-    for runner, model in zip((DistributedRunner(mode="dsgd"), LocalSGDRunner(every=1, overlap=False)), models):
-        callbacks = [dl.OptimizerCallback(metric_key="loss", accumulation_steps=2), dl.BackwardCallback("loss")]
-        run(runner, model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), callbacks)
-    for one, other in zip(models[0].parameters(), models[1].parameters()):
-        assert torch.allclose(one, other, atol=1e-5)
-
-
-def test_an_agreement_after_every_step_of_sgd_is_synchronous(sites):
-    sites(2).run(equals_synchronous)
 
 
 def uneven() -> None:
@@ -122,26 +93,3 @@ def doubles(rows):
 
 def test_steps_may_be_fused(sites):
     sites(2).run(fuses)
-
-
-def checkpointed(folder: str, epochs: int, resume: str | None) -> tuple:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 24), nn.ReLU(), nn.Dropout(0.2), nn.BatchNorm1d(24), nn.Linear(24, 4))
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    losses = Losses()
-    keys = {"loader_key": "valid", "metric_key": "loss", "minimize": True}
-    checkpoint = dl.CheckpointCallback(logdir=folder, mode="runner", **keys)
-    runner = LocalSGDRunner(every=3, rank=2, wire="int8", outer_lr=0.7, outer_momentum=0.9)
-    run(runner, model, optimizer, [losses, checkpoint], epochs=epochs, resume=resume)
-    return losses.values, [value.clone() for value in runner.model.state_dict().values()]
-
-
-def test_resuming_goes_on_with_the_same_curve(sites, tmp_path):
-    straight = sites(2).run(checkpointed, str(tmp_path / "straight"), 4, None)
-    sites(2).run(checkpointed, str(tmp_path / "halted"), 2, None)
-    last = str(tmp_path / "halted" / "runner.last.pth")
-    resumed = sites(2).run(checkpointed, str(tmp_path / "resumed"), 4, last)
-    for (all_losses, parameters), (losses, others) in zip(straight, resumed):
-        assert len(losses) == len(all_losses) // 2
-        assert losses == all_losses[len(losses) :]
-        assert all(torch.equal(p, q) for p, q in zip(parameters, others))

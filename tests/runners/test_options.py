@@ -72,3 +72,20 @@ def test_options_are_described_where_command_lines_look_for_it(name):
     described = constructor(name).__init__.__doc__
     for name in OPTIONS.keys() - {"mode"}:
         assert f"    {name}: {OPTIONS[name].metadata['help']}." in described
+
+
+@pytest.mark.parametrize("name", ["AdaPMStrategy", "AdaPMRunner"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lokahead": 3}, r"unknown option 'lokahead' \(did you mean 'lookahead'\?\); valid options are mode, intent"),
+        ({"mode": "rnkdad"}, "unknown mode 'rnkdad'"),
+        ({"intent": "none"}, "intent must be 'auto', a function"),
+        ({"lookahead": 0}, "lookahead must be at least 1"),
+        ({"technique": "some"}, "unknown technique 'some'; valid ones are 'all'"),
+        ({"reduce": "max"}, "unknown reduce 'max'; valid ones are 'mean', 'sum'"),
+    ],
+)
+def test_wrong_options_of_managed_embeddings_are_named(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        constructor(name)(**options)

@@ -7,14 +7,13 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.utils.data import DataLoader
 
 pytest.importorskip("catalyst")
 from catalyst import dl
 from catalyst.core.callback import Callback
-from catalyst_training import Losses, data, net
-from dadplug.runners import DistributedRunner, ParameterServerRunner
+from catalyst_training import data, net, run
+from dadplug.runners import ParameterServerRunner
 
 import dadplug
 
@@ -34,35 +33,6 @@ class Watch(Callback):
         if not runner.is_train_loader:
             versions = set(runner.reduction.gather_objects(runner.reduction.version))
             self.found.append((runner.reduction.first_difference(), len(versions)))
-
-
-def run(runner, model, optimizer, callbacks=(), loaders=None, epochs=2, **settings):
-    loaders = loaders or {"train": DataLoader(data(), batch_size=8, shuffle=True), "valid": DataLoader(data(30, 1), 8)}
-    runner.train(
-        model=model,
-        criterion=nn.CrossEntropyLoss(),
-        optimizer=optimizer,
-        loaders=loaders,
-        callbacks=list(callbacks),
-        num_epochs=epochs,
-        **settings,
-    )
-    return runner
-
-
-def clip(parameters):
-    return nn.utils.clip_grad_norm_(parameters, 0.3)
-
-
-def equals_synchronous() -> None:
-    """Without staleness, with accumulation and clipping."""
-    models = [net(), net()]
-    for runner, model in zip((DistributedRunner(mode="dad"), ParameterServerRunner(mode="dad", staleness=0)), models):
-        keys = {"metric_key": "loss", "accumulation_steps": 2, "grad_clip_fn": clip, "grad_clip_params": {}}
-        callbacks = [dl.OptimizerCallback(**keys), dl.BackwardCallback("loss")]
-        run(runner, model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), callbacks)
-    for one, other in zip(models[0].parameters(), models[1].parameters()):
-        assert torch.allclose(one, other, atol=1e-6)
 
 
 def uneven() -> None:
@@ -133,32 +103,5 @@ def test_batches_of_a_shared_data_set_are_used_once_an_epoch():
         group.run(deals)
 
 
-def test_steps_are_synchronous_without_staleness_and_unequal_sites_hold_one_model(sites):
-    sites(2).run(equals_synchronous)
+def test_unequal_sites_hold_one_model(sites):
     sites(2).run(uneven)
-
-
-def checkpointed(folder: str, epochs: int, resume: str | None) -> tuple:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 24), nn.ReLU(), nn.Dropout(0.2), nn.BatchNorm1d(24), nn.Linear(24, 4))
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    losses = Losses()
-    keys = {"loader_key": "valid", "metric_key": "loss", "minimize": True}
-    checkpoint = dl.CheckpointCallback(logdir=folder, mode="runner", **keys)
-    runner = ParameterServerRunner(staleness=0, rank=2, wire="int8", error_feedback=True)
-    run(runner, model, optimizer, [losses, checkpoint], epochs=epochs, resume=resume)
-    version = runner.reduction.version
-    optimizer.step()  # the program's again
-    return losses.values, [value.clone() for value in runner.model.state_dict().values()], version
-
-
-def test_resuming_goes_on_with_the_same_curve(sites, tmp_path):
-    straight = sites(2).run(checkpointed, str(tmp_path / "straight"), 4, None)
-    sites(2).run(checkpointed, str(tmp_path / "halted"), 2, None)
-    last = str(tmp_path / "halted" / "runner.last.pth")
-    resumed = sites(2).run(checkpointed, str(tmp_path / "resumed"), 4, last)
-    for (all_losses, parameters, version), (losses, others, last_version) in zip(straight, resumed):
-        assert len(losses) == len(all_losses) // 2
-        assert losses == all_losses[len(losses) :]
-        assert version == last_version == len(all_losses)
-        assert all(torch.equal(p, q) for p, q in zip(parameters, others))

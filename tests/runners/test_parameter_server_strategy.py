@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -19,51 +18,16 @@ from dadplug.runners import ParameterServerStrategy  # noqa: E402
 import dadplug  # noqa: E402
 
 
-def trainer(strategy, **settings):
-    warnings.filterwarnings("ignore")
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    settings = {"enable_checkpointing": False, "max_epochs": 2, "precision": "64-true"} | quiet | settings
-    if strategy == "ddp":
-        os.environ.update(NODE_RANK=os.environ["RANK"], LOCAL_RANK="0")
-        strategy, settings["num_nodes"] = "ddp_find_unused_parameters_true", 2
-    return pl.Trainer(strategy=strategy, accelerator="cpu", devices=1, **settings)
-
-
 class Watch(pl.Callback):
-    """Remembers, at each evaluation, whether the sites differ, and the versions; and the losses of training."""
+    """Remembers, at each evaluation, whether the sites differ, and the versions."""
 
     def __init__(self):
-        self.found, self.versions, self.losses = [], [], []
+        self.found, self.versions = [], []
 
     def on_validation_epoch_start(self, trainer, pl_module):
         server = trainer.strategy.server
         self.found.append(server.first_difference())
         self.versions.append(set(server.gather_objects(server.version)))
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        self.losses.append(float(outputs["loss"]))
-
-
-def fit(name: str, strategy, data=None, resume=None, **settings):
-    torch.manual_seed(0)
-    module = zoo.ZOO[name]().double()
-    current = trainer(strategy, **settings)
-    current.fit(module, data or zoo.loader(), zoo.loader(24, seed=1, shuffle=False), ckpt_path=resume)
-    return module, current
-
-
-def equals_ddp() -> None:
-    for settings in ({"gradient_clip_val": 0.3}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3}):
-        expected, ddp = fit("Children", "ddp", **settings)
-        module, ours = fit("Children", ParameterServerStrategy("dad", staleness=0), **settings)
-        assert ours.global_step == ddp.global_step == ours.strategy.server.version
-        for parameter, other in zip(module.parameters(), expected.parameters(), strict=True):
-            assert torch.allclose(parameter, other, rtol=1e-9, atol=1e-9)
-        assert float(ours.callback_metrics["valid"]) == pytest.approx(float(ddp.callback_metrics["valid"]))
-
-
-def test_without_staleness_it_is_ddp_with_clipping_and_accumulation(sites):
-    sites(2).run(equals_ddp)
 
 
 class Slow(pl.Callback):
@@ -74,10 +38,10 @@ class Slow(pl.Callback):
 
 
 def trains_all() -> None:
-    for name in [name for name in zoo.ZOO if not name.startswith("Two")]:
+    for name in zoo.AUTOMATIC:
         watch = Watch()
         strategy = ParameterServerStrategy("rankdad", rank=2, wire="int8", staleness=4)
-        _, current = fit(name, strategy, callbacks=[watch, Slow()], num_sanity_val_steps=1, gradient_clip_val=1.0)
+        _, current = zoo.fit(name, strategy, callbacks=[watch, Slow()], num_sanity_val_steps=1, gradient_clip_val=1.0)
         assert watch.found == [None] * 3, name
         assert watch.versions[0] == {0}
         assert all(len(each) == 1 for each in watch.versions)
@@ -120,9 +84,7 @@ class Normalised(zoo.Plain):
 
 
 def normalises_over_sites() -> None:
-    zoo.ZOO["Normalised"] = Normalised
-    strategy = ParameterServerStrategy("dad", staleness=2)
-    _, current = fit("Normalised", strategy, sync_batchnorm=True)
+    _, current = zoo.fit(Normalised, ParameterServerStrategy("dad", staleness=2), sync_batchnorm=True)
     server = current.strategy.server
     assert server.server_options.sync_batchnorm
     assert server.first_difference() is None
@@ -138,8 +100,6 @@ def uneven(folder: str) -> None:
     """Different numbers of batches: no site waits for ever, whatever ends an epoch or begins an evaluation."""
     rank = int(os.environ["RANK"])
     data = zoo.loader(24 if rank else 64, shuffle=False)
-    zoo.ZOO["Logging"] = Logging
-    zoo.ZOO["Gathers"] = Gathers
     cases = (
         {"accumulate_grad_batches": 2},
         {"limit_val_batches": 0},
@@ -152,7 +112,7 @@ def uneven(folder: str) -> None:
         saver = pl.callbacks.ModelCheckpoint(f"{folder}/{number}", every_n_train_steps=5, save_top_k=-1)
         settings = {"max_epochs": 2, "callbacks": [watch, Slow(), saver], "enable_checkpointing": True} | case
         strategy = ParameterServerStrategy("dad", staleness=1, timeout=60.0)
-        module, current = fit("Logging", strategy, data, use_distributed_sampler=False, **settings)
+        module, current = zoo.fit(Logging, strategy, data, use_distributed_sampler=False, **settings)
         assert not watch.found or set(watch.found) == {None}
         assert all(len(each) == 1 for each in watch.versions)
         server = strategy.server
@@ -163,7 +123,7 @@ def uneven(folder: str) -> None:
         saved = torch.load(f"{folder}/{number}/{os.listdir(f'{folder}/{number}')[0]}", weights_only=True)
         assert len(saved["dadplug"]) == 2
     with pytest.raises(RuntimeError, match="all_gather was called in training, where the sites are at different steps"):
-        fit("Gathers", ParameterServerStrategy("dad"), num_sanity_val_steps=0)
+        zoo.fit(Gathers, ParameterServerStrategy("dad"), num_sanity_val_steps=0)
 
 
 def test_sites_may_have_different_numbers_of_batches(tmp_path):
@@ -186,7 +146,6 @@ class Used(zoo.Plain):
 
 def deals(folder: str) -> None:
     """Batches that are handed out: each sample once an epoch, in an order that goes on after a checkpoint."""
-    zoo.ZOO["Used"] = Used
     data = zoo.loader(70)
     every = sorted(row.tolist() for row, _ in data.dataset)
 
@@ -196,7 +155,7 @@ def deals(folder: str) -> None:
         saver = pl.callbacks.ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
         settings = {"max_epochs": epochs, "callbacks": [watch, Slow(), saver], "enable_checkpointing": True}
         strategy = ParameterServerStrategy("dad", deal="shared", staleness=2)
-        module, current = fit("Used", strategy, data, resume, **settings)
+        module, current = zoo.fit(Used, strategy, data, resume, **settings)
         assert set(watch.found) == {None}
         assert all(len(each) == 1 for each in watch.versions)
         assert len(set(strategy.server.gather_objects(current.global_step))) == 1
@@ -218,7 +177,7 @@ def deals(folder: str) -> None:
     )
     for settings, message in cases:
         with pytest.raises(ValueError, match=message):
-            fit("Used", ParameterServerStrategy("dad", deal="shared"), data, **settings)
+            zoo.fit(Used, ParameterServerStrategy("dad", deal="shared"), data, **settings)
 
 
 def test_batches_of_a_shared_data_set_are_used_once_an_epoch(tmp_path):
@@ -226,28 +185,6 @@ def test_batches_of_a_shared_data_set_are_used_once_an_epoch(tmp_path):
 
     with support.Sites(2) as group:  # the last cases end the sites' connections
         group.run(deals, str(tmp_path))
-
-
-def resumes(folder: str) -> None:
-    def run(epochs: int, resume=None):
-        pl.seed_everything(0)
-        watch = Watch()
-        saver = pl.callbacks.ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
-        strategy = ParameterServerStrategy("rankdad", staleness=0, rank=2, wire="int8", error_feedback=True)
-        settings = {"max_epochs": epochs, "callbacks": [watch, saver], "enable_checkpointing": True}
-        module, current = fit("Metrics", strategy, zoo.loader(60, shuffle=False), resume, **settings)
-        assert strategy.server.version == current.global_step
-        return watch.losses, module
-
-    whole, expected = run(4)
-    half, _ = run(2)
-    rest, module = run(4, f"{folder}/epoch=1.ckpt")
-    assert half + rest == whole
-    assert all(torch.equal(p, q) for p, q in zip(module.parameters(), expected.parameters(), strict=True))
-
-
-def test_a_resumed_run_goes_on_along_the_same_curve(sites, tmp_path):
-    sites(2).run(resumes, str(tmp_path))
 
 
 class Dies(pl.Callback):
@@ -264,12 +201,12 @@ class Dies(pl.Callback):
 
 def loses_a_site() -> int:
     """Return the batches of site 0 up to the error."""
-    watch = Watch()
+    losses = zoo.Losses()
     data = zoo.loader(200, shuffle=False)
-    settings = {"callbacks": [watch, Dies()], "num_sanity_val_steps": 0, "use_distributed_sampler": False}
+    settings = {"callbacks": [losses, Dies()], "num_sanity_val_steps": 0, "use_distributed_sampler": False}
     with pytest.raises(dadplug.SiteError, match=r"site 1 .* is gone, and epochs of a trainer need all sites"):
-        fit("Plain", ParameterServerStrategy("dad", staleness=8), data, **settings)
-    return len(watch.losses)
+        zoo.fit("Plain", ParameterServerStrategy("dad", staleness=8), data, **settings)
+    return len(losses.values)
 
 
 def test_a_lost_site_ends_training_at_the_next_step():
@@ -284,10 +221,10 @@ def test_a_lost_site_ends_training_at_the_next_step():
 
 
 def names_and_errors() -> None:
-    current = trainer("parameter_server")
+    current = zoo.trainer("parameter_server")
     assert type(current.strategy).__name__ == "ParameterServerStrategy"
     assert current.strategy.server_options == dadplug.parameter_server.ServerOptions()
-    fit("Plain", "parameter_server", max_epochs=1)
+    zoo.fit("Plain", "parameter_server", max_epochs=1)
     for wrong, message in (
         ({"staleness": -1}, "staleness must be"),
         ({"staleness": 1.5}, "staleness must be"),
@@ -304,7 +241,7 @@ def names_and_errors() -> None:
         ("Plain", ParameterServerStrategy(quorum=3), {}, "quorum=3 needs as many sites, and there are 2"),
     ):
         with pytest.raises(ValueError, match=message):
-            fit(name, strategy, **settings)
+            zoo.fit(name, strategy, **settings)
 
 
 def test_names_and_errors():
