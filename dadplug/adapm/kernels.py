@@ -51,16 +51,6 @@ DIRTY, DROP = 1, 2  # bits of a replica in a SYNC: it has an unsent delta; it le
 
 
 @njit(cache=True, nogil=True)
-def read_found(values: Block, where: Numbers, out: Block) -> None:
-    """Copy the values of the keys that `read` has found."""
-    for i in range(where.shape[0]):
-        row = where[i]
-        if row >= 0:
-            for x in range(values.shape[1]):
-                out[i, x] = values[row, x]
-
-
-@njit(cache=True, nogil=True)
 def first_bad_key(keys: Keys, limit: int) -> int:
     """Return the position of the first key out of range, or -1."""
     for i in range(keys.shape[0]):
@@ -94,14 +84,22 @@ def add(r: Rows, keys: Keys, deltas: Block, where: Numbers) -> int:
     Returns:
         The number of other keys.
     """
-    index, values, states, versions = r.finder, r.values, r.states, r.versions
-    slots, dirty, unsent = r.slots, r.dirty, r.deltas
+    index = r.finder
     missing = 0
     for i in range(keys.shape[0]):
         where[i] = row_of(get(index, keys[i]))
         if where[i] < 0:
             missing += 1
-    for i in range(keys.shape[0]):
+    add_to_rows(r, where, deltas)
+    return missing
+
+
+@njit(cache=True, nogil=True)
+def add_to_rows(r: Rows, where: Numbers, deltas: Block) -> None:
+    """Add deltas to rows in any state; row numbers below 0 are ignored."""
+    values, states, versions = r.values, r.states, r.versions
+    slots, dirty, unsent = r.slots, r.dirty, r.deltas
+    for i in range(where.shape[0]):
         row = where[i]
         if row < 0:
             continue
@@ -121,30 +119,6 @@ def add(r: Rows, keys: Keys, deltas: Block, where: Numbers) -> int:
                 continue
         for x in range(values.shape[1]):
             values[row, x] += deltas[i, x]
-    return missing
-
-
-@njit(cache=True, nogil=True)
-def readable(r: Rows, rank: int, sites: int, keys: Keys, found: Codes) -> None:
-    """Flag the keys whose value this site has, or creates at first use."""
-    index, directory = r.finder, r.directory
-    for i in range(keys.shape[0]):
-        number = get(index, keys[i])
-        found[i] = number >= 0
-        if number == -1:
-            entry = get(directory, keys[i])
-            found[i] = (keys[i] % sites if entry < 0 else entry >> 32) == rank
-
-
-@njit(cache=True, nogil=True)
-def add_owned(r: Rows, where: Numbers, deltas: Block) -> None:
-    """Add deltas to rows owned by this site."""
-    values, versions = r.values, r.versions
-    for i in range(where.shape[0]):
-        row = where[i]
-        for x in range(values.shape[1]):
-            values[row, x] += deltas[i, x]
-        versions[row] += 1
 
 
 @njit(cache=True, nogil=True)
@@ -162,10 +136,11 @@ def scatter_rows(values: Block, positions: Numbers, out: Block) -> bool:
 
 @njit(cache=True, nogil=True)
 def assign(r: Rows, where: Numbers, values: Block) -> None:
-    """Set rows owned by this site."""
+    """Set rows owned by this site; row numbers below 0 are ignored."""
     for i in range(where.shape[0]):
-        copy_row(r.values, where[i], values, i)
-        r.versions[where[i]] += 1
+        if where[i] >= 0:
+            copy_row(r.values, where[i], values, i)
+            r.versions[where[i]] += 1
 
 
 @njit(cache=True, nogil=True)
@@ -182,15 +157,6 @@ def overwrite_replicas(r: Rows, keys: Keys, values: Block) -> None:
         r.versions[row] = -1
         if r.in_flight[slot] != IDLE:
             r.in_flight[slot] |= OUTDATED
-
-
-@njit(cache=True, nogil=True)
-def any_requested(r: Rows, keys: Keys) -> bool:
-    """Return whether any of the keys is REQUESTED."""
-    found = False
-    for i in range(keys.shape[0]):
-        found |= get(r.finder, keys[i]) < -1
-    return found
 
 
 @njit(cache=True, nogil=True)
@@ -229,21 +195,6 @@ def reconcile(
         elif number < -1 and dirty[slots[-2 - number]]:
             add_row(out, positions[i], values, -2 - number)
     return count
-
-
-@njit(cache=True, nogil=True)
-def states_of(finder: Index, states: Codes, keys: Keys, out: Codes) -> None:
-    """Look up the states of keys; -1 for absent keys.
-
-    Args:
-        finder: `Rows.finder` of the store.
-        states: `Rows.states` of the store.
-        keys: n keys.
-        out: n states, overwritten.
-    """
-    for i in range(keys.shape[0]):
-        row = row_of(get(finder, keys[i]))
-        out[i] = states[row] if row >= 0 else -1
 
 
 # Placement: the requests of intents, an owner's decision, and changes of ownership
@@ -531,25 +482,6 @@ def serve_sync(
 
 
 @njit(cache=True, nogil=True)
-def _request_again(
-    finder: Index, states: Codes, dirty: Codes, unsent: Block, rows: Block, key: int, row: int, slot: int
-) -> None:
-    """Turn a replica that its owner has dropped into a requested key; its unsent delta becomes its value."""
-    states[row] = REQUESTED
-    if dirty[slot]:
-        copy_row(rows, row, unsent, slot)
-    put(finder, key, -2 - row)
-
-
-@njit(cache=True, nogil=True)
-def _refresh(rows: Block, row: int, dirty: Codes, unsent: Block, slot: int, values: Block, i: int) -> None:
-    """Replace a replica's value by the owner's plus the unsent delta."""
-    copy_row(rows, row, values, i)
-    if dirty[slot]:
-        add_row(rows, row, unsent, slot)
-
-
-@njit(cache=True, nogil=True)
 def apply_sync_reply(
     r: Rows,
     owner: int,
@@ -595,9 +527,14 @@ def apply_sync_reply(
         if codes[i] != DROPPED:
             known[row] = -1 if outdated else versions[i]
             if codes[i] == VALUE and not outdated:
-                _refresh(rows, row, dirty, unsent, slot, values, next_value)
+                copy_row(rows, row, values, next_value)
+                if dirty[slot]:
+                    add_row(rows, row, unsent, slot)
         elif intent_end[row] > clock:
-            _request_again(finder, states, dirty, unsent, rows, keys[i], row, slot)
+            states[row] = REQUESTED
+            if dirty[slot]:
+                copy_row(rows, row, unsent, slot)  # the unsent delta becomes its value
+            put(finder, keys[i], -2 - row)
             asked[slot] = round_number
             after[i] = DROP
         else:
