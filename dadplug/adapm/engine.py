@@ -362,7 +362,7 @@ class Engine(TableEngine):
     def _push(self, table: int, keys: Keys, deltas: Block, outbox: Outbox) -> Done | None:
         store = self.stores[table]
         where = np.empty(keys.shape[0], np.int32)
-        missing = kernels.add(store.rows, keys, deltas, where)
+        missing = kernels.add(store.rows, keys, deltas, where, False)
         store.touch(where)
         if not missing:
             return None
@@ -370,7 +370,7 @@ class Engine(TableEngine):
         keys, deltas = keys[rest], _taken(deltas, rest)
         where, targets, away_count = store.locate(self.rank, self.sites, keys)
         if away_count < keys.shape[0]:
-            kernels.add_to_rows(store.rows, where, deltas)
+            kernels.add(store.rows, keys, deltas, where, True)
             if not away_count:
                 return None
             away = np.flatnonzero(where < 0).astype(np.int32)
@@ -404,7 +404,8 @@ class Engine(TableEngine):
         """Return for each key whether this site can read it; no row is created, and no site is asked."""
         with self._lock:
             where, *_ = self.stores[table].find(self.rank, self.sites, False, keys)
-        return where != -1
+        can_read: NDArray[np.bool_] = where != -1
+        return can_read
 
     def states(self, table: int, keys: Keys) -> Codes:
         """Return the states of keys as `dadplug.adapm.store.KeyState`, -1 for absent keys."""
@@ -458,8 +459,10 @@ class Engine(TableEngine):
     def _on_change(self, sender: int, message: Message, outbox: Outbox) -> None:
         store, rows, arrays = self._serve(message, outbox)
         if rows.shape[0]:
-            change = kernels.add_to_rows if message.kind is Kind.PUSH else kernels.assign
-            change(store.rows, rows, arrays[1])
+            if message.kind is Kind.PUSH:
+                kernels.add(store.rows, *arrays, rows, True)
+            else:
+                kernels.assign(store.rows, rows, arrays[1])
             self._answer(Kind.APPLIED, message, outbox, extra=rows.shape[0])
 
     def _on_applied(self, sender: int, message: Message, outbox: Outbox) -> None:

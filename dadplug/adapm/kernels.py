@@ -72,33 +72,27 @@ def first_not_finite(block: Block) -> int:
 
 
 @njit(cache=True, nogil=True)
-def add(r: Rows, keys: Keys, deltas: Block, where: Numbers) -> int:
+def add(r: Rows, keys: Keys, deltas: Block, where: Numbers, located: bool) -> int:
     """Add deltas to keys that are owned, replicated or requested at this site.
 
     Args:
         r: the store.
         keys: n keys in range.
         deltas: of shape (n, width).
-        where: n rows, overwritten; -1 for other keys.
+        where: n rows, less than 0 for other keys; overwritten unless they are located.
+        located: whether `where` has the rows already.
 
     Returns:
-        The number of other keys.
+        The number of other keys that have been found, 0 if the keys are located.
     """
-    index = r.finder
-    missing = 0
-    for i in range(keys.shape[0]):
-        where[i] = row_of(get(index, keys[i]))
-        if where[i] < 0:
-            missing += 1
-    add_to_rows(r, where, deltas)
-    return missing
-
-
-@njit(cache=True, nogil=True)
-def add_to_rows(r: Rows, where: Numbers, deltas: Block) -> None:
-    """Add deltas to rows in any state; row numbers below 0 are ignored."""
-    values, states, versions = r.values, r.states, r.versions
+    index, values, states, versions = r.finder, r.values, r.states, r.versions
     slots, dirty, unsent = r.slots, r.dirty, r.deltas
+    missing = 0
+    if not located:
+        for i in range(keys.shape[0]):
+            where[i] = row_of(get(index, keys[i]))
+            if where[i] < 0:
+                missing += 1
     for i in range(where.shape[0]):
         row = where[i]
         if row < 0:
@@ -119,6 +113,7 @@ def add_to_rows(r: Rows, where: Numbers, deltas: Block) -> None:
                 continue
         for x in range(values.shape[1]):
             values[row, x] += deltas[i, x]
+    return missing
 
 
 @njit(cache=True, nogil=True)

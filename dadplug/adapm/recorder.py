@@ -185,17 +185,8 @@ class _ShapeLayer(ForwardOverride):
         return result
 
 
-def keep_shapes(model: nn.Module) -> None:
-    """Cache the output shapes of the torch.nn layers of a model.
-
-    Layers are left out if they contain other classes than those of torch.nn, hooks, or integer buffers.
-    """
-    for module in list(model.modules()):
-        if not isinstance(module, (nn.ModuleList, nn.ModuleDict)) and all(map(_is_torchs, module.modules())):
-            _ShapeLayer(module)
-
-
 def _is_torchs(module: nn.Module) -> bool:
+    """Return whether the output shapes of a layer can be cached: it is torch.nn's, without hooks or integer buffers."""
     hooks: list[Callable[[], Any]] = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     return (
         type(module).__module__.startswith("torch.nn.modules.")
@@ -263,7 +254,9 @@ class Recorder:
         for name, paths in layers.items():
             for path in paths:
                 _Recording(self._skeleton.get_submodule(path), name, self)
-        keep_shapes(self._skeleton)
+        for module in list(self._skeleton.modules()):
+            if not isinstance(module, (nn.ModuleList, nn.ModuleDict)) and all(map(_is_torchs, module.modules())):
+                _ShapeLayer(module)
 
     def add(self, name: str, ids: Tensor) -> None:
         """Record a lookup; the ids are copied, since the model may change them afterwards."""
