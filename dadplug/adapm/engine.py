@@ -457,12 +457,12 @@ class Engine(TableEngine):
         request.done.set()
 
     def _on_change(self, sender: int, message: Message, outbox: Outbox) -> None:
-        store, rows, arrays = self._serve(message, outbox)
+        store, rows, (keys, block) = self._serve(message, outbox)
         if rows.shape[0]:
             if message.kind is Kind.PUSH:
-                kernels.add(store.rows, *arrays, rows, True)
+                kernels.add(store.rows, keys, block, rows, True)
             else:
-                kernels.assign(store.rows, rows, arrays[1])
+                kernels.assign(store.rows, rows, block)
             self._answer(Kind.APPLIED, message, outbox, extra=rows.shape[0])
 
     def _on_applied(self, sender: int, message: Message, outbox: Outbox) -> None:
