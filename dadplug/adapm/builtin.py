@@ -375,22 +375,11 @@ class BuiltinBackend(Backend):
 
     # The end
 
-    def leave(self) -> None:
-        self._close(aborts=False)
-
-    def close(self) -> None:
-        self._close(aborts=True)  # at the end of the program, which `Sites` has announced
-
     def abandon(self, reason: str) -> None:
         self.transport.sites.announce(reason)
-        self._close(aborts=True)
+        self.close()
 
-    def _close(self, *, aborts: bool) -> None:
-        """Leave the other sites, and end the thread.
-
-        Args:
-            aborts: whether this site leaves after an error, which it has announced.
-        """
+    def close(self, *, aborts: bool = True) -> None:
         if self._closed:
             return
         for peer in self._others - self._left:

@@ -27,8 +27,11 @@ class Net(nn.Module):
     def features(self, ids):
         return torch.cat([self.words(ids[:, :2]).mean(1), self.tags(ids[:, 2:])], 1).double()
 
+    def scores(self, features):
+        return self.head(self.mix(features).tanh()).squeeze(1)
+
     def forward(self, ids):
-        return self.head(self.mix(self.features(ids)).tanh()).squeeze(1)
+        return self.scores(self.features(ids))
 
 
 class Loop:
@@ -88,12 +91,17 @@ class Loop:
             optimizer.step(*args)
         self.refresh()
 
-    def train(self, step):
-        self.loss(step).backward()
+    def descend(self, loss, then=lambda: None):
+        """Backward, `synchronize`, another call and the optimizers' step."""
+        loss.backward()
         self.synchronize()
+        then()
         self.step()
 
-    def update(self, step):
+    def train(self, step, then=lambda: None):
+        self.descend(self.loss(step), then)
+
+    def update(self, step, then=lambda: None):
         """A step as it should be."""
         self.zero_grad()
-        self.train(step)
+        self.train(step, then)
