@@ -345,7 +345,6 @@ def hub(arguments: argparse.Namespace) -> int:
     from ..hub.server.hub import Hub
     from ..hub.server.journal import Journal
     from ..hub.server.status import Meter, StatusFile, Terminal, snapshot
-    from ..hub.wire.messages import Rules
     from ..parameter_server.service import SequencerHost
 
     terminal = Terminal()
@@ -371,12 +370,18 @@ def hub(arguments: argparse.Namespace) -> int:
             raise ValueError(f"grace={arguments.grace}: it has to be positive")
         if arguments.memory < 1:
             raise ValueError(f"memory={arguments.memory}: it has to be positive")
-        rules = Rules(min_sites=count, site_timeout=arguments.site_timeout)
         listen = split_address(arguments.listen) if arguments.listen else None
         service = SequencerHost(list(kit.roster.sites), arguments.memory << 20)
         grace, local = arguments.grace, arguments.encrypt_local
         hub = Hub(
-            kit, rules, listen=listen, journal=journal, grace=grace, encrypt_local=local, report=report, service=service
+            kit,
+            site_timeout=arguments.site_timeout,
+            listen=listen,
+            journal=journal,
+            grace=grace,
+            encrypt_local=local,
+            report=report,
+            service=service,
         )
     except KitError:
         raise

@@ -21,7 +21,7 @@ import dadplug
 from dadplug import GradientReduction
 from dadplug.errors import FrameError, SiteError
 from dadplug.hub.pki.kits import Kit
-from dadplug.hub.server import elastic_run
+from dadplug.hub.server import run as run_module
 from dadplug.hub.site.rounds import RoundClient
 from dadplug.hub.wire.messages import Grow, Pause, pack_control, read_control
 from dadplug.model_sync.sameness import largest_state
@@ -100,7 +100,7 @@ def goes_by_way_of(relay: CuttingRelay, kit: Path) -> None:
 
 @pytest.mark.parametrize(("grace", "cuts"), [(20.0, 40), (0.0, 1)])
 def test_a_link_that_is_cut_anywhere_changes_nothing(tmp_path, monkeypatch, grace, cuts):
-    monkeypatch.setattr(elastic_run, "SHORT_GRACE", grace)
+    monkeypatch.setattr(run_module, "SHORT_GRACE", grace)
     with running_hub(tmp_path / "kits", ("a", "b")) as hub, CuttingRelay(hub.address) as relay:
         goes_by_way_of(relay, tmp_path / "kits" / "b")
         run = Run(tmp_path, hub, mode="rankdad", stop=str(tmp_path / "stop"))

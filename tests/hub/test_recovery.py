@@ -40,7 +40,7 @@ def returned(hub, name: str, position: Position, before: Position) -> TestSite:
 
 
 def test_a_round_whose_only_witness_is_lost_during_its_repetition_is_open_again(tmp_path):
-    with running_hub(tmp_path / "kits", ("a", "b", "c"), {"site_timeout": 20.0}) as hub:
+    with running_hub(tmp_path / "kits", ("a", "b", "c"), site_timeout=20.0) as hub:
         a = returned(hub, "a", LAST, BEFORE)
         b, c = (returned(hub, name, BEFORE, Position(LIFE, STEP - 2)) for name in "bc")
         for site in (a, b, c):

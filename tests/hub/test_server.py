@@ -52,9 +52,7 @@ def test_training_starts_once_all_sites_are_here(hub):
     assert a.action(Pause).reason == "waiting for b"
     b = TestSite(hub.kit("b"), hub.address)
     for site in (a, b):
-        start = site.action(Start)
-        assert start.position.step == 0
-        assert start.holders == (0, 1)
+        assert site.action(Start).position.step == 0
         assert [site.action(Join).slot for _ in range(2)] == [0, 1]
 
 
@@ -94,13 +92,13 @@ def test_a_step_closes_once_all_sites_have_ended_it(hub):
     a.send(Kind.PAYLOAD, b"of the second step", step=2)
     a.send(Kind.END, step=2)  # nothing of b was needed
     assert b.message(18) == b"of the second step"
-    assert hub.hub.relay.membership.step == 0
+    assert hub.hub.relay.run.membership.step == 0
     b.send(Kind.END)
     for site in (a, b):
-        assert site.action(Close) == Close(1, (0, 1), 0)
+        assert site.action(Close) == Close(1, (0, 1))
     b.send(Kind.END, step=2)
     for site in (a, b):
-        assert site.action(Close) == Close(2, (0, 1), 0)
+        assert site.action(Close) == Close(2, (0, 1))
 
 
 def test_frames_of_steps_that_are_closed_end_the_connection_with_a_reason(hub):
@@ -137,7 +135,7 @@ def test_a_second_run_starts_on_the_same_hub_once_the_first_has_ended(hub, steps
     assert b.action(Drop) == Drop(0, 1 + steps, "")
     a = TestSite(hub.kit("a"), hub.address)
     assert a.action(Pause) == Pause((1,), "waiting for b to leave the last run")
-    assert hub.hub.relay.membership.step == steps
+    assert hub.hub.relay.run.membership.step == steps
     b.leave()
     b.action(Drop)
     b = TestSite(hub.kit("b"), hub.address)
@@ -178,7 +176,7 @@ def test_a_site_that_does_not_dial_again_is_dropped_after_the_grace(tmp_path):
 
 
 def test_a_silent_site_is_dropped(tmp_path):
-    with running_hub(tmp_path / "kits", rules={"site_timeout": 2.0}) as hub:
+    with running_hub(tmp_path / "kits", site_timeout=2.0) as hub:
         _, b = together(hub)
         until(lambda: b.ping() or hub.hub.relay.sessions.get(("training", 0)) is None)
         assert b.action(Drop) == Drop(0, 1, "silent for 2 s")
@@ -319,7 +317,7 @@ def test_the_memory_for_sites_that_do_not_acknowledge_is_bounded(monkeypatch, hu
 
 
 def test_a_site_that_is_held_up_does_not_count_as_silent(small_queues, tmp_path):
-    with running_hub(tmp_path / "held", rules={"site_timeout": 1.0}) as hub:
+    with running_hub(tmp_path / "held", site_timeout=1.0) as hub:
         a, b = together(hub)
         b.stream.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, PIECE)
         a.send(Kind.PAYLOAD, bytes(200 * PIECE), wait=False)
@@ -408,7 +406,7 @@ def test_a_connection_that_is_cut_at_any_byte_loses_and_doubles_nothing(hub):
             if cuts and relay.cuts == count - len(cuts):
                 relay.cut_after(*cuts.pop(0))
             exchange_while_cut(a, b, step)
-    assert hub.hub.relay.membership.step == step
+    assert hub.hub.relay.run.membership.step == step
 
 
 def exchange_while_cut(a: TestSite, b: TestSite, step: int) -> None:
@@ -431,7 +429,7 @@ def exchange_while_cut(a: TestSite, b: TestSite, step: int) -> None:
                     assert frame.head.offset == len(got[site])
                     assert site not in closed
                     got[site] += frame.body
-                elif (action := read_control(frame.body, 2)) == Close(step, (0, 1), 0):
+                elif (action := read_control(frame.body, 2)) == Close(step, (0, 1)):
                     closed.add(site)
                 else:
                     assert not isinstance(action, Drop), action
@@ -578,7 +576,7 @@ def test_many_unknown_connections_do_not_disturb_members(serve):
         for connection in crowd:
             connection.close()
         until(lambda: hub.hub.acceptor.refused >= 300 and not hub.hub.acceptor._pending)
-        assert hub.hub.relay.membership.step == step
+        assert hub.hub.relay.run.membership.step == step
         assert sum("refused" in line for line in hub.log) <= 15
 
 

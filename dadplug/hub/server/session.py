@@ -5,12 +5,11 @@ from __future__ import annotations
 from datetime import datetime
 from typing import NamedTuple
 
-from ...errors import FrameError
+from ...errors import FrameError, RefusedError
 from ..wire.frames import HEAD_BYTES, Head, Kind
-from ..wire.messages import Hello, Welcome, pack_control
+from ..wire.messages import VERSION, Hello, Welcome, pack_control
 from ..wire.streams import HUB_SLOT, FrameReceiver, PackedFrame, SendQueue, Stream
 
-CHANNELS = ("training", "parameters", "store", "check")
 FULL_BYTES = 8 << 20  # unsent bytes of a queue at which those who fill it are no longer read
 KEPT_BYTES = 64 << 20  # the same for bytes that have not been acknowledged
 PING_SECONDS = 1.0
@@ -258,10 +257,15 @@ class Session:
             raise FrameError(f"a {head.kind.name} frame of slot {head.slot}, this site has slot {self.slot}")
 
 
-def check_hello(hello: Hello, version: int) -> str:
-    """Return why a site's first message is refused; empty if it is not."""
-    if hello.version != version:
-        return f"this site speaks version {hello.version} of the protocol, the hub version {version}: upgrade one"
-    if hello.channel not in CHANNELS:
-        return f"unknown channel {hello.channel!r}"
-    return ""
+def check_hello(hello: Hello) -> None:
+    """Check a site's first message.
+
+    Raises:
+        RefusedError: if the site speaks another version of the protocol, or wants an unknown channel.
+    """
+    if hello.version != VERSION:
+        raise RefusedError(
+            f"this site speaks version {hello.version} of the protocol, the hub version {VERSION}: upgrade one"
+        )
+    if hello.channel not in _ALLOWED:
+        raise RefusedError(f"unknown channel {hello.channel!r}")

@@ -69,7 +69,7 @@ def late_sites(relay: Relay, now: float) -> dict[int, float]:
     return {
         each.slot: now - each.progressed
         for each in sessions
-        if relay.membership.started and each.progress < furthest and now >= each.progressed + _LATE_SECONDS
+        if relay.run.membership.started and each.progress < furthest and now >= each.progressed + _LATE_SECONDS
     }
 
 
@@ -97,16 +97,16 @@ def snapshot(hub: Hub, meter: Meter) -> dict[str, Any]:
                 "bytes_per_second_to": round(rates[slot][1]),
                 "late_seconds": round(late.get(slot, 0.0), 1),
                 "certificate_days": days_left(session.expires) if session and session.expires else None,
-                "missed_steps": relay.run.missed.counts[slot] if slot < len(relay.names) else 0,
+                "missed_steps": relay.run.missed.counts[slot] if slot < len(relay.run.names) else 0,
             }
         )
     return {
         "project": kit.roster.project,
         "address": f"{hub.address[0]}:{hub.address[1]}",
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "started": relay.membership.started,
-        "step": relay.membership.step,
-        "waiting": relay.pause,
+        "started": relay.run.membership.started,
+        "step": relay.run.membership.step,
+        "waiting": relay.run.pause,
         "refused": hub.acceptor.refused,
         "certificate_days": days_left(kit.certificate.not_valid_after_utc),
         "kit_problems": hub.kit_problems,
@@ -121,7 +121,7 @@ def _state(relay: Relay, slot: int) -> str:
         return "absent"
     if session.stream is None:
         return "disconnected"
-    return Phase.WAITING.value if session.waits else relay.membership.phase(slot).value
+    return Phase.WAITING.value if session.waits else relay.run.membership.phase(slot).value
 
 
 def table(status: dict[str, Any]) -> list[str]:

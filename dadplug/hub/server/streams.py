@@ -10,7 +10,7 @@ import itertools
 import selectors
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from ...errors import FrameError
 from ..secure.sealing import OPEN_BYTES
@@ -171,15 +171,9 @@ class HubStreams:
         """Register what each socket waits for."""
         for stream in self._streams.values():
             wanted = _WRITE * stream.peer.holds_incoming | _READ * (stream.room > 0)
-            if wanted == stream.mask:
-                continue
-            if not stream.mask:
-                self._selector.register(stream.peer.local, wanted, stream)
-            elif not wanted:
-                self._selector.unregister(stream.peer.local)
-            else:
-                self._selector.modify(stream.peer.local, wanted, stream)
-            stream.mask = wanted
+            if wanted != stream.mask:
+                watch(self._selector, stream.peer.local, stream.mask, wanted, stream)
+                stream.mask = wanted
 
     def begin(self, names: Sequence[str]) -> None:
         """Begin a run of other sites than before."""
@@ -197,3 +191,21 @@ class HubStreams:
             self._remove(key)
         if self.service is not None:
             self.service.close()
+
+
+def watch(selector: selectors.BaseSelector, connection: Any, before: int, events: int, data: object) -> None:
+    """Let a selector wait for other events of a connection than before.
+
+    Args:
+        selector: the selector.
+        connection: the connection.
+        before: the events that it waits for now; 0 where the connection is not registered.
+        events: other ones; 0 for none.
+        data: what the selector returns with them.
+    """
+    if not before:
+        selector.register(connection, events, data)
+    elif events:
+        selector.modify(connection, events, data)
+    else:
+        selector.unregister(connection)
