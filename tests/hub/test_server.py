@@ -37,6 +37,7 @@ from dadplug.hub.wire.frames import PIECE_BYTES, Head, Kind
 from dadplug.hub.wire.messages import VERSION, Accept, Close, Drop, Join, Pause, Refuse, Start, Welcome, read_control
 from dadplug.hub.wire.streams import HUB_SLOT
 from dadplug.parameter_server import streams
+from dadplug.parameter_server.service import SequencerHost
 
 
 @pytest.fixture
@@ -222,13 +223,13 @@ def test_both_ends_acknowledge_what_they_have_received(hub):
 
 
 def test_the_kit_of_a_site_and_foreign_addresses_are_refused(tmp_path):
-    kits = hub_kits.make(tmp_path / "kits", hub="192.0.2.1:8470")
+    kits, service = hub_kits.make(tmp_path / "kits", hub="192.0.2.1:8470"), SequencerHost("ab")
     with pytest.raises(KitError, match="is the kit of the site a"):
-        Hub(Kit.load(kits / "a"))
+        Hub(Kit.load(kits / "a"), service=service)
     with pytest.raises(KitError, match=r"cannot listen at 192.0.2.1:8470: .*--listen HOST:PORT"):
-        Hub(Kit.load(kits / "hub"))
+        Hub(Kit.load(kits / "hub"), service=service)
     with pytest.raises(KitError, match=r"cannot listen at 192.0.2.1:0: [^;]*$"):
-        Hub(Kit.load(kits / "hub"), listen=("192.0.2.1", 0))
+        Hub(Kit.load(kits / "hub"), listen=("192.0.2.1", 0), service=service)
 
 
 # Flow of frames through the hub: back-pressure, messages between two sites, the store

@@ -74,7 +74,7 @@ class Hub:
         grace: float = GRACE,
         encrypt_local: bool = False,
         report: Callable[[Hub], None] = lambda hub: None,
-        service: StreamService | None = None,
+        service: StreamService,
     ) -> None:
         if not kit.is_hub:
             raise KitError(f"{kit.folder} is the kit of the site {kit.name}: a hub needs the folder 'hub' of the kits")
@@ -82,7 +82,7 @@ class Hub:
         self.kit = kit
         self.journal = journal or Journal(lambda line: print(line, file=sys.stderr, flush=True))
         self._selector = selectors.DefaultSelector()
-        self._streams = HubStreams(self._selector, service)
+        self._service, self._streams = service, HubStreams(self._selector, service)
         life = secrets.randbits(62) + 1
         self.relay = Relay(kit.roster.sites, site_timeout, life, time.monotonic(), self.journal, self._streams, grace)
         self.acceptor = Acceptor(kit, listen, self._selector, self.journal, self._greet)
@@ -96,7 +96,6 @@ class Hub:
         self.kit_problems: list[str] = []
         self._masks: dict[Session, int] = {}  # of registered sessions
         self._again: set[Session] = set()  # sessions with bytes that have arrived
-        self._leaving: dict[Session, float] = {}  # deadlines
         self._stopped: str | None = None
         self._next_tick = self._next_report = self._next_warning = 0.0
         self._tick_seconds = _TICK
@@ -107,10 +106,10 @@ class Hub:
         try:
             while self._stopped is None:
                 self._turn()
-            self.relay.close(f"the hub ends: {self._stopped}")
+            self.relay.close(f"the hub ends: {self._stopped}", time.monotonic())
             self.acceptor.stop_listening()
             until = time.monotonic() + _LEAVE_SECONDS
-            while (self.relay.leaving or self._leaving or self.acceptor.busy) and time.monotonic() < until:
+            while (self._masks or self.acceptor.busy) and time.monotonic() < until:
                 self._turn()
             self.journal.write(f"the hub ends: {self._stopped}")
             self._report(self)
@@ -167,7 +166,7 @@ class Hub:
     # Members.
 
     def _reads(self, session: Session) -> bool:
-        return session in self._masks and session not in self._leaving and self.relay.readable(session)
+        return session in self._masks and session.ended is None and self.relay.readable(session)
 
     def _receive(self, now: float) -> None:
         """Read each session that has sent something, once."""
@@ -176,7 +175,7 @@ class Hub:
                 frames, more = session.receive(now)
                 for frame in frames:
                     self.relay.take(session, frame, now)
-                    if session in self.relay.leaving:
+                    if session.ended is not None:
                         break
             except FrameError as error:
                 self.relay.drop(session, str(error), now)
@@ -192,12 +191,7 @@ class Hub:
 
     def _send(self, now: float) -> None:
         """Send what connections take."""
-        if self.relay.leaving:
-            for session in self.relay.leaving:
-                self._leaving[session] = now + _LEAVE_SECONDS
-                self._again.discard(session)
-            self.relay.leaving.clear()
-        for session in [each for each in self._masks if each.waiting or each in self._leaving]:
+        for session in [each for each in self._masks if each.waiting or each.ended is not None]:
             if not session.blocked and session.waiting:
                 try:
                     session.flush()
@@ -208,7 +202,7 @@ class Hub:
                     self._lose(session, f"{type(error).__name__}: {error}", now)  # what it holds cannot be sent
                     self.relay.fail(session, error, now)
                     continue
-            if session in self._leaving and not session.waiting:
+            if session.ended is not None and not session.waiting:
                 self._close_after_last(session, now)
         self.relay.update_full()
 
@@ -219,7 +213,7 @@ class Hub:
         stream = session.detach(reason, now)
         if stream is not None:
             stream.close()
-        if self._leaving.pop(session, None) is None:
+        if session.ended is None:
             self.journal.write(f"connection to {session.name} ({session.channel}) lost: {reason}")
 
     def _forget(self, session: Session) -> None:
@@ -231,7 +225,6 @@ class Hub:
 
     def _close_after_last(self, session: Session, now: float) -> None:
         self._forget(session)
-        del self._leaving[session]
         stream = session.detach("", now)
         if stream is not None:
             self.acceptor.close_gracefully(socket.socket(fileno=stream.connection.detach()), now)
@@ -239,13 +232,13 @@ class Hub:
     def _update_masks(self) -> None:
         """Register what each connection waits for."""
         self._streams.update()
-        usual = not self._leaving and not self.relay.crowded
+        crowded = self.relay.crowded
         for session, mask in self._masks.items():
-            if usual and mask == _READ and not session.blocked:
+            if mask == _READ and not session.blocked and not crowded and session.ended is None:
                 continue
             assert session.stream is not None
             wanted = _WRITE if session.blocked else 0
-            if session not in self._leaving and self.relay.readable(session):
+            if session.ended is None and self.relay.readable(session):
                 wanted |= _READ
             if wanted != mask:
                 watch(self._selector, session.stream.connection, mask, wanted, session)
@@ -295,9 +288,9 @@ class Hub:
         if self._stopped is None:
             self.relay.tick(now, self.acceptor.dials)
         self.acceptor.tick(now)
-        for event in self._streams.events():
+        for event in self._service.events():
             self.journal.write(event)
-        for session in [each for each, deadline in self._leaving.items() if now >= deadline]:
+        for session in [each for each in self._masks if each.ended is not None and now >= each.ended + _LEAVE_SECONDS]:
             self._lose(session, "it has not read its last frames", now)
         self._again.update(session for session in self._masks if session.partial)  # without an event until its end
         self.journal.end_period(now)
@@ -344,10 +337,11 @@ class Hub:
                 self.relay.drop(session, "its certificate has been revoked", now)
 
     def _close(self) -> None:
-        for session in [*self.relay.sessions.values(), *self._leaving]:
+        for session in self._masks:
             if (stream := session.detach("", 0.0)) is not None:
                 stream.close()
         self._streams.close()
+        self._service.close()
         self.acceptor.close()
         self._selector.close()
         for each in (self._wake, self._waker):

@@ -72,7 +72,6 @@ class Relay:
         roster: names of all sites by slot; those that were added during a run take part in the next one.
         journal: log of who comes and goes.
         sessions: sessions by channel and slot.
-        leaving: sessions that have ended, whose last frames are still to be sent.
         run: the run that goes on, or starts next, of the first sites of the roster.
         crowded: whether some frames may not be read, since queues are full.
     """
@@ -90,7 +89,6 @@ class Relay:
         self.roster = tuple(names)
         self.journal = journal
         self.sessions: dict[tuple[str, int], Session] = {}
-        self.leaving: list[Session] = []
         self.run = Run(names, site_timeout, life, now, journal)
         self.crowded = False
         self._site_timeout, self._grace, self._streams = site_timeout, grace, streams
@@ -222,14 +220,14 @@ class Relay:
         except Exception as again:
             self.journal.fault(f"{session.name} ({session.channel}) cannot be dropped", again)
         if self.sessions.get((session.channel, session.slot)) is session:
-            self._end(session, reason)
+            self._end(session, reason, now)
 
     def _lose(self, session: Session, reason: str, now: float) -> None:
         """End a session; where the run is elastic, its site may join again."""
         if session.channel == "training" and not session.waits:
             self._act(self.run.membership.close(session.slot, reason, now), now)
         else:
-            self._end(session, reason)
+            self._end(session, reason, now)
 
     def tick(self, now: float, dials: bool = False) -> None:
         """Let time pass, while a connection is in its handshake (`dials`) or none is."""
@@ -280,14 +278,15 @@ class Relay:
 
     # Sessions.
 
-    def close(self, reason: str) -> None:
+    def close(self, reason: str, now: float) -> None:
         """End all sessions: the hub ends.
 
         Args:
             reason: the reason.
+            now: the time, in seconds.
         """
         for session in list(self.sessions.values()):
-            self._end(session, reason)
+            self._end(session, reason, now)
 
     @property
     def awaits(self) -> bool:
@@ -345,12 +344,13 @@ class Relay:
         left = max(0.0, session.heard + self.run.rules.site_timeout - now)
         raise TryAgainError(f"{reason}; if it is dead, this one takes its place in {left:.1f} s")
 
-    def _end(self, session: Session, reason: str, step: int = 0, may_return: bool = False) -> None:
+    def _end(self, session: Session, reason: str, now: float, step: int = 0, may_return: bool = False) -> None:
         """End a session.
 
         Args:
             session: the session.
             reason: the reason; empty where the site's training is complete.
+            now: the time, in seconds.
             step: the open step, of which the site has been dropped; 0 where it has not.
             may_return: whether the same process may dial again, unless it was dropped for good.
         """
@@ -361,7 +361,7 @@ class Relay:
         notice = pack_control(Drop(session.slot, step, reason), 0)
         if session.stream is not None:
             session.send(notice)
-            self.leaving.append(session)
+            session.ended = now
         if session.channel == "training":
             self.journal.write(f"{session.name} has left: {reason or 'its training is complete'}")
         elif session.channel == "parameters":
@@ -381,8 +381,6 @@ class Relay:
             FrameError: if the site does not keep to the protocol.
         """
         head, body, _ = frame
-        if self.sessions.get((session.channel, session.slot)) is not session:
-            return  # it has ended
         if head.kind is Kind.CONTROL:
             self._take_control(session, bytes(body), now)
         elif session.channel == "store":
@@ -498,7 +496,7 @@ class Relay:
             if isinstance(action, Skip):
                 continue
             if isinstance(action, Drop):
-                self._end_training(action)
+                self._end_training(action, now)
             # Where all sites have to stay, none waits for the end of a step.
             self._announce(action, soon=isinstance(action, Close) and not run.elastic)
             if isinstance(action, Join):
@@ -522,11 +520,11 @@ class Relay:
             if ahead and ahead[0] == membership.open_step:
                 self._act(membership.end(slot, ahead.popleft(), now), now)
 
-    def _end_training(self, action: Drop) -> None:
+    def _end_training(self, action: Drop, now: float) -> None:
         """End the session of a site that takes no part any more; where the run is elastic, it may join again."""
         run = self.run
         run.ending |= run.membership.started and (len(self._training()) == 1 or not run.elastic)
-        self._end(self.sessions["training", action.slot], action.reason, action.step, run.elastic)
+        self._end(self.sessions["training", action.slot], action.reason, now, action.step, run.elastic)
 
     def _recover(self, now: float) -> None:
         """Get on with the recovery of a run that began before the restart of the hub, and act on its end."""
@@ -568,9 +566,10 @@ class Relay:
             new = ", ".join(names[before:])
             for session in self._of("training"):
                 if session.sites < size:
-                    self._end(session, f"the project has new sites, {new}: {_COPY} this site's kit, and start it again")
+                    reason = f"the project has new sites, {new}: {_COPY} this site's kit, and start it again"
+                    self._end(session, reason, now)
                 session.waits |= session.sites > size
-            self._streams.begin(names)
+            self._streams.service.begin(names)
         self.run = Run(names, self._site_timeout, self.run.membership.life + 1, now, self.journal)
 
     def extend(self, names: Sequence[str]) -> None:

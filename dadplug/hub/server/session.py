@@ -75,6 +75,7 @@ class Session:
         progress: steps that the site has ended, and messages of the step after them that it has begun.
         progressed: time at which a frame other than a ping arrived.
         lost: time at which the connection was lost, and the reason.
+        ended: time at which the session has ended, while its last frames are still to be sent; None before.
         bytes_in: bytes received.
         bytes_out: bytes sent; those that were lost with a connection count again.
     """
@@ -96,6 +97,7 @@ class Session:
         self.created = self.heard = self.progressed = now
         self.progress = 0, 0
         self.lost = now, ""
+        self.ended: float | None = None
         self.bytes_in = self.bytes_out = 0
         self.world_size = world_size
         self._receiver: FrameReceiver

@@ -79,10 +79,10 @@ class HubStreams:
 
     Args:
         selector: the hub's selector, with which the streams' local sockets are registered.
-        service: the service; None where the hub has none, and ends each stream at once.
+        service: the service.
     """
 
-    def __init__(self, selector: selectors.BaseSelector, service: StreamService | None) -> None:
+    def __init__(self, selector: selectors.BaseSelector, service: StreamService) -> None:
         self.service = service
         self._selector = selector
         self._streams: dict[tuple[int, int], HubStream] = {}  # by slot and channel
@@ -107,10 +107,7 @@ class HubStreams:
         if sum(slot == session.slot for slot, _ in self._streams) >= _MOST_STREAMS:
             raise FrameError(f"more than {_MOST_STREAMS} streams to the hub")
         stream = self._streams[session.slot, channel] = HubStream(session, channel)
-        if self.service is None:
-            stream.peer.program.close()
-        else:
-            self.service.accept(session.slot, stream.peer.program)
+        self.service.accept(session.slot, stream.peer.program)
         return stream
 
     def end(self, session: Session) -> None:
@@ -175,22 +172,10 @@ class HubStreams:
                 watch(self._selector, stream.peer.local, stream.mask, wanted, stream)
                 stream.mask = wanted
 
-    def begin(self, names: Sequence[str]) -> None:
-        """Begin a run of other sites than before."""
-        if self.service is not None:
-            self.service.begin(names)
-
-    def events(self) -> Iterator[str]:
-        """Yield what has happened at the service."""
-        if self.service is not None:
-            yield from self.service.events()
-
     def close(self) -> None:
-        """Close all streams, and the service."""
+        """Close all streams."""
         for key in list(self._streams):
             self._remove(key)
-        if self.service is not None:
-            self.service.close()
 
 
 def watch(selector: selectors.BaseSelector, connection: Any, before: int, events: int, data: object) -> None:
