@@ -66,10 +66,6 @@ class Case:
     hold: str = ""
     site_timeout: float = 10.0
 
-    def start(self) -> list[str]:
-        """Return the arguments of the interpreter that run it."""
-        return [__file__, json.dumps(vars(self))]
-
 
 def train_data(slot: int):
     return data(40 + 16 * slot, seed=slot)

@@ -63,10 +63,6 @@ class Case:
     hold: str = ""
     site_timeout: float = 10.0
 
-    def start(self) -> list[str]:
-        """Return the arguments of the interpreter that run it."""
-        return [__file__, json.dumps(vars(self))]
-
 
 class Module(pl.LightningModule):
     def __init__(self) -> None:

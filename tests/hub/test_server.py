@@ -14,7 +14,7 @@ from datetime import timedelta
 import hub_kits
 import pytest
 from cutting_relay import CuttingRelay
-from running_hub import TIMEOUT, TestSite, running_hub, together, until
+from running_hub import TIMEOUT, TestSite, close_step, exchange, running_hub, together, until
 
 from dadplug.errors import KitError, RefusedError, SiteError
 from dadplug.exchange import Traffic, codec
@@ -23,10 +23,7 @@ from dadplug.hub.pki import provision
 from dadplug.hub.pki.certificates import current_time
 from dadplug.hub.pki.kits import Kit
 from dadplug.hub.secure import tls
-from dadplug.hub.server import acceptor as pending
-from dadplug.hub.server import acceptor as reception
-from dadplug.hub.server import relay as early_messages
-from dadplug.hub.server import session
+from dadplug.hub.server import acceptor, relay, session
 from dadplug.hub.server.hub import Hub
 from dadplug.hub.server.relay import Relay
 from dadplug.hub.server.session import Session
@@ -104,10 +101,7 @@ def test_a_step_closes_once_all_sites_have_ended_it(hub):
 
 def test_frames_of_steps_that_are_closed_end_the_connection_with_a_reason(hub):
     a, b = together(hub)
-    for site in (a, b):
-        site.send(Kind.END)
-    for site in (a, b):
-        site.action(Close)
+    close_step([a, b])
     a.send(Kind.PAYLOAD, b"late")
     for site in (a, b):
         drop = site.action(Drop)
@@ -128,10 +122,7 @@ def test_the_reason_of_a_site_that_leaves_reaches_the_others(hub):
 @pytest.mark.parametrize("steps", [0, 1])
 def test_a_second_run_starts_on_the_same_hub_once_the_first_has_ended(hub, steps):
     a, b = together(hub)
-    for site in (a, b) * steps:
-        site.send(Kind.END)
-    for site in (a, b) * steps:
-        site.action(Close)
+    close_step([a, b] * steps)
     a.leave()
     assert b.action(Drop) == Drop(0, 1 + steps, "")
     a = TestSite(hub.kit("a"), hub.address)
@@ -142,8 +133,7 @@ def test_a_second_run_starts_on_the_same_hub_once_the_first_has_ended(hub, steps
     b = TestSite(hub.kit("b"), hub.address)
     for site in (a, b):
         assert site.action(Start).position.step == 0
-    a.send(Kind.PAYLOAD, b"once more")
-    assert b.message(9) == b"once more"
+    exchange(a, b)
 
 
 def test_a_connection_that_is_cut_is_resumed_without_loss(hub):
@@ -243,7 +233,18 @@ COPIES = 4  # 26 MB: more than the buffers of the operating system, which grow t
 @pytest.fixture
 def small_queues(monkeypatch):
     monkeypatch.setattr(session, "FULL_BYTES", FULL)
-    monkeypatch.setattr(early_messages, "FULL_BYTES", FULL)
+    monkeypatch.setattr(relay, "FULL_BYTES", FULL)
+
+
+def largest(size, *sites: TestSite) -> int:
+    """Let sites send for a while, and return the largest size of a queue."""
+    found = 0
+    for _ in range(100):
+        for site in sites:
+            site.pump()
+        time.sleep(0.002)
+        found = max(found, size())
+    return found
 
 
 def test_a_site_that_does_not_read_holds_up_those_that_send_to_it(small_queues, hub):
@@ -254,19 +255,11 @@ def test_a_site_that_does_not_read_holds_up_those_that_send_to_it(small_queues, 
         a.send(Kind.PAYLOAD, content, wait=False)
     queue = hub.hub.relay.sessions["training", 1].queue
     until(lambda: a.pump() or hub.hub.relay.sessions["training", 1].full)
-    largest = 0
-    for _ in range(100):
-        a.pump()
-        time.sleep(0.002)
-        largest = max(largest, queue.unsent_bytes)
-    assert FULL < largest < FULL + 8 * PIECE
+    assert FULL < largest(lambda: queue.unsent_bytes, a) < FULL + 8 * PIECE
     assert a.queue.unsent_bytes > 0
+    b.others = [a]
     for _ in range(COPIES):
-        got = b""
-        while len(got) < len(content):
-            a.pump()
-            got += b.take(Kind.PAYLOAD).body
-        assert got == content
+        assert b.message(len(content)) == content
     assert len(hub.hub.relay.sessions) == 2
 
 
@@ -277,16 +270,10 @@ def test_the_memory_for_a_site_whose_connection_is_lost_is_bounded(small_queues,
     a.send(Kind.PAYLOAD, content, wait=False)
     queue = hub.hub.relay.sessions["training", 1].queue
     until(lambda: a.pump() or queue.nbytes > FULL)
-    for _ in range(100):
-        a.pump()
-        time.sleep(0.002)
-    assert queue.nbytes < FULL + 8 * PIECE
+    assert largest(lambda: queue.nbytes, a) < FULL + 8 * PIECE
     b.dial()
-    got = b""
-    while len(got) < len(content):
-        a.pump()
-        got += b.take(Kind.PAYLOAD).body
-    assert got == content
+    b.others = [a]
+    assert b.message(len(content)) == content
 
 
 def test_both_sites_get_on_though_both_queues_are_full(small_queues, hub):
@@ -294,13 +281,9 @@ def test_both_sites_get_on_though_both_queues_are_full(small_queues, hub):
     content = os.urandom(150 * PIECE)
     for site in (a, b):
         site.send(Kind.PAYLOAD, content, wait=False)
-    got = [b"", b""]
-    while any(len(each) < len(content) for each in got):
-        for number, site in enumerate((a, b)):
-            site.pump()
-            got[number] += b"".join(frame.body for frame in site.taken if frame.head.kind is Kind.PAYLOAD)
-            site.taken.clear()
-    assert got == [content, content]
+    a.others, b.others = [b], [a]
+    for site in (a, b):
+        assert site.message(len(content)) == content
 
 
 def test_the_memory_for_sites_that_do_not_acknowledge_is_bounded(monkeypatch, hub):
@@ -309,11 +292,7 @@ def test_the_memory_for_sites_that_do_not_acknowledge_is_bounded(monkeypatch, hu
     a.send(Kind.PAYLOAD, os.urandom(50 * PIECE), wait=False)
     queue = hub.hub.relay.sessions["training", 1].queue
     until(lambda: a.pump() or b.pump() or queue.nbytes > FULL)
-    for _ in range(100):
-        a.pump()
-        b.pump()
-        time.sleep(0.001)
-    assert queue.nbytes < FULL + 8 * PIECE
+    assert largest(lambda: queue.nbytes, a, b) < FULL + 8 * PIECE
     until(lambda: a.pump() or b.ping() or sum(len(each.body) for each in b.taken) >= 50 * PIECE)
 
 
@@ -325,14 +304,10 @@ def test_a_site_that_is_held_up_does_not_count_as_silent(small_queues, tmp_path)
         until(lambda: a.pump() or hub.hub.relay.sessions["training", 1].full)
         end = time.monotonic() + 2.0
         while time.monotonic() < end:
-            b.stream.notes.append(b.stream.notes[0] if b.stream.notes else _ping(b))
+            b.stream.notes.append(Head(Kind.PING, b.slot, step=0).pack())
             b.stream.flush(b.queue)
             time.sleep(0.05)
         assert ("training", 0) in hub.hub.relay.sessions
-
-
-def _ping(site: TestSite) -> bytes:
-    return Head(Kind.PING, site.slot, step=0).pack()
 
 
 def test_messages_go_to_one_site_even_before_it_has_opened_the_channel(tmp_path):
@@ -394,18 +369,18 @@ def test_a_connection_that_is_cut_at_any_byte_loses_and_doubles_nothing(hub):
     cuts += [(number % 2, each) for number, each in enumerate(range(PIECE, 3 * PIECE, 9973))]
     count = len(cuts)
     b = TestSite(hub.kit("b"), hub.address)
-    with CuttingRelay(hub.address) as relay:
-        relay.cut_after(*cuts.pop(0))
-        a = TestSite(hub.kit("a"), relay.address)
+    with CuttingRelay(hub.address) as link:
+        link.cut_after(*cuts.pop(0))
+        a = TestSite(hub.kit("a"), link.address)
         a.redials = True
         for site in (a, b):
             site.action(Start)
         step = 0
-        while relay.cuts < count:
+        while link.cuts < count:
             step += 1
             assert step < 10 * count, "the relay does not cut"
-            if cuts and relay.cuts == count - len(cuts):
-                relay.cut_after(*cuts.pop(0))
+            if cuts and link.cuts == count - len(cuts):
+                link.cut_after(*cuts.pop(0))
             exchange_while_cut(a, b, step)
     assert hub.hub.relay.run.membership.step == step
 
@@ -504,7 +479,7 @@ def test_tls_1_2_is_refused(kits, serve, monkeypatch):
     ids=["http", "bytes", "silent", "half"],
 )
 def test_plain_tcp_is_refused_and_its_connection_closed(serve, monkeypatch, sent, reason):
-    monkeypatch.setattr(pending, "HANDSHAKE_SECONDS", 0.3)
+    monkeypatch.setattr(acceptor, "HANDSHAKE_SECONDS", 0.3)
     with serve() as hub, socket.create_connection(hub.address, TIMEOUT) as connection:
         with contextlib.suppress(ConnectionError):
             connection.sendall(sent)
@@ -514,7 +489,7 @@ def test_plain_tcp_is_refused_and_its_connection_closed(serve, monkeypatch, sent
 
 
 def test_a_site_that_does_not_say_hello_is_refused(kits, serve, monkeypatch):
-    monkeypatch.setattr(pending, "HANDSHAKE_SECONDS", 1.0)  # enough for TLS on a busy machine
+    monkeypatch.setattr(acceptor, "HANDSHAKE_SECONDS", 1.0)  # enough for TLS on a busy machine
     with serve() as hub:
         with tls.dial(Kit.load(kits / "a"), TIMEOUT, hub.address) as connection:
             assert connection.recv(100) == b""
@@ -582,13 +557,13 @@ def test_many_unknown_connections_do_not_disturb_members(serve):
 
 
 def test_a_site_gets_in_though_all_places_are_taken(kits, serve, monkeypatch):
-    monkeypatch.setattr(pending, "HANDSHAKE_SECONDS", 60.0)
+    monkeypatch.setattr(acceptor, "HANDSHAKE_SECONDS", 60.0)
     with serve() as hub:
-        silent = [socket.create_connection(hub.address, TIMEOUT) for _ in range(reception.MAX_PENDING)]
-        until(lambda: len(hub.hub.acceptor._pending) == reception.MAX_PENDING)
+        silent = [socket.create_connection(hub.address, TIMEOUT) for _ in range(acceptor.MAX_PENDING)]
+        until(lambda: len(hub.hub.acceptor._pending) == acceptor.MAX_PENDING)
         a, b = together(hub)
         assert a.answer.min_sites == b.answer.min_sites == 2
-        assert len(hub.hub.acceptor._pending) <= reception.MAX_PENDING
+        assert len(hub.hub.acceptor._pending) <= acceptor.MAX_PENDING
         for connection in silent:
             connection.close()
 
@@ -657,8 +632,7 @@ def test_a_fault_ends_one_session_with_a_traceback_in_the_journal(tmp_path, monk
             assert "ZeroDivisionError: of the test" in store.action(Drop).reason
         hub.await_line("fault of the hub: a (store) cannot be served: ZeroDivisionError: of the test")
         hub.await_line("Traceback (most recent call last):")
-        a.send(Kind.PAYLOAD, b"still here")
-        assert b.message(10) == b"still here"
+        exchange(a, b)
 
 
 def test_a_fault_while_a_site_is_accepted_ends_its_connection(tmp_path, monkeypatch):
@@ -674,8 +648,7 @@ def test_a_fault_while_a_site_is_accepted_ends_its_connection(tmp_path, monkeypa
         thread = threading.Thread(target=dial, daemon=True)
         thread.start()
         hub.await_line("fault of the hub: a (store) cannot be accepted: ZeroDivisionError")
-        a.send(Kind.PAYLOAD, b"still here")
-        assert b.message(10) == b"still here"
+        exchange(a, b)
 
 
 def test_a_fault_of_a_stream_at_the_hub_ends_the_session_of_its_site(tmp_path, monkeypatch):
@@ -688,8 +661,7 @@ def test_a_fault_of_a_stream_at_the_hub_ends_the_session_of_its_site(tmp_path, m
         opened.send(b"no key")
         opened.close()
         hub.await_line("fault of the hub: a (parameters) cannot be served: ZeroDivisionError")
-        a.send(Kind.PAYLOAD, b"still here")
-        assert b.message(10) == b"still here"
+        exchange(a, b)
         tunnel.close()
 
 

@@ -16,7 +16,7 @@ import forkserver
 import hub_kits
 import pytest
 from cutting_relay import CuttingRelay
-from running_hub import TIMEOUT, TestSite, running_hub, together, until
+from running_hub import TIMEOUT, TestSite, close_step, running_hub, together, until
 from support import free_port
 
 from dadplug import logs
@@ -29,7 +29,7 @@ from dadplug.hub.server.journal import Journal
 from dadplug.hub.server.status import Meter, StatusFile, Terminal, late_sites, snapshot, table
 from dadplug.hub.site.link import HubLink
 from dadplug.hub.wire.frames import Kind
-from dadplug.hub.wire.messages import Close, Drop, Start
+from dadplug.hub.wire.messages import Drop, Start
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -44,10 +44,7 @@ def test_the_status_tells_sites_steps_and_for_whom_training_waits(tmp_path):
         b = TestSite(hub.kit("b"), hub.address)
         for site in (a, b):
             site.action(Start)
-        for site in (a, b):
-            site.send(Kind.END)
-        for site in (a, b):
-            site.action(Close)
+        close_step([a, b])
         found = snapshot(hub.hub, Meter(2))
         assert [site["state"] for site in found["sites"]] == ["member", "member"]
         assert (found["step"], found["waiting"], found["started"]) == (1, "", True)

@@ -7,11 +7,11 @@ import selectors
 import socket
 import ssl
 from collections.abc import Callable
-from datetime import datetime, timezone
+from datetime import datetime
 from typing import Any, NamedTuple
 
 from ...errors import FrameError, KitError, RefusedError, TryAgainError
-from ..pki.kits import Kit
+from ..pki.kits import Kit, certificate_end
 from ..secure import tls
 from ..secure.secure_socket import SecureSocket
 from ..wire.frames import Head, Kind
@@ -129,8 +129,8 @@ class PendingConnection:
         if not isinstance(hello, Hello) or receiver.receive() is not None or receiver.filled:
             raise FrameError("its first message is no Hello, or it has not waited for the answer")
         certificate: dict[str, Any] = dict(self.connection.getpeercert() or {})
-        end = datetime.fromtimestamp(ssl.cert_time_to_seconds(certificate["notAfter"]), timezone.utc)
-        return Arrival(Stream(self.connection), self.name, int(certificate["serialNumber"], 16), end, hello)
+        serial, end = int(certificate["serialNumber"], 16), certificate_end(certificate)
+        return Arrival(Stream(self.connection), self.name, serial, end, hello)
 
     def refusal(self, error: Exception) -> RefusedError:
         """Tell a site that it is refused, and return the error for the journal."""
@@ -229,7 +229,7 @@ class Acceptor:
     ) -> None:
         self.use(kit)
         self._selector, self._journal, self._greet = selector, journal, greet
-        self._listener = _listen(*(address or kit.roster.address()), given=address is not None)
+        self._listener = _listener(*(address or kit.roster.address()), given=address is not None)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self.refused = 0
         self._pending: list[PendingConnection] = []  # the oldest first
@@ -389,7 +389,7 @@ class Acceptor:
             closing.close()
 
 
-def _listen(host: str, port: int, given: bool) -> socket.socket:
+def _listener(host: str, port: int, given: bool) -> socket.socket:
     """Return a socket that listens at an address.
 
     Args:

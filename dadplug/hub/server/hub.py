@@ -109,7 +109,9 @@ class Hub:
             self.relay.close(f"the hub ends: {self._stopped}", time.monotonic())
             self.acceptor.stop_listening()
             until = time.monotonic() + _LEAVE_SECONDS
-            while (self._masks or self.acceptor.busy) and time.monotonic() < until:
+            while (
+                self.acceptor.busy or any(each.ended is not None for each in self._masks)
+            ) and time.monotonic() < until:
                 self._turn()
             self.journal.write(f"the hub ends: {self._stopped}")
             self._report(self)
@@ -170,22 +172,21 @@ class Hub:
 
     def _receive(self, now: float) -> None:
         """Read each session that has sent something, once."""
-        for session in [each for each in self._again if self._reads(each)]:
+        for session in [*self._again]:
+            if not self._reads(session):
+                continue
+            more = False
             try:
                 frames, more = session.receive(now)
                 for frame in frames:
-                    self.relay.take(session, frame, now)
-                    if session.ended is not None:
-                        break
+                    if session.ended is None:
+                        self.relay.take(session, frame, now)
             except FrameError as error:
                 self.relay.drop(session, str(error), now)
-                more = False
             except OSError as error:
                 self._lose(session, tls.explain(error), now)
-                more = False
             except Exception as error:
                 self.relay.fail(session, error, now)
-                more = False
             if not more:
                 self._again.discard(session)
 

@@ -213,13 +213,13 @@ class Relay:
         """
         self.journal.fault(f"{session.name} ({session.channel}) cannot be served", error)
         reason = f"the hub has failed to serve this site: {type(error).__name__}: {error}"
-        if self.sessions.get((session.channel, session.slot)) is not session:
-            return  # it has ended
+        if session.ended is not None:
+            return
         try:
             self.drop(session, reason, now)
         except Exception as again:
             self.journal.fault(f"{session.name} ({session.channel}) cannot be dropped", again)
-        if self.sessions.get((session.channel, session.slot)) is session:
+        if session.ended is None:
             self._end(session, reason, now)
 
     def _lose(self, session: Session, reason: str, now: float) -> None:
@@ -356,12 +356,12 @@ class Relay:
         """
         key = session.channel, session.slot
         del self.sessions[key]
+        session.ended = now
         if not may_return:
             self._gone[key] = session.instance, reason or "it has left"
         notice = pack_control(Drop(session.slot, step, reason), 0)
         if session.stream is not None:
             session.send(notice)
-            session.ended = now
         if session.channel == "training":
             self.journal.write(f"{session.name} has left: {reason or 'its training is complete'}")
         elif session.channel == "parameters":
@@ -541,6 +541,8 @@ class Relay:
             return
         if outcome.requirements is not None:
             self.run.require(outcome.requirements)
+        for slot in outcome.slots:
+            self.sessions["training", slot].heard = now  # the time until they count as silent begins
         self._act(self.run.membership.go_on(outcome.step, outcome.slots, now), now)
         for session in self._of("training"):
             if session.waits:

@@ -54,7 +54,6 @@ class Session:
         name: its name.
         channel: the channel, see `Hello`.
         instance: random number of the site's process.
-        position: the last step that it had closed when it dialled.
         waits: whether the site waits for the end of a run that it is not part of, or to join in it.
         ready: whether it can join, since it has made its model.
         recovers: whether it took part in a run when it dialled.
@@ -75,7 +74,7 @@ class Session:
         progress: steps that the site has ended, and messages of the step after them that it has begun.
         progressed: time at which a frame other than a ping arrived.
         lost: time at which the connection was lost, and the reason.
-        ended: time at which the session has ended, while its last frames are still to be sent; None before.
+        ended: time at which the session has ended; its last frames may still have to be sent. None before.
         bytes_in: bytes received.
         bytes_out: bytes sent; those that were lost with a connection count again.
     """
@@ -83,7 +82,7 @@ class Session:
     def __init__(self, slot: int, name: str, hello: Hello, serial: int, world_size: int, now: float) -> None:
         self.slot, self.name, self.serial = slot, name, serial
         self.channel, self.instance = hello.channel, hello.instance
-        self.position, self.release = hello.position, hello.release
+        self.release = hello.release
         self.rival = 0, now
         self.waits = self.ready = False
         self.recovers = hello.channel == "training" and hello.position.life > 0
