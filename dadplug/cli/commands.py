@@ -350,7 +350,6 @@ def hub(arguments: argparse.Namespace) -> int:
     terminal = Terminal()
     file = open(arguments.journal, "a", buffering=1) if arguments.journal else None  # noqa: SIM115
     kit = Kit.load(arguments.kit)
-    count = len(kit.roster.sites)
 
     def write_line(line: str) -> None:
         terminal.write_line(line)
@@ -363,7 +362,7 @@ def hub(arguments: argparse.Namespace) -> int:
         if status_file is not None:
             status_file.write(status)
 
-    meter, journal = Meter(count), Journal(write_line)
+    meter, journal = Meter(), Journal(write_line)
     status_file = StatusFile(arguments.status, journal.write) if arguments.status else None
     try:
         if arguments.grace <= 0:

@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_the_status_tells_sites_steps_and_for_whom_training_waits(tmp_path):
     with running_hub(tmp_path / "kits") as hub:
         a = TestSite(hub.kit("a"), hub.address)
-        found = snapshot(hub.hub, Meter(2))
+        found = snapshot(hub.hub, Meter())
         assert [site["state"] for site in found["sites"]] == ["waiting", "absent"]
         assert found["waiting"] == "waiting for b"
         assert not found["started"]
@@ -45,11 +45,11 @@ def test_the_status_tells_sites_steps_and_for_whom_training_waits(tmp_path):
         for site in (a, b):
             site.action(Start)
         close_step([a, b])
-        found = snapshot(hub.hub, Meter(2))
+        found = snapshot(hub.hub, Meter())
         assert [site["state"] for site in found["sites"]] == ["member", "member"]
         assert (found["step"], found["waiting"], found["started"]) == (1, "", True)
         b.cut()
-        until(lambda: snapshot(hub.hub, Meter(2))["sites"][1]["state"] == "disconnected")
+        until(lambda: snapshot(hub.hub, Meter())["sites"][1]["state"] == "disconnected")
         assert any("a has joined" in line for line in found["journal"])
         assert json.loads(json.dumps(found)) == found
 
@@ -57,7 +57,7 @@ def test_the_status_tells_sites_steps_and_for_whom_training_waits(tmp_path):
 def test_rates_are_bytes_by_second(tmp_path):
     with running_hub(tmp_path / "kits") as hub:
         a, b = together(hub)
-        meter, relay = Meter(2), hub.hub.relay
+        meter, relay = Meter(), hub.hub.relay
         meter.rates(relay, 100.0)
         a.send(Kind.PAYLOAD, bytes(1_000_000))
         b.message(1_000_000)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import shutil
 import sys
 import time
@@ -23,38 +24,30 @@ _RATE_SECONDS = 1.0  # at least, over which rates are measured
 
 
 class Meter:
-    """Rates by site, from numbers of bytes.
+    """Rates by site, from numbers of bytes."""
 
-    Args:
-        count: number of sites.
-    """
-
-    def __init__(self, count: int) -> None:
-        self._before: tuple[float, dict[int, tuple[int, int]]] | None = None
-        self._rates = [(0.0, 0.0)] * count
+    def __init__(self) -> None:
+        self._since = -math.inf  # the last measurement
+        self._before: dict[int, tuple[int, int]] = {}  # bytes from and to each session until then, by identity
+        self._rates: list[tuple[float, float]] = []
 
     def rates(self, relay: Relay, now: float) -> list[tuple[float, float]]:
-        """Return bytes per second from and to each site.
+        """Return bytes per second from and to each site; 0 before there are two measurements.
 
         Args:
             relay: the hub's sessions.
             now: the time, in seconds.
         """
-        self._rates += [(0.0, 0.0)] * (len(relay.roster) - len(self._rates))
-        if self._before is not None and now < self._before[0] + _RATE_SECONDS:
-            return self._rates
-        totals = {id(each): (each.bytes_in, each.bytes_out) for each in relay.sessions.values()}
-        last, self._before = self._before, (now, totals)
-        if last is None:
-            return self._rates
-        since, before = last
-        sums = [[0.0, 0.0] for _ in relay.roster]
-        for session in relay.sessions.values():
-            received, sent = before.get(id(session), (0, 0))
-            sums[session.slot][0] += max(0, session.bytes_in - received)
-            sums[session.slot][1] += max(0, session.bytes_out - sent)
-        self._rates = [(up / (now - since), down / (now - since)) for up, down in sums]
-        return self._rates
+        if now >= self._since + _RATE_SECONDS:
+            sums = [[0, 0] for _ in relay.roster]
+            for session in relay.sessions.values():
+                received, sent = self._before.get(id(session), (0, 0))
+                sums[session.slot][0] += max(0, session.bytes_in - received)
+                sums[session.slot][1] += max(0, session.bytes_out - sent)
+            took, self._since = now - self._since, now
+            self._rates = [(up / took, down / took) for up, down in sums]
+            self._before = {id(each): (each.bytes_in, each.bytes_out) for each in relay.sessions.values()}
+        return self._rates + [(0.0, 0.0)] * (len(relay.roster) - len(self._rates))
 
 
 def late_sites(relay: Relay, now: float) -> dict[int, float]:
