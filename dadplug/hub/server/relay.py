@@ -19,7 +19,6 @@ from typing import Any
 
 from ...errors import FrameError, RefusedError, TryAgainError
 from ...exchange.transport import Requirements
-from ..check import CheckHandler
 from ..wire.frames import Head, Kind
 from ..wire.messages import (
     Accept,
@@ -94,7 +93,6 @@ class Relay:
         self._site_timeout, self._grace, self._streams = site_timeout, grace, streams
         # Messages to sites that have not opened the channel "parameters", by slot; None for those that have closed it.
         self._early: dict[int, SendQueue | None] = {}
-        self._checks: dict[int, CheckHandler] = {}  # by slot
         self._gone: dict[tuple[str, int], tuple[int, str]] = {}  # last instance that may not dial again, and why
         self._store = Store()
         self._recovery: Recovery | None = None  # of a run that began before the restart of the hub
@@ -369,8 +367,6 @@ class Relay:
             self._streams.end(session)
             for other in self._of("parameters"):  # their streams with this site have ended
                 other.send(notice)
-        elif session.channel == "check":
-            self._checks.pop(session.slot, None)
 
     # Frames.
 
@@ -386,8 +382,7 @@ class Relay:
         elif session.channel == "store":
             self._serve(session, bytes(body))
         elif session.channel == "check":
-            check = self._checks.setdefault(session.slot, CheckHandler(session.slot))
-            for answer in check.handle(head, body):
+            for answer in session.check.handle(head, body):
                 session.send(answer)
         elif head.kind is Kind.MESSAGE:
             self._pass_on(session, head, body)

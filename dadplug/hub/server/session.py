@@ -6,6 +6,7 @@ from datetime import datetime
 from typing import NamedTuple
 
 from ...errors import FrameError, RefusedError
+from ..check import CheckHandler
 from ..wire.frames import HEAD_BYTES, Head, Kind
 from ..wire.messages import VERSION, Hello, Welcome, pack_control
 from ..wire.streams import HUB_SLOT, FrameReceiver, PackedFrame, SendQueue, Stream
@@ -61,6 +62,7 @@ class Session:
         release: version of dadplug at the site.
         sites: number of sites that it knows, with which it can train.
         world_size: number of sites of the project.
+        check: the hub's part in a check of the site, on the channel for it.
         expires: end of its certificate, once it is known.
         rival: another process that has dialled in as the same site last: its random number, and the time.
         queue: frames to the site.
@@ -99,6 +101,7 @@ class Session:
         self.ended: float | None = None
         self.bytes_in = self.bytes_out = 0
         self.world_size = world_size
+        self.check = CheckHandler(slot)
         self._receiver: FrameReceiver
         self._packed = bytearray()  # the frame that is arriving
         self._pinged = now
