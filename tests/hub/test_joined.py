@@ -13,7 +13,7 @@ import pytest
 import support
 import torch
 import torch.distributed as dist
-from running_hub import TestSite, running_hub, together, until
+from running_hub import RunningHub, TestSite, running_hub, together, until
 from torch import nn
 
 import dadplug
@@ -417,16 +417,21 @@ trainer.fit(Module(), torch.utils.data.DataLoader(torch.randn(40, 4), batch_size
 }
 
 
+def run_sites(folder: Path, hub: RunningHub, code: str, **options: object) -> list[support.Finished]:
+    """Run a program at all sites of a hub."""
+    script = folder / "site.py"
+    script.write_text(code)
+    return support.run_programs([[str(script), str(hub.kits / name)] for name in NAMES], **options)
+
+
 @pytest.mark.parametrize("program", ENDS)
 def test_the_reason_of_an_exit_reaches_the_other_site(tmp_path, program):
-    for package in {"Catalyst": ["catalyst"], "Lightning": ["pytorch_lightning"]}.get(program, []):
+    packages = {"Catalyst": ["catalyst"], "Lightning": ["pytorch_lightning"]}.get(program, [])
+    for package in packages:
         support.need(package)
-    script = tmp_path / "site.py"
-    script.write_text(f"import sys; sys.path[:] = {support.sys.path!r}\n" + HEAD + ENDS[program])
+    code = f"import sys; sys.path[:] = {support.sys.path!r}\n" + HEAD + ENDS[program]
     with running_hub(tmp_path / "kits", sites=NAMES) as hub:
-        commands = [[str(script), str(hub.kits / name)] for name in NAMES]
-        preload = ["pytorch_lightning"] if program == "Lightning" else ["catalyst"] if program == "Catalyst" else []
-        first, second = support.run_programs(commands, preload=preload)
+        first, second = run_sites(tmp_path, hub, code, preload=packages)
         assert (first.status, second.status) == (1, 1)
         assert "ValueError: the scanner is broken" in second.errors
         last = first.errors.strip().splitlines()[-1]
@@ -435,11 +440,10 @@ def test_the_reason_of_an_exit_reaches_the_other_site(tmp_path, program):
 
 
 def test_sites_leave_without_a_reason_where_their_programs_end(tmp_path):
-    script = tmp_path / "site.py"
-    script.write_text(HEAD + "dadplug.GradientReduction(nn.Linear(2, 2), mode='dsgd').first_difference()\n")
+    code = HEAD + "dadplug.GradientReduction(nn.Linear(2, 2), mode='dsgd').first_difference()\n"
     with running_hub(tmp_path / "kits", sites=NAMES) as hub:
         for _ in range(2):  # the same hub serves the next run
-            for each in support.run_programs([[str(script), str(hub.kits / name)] for name in NAMES]):
+            for each in run_sites(tmp_path, hub, code):
                 assert each.status == 0, each.errors
         for name in NAMES:
             hub.await_line(f"{name} has left: its training is complete")
@@ -466,23 +470,20 @@ objects = [None, None]
 dist.all_gather_object(objects, rank)
 assert objects == [0, 1]
 """
-    script = tmp_path / "site.py"
-    script.write_text(HEAD + code)
     with running_hub(tmp_path / "kits", sites=NAMES) as hub:
-        first, second = support.run_programs([[str(script), str(hub.kits / name)] for name in NAMES])
+        first, second = run_sites(tmp_path, hub, HEAD + code)
     assert first.status == 0, first.errors
     assert second.status == 0, second.errors
     assert "site 1 (saxony) is gone: ValueError: no data today" in first.output
 
 
 def test_sites_with_different_versions_say_so(tmp_path):
-    script = tmp_path / "site.py"
-    script.write_text(
+    code = (
         "import sys, dadplug\nif 'saxony' in sys.argv[1]: dadplug.__version__ = '0.0.9'\n"
         "dadplug.connect(kit=sys.argv[1], timeout=200)\n"
     )
     with running_hub(tmp_path / "kits", sites=NAMES) as hub:
-        finished = support.run_programs([[str(script), str(hub.kits / name)] for name in NAMES])
+        finished = run_sites(tmp_path, hub, code)
     for each in finished:
         assert each.status == 1
         assert "MismatchError: the sites run different versions of dadplug: site 0 (bavaria) 0." in each.errors
