@@ -26,7 +26,7 @@ from dadplug.hub.server.run import orphaned
 from dadplug.hub.wire import messages as actions
 from dadplug.hub.wire.messages import FRESH, Position, RoundKind, Rules
 
-HISTORIES = int(os.environ.get("DADPLUG_HISTORIES", "250"))
+HISTORIES = int(os.environ.get("DADPLUG_HISTORIES", "150"))
 SITE_TIMEOUT, PROGRESS_TIMEOUT = 5.0, 20.0
 SLOTS = st.integers(0, 3)
 
