@@ -16,11 +16,11 @@ def hub(count=3, start=True, **rules):
     return membership
 
 
-def close_steps(membership, count, now=0.0, seconds=0.0, slots=None):
+def close_steps(membership, count, now=0.0, seconds=0.0):
     """Close some steps; every participant ends them."""
     for _ in range(count):
         now += seconds
-        for slot in membership.participants if slots is None else slots:
+        for slot in membership.participants:
             actions = membership.end(slot, membership.open_step, now)
         assert kinds(actions, Close)
     return now
