@@ -371,17 +371,10 @@ def hub(arguments: argparse.Namespace) -> int:
             raise ValueError(f"memory={arguments.memory}: it has to be positive")
         listen = split_address(arguments.listen) if arguments.listen else None
         service = SequencerHost(list(kit.roster.sites), arguments.memory << 20)
-        grace, local = arguments.grace, arguments.encrypt_local
         hub = Hub(
-            kit,
-            site_timeout=arguments.site_timeout,
-            listen=listen,
-            journal=journal,
-            grace=grace,
-            encrypt_local=local,
-            report=report,
-            service=service,
-        )
+            kit, arguments.site_timeout, listen=listen, journal=journal, grace=arguments.grace,
+            encrypt_local=arguments.encrypt_local, report=report, service=service,
+        )  # fmt: skip
     except KitError:
         raise
     except ValueError as error:

@@ -67,8 +67,8 @@ class Hub:
     def __init__(
         self,
         kit: Kit,
-        *,
         site_timeout: float = 10.0,
+        *,
         listen: tuple[str, int] | None = None,
         journal: Journal | None = None,
         grace: float = GRACE,
