@@ -437,6 +437,13 @@ def test_streams_of_lost_sessions_are_closed_though_they_had_one_number():
         streams.close()
 
 
+def test_a_hub_without_a_service_ends_each_stream(tmp_path):
+    with running_hub(tmp_path / "kits", service=None) as hub:
+        first, _ = together(hub, "ab", "parameters")
+        write(first, b"hello")
+        assert first.take(Kind.MESSAGE).head.tag == Tag.END
+
+
 def _fail(session, error):
     raise error
 

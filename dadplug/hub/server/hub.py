@@ -28,7 +28,7 @@ from .acceptor import Acceptor, Arrival, ClosingConnection, PendingConnection
 from .journal import Journal
 from .relay import GRACE, Relay
 from .session import Session
-from .streams import HubStream, HubStreams, StreamService, watch
+from .streams import HubStream, HubStreams, NoService, StreamService, watch
 
 _log = get_logger(__name__)
 _TICK, _SHORT_TICK = 0.1, 0.02  # seconds; the second while a connection is lost, for which others may wait
@@ -74,7 +74,7 @@ class Hub:
         grace: float = GRACE,
         encrypt_local: bool = False,
         report: Callable[[Hub], None] = lambda hub: None,
-        service: StreamService,
+        service: StreamService | None = None,
     ) -> None:
         if not kit.is_hub:
             raise KitError(f"{kit.folder} is the kit of the site {kit.name}: a hub needs the folder 'hub' of the kits")
@@ -82,7 +82,8 @@ class Hub:
         self.kit = kit
         self.journal = journal or Journal(lambda line: print(line, file=sys.stderr, flush=True))
         self._selector = selectors.DefaultSelector()
-        self._service, self._streams = service, HubStreams(self._selector, service)
+        self._service = service or NoService()
+        self._streams = HubStreams(self._selector, self._service)
         life = secrets.randbits(62) + 1
         self.relay = Relay(kit.roster.sites, site_timeout, life, time.monotonic(), self.journal, self._streams, grace)
         self.acceptor = Acceptor(kit, listen, self._selector, self.journal, self._greet)

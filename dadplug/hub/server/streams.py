@@ -39,6 +39,24 @@ class StreamService(Protocol):
         """End the service: the hub ends."""
 
 
+class NoService:
+    """Service of a hub that has none: each stream ends at once."""
+
+    def accept(self, slot: int, connected: socket.socket) -> None:
+        """End a stream."""
+        connected.close()
+
+    def begin(self, names: Sequence[str]) -> None:
+        """Take the names of the sites of the next run, for nothing."""
+
+    def events(self) -> Iterator[str]:
+        """Return that nothing has happened."""
+        return iter(())
+
+    def close(self) -> None:
+        """End the service."""
+
+
 class HubStream:
     """The hub's end of a stream.
 
