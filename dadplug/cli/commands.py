@@ -328,13 +328,11 @@ def hub(arguments: argparse.Namespace) -> int:
     from ..hub.server.hub import Hub
     from ..hub.server.journal import Journal
     from ..hub.server.status import Meter, StatusFile, Terminal, snapshot
-    from ..hub.wire.messages import Rules
     from ..parameter_server.service import SequencerHost
 
     terminal = Terminal()
     file = open(arguments.journal, "a", buffering=1) if arguments.journal else None  # noqa: SIM115
     kit = Kit.load(arguments.kit)
-    count = len(kit.roster.sites)
 
     def write_line(line: str) -> None:
         terminal.write_line(line)
@@ -347,20 +345,19 @@ def hub(arguments: argparse.Namespace) -> int:
         if status_file is not None:
             status_file.write(status)
 
-    meter, journal = Meter(count), Journal(write_line)
+    meter, journal = Meter(), Journal(write_line)
     status_file = StatusFile(arguments.status, journal.write) if arguments.status else None
     try:
         if arguments.grace <= 0:
             raise ValueError(f"grace={arguments.grace}: it has to be positive")
         if arguments.memory < 1:
             raise ValueError(f"memory={arguments.memory}: it has to be positive")
-        rules = Rules(min_sites=count, site_timeout=arguments.site_timeout)
         listen = split_address(arguments.listen) if arguments.listen else None
         service = SequencerHost(list(kit.roster.sites), arguments.memory << 20)
-        grace, local = arguments.grace, arguments.encrypt_local
         hub = Hub(
-            kit, rules, listen=listen, journal=journal, grace=grace, encrypt_local=local, report=report, service=service
-        )
+            kit, arguments.site_timeout, listen=listen, journal=journal, grace=arguments.grace,
+            encrypt_local=arguments.encrypt_local, report=report, service=service,
+        )  # fmt: skip
     except KitError:
         raise
     except ValueError as error:

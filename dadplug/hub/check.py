@@ -14,13 +14,12 @@ from __future__ import annotations
 import contextlib
 import secrets
 import socket
-import ssl
 import statistics
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import datetime
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, Literal
@@ -29,7 +28,7 @@ from ..errors import FrameError, KitError, RefusedError
 from ..exchange.deadline import within
 from .pki.certificates import current_time, revocation_list_end
 from .pki.files import REVOKED, read_file
-from .pki.kits import RENEW, SOON_DAYS, Kit, days_left
+from .pki.kits import RENEW, SOON_DAYS, Kit, certificate_end, days_left
 from .secure import tls
 from .secure.secure_socket import SecureSocket
 from .site.connection import introduce
@@ -96,10 +95,7 @@ class CheckHandler:
         return [packed + body for packed, body in frames(head, memoryview(content))]
 
 
-_CLOCK_NOTE, _CLOCK_FAILED = (
-    5.0,
-    3000.0,
-)  # seconds of difference; certificates are valid from an hour before they are made
+_CLOCK_NOTE, _CLOCK_FAILED = 5.0, 3000.0  # seconds of difference; certificates begin an hour before they are made
 _ROUND_TRIPS = 10
 _FIRST_BYTES = 1 << 16  # of the measurements of the rate; each has four times as many as the one before
 _LAST_BYTES = 1 << 22
@@ -127,6 +123,14 @@ class Finding:
     days: int | None = None
 
 
+class _FailedError(Exception):
+    """Failure of an item without which the items after it cannot be checked."""
+
+    def __init__(self, item: str, text: str, advice: str) -> None:
+        super().__init__(text)
+        self.finding = Finding(item, "failed", text, advice)
+
+
 def check_kit(folder: Path, address: tuple[str, int] | None = None, timeout: float = 5.0) -> Iterator[Finding]:
     """Check a kit and the way to its hub. The items that a failed one prevents are left out.
 
@@ -148,7 +152,10 @@ def check_kit(folder: Path, address: tuple[str, int] | None = None, timeout: flo
     yield Finding("kit", "ok", f"{kit.name}, site {kit.slot} of {kit.roster.project}")
     yield from _files(kit)
     host, port = address or kit.roster.address()
-    yield from _way(kit, host, port, timeout)
+    try:
+        yield from _way(kit, host, port, timeout)
+    except _FailedError as error:
+        yield error.finding
 
 
 # The files of the kit
@@ -185,7 +192,11 @@ def _dates(item: str, begin: datetime | None, end: datetime, now: datetime, advi
         text = f"expired on {end:%Y-%m-%d %H:%M} UTC; this machine's clock says {now:%Y-%m-%d %H:%M}"
         return Finding(item, "failed", text, advice, days_left(end, now))
     days = days_left(end, now)
-    text = f"valid until {end:%Y-%m-%d} ({days} days)"
+    return _ending(item, f"valid until {end:%Y-%m-%d} ({days} days)", days, advice)
+
+
+def _ending(item: str, text: str, days: int, advice: str) -> Finding:
+    """Return the verdict on a certificate or list that is valid, for so many days."""
     if days >= SOON_DAYS:
         return Finding(item, "ok", text, days=days)
     return Finding(item, "note", f"ENDS IN {days} DAYS: {text}", advice, days)
@@ -195,34 +206,33 @@ def _dates(item: str, begin: datetime | None, end: datetime, now: datetime, advi
 
 
 def _way(kit: Kit, host: str, port: int, timeout: float) -> Iterator[Finding]:
-    """Go the way to the hub as far as possible."""
-    addresses: list[Any] = []
-    yield _resolve(host, port, timeout, addresses)
-    if not addresses:
-        return
-    finding, connection = _connect(addresses, timeout)
-    yield finding
-    if connection is None:
-        return
-    finding, secure = _encrypt(kit, connection, host, port)
-    yield finding
-    if secure is None:
-        return
+    """Go the way to the hub as far as possible.
+
+    Raises:
+        _FailedError: if it ends before the hub.
+    """
+    addresses = _resolve(host, port, timeout)
+    texts = dict.fromkeys(str(each[4][0]) for each in addresses)
+    yield Finding("name", "ok", host if host in texts else f"{host} is {', '.join(texts)}")
+    connection, text = _connect(addresses, timeout)
+    yield Finding("port", "ok", text)
     try:
-        tls.read_verdict(kit, secure, host, port)
-        hello = Hello(VERSION, secrets.randbits(62), FRESH, "check")
-        introduce(secure, kit, hello, (host, port), timeout)
-    except (RefusedError, OSError, FrameError) as error:
-        yield Finding("hub", "failed", str(error), _advice(str(error), kit))
-        secure.close()
-        return
-    yield Finding("hub", "ok", f"it accepts {kit.name}")
+        secure = tls.encrypt(kit, connection, host, port)
+    except (RefusedError, OSError) as error:
+        raise _FailedError("TLS", str(error), _advice(str(error), kit)) from error
     try:
-        line = _Line(kit.slot, secure)
-        yield from _measurements(line)
-        line.close()
-    except (OSError, FrameError) as error:
-        yield Finding("measurements", "failed", f"the connection was lost: {error}", _LINK)
+        yield _encryption(secure)
+        try:
+            tls.read_verdict(kit, secure, host, port)
+            hello = Hello(VERSION, secrets.randbits(62), FRESH, "check")
+            introduce(secure, kit, hello, (host, port), timeout)
+        except (RefusedError, OSError, FrameError) as error:
+            raise _FailedError("hub", str(error), _advice(str(error), kit)) from error
+        yield Finding("hub", "ok", f"it accepts {kit.name}")
+        try:
+            yield from _measurements(_Line(kit.slot, secure))
+        except (OSError, FrameError) as error:
+            raise _FailedError("measurements", f"the connection was lost: {error}", _LINK) from error
     finally:
         secure.close()
 
@@ -230,27 +240,23 @@ def _way(kit: Kit, host: str, port: int, timeout: float) -> Iterator[Finding]:
 _LINK = "Repeat the check. If it fails again, a firewall or a proxy on the way may cut connections."
 
 
-def _resolve(host: str, port: int, timeout: float, addresses: list[Any]) -> Finding:
-    """Resolve the hub's name, within a time; append the addresses."""
+def _resolve(host: str, port: int, timeout: float) -> list[Any]:
+    """Return the addresses of the hub, as `socket.getaddrinfo` does, within a time."""
     try:
-        found = within(timeout, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
-    except TimeoutError:
+        return within(timeout, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+    except TimeoutError as error:
         text = f"{host} was not resolved within {timeout:g} s"
-        return Finding(
-            "name", "failed", text, "The name server of this machine does not answer: see its network settings."
-        )
+        advice = "The name server of this machine does not answer: see its network settings."
+        raise _FailedError("name", text, advice) from error
     except OSError as error:
         text = f"{host} cannot be resolved: {error.strerror or error}"
         advice = "Check this machine's name server, and ask the operator whether the name of the hub has changed."
-        return Finding("name", "failed", text, advice)
-    addresses += found
-    texts = dict.fromkeys(str(each[4][0]) for each in found)
-    return Finding("name", "ok", host if host in texts else f"{host} is {', '.join(texts)}")
+        raise _FailedError("name", text, advice) from error
 
 
-def _connect(addresses: Sequence[Any], timeout: float) -> tuple[Finding, socket.socket | None]:
-    """Connect to the first address that answers."""
-    finding = None
+def _connect(addresses: Sequence[Any], timeout: float) -> tuple[socket.socket, str]:
+    """Connect to the first address that answers; return the connection, and how long it has taken."""
+    failure: _FailedError | None = None
     for family, kind, protocol, _, place in addresses:
         name = f"{place[0]}:{place[1]}"
         connection = socket.socket(family, kind, protocol)
@@ -260,13 +266,13 @@ def _connect(addresses: Sequence[Any], timeout: float) -> tuple[Finding, socket.
             connection.connect(place)
         except OSError as error:
             connection.close()
-            finding = finding or Finding("port", "failed", *_unreachable(name, error, timeout))
+            failure = failure or _FailedError("port", *_unreachable(name, error, timeout))
             continue
         took = time.monotonic() - begin
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return Finding("port", "ok", f"{name} accepts connections, after {1e3 * took:.1f} ms"), connection
-    assert finding is not None
-    return finding, None
+        return connection, f"{name} accepts connections, after {1e3 * took:.1f} ms"
+    assert failure is not None
+    raise failure
 
 
 def _unreachable(name: str, error: OSError, timeout: float) -> tuple[str, str]:
@@ -284,22 +290,10 @@ def _unreachable(name: str, error: OSError, timeout: float) -> tuple[str, str]:
     return f"{name} cannot be reached: {error.strerror or error}", "Check this machine's network and its routes."
 
 
-def _encrypt(kit: Kit, connection: socket.socket, host: str, port: int) -> tuple[Finding, SecureSocket | None]:
-    try:
-        secure = tls.encrypt(kit, connection, host, port)
-    except (RefusedError, OSError) as error:
-        return Finding("TLS", "failed", str(error), _advice(str(error), kit)), None
-    found: dict[str, Any] = dict(secure.getpeercert() or {})
-    text = f"{secure.version()}, {(secure.cipher() or ('', '', 0))[0]}"
-    if "notAfter" not in found:
-        return Finding("TLS", "ok", text), secure
-    text += f"; the hub's certificate is valid until {found['notAfter']}"
-    end = datetime.fromtimestamp(ssl.cert_time_to_seconds(found["notAfter"]), timezone.utc)
-    days = days_left(end)
-    if days >= SOON_DAYS:
-        return Finding("TLS", "ok", text, days=days), secure
-    advice = f"Ask the project's operator to run `{RENEW} hub`."
-    return Finding("TLS", "note", f"{text}: IT ENDS IN {days} DAYS", advice, days), secure
+def _encryption(secure: SecureSocket) -> Finding:
+    end = certificate_end(dict(secure.getpeercert() or {}))
+    text = f"{secure.version()}, {(secure.cipher() or ('',))[0]}; the hub's certificate is valid until {end:%Y-%m-%d}"
+    return _ending("TLS", text, days_left(end), f"Ask the project's operator to run `{RENEW} hub`.")
 
 
 _ADVICE = {  # by a part of the error
@@ -383,6 +377,7 @@ def _measurements(line: _Line) -> Iterator[Finding]:
     yield Finding("round trip", "ok", f"{1e3 * trip:.1f} ms, the median of {_ROUND_TRIPS}")
     up, down = _rate(trip, line.upload), _rate(trip, line.download)
     yield Finding("rate", "ok", f"up {_text(up)}, down {_text(down)}")
+    line.close()
 
 
 def _clock(ahead: float) -> Finding:

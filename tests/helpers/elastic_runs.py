@@ -2,61 +2,123 @@
 
 from __future__ import annotations
 
+import json
 import os
-import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import elastic_site
 import forkserver
+import hub_kits
+import mortal_hub
 import pytest
 import support
-from elastic_site import Case
 from json_lines import read_lines
-from running_hub import RunningHub, running_hub
+from running_hub import RunningHub, running_hub, until
+from support import free_port
 
 ENDED = 200.0  # seconds for a process, on a busy machine
+_ENVIRONMENT = os.environ | support.ONE_THREAD
+
+
+class MortalHub:
+    """Process of a hub that can be killed and started again.
+
+    Args:
+        folder: folder for its kits and its journal.
+        names: names of the sites.
+    """
+
+    def __init__(self, folder: Path, names: str) -> None:
+        folder.mkdir(exist_ok=True)
+        address, self.kits, self._journal = f"127.0.0.1:{free_port()}", folder / "kits", folder / "journal"
+        hub_kits.make(self.kits, hub=address, hub_names=[], sites=list(names), hub_at=names[0])
+
+    def start(self, point: str = "never", count: int = 0) -> forkserver.Program:
+        """Start it; arguments are those of `mortal_hub`."""
+        command = [mortal_hub.__file__, str(self.kits / "hub"), str(self._journal), point, str(count)]
+        self.process = forkserver.start(command, _ENVIRONMENT)
+        return self.process
+
+    @property
+    def log(self) -> list[str]:
+        return self._journal.read_text().splitlines()
 
 
 class Run:
-    """Processes of sites with a hub, one after the other for each site.
+    """Processes of sites with a hub, one after the other for each site. A site's name is one letter.
 
     Args:
-        folder: folder for kits and logs.
-        hub: the hub.
+        folder: folder for what the sites write, each in a folder of its own.
+        hub: the hub, or what holds the folder of the kits and the hub's journal.
+        program: program of a site, which takes the fields of its `Case` as JSON.
+        preload: libraries that it imports.
+        stops: whether the sites look for the file that ends their training.
+        key: field that numbers the lines of a site.
         settings: fields of `Case` for all of them.
     """
 
-    def __init__(self, folder: Path, hub: RunningHub, **settings: object) -> None:
-        self.folder, self.hub, self.settings = folder, hub, settings
+    def __init__(
+        self, folder: Path, hub: RunningHub | MortalHub | Any, program: str = elastic_site.__file__,
+        preload: Sequence[str] = (), stops: bool = True, key: str = "step", **settings: object,
+    ) -> None:  # fmt: skip
+        self.folder, self.hub, self._program, self._preload, self._key = folder, hub, program, preload, key
+        self._settings = ({"stop": str(folder / "stop")} if stops else {}) | settings
         self.processes: dict[str, forkserver.Program] = {}
 
-    def start(self, name: str, **fields: object) -> None:
-        log = str(self.folder / f"{name}.log")
-        case = Case(**({"kit": str(self.hub.kits / name), "log": log} | self.settings | fields))  # type: ignore[arg-type]
-        self.processes[name] = forkserver.start(case.start(), os.environ | support.ONE_THREAD)
+    def start(self, names: str, **fields: object) -> None:
+        """Start processes of some sites."""
+        for name in names:
+            own = self.folder / name
+            own.mkdir(exist_ok=True)
+            case = {"kit": str(self.hub.kits / name), "folder": str(own)} | self._settings | fields
+            command = [self._program, json.dumps(case)]
+            self.processes[name] = forkserver.start(command, _ENVIRONMENT, preload=self._preload)
 
-    def end(self, name: str, status: int = 0) -> str:
-        """Wait for a site's process, and return what it has printed to the standard error stream."""
-        ended = self.processes[name].wait(ENDED)
-        errors = self.processes[name].read()[1]
-        if ended != status:
-            pytest.fail(f"{name} has ended with {ended}:\n{errors}\n" + "\n".join(self.hub.log), pytrace=False)
-        return errors
+    def end(self, names: str, status: int = 0) -> str:
+        """Wait for processes of some sites; return what the last one has printed to the standard error stream."""
+        for name in names:
+            if self.processes[name].wait(ENDED) != status:
+                pytest.fail(f"{name} has ended with another status than {status}:\n{self.state()}", pytrace=False)
+        return self.processes[name].read()[1]
+
+    def state(self) -> str:
+        """Return what the sites have printed, and the hub's journal."""
+        printed = [f"{name}: {process.read()[1]}" for name, process in self.processes.items()]
+        return "\n".join([*printed, *self.hub.log])
+
+    def written(self, name: str) -> list[dict]:
+        """Return what a site has written."""
+        return read_lines(self.folder / name / "log.jsonl")
 
     def lines(self, name: str) -> dict[int, dict]:
-        """Return a site's lines by step."""
-        return {line["step"]: line for line in read_lines(self.folder / f"{name}.log")}
+        """Return a site's lines of steps, by their number."""
+        return {line[self._key]: line for line in self.written(name) if self._key in line}
 
     def await_step(self, name: str, step: int) -> None:
-        end = time.monotonic() + ENDED
-        while max(self.lines(name), default=-1) < step:
-            assert self.processes[name].poll() is None, self.processes[name].read()
-            assert time.monotonic() < end, f"{name} has not reached step {step}: {self.hub.log}"
-            time.sleep(0.02)
+        """Wait until a site has made a step."""
+
+        def made() -> bool:
+            assert self.processes[name].poll() is None, self.state()
+            return max(self.lines(name), default=-1) >= step
+
+        until(made, self.state, ENDED)
+
+    def stop(self, more: int = 20, name: str = "a") -> None:
+        """Let the sites end some steps after the last one that a site has written."""
+        (self.folder / "stop").write_text(str(max(self.lines(name)) + more))
 
 
-def stops(folder: Path, step: int) -> None:
-    """Let the sites end after a step."""
-    (folder / "stop").write_text(str(step))
+def presence(lines: dict[int, dict]) -> dict[int, list[int]]:
+    """Return the slots of the sites that are present, by step."""
+    return {step: line["present"] for step, line in lines.items()}
+
+
+def same_bits(lines: dict[int, dict], others: dict[int, dict]) -> None:
+    """Check that a site has the same parameters as another one after each step that it has written."""
+    assert others
+    assert {step: line["digest"] for step, line in others.items()} == {step: lines[step]["digest"] for step in others}
 
 
 def idles(
@@ -79,6 +141,5 @@ def idles(
             idle = [step for step in range(steps) if slot not in present[step]]
             cold = [step + 1 for step in idle if resets and step + 1 not in idle]
             run.start(name, idle=idle, cold=cold, aside=[] if resets else idle)
-        for name in names:
-            run.end(name)
+        run.end(names)
         return run.lines("a")

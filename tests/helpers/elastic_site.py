@@ -33,7 +33,7 @@ class Case:
 
     Attributes:
         kit: folder of its kit.
-        log: file for the lines.
+        folder: folder for what it writes.
         mode: the method.
         steps: number of steps of the run.
         min_sites: option of the reduction.
@@ -55,7 +55,7 @@ class Case:
             the last one is negative.
         late_in: where it waits: "forward" before it, "backward" in its middle, "further" half a second at the end of a
             further round, where it cannot be late.
-        other: log of the other site.
+        other: folder of the other site.
         catches_up: whether the site calls `idle` in the steps that the others have ended already.
         bucket_mb: option of the reduction.
         wire: option of the reduction.
@@ -63,7 +63,7 @@ class Case:
     """
 
     kit: str
-    log: str
+    folder: str
     mode: str = "dsgd"
     steps: int = 1 << 30
     min_sites: int | None = 1
@@ -85,10 +85,6 @@ class Case:
     bucket_mb: float | None = None
     wire: str = "fp32"
     link: list[float] = field(default_factory=list)
-
-    def start(self) -> list[str]:
-        """Return the arguments of the interpreter that run it."""
-        return [__file__, json.dumps(vars(self))]
 
 
 def make_model() -> nn.Module:
@@ -155,7 +151,7 @@ def die_inside(case: Case, current: Callable[[], int]) -> None:
 def await_other(case: Case, step: int) -> None:
     """Wait until another site is two steps ahead, or has ended."""
     while True:
-        lines = read_lines(Path(case.other))
+        lines = read_lines(Path(case.other) / "log.jsonl")
         done = lines[-1]["step"] if lines else -1
         if done >= min(step + 1, last_step(case, step) - 1):
             return
@@ -232,7 +228,7 @@ def train(case: Case) -> None:
     die_inside(case, lambda: reduction.step)
     cold = reduction.state_dict()
     criterion, rank = nn.CrossEntropyLoss(), reduction.site_rank
-    with Path(case.log).open("a", buffering=1) as log:
+    with (Path(case.folder) / "log.jsonl").open("a", buffering=1) as log:
         while (step := reduction.step) < last_step(case, reduction.step):
             if step in case.cold:
                 reduction.load_state_dict(cold | {"step": step})

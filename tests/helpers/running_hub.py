@@ -21,7 +21,7 @@ from dadplug.hub.secure import tls
 from dadplug.hub.server.hub import Hub
 from dadplug.hub.server.journal import Journal
 from dadplug.hub.wire.frames import Head, Kind, frames
-from dadplug.hub.wire.messages import FRESH, VERSION, Hello, Leave, Rules, Start, Welcome, pack_control, read_control
+from dadplug.hub.wire.messages import FRESH, VERSION, Close, Hello, Leave, Start, Welcome, pack_control, read_control
 from dadplug.hub.wire.streams import SendQueue, Stream
 from dadplug.parameter_server.service import SequencerHost
 
@@ -60,14 +60,14 @@ class RunningHub:
 
 @contextmanager
 def running_hub(
-    folder: Path, sites: tuple[str, ...] = ("a", "b"), rules: dict[str, Any] | None = None, **settings: Any
+    folder: Path, sites: tuple[str, ...] = ("a", "b"), site_timeout: float = TIMEOUT, **settings: Any
 ) -> Iterator[RunningHub]:
     """Run a hub in a thread.
 
     Args:
         folder: folder for the kits; they are made if it is missing. Their roster has the hub's address.
         sites: names of the sites.
-        rules: arguments of `Rules`; by default all sites are needed, and may be silent for long.
+        site_timeout: seconds of silence after which a site counts as lost.
         settings: further arguments of `Hub`.
     """
     if not folder.exists():
@@ -75,9 +75,8 @@ def running_hub(
         hub_kits.make(folder, hub=address, hub_names=[], sites=list(sites), hub_at=sites[0])
     log: list[str] = []
     kit = Kit.load(folder / "hub")
-    all_rules = {"min_sites": len(sites), "site_timeout": TIMEOUT} | (rules or {})
     settings = {"service": SequencerHost(sites)} | settings
-    hub = Hub(kit, Rules(**all_rules), journal=Journal(log.append), **settings)
+    hub = Hub(kit, site_timeout=site_timeout, journal=Journal(log.append), **settings)
     failures: list[BaseException] = []
 
     def run() -> None:
@@ -130,6 +129,7 @@ class TestSite:
         queue: frames to the hub.
         lost: how the connection was lost; None if it was not.
         redials: whether `take` dials again when the connection is lost.
+        others: sites that get on while `take` waits.
     """
 
     __test__ = False
@@ -143,6 +143,7 @@ class TestSite:
         self.queue = SendQueue()
         self.answer: Any = None
         self.redials = False
+        self.others: list[TestSite] = []
         self.lost: OSError | None = None
         self.dial()
 
@@ -234,7 +235,8 @@ class TestSite:
         def get_on() -> None:
             if self.lost is not None and self.redials:
                 self.dial()
-            self.pump()
+            for site in (self, *self.others):
+                site.pump()
 
         until(lambda: find() is not None or get_on() or find() is not None, lambda: f"no {kind} frame: {self.lost}")
         frame = find()
@@ -273,3 +275,17 @@ def together(hub: RunningHub, names: str = "ab", channel: str = "training") -> l
     for site in sites if channel == "training" else ():
         site.action(Start)
     return sites
+
+
+def close_step(sites: list[TestSite], step: int = 1) -> None:
+    """Let sites end a step, and wait until it is closed."""
+    for site in sites:
+        site.send(Kind.END, step=step)
+    for site in sites:
+        assert site.action(Close).step == step
+
+
+def exchange(a: TestSite, b: TestSite) -> None:
+    """Check that two sites go on: what one sends reaches the other."""
+    a.send(Kind.PAYLOAD, b"still here")
+    assert b.message(10) == b"still here"

@@ -18,17 +18,15 @@ class SimulatedSite:
 
     Args:
         slot: its slot.
-        elastic: whether steps are of several kinds; all are first rounds otherwise.
     """
 
-    def __init__(self, slot: int, elastic: bool = False) -> None:
-        self.slot, self.elastic = slot, elastic
-        self.instance = slot
+    def __init__(self, slot: int) -> None:
+        self.slot = slot
         self.position, self.digest = FRESH, 0
         self.disconnect()
 
     def disconnect(self) -> None:
-        self.connected = self.frozen = self.hangs = self.is_leaving = self.idles = False
+        self.connected = self.frozen = self.hangs = self.idles = False
         self.up: deque[tuple] = deque()
         self.down: deque[object] = deque()
         self.awaits_state = self.takes_part = self.has_ended = False
@@ -37,8 +35,6 @@ class SimulatedSite:
 
     def receive(self) -> None:
         message = self.down.popleft()
-        if self.is_leaving:
-            return
         if isinstance(message, tuple):
             kind, *fields = message
             {"frame": self.on_frame, "state": self.on_state}[kind](*fields)
@@ -55,23 +51,14 @@ class SimulatedSite:
             self.up.append(("joined", position))
 
     def on_accept(self, message: actions.Accept) -> None:
-        if message.position is not None and not message.needs_state:
-            self.position = Position(message.position.life, self.position.step)
-        self.dialled = self.position
-        self.awaits_state, self.session = message.needs_state, message.session
+        self.awaits_state = message.needs_state
 
     def on_start(self, message: actions.Start) -> None:
-        self.frames, self.closed, self.takes_part, self.has_ended = {}, {}, False, False
-        self.awaits_state = self.slot not in message.holders
-        if not self.awaits_state and self.position == self.dialled:
-            self.position = message.position
-        elif not self.awaits_state:  # it has received another state meanwhile
-            self.up.append(("lost",))
-            self.is_leaving = True
+        self.position, self.digest = message.position, 0
 
     def on_join(self, message: actions.Join) -> None:
         self.void(message.step, message.slot)
-        if (message.slot, message.session) == (self.slot, self.session):
+        if message.slot == self.slot:
             self.takes_part, self.has_ended = True, False
 
     def on_drop(self, message: actions.Drop) -> None:
@@ -105,7 +92,7 @@ class SimulatedSite:
     def on_other(self, message: object) -> None:
         pass
 
-    on_skip = on_redo = on_pause = on_resume = on_other
+    on_pause = on_resume = on_other
 
     def work(self, serial: int) -> None:
         """Send the frames of this site's step, which the hub may have closed already."""
@@ -113,7 +100,7 @@ class SimulatedSite:
             step = self.position.step + 1
             if step not in self.closed:
                 self.frames.setdefault(step, {})[self.slot] = serial
-            kind = kind_of(step) if self.elastic else RoundKind.FIRST
+            kind = kind_of(step)
             self.up += [("frame", step, serial), ("end", step, kind, self.idles and kind is RoundKind.FIRST)]
             self.has_ended = True
             self.apply()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 from pathlib import Path
@@ -11,8 +10,7 @@ from pathlib import Path
 import forkserver
 import pytest
 import support
-from elastic_site import Case
-from json_lines import read_lines
+from elastic_runs import ENDED, Run, same_bits
 from running_hub import TestSite, free_port, until
 
 from dadplug.errors import RefusedError
@@ -20,7 +18,6 @@ from dadplug.hub.pki.kits import Kit
 from dadplug.hub.wire.messages import Drop, Pause, Start
 
 ROOT = Path(__file__).parents[2]
-ENDED = 100.0  # seconds for a process, on a busy machine
 
 
 def command(folder: Path, *arguments: str) -> support.Finished:
@@ -35,7 +32,7 @@ class Project:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.address = folder, f"127.0.0.1:{free_port()}"
+        self.folder, self.kits, self.address = folder, folder / "kits", f"127.0.0.1:{free_port()}"
         self.provision("a", "b")
         shutil.copytree(folder / "kits" / "hub", folder / "copy")
         files = ["--status", "status.json", "--journal", "journal"]
@@ -61,11 +58,12 @@ class Project:
     def check(self, name: str) -> support.Finished:
         return command(self.folder, "check", f"kits/{name}")
 
-    def journal(self) -> str:
-        return (self.folder / "journal").read_text()
+    @property
+    def log(self) -> list[str]:
+        return (self.folder / "journal").read_text().splitlines()
 
     def await_line(self, text: str) -> None:
-        until(lambda: text in self.journal(), self.journal, ENDED)
+        until(lambda: any(text in line for line in self.log), lambda: str(self.log), ENDED)
 
     def status(self) -> dict:
         return json.loads((self.folder / "status.json").read_text())
@@ -119,36 +117,28 @@ def test_a_revocation_is_applied_though_other_parts_of_the_kit_are_of_no_use(pro
     project.process.wait(ENDED)
     errors = project.process.read()[1]
     for part in parts:
-        assert part in project.journal()
+        assert any(part in line for line in project.log)
         assert part in errors
 
 
 def test_a_site_that_is_added_in_the_middle_of_a_run_trains_in_it(project, tmp_path):
-    def start(name: str, **settings: object) -> forkserver.Program:
-        case = Case(str(tmp_path / "kits" / name), str(tmp_path / f"{name}.log"), min_sites=1, **settings)  # type: ignore[arg-type]
-        return forkserver.start(case.start(), os.environ | support.ONE_THREAD)
-
-    def lines(name: str) -> dict[int, dict]:
-        return {line["step"]: line for line in read_lines(tmp_path / f"{name}.log")}
-
-    settings = {"stop": str(tmp_path / "stop"), "pause": 0.02, "mode": "rankdad"}
-    sites = {name: start(name, **settings) for name in "ab"}
-    until(lambda: len(lines("a")) > 3, project.journal, ENDED)
+    run = Run(tmp_path, project, min_sites=1, pause=0.02, mode="rankdad")
+    run.start("ab")
+    run.await_step("a", 3)
     project.provision("a", "b", "c")
     project.copy("roster.json")
     project.await_line("the roster has new sites: c")
-    sites["c"] = start("c", **settings)
+    run.start("c")
     project.await_line("the run grows: it is one of 3 sites now, with c")
-    until(lambda: len(lines("c")) > 5, project.journal, ENDED)
-    (tmp_path / "stop").write_text("1")
-    for name, site in sites.items():
-        assert site.wait(ENDED) == 0, (site.read(), project.journal())
-        if name != "c":
-            assert "the project has new sites: c; 3 in all" in site.read()[1]
-    first, new = lines("a"), lines("c")
+    until(lambda: len(run.lines("c")) > 5, run.state, ENDED)
+    run.stop(1)
+    run.end("abc")
+    for name in "ab":
+        assert "the project has new sites: c; 3 in all" in run.processes[name].read()[1]
+    first, new = run.lines("a"), run.lines("c")
     assert first[min(first)]["present"] == [0, 1]
     assert first[max(first)]["present"] == new[max(new)]["present"] == [0, 1, 2]
-    assert [first[step]["digest"] for step in new] == [line["digest"] for line in new.values()]
+    same_bits(first, new)
 
 
 def test_a_site_with_an_older_roster_is_told_the_remedy(project):

@@ -17,7 +17,6 @@ from running_hub import TIMEOUT, TestSite, running_hub, together, until
 from dadplug.cli.commands import main
 from dadplug.errors import FrameError
 from dadplug.hub import Project, check
-from dadplug.hub import check as check_channel
 from dadplug.hub.check import MOST_BYTES, NUMBER, CheckHandler, Request
 from dadplug.hub.pki import provision
 from dadplug.hub.pki.certificates import current_time
@@ -100,10 +99,11 @@ def test_one_check_a_site_at_a_time(tmp_path):
     ("ahead", "state"), [(0, "ok"), (-60, "note"), (60, "note"), (4000, "failed"), (-4000, "failed")]
 )
 def test_the_difference_of_the_clocks(tmp_path, monkeypatch, ahead, state):
-    real = check_channel.time.time_ns
+    real = check.time.time_ns
     monkeypatch.setattr(CheckHandler.__init__, "__defaults__", (lambda: real() + ahead * 10**9,))
     with running_hub(tmp_path / "kits"):
-        clock = {each.item: each for each in findings(tmp_path / "kits" / "a")}["clock"]
+        found = check.check_kit(tmp_path / "kits" / "a", timeout=TIMEOUT)
+        clock = next(each for each in found if each.item == "clock")
     assert clock.state == state
     assert ("NTP" in clock.advice) == (state != "ok")
     if ahead:
@@ -235,7 +235,7 @@ def test_certificates_that_end_soon_have_an_exit_status_and_are_told_by_the_hub(
         hub.await_line("run `python -m dadplug renew hub`")
         site = TestSite(hub.kit("a"), hub.address)
         hub.await_line("run `python -m dadplug renew a`")
-        found = snapshot(hub.hub, Meter(2))
+        found = snapshot(hub.hub, Meter())
         assert found["certificate_days"] in (9, 10)
         assert found["sites"][0]["certificate_days"] in (19, 20)
         assert any("THE CERTIFICATE OF a ENDS IN" in line for line in table(found))

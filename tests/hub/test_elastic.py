@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cutting_relay import CuttingRelay
-from elastic_runs import ENDED, Run, idles, stops
+from elastic_runs import ENDED, Run, idles, presence, same_bits
 from running_hub import RunningHub, TestSite, add_site, running_hub, until
 from torch import nn
 
@@ -21,13 +21,14 @@ import dadplug
 from dadplug import GradientReduction
 from dadplug.errors import FrameError, SiteError
 from dadplug.hub.pki.kits import Kit
-from dadplug.hub.server import elastic_run
+from dadplug.hub.server import run as run_module
 from dadplug.hub.site.link import RoundClient
 from dadplug.hub.wire.messages import Grow, Pause, pack_control, read_control
 from dadplug.model_sync.sameness import largest_state
 from dadplug.model_sync.structure import mark_managed
 from dadplug.options import Options
 
+LINK = [1e-4, 1e-8, 2e-8, 1e-11]  # its costs
 LEAVES = 3  # step in which the batches are larger than before, so that there is a second round
 
 
@@ -35,16 +36,14 @@ def leaves_and_returns(folder: Path, names: str, **settings: object) -> tuple[di
     """Train with a site that is killed and comes back; return the lines of the first site, and those of all."""
     folder.mkdir()
     with running_hub(folder / "kits", tuple(names)) as hub:
-        run = Run(folder, hub, stop=str(folder / "stop"), pause=0.01, **settings)
-        for name in names[:-1]:
-            run.start(name)
+        run = Run(folder, hub, pause=0.01, **settings)
+        run.start(names[:-1])
         run.start(names[-1], leave=LEAVES)
-        assert run.processes[names[-1]].wait(ENDED) == -9
+        run.end(names[-1], -9)
         run.start(names[-1])
         hub.await_line(f"{names[-1]} joins", ENDED)
-        stops(folder, max(run.lines("a")) + 40)
-        for name in names:
-            run.end(name)
+        run.stop(40)
+        run.end(names)
         return run.lines("a"), [run.lines(name) for name in names]
 
 
@@ -59,24 +58,20 @@ def leaves_and_returns(folder: Path, names: str, **settings: object) -> tuple[di
     ],
 )
 def test_a_site_that_is_lost_and_returns_counts_as_an_idle_one(tmp_path, mode, names, how):
-    first, every = leaves_and_returns(tmp_path / "run", names, mode=mode, how=how, link=[1e-4, 1e-8, 2e-8, 1e-11])
-    last = len(names) - 1
-    present = {step: line["present"] for step, line in first.items()}
+    first, every = leaves_and_returns(tmp_path / "run", names, mode=mode, how=how, link=LINK)
+    last, present = len(names) - 1, presence(first)
     assert present[LEAVES - 1] == list(range(len(names)))
     assert last not in present[LEAVES]
     assert present[max(present)] == list(range(len(names)))
     for lines in every:
-        assert all(lines[step]["digest"] == first[step]["digest"] for step in lines)
+        same_bits(first, lines)
     assert max(every[last]) == max(first)  # the site that has returned
-    reference = idles(tmp_path / "idle", names, present, mode=mode, link=[1e-4, 1e-8, 2e-8, 1e-11])
-    assert {step: line["digest"] for step, line in reference.items()} == {
-        step: line["digest"] for step, line in first.items()
-    }
+    same_bits(first, idles(tmp_path / "idle", names, present, mode=mode, link=LINK))
 
 
 def test_a_site_that_returns_knows_who_is_absent_in_a_collective(tmp_path):
     with running_hub(tmp_path / "kits", ("a", "b", "c")) as hub:
-        run = Run(tmp_path, hub, stop=str(tmp_path / "stop"), meets=True, pause=0.01)
+        run = Run(tmp_path, hub, meets=True, pause=0.01)
         run.start("a")
         run.start("b", leave=3)
         run.start("c", leave=5)
@@ -85,9 +80,8 @@ def test_a_site_that_returns_knows_who_is_absent_in_a_collective(tmp_path):
             hub.await_line(f"{name} has left", ENDED)
         run.start("b")  # c has been away for longer
         hub.await_line("b joins", ENDED)
-        stops(tmp_path, max(run.lines("a")) + 20)
-        for name in "ab":
-            run.end(name)
+        run.stop()
+        run.end("ab")
         assert run.lines("a")[max(run.lines("a"))]["present"] == [0, 1]
 
 
@@ -100,12 +94,11 @@ def goes_by_way_of(relay: CuttingRelay, kit: Path) -> None:
 
 @pytest.mark.parametrize(("grace", "cuts"), [(20.0, 40), (0.0, 1)])
 def test_a_link_that_is_cut_anywhere_changes_nothing(tmp_path, monkeypatch, grace, cuts):
-    monkeypatch.setattr(elastic_run, "SHORT_GRACE", grace)
+    monkeypatch.setattr(run_module, "SHORT_GRACE", grace)
     with running_hub(tmp_path / "kits", ("a", "b")) as hub, CuttingRelay(hub.address) as relay:
         goes_by_way_of(relay, tmp_path / "kits" / "b")
-        run = Run(tmp_path, hub, mode="rankdad", stop=str(tmp_path / "stop"))
-        run.start("a")
-        run.start("b")
+        run = Run(tmp_path, hub, mode="rankdad")
+        run.start("ab")
         run.await_step("a", 2)
         relay.refuse = not grace
         for number in range(cuts):
@@ -121,40 +114,34 @@ def test_a_link_that_is_cut_anywhere_changes_nothing(tmp_path, monkeypatch, grac
             run.await_step("a", max(run.lines("a")) + 3)
             relay.refuse = False
             hub.await_line("b joins", ENDED)
-        stops(tmp_path, max(run.lines("a")) + 20)
+        run.stop()
         run.end("a")
         assert ("it joins again" in run.end("b")) == (not grace)
-        lines, others = run.lines("a"), run.lines("b")
-    present = {step: line["present"] for step, line in lines.items()}
+        lines, present = run.lines("a"), presence(run.lines("a"))
+        same_bits(lines, run.lines("b"))
     assert present[max(present)] == [0, 1]
     assert ([0] in present.values()) is not bool(grace)
-    assert all(line["digest"] == lines[step]["digest"] for step, line in others.items())
-    reference = idles(tmp_path / "idle", "ab", present, mode="rankdad")
-    assert [line["digest"] for line in reference.values()] == [line["digest"] for line in lines.values()]
+    same_bits(lines, idles(tmp_path / "idle", "ab", present, mode="rankdad"))
 
 
 @pytest.mark.parametrize("mode", ["dad", "rankdad"])
 def test_a_site_that_was_stopped_joins_again_in_its_process(tmp_path, mode):
     with running_hub(tmp_path / "kits", ("a", "b", "c")) as hub:
-        run = Run(tmp_path, hub, mode=mode, stop=str(tmp_path / "stop"), site_timeout=1.0)
-        for name in "abc":
-            run.start(name)
+        run = Run(tmp_path, hub, mode=mode, site_timeout=1.0)
+        run.start("abc")
         run.await_step("a", 2)
         run.processes["b"].send_signal(signal.SIGSTOP)
         hub.await_line("b has left: silent for 1 s", ENDED)
         run.await_step("a", max(run.lines("a")) + 3)
         run.processes["b"].send_signal(signal.SIGCONT)
         hub.await_line("b joins", ENDED)
-        stops(tmp_path, max(run.lines("a")) + 20)
-        for name in "abc":
-            run.end(name)
-        lines, others = run.lines("a"), run.lines("b")
-    present = {step: line["present"] for step, line in lines.items()}
+        run.stop()
+        run.end("abc")
+        lines, present = run.lines("a"), presence(run.lines("a"))
+        same_bits(lines, run.lines("b"))
     assert [0, 2] in present.values()
     assert present[max(present)] == [0, 1, 2]
-    assert all(line["digest"] == lines[step]["digest"] for step, line in others.items())
-    reference = idles(tmp_path / "idle", "abc", present, mode=mode)
-    assert [line["digest"] for line in reference.values()] == [line["digest"] for line in lines.values()]
+    same_bits(lines, idles(tmp_path / "idle", "abc", present, mode=mode))
 
 
 def test_the_reason_is_told_and_training_goes_on(tmp_path):
@@ -173,13 +160,11 @@ def test_a_round_of_its_own_between_backward_and_the_end_of_the_step_takes_nothi
         run = Run(tmp_path, hub, mode="dad", steps=10, talks=True)
         run.start("a")
         run.start("b", leave=6, how="before")
-        assert run.processes["b"].wait(ENDED) == -9
+        run.end("b", -9)
         run.end("a")
-        lines = run.lines("a")
-    present = {step: line["present"] for step, line in lines.items()}
+        lines, present = run.lines("a"), presence(run.lines("a"))
     assert list(present.values()) == [[0, 1]] * 6 + [[0]] * 4
-    reference = idles(tmp_path / "idle", "ab", present, mode="dad")
-    assert [line["digest"] for line in reference.values()] == [line["digest"] for line in lines.values()]
+    same_bits(lines, idles(tmp_path / "idle", "ab", present, mode="dad"))
 
 
 def test_below_min_sites_training_pauses_and_says_for_whom(tmp_path):
@@ -187,7 +172,7 @@ def test_below_min_sites_training_pauses_and_says_for_whom(tmp_path):
         run = Run(tmp_path, hub, min_sites=2, steps=12)
         run.start("a")
         run.start("b", leave=3)
-        assert run.processes["b"].wait(ENDED) == -9
+        run.end("b", -9)
         hub.await_line("paused: 2 sites are needed and 1 is connected: waiting for b", ENDED)
         assert max(run.lines("a")) == 2
         run.start("b")
@@ -198,36 +183,32 @@ def test_below_min_sites_training_pauses_and_says_for_whom(tmp_path):
 
 def test_another_site_gives_its_state_if_one_is_lost_meanwhile(tmp_path):
     with running_hub(tmp_path / "kits", ("a", "b", "c")) as hub:
-        run = Run(tmp_path, hub, stop=str(tmp_path / "stop"), pause=0.01)
-        donor, other = "ab"  # of members that have been asked equally often, the first one is asked
-        run.start(donor, how="donates")
-        run.start(other)
+        run = Run(tmp_path, hub, pause=0.01)
+        run.start("a", how="donates")  # of members that have been asked equally often, the first one is asked
+        run.start("b")
         run.start("c", leave=LEAVES)
-        assert run.processes["c"].wait(ENDED) == -9
+        run.end("c", -9)
         run.start("c")
         hub.await_line("c joins", ENDED)
-        hub.await_line(f"{donor} has left", ENDED)
-        run.await_step("c", max(run.lines(other)) + 2)
-        stops(tmp_path, max(run.lines(other)) + 5)
-        run.end(other)
-        run.end("c")
-        assert run.lines("c")[max(run.lines("c"))]["digest"] == run.lines(other)[max(run.lines("c"))]["digest"]
+        hub.await_line("a has left", ENDED)
+        run.await_step("c", max(run.lines("b")) + 2)
+        run.stop(5, "b")
+        run.end("bc")
+        same_bits(run.lines("b"), run.lines("c"))
 
 
 def test_a_site_that_is_lost_while_it_joins_holds_up_nobody(tmp_path):
     with running_hub(tmp_path / "kits", ("a", "b")) as hub:
-        run = Run(tmp_path, hub, stop=str(tmp_path / "stop"), pause=0.01)
+        run = Run(tmp_path, hub, pause=0.01)
         run.start("a")
-        run.start("b", leave=LEAVES)
-        assert run.processes["b"].wait(ENDED) == -9
-        run.start("b", how="joins")
-        assert run.processes["b"].wait(ENDED) == -9
+        for fields in ({"leave": LEAVES}, {"how": "joins"}):
+            run.start("b", **fields)
+            run.end("b", -9)
         run.start("b")
         run.await_step("b", max(run.lines("a")) + 2)
-        stops(tmp_path, max(run.lines("a")) + 5)
-        run.end("a")
-        run.end("b")
-        assert run.lines("b")[max(run.lines("b"))]["digest"] == run.lines("a")[max(run.lines("b"))]["digest"]
+        run.stop(5)
+        run.end("ab")
+        same_bits(run.lines("a"), run.lines("b"))
 
 
 def test_what_needs_all_sites_is_refused():
@@ -324,17 +305,15 @@ def trains_with_a_late_site(folder: Path, returns: bool, **case: object) -> tupl
     folder.mkdir()
     with running_hub(folder / "kits", ("a", "b", "c")) as hub:
         settings = {name: case.pop(name) for name in ("mode", "bucket_mb", "link", "wire") if name in case}
-        run = Run(folder, hub, stop=str(folder / "stop"), late="skip", pause=0.01, **settings)
-        for name in "ab":
-            run.start(name)
-        run.start("c", other=str(folder / "a.log"), **case)
+        run = Run(folder, hub, late="skip", pause=0.01, **settings)
+        run.start("ab")
+        run.start("c", other=str(folder / "a"), **case)
         if returns:
             hub.await_line("c takes part again", ENDED)
         else:
             run.await_step("a", LATE + 10)
-        stops(folder, max(run.lines("a")) + 20)
-        for name in "abc":
-            run.end(name)
+        run.stop()
+        run.end("abc")
         return [run.lines(name) for name in "abc"], list(hub.log)
 
 
@@ -344,30 +323,28 @@ def trains_with_a_late_site(folder: Path, returns: bool, **case: object) -> tupl
         ("dsgd", {"late_steps": [LATE], "catches_up": True}),
         ("dad", {"late_steps": [LATE], "late_in": "backward", "bucket_mb": 1e-4}),
         ("rankdad", {"late_steps": [LATE, LATE + 1], "late_in": "backward", "bucket_mb": 1e-4}),
-        ("auto", {"late_steps": [LATE], "late_in": "backward", "link": [1e-4, 1e-8, 2e-8, 1e-11]}),
+        ("auto", {"late_steps": [LATE], "late_in": "backward", "link": LINK}),
         ("topk", {"late_steps": [LATE], "late_in": "backward"}),  # with memories of errors, which the late site keeps
         ("dsgd", {"late_steps": [LATE], "late_in": "backward", "wire": "int8"}),
     ],
 )
 def test_a_late_site_misses_steps_as_if_it_were_idle(tmp_path, mode, case):
     (first, second, late), log = trains_with_a_late_site(tmp_path / "run", True, mode=mode, **case)
-    present = {step: line["present"] for step, line in first.items()}
+    present = presence(first)
     assert 2 not in present[LATE]
     assert any(2 in present[step] for step in range(LATE + 1, max(present) + 1))
     for lines in (second, late):
-        assert {step: line["present"] for step, line in lines.items()} == present
-        assert [line["digest"] for line in lines.values()] == [line["digest"] for line in first.values()]
-    absent = [step for step in present if 2 not in present[step]]
-    assert missed(log, "c") == {*absent}
+        assert presence(lines) == present
+        same_bits(first, lines)
+    assert missed(log, "c") == {step for step in present if 2 not in present[step]}
     settings = {name: case[name] for name in ("bucket_mb", "link", "wire") if name in case}
-    reference = idles(tmp_path / "idle", "abc", present, resets=False, mode=mode, **settings)
-    assert [line["digest"] for line in reference.values()] == [line["digest"] for line in first.values()]
+    same_bits(first, idles(tmp_path / "idle", "abc", present, resets=False, mode=mode, **settings))
 
 
 def test_a_site_that_is_always_late_stays_a_member_and_its_data_are_not_used(tmp_path):
     (first, _, late), log = trains_with_a_late_site(tmp_path / "run", False, mode="dad", late_steps=[LATE, -1])
+    same_bits(late, first)
     assert max(late) == max(first)
-    assert all(late[step]["digest"] == first[step]["digest"] for step in first)
     assert not any(2 in first[step]["present"] for step in first if step >= LATE)
     assert missed(log, "c") == {*range(LATE, max(first) + 1)}
 
@@ -378,7 +355,8 @@ def test_a_site_that_is_slow_in_a_further_round_is_waited_for(tmp_path):
         tmp_path / "run", False, mode="dad", late_steps=[LATE - 1], late_in="further"
     )
     assert 2 in first[LATE - 1]["present"]
-    assert [line["digest"] for line in late.values()] == [line["digest"] for line in first.values()]
+    same_bits(first, late)
+    assert len(late) == len(first)
 
 
 def test_options_of_late_sites_are_checked():
@@ -393,20 +371,12 @@ def test_options_of_late_sites_are_checked():
 # Runs that grow: a site that is new in the roster joins in the middle, and the bits are those of a run with it
 
 
-LINK = [1e-4, 1e-8, 2e-8, 1e-11]
-
-
 def keep_kits(hub: RunningHub, names: str) -> Path:
     """Copy kits, so that they have the roster of before; return the folder."""
     folder = hub.kits.parent / "kept"
     for name in names:
         shutil.copytree(hub.kits / name, folder / name)
     return folder
-
-
-def same_bits(lines: dict[int, dict], others: dict[int, dict]) -> None:
-    assert others
-    assert {step: line["digest"] for step, line in others.items()} == {step: lines[step]["digest"] for step in others}
 
 
 @pytest.mark.parametrize(
@@ -424,20 +394,17 @@ def test_a_site_that_is_new_counts_as_one_that_was_idle(tmp_path, mode, settings
     """With long steps the site joins in the round in which the run grows; else the others have room for it before."""
     settings = {"pause": 0.02} | settings
     with running_hub(tmp_path / "kits", ("a", "b")) as hub:
-        run = Run(tmp_path, hub, mode=mode, stop=str(tmp_path / "stop"), meets=True, **settings)
-        run.start("a")
-        run.start("b")
+        run = Run(tmp_path, hub, mode=mode, meets=True, **settings)
+        run.start("ab")
         run.await_step("a", 3)
         add_site(hub, "abc")
         run.start("c")
         hub.await_line("c joins", ENDED)
-        stops(tmp_path, max(run.lines("a")) + (20 if settings["pause"] < 1 else 4))
-        for name in "abc":
-            run.end(name)
-        lines = run.lines("a")
+        run.stop(20 if settings["pause"] < 1 else 4)
+        run.end("abc")
+        lines, present = run.lines("a"), presence(run.lines("a"))
         same_bits(lines, run.lines("b"))
         same_bits(lines, run.lines("c"))
-    present = {step: line["present"] for step, line in lines.items()}
     assert present[3] == [0, 1]
     assert present[max(present)] == [0, 1, 2]
     same_bits(lines, idles(tmp_path / "idle", "abc", present, mode=mode, **settings | {"late": "wait", "pause": 0.0}))
@@ -446,7 +413,7 @@ def test_a_site_that_is_new_counts_as_one_that_was_idle(tmp_path, mode, settings
 def test_a_site_with_an_old_kit_returns_to_a_run_that_has_grown_twice(tmp_path):
     with running_hub(tmp_path / "kits", ("a", "b")) as hub:
         kept = keep_kits(hub, "ab")
-        run = Run(tmp_path, hub, mode="rankdad", stop=str(tmp_path / "stop"), pause=0.02, meets=True)
+        run = Run(tmp_path, hub, mode="rankdad", pause=0.02, meets=True)
         run.start("a", kit=str(kept / "a"))
         run.start("b", kit=str(kept / "b"), leave=3, how="late")
         run.end("b", -9)
@@ -459,30 +426,26 @@ def test_a_site_with_an_old_kit_returns_to_a_run_that_has_grown_twice(tmp_path):
         run.start("b", kit=str(kept / "b"))
         hub.await_line("b joins", ENDED)
         hub.await_line("d joins", ENDED)
-        stops(tmp_path, max(run.lines("a")) + 20)
-        for name in "abcd":
-            run.end(name)
-        lines = run.lines("a")
+        run.stop()
+        run.end("abcd")
+        lines, present = run.lines("a"), presence(run.lines("a"))
         for name in "bcd":
             same_bits(lines, {step: line for step, line in run.lines(name).items() if step > 3})
-    present = {step: line["present"] for step, line in lines.items()}
     assert present[max(present)] == [0, 1, 2, 3]
     same_bits(lines, idles(tmp_path / "idle", "abcd", present, mode="rankdad"))
 
 
 def test_a_run_that_needs_all_sites_goes_on_without_one_that_is_new(tmp_path):
     with running_hub(tmp_path / "kits", ("a", "b")) as hub:
-        run = Run(tmp_path, hub, stop=str(tmp_path / "stop"), min_sites=None, pause=0.02)
-        run.start("a")
-        run.start("b")
+        run = Run(tmp_path, hub, min_sites=None, pause=0.02)
+        run.start("ab")
         run.await_step("a", 2)
         add_site(hub, "abc")
         c = TestSite(Kit.load(hub.kits / "c"), hub.address, sites=3, release=dadplug.__version__)
         assert c.action(Pause).reason == "waiting for a, b to leave the last run"
-        stops(tmp_path, max(run.lines("a")) + 5)
-        for name in "ab":
-            run.end(name)
-        assert all(line["present"] == [0, 1] for line in run.lines("a").values())
+        run.stop(5)
+        run.end("ab")
+        assert all(present == [0, 1] for present in presence(run.lines("a")).values())
         assert c.action(Pause).reason.endswith("waiting for a, b")  # to begin the next run
 
 

@@ -3,44 +3,35 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import elastic_data
-import forkserver
 import pytest
 import support
 import torch
-from json_lines import read_lines
+from elastic_runs import ENDED, Run
 from running_hub import RunningHub, running_hub, until
 
 support.need("catalyst")
 
-from elastic_catalyst import BATCH, Case, net, train_data, valid_data  # noqa: E402
-
-ENDED = 200.0  # seconds for a process, on a busy machine
-
-
-def start(folder: Path, hub: RunningHub, name: str, **fields: object) -> forkserver.Program:
-    own = folder / name
-    own.mkdir(exist_ok=True)
-    case = Case(str(hub.kits / name), str(own), **fields)  # type: ignore[arg-type]
-    return forkserver.start(case.start(), os.environ | support.ONE_THREAD, preload=["catalyst"])
+import elastic_catalyst  # noqa: E402
+from elastic_catalyst import BATCH, net, train_data, valid_data  # noqa: E402
 
 
-def end(process: forkserver.Program, status: int = 0) -> str:
-    assert process.wait(ENDED) == status, process.read()
-    return process.read()[1]
+def sites_of(folder: Path, hub: RunningHub, **settings: object) -> Run:
+    return Run(folder, hub, elastic_catalyst.__file__, ["catalyst"], key="number", **settings)
 
 
 def trained(folder: Path, names: str, lost: str, **fields: object) -> dict[str, dict]:
     """Train with a site that is killed; return what the others have written, by name."""
+    others = names.replace(lost, "")
     with running_hub(folder / "kits", tuple(names)) as hub:
-        settings = [fields if name == lost else {} for name in names]
-        processes = {name: start(folder, hub, name, **each) for name, each in zip(names, settings, strict=True)}
-        for name, process in processes.items():
-            end(process, -9 if name == lost else 0)
-    return {name: json.loads((folder / name / "result.json").read_text()) for name in names if name != lost}
+        run = sites_of(folder, hub, stops=False)
+        run.start(others)
+        run.start(lost, **fields)
+        run.end(lost, -9)
+        run.end(others)
+    return {name: json.loads((folder / name / "result.json").read_text()) for name in others}
 
 
 def steps_of(slots: list[int]) -> int:
@@ -101,29 +92,23 @@ def test_the_others_go_on_and_measure_what_they_have(tmp_path, names, lost, fiel
     assert [state is not None for state in checkpoint["dadplug"]] == [slot in here for slot in everyone]
 
 
-def lines(folder: Path, name: str) -> dict[int, dict]:
-    return {line["number"]: line for line in read_lines(folder / name / "log.jsonl")}
-
-
 @pytest.mark.parametrize(("names", "lost", "needed"), [("abc", "c", 1), ("ab", "a", 2)])
 def test_a_site_that_returns_goes_on_where_the_others_are(tmp_path, names, lost, needed):
-    fields = {"epochs": 10000, "returns": True, "stop": str(tmp_path / "stop"), "mode": "dsgd", "min_sites": needed}
     with running_hub(tmp_path / "kits", tuple(names)) as hub:
-        processes = {
-            name: start(tmp_path, hub, name, bar=name == names[0], **fields, **({"leave": 9} if name == lost else {}))
-            for name in names
-        }
-        end(processes[lost], -9)
+        run = sites_of(tmp_path, hub, epochs=10000, returns=True, mode="dsgd", min_sites=needed)
+        for name in names:
+            run.start(name, bar=name == names[0], leave=9 if name == lost else -1)
+        run.end(lost, -9)
         if needed == len(names):
             hub.await_line(f"paused: 2 sites are needed and 1 is connected: waiting for {lost}", ENDED)
-        before = len(lines(tmp_path, lost))
-        processes[lost] = start(tmp_path, hub, lost, bar=True, **fields)
-        until(lambda: len(lines(tmp_path, lost)) > before + 10 or processes[lost].poll(), timeout=ENDED)
-        (tmp_path / "stop").touch()
-        printed = {name: end(process) for name, process in processes.items()}
+        before = len(run.lines(lost))
+        run.start(lost, bar=True)
+        until(lambda: len(run.lines(lost)) > before + 10 or run.processes[lost].poll(), run.state, ENDED)
+        run.stop(name=lost)
+        run.end(names)
     here = [slot for slot, name in enumerate(names) if name != lost]
     other = names[here[0]]
-    found, own = lines(tmp_path, other), lines(tmp_path, lost)
+    found, own = run.lines(other), run.lines(lost)
     assert max(found) == max(own)
     common = own.keys() & found.keys()  # not the steps in which a site has no batch
     assert len([number for number in common if number > 9]) > 5
@@ -141,7 +126,7 @@ def test_a_site_that_returns_goes_on_where_the_others_are(tmp_path, names, lost,
         reference = elastic_data.trained_in_one_process(steps, 6, every=6)
         for number, line in found.items():
             assert line["weights"] == pytest.approx(reference[number], rel=1e-9), number
-    assert f"sites={len(names)}/{len(names)}" in printed["a"]
+    assert f"sites={len(names)}/{len(names)}" in run.processes["a"].read()[1]
     results = [json.loads((tmp_path / name / "result.json").read_text()) for name in names]
     assert all(result["digest"] == results[0]["digest"] for result in results)
     assert all(result["epochs"][-1]["metrics"] == results[0]["epochs"][-1]["metrics"] for result in results)

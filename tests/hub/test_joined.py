@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import selectors
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -12,15 +13,17 @@ import pytest
 import support
 import torch
 import torch.distributed as dist
-from running_hub import TestSite, running_hub, together, until
+from running_hub import RunningHub, TestSite, running_hub, together, until
 from torch import nn
 
 import dadplug
 from dadplug import GradientReduction, SiteError
-from dadplug.errors import KitError
+from dadplug.errors import KitError, RefusedError, TryAgainError
 from dadplug.exchange.transport import Requirements
 from dadplug.hub.server.journal import Journal
 from dadplug.hub.server.relay import Relay
+from dadplug.hub.server.session import Session
+from dadplug.hub.server.streams import HubStreams
 from dadplug.hub.wire.frames import PIECE_BYTES, Kind
 from dadplug.hub.wire.messages import (
     FRESH,
@@ -32,12 +35,11 @@ from dadplug.hub.wire.messages import (
     Join,
     Joined,
     Position,
-    Refuse,
     RoundKind,
-    Rules,
     SendState,
     Welcome,
 )
+from dadplug.parameter_server.service import SequencerHost
 
 NAMES = ("bavaria", "saxony")
 
@@ -415,16 +417,21 @@ trainer.fit(Module(), torch.utils.data.DataLoader(torch.randn(40, 4), batch_size
 }
 
 
+def run_sites(folder: Path, hub: RunningHub, code: str, **options: object) -> list[support.Finished]:
+    """Run a program at all sites of a hub."""
+    script = folder / "site.py"
+    script.write_text(code)
+    return support.run_programs([[str(script), str(hub.kits / name)] for name in NAMES], **options)
+
+
 @pytest.mark.parametrize("program", ENDS)
 def test_the_reason_of_an_exit_reaches_the_other_site(tmp_path, program):
-    for package in {"Catalyst": ["catalyst"], "Lightning": ["pytorch_lightning"]}.get(program, []):
+    packages = {"Catalyst": ["catalyst"], "Lightning": ["pytorch_lightning"]}.get(program, [])
+    for package in packages:
         support.need(package)
-    script = tmp_path / "site.py"
-    script.write_text(f"import sys; sys.path[:] = {support.sys.path!r}\n" + HEAD + ENDS[program])
+    code = f"import sys; sys.path[:] = {support.sys.path!r}\n" + HEAD + ENDS[program]
     with running_hub(tmp_path / "kits", sites=NAMES) as hub:
-        commands = [[str(script), str(hub.kits / name)] for name in NAMES]
-        preload = ["pytorch_lightning"] if program == "Lightning" else ["catalyst"] if program == "Catalyst" else []
-        first, second = support.run_programs(commands, preload=preload)
+        first, second = run_sites(tmp_path, hub, code, preload=packages)
         assert (first.status, second.status) == (1, 1)
         assert "ValueError: the scanner is broken" in second.errors
         last = first.errors.strip().splitlines()[-1]
@@ -433,11 +440,10 @@ def test_the_reason_of_an_exit_reaches_the_other_site(tmp_path, program):
 
 
 def test_sites_leave_without_a_reason_where_their_programs_end(tmp_path):
-    script = tmp_path / "site.py"
-    script.write_text(HEAD + "dadplug.GradientReduction(nn.Linear(2, 2), mode='dsgd').first_difference()\n")
+    code = HEAD + "dadplug.GradientReduction(nn.Linear(2, 2), mode='dsgd').first_difference()\n"
     with running_hub(tmp_path / "kits", sites=NAMES) as hub:
         for _ in range(2):  # the same hub serves the next run
-            for each in support.run_programs([[str(script), str(hub.kits / name)] for name in NAMES]):
+            for each in run_sites(tmp_path, hub, code):
                 assert each.status == 0, each.errors
         for name in NAMES:
             hub.await_line(f"{name} has left: its training is complete")
@@ -464,23 +470,20 @@ objects = [None, None]
 dist.all_gather_object(objects, rank)
 assert objects == [0, 1]
 """
-    script = tmp_path / "site.py"
-    script.write_text(HEAD + code)
     with running_hub(tmp_path / "kits", sites=NAMES) as hub:
-        first, second = support.run_programs([[str(script), str(hub.kits / name)] for name in NAMES])
+        first, second = run_sites(tmp_path, hub, HEAD + code)
     assert first.status == 0, first.errors
     assert second.status == 0, second.errors
     assert "site 1 (saxony) is gone: ValueError: no data today" in first.output
 
 
 def test_sites_with_different_versions_say_so(tmp_path):
-    script = tmp_path / "site.py"
-    script.write_text(
+    code = (
         "import sys, dadplug\nif 'saxony' in sys.argv[1]: dadplug.__version__ = '0.0.9'\n"
         "dadplug.connect(kit=sys.argv[1], timeout=200)\n"
     )
     with running_hub(tmp_path / "kits", sites=NAMES) as hub:
-        finished = support.run_programs([[str(script), str(hub.kits / name)] for name in NAMES])
+        finished = run_sites(tmp_path, hub, code)
     for each in finished:
         assert each.status == 1
         assert "MismatchError: the sites run different versions of dadplug: site 0 (bavaria) 0." in each.errors
@@ -540,7 +543,7 @@ def test_a_site_is_told_of_those_that_have_joined_before_it_in_the_same_round(tm
         b.control(requirements)
         until(lambda: hub.hub.relay.sessions["training", 1].ready)
         a.send(Kind.END, step=2, exchange=RoundKind.FIRST)
-        last = Position(hub.hub.relay.membership.life, 1)
+        last = Position(hub.hub.relay.run.membership.life, 1)
         assert [b.action(Accept).position, b.action(Accept).position] == [None, last]
         assert b.action(Drop).slot == 2  # it has been away for longer
         assert b.action(Join).slot == 1
@@ -561,47 +564,53 @@ def test_a_site_is_told_of_those_that_have_joined_before_it_in_the_same_round(tm
 
 def relay_of(*names: str) -> Relay:
     """Return a relay whose sites have dialled in, with numbers from 1 as their processes."""
-    relay = Relay(names, Rules(min_sites=len(names), site_timeout=4.0), 1, 0.0, Journal(lambda line: None))
+    streams = HubStreams(selectors.DefaultSelector(), SequencerHost(names))
+    relay = Relay(names, 4.0, 1, 0.0, Journal(lambda line: None), streams)
     for number, name in enumerate(names, 1):
-        session, answer = relay.greet(name, Hello(VERSION, number, FRESH, "training", release="1.0"), 0, 0.0)
-        assert isinstance(answer, Welcome)
+        session, _ = dials(relay, name, number, 0.0)
         session.stream = SimpleNamespace(notes=[])
     return relay
 
 
+def dials(relay: Relay, name: str, instance: int, now: float, release: str = "1.0") -> tuple[Session, Welcome]:
+    return relay.greet(name, Hello(VERSION, instance, FRESH, "training", release=release), 0, now)
+
+
 def test_it_waits_until_the_first_one_is_silent_for_long_enough():
-    relay, second = relay_of("a", "b"), Hello(VERSION, 9, FRESH, "training")
-    session, answer = relay.greet("a", second, 0, 1.0)
+    relay = relay_of("a", "b")
     reason = "another process is connected as site 'a'; if it is dead, this one takes its place in 3.0 s"
-    assert (session, answer) == (None, Refuse("a", reason, True))
+    with pytest.raises(TryAgainError, match=reason):
+        dials(relay, "a", 9, 1.0)
     relay.sessions["training", 0].heard = 1.2  # what it had sent before
-    relay.membership.heard(0, 1.2)
     relay.tick(3.0)
-    assert relay.greet("a", second, 0, 3.0)[1].retry
+    with pytest.raises(TryAgainError):
+        dials(relay, "a", 9, 3.0)
     relay.tick(5.3)
-    assert isinstance(relay.greet("a", second, 0, 5.3)[1], Welcome)
+    dials(relay, "a", 9, 5.3)
 
 
 def test_it_is_refused_once_the_first_one_has_shown_that_it_is_alive():
-    relay, second = relay_of("a", "b"), Hello(VERSION, 9, FRESH, "training")
-    assert relay.greet("a", second, 0, 1.0)[1].retry
+    relay = relay_of("a", "b")
+    with pytest.raises(TryAgainError):
+        dials(relay, "a", 9, 1.0)
     relay.sessions["training", 0].heard = 1.9
-    assert relay.greet("a", second, 0, 2.0)[1] == Refuse("a", "another process is connected as site 'a'", False)
+    with pytest.raises(RefusedError, match=r"another process is connected as site 'a'$"):
+        dials(relay, "a", 9, 2.0)
 
 
 def test_a_site_of_another_version_cannot_join():
     relay = relay_of("a", "b")
-    relay.run.require(Requirements(1, 4000), relay.membership)
+    relay.run.require(Requirements(1, 4000))
     relay.drop(relay.sessions["training", 0], "it was killed", 1.0)
-    answer = relay.greet("a", Hello(VERSION, 9, FRESH, "training", release="1.1"), 0, 2.0)[1]
-    reason = "this site has dadplug 1.1, and b, which trains already, 1.0: all sites need the same version"
-    assert answer == Refuse("a", reason, False)
-    assert isinstance(relay.greet("a", Hello(VERSION, 9, FRESH, "training", release="1.0"), 0, 2.0)[1], Welcome)
+    reason = r"this site has dadplug 1.1, and b, which trains already, 1.0: all sites need the same version"
+    with pytest.raises(RefusedError, match=reason):
+        dials(relay, "a", 9, 2.0, release="1.1")
+    dials(relay, "a", 9, 2.0)
 
 
 def test_a_lost_connection_is_awaited_for_longer_while_one_is_in_its_handshake():
     relay = relay_of("a", "b")
-    relay.run.require(Requirements(1, 4000), relay.membership)
+    relay.run.require(Requirements(1, 4000))
     relay.sessions["training", 1].detach("cut", 1.0)
     relay.tick(1.19)
     relay.tick(1.3, dials=True)

@@ -210,7 +210,7 @@ def test_a_run_ends_if_a_site_has_started_again_with_the_hub(tmp_path):
 def test_a_dead_link_is_left_and_training_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(connection_module, "_SHORTEST_SILENCE", 0.3)
     with (
-        running_hub(tmp_path / "kits", rules={"site_timeout": 3.0}, grace=30.0) as hub,
+        running_hub(tmp_path / "kits", site_timeout=3.0, grace=30.0) as hub,
         CuttingRelay(hub.address) as relay,
         linked(hub, 2, [relay.address, hub.address]) as opened,
     ):

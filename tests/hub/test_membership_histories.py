@@ -4,9 +4,9 @@ Each simulated site keeps a digest of the frames that it has applied, as a stand
 queues in both directions until a rule delivers them, and are lost with their connection. DADPLUG_HISTORIES sets the
 number of histories.
 
-Half of the histories are elastic ones, as `dadplug.hub.server.relay` runs them: steps are of several kinds, sites that
-dial in are admitted to a first round that a site has ended, rules are replaced during training, and a run ends with its
-last site.
+Histories are elastic runs, as `dadplug.hub.server.relay` has them: steps are of several kinds, sites that dial in are
+admitted to a first round that a site has ended, rules are replaced during training, silent sites are dropped, and a run
+ends with its last site.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from simulated_site import SimulatedSite, kind_of
 
-from dadplug.hub.server.elastic_run import orphans
 from dadplug.hub.server.membership import Membership, Phase
+from dadplug.hub.server.run import orphaned
 from dadplug.hub.wire import messages as actions
 from dadplug.hub.wire.messages import FRESH, Position, RoundKind, Rules
 
-HISTORIES = int(os.environ.get("DADPLUG_HISTORIES", "250"))
+HISTORIES = int(os.environ.get("DADPLUG_HISTORIES", "150"))
 SITE_TIMEOUT, PROGRESS_TIMEOUT = 5.0, 20.0
 SLOTS = st.integers(0, 3)
 
@@ -36,35 +36,28 @@ class Histories(RuleBasedStateMachine):
         count=st.integers(2, 4),
         min_sites=st.integers(1, 4),
         late=st.sampled_from(["wait", "skip"]),
-        kept=st.integers(1, 4),
-        start_timeout=st.sampled_from([None, 8.0]),
         rounds=st.integers(0, 7),
-        elastic=st.booleans(),
     )
-    def begin(self, count, min_sites, late, kept, start_timeout, rounds, elastic):
-        self.rules_ = Rules(
-            min(min_sites, count), late, 2.0, SITE_TIMEOUT, PROGRESS_TIMEOUT, start_timeout, kept, max_lag=3
-        )
-        self.elastic = elastic
-        self.sites = [SimulatedSite(slot, elastic) for slot in range(count)]
+    def begin(self, count, min_sites, late, rounds):
+        self.rules_ = Rules(min(min_sites, count), late, 2.0, SITE_TIMEOUT, PROGRESS_TIMEOUT, max_lag=3)
+        self.sites = [SimulatedSite(slot) for slot in range(count)]
         self.now = 0.0
         self.serial = self.lives = 0
-        self.instances = 100
         self.closed: dict[Position, tuple[int, ...]] = {}  # over all lives
         self.digests = {FRESH: 0}
-        self.start_hub(None)
+        self.start_hub()
         for _ in range(rounds):
             self.settle()
 
-    def start_hub(self, closed: Position | None) -> None:
+    def start_hub(self) -> None:
         self.lives += 1
         names = [f"s{site.slot}" for site in self.sites]
-        self.hub = Membership(names, self.rules_, 1000 * self.lives, self.now, closed)
-        self.log: dict[int, list[object]] = {}
-        self.subscribed: set[int] = set()
+        self.hub = Membership(names, self.rules_, 1000 * self.lives, self.now)
+        self.frames: list[tuple] = []  # of the open step
         self.routes: dict[int, int] = {}  # joiner: donor
         self.ended: dict[int, float] = {}  # END of the open step: when
         self.waiting: list[SimulatedSite] = []  # to be admitted to a first round
+        self.silent: dict[int, float] = {}  # since when a site is frozen
         self.paused = self.admits = False
         self.opened = self.hub.open_step
 
@@ -73,65 +66,39 @@ class Histories(RuleBasedStateMachine):
     def carry_out(self, todo: list[actions.Action]) -> None:
         for action in todo:
             getattr(self, f"do_{type(action).__name__.lower()}")(action)
-        if self.elastic and self.hub.started:
-            for slot in orphans(self.hub):
+        if self.hub.started:
+            for slot in orphaned(self.hub):
                 self.carry_out(self.hub.close(slot, "no site holds the state", self.now))
             if self.hub.started and not self.hub.participants:
-                self.restart_the_hub(has_log=False)  # the run has ended with its last site
+                self.restart_the_hub()  # the run has ended with its last site
 
     def admit_waiting(self) -> None:
         """Admit the sites that wait to the open step, which a site has ended."""
         waiting, self.waiting = self.waiting, []
         for site in waiting:
-            site.dialled_position = site.position
-            self.carry_out(self.hub.dial(f"s{site.slot}", site.instance, site.position, self.now))
-        self.carry_out(self.hub.admit(self.now))
+            self.carry_out(self.hub.dial(site.slot, self.now))
 
     def announce(self, action: object) -> None:
-        self.log.setdefault(self.hub_open, []).append(action)
-        for slot in self.subscribed:
-            self.sites[slot].down.append(action)
-
-    @property
-    def hub_open(self) -> int:
-        return self.opened
-
-    def do_accept(self, action):
-        site = self.sites[action.slot]
-        site.connected = True
-        if action.position is not None and not action.needs_state:
-            site.dialled_position = Position(action.position.life, site.dialled_position.step)
-        site.down.append(action)
-
-    def do_refuse(self, action):
-        raise AssertionError(action)
-
-    def do_start(self, action):
-        self.log, self.subscribed, self.routes, self.ended = {}, set(), {}, {}
-        self.opened = action.position.step + 1
-        self.starting, self.admits = True, False
-        held = {self.sites[slot].dialled_position for slot in action.holders}
-        assert len(held) == 1
-        self.digests[action.position] = self.digests[held.pop()]
         for site in self.sites:
             if site.connected:
                 site.down.append(action)
 
+    def do_accept(self, action):
+        self.sites[action.slot].connected = True
+        self.sites[action.slot].down.append(action)
+
+    def do_start(self, action):
+        assert action.position == self.hub.position
+        self.starting, self.admits = True, False
+        self.digests[action.position] = 0
+        self.announce(action)
+
     def do_join(self, action):
         assert action.step == self.opened
-        if self.elastic and not self.starting:
-            assert kind_of(action.step) is RoundKind.FIRST, "a site joins in the middle of a training step"
+        assert self.starting or self.kind is RoundKind.FIRST, "a site joins in the middle of a training step"
         self.ended.pop(action.slot, None)
         self.announce(action)
-        if action.slot not in self.subscribed:
-            self.sites[action.slot].down.append(action)
-
-    def do_replay(self, action):
-        assert action.slot not in self.subscribed
-        for step in range(action.first, self.opened + 1):
-            assert step == self.opened or step in self.log, "frames are no longer kept"
-            self.sites[action.slot].down.extend(self.log.get(step, []))
-        self.subscribed.add(action.slot)
+        self.sites[action.slot].down.extend(self.frames)
 
     def do_sendstate(self, action):
         assert self.hub.phase(action.donor) is Phase.MEMBER
@@ -140,9 +107,10 @@ class Histories(RuleBasedStateMachine):
         self.sites[action.donor].down.append(action)
 
     def do_drop(self, action):
-        self.subscribed.discard(action.slot)
         self.ended.pop(action.slot, None)
+        self.silent.pop(action.slot, None)
         self.routes = {j: d for j, d in self.routes.items() if action.slot not in (j, d)}
+        self.frames = [frame for frame in self.frames if frame[2] != action.slot]
         self.sites[action.slot].disconnect()
         self.announce(action)
 
@@ -150,12 +118,6 @@ class Histories(RuleBasedStateMachine):
         assert self.rules_.late == "skip"
         assert action.slot not in self.ended
         assert self.kind is not RoundKind.COLLECTIVE
-        self.announce(action)
-
-    def do_redo(self, action):
-        self.attempt = action.attempt
-        assert action.step == self.opened
-        assert all(self.sites[slot].connected for slot in action.participants)
 
     def do_close(self, action):
         position = Position(self.hub.life, action.step)
@@ -164,18 +126,14 @@ class Histories(RuleBasedStateMachine):
         assert set(action.contributors) == set(self.ended), "the contributors are not those that have ended the step"
         assert action.step == self.opened
         self.closed[position] = action.contributors
-        frames: dict[int, object] = {}
-        for item in self.log.get(action.step, []):
-            if isinstance(item, tuple):
-                frames[item[2]] = item[3]
+        frames = {slot: content for _, _, slot, content in self.frames}
         content = ((slot, frames[slot]) for slot in action.contributors)
         before = self.digests[Position(self.hub.life, action.step - 1)]
         self.digests[position] = hash((before, action.step, *content))
         self.announce(action)
         self.opened += 1
         self.starting = self.admits = False
-        self.ended = {}
-        self.log = {step: items for step, items in self.log.items() if step > action.step - self.rules_.kept_steps}
+        self.ended, self.frames = {}, []
 
     def do_pause(self, action):
         assert action.waiting_for, "a pause that waits for nobody"
@@ -188,7 +146,7 @@ class Histories(RuleBasedStateMachine):
 
     @property
     def kind(self) -> RoundKind:
-        return kind_of(self.opened) if self.elastic else RoundKind.FIRST
+        return kind_of(self.opened)
 
     # What happens.
 
@@ -197,20 +155,12 @@ class Histories(RuleBasedStateMachine):
         site = self.sites[slot % len(self.sites)]
         if site.connected or site in self.waiting:
             return
-        if self.elastic and self.hub.started:
+        if self.hub.started:
             self.waiting.append(site)
             if self.admits:
                 self.admit_waiting()
         else:
-            site.dialled_position = site.position
-            self.carry_out(self.hub.dial(f"s{site.slot}", site.instance, site.position, self.now))
-
-    @rule(slot=SLOTS)
-    def dial_again_before_the_hub_notices(self, slot):
-        site = self.sites[slot % len(self.sites)]
-        if site.connected and not self.elastic:
-            site.dialled_position = site.position
-            self.carry_out(self.hub.dial(f"s{site.slot}", site.instance, site.position, self.now))
+            self.carry_out(self.hub.dial(site.slot, self.now))
 
     @rule(slots=st.sets(SLOTS, min_size=1), rounds=st.integers(1, 3), dialling=st.booleans())
     def train(self, slots, rounds, dialling):
@@ -233,7 +183,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(min_sites=st.integers(1, 4), late=st.sampled_from(["wait", "skip"]))
     def replace_rules(self, min_sites, late):
-        if self.elastic and self.hub.started:
+        if self.hub.started:
             self.rules_ = replace(self.rules_, min_sites=min(min_sites, len(self.sites)), late=late)
             self.hub.replace_rules(self.rules_)
 
@@ -244,22 +194,26 @@ class Histories(RuleBasedStateMachine):
             if not site.up or site.frozen:
                 return
             kind, *fields = site.up.popleft()
-            self.hub.heard(site.slot, self.now, progress=True)
+            self.hub.get_on(site.slot, self.now)
             getattr(self, f"take_{kind}")(site, *fields)
 
+    def is_open(self, site, step) -> bool:
+        """Return whether a step is the open one, and a site takes part in it."""
+        return self.hub.started and step == self.opened and self.hub.phase(site.slot) is Phase.MEMBER
+
     def take_frame(self, site, step, content):
-        if self.hub.accepts(site.slot, step):
-            item = ("frame", step, site.slot, content)
-            self.log.setdefault(step, []).append(item)
-            for slot in self.subscribed - {site.slot}:
-                self.sites[slot].down.append(item)
+        if self.is_open(site, step):
+            frame = ("frame", step, site.slot, content)
+            self.frames.append(frame)
+            for other in self.sites:
+                if other.connected and other is not site:
+                    other.down.append(frame)
 
     def take_end(self, site, step, kind, idle):
-        if self.hub.accepts(site.slot, step):
+        if self.is_open(site, step):
             assert kind is self.kind
-            if self.elastic:
-                self.hub.round = kind
-                self.admits = kind is RoundKind.FIRST
+            self.hub.round = kind
+            self.admits = kind is RoundKind.FIRST
             if self.admits:
                 self.admit_waiting()
             self.ended[site.slot] = self.now
@@ -271,9 +225,6 @@ class Histories(RuleBasedStateMachine):
 
     def take_joined(self, site, position):
         self.carry_out(self.hub.joined(site.slot, position, self.now))
-
-    def take_lost(self, site):
-        self.carry_out(self.hub.close(site.slot, "it holds another state", self.now))
 
     @rule(slot=SLOTS, count=st.integers(1, 5))
     def deliver_down(self, slot, count):
@@ -291,12 +242,14 @@ class Histories(RuleBasedStateMachine):
         if site.connected:
             self.carry_out(self.hub.close(site.slot, "connection closed", self.now))
         if dies:
-            self.instances += 1
-            site.instance, site.position, site.digest = self.instances, FRESH, 0
+            site.position, site.digest = FRESH, 0
 
     @rule(slot=SLOTS)
     def freeze(self, slot):
-        self.sites[slot % len(self.sites)].frozen = True
+        site = self.sites[slot % len(self.sites)]
+        if site.connected:
+            site.frozen = True
+            self.silent.setdefault(site.slot, self.now)
 
     @rule(slot=SLOTS)
     def hang(self, slot):
@@ -306,22 +259,18 @@ class Histories(RuleBasedStateMachine):
     def let_time_pass(self, seconds):
         until = self.now + seconds
         while self.now < until:
-            deadline = self.hub.deadline()
-            self.now = max(self.now, min(until, self.now + 1.0, deadline if deadline is not None else until))
-            for site in self.sites:
-                if site.connected and not site.frozen:
-                    self.hub.heard(site.slot, self.now)
+            self.now = min(until, self.now + 1.0)
+            for slot, since in list(self.silent.items()):
+                if self.now >= since + SITE_TIMEOUT:
+                    self.carry_out(self.hub.close(slot, "silent", self.now))
             self.carry_out(self.hub.tick(self.now))
-            following = self.hub.deadline()
-            assert following is None or following > self.now, "time would stand still"
 
     @precondition(lambda self: self.hub.started)
-    @rule(has_log=st.booleans())
-    def restart_the_hub(self, has_log):
-        closed = Position(self.hub.life, self.hub.step) if has_log and not self.elastic else None
+    @rule()
+    def restart_the_hub(self):
         for site in self.sites:
             site.disconnect()
-        self.start_hub(closed)
+        self.start_hub()
 
     # What always holds.
 
@@ -340,6 +289,7 @@ class Histories(RuleBasedStateMachine):
         """Once all are well, all become members, and steps close with all of them."""
         for site in self.sites:
             site.frozen = site.hangs = site.idles = False
+        self.silent.clear()
         for _ in range(20):
             self.settle()
             last = self.closed.get(Position(self.hub.life, self.hub.step), ())

@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
-from pathlib import Path
-
-import forkserver
-import hub_kits
-import mortal_hub
 import pytest
-import support
-from elastic_site import Case
+from elastic_runs import ENDED, MortalHub, Run, presence, same_bits
 from hub_sites import TIMEOUT, open_link, together, transports
-from json_lines import read_lines
-from running_hub import TestSite, free_port, running_hub, until
+from running_hub import TestSite, running_hub, until
 
 from dadplug.errors import SiteError
 from dadplug.hub.site.tunnel import check_tunnel, tunnel_of
@@ -40,7 +31,7 @@ def returned(hub, name: str, position: Position, before: Position) -> TestSite:
 
 
 def test_a_round_whose_only_witness_is_lost_during_its_repetition_is_open_again(tmp_path):
-    with running_hub(tmp_path / "kits", ("a", "b", "c"), {"site_timeout": 20.0}) as hub:
+    with running_hub(tmp_path / "kits", ("a", "b", "c"), site_timeout=20.0) as hub:
         a = returned(hub, "a", LAST, BEFORE)
         b, c = (returned(hub, name, BEFORE, Position(LIFE, STEP - 2)) for name in "bc")
         for site in (a, b, c):
@@ -61,73 +52,6 @@ def test_a_round_whose_only_witness_is_lost_during_its_repetition_is_open_again(
 # Training that goes on over a hub that is killed and started again: the same bits as with one hub
 
 
-ENDED = 60.0  # seconds for a process, on a busy machine
-
-
-class Training:
-    """Processes of a hub and of its sites.
-
-    Args:
-        folder: folder for kits and logs.
-        names: names of the sites.
-        settings: fields of `Case` for all of them.
-    """
-
-    def __init__(self, folder: Path, names: str, **settings: object) -> None:
-        folder.mkdir()
-        self.folder, self.names = folder, names
-        self.settings = {"stop": str(folder / "stop")} | settings
-        hub_kits.make(folder / "kits", hub=f"127.0.0.1:{free_port()}", hub_names=[], sites=list(names), hub_at=names[0])
-        self.sites: dict[str, forkserver.Program] = {}
-        self.hub: forkserver.Program | None = None
-
-    def start_hub(self, point: str = "never", count: int = 0) -> forkserver.Program:
-        kit, journal = self.folder / "kits" / "hub", self.folder / "journal"
-        command = [mortal_hub.__file__, str(kit), str(journal), point, str(count)]
-        self.hub = forkserver.start(command, os.environ | support.ONE_THREAD)
-        return self.hub
-
-    def start(self, name: str, **fields: object) -> None:
-        case = {"kit": str(self.folder / "kits" / name), "log": str(self.folder / f"{name}.log")}
-        self.sites[name] = forkserver.start(
-            Case(**(case | self.settings | fields)).start(),  # type: ignore[arg-type]
-            os.environ | support.ONE_THREAD,
-        )
-
-    def lines(self, name: str) -> dict[int, dict]:
-        return {line["step"]: line for line in read_lines(self.folder / f"{name}.log")}
-
-    def await_step(self, name: str, step: int) -> None:
-        until(lambda: max(self.lines(name), default=-1) >= step, self.state, ENDED)
-
-    def state(self) -> str:
-        printed = {name: site.read()[1] for name, site in self.sites.items()}
-        return f"{printed}\n{(self.folder / 'journal').read_text()}"
-
-    def end(self, steps: int = 5) -> list[dict[int, dict]]:
-        """Let the sites end some steps from now, and return their lines."""
-        last = max(max(self.lines(name), default=0) for name in self.names) + steps
-        (self.folder / "stop").write_text(str(last))
-        for name, site in self.sites.items():
-            assert site.wait(ENDED) == 0, (name, self.state())
-        assert self.hub is not None
-        self.hub.kill()
-        return [self.lines(name) for name in self.names]
-
-
-def reference(folder: Path, names: str, steps: int, mode: str) -> list[str]:
-    """Return the digests of a run with one hub."""
-    folder.mkdir()
-    with running_hub(folder / "kits", tuple(names)) as hub:
-        sites = []
-        for name in names:
-            case = Case(str(hub.kits / name), str(folder / name), mode, steps, min_sites=None)
-            sites.append(forkserver.start(case.start(), os.environ | support.ONE_THREAD))
-        for site in sites:
-            assert site.wait(ENDED) == 0, site.read()
-    return [json.loads(line)["digest"] for line in (folder / names[0]).read_text().splitlines()]
-
-
 @pytest.mark.parametrize(
     ("mode", "names", "min_sites", "points"),
     [
@@ -137,19 +61,27 @@ def reference(folder: Path, names: str, steps: int, mode: str) -> list[str]:
     ],
 )
 def test_a_hub_that_is_killed_anywhere_costs_no_step(tmp_path, mode, names, min_sites, points):
-    training = Training(tmp_path / "run", names, mode=mode, min_sites=min_sites)
+    hub = MortalHub(tmp_path / "run", names)
+    run = Run(tmp_path / "run", hub, mode=mode, min_sites=min_sites)
     for number, (point, count) in enumerate(points):
-        hub = training.start_hub(point, count)
+        process = hub.start(point, count)
         if not number:
-            for name in names:
-                training.start(name)
-        assert hub.wait(ENDED) == -9, training.state()
-    training.start_hub()
-    lines = training.end()
-    assert all(line["present"] == [*range(len(names))] for each in lines for line in each.values())
-    expected = reference(tmp_path / "reference", names, len(lines[0]), mode)
+            run.start(names)
+        assert process.wait(ENDED) == -9, run.state()
+    hub.start()
+    run.stop(5, max(names, key=lambda name: max(run.lines(name), default=0)))
+    run.end(names)
+    hub.process.kill()
+    lines = [run.lines(name) for name in names]
+    assert all(present == [*range(len(names))] for each in lines for present in presence(each).values())
+    (tmp_path / "reference").mkdir()
+    with running_hub(tmp_path / "reference" / "kits", tuple(names)) as other:
+        reference = Run(tmp_path / "reference", other, mode=mode, steps=len(lines[0]), min_sites=None)
+        reference.start(names)
+        reference.end(names)
     for each in lines:
-        assert [line["digest"] for line in each.values()] == expected
+        same_bits(reference.lines(names[0]), each)
+        assert len(each) == len(lines[0])
 
 
 # Connections beside that of training over a hub that is killed and started again: they end with an error
@@ -159,11 +91,9 @@ RESTARTED = "has been restarted"
 
 
 def test_the_store_and_the_messages_of_parameters_end_and_training_goes_on(tmp_path):
-    kits = tmp_path / "kits"
-    hub_kits.make(kits, hub=f"127.0.0.1:{free_port()}", hub_names=[], sites=["a", "b"], hub_at="a")
-    command = [mortal_hub.__file__, str(kits / "hub"), str(tmp_path / "journal"), "never", "0"]
-    hub = forkserver.start(command, os.environ | support.ONE_THREAD)
-    links = together(lambda rank: open_link(kits, "ab"[rank]))
+    hub = MortalHub(tmp_path, "ab")
+    hub.start()
+    links = together(lambda rank: open_link(hub.kits, "ab"[rank]))
     sites = transports(links)
     try:
         stores = [HubStore(link.kit, TIMEOUT) for link in links]
@@ -172,9 +102,9 @@ def test_the_store_and_the_messages_of_parameters_end_and_training_goes_on(tmp_p
         streams = together(lambda rank: sites[rank].open_streams(TIMEOUT)[1 - rank])
         pass_on(*streams)
         tunnels = [tunnel_of(link, TIMEOUT) for link in links]
-        hub.kill()
-        hub.wait(TIMEOUT)
-        hub = forkserver.start(command, os.environ | support.ONE_THREAD)
+        hub.process.kill()
+        hub.process.wait(TIMEOUT)
+        hub.start()
         assert together(lambda rank: sites[rank].gather_objects(rank)) == [[0, 1]] * 2
         for store in stores:
             with pytest.raises(SiteError, match=RESTARTED):
@@ -194,7 +124,7 @@ def test_the_store_and_the_messages_of_parameters_end_and_training_goes_on(tmp_p
     finally:
         for link in links:
             link.close(0.1)
-        hub.kill()
+        hub.process.kill()
 
 
 def receive(stream) -> bytes:

@@ -109,11 +109,11 @@ def test_the_hub_closes_steps_with_the_frames_that_follow(tmp_path, monkeypatch)
         for site in (a, b):
             site.send(Kind.END)
         a.send(Kind.PAYLOAD, b"next", step=2)
-        assert b.action(Close) == Close(1, (0, 1), 0)
+        assert b.action(Close) == Close(1, (0, 1))
         assert b.take(Kind.PAYLOAD).body == b"next"
         assert flushes[0] == before[0]
         assert flushes[1] == before[1] + 1
         for site in (a, b):
             site.send(Kind.END, step=2)
         for step in (1, 2):  # a second one does not wait
-            assert a.action(Close) == Close(step, (0, 1), 0)
+            assert a.action(Close) == Close(step, (0, 1))

@@ -14,7 +14,7 @@ from datetime import timedelta
 import hub_kits
 import pytest
 from cutting_relay import CuttingRelay
-from running_hub import TIMEOUT, TestSite, running_hub, together, until
+from running_hub import TIMEOUT, TestSite, close_step, exchange, running_hub, together, until
 
 from dadplug.errors import KitError, RefusedError, SiteError
 from dadplug.exchange import Traffic, codec
@@ -23,10 +23,7 @@ from dadplug.hub.pki import provision
 from dadplug.hub.pki.certificates import current_time
 from dadplug.hub.pki.kits import Kit
 from dadplug.hub.secure import tls
-from dadplug.hub.server import acceptor as pending
-from dadplug.hub.server import acceptor as reception
-from dadplug.hub.server import relay as early_messages
-from dadplug.hub.server import session
+from dadplug.hub.server import acceptor, relay, session
 from dadplug.hub.server.hub import Hub
 from dadplug.hub.server.relay import Relay
 from dadplug.hub.server.session import Session
@@ -37,6 +34,7 @@ from dadplug.hub.wire.frames import PIECE_BYTES, Head, Kind
 from dadplug.hub.wire.messages import VERSION, Accept, Close, Drop, Join, Pause, Refuse, Start, Welcome, read_control
 from dadplug.hub.wire.streams import HUB_SLOT
 from dadplug.parameter_server import streams
+from dadplug.parameter_server.service import SequencerHost
 
 
 @pytest.fixture
@@ -52,9 +50,7 @@ def test_training_starts_once_all_sites_are_here(hub):
     assert a.action(Pause).reason == "waiting for b"
     b = TestSite(hub.kit("b"), hub.address)
     for site in (a, b):
-        start = site.action(Start)
-        assert start.position.step == 0
-        assert start.holders == (0, 1)
+        assert site.action(Start).position.step == 0
         assert [site.action(Join).slot for _ in range(2)] == [0, 1]
 
 
@@ -94,21 +90,18 @@ def test_a_step_closes_once_all_sites_have_ended_it(hub):
     a.send(Kind.PAYLOAD, b"of the second step", step=2)
     a.send(Kind.END, step=2)  # nothing of b was needed
     assert b.message(18) == b"of the second step"
-    assert hub.hub.relay.membership.step == 0
+    assert hub.hub.relay.run.membership.step == 0
     b.send(Kind.END)
     for site in (a, b):
-        assert site.action(Close) == Close(1, (0, 1), 0)
+        assert site.action(Close) == Close(1, (0, 1))
     b.send(Kind.END, step=2)
     for site in (a, b):
-        assert site.action(Close) == Close(2, (0, 1), 0)
+        assert site.action(Close) == Close(2, (0, 1))
 
 
 def test_frames_of_steps_that_are_closed_end_the_connection_with_a_reason(hub):
     a, b = together(hub)
-    for site in (a, b):
-        site.send(Kind.END)
-    for site in (a, b):
-        site.action(Close)
+    close_step([a, b])
     a.send(Kind.PAYLOAD, b"late")
     for site in (a, b):
         drop = site.action(Drop)
@@ -129,22 +122,18 @@ def test_the_reason_of_a_site_that_leaves_reaches_the_others(hub):
 @pytest.mark.parametrize("steps", [0, 1])
 def test_a_second_run_starts_on_the_same_hub_once_the_first_has_ended(hub, steps):
     a, b = together(hub)
-    for site in (a, b) * steps:
-        site.send(Kind.END)
-    for site in (a, b) * steps:
-        site.action(Close)
+    close_step([a, b] * steps)
     a.leave()
     assert b.action(Drop) == Drop(0, 1 + steps, "")
     a = TestSite(hub.kit("a"), hub.address)
     assert a.action(Pause) == Pause((1,), "waiting for b to leave the last run")
-    assert hub.hub.relay.membership.step == steps
+    assert hub.hub.relay.run.membership.step == steps
     b.leave()
     b.action(Drop)
     b = TestSite(hub.kit("b"), hub.address)
     for site in (a, b):
         assert site.action(Start).position.step == 0
-    a.send(Kind.PAYLOAD, b"once more")
-    assert b.message(9) == b"once more"
+    exchange(a, b)
 
 
 def test_a_connection_that_is_cut_is_resumed_without_loss(hub):
@@ -178,7 +167,7 @@ def test_a_site_that_does_not_dial_again_is_dropped_after_the_grace(tmp_path):
 
 
 def test_a_silent_site_is_dropped(tmp_path):
-    with running_hub(tmp_path / "kits", rules={"site_timeout": 2.0}) as hub:
+    with running_hub(tmp_path / "kits", site_timeout=2.0) as hub:
         _, b = together(hub)
         until(lambda: b.ping() or hub.hub.relay.sessions.get(("training", 0)) is None)
         assert b.action(Drop) == Drop(0, 1, "silent for 2 s")
@@ -224,13 +213,13 @@ def test_both_ends_acknowledge_what_they_have_received(hub):
 
 
 def test_the_kit_of_a_site_and_foreign_addresses_are_refused(tmp_path):
-    kits = hub_kits.make(tmp_path / "kits", hub="192.0.2.1:8470")
+    kits, service = hub_kits.make(tmp_path / "kits", hub="192.0.2.1:8470"), SequencerHost("ab")
     with pytest.raises(KitError, match="is the kit of the site a"):
-        Hub(Kit.load(kits / "a"))
+        Hub(Kit.load(kits / "a"), service=service)
     with pytest.raises(KitError, match=r"cannot listen at 192.0.2.1:8470: .*--listen HOST:PORT"):
-        Hub(Kit.load(kits / "hub"))
+        Hub(Kit.load(kits / "hub"), service=service)
     with pytest.raises(KitError, match=r"cannot listen at 192.0.2.1:0: [^;]*$"):
-        Hub(Kit.load(kits / "hub"), listen=("192.0.2.1", 0))
+        Hub(Kit.load(kits / "hub"), listen=("192.0.2.1", 0), service=service)
 
 
 # Flow of frames through the hub: back-pressure, messages between two sites, the store
@@ -244,7 +233,18 @@ COPIES = 4  # 26 MB: more than the buffers of the operating system, which grow t
 @pytest.fixture
 def small_queues(monkeypatch):
     monkeypatch.setattr(session, "FULL_BYTES", FULL)
-    monkeypatch.setattr(early_messages, "FULL_BYTES", FULL)
+    monkeypatch.setattr(relay, "FULL_BYTES", FULL)
+
+
+def largest(size, *sites: TestSite) -> int:
+    """Let sites send for a while, and return the largest size of a queue."""
+    found = 0
+    for _ in range(100):
+        for site in sites:
+            site.pump()
+        time.sleep(0.002)
+        found = max(found, size())
+    return found
 
 
 def test_a_site_that_does_not_read_holds_up_those_that_send_to_it(small_queues, hub):
@@ -255,19 +255,11 @@ def test_a_site_that_does_not_read_holds_up_those_that_send_to_it(small_queues, 
         a.send(Kind.PAYLOAD, content, wait=False)
     queue = hub.hub.relay.sessions["training", 1].queue
     until(lambda: a.pump() or hub.hub.relay.sessions["training", 1].full)
-    largest = 0
-    for _ in range(100):
-        a.pump()
-        time.sleep(0.002)
-        largest = max(largest, queue.unsent_bytes)
-    assert FULL < largest < FULL + 8 * PIECE
+    assert FULL < largest(lambda: queue.unsent_bytes, a) < FULL + 8 * PIECE
     assert a.queue.unsent_bytes > 0
+    b.others = [a]
     for _ in range(COPIES):
-        got = b""
-        while len(got) < len(content):
-            a.pump()
-            got += b.take(Kind.PAYLOAD).body
-        assert got == content
+        assert b.message(len(content)) == content
     assert len(hub.hub.relay.sessions) == 2
 
 
@@ -278,16 +270,10 @@ def test_the_memory_for_a_site_whose_connection_is_lost_is_bounded(small_queues,
     a.send(Kind.PAYLOAD, content, wait=False)
     queue = hub.hub.relay.sessions["training", 1].queue
     until(lambda: a.pump() or queue.nbytes > FULL)
-    for _ in range(100):
-        a.pump()
-        time.sleep(0.002)
-    assert queue.nbytes < FULL + 8 * PIECE
+    assert largest(lambda: queue.nbytes, a) < FULL + 8 * PIECE
     b.dial()
-    got = b""
-    while len(got) < len(content):
-        a.pump()
-        got += b.take(Kind.PAYLOAD).body
-    assert got == content
+    b.others = [a]
+    assert b.message(len(content)) == content
 
 
 def test_both_sites_get_on_though_both_queues_are_full(small_queues, hub):
@@ -295,13 +281,9 @@ def test_both_sites_get_on_though_both_queues_are_full(small_queues, hub):
     content = os.urandom(150 * PIECE)
     for site in (a, b):
         site.send(Kind.PAYLOAD, content, wait=False)
-    got = [b"", b""]
-    while any(len(each) < len(content) for each in got):
-        for number, site in enumerate((a, b)):
-            site.pump()
-            got[number] += b"".join(frame.body for frame in site.taken if frame.head.kind is Kind.PAYLOAD)
-            site.taken.clear()
-    assert got == [content, content]
+    a.others, b.others = [b], [a]
+    for site in (a, b):
+        assert site.message(len(content)) == content
 
 
 def test_the_memory_for_sites_that_do_not_acknowledge_is_bounded(monkeypatch, hub):
@@ -310,30 +292,22 @@ def test_the_memory_for_sites_that_do_not_acknowledge_is_bounded(monkeypatch, hu
     a.send(Kind.PAYLOAD, os.urandom(50 * PIECE), wait=False)
     queue = hub.hub.relay.sessions["training", 1].queue
     until(lambda: a.pump() or b.pump() or queue.nbytes > FULL)
-    for _ in range(100):
-        a.pump()
-        b.pump()
-        time.sleep(0.001)
-    assert queue.nbytes < FULL + 8 * PIECE
+    assert largest(lambda: queue.nbytes, a, b) < FULL + 8 * PIECE
     until(lambda: a.pump() or b.ping() or sum(len(each.body) for each in b.taken) >= 50 * PIECE)
 
 
 def test_a_site_that_is_held_up_does_not_count_as_silent(small_queues, tmp_path):
-    with running_hub(tmp_path / "held", rules={"site_timeout": 1.0}) as hub:
+    with running_hub(tmp_path / "held", site_timeout=1.0) as hub:
         a, b = together(hub)
         b.stream.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, PIECE)
         a.send(Kind.PAYLOAD, bytes(200 * PIECE), wait=False)
         until(lambda: a.pump() or hub.hub.relay.sessions["training", 1].full)
         end = time.monotonic() + 2.0
         while time.monotonic() < end:
-            b.stream.notes.append(b.stream.notes[0] if b.stream.notes else _ping(b))
+            b.stream.notes.append(Head(Kind.PING, b.slot, step=0).pack())
             b.stream.flush(b.queue)
             time.sleep(0.05)
         assert ("training", 0) in hub.hub.relay.sessions
-
-
-def _ping(site: TestSite) -> bytes:
-    return Head(Kind.PING, site.slot, step=0).pack()
 
 
 def test_messages_go_to_one_site_even_before_it_has_opened_the_channel(tmp_path):
@@ -395,20 +369,20 @@ def test_a_connection_that_is_cut_at_any_byte_loses_and_doubles_nothing(hub):
     cuts += [(number % 2, each) for number, each in enumerate(range(PIECE, 3 * PIECE, 9973))]
     count = len(cuts)
     b = TestSite(hub.kit("b"), hub.address)
-    with CuttingRelay(hub.address) as relay:
-        relay.cut_after(*cuts.pop(0))
-        a = TestSite(hub.kit("a"), relay.address)
+    with CuttingRelay(hub.address) as link:
+        link.cut_after(*cuts.pop(0))
+        a = TestSite(hub.kit("a"), link.address)
         a.redials = True
         for site in (a, b):
             site.action(Start)
         step = 0
-        while relay.cuts < count:
+        while link.cuts < count:
             step += 1
             assert step < 10 * count, "the relay does not cut"
-            if cuts and relay.cuts == count - len(cuts):
-                relay.cut_after(*cuts.pop(0))
+            if cuts and link.cuts == count - len(cuts):
+                link.cut_after(*cuts.pop(0))
             exchange_while_cut(a, b, step)
-    assert hub.hub.relay.membership.step == step
+    assert hub.hub.relay.run.membership.step == step
 
 
 def exchange_while_cut(a: TestSite, b: TestSite, step: int) -> None:
@@ -431,7 +405,7 @@ def exchange_while_cut(a: TestSite, b: TestSite, step: int) -> None:
                     assert frame.head.offset == len(got[site])
                     assert site not in closed
                     got[site] += frame.body
-                elif (action := read_control(frame.body, 2)) == Close(step, (0, 1), 0):
+                elif (action := read_control(frame.body, 2)) == Close(step, (0, 1)):
                     closed.add(site)
                 else:
                     assert not isinstance(action, Drop), action
@@ -505,7 +479,7 @@ def test_tls_1_2_is_refused(kits, serve, monkeypatch):
     ids=["http", "bytes", "silent", "half"],
 )
 def test_plain_tcp_is_refused_and_its_connection_closed(serve, monkeypatch, sent, reason):
-    monkeypatch.setattr(pending, "HANDSHAKE_SECONDS", 0.3)
+    monkeypatch.setattr(acceptor, "HANDSHAKE_SECONDS", 0.3)
     with serve() as hub, socket.create_connection(hub.address, TIMEOUT) as connection:
         with contextlib.suppress(ConnectionError):
             connection.sendall(sent)
@@ -515,7 +489,7 @@ def test_plain_tcp_is_refused_and_its_connection_closed(serve, monkeypatch, sent
 
 
 def test_a_site_that_does_not_say_hello_is_refused(kits, serve, monkeypatch):
-    monkeypatch.setattr(pending, "HANDSHAKE_SECONDS", 1.0)  # enough for TLS on a busy machine
+    monkeypatch.setattr(acceptor, "HANDSHAKE_SECONDS", 1.0)  # enough for TLS on a busy machine
     with serve() as hub:
         with tls.dial(Kit.load(kits / "a"), TIMEOUT, hub.address) as connection:
             assert connection.recv(100) == b""
@@ -578,18 +552,18 @@ def test_many_unknown_connections_do_not_disturb_members(serve):
         for connection in crowd:
             connection.close()
         until(lambda: hub.hub.acceptor.refused >= 300 and not hub.hub.acceptor._pending)
-        assert hub.hub.relay.membership.step == step
+        assert hub.hub.relay.run.membership.step == step
         assert sum("refused" in line for line in hub.log) <= 15
 
 
 def test_a_site_gets_in_though_all_places_are_taken(kits, serve, monkeypatch):
-    monkeypatch.setattr(pending, "HANDSHAKE_SECONDS", 60.0)
+    monkeypatch.setattr(acceptor, "HANDSHAKE_SECONDS", 60.0)
     with serve() as hub:
-        silent = [socket.create_connection(hub.address, TIMEOUT) for _ in range(reception.MAX_PENDING)]
-        until(lambda: len(hub.hub.acceptor._pending) == reception.MAX_PENDING)
+        silent = [socket.create_connection(hub.address, TIMEOUT) for _ in range(acceptor.MAX_PENDING)]
+        until(lambda: len(hub.hub.acceptor._pending) == acceptor.MAX_PENDING)
         a, b = together(hub)
         assert a.answer.min_sites == b.answer.min_sites == 2
-        assert len(hub.hub.acceptor._pending) <= reception.MAX_PENDING
+        assert len(hub.hub.acceptor._pending) <= acceptor.MAX_PENDING
         for connection in silent:
             connection.close()
 
@@ -658,8 +632,7 @@ def test_a_fault_ends_one_session_with_a_traceback_in_the_journal(tmp_path, monk
             assert "ZeroDivisionError: of the test" in store.action(Drop).reason
         hub.await_line("fault of the hub: a (store) cannot be served: ZeroDivisionError: of the test")
         hub.await_line("Traceback (most recent call last):")
-        a.send(Kind.PAYLOAD, b"still here")
-        assert b.message(10) == b"still here"
+        exchange(a, b)
 
 
 def test_a_fault_while_a_site_is_accepted_ends_its_connection(tmp_path, monkeypatch):
@@ -675,8 +648,7 @@ def test_a_fault_while_a_site_is_accepted_ends_its_connection(tmp_path, monkeypa
         thread = threading.Thread(target=dial, daemon=True)
         thread.start()
         hub.await_line("fault of the hub: a (store) cannot be accepted: ZeroDivisionError")
-        a.send(Kind.PAYLOAD, b"still here")
-        assert b.message(10) == b"still here"
+        exchange(a, b)
 
 
 def test_a_fault_of_a_stream_at_the_hub_ends_the_session_of_its_site(tmp_path, monkeypatch):
@@ -689,8 +661,7 @@ def test_a_fault_of_a_stream_at_the_hub_ends_the_session_of_its_site(tmp_path, m
         opened.send(b"no key")
         opened.close()
         hub.await_line("fault of the hub: a (parameters) cannot be served: ZeroDivisionError")
-        a.send(Kind.PAYLOAD, b"still here")
-        assert b.message(10) == b"still here"
+        exchange(a, b)
         tunnel.close()
 
 

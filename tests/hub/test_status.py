@@ -16,7 +16,7 @@ import forkserver
 import hub_kits
 import pytest
 from cutting_relay import CuttingRelay
-from running_hub import TIMEOUT, TestSite, running_hub, together, until
+from running_hub import TIMEOUT, TestSite, close_step, running_hub, together, until
 from support import free_port
 
 from dadplug import logs
@@ -29,7 +29,7 @@ from dadplug.hub.server.journal import Journal
 from dadplug.hub.server.status import Meter, StatusFile, Terminal, late_sites, snapshot, table
 from dadplug.hub.site.link import HubLink
 from dadplug.hub.wire.frames import Kind
-from dadplug.hub.wire.messages import Close, Drop, Start
+from dadplug.hub.wire.messages import Drop, Start
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -37,22 +37,19 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_the_status_tells_sites_steps_and_for_whom_training_waits(tmp_path):
     with running_hub(tmp_path / "kits") as hub:
         a = TestSite(hub.kit("a"), hub.address)
-        found = snapshot(hub.hub, Meter(2))
+        found = snapshot(hub.hub, Meter())
         assert [site["state"] for site in found["sites"]] == ["waiting", "absent"]
         assert found["waiting"] == "waiting for b"
         assert not found["started"]
         b = TestSite(hub.kit("b"), hub.address)
         for site in (a, b):
             site.action(Start)
-        for site in (a, b):
-            site.send(Kind.END)
-        for site in (a, b):
-            site.action(Close)
-        found = snapshot(hub.hub, Meter(2))
+        close_step([a, b])
+        found = snapshot(hub.hub, Meter())
         assert [site["state"] for site in found["sites"]] == ["member", "member"]
         assert (found["step"], found["waiting"], found["started"]) == (1, "", True)
         b.cut()
-        until(lambda: snapshot(hub.hub, Meter(2))["sites"][1]["state"] == "disconnected")
+        until(lambda: snapshot(hub.hub, Meter())["sites"][1]["state"] == "disconnected")
         assert any("a has joined" in line for line in found["journal"])
         assert json.loads(json.dumps(found)) == found
 
@@ -60,7 +57,7 @@ def test_the_status_tells_sites_steps_and_for_whom_training_waits(tmp_path):
 def test_rates_are_bytes_by_second(tmp_path):
     with running_hub(tmp_path / "kits") as hub:
         a, b = together(hub)
-        meter, relay = Meter(2), hub.hub.relay
+        meter, relay = Meter(), hub.hub.relay
         meter.rates(relay, 100.0)
         a.send(Kind.PAYLOAD, bytes(1_000_000))
         b.message(1_000_000)

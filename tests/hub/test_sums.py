@@ -70,14 +70,14 @@ def test_the_order_of_arrival_does_not_matter():
         order = list(arrivals)
         random.Random(seed).shuffle(order)
         sums = Sums(3)
-        found = [frame for head, body in order if (frame := sums.add(head, body, SLOTS, 7)) is not None]
+        found = [frame for head, body in order if (frame := sums.add(head, body, SLOTS)) is not None]
         assert len(found) == 2
         assert sums.nbytes == [0, 0, 0]
         assert not sums._waiting
         results.add(tuple(sorted(found)))
     [(first, second)] = results
     head = Head.unpack(first[:32])
-    assert head == Head(Kind.SUM, 0, 3, 5, head.offset, 4000, 7)
+    assert head == Head(Kind.SUM, 0, 3, 5, head.offset, 4000)
     assert first != second
 
 
@@ -88,35 +88,33 @@ def pieces(part: int) -> list[torch.Tensor]:
 def test_pieces_of_the_same_place_are_added_first_to_first():
     sums = Sums(2)
     for value in (1, 2, 3):
-        assert sums.add(*piece(0, bytes([value]), tag=6), (0, 1), 0) is None
-    found = [sums.add(*piece(1, bytes([value]), tag=6), (0, 1), 0) for value in (10, 20, 30)]
+        assert sums.add(*piece(0, bytes([value]), tag=6), (0, 1)) is None
+    found = [sums.add(*piece(1, bytes([value]), tag=6), (0, 1)) for value in (10, 20, 30)]
     assert [frame[-1] for frame in found] == [11, 22, 33]
 
 
 def test_summands_that_do_not_fit_are_refused():
     sums = Sums(2)
     with pytest.raises(FrameError, match="unknown type of elements, number 99"):
-        sums.add(*piece(0, b"1234", tag=99), (0, 1), 0)
+        sums.add(*piece(0, b"1234", tag=99), (0, 1))
     with pytest.raises(FrameError, match="3 bytes at byte 0 are no summands of type"):
-        sums.add(*piece(0, b"123"), (0, 1), 0)
+        sums.add(*piece(0, b"123"), (0, 1))
     for body, tag in ((b"12345678", 0), (b"1234", 5)):
-        sums.add(*piece(0, b"1234"), (0, 1), 0)
+        sums.add(*piece(0, b"1234"), (0, 1))
         with pytest.raises(FrameError, match="do not run the same program"):
-            sums.add(*piece(1, body, tag=tag), (0, 1), 0)
+            sums.add(*piece(1, body, tag=tag), (0, 1))
 
 
 def test_sites_that_are_ahead_are_not_read_and_what_waits_is_bounded():
     sums = Sums(2, limit=1000)
     for offset in range(0, 1200, 100):
-        sums.add(*piece(0, bytes(100), 5, offset), (0, 1), 0)
+        sums.add(*piece(0, bytes(100), 5, offset), (0, 1))
     assert sums.is_ahead(0)
     assert not sums.is_ahead(1)
     for offset in range(0, 900, 100):
-        sums.add(*piece(1, bytes(100), 6, offset), (0, 1), 0)
+        sums.add(*piece(1, bytes(100), 6, offset), (0, 1))
     with pytest.raises(FrameError, match="more than 2000 bytes of summands wait"):
-        sums.add(*piece(1, bytes(100), 6, 900), (0, 1), 0)
-    sums.clear()
-    assert not sums.is_ahead(0)
+        sums.add(*piece(1, bytes(100), 6, 900), (0, 1))
 
 
 def test_the_hub_sends_sums_to_all_sites(tmp_path):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import ssl
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import datetime, timezone
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ...errors import KitError
 from .certificates import (
@@ -108,6 +110,11 @@ class Kit:
 
 SOON_DAYS = 30  # before its end, from which on a certificate is to be renewed
 RENEW = "python -m dadplug renew"
+
+
+def certificate_end(certificate: Mapping[str, Any]) -> datetime:
+    """Return the end of a certificate, as `ssl.SSLSocket.getpeercert` returns it."""
+    return datetime.fromtimestamp(ssl.cert_time_to_seconds(certificate["notAfter"]), timezone.utc)
 
 
 def days_left(end: datetime, now: datetime | None = None) -> int:

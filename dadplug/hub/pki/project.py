@@ -69,15 +69,14 @@ class Policy:
             KitError: if an entry is unknown or has a wrong type.
         """
         check_keys(table, ("modes", "share_inputs", "encrypt_local"), place)
-        modes, share_inputs = table.get("modes"), table.get("share_inputs", True)
-        encrypt_local = table.get("encrypt_local", False)
+        modes = table.get("modes")
         if modes is not None and not (isinstance(modes, list) and all(isinstance(mode, str) for mode in modes)):
             raise KitError(f'{place}: modes must be a list such as ["dsgd", "rankdad"], got {modes!r}')
-        if not isinstance(share_inputs, bool):
-            raise KitError(f"{place}: share_inputs must be true or false, got {share_inputs!r}")
-        if not isinstance(encrypt_local, bool):
-            raise KitError(f"{place}: encrypt_local must be true or false, got {encrypt_local!r}")
-        return cls(None if modes is None else tuple(modes), share_inputs, encrypt_local)
+        flags = {name: table.get(name, getattr(cls, name)) for name in ("share_inputs", "encrypt_local")}
+        for name, value in flags.items():
+            if not isinstance(value, bool):
+                raise KitError(f"{place}: {name} must be true or false, got {value!r}")
+        return cls(None if modes is None else tuple(modes), **flags)
 
     @classmethod
     def load(cls, path: Path) -> Policy:

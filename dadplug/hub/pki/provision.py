@@ -343,8 +343,7 @@ def sign(out: Path, name: str, pem: bytes, days: int = Project.days, *, again: b
         KitError: if the name or the proof of possession is wrong, or the name has a certificate already.
         OSError: if a file cannot be written.
     """
-    authority = _load_authority(out)
-    authority.check_member(name)
+    authority = _load_authority(out, name)
     key = check_request(pem, name, authority.roster.project)
     if authority.valid_certificates(name) and not again:
         raise KitError(
@@ -353,11 +352,7 @@ def sign(out: Path, name: str, pem: bytes, days: int = Project.days, *, again: b
     folder = out / name
     if (folder / KEY).exists() and key_from_pem(read_file(folder / KEY), KEY).public_key() != key:
         raise KitError(f"{folder} holds another key, made here; move it away first")
-    certificate = authority.issue(name, key, days)
-    if folder.exists():
-        write_file(folder / CERTIFICATE, certificate)
-    else:
-        _write_kit(authority, folder, name, certificate)
+    _certify_kit(authority, folder, name, key, days)
     return folder, fingerprint(key)
 
 
@@ -387,8 +382,7 @@ def renew(
         KitError: if the member has no certificate yet, or its key was revoked and is to stay.
         OSError: if a file cannot be written. The old kit is then as it was.
     """
-    authority = _load_authority(out)
-    authority.check_member(name)
+    authority = _load_authority(out, name)
     if hub_names and name != HUB:
         raise KitError("host names are those of the hub; a site has none")
     if not (issued := authority.issued(name)):
@@ -399,17 +393,12 @@ def renew(
     previous = max(1, (issued[-1].not_valid_after_utc - issued[-1].not_valid_before_utc).days)
     days = previous if days is None else days
     folder = out / name
-    if with_key:
-        if folder.exists():
-            _renew_with_key(authority, folder, name, days, now)
-        else:
-            _make_kit(authority, folder, name, days, now)
+    if not with_key:
+        _certify_kit(authority, folder, name, _key_to_keep(authority, folder, issued[-1]), days, now)
+    elif folder.exists():
+        _renew_with_key(authority, folder, name, days, now)
     else:
-        certificate = authority.issue(name, _key_to_keep(authority, folder, issued[-1]), days, now)
-        if folder.exists():
-            write_file(folder / CERTIFICATE, certificate)
-        else:
-            _write_kit(authority, folder, name, certificate)
+        _make_kit(authority, folder, name, days, now)
     if hub_names:
         write_file(folder / ROSTER, authority.roster.to_json())
     return folder
@@ -430,8 +419,7 @@ def revoke(out: Path, name: str, serial: int | None = None) -> list[int]:
         KitError: if there is nothing to revoke.
         OSError: if a file cannot be written.
     """
-    authority = _load_authority(out)
-    authority.check_member(name)
+    authority = _load_authority(out, name)
     issued = [each.serial_number for each in authority.issued(name)]
     if not issued or serial not in (None, *issued):
         known = ", ".join(f"{each:x}" for each in issued) or "none"
@@ -443,9 +431,14 @@ def revoke(out: Path, name: str, serial: int | None = None) -> list[int]:
     return chosen
 
 
-def _load_authority(out: Path) -> Authority:
-    """Read the authority, and record certificates of kits which an interrupted call has made and not recorded."""
+def _load_authority(out: Path, member: str = HUB) -> Authority:
+    """Read the authority, and record certificates of kits which an interrupted call has made and not recorded.
+
+    Raises:
+        KitError: if a name is neither that of the hub nor of a site.
+    """
     authority = Authority.load(out / AUTHORITY)
+    authority.check_member(member)
     for name in (HUB, *authority.roster.sites):
         if (out / name / CERTIFICATE).exists():
             authority.record(read_file(out / name / CERTIFICATE))
@@ -457,6 +450,17 @@ def _make_kit(authority: Authority, folder: Path, name: str, days: int, now: dat
     certificate = authority.certify(name, key.public_key(), days, now)
     _write_kit(authority, folder, name, certificate, key)
     authority.record(certificate)
+
+
+def _certify_kit(
+    authority: Authority, folder: Path, name: str, key: PublicKey, days: int, now: datetime | None = None
+) -> None:
+    """Put a new certificate for a key into a kit, which is made without the key if it is not here."""
+    certificate = authority.issue(name, key, days, now)
+    if folder.exists():
+        write_file(folder / CERTIFICATE, certificate)
+    else:
+        _write_kit(authority, folder, name, certificate)
 
 
 def _write_kit(authority: Authority, folder: Path, name: str, certificate: bytes, key: Key | None = None) -> None:

@@ -7,10 +7,11 @@ import selectors
 import socket
 import ssl
 from collections.abc import Callable
+from datetime import datetime
 from typing import Any, NamedTuple
 
-from ...errors import FrameError, KitError, RefusedError
-from ..pki.kits import Kit
+from ...errors import FrameError, KitError, RefusedError, TryAgainError
+from ..pki.kits import Kit, certificate_end
 from ..secure import tls
 from ..secure.secure_socket import SecureSocket
 from ..wire.frames import Head, Kind
@@ -30,12 +31,14 @@ class Arrival(NamedTuple):
         stream: the connection.
         name: name of the site.
         serial: serial number of its certificate.
+        expires: end of its certificate.
         hello: its first message.
     """
 
     stream: Stream
     name: str
     serial: int
+    expires: datetime
     hello: Hello
 
 
@@ -90,8 +93,7 @@ class PendingConnection:
                 return None
             return self._read_hello()
         except FrameError as error:
-            self.refuse(pack_control(Refuse(self.name, str(error), False), 0))
-            raise RefusedError(f"{self.name}: {error}") from error
+            raise self.refusal(error) from error
         except ssl.SSLError as error:
             if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
                 raise ConnectionError("the other end has closed the connection during the handshake") from error
@@ -127,7 +129,13 @@ class PendingConnection:
         if not isinstance(hello, Hello) or receiver.receive() is not None or receiver.filled:
             raise FrameError("its first message is no Hello, or it has not waited for the answer")
         certificate: dict[str, Any] = dict(self.connection.getpeercert() or {})
-        return Arrival(Stream(self.connection), self.name, int(certificate["serialNumber"], 16), hello)
+        serial, end = int(certificate["serialNumber"], 16), certificate_end(certificate)
+        return Arrival(Stream(self.connection), self.name, serial, end, hello)
+
+    def refusal(self, error: Exception) -> RefusedError:
+        """Tell a site that it is refused, and return the error for the journal."""
+        self.refuse(pack_control(Refuse(self.name, str(error), isinstance(error, TryAgainError)), 0))
+        return RefusedError(f"{self.name}: {error}")
 
     def refuse(self, answer: bytes) -> None:
         """Send a last message."""
@@ -201,7 +209,7 @@ class Acceptor:
         address: host and port to listen at; None for those of the kit's roster.
         selector: the hub's selector, whose keys hold a `PendingConnection`, a `ClosingConnection` or this object.
         journal: log of who is refused.
-        greet: takes a site that has shown who it is, and the time.
+        greet: takes a site that has shown who it is, and the time; raises RefusedError or TryAgainError to refuse it.
 
     Attributes:
         address: host and port that the hub listens at.
@@ -221,7 +229,7 @@ class Acceptor:
     ) -> None:
         self.use(kit)
         self._selector, self._journal, self._greet = selector, journal, greet
-        self._listener = _listen(*(address or kit.roster.address()), given=address is not None)
+        self._listener = _listener(*(address or kit.roster.address()), given=address is not None)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self.refused = 0
         self._pending: list[PendingConnection] = []  # the oldest first
@@ -318,18 +326,27 @@ class Acceptor:
             self._journal.fault(f"the connection of {pending.address} cannot be served", error)
             self._refuse(pending, f"{type(error).__name__}: {error}", now)
             return
-        if arrival is not None:
-            self._selector.unregister(pending)
-            self._pending.remove(pending)
-            self._greet(pending, arrival, now)
-        else:
+        if arrival is None:
             self._selector.modify(pending, _WRITE if pending.writing else _READ, pending)
+            return
+        self._forget(pending)
+        try:
+            self._greet(pending, arrival, now)
+        except (RefusedError, TryAgainError) as error:
+            self._end(pending, str(pending.refusal(error)), now)
 
     def _refuse(self, pending: PendingConnection, reason: str, now: float) -> None:
-        self.refused += 1
-        self._journal.refuse(pending.address, reason, now)
+        self._forget(pending)
+        self._end(pending, reason, now)
+
+    def _forget(self, pending: PendingConnection) -> None:
         self._selector.unregister(pending)
         self._pending.remove(pending)
+
+    def _end(self, pending: PendingConnection, reason: str, now: float) -> None:
+        """End a connection that is refused."""
+        self.refused += 1
+        self._journal.refuse(pending.address, reason, now)
         self.close_gracefully(pending.detach(), now)
 
     def close_gracefully(self, connection: socket.socket, now: float) -> None:
@@ -372,7 +389,7 @@ class Acceptor:
             closing.close()
 
 
-def _listen(host: str, port: int, given: bool) -> socket.socket:
+def _listener(host: str, port: int, given: bool) -> socket.socket:
     """Return a socket that listens at an address.
 
     Args:

@@ -14,25 +14,21 @@ import contextlib
 import secrets
 import selectors
 import socket
-import ssl
 import sys
 import time
 from collections.abc import Callable
-from datetime import datetime, timezone
-from typing import Any
 
-from ...errors import FrameError, KitError
+from ...errors import FrameError, KitError, RefusedError, TryAgainError
 from ...logs import get_logger
 from ..pki.kits import Kit, KitWatch, renewal_warning
 from ..pki.project import HUB
 from ..secure import tls
 from ..secure.secure_socket import dial_back
-from ..wire.messages import Refuse, Rules, pack_control
 from .acceptor import Acceptor, Arrival, ClosingConnection, PendingConnection
 from .journal import Journal
 from .relay import GRACE, Relay
 from .session import Session
-from .streams import HubStream, HubStreams, StreamService
+from .streams import HubStream, HubStreams, NoService, StreamService, watch
 
 _log = get_logger(__name__)
 _TICK, _SHORT_TICK = 0.1, 0.02  # seconds; the second while a connection is lost, for which others may wait
@@ -47,7 +43,7 @@ class Hub:
 
     Args:
         kit: the hub's kit.
-        rules: rules of the membership; None to require all sites.
+        site_timeout: seconds of silence after which a site counts as lost.
         listen: host and port to listen at; None for those of the kit's roster, if its host is one of this machine.
         journal: log of who comes and goes; None to write to the standard error stream.
         grace: seconds for which a site whose connection is lost may dial again.
@@ -65,12 +61,13 @@ class Hub:
 
     Raises:
         KitError: if the kit is not that of a hub, is not valid now, or the address cannot be listened at.
+        ValueError: if the timeout is out of range.
     """
 
     def __init__(
         self,
         kit: Kit,
-        rules: Rules | None = None,
+        site_timeout: float = 10.0,
         *,
         listen: tuple[str, int] | None = None,
         journal: Journal | None = None,
@@ -84,11 +81,11 @@ class Hub:
         kit.check_dates()
         self.kit = kit
         self.journal = journal or Journal(lambda line: print(line, file=sys.stderr, flush=True))
-        rules = rules or Rules(min_sites=len(kit.roster.sites))
-        life = secrets.randbits(62) + 1
-        self.relay = Relay(kit.roster.sites, rules, life, time.monotonic(), self.journal, grace)
         self._selector = selectors.DefaultSelector()
-        self._streams = self.relay.streams = HubStreams(self._selector, service)
+        self._service = service or NoService()
+        self._streams = HubStreams(self._selector, self._service)
+        life = secrets.randbits(62) + 1
+        self.relay = Relay(kit.roster.sites, site_timeout, life, time.monotonic(), self.journal, self._streams, grace)
         self.acceptor = Acceptor(kit, listen, self._selector, self.journal, self._greet)
         self.address = self.acceptor.address
         self._watch = KitWatch(kit)
@@ -100,7 +97,6 @@ class Hub:
         self.kit_problems: list[str] = []
         self._masks: dict[Session, int] = {}  # of registered sessions
         self._again: set[Session] = set()  # sessions with bytes that have arrived
-        self._leaving: dict[Session, float] = {}  # deadlines
         self._stopped: str | None = None
         self._next_tick = self._next_report = self._next_warning = 0.0
         self._tick_seconds = _TICK
@@ -111,10 +107,12 @@ class Hub:
         try:
             while self._stopped is None:
                 self._turn()
-            self.relay.close(f"the hub ends: {self._stopped}")
+            self.relay.close(f"the hub ends: {self._stopped}", time.monotonic())
             self.acceptor.stop_listening()
             until = time.monotonic() + _LEAVE_SECONDS
-            while (self.relay.leaving or self._leaving or self.acceptor.busy) and time.monotonic() < until:
+            while (
+                self.acceptor.busy or any(each.ended is not None for each in self._masks)
+            ) and time.monotonic() < until:
                 self._turn()
             self.journal.write(f"the hub ends: {self._stopped}")
             self._report(self)
@@ -171,39 +169,31 @@ class Hub:
     # Members.
 
     def _reads(self, session: Session) -> bool:
-        return session in self._masks and session not in self._leaving and self.relay.readable(session)
+        return session in self._masks and session.ended is None and self.relay.readable(session)
 
     def _receive(self, now: float) -> None:
         """Read each session that has sent something, once."""
-        for session in [each for each in self._again if self._reads(each)]:
+        for session in [*self._again]:
+            if not self._reads(session):
+                continue
+            more = False
             try:
                 frames, more = session.receive(now)
                 for frame in frames:
-                    self.relay.take(session, frame, now)
-                    if session in self.relay.leaving:
-                        break
-                if session.channel == "training" and not session.waits:
-                    self.relay.membership.heard(session.slot, now)
+                    if session.ended is None:
+                        self.relay.take(session, frame, now)
             except FrameError as error:
                 self.relay.drop(session, str(error), now)
-                more = False
             except OSError as error:
                 self._lose(session, tls.explain(error), now)
-                more = False
             except Exception as error:
                 self.relay.fail(session, error, now)
-                more = False
             if not more:
                 self._again.discard(session)
 
     def _send(self, now: float) -> None:
         """Send what connections take."""
-        if self.relay.leaving:
-            for session in self.relay.leaving:
-                self._leaving[session] = now + _LEAVE_SECONDS
-                self._again.discard(session)
-            self.relay.leaving.clear()
-        for session in [each for each in self._masks if each.waiting or each in self._leaving]:
+        for session in [each for each in self._masks if each.waiting or each.ended is not None]:
             if not session.blocked and session.waiting:
                 try:
                     session.flush()
@@ -214,7 +204,7 @@ class Hub:
                     self._lose(session, f"{type(error).__name__}: {error}", now)  # what it holds cannot be sent
                     self.relay.fail(session, error, now)
                     continue
-            if session in self._leaving and not session.waiting:
+            if session.ended is not None and not session.waiting:
                 self._close_after_last(session, now)
         self.relay.update_full()
 
@@ -225,7 +215,7 @@ class Hub:
         stream = session.detach(reason, now)
         if stream is not None:
             stream.close()
-        if self._leaving.pop(session, None) is None:
+        if session.ended is None:
             self.journal.write(f"connection to {session.name} ({session.channel}) lost: {reason}")
 
     def _forget(self, session: Session) -> None:
@@ -237,7 +227,6 @@ class Hub:
 
     def _close_after_last(self, session: Session, now: float) -> None:
         self._forget(session)
-        del self._leaving[session]
         stream = session.detach("", now)
         if stream is not None:
             self.acceptor.close_gracefully(socket.socket(fileno=stream.connection.detach()), now)
@@ -245,29 +234,29 @@ class Hub:
     def _update_masks(self) -> None:
         """Register what each connection waits for."""
         self._streams.update()
-        usual = not self._leaving and not self.relay.crowded
+        crowded = self.relay.crowded
         for session, mask in self._masks.items():
-            if usual and mask == _READ and not session.blocked:
+            if mask == _READ and not session.blocked and not crowded and session.ended is None:
                 continue
             assert session.stream is not None
             wanted = _WRITE if session.blocked else 0
-            if session not in self._leaving and self.relay.readable(session):
+            if session.ended is None and self.relay.readable(session):
                 wanted |= _READ
-            if wanted == mask:
-                continue
-            connection = session.stream.connection
-            if not mask:
-                self._selector.register(connection, wanted, session)
-            elif not wanted:
-                self._selector.unregister(connection)
-            else:
-                self._selector.modify(connection, wanted, session)
-            self._masks[session] = wanted
+            if wanted != mask:
+                watch(self._selector, session.stream.connection, mask, wanted, session)
+                self._masks[session] = wanted
 
     def _greet(self, pending: PendingConnection, arrival: Arrival, now: float) -> None:
-        """Attach a site's connection to its session, or refuse it."""
+        """Attach a site's connection to its session.
+
+        Raises:
+            RefusedError: if the site is refused.
+            TryAgainError: if it is refused, and may be accepted later.
+        """
         try:
             self._attach(pending, arrival, now)
+        except (RefusedError, TryAgainError):
+            raise
         except Exception as error:
             self.journal.fault(f"{arrival.name} ({arrival.hello.channel}) cannot be accepted", error)
             for session in list(self.relay.sessions.values()):
@@ -277,32 +266,23 @@ class Hub:
                 self.acceptor.close_gracefully(pending.detach(), now)
 
     def _attach(self, pending: PendingConnection, arrival: Arrival, now: float) -> None:
-        session: Session | None = None
         if arrival.serial in self.kit.revoked:  # since its handshake
-            answer: Any = Refuse(arrival.name, "its certificate has been revoked", False)
-        else:
-            session, answer = self.relay.greet(arrival.name, arrival.hello, arrival.serial, now)
-        if session is None or isinstance(answer, Refuse):
-            assert isinstance(answer, Refuse)
-            self.acceptor.refused += 1
-            self.journal.refuse(pending.address, f"{arrival.name}: {answer.reason}", now)
-            pending.refuse(pack_control(answer, 0))
-            self.acceptor.close_gracefully(pending.detach(), now)
-            return
+            raise RefusedError("its certificate has been revoked")
+        session, welcome = self.relay.greet(arrival.name, arrival.hello, arrival.serial, now)
         if session.stream is not None:
             self._lose(session, "the site has dialled again", now)
-        if not self._encrypt_local and (local := dial_back(arrival.stream.connection, arrival.hello)) is not None:
-            arrival.stream.connection.continue_over(local)
-        session.attach(arrival.stream, answer, now)
-        found: dict[str, Any] = dict(arrival.stream.connection.getpeercert() or {})
-        session.expires = datetime.fromtimestamp(ssl.cert_time_to_seconds(found["notAfter"]), timezone.utc)
-        if not answer.resumed and session.channel == "training":
-            self._warn(renewal_warning(session.name, session.expires))
+        connection = arrival.stream.connection
+        if not self._encrypt_local and (local := dial_back(connection, arrival.hello)) is not None:
+            connection.continue_over(local)
+        session.attach(arrival.stream, welcome, now)
+        session.expires = arrival.expires
         self._masks[session] = _READ
-        self._selector.register(arrival.stream.connection, _READ, session)
+        self._selector.register(connection, _READ, session)
         self._again.add(session)
-        if answer.resumed:
+        if welcome.resumed:
             self.journal.write(f"{arrival.name} ({session.channel}) has dialled again from {pending.address}")
+        elif session.channel == "training":
+            self._warn(renewal_warning(session.name, session.expires))
 
     # Time.
 
@@ -310,9 +290,9 @@ class Hub:
         if self._stopped is None:
             self.relay.tick(now, self.acceptor.dials)
         self.acceptor.tick(now)
-        for event in self._streams.events():
+        for event in self._service.events():
             self.journal.write(event)
-        for session in [each for each, deadline in self._leaving.items() if now >= deadline]:
+        for session in [each for each in self._masks if each.ended is not None and now >= each.ended + _LEAVE_SECONDS]:
             self._lose(session, "it has not read its last frames", now)
         self._again.update(session for session in self._masks if session.partial)  # without an event until its end
         self.journal.end_period(now)
@@ -350,8 +330,7 @@ class Hub:
         self.kit, self._next_warning = kit, 0.0
         self.journal.write("the kit has been read again")
         for problem in self.kit_problems:
-            self.journal.write(f"the kit has changed, and a part of it is not used: {problem}")
-            _log.warning("the kit has changed, and a part of it is not used: %s", problem)
+            self._warn(f"the kit has changed, and a part of it is not used: {problem}")
         if new := kit.roster.sites[len(self.relay.roster) :]:
             self.relay.extend(kit.roster.sites)
             self.journal.write(f"the roster has new sites: {', '.join(new)}")
@@ -360,10 +339,11 @@ class Hub:
                 self.relay.drop(session, "its certificate has been revoked", now)
 
     def _close(self) -> None:
-        for session in [*self.relay.sessions.values(), *self._leaving]:
+        for session in self._masks:
             if (stream := session.detach("", 0.0)) is not None:
                 stream.close()
         self._streams.close()
+        self._service.close()
         self.acceptor.close()
         self._selector.close()
         for each in (self._wake, self._waker):

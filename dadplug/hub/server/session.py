@@ -5,12 +5,12 @@ from __future__ import annotations
 from datetime import datetime
 from typing import NamedTuple
 
-from ...errors import FrameError
+from ...errors import FrameError, RefusedError
+from ..check import CheckHandler
 from ..wire.frames import HEAD_BYTES, Head, Kind
-from ..wire.messages import Hello, Welcome, pack_control
+from ..wire.messages import VERSION, Hello, Welcome, pack_control
 from ..wire.streams import HUB_SLOT, FrameReceiver, PackedFrame, SendQueue, Stream
 
-CHANNELS = ("training", "parameters", "store", "check")
 FULL_BYTES = 8 << 20  # unsent bytes of a queue at which those who fill it are no longer read
 KEPT_BYTES = 64 << 20  # the same for bytes that have not been acknowledged
 PING_SECONDS = 1.0
@@ -55,7 +55,6 @@ class Session:
         name: its name.
         channel: the channel, see `Hello`.
         instance: random number of the site's process.
-        position: the last step that it had closed when it dialled.
         waits: whether the site waits for the end of a run that it is not part of, or to join in it.
         ready: whether it can join, since it has made its model.
         recovers: whether it took part in a run when it dialled.
@@ -63,6 +62,7 @@ class Session:
         release: version of dadplug at the site.
         sites: number of sites that it knows, with which it can train.
         world_size: number of sites of the project.
+        check: the hub's part in a check of the site, on the channel for it.
         expires: end of its certificate, once it is known.
         rival: another process that has dialled in as the same site last: its random number, and the time.
         queue: frames to the site.
@@ -76,6 +76,7 @@ class Session:
         progress: steps that the site has ended, and messages of the step after them that it has begun.
         progressed: time at which a frame other than a ping arrived.
         lost: time at which the connection was lost, and the reason.
+        ended: time at which the session has ended; its last frames may still have to be sent. None before.
         bytes_in: bytes received.
         bytes_out: bytes sent; those that were lost with a connection count again.
     """
@@ -83,7 +84,7 @@ class Session:
     def __init__(self, slot: int, name: str, hello: Hello, serial: int, world_size: int, now: float) -> None:
         self.slot, self.name, self.serial = slot, name, serial
         self.channel, self.instance = hello.channel, hello.instance
-        self.position, self.release = hello.position, hello.release
+        self.release = hello.release
         self.rival = 0, now
         self.waits = self.ready = False
         self.recovers = hello.channel == "training" and hello.position.life > 0
@@ -97,8 +98,10 @@ class Session:
         self.created = self.heard = self.progressed = now
         self.progress = 0, 0
         self.lost = now, ""
+        self.ended: float | None = None
         self.bytes_in = self.bytes_out = 0
         self.world_size = world_size
+        self.check = CheckHandler(slot)
         self._receiver: FrameReceiver
         self._packed = bytearray()  # the frame that is arriving
         self._pinged = now
@@ -258,10 +261,15 @@ class Session:
             raise FrameError(f"a {head.kind.name} frame of slot {head.slot}, this site has slot {self.slot}")
 
 
-def check_hello(hello: Hello, version: int) -> str:
-    """Return why a site's first message is refused; empty if it is not."""
-    if hello.version != version:
-        return f"this site speaks version {hello.version} of the protocol, the hub version {version}: upgrade one"
-    if hello.channel not in CHANNELS:
-        return f"unknown channel {hello.channel!r}"
-    return ""
+def check_hello(hello: Hello) -> None:
+    """Check a site's first message.
+
+    Raises:
+        RefusedError: if the site speaks another version of the protocol, or wants an unknown channel.
+    """
+    if hello.version != VERSION:
+        raise RefusedError(
+            f"this site speaks version {hello.version} of the protocol, the hub version {VERSION}: upgrade one"
+        )
+    if hello.channel not in _ALLOWED:
+        raise RefusedError(f"unknown channel {hello.channel!r}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import shutil
 import sys
 import time
@@ -23,38 +24,30 @@ _RATE_SECONDS = 1.0  # at least, over which rates are measured
 
 
 class Meter:
-    """Rates by site, from numbers of bytes.
+    """Rates by site, from numbers of bytes."""
 
-    Args:
-        count: number of sites.
-    """
-
-    def __init__(self, count: int) -> None:
-        self._before: tuple[float, dict[int, tuple[int, int]]] | None = None
-        self._rates = [(0.0, 0.0)] * count
+    def __init__(self) -> None:
+        self._since = -math.inf  # the last measurement
+        self._before: dict[int, tuple[int, int]] = {}  # bytes from and to each session until then, by identity
+        self._rates: list[tuple[float, float]] = []
 
     def rates(self, relay: Relay, now: float) -> list[tuple[float, float]]:
-        """Return bytes per second from and to each site.
+        """Return bytes per second from and to each site; 0 before there are two measurements.
 
         Args:
             relay: the hub's sessions.
             now: the time, in seconds.
         """
-        self._rates += [(0.0, 0.0)] * (len(relay.roster) - len(self._rates))
-        if self._before is not None and now < self._before[0] + _RATE_SECONDS:
-            return self._rates
-        totals = {id(each): (each.bytes_in, each.bytes_out) for each in relay.sessions.values()}
-        last, self._before = self._before, (now, totals)
-        if last is None:
-            return self._rates
-        since, before = last
-        sums = [[0.0, 0.0] for _ in relay.roster]
-        for session in relay.sessions.values():
-            received, sent = before.get(id(session), (0, 0))
-            sums[session.slot][0] += max(0, session.bytes_in - received)
-            sums[session.slot][1] += max(0, session.bytes_out - sent)
-        self._rates = [(up / (now - since), down / (now - since)) for up, down in sums]
-        return self._rates
+        if now >= self._since + _RATE_SECONDS:
+            sums = [[0, 0] for _ in relay.roster]
+            for session in relay.sessions.values():
+                received, sent = self._before.get(id(session), (0, 0))
+                sums[session.slot][0] += max(0, session.bytes_in - received)
+                sums[session.slot][1] += max(0, session.bytes_out - sent)
+            took, self._since = now - self._since, now
+            self._rates = [(up / took, down / took) for up, down in sums]
+            self._before = {id(each): (each.bytes_in, each.bytes_out) for each in relay.sessions.values()}
+        return self._rates + [(0.0, 0.0)] * (len(relay.roster) - len(self._rates))
 
 
 def late_sites(relay: Relay, now: float) -> dict[int, float]:
@@ -69,7 +62,7 @@ def late_sites(relay: Relay, now: float) -> dict[int, float]:
     return {
         each.slot: now - each.progressed
         for each in sessions
-        if relay.membership.started and each.progress < furthest and now >= each.progressed + _LATE_SECONDS
+        if relay.run.membership.started and each.progress < furthest and now >= each.progressed + _LATE_SECONDS
     }
 
 
@@ -97,16 +90,16 @@ def snapshot(hub: Hub, meter: Meter) -> dict[str, Any]:
                 "bytes_per_second_to": round(rates[slot][1]),
                 "late_seconds": round(late.get(slot, 0.0), 1),
                 "certificate_days": days_left(session.expires) if session and session.expires else None,
-                "missed_steps": relay.run.missed.counts[slot] if slot < len(relay.names) else 0,
+                "missed_steps": relay.run.missed.counts[slot] if slot < len(relay.run.names) else 0,
             }
         )
     return {
         "project": kit.roster.project,
         "address": f"{hub.address[0]}:{hub.address[1]}",
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "started": relay.membership.started,
-        "step": relay.membership.step,
-        "waiting": relay.pause,
+        "started": relay.run.membership.started,
+        "step": relay.run.membership.step,
+        "waiting": relay.run.pause,
         "refused": hub.acceptor.refused,
         "certificate_days": days_left(kit.certificate.not_valid_after_utc),
         "kit_problems": hub.kit_problems,
@@ -121,7 +114,7 @@ def _state(relay: Relay, slot: int) -> str:
         return "absent"
     if session.stream is None:
         return "disconnected"
-    return Phase.WAITING.value if session.waits else relay.membership.phase(slot).value
+    return Phase.WAITING.value if session.waits else relay.run.membership.phase(slot).value
 
 
 def table(status: dict[str, Any]) -> list[str]:

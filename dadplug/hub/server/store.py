@@ -78,12 +78,6 @@ class Store:
             "num_keys": lambda request: Reply(request.number, amount=len(self._values)),
         }
 
-    def reset(self) -> None:
-        """Forget everything: the sites begin a new run."""
-        self._values.clear()
-        self._waiting.clear()
-        self._nbytes = 0
-
     def handle(self, slot: int, body: bytes) -> list[tuple[int, bytes]]:
         """Take a request.
 

@@ -10,7 +10,7 @@ import itertools
 import selectors
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from ...errors import FrameError
 from ..secure.sealing import OPEN_BYTES
@@ -37,6 +37,24 @@ class StreamService(Protocol):
 
     def close(self) -> None:
         """End the service: the hub ends."""
+
+
+class NoService:
+    """Service of a hub that has none: each stream ends at once."""
+
+    def accept(self, slot: int, connected: socket.socket) -> None:
+        """End a stream."""
+        connected.close()
+
+    def begin(self, names: Sequence[str]) -> None:
+        """Take the names of the sites of the next run, for nothing."""
+
+    def events(self) -> Iterator[str]:
+        """Return that nothing has happened."""
+        return iter(())
+
+    def close(self) -> None:
+        """End the service."""
 
 
 class HubStream:
@@ -79,10 +97,10 @@ class HubStreams:
 
     Args:
         selector: the hub's selector, with which the streams' local sockets are registered.
-        service: the service; None where the hub has none, and ends each stream at once.
+        service: the service.
     """
 
-    def __init__(self, selector: selectors.BaseSelector, service: StreamService | None) -> None:
+    def __init__(self, selector: selectors.BaseSelector, service: StreamService) -> None:
         self.service = service
         self._selector = selector
         self._streams: dict[tuple[int, int], HubStream] = {}  # by slot and channel
@@ -107,10 +125,7 @@ class HubStreams:
         if sum(slot == session.slot for slot, _ in self._streams) >= _MOST_STREAMS:
             raise FrameError(f"more than {_MOST_STREAMS} streams to the hub")
         stream = self._streams[session.slot, channel] = HubStream(session, channel)
-        if self.service is None:
-            stream.peer.program.close()
-        else:
-            self.service.accept(session.slot, stream.peer.program)
+        self.service.accept(session.slot, stream.peer.program)
         return stream
 
     def end(self, session: Session) -> None:
@@ -171,29 +186,29 @@ class HubStreams:
         """Register what each socket waits for."""
         for stream in self._streams.values():
             wanted = _WRITE * stream.peer.holds_incoming | _READ * (stream.room > 0)
-            if wanted == stream.mask:
-                continue
-            if not stream.mask:
-                self._selector.register(stream.peer.local, wanted, stream)
-            elif not wanted:
-                self._selector.unregister(stream.peer.local)
-            else:
-                self._selector.modify(stream.peer.local, wanted, stream)
-            stream.mask = wanted
-
-    def begin(self, names: Sequence[str]) -> None:
-        """Begin a run of other sites than before."""
-        if self.service is not None:
-            self.service.begin(names)
-
-    def events(self) -> Iterator[str]:
-        """Yield what has happened at the service."""
-        if self.service is not None:
-            yield from self.service.events()
+            if wanted != stream.mask:
+                watch(self._selector, stream.peer.local, stream.mask, wanted, stream)
+                stream.mask = wanted
 
     def close(self) -> None:
-        """Close all streams, and the service."""
+        """Close all streams."""
         for key in list(self._streams):
             self._remove(key)
-        if self.service is not None:
-            self.service.close()
+
+
+def watch(selector: selectors.BaseSelector, connection: Any, before: int, events: int, data: object) -> None:
+    """Let a selector wait for other events of a connection than before.
+
+    Args:
+        selector: the selector.
+        connection: the connection.
+        before: the events that it waits for now; 0 where the connection is not registered.
+        events: other ones; 0 for none.
+        data: what the selector returns with them.
+    """
+    if not before:
+        selector.register(connection, events, data)
+    elif events:
+        selector.modify(connection, events, data)
+    else:
+        selector.unregister(connection)

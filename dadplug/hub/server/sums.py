@@ -41,14 +41,13 @@ class Sums:
         """Take the number of all sites, since there are further ones."""
         self.nbytes += [0] * (world_size - len(self.nbytes))
 
-    def add(self, head: Head, body: memoryview, slots: Sequence[int], attempt: int) -> bytes | None:
+    def add(self, head: Head, body: memoryview, slots: Sequence[int]) -> bytes | None:
         """Take a piece.
 
         Args:
             head: its head.
             body: its body.
             slots: slots of the sites whose pieces count, in ascending order.
-            attempt: number of the attempt, for the head of the sum.
 
         Returns:
             The frame of the sum, if all its pieces are here.
@@ -84,7 +83,7 @@ class Sums:
                     "sites do not run the same program"
                 )
         total = add([each for _, each in found], dtype)
-        return first._replace(kind=Kind.SUM, slot=0, tag=attempt & 0xFFFF).pack() + total
+        return first._replace(kind=Kind.SUM, slot=0, tag=0).pack() + total
 
     @property
     def full(self) -> bool:
@@ -94,11 +93,6 @@ class Sums:
     def is_ahead(self, slot: int) -> bool:
         """Return whether a site is not to be read, since too much of it waits for others."""
         return self.full and self.nbytes[slot] > min(self.nbytes)
-
-    def clear(self) -> None:
-        """Forget all pieces."""
-        self._waiting.clear()
-        self.nbytes = [0] * len(self.nbytes)
 
 
 def add(summands: Sequence[bytes | memoryview], dtype: torch.dtype) -> bytes:

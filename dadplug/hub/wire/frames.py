@@ -17,8 +17,7 @@ counting: a site that learns of a drop sooner than another may leave out an exch
 interface `dadplug.exchange.Transport` offers becomes:
 
 - gather: each site sends a `PAYLOAD`, which the hub passes on to all others;
-- all-reduce: each site sends a `SUMMAND`; the hub adds them up in the order of slots and sends the `SUM` to all, with
-  the number of the attempt as its tag: sums of an older attempt are void;
+- all-reduce: each site sends a `SUMMAND`; the hub adds them up in the order of slots and sends the `SUM` to all;
 - broadcast: the contributor with the lowest slot sends a `PAYLOAD`, the others none; objects: two gathers, sizes first;
 - the reason why a site leaves: `Leave`, which the hub announces as the reason of `Drop`.
 
@@ -75,7 +74,7 @@ class Head(NamedTuple):
         exchange: number of the exchange in the step.
         offset: bytes of the message before this piece.
         length: bytes of this piece.
-        tag: for `SUM` the attempt; for `STATE` a number that tells one transfer from another.
+        tag: for `STATE` a number that tells one transfer from another.
     """
 
     kind: Kind

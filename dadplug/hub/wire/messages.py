@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Literal, NamedTuple, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
 from ...errors import DamagedError, FrameError
 from ...exchange import codec
@@ -65,9 +66,6 @@ class Rules:
         patience: with "skip", how many times the median step a member may take.
         site_timeout: seconds without any bytes after which a site counts as lost.
         progress_timeout: seconds for which others wait for a site that is alive and does not get on.
-        start_timeout: seconds after which training starts with `min_sites`, without those of the roster that have not
-            dialled in; None to wait for all. Without all of them, the site with the most steps may be missing.
-        kept_steps: number of closed steps whose frames are kept for replay.
         max_lag: with "skip", number of steps by which a member may be behind.
 
     Raises:
@@ -79,8 +77,6 @@ class Rules:
     patience: float = 3.0
     site_timeout: float = 10.0
     progress_timeout: float = 300.0
-    start_timeout: float | None = None
-    kept_steps: int = 16
     max_lag: int = 256
 
     def __post_init__(self) -> None:
@@ -90,11 +86,9 @@ class Rules:
             raise ValueError(f"late={self.late!r}: choose 'wait' or 'skip'")
         if not self.patience > 1:
             raise ValueError(f"patience={self.patience}: it has to exceed 1, the median step")
-        for name in ("site_timeout", "progress_timeout", "kept_steps", "max_lag"):
+        for name in ("site_timeout", "progress_timeout", "max_lag"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)}: it has to be positive")
-        if self.start_timeout is not None and not self.start_timeout >= 0:
-            raise ValueError(f"start_timeout={self.start_timeout}: it cannot be negative")
 
 
 @dataclass(frozen=True)
@@ -103,15 +97,13 @@ class Accept:
 
     Attributes:
         slot: the site.
-        position: the hub's position; None where training has not started. A site that needs no state adopts its life.
-        needs_state: whether the site will be sent parameters and progress; unknown, and False, before the start.
-        session: number of this connection among those of the slot.
+        position: the hub's position; None where the site does not take part yet.
+        needs_state: whether the site will be sent parameters and progress.
     """
 
     slot: int
     position: Position | None
     needs_state: bool
-    session: int
 
 
 @dataclass(frozen=True)
@@ -131,22 +123,16 @@ class Refuse:
 
 @dataclass(frozen=True)
 class Start:
-    """Announce that training starts, or starts again from an older position since no site holds the last step.
+    """Announce that training starts, with all sites.
 
-    A hub that knows its last closed step, from a log that is written before a close is announced, goes on with the
-    sites that hold it. Without a log it waits for all sites of the roster, since an absent one may have closed the most
-    steps, and the highest closed step wins. The same happens where all sites are here and none holds the last step.
-    Every such start is a new life, with a number never used before: steps with equal numbers in different lives are
-    different steps, so a site that comes later from an older life is sent the state.
+    Every start begins a new life, with a number never used before: steps with equal numbers in different lives are
+    different steps.
 
     Attributes:
         position: the position that training starts from.
-        holders: slots that are at this position; the other sites will be sent the state. A holder that has loaded
-            another state meanwhile has to dial again.
     """
 
     position: Position
-    holders: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -156,12 +142,10 @@ class Join:
     Attributes:
         slot: the site.
         step: the first step that it takes part in. What it has sent for this step before is void.
-        session: number of its connection. A site that is replayed its own earlier `Join` has to ignore it.
     """
 
     slot: int
     step: int
-    session: int
 
 
 @dataclass(frozen=True)
@@ -194,19 +178,6 @@ class SendState:
 
 
 @dataclass(frozen=True)
-class Replay:
-    """Send the kept frames of the steps from `first` on, those of the open step included, and all later ones.
-
-    Attributes:
-        slot: the site.
-        first: the first step.
-    """
-
-    slot: int
-    first: int
-
-
-@dataclass(frozen=True)
 class Drop:
     """Announce that a site has gone, and close its connection.
 
@@ -223,7 +194,9 @@ class Drop:
 
 @dataclass(frozen=True)
 class Skip:
-    """Announce that a member is late: it counts as a site with 0 samples in this step, and stays a member.
+    """Record that a member is late: it counts as a site with 0 samples in this step, and stays a member.
+
+    Not announced: a site is skipped where it is no contributor of a `Close`.
 
     Attributes:
         slot: the site.
@@ -235,33 +208,16 @@ class Skip:
 
 
 @dataclass(frozen=True)
-class Redo:
-    """Compute the sums of the open step again, which have been computed from others' summands.
-
-    Attributes:
-        step: the step.
-        attempt: number of the attempt, which the new sums carry; older ones are void.
-        participants: slots whose summands count.
-    """
-
-    step: int
-    attempt: int
-    participants: Sequence[int]
-
-
-@dataclass(frozen=True)
 class Close:
     """Announce that a step is closed: all apply it.
 
     Attributes:
         step: the step.
         contributors: slots whose frames count, in ascending order.
-        attempt: the attempt whose sums count.
     """
 
     step: int
     contributors: Sequence[int]
-    attempt: int
 
 
 @dataclass(frozen=True)
@@ -288,7 +244,7 @@ class Resume:
     step: int
 
 
-Action = Accept | Refuse | Start | Join | SendState | Replay | Drop | Skip | Redo | Close | Pause | Resume
+Action = Accept | Start | Join | SendState | Drop | Skip | Close | Pause | Resume
 
 
 class Report(NamedTuple):
@@ -417,23 +373,19 @@ class Leave(NamedTuple):
 # Names on the wire: versions that differ still understand each other's `Hello` and `Refuse`.
 _NAMES: dict[str, tuple[Any, ...]] = {
     "dadplug.hub.actions": (
-        *(Accept, Refuse, Start, Grow, Join, SendState, Replay, Drop, Skip, Redo, Close, Pause, Resume),
+        *(Accept, Refuse, Start, Grow, Join, SendState, Drop, Close, Pause, Resume),
         Position,
     ),
     "dadplug.hub.frames": (Hello, Welcome, Joined, Leave),
     "dadplug.hub.restart_messages": (Report, Repeat, Continue),
     "dadplug.exchange.requirements": (Requirements,),
 }
-_HINTS: dict[type, dict[str, str]] = {}
-_SLOTS = {"slot", "donor", "joiner", "holders", "participants", "contributors"} | {"waiting_for", "joined", "gone"}
-_TEXTS = {"names"}
+_HINTS: dict[type, dict[str, Any]] = {}
+_SLOTS = {"slot", "donor", "joiner", "contributors", "waiting_for", "joined", "gone"}  # fields with numbers of sites
 for _prefix, _classes in _NAMES.items():
     for _class in _classes:
         codec.register(_class, f"{_prefix}.{_class.__name__}")
-        _HINTS[_class] = {
-            name: hint.__name__ if isinstance(hint, type) else str(hint)
-            for name, hint in get_type_hints(_class).items()
-        }
+        _HINTS[_class] = get_type_hints(_class)
 
 
 def pack_control(message: Any, slot: int) -> bytes:
@@ -468,29 +420,21 @@ def read_control(body: bytes, world_size: int) -> Any:
     if type(message) not in _HINTS or isinstance(message, Position):
         raise FrameError(f"an object of type {type(message).__name__} is no control message")
     for name, hint in _HINTS[type(message)].items():
-        value = getattr(message, name)
-        if not (_are_texts(value) if name in _TEXTS else _fits(value, hint)) or (
-            name in _SLOTS and not _are_slots(value, world_size)
-        ):
+        if not _fits(getattr(message, name), hint, world_size if name in _SLOTS else 1 << 63):
             raise FrameError(f"field {name} of a control message {type(message).__name__} is out of range")
     return message
 
 
-def _fits(value: Any, hint: str) -> bool:
-    if hint == "int":
-        return type(value) is int and 0 <= value < 1 << 63
-    if hint in ("bool", "str"):
-        return type(value) is bool if hint == "bool" else type(value) is str and len(value) <= _LONGEST_TEXT
-    if "Position" in hint:
-        return (value is None and "None" in hint) or (
-            type(value) is Position and _fits(value.life, "int") and _fits(value.step, "int")
-        )
-    return type(value) is tuple and all(_fits(each, "int") for each in value)
-
-
-def _are_texts(value: Any) -> bool:
-    return type(value) is tuple and all(_fits(each, "str") for each in value)
-
-
-def _are_slots(value: Any, world_size: int) -> bool:
-    return all(each < world_size for each in (value if isinstance(value, tuple) else (value,)))
+def _fits(value: Any, hint: Any, end: int = 1 << 63) -> bool:
+    """Return whether a field has the type of its hint, and its numbers are below an end."""
+    if hint is int:
+        return type(value) is int and 0 <= value < end
+    if hint is str:
+        return type(value) is str and len(value) <= _LONGEST_TEXT
+    if hint in (bool, NoneType):
+        return type(value) is hint
+    if hint is Position:
+        return type(value) is Position and _fits(tuple(value), tuple[int, int])
+    if isinstance(hint, UnionType):
+        return any(_fits(value, each) for each in get_args(hint))
+    return type(value) is tuple and all(_fits(each, get_args(hint)[0], end) for each in value)
