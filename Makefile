@@ -27,14 +27,14 @@ demo: $(READY)
 # mypy works beside the first tests.
 test: lint
 	$(MAKE) --no-print-directory --jobs 2 types pytest
-	$(MAKE) --no-print-directory test-avx2 test-generic
+	$(MAKE) --no-print-directory --jobs 2 --output-sync=target test-avx2 test-generic
 
 pytest: $(READY)
 	$(BIN)/python tests/run.py $(XDIST)
 
-# The numerical tests, as processors with fewer vector instructions than this one run them.
+# The numerical tests, as processors with fewer vector instructions than this one run them; each in one process.
 test-avx2 test-generic: test-%: $(READY)
-	$(BIN)/python tests/processors.py $* $(XDIST)
+	$(BIN)/python tests/processors.py $*
 
 # Builds of torch without CUDA save gigabytes, where an index offers them:
 # PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test-oldest

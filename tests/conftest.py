@@ -22,31 +22,45 @@ gc.set_threshold(10_000, 20, 50)  # by default, a tenth of the time goes into lo
 # Files of long tests start first, so that in the end no process waits for another that has just begun one.
 LONG = (
     "test_loops.py",
+    "test_elastic.py",
     "test_docs.py",
     "test_zoo.py",
-    "test_elastic.py",
-    "test_reduction.py",
-    "test_lost_sites.py",
-    "test_examples.py",
-    "test_lightning_programs.py",
-    "test_models_of_others.py",
-    "test_adapm.py",
-    "test_lightning.py",
-    "test_hierarchy.py",
-    "test_noise.py",
-    "test_lossy_state.py",
-    "test_failures.py",
-    "test_trainer_loops.py",
     "test_benchmarks.py",
+    "test_feedback.py",
+    "test_trainer_loops.py",
+    "test_examples.py",
+    "test_lightning.py",
+    "test_adapm.py",
     "test_hogwild_starts.py",
+    "test_reduction.py",
+    "test_server.py",
+    "test_lossy_state.py",
+    "test_lost_sites.py",
+    "test_models_of_others.py",
+    "test_architecture.py",
+    "test_merge_memory.py",
+    "test_local_sgd.py",
+    "test_hierarchy.py",
     "test_parameter_server.py",
-    "test_edad.py",
-    "test_hogwild.py",
-    "test_elastic_catalyst.py",
-    "test_owner.py",
+    "test_lightning_programs.py",
+    "test_sealing.py",
+    "test_reduction_state.py",
+    "test_sequencer_at_hub.py",
+    "test_link.py",
     "test_tunnel.py",
+    "test_hogwild.py",
+    "test_failures.py",
+    "test_elastic_catalyst.py",
+    "test_noise.py",
+    "test_edad.py",
+    "test_restarts.py",
+    "test_distributed_runner.py",
     "test_parameter_server_strategy.py",
     "test_returning_sites.py",
+    "test_owner.py",
+    "test_adapm_bindings.py",
+    "test_chains.py",
+    "test_site_processes.py",
     "test_experiment.py",
     "test_compare.py",
     "test_kit_flag.py",
@@ -55,7 +69,6 @@ LONG = (
     "test_adapm_shards.py",
     "test_goodput.py",
     "test_jit.py",
-    "test_sequencer_at_hub.py",
 )
 
 
@@ -95,6 +108,12 @@ def pytest_collection_finish():
 def _end_sites():
     yield
     support.close_all()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _pause_sites():
+    yield
+    support.pause_all()
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import support
@@ -27,6 +28,12 @@ def test_libraries_follow_the_imitated_processor(name, capability):
         [sys.executable, "-c", LOOK], env=os.environ | variables, capture_output=True, text=True, check=True
     )
     assert json.loads(found.stdout) == [variables["NUMBA_CPU_NAME"], capability]
+
+
+@pytest.mark.parametrize("test", processors.TESTS)
+def test_the_tests_that_are_named_exist(test):
+    path, _, name = test.partition("::")
+    assert f"def {name}" in Path(path).read_text()
 
 
 def test_what_cannot_be_imitated_is_skipped_with_the_reason(monkeypatch, tmp_path, capsys):

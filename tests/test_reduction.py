@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
 import zoo
-from comparison import gradients, off_by, shares
+from comparison import Beside, gradients, off_by, shares
 from torch import nn
 
 import dadplug
@@ -68,35 +69,35 @@ def test_exact_modes_match_one_process_at_more_sites(sites, mode):
     sites(4).run(matches_one_process, "repeated", mode, 4, {})
 
 
-def replicas_stay_equal(name: str, mode: str, options: dict) -> None:
+def replicas_stay_equal(names: list[str], mode: str, steps: int, options: dict) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(rank)
-    model = zoo.build(name, torch.float32)
-    reduction = dadplug.GradientReduction(model, mode=mode, rank=2, **options)
-    kind = torch.optim.SGD if name in ("sparse", "bags") else torch.optim.AdamW  # the latter takes no sparse gradients
-    optimizer = kind(model.parameters(), lr=0.01)
-    for step in range(20):
-        inputs, targets = zoo.batch(name, 14, seed=step)
-        inputs = inputs.float() if inputs.is_floating_point() else inputs
-        mine = shares(14, rank, world_size, step)
-        optimizer.zero_grad()
-        zoo.loss(model, inputs[mine], targets[mine]).backward()
-        reduction.synchronize()
-        optimizer.step()
-    assert reduction.first_difference() is None
-    reduction.detach()
+    for name in names:
+        torch.manual_seed(rank)
+        model = zoo.build(name, torch.float32)
+        reduction = dadplug.GradientReduction(model, mode=mode, rank=2, **options)
+        kind = torch.optim.SGD if name in ("sparse", "bags") else torch.optim.AdamW  # it takes no sparse gradients
+        optimizer = kind(model.parameters(), lr=0.01)
+        for step in range(steps):
+            inputs, targets = zoo.batch(name, 14, seed=step)
+            inputs = inputs.float() if inputs.is_floating_point() else inputs
+            mine = shares(14, rank, world_size, step)
+            optimizer.zero_grad()
+            zoo.loss(model, inputs[mine], targets[mine]).backward()
+            reduction.synchronize()
+            optimizer.step()
+        assert reduction.first_difference() is None, name
+        reduction.detach()
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_replicas_are_equal_to_the_bit_after_20_steps(sites, mode):
-    for name in zoo.ZOO:
-        sites(2).run(replicas_stay_equal, name, mode, {})
+def test_replicas_are_equal_to_the_bit_after_many_steps(sites, mode):
+    sites(2).run(replicas_stay_equal, list(zoo.ZOO), mode, 10, {})
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_replicas_are_equal_to_the_bit_on_a_rounding_wire(sites, mode):
-    for name in ("mixed", "conv1d", "transposed", "bags", "images"):
-        sites(2).run(replicas_stay_equal, name, mode, {"wire": "bf16", "dense": "lowrank"})
+    names = ["mixed", "conv1d", "transposed", "bags", "images"]
+    sites(2).run(replicas_stay_equal, names, mode, 20, {"wire": "bf16", "dense": "lowrank"})
 
 
 def curve(mode: str) -> list[float]:
@@ -125,30 +126,26 @@ def test_dad_and_dsgd_train_on_one_curve_in_single_precision(sites):
         assert factors == pytest.approx(dense, rel=1e-4)
 
 
+def mlp() -> nn.Module:
+    return zoo.build("mlp")
+
+
 def accumulates(mode: str, use_no_sync: bool) -> None:
     """Micro-batches, one buffer reused for all inputs, as a loader may; an uneven last group."""
     rank = dist.get_rank()
-    torch.manual_seed(3)
-    reference = zoo.build("mlp")
-    model = copy.deepcopy(reference)
-    reduction = dadplug.GradientReduction(model, mode=mode)
     buffer = torch.empty(4, 6, dtype=torch.float64)
-    for step, groups in enumerate((3, 3, 2, 4, 1)):
-        model.zero_grad(), reference.zero_grad()
-        for group in range(groups):
-            inputs, targets = zoo.batch("mlp", 8, seed=10 * step + group)
-            buffer.copy_(inputs[4 * rank : 4 * rank + 4])
-            value = zoo.loss(model, buffer, targets[4 * rank : 4 * rank + 4])
-            if use_no_sync and group + 1 < groups:
-                with reduction.no_sync():
+    with Beside(mlp, mode=mode) as both:
+        for step, groups in enumerate((3, 3, 2, 4, 1)):
+            both.zero_grad()
+            for group in range(groups):
+                inputs, targets = zoo.batch("mlp", 8, seed=10 * step + group)
+                buffer.copy_(inputs[4 * rank : 4 * rank + 4])
+                value = zoo.loss(both.model, buffer, targets[4 * rank : 4 * rank + 4])
+                with both.reduction.no_sync() if use_no_sync and group + 1 < groups else nullcontext():
                     value.backward()
-            else:
-                value.backward()
-            zoo.loss(reference, inputs, targets).backward()
-        reduction.synchronize()
-        for (name, p), q in zip(model.named_parameters(), reference.parameters()):
-            assert torch.allclose(p.grad, q.grad, rtol=1e-10, atol=1e-13), (step, name)
-    reduction.detach()
+                zoo.loss(both.reference, inputs, targets).backward()
+            both.reduction.synchronize()
+            both.check(step, rtol=1e-10)
 
 
 @pytest.mark.parametrize("use_no_sync", [True, False])
@@ -162,7 +159,7 @@ def test_no_sync_sends_nothing(sites):
 
 
 def bytes_in_no_sync() -> int:
-    model = zoo.build("mlp")
+    model = mlp()
     reduction = dadplug.GradientReduction(model, mode="dad")
     for step in range(3):
         inputs, targets = zoo.batch("mlp", 4, seed=step)
@@ -177,22 +174,16 @@ def bytes_in_no_sync() -> int:
 
 def gradients_accumulate_over_steps(mode: str, set_to_none: bool) -> None:
     """Without zero_grad in between, `.grad` grows by each step's agreed gradient."""
-    rank = dist.get_rank()
-    torch.manual_seed(3)
-    reference = zoo.build("mixed")
-    model = copy.deepcopy(reference)
-    reduction = dadplug.GradientReduction(model, mode=mode)
-    for step in range(4):
-        if step % 2 == 0:
-            model.zero_grad(set_to_none), reference.zero_grad(set_to_none)
-        inputs, targets = zoo.batch("mixed", 8, seed=step)
-        mine = slice(0, 3) if rank == 0 else slice(3, 8)
-        zoo.loss(model, inputs[mine], targets[mine]).backward()
-        reduction.synchronize()
-        zoo.loss(reference, inputs, targets).backward()
-        for p, q in zip(model.parameters(), reference.parameters()):
-            assert torch.allclose(p.grad, q.grad, rtol=1e-9, atol=1e-13)
-    reduction.detach()
+    mine = (slice(0, 3), slice(3, 8))[dist.get_rank()]
+    with Beside(lambda: zoo.build("mixed"), mode=mode) as both:
+        for step in range(4):
+            if step % 2 == 0:
+                both.zero_grad(set_to_none)
+            inputs, targets = zoo.batch("mixed", 8, seed=step)
+            zoo.loss(both.model, inputs[mine], targets[mine]).backward()
+            both.reduction.synchronize()
+            zoo.loss(both.reference, inputs, targets).backward()
+            both.check(step)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -202,21 +193,16 @@ def test_gradients_accumulate_between_steps(sites, mode, set_to_none):
 
 
 def uniform_weighting(mode: str) -> None:
-    rank = dist.get_rank()
-    torch.manual_seed(3)
-    reference = zoo.build("mlp")
-    model = copy.deepcopy(reference)
-    reduction = dadplug.GradientReduction(model, mode=mode, weighting="uniform")
-    for step in range(3):
-        model.zero_grad(), reference.zero_grad()
-        inputs, targets = zoo.batch("mlp", 9, seed=step)
-        parts = [slice(0, 2), slice(2, 9)]
-        zoo.loss(model, inputs[parts[rank]], targets[parts[rank]]).backward()
-        reduction.synchronize()
-        sum(0.5 * zoo.loss(reference, inputs[part], targets[part]) for part in parts).backward()
-        for p, q in zip(model.parameters(), reference.parameters()):
-            assert torch.allclose(p.grad, q.grad, rtol=1e-10, atol=1e-13)
-    reduction.detach()
+    parts = [slice(0, 2), slice(2, 9)]
+    mine = parts[dist.get_rank()]
+    with Beside(mlp, mode=mode, weighting="uniform") as both:
+        for step in range(3):
+            both.zero_grad()
+            inputs, targets = zoo.batch("mlp", 9, seed=step)
+            zoo.loss(both.model, inputs[mine], targets[mine]).backward()
+            both.reduction.synchronize()
+            sum(0.5 * zoo.loss(both.reference, inputs[part], targets[part]) for part in parts).backward()
+            both.check(step, rtol=1e-10)
 
 
 @pytest.mark.parametrize("mode", EXACT)
@@ -227,25 +213,19 @@ def test_uniform_weighting_counts_sites_equally(sites, mode):
 def idles(mode: str) -> None:
     """Site 1 has no data from the third step on, nor in the first."""
     rank = dist.get_rank()
-    torch.manual_seed(3)
-    reference = zoo.build("mixed")
-    model = copy.deepcopy(reference)
-    reduction = dadplug.GradientReduction(model, mode=mode)
-    for step in range(6):
-        model.zero_grad(), reference.zero_grad()
-        inputs, targets = zoo.batch("mixed", 6, seed=step)
-        both = step in (1, 2)
-        mine = slice(2 * rank, 2 * rank + 4) if both else slice(0, 6)
-        if rank == 0 or both:
-            mine = (slice(0, 4) if rank == 0 else slice(4, 6)) if both else slice(0, 6)
-            zoo.loss(model, inputs[mine], targets[mine]).backward()
-            reduction.synchronize()
-        else:
-            reduction.idle()
-        zoo.loss(reference, inputs, targets).backward()
-        for (name, p), q in zip(model.named_parameters(), reference.named_parameters()):
-            assert torch.allclose(p.grad, q[1].grad, rtol=1e-9, atol=1e-13), (step, name)
-    reduction.detach()
+    with Beside(lambda: zoo.build("mixed"), mode=mode) as both:
+        for step in range(6):
+            both.zero_grad()
+            inputs, targets = zoo.batch("mixed", 6, seed=step)
+            rows = (slice(0, 4), slice(4, 6)) if step in (1, 2) else (slice(0, 6), slice(0, 0))
+            mine = rows[rank]
+            if len(targets[mine]):
+                zoo.loss(both.model, inputs[mine], targets[mine]).backward()
+                both.reduction.synchronize()
+            else:
+                both.reduction.idle()
+            zoo.loss(both.reference, inputs, targets).backward()
+            both.check(step)
 
 
 @pytest.mark.parametrize("mode", EXACT)
@@ -254,7 +234,7 @@ def test_a_site_without_data_gets_the_others_gradient(sites, mode):
 
 
 def everybody_idles() -> None:
-    model = zoo.build("mlp")
+    model = mlp()
     reduction = dadplug.GradientReduction(model, mode="dad")
     for _ in range(2):
         reduction.idle()
@@ -267,7 +247,7 @@ def test_a_step_without_any_data_leaves_no_gradient(sites):
 
 
 def stops() -> list[bool]:
-    model = zoo.build("mlp")
+    model = mlp()
     reduction = dadplug.GradientReduction(model, mode="rankdad", rank=2)
     seen = []
     for step in range(3):
@@ -285,11 +265,8 @@ def test_one_site_can_stop_all(sites):
 
 def second_derivatives(mode: str, name: str) -> None:
     """A gradient penalty in every other step: the inner gradient must leave no factors, the outer one is dense."""
-    rank = dist.get_rank()
-    torch.manual_seed(3)
-    reference = zoo.build(name)
-    model = copy.deepcopy(reference)
-    reduction = dadplug.GradientReduction(model, mode=mode)
+    halves = slice(0, 4), slice(4, 8)
+    mine = halves[dist.get_rank()]
 
     def penalised(net, inputs, targets, step):
         inputs = inputs.clone().requires_grad_(True)
@@ -299,16 +276,14 @@ def second_derivatives(mode: str, name: str) -> None:
             value = value + slope.tanh().square().sum()
         return value
 
-    for step in range(4):
-        model.zero_grad(), reference.zero_grad()
-        inputs, targets = zoo.batch(name, 8, seed=step)
-        halves = slice(0, 4), slice(4, 8)
-        penalised(model, inputs[halves[rank]], targets[halves[rank]], step).backward()
-        reduction.synchronize()
-        sum(penalised(reference, inputs[half], targets[half], step) / 2 for half in halves).backward()
-        for (parameter, p), q in zip(model.named_parameters(), reference.parameters()):
-            assert torch.allclose(p.grad, q.grad, rtol=1e-9, atol=1e-13), (step, parameter)
-    reduction.detach()
+    with Beside(lambda: zoo.build(name), mode=mode) as both:
+        for step in range(4):
+            both.zero_grad()
+            inputs, targets = zoo.batch(name, 8, seed=step)
+            penalised(both.model, inputs[mine], targets[mine], step).backward()
+            both.reduction.synchronize()
+            sum(penalised(both.reference, inputs[half], targets[half], step) / 2 for half in halves).backward()
+            both.check(step)
 
 
 @pytest.mark.parametrize("mode", EXACT)
@@ -319,25 +294,18 @@ def test_gradient_penalties_are_exact(sites, mode):
 
 def thaws(mode: str) -> None:
     """A frozen part is freed in mid-training, and frozen again."""
-    rank = dist.get_rank()
-    torch.manual_seed(3)
-    reference = zoo.build("mlp")
-    model = copy.deepcopy(reference)
-    reduction = dadplug.GradientReduction(model, mode=mode)
-    for step in range(6):
-        for net in (model, reference):
-            net[0].requires_grad_(step in (2, 3))
-            net.zero_grad()
-        inputs, targets = zoo.batch("mlp", 8, seed=step)
-        mine = slice(0, 3) if rank == 0 else slice(3, 8)
-        zoo.loss(model, inputs[mine], targets[mine]).backward()
-        reduction.synchronize()
-        zoo.loss(reference, inputs, targets).backward()
-        for (name, p), q in zip(model.named_parameters(), reference.parameters()):
-            assert (p.grad is None) == (q.grad is None), (step, name)
-            assert q.grad is None or torch.allclose(p.grad, q.grad, rtol=1e-10, atol=1e-13), (step, name)
-    assert {row.path for row in reduction.plan if row.parameter.startswith("0.")} == {"frozen"}
-    reduction.detach()
+    mine = (slice(0, 3), slice(3, 8))[dist.get_rank()]
+    with Beside(mlp, mode=mode) as both:
+        for step in range(6):
+            for net in (both.model, both.reference):
+                net[0].requires_grad_(step in (2, 3))
+            both.zero_grad()
+            inputs, targets = zoo.batch("mlp", 8, seed=step)
+            zoo.loss(both.model, inputs[mine], targets[mine]).backward()
+            both.reduction.synchronize()
+            zoo.loss(both.reference, inputs, targets).backward()
+            both.check(step, rtol=1e-10)
+        assert {row.path for row in both.reduction.plan if row.parameter.startswith("0.")} == {"frozen"}
 
 
 @pytest.mark.parametrize("mode", EXACT)

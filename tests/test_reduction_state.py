@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import zoo
+from comparison import Beside
 from torch import nn
 
 import dadplug
@@ -79,27 +80,22 @@ def test_more_rows_take_a_second_round_once_and_fewer_send_padding(sites):
 def random_rows(mode: str, seed: int) -> None:
     """Any number of rows at each site and step, none included, layers used or not."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(1)
-    reference = zoo.build("repeated")
-    model = copy.deepcopy(reference)
-    reduction = dadplug.GradientReduction(model, mode=mode)
     generator = torch.Generator().manual_seed(seed)
-    for number in range(60):
-        counts = torch.randint(0, 7, (world_size,), generator=generator).tolist()
-        counts = counts if sum(counts) else [1] * world_size
-        inputs, targets = zoo.batch("repeated", sum(counts), seed=1000 * seed + number)
-        start = sum(counts[:rank])
-        mine = slice(start, start + counts[rank])
-        model.zero_grad(), reference.zero_grad()
-        if counts[rank]:
-            zoo.loss(model, inputs[mine], targets[mine]).backward()
-            reduction.synchronize()
-        else:
-            reduction.idle()
-        zoo.loss(reference, inputs, targets).backward()
-        for p, q in zip(model.parameters(), reference.parameters()):
-            torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-13)
-    reduction.detach()
+    with Beside(lambda: zoo.build("repeated"), mode=mode) as both:
+        for number in range(40):
+            counts = torch.randint(0, 7, (world_size,), generator=generator).tolist()
+            counts = counts if sum(counts) else [1] * world_size
+            inputs, targets = zoo.batch("repeated", sum(counts), seed=1000 * seed + number)
+            start = sum(counts[:rank])
+            mine = slice(start, start + counts[rank])
+            both.zero_grad()
+            if counts[rank]:
+                zoo.loss(both.model, inputs[mine], targets[mine]).backward()
+                both.reduction.synchronize()
+            else:
+                both.reduction.idle()
+            zoo.loss(both.reference, inputs, targets).backward()
+            both.check(number)
 
 
 @pytest.mark.parametrize("mode", ["dsgd", "dad"])
@@ -237,20 +233,15 @@ def test_raw_inputs_stay_at_their_site(sites, mode):
 def counts_stated_samples() -> None:
     """Sequence-first inputs, whose first dimension is no batch."""
     rank = dist.get_rank()
-    torch.manual_seed(0)
-    reference = nn.GRU(3, 2).double()
-    model = copy.deepcopy(reference)
-    reduction = dadplug.GradientReduction(model, mode="dsgd")
-    batches = [torch.randn(5, count, 3, dtype=torch.float64) for count in (2, 6)]
-    for _ in range(2):
-        model.zero_grad(), reference.zero_grad()
-        with reduction.samples(batches[rank].shape[1]):
-            model(batches[rank])[0].mean().backward()
-        reduction.synchronize()
-        reference(torch.cat(batches, 1))[0].mean().backward()
-        for p, q in zip(model.parameters(), reference.parameters()):
-            torch.testing.assert_close(p.grad, q.grad)
-    reduction.detach()
+    with Beside(lambda: nn.GRU(3, 2).double(), mode="dsgd") as both:
+        batches = [torch.randn(5, count, 3, dtype=torch.float64) for count in (2, 6)]
+        for step in range(2):
+            both.zero_grad()
+            with both.reduction.samples(batches[rank].shape[1]):
+                both.model(batches[rank])[0].mean().backward()
+            both.reduction.synchronize()
+            both.reference(torch.cat(batches, 1))[0].mean().backward()
+            both.check(step)
 
 
 def test_samples_can_be_stated(sites):
@@ -259,21 +250,20 @@ def test_samples_can_be_stated(sites):
 
 def counts_children() -> None:
     """A model that is never called itself, only its parts, as in a Lightning module."""
-    rank = dist.get_rank()
-    torch.manual_seed(0)
-    reference = nn.ModuleDict({"body": nn.Linear(3, 4), "head": nn.Linear(4, 2)}).double()
-    model = copy.deepcopy(reference)
-    reduction = dadplug.GradientReduction(model, mode="dad")
-    inputs = torch.randn(9, 3, dtype=torch.float64)
-    mine = inputs[:2] if rank == 0 else inputs[2:]
-    for _ in range(2):
-        model.zero_grad(), reference.zero_grad()
-        model["head"](torch.tanh(model["body"](mine))).square().mean().backward()
-        reduction.synchronize()
-        reference["head"](torch.tanh(reference["body"](inputs))).square().mean().backward()
-        for p, q in zip(model.parameters(), reference.parameters()):
-            torch.testing.assert_close(p.grad, q.grad)
-    reduction.detach()
+
+    def loss(model, inputs):
+        return model["head"](torch.tanh(model["body"](inputs))).square().mean()
+
+    parts = {"body": nn.Linear(3, 4), "head": nn.Linear(4, 2)}
+    with Beside(lambda: nn.ModuleDict(parts).double(), mode="dad") as both:
+        inputs = torch.randn(9, 3, dtype=torch.float64)
+        mine = (inputs[:2], inputs[2:])[dist.get_rank()]
+        for step in range(2):
+            both.zero_grad()
+            loss(both.model, mine).backward()
+            both.reduction.synchronize()
+            loss(both.reference, inputs).backward()
+            both.check(step)
 
 
 def test_parts_of_a_model_count_samples_too(sites):
@@ -282,26 +272,21 @@ def test_parts_of_a_model_count_samples_too(sites):
 
 def counts_the_model_only(mode: str) -> None:
     """At one site a part is called beside the model itself, as in a penalty: its samples are the same ones."""
+
+    def loss(model, inputs, rank):
+        value = model(inputs).square().mean()
+        return value if rank else value + 0.1 * model[0](inputs).square().mean()
+
     rank = dist.get_rank()
-    torch.manual_seed(0)
-    reference = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    model = copy.deepcopy(reference)
-    reduction = dadplug.GradientReduction(model, mode=mode)
-    inputs = torch.randn(9, 3, dtype=torch.float64)
-    mine = inputs[:4] if rank == 0 else inputs[4:]
-    for _ in range(3):
-        model.zero_grad(), reference.zero_grad()
-        loss = model(mine).square().mean()
-        if rank == 0:
-            loss = loss + 0.1 * model[0](mine).square().mean()
-        loss.backward()
-        reduction.synchronize()
-        losses = [reference(part).square().mean() for part in (inputs[:4], inputs[4:])]
-        losses[0] = losses[0] + 0.1 * reference[0](inputs[:4]).square().mean()
-        (4 / 9 * losses[0] + 5 / 9 * losses[1]).backward()
-        for p, q in zip(model.parameters(), reference.parameters()):
-            torch.testing.assert_close(p.grad, q.grad)
-    reduction.detach()
+    with Beside(lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double(), mode=mode) as both:
+        inputs = torch.randn(9, 3, dtype=torch.float64)
+        parts = inputs[:4], inputs[4:]
+        for step in range(3):
+            both.zero_grad()
+            loss(both.model, parts[rank], rank).backward()
+            both.reduction.synchronize()
+            sum(len(part) / 9 * loss(both.reference, part, site) for site, part in enumerate(parts)).backward()
+            both.check(step)
 
 
 @pytest.mark.parametrize("mode", ["dsgd", "dad"])

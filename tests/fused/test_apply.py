@@ -89,8 +89,16 @@ def _distance(model, other):
     return max(float((one - two).detach().abs().max()) for one, two in pairs)
 
 
-@pytest.mark.parametrize("mode", ["dad", "edad", "rankdad", "dsgd", "auto"])
-@pytest.mark.parametrize(("optimizer", "clip"), [("sgd", 0.5), ("adam", None), ("adagrad", 0.5), ("rmsprop", 0.5)])
+# What is sent depends on the mode, the step on the optimizer: every mode with one optimizer, every optimizer with one
+# mode, and each of the lossy and the mixed mode with another one.
+@pytest.mark.parametrize(
+    ("mode", "optimizer", "clip"),
+    [
+        *((mode, "sgd", 0.5) for mode in ("dad", "edad", "rankdad", "dsgd", "auto")),
+        *(("dad", optimizer, clip) for optimizer, clip in (("adam", None), ("adagrad", 0.5), ("rmsprop", None))),
+        *(("rankdad", "adam", None), ("auto", "rmsprop", 0.5)),
+    ],
+)
 def test_apply_equals_synchronize_and_step(sites, mode, optimizer, clip):
     options = {"rank": 4} if mode == "rankdad" else {}
     for found in sites(2).run(train_fused, mode, optimizer, clip, options):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,6 +20,19 @@ def python_files(root: Path, folders: Iterable[str]) -> Iterator[Path]:
     """Yield the Python files below `folders`, in a fixed order."""
     for folder in folders:
         yield from sorted((root / folder).rglob("*.py"))
+
+
+@functools.cache
+def _nodes(text: str) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(text)))
+
+
+def nodes(path: Path) -> list[ast.AST]:
+    """Return all nodes of a file's syntax tree, the module first; files are parsed once, until `forget`."""
+    return _nodes(path.read_text())
+
+
+forget = _nodes.cache_clear
 
 
 def module_name(path: Path) -> str:
@@ -41,13 +55,13 @@ def import_graph(root: Path) -> Graph:
     graph: Graph = {}
     for module, path in paths.items():
         package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-        found = set(_imported(ast.parse(path.read_text()), package, paths))
+        found = set(_imported(nodes(path), package, paths))
         graph[module] = found - {module}
     return graph
 
 
-def _imported(tree: ast.AST, package: str, modules: Mapping[str, Path]) -> Iterator[str]:
-    for node in ast.walk(tree):
+def _imported(found: Iterable[ast.AST], package: str, modules: Mapping[str, Path]) -> Iterator[str]:
+    for node in found:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in modules)
         elif isinstance(node, ast.ImportFrom):
@@ -65,11 +79,12 @@ def _imported(tree: ast.AST, package: str, modules: Mapping[str, Path]) -> Itera
 
 def other_imports(path: Path, local: bool = True) -> set[str]:
     """Return the modules outside the package that a file imports; without `local`, only those at the top level."""
-    tree = ast.parse(path.read_text())
-    nodes = list(ast.walk(tree)) if local else tree.body
-    found = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    module = nodes(path)[0]
+    assert isinstance(module, ast.Module)
+    looked_at = nodes(path) if local else module.body
+    found = {alias.name for node in looked_at if isinstance(node, ast.Import) for alias in node.names}
     return found | {
-        node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level
+        node.module for node in looked_at if isinstance(node, ast.ImportFrom) and node.module and not node.level
     }
 
 
@@ -135,15 +150,15 @@ def long_functions(root: Path, folders: Iterable[str], limit: int) -> list[str]:
     """
     found = []
     for path in python_files(root, folders):
-        text = path.read_text()
-        lines = text.splitlines()
-        for node in ast.walk(ast.parse(text)):
+        lines = path.read_text().splitlines()
+        for node in nodes(path):
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 continue
-            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
             last = node.end_lineno or node.lineno
-            explained = any(re.match(r"\s*# Long: \S", line) for line in lines[max(0, first - 2) : last])
-            if last - node.lineno + 1 > limit and not explained:
+            if last - node.lineno + 1 <= limit:
+                continue
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            if not any(re.match(r"\s*# Long: \S", line) for line in lines[max(0, first - 2) : last]):
                 found.append(f"{path.relative_to(root).as_posix()}:{node.name}")
     return found
 
@@ -153,7 +168,7 @@ def identifiers(root: Path) -> Counter[str]:
     found: Counter[str] = Counter()
     for path in python_files(root, FOLDERS):
         found[path.stem] += 1
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 found[node.name] += 1
             elif isinstance(node, ast.Name):
@@ -168,7 +183,7 @@ def identifiers(root: Path) -> Counter[str]:
 def docstrings(root: Path, folders: Iterable[str] = FOLDERS) -> Iterator[tuple[str, str]]:
     """Yield (FILE:NAME, docstring) for the modules, classes and functions that have one."""
     for path in python_files(root, folders):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and (
                 text := ast.get_docstring(node)
             ):

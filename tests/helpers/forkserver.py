@@ -153,6 +153,11 @@ def start(
         return Program(_ask(_address(_modules(preload, bare)), request, descriptors), output, errors)
 
 
+def interpreter() -> str:
+    """Return a stand-in for the interpreter, whose programs have dadplug; for code that starts `sys.executable`."""
+    return _address(_modules((), bare=False)) + STAND_IN
+
+
 def _modules(preload: Sequence[str], bare: bool) -> tuple[str, ...]:
     """Return what the server of a program imports; one server has all trainers, since each costs seconds to start."""
     if bare:

@@ -57,6 +57,7 @@ import pytest
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 START_TIMEOUT = 240.0  # seconds, on a busy machine
 CALL_TIMEOUT = 240.0
+MOST_GROUPS = 12  # process groups that a site leaves open
 
 
 def need(package: str) -> None:
@@ -123,18 +124,19 @@ def isolated() -> Iterator[None]:
 
 
 def close_unused_groups() -> None:
-    """Close the transports and process groups that earlier calls have left open.
+    """Close the transports and process groups that earlier calls have left open, once they are many.
 
-    Each group of gloo has a thread that wakes up a hundred times a second: hundreds of them take a processor.
+    Each group of gloo has a thread that wakes up a hundred times a second: hundreds of them take a processor. Looking
+    for garbage takes as long as a short call.
     """
     import torch.distributed as dist
 
     from dadplug.exchange import failure_reports
 
     groups = dist.distributed_c10d._world.pg_map
-    if len(groups) > 1:
+    if len(groups) > MOST_GROUPS:
         gc.collect()
-    if len(groups) > 1:
+    if len(groups) > MOST_GROUPS:
         for each in list(failure_reports._watched):
             each.close_transports()  # those of nodes have threads, which keep them
 
@@ -200,6 +202,7 @@ class Sites:
         kits: Sequence[Path] = (),
     ) -> None:
         self.world_size = world_size
+        self._paused = False
         preload = [name for name in forkserver.TRAINERS if name in sys.modules]
         port, key = free_port(), bytes(multiprocessing.current_process().authkey)
         self.processes: list[forkserver.Program] = []
@@ -239,6 +242,7 @@ class Sites:
 
     def start(self, function: Any, *args: Any) -> None:
         """Start a module-level function on every site; `outcomes` waits for it."""
+        self.pause(False)
         self._started = time.monotonic()
         for pipe in self._pipes:
             pipe.send((function.__code__.co_filename, function.__name__, args))
@@ -264,6 +268,16 @@ class Sites:
     def stop(self, rank: int) -> None:
         """Freeze a site (SIGSTOP); closing the group ends it, too."""
         self.processes[rank].send_signal(signal.SIGSTOP)
+
+    def pause(self, paused: bool = True) -> None:
+        """Freeze all sites between two calls, or let them go on; the next call does so by itself.
+
+        The threads of gloo wake up a hundred times a second, in each process and for each group.
+        """
+        if paused != self._paused:
+            self._paused = paused
+            for process in self.processes:
+                process.send_signal(signal.SIGSTOP if paused else signal.SIGCONT)
 
     def _collect(self, timeout: float) -> list[Any]:
         found = self.outcomes(timeout)
@@ -314,10 +328,18 @@ atexit.register(lambda: close_all())
 
 
 def sites(world_size: int) -> Sites:
-    """Return the group of this size, started when first asked for."""
+    """Return the group of this size, started when first asked for; those of other sizes pause."""
+    pause_all(world_size)
     if world_size not in _groups or not _groups[world_size].alive:
         _groups[world_size] = Sites(world_size)
     return _groups[world_size]
+
+
+def pause_all(but: int = 0) -> None:
+    """Freeze the sites of all groups until their next call, but for the group of a size."""
+    for size, group in _groups.items():
+        if size != but:
+            group.pause()
 
 
 def close_all() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 import forkserver
 import pytest
@@ -125,3 +126,12 @@ def test_what_came_of_a_call_is_told_by_site():
         ended, late = group.outcomes(timeout=1)
         assert (ended.kind, late.kind) == ("ended", "late")
     assert not group.alive
+
+
+def test_a_group_pauses_while_another_one_is_used(sites):
+    pair, three = sites(2), sites(3)
+    status = Path(f"/proc/{pair.processes[1].pid}/status")
+    while status.exists() and "(stopped)" not in status.read_text():
+        time.sleep(0.01)
+    assert three.run(answers, 4) == [4] * 3
+    assert pair.run(answers, 5) == [5] * 2

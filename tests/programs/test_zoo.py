@@ -3,7 +3,7 @@
 Exact modes are held against one process with all sites' rows; lossy modes against the published algorithm on the sites'
 gradients, see `loops.reference`.
 
-A few steps of each model and 60 of some by default; ``DADPLUG_ZOO=full`` takes 200 of all, at 2 and at 4 sites.
+A few steps of each model and 30 of some by default; ``DADPLUG_ZOO=full`` takes 200 of all, at 2 and at 4 sites.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def is_refused(name: str, mode: str) -> None:
 @pytest.mark.parametrize("mode", method_names())
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_the_zoo_trains_in_every_mode(sites, name, mode, world_size):
-    steps = 200 if FULL else 60 if name in LONG else 6
+    steps = 200 if FULL else 30 if name in LONG else 6
     if METHODS[mode].traits.recomputes_deltas and name not in zoo.CHAINS:
         sites(world_size).run(is_refused, name, mode)
     else:

@@ -99,6 +99,12 @@ FIRST_WORDS = {"What", "Who", "Where", "How", "Tells", "Says", "Notes", "Makes",
 DOCSTRINGS_TO_REWRITE: set[str] = set()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _parsed_once():
+    yield
+    architecture.forget()
+
+
 def test_no_modules_import_each_other():
     cycles = architecture.cycles(architecture.import_graph(ROOT))
     found = Counter(architecture.layer_of(module) for cycle in cycles for module in cycle)

@@ -7,6 +7,7 @@ import json
 import sys
 from pathlib import Path
 
+import forkserver
 import pytest
 import support
 import torch
@@ -320,8 +321,9 @@ def test_ways_to_connect_are_compared_block_by_block():
 
 
 @pytest.mark.slow
-def test_steps_over_plain_streams_and_over_the_hub():
+def test_steps_over_plain_streams_and_over_the_hub(monkeypatch):
     pytest.importorskip("cryptography")
+    monkeypatch.setattr(sys, "executable", forkserver.interpreter())
     hub = program("hub")
     arguments = argparse.Namespace(model="lstm", warm_up=2, steps=3, seconds=60.0, blocks=2)
     with hub.Loopback() as link, hub.running_pairs(link) as pairs:

@@ -93,7 +93,7 @@ def test_a_checkout_works_without_installation(tmp_path):
 
 def test_importing_dadplug_is_cheap(tmp_path):
     loaded = "print(*sorted(m.split('.')[0] for m in sys.modules))"
-    code = f"import sys, dadplug, dadplug.errors; {loaded}; dadplug.GradientReduction; {loaded}"
+    code = f"import sys, dadplug, dadplug.errors; {loaded}; dadplug.GradientReduction, dadplug.lowrank.sparse; {loaded}"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code]
     program = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
