@@ -265,9 +265,9 @@ class Log(FrameLoop):
             self._error = self._error or error
             self._changed.notify_all()
 
-    def on_frames(self, peer: int, frames: list[Frame]) -> None:
+    def on_frames(self, frames: list[tuple[int, Frame]]) -> None:
         with self._changed:
-            for frame in frames:
+            for _, frame in frames:
                 try:
                     self._handle(frame)
                 except (KeyError, TypeError, ValueError) as error:

@@ -5,7 +5,6 @@ It runs at site 0, or at the hub: there one sequencer runs for each parameter se
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import math
 import secrets
@@ -298,7 +297,6 @@ class SequencerService(FrameLoop):
         self._open: dict[tuple[int, int], Frame] = {}  # contributions that are not decided on
         self._ends: dict[int, Frame] = {}  # of sites that have ended the phase
         self._left: dict[int, Frame] = {}
-        self._timer: asyncio.TimerHandle | None = None  # of the next decision
         self.start()
 
     def close(self) -> None:
@@ -312,19 +310,28 @@ class SequencerService(FrameLoop):
     def heartbeat(self) -> bytes:
         return codec.encode(self._sequencer.awaited)
 
-    def on_frames(self, site: int, frames: list[Frame]) -> None:
+    def on_frames(self, frames: list[tuple[int, Frame]]) -> None:
         self._sequencer.advance(time.monotonic())
-        for frame in frames:
-            if site in self._connected:
-                try:
-                    self._handle(site, frame)
-                except ValueError as error:
-                    self._leave(site, f"the sequencer has refused it: {error}")
+        for site, frame in frames:
+            if site not in self._connected:
+                continue
+            try:
+                self._handle(site, frame)
+            except ValueError as error:
+                self._leave(site, f"the sequencer has refused it: {error}")
         self._decide()
 
     def on_lost(self, site: int, error: Exception) -> None:
         self._leave(site, str(error))
         self._decide()
+
+    def on_due(self) -> float | None:
+        """Make a commit that has waited for others long enough; return the time until which the next one waits."""
+        due = self._sequencer.due
+        if due is not None and (now := time.monotonic()) >= due:
+            self._sequencer.advance(now)
+            self._decide()
+        return self._sequencer.due
 
     def on_adopted(self, site: int) -> None:
         """Let a site return now, or in the next phase of steps."""
@@ -412,8 +419,6 @@ class SequencerService(FrameLoop):
             self.post(site, Frame(Kind.DEAL, site, number, used=deal))
 
     def _decide(self) -> None:
-        """Continue the log; again when a commit has waited long enough for contributions that are expected."""
-        self._sequencer.advance(time.monotonic())
         while (decision := self._sequencer.decide()) is not None:
             self._send_all(Frame(Kind.DECISION, number=self._dealer.epochs, body=pack(decision)))
             for key in decision.keys:
@@ -422,10 +427,6 @@ class SequencerService(FrameLoop):
                 self._ends.clear()
                 self._trains = False
                 self._dealer.end_phase(self._sequencer.present)
-        if self._timer is not None:
-            self._timer.cancel()
-        due = self._sequencer.due
-        self._timer = None if due is None else self._loop.call_at(due, self._decide)
 
     def _send_all(self, frame: Frame, besides: int | None = None) -> None:
         for peer in list(self._connected):

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
+import selectors
 import socket
 import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..errors import StreamError
 from ..exchange import Traffic
-from ..exchange.deadline import Deadline
 from ..exchange.handshake import close_in_children
 from ..logs import get_logger
 
@@ -123,7 +122,7 @@ class _Stream:
         self.socket = connected
         self.heard = self.sent = time.monotonic()
         self._limit = limit
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
         self._outgoing: deque[memoryview] = deque()
         self._head = bytearray(_HEAD.size)
         self._frame: Frame | None = None  # of which a part has arrived
@@ -133,7 +132,7 @@ class _Stream:
     @property
     def blocked(self) -> bool:
         """Whether there is data that the kernel had no room for."""
-        with self._lock:  # a thread may be sending
+        with self._lock:  # another thread may be sending
             return bool(self._outgoing)
 
     @property
@@ -150,25 +149,28 @@ class _Stream:
             self._outgoing.append(memoryview(head))
             if frame.body:
                 self._outgoing.append(memoryview(frame.body))
-            self.flush()
+            self._write()
         return len(head) + len(frame.body)
 
     def flush(self) -> None:
         """Send what the kernel has room for."""
         with self._lock:
-            while self._outgoing:
-                try:
-                    count = self.socket.sendmsg(list(self._outgoing)[:64])
-                except BlockingIOError:
-                    return
-                except OSError:  # the next read reports it
-                    self._outgoing.clear()
-                    return
-                self.sent = time.monotonic()
-                while self._outgoing and count >= self._outgoing[0].nbytes:
-                    count -= self._outgoing.popleft().nbytes
-                if count:
-                    self._outgoing[0] = self._outgoing[0][count:]
+            self._write()
+
+    def _write(self) -> None:
+        while self._outgoing:
+            try:
+                count = self.socket.sendmsg(list(self._outgoing)[:64])
+            except BlockingIOError:
+                return
+            except OSError:  # the next read reports it
+                self._outgoing.clear()
+                return
+            self.sent = time.monotonic()
+            while self._outgoing and count >= self._outgoing[0].nbytes:
+                count -= self._outgoing.popleft().nbytes
+            if count:
+                self._outgoing[0] = self._outgoing[0][count:]
 
     def read(self) -> list[Frame]:
         """Return the frames that have arrived.
@@ -232,7 +234,7 @@ def _limit_unsent(connected: socket.socket) -> None:
 
 
 class FrameLoop:
-    """Event loop in a thread of its own that sends and receives the frames of some connections, and sends heartbeats.
+    """Loop in a thread of its own that sends and receives the frames of some connections, and sends heartbeats.
 
     The methods ``on_...``, `heartbeat` and `held_bytes` are called in the thread, one at a time. `post` and `adopt` may
     be called from any thread. A subclass calls `start` once it is complete.
@@ -262,26 +264,33 @@ class FrameLoop:
         self._own = own
         self._memory = memory
         self._limit = limit
+        self._adopted: deque[tuple[int, socket.socket]] = deque()
         self._streams: dict[int, _Stream] = {}
-        self._loop = asyncio.SelectorEventLoop()
-        self._loop.set_exception_handler(self._fail)
+        self._selector = selectors.DefaultSelector()
+        self._wake_writer, self._wake_reader = socket.socketpair()
+        for end in (self._wake_writer, self._wake_reader):
+            end.setblocking(False)
+        self._selector.register(self._wake_reader, selectors.EVENT_READ, None)
         for peer, connected in sockets.items():
             self._add(peer, connected)
-        self._closing: Deadline | None = None
-        self._beaten = time.monotonic()
+        self._stopping = self._stopped = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         close_in_children(self)
 
     # What a subclass does
 
-    def on_frames(self, peer: int, frames: list[Frame]) -> None:
-        """Take the frames that have arrived from a site."""
+    def on_frames(self, frames: list[tuple[int, Frame]]) -> None:
+        """Take the frames that have arrived, as pairs of rank and frame."""
 
     def on_lost(self, peer: int, error: Exception) -> None:
         """Take the rank and the error of a connection that is lost."""
 
     def on_adopted(self, peer: int) -> None:
         """Take the rank of a site whose new connection replaces a lost one."""
+
+    def on_due(self) -> float | None:
+        """Do what is due; return the `time.monotonic` at which to call it again, or None. Called before each wait."""
+        return None
 
     def heartbeat(self) -> bytes:
         """Return the body of a heartbeat."""
@@ -291,7 +300,11 @@ class FrameLoop:
         """Return the bytes of messages that the subclass keeps."""
         return 0
 
-    # Calls from any thread
+    # Connections
+
+    def _add(self, peer: int, connected: socket.socket) -> None:
+        self._streams[peer] = _Stream(connected, self._limit)
+        self._selector.register(connected, selectors.EVENT_READ, peer)
 
     def start(self) -> None:
         """Begin to send and receive."""
@@ -304,13 +317,29 @@ class FrameLoop:
             count = stream.send(frame)
             if peer != self._own:
                 self._traffic.add(count)
-            if stream.blocked:
-                self._call(self._write, peer)
+            if stream.blocked and threading.current_thread() is not self._thread:
+                self._wake()
 
     def adopt(self, peer: int, connected: socket.socket) -> None:
-        """Take over a new connection to a site."""
-        if not self._call(self._take, peer, connected):
-            connected.close()
+        """Take over a new connection to a site; may be called from any thread."""
+        self._adopted.append((peer, connected))
+        self._wake()
+        if self._stopped:
+            self._close_adopted()
+
+    def _close_adopted(self) -> None:
+        """Close connections that come after the end."""
+        while self._adopted:
+            self._adopted.popleft()[1].close()
+
+    def _take_adopted(self) -> None:
+        while self._adopted:
+            peer, connected = self._adopted.popleft()
+            if peer in self._streams:
+                self.drop(peer)
+                self.on_lost(peer, ConnectionError("it has connected anew"))
+            self._add(peer, connected)
+            self.on_adopted(peer)
 
     def is_blocked(self, peer: int) -> bool:
         """Return whether a frame to a site has not left yet."""
@@ -322,9 +351,17 @@ class FrameLoop:
         others = [stream.blocked for peer, stream in list(self._streams.items()) if peer != self._own]
         return bool(others) and all(others)
 
+    def drop(self, peer: int) -> None:
+        """Close the connection to a site; called in the thread."""
+        stream = self._streams.pop(peer, None)
+        if stream is not None:
+            self._selector.unregister(stream.socket)
+            stream.socket.close()
+
     def close(self) -> None:
         """Close all connections after sending the last frames. May be called twice."""
-        self._call(self._shut_down)
+        self._stopping = True
+        self._wake()
         if threading.current_thread() is not self._thread:
             self._thread.join(2 * _CLOSE_SECONDS)
 
@@ -333,116 +370,103 @@ class FrameLoop:
         for stream in self._streams.values():
             stream.socket.close()
 
-    def _call(self, function: Callable[..., None], *arguments: Any) -> bool:
-        """Have the thread call a function; return False if the loop has ended."""
-        try:
-            self._loop.call_soon_threadsafe(function, *arguments)
-        except RuntimeError:
-            return False
-        return True
-
-    # Calls in the thread
+    def _wake(self) -> None:
+        with suppress(OSError):  # the pipe is full, or closed
+            self._wake_writer.send(b"!")
 
     def _run(self) -> None:
-        self._beat()
-        self._loop.run_forever()
+        try:
+            self._serve()
+        except Exception:  # close all connections, since waiting peers would block
+            _log.exception("the thread %s has failed", self._thread.name)
+            for peer in list(self._streams):
+                with suppress(Exception):
+                    self.drop(peer)
+        with suppress(Exception):
+            self._shut_down(time.monotonic() + _CLOSE_SECONDS)
+        self._stopped = True
+        self._close_adopted()
         for peer in list(self._streams):
             self.drop(peer)
-        self._loop.close()
+        self._selector.close()
+        self._wake_writer.close()
+        self._wake_reader.close()
 
-    def _fail(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Close all connections after a fault, since waiting peers would block."""
-        _log.error("the thread %s has failed", self._thread.name, exc_info=context.get("exception"))
-        loop.stop()
+    def _serve(self) -> None:
+        last = time.monotonic()
+        while not self._stopping:
+            due, wait = self.on_due(), self._silence / _BEATS
+            self._poll(wait if due is None else min(wait, max(0.0, due - time.monotonic())))
+            self._take_adopted()
+            now = time.monotonic()
+            if now - last > self._silence / 2:  # this process was suspended
+                for stream in self._streams.values():
+                    stream.heard = now
+            last = now
+            self._beat(now)
 
-    def _add(self, peer: int, connected: socket.socket) -> None:
-        self._streams[peer] = _Stream(connected, self._limit)
-        self._loop.add_reader(connected, self._read, peer)
-
-    def _take(self, peer: int, connected: socket.socket) -> None:
-        """Take over a new connection, unless this is the end."""
-        if self._closing is not None:
-            connected.close()
-            return
-        if peer in self._streams:
-            self._lose(peer, ConnectionError("it has connected anew"))
-        self._add(peer, connected)
-        self.on_adopted(peer)
-
-    def drop(self, peer: int) -> None:
-        """Close the connection to a site."""
-        stream = self._streams.pop(peer, None)
-        if stream is not None:
-            self._loop.remove_reader(stream.socket)
-            self._loop.remove_writer(stream.socket)
-            stream.socket.close()
-
-    def _lose(self, peer: int, error: Exception) -> None:
-        self.drop(peer)
-        if self._closing is None:
-            self.on_lost(peer, error)
-        elif not self._streams:
-            self._loop.stop()
-
-    def _read(self, peer: int) -> None:
-        """Receive what has arrived from a site."""
-        try:
-            frames = self._streams[peer].read()
-        except Exception as error:  # also a fault of this end: the others go on
-            if not isinstance(error, OSError):
-                _log.exception("the connection to site %s cannot be served", peer)
-            self._lose(peer, error)
-            return
-        if frames and self._closing is None:
-            self.on_frames(peer, frames)
-        if self._memory < math.inf:
-            self._free_memory()
-
-    def _write(self, peer: int) -> None:
-        """Send to a site what the kernel has room for, and the rest once it has room again."""
-        stream = self._streams.get(peer)
-        if stream is None:
-            return
-        stream.flush()
-        if stream.blocked:
-            self._loop.add_writer(stream.socket, self._write, peer)
-        else:
-            self._loop.remove_writer(stream.socket)
-
-    def _free_memory(self) -> None:
-        """Close the connections with the most bytes until the rest are within the limit."""
-        while held := {peer: stream.nbytes for peer, stream in self._streams.items()}:
-            if sum(held.values()) + self.held_bytes() <= self._memory:
-                return
-            peer = max(held, key=held.__getitem__)
-            reason = f"{held[peer]} bytes wait for it or came from it, and messages take more than {self._memory:g}"
-            self._lose(peer, MemoryError(reason))
-
-    def _beat(self) -> None:
-        """Send heartbeats, and give up connections that are silent; again and again."""
-        now = time.monotonic()
-        suspended, self._beaten = now - self._beaten > self._silence / 2, now
-        for peer, stream in list(self._streams.items()):
-            if suspended:  # this process was
-                stream.heard = now
-            if now - stream.sent > self._silence / (2 * _BEATS) and not stream.blocked:
-                stream.send(Frame(Kind.ALIVE, body=self.heartbeat()))
-                self._write(peer)
-            if now - stream.heard > self._silence:
-                self._lose(peer, TimeoutError(f"nothing was heard of it for {self._silence:g} s"))
-        self._loop.call_later(self._silence / _BEATS, self._beat)
-
-    def _shut_down(self) -> None:
+    def _shut_down(self, deadline: float) -> None:
         """Send the last frames, and wait until the other ends have closed.
 
         What has not been read when a socket is closed makes the kernel drop what the other end has not read.
         """
-        self._closing = self._closing or Deadline(_CLOSE_SECONDS)
-        for stream in self._streams.values():
-            if not stream.blocked:
+        shut: set[int] = set()
+        while self._streams and time.monotonic() < deadline:
+            for peer, stream in self._streams.items():
+                if peer not in shut and not stream.blocked:
+                    shut.add(peer)
+                    with suppress(OSError):
+                        stream.socket.shutdown(socket.SHUT_WR)
+            self._poll(0.05, deliver=False)
+
+    def _poll(self, timeout: float, deliver: bool = True) -> None:
+        """Send and receive what can be, after waiting for it."""
+        for peer, stream in self._streams.items():
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if stream.blocked else 0)
+            if self._selector.get_key(stream.socket).events != events:
+                self._selector.modify(stream.socket, events, peer)
+        arrived: list[tuple[int, Frame]] = []
+        lost: dict[int, Exception] = {}
+        for key, events in self._selector.select(timeout):
+            if key.data is None:
                 with suppress(OSError):
-                    stream.socket.shutdown(socket.SHUT_WR)
-        if self._streams and not self._closing.over:
-            self._loop.call_later(0.05, self._shut_down)
-        else:
-            self._loop.stop()
+                    while self._wake_reader.recv(4096):
+                        pass
+                continue
+            stream = self._streams[key.data]
+            if events & selectors.EVENT_WRITE:
+                stream.flush()
+            if events & selectors.EVENT_READ:
+                try:
+                    arrived += [(key.data, frame) for frame in stream.read()]
+                except Exception as error:  # also a fault of this end: the others go on
+                    if not isinstance(error, OSError):
+                        _log.exception("the connection to site %s cannot be served", key.data)
+                    lost[key.data] = error
+                    self.drop(key.data)
+        if arrived and deliver:
+            self.on_frames(arrived)
+        if self._memory < math.inf:
+            lost |= self._free_memory()
+        for peer, reason in lost.items():
+            if deliver:
+                self.on_lost(peer, reason)
+
+    def _free_memory(self) -> dict[int, Exception]:
+        """Close the connections with the most bytes until the rest are within the limit; return their errors."""
+        lost: dict[int, Exception] = {}
+        held = {peer: stream.nbytes for peer, stream in self._streams.items()}
+        while held and sum(held.values()) + self.held_bytes() > self._memory:
+            peer = max(held, key=lambda each: held[each])
+            reason = f"{held.pop(peer)} bytes wait for it or came from it, and messages take more than {self._memory:g}"
+            lost[peer] = MemoryError(reason)
+            self.drop(peer)
+        return lost
+
+    def _beat(self, now: float) -> None:
+        for peer, stream in list(self._streams.items()):
+            if now - stream.sent > self._silence / (2 * _BEATS) and not stream.blocked:
+                stream.send(Frame(Kind.ALIVE, body=self.heartbeat()))
+            if now - stream.heard > self._silence:
+                self.drop(peer)
+                self.on_lost(peer, TimeoutError(f"nothing was heard of it for {self._silence:g} s"))
