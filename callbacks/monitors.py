@@ -165,9 +165,10 @@ class TrafficMonitor(Monitor):
 class RankMonitor(Monitor):
     """Monitor of the quality of compressed gradients.
 
-    Values: for each layer ``rank/LAYER``, the effective rank that this site sends, and ``residual/LAYER``, the relative
-    error of its compressed gradient (Frobenius norm); and their means over layers, ``rank/mean`` and ``residual/mean``.
-    Methods without a rank have no values.
+    Values: for each layer ``rank/LAYER``, the effective rank that this site sends, ``residual/LAYER``, the relative
+    error of its compressed gradient (Frobenius norm), and ``kept/LAYER``, the number of components that it keeps for
+    the next step; and their means over layers, ``rank/mean``, ``residual/mean`` and ``kept/mean``. Methods without a
+    rank have no values.
     """
 
     of_layers = True
@@ -179,9 +180,10 @@ class RankMonitor(Monitor):
             layer = name.removesuffix(".weight")
             values[f"rank/{layer}"] = float(quality.effective_rank)
             values[f"residual/{layer}"] = quality.residual
-        if qualities:
-            values["rank/mean"] = sum(each.effective_rank for each in qualities.values()) / len(qualities)
-            values["residual/mean"] = sum(each.residual for each in qualities.values()) / len(qualities)
+            values[f"kept/{layer}"] = float(quality.kept)
+        for kind in ("rank", "residual", "kept") if qualities else ():
+            own = [value for name, value in values.items() if name.startswith(f"{kind}/")]
+            values[f"{kind}/mean"] = sum(own) / len(own)
         return values
 
 

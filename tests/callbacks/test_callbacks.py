@@ -150,6 +150,7 @@ def test_lightnings_callbacks_reach_the_loggers(sites, by_environment):
     assert {"_timer/batch_time", "traffic/mb", "traffic/ratio", "traffic/wait", "rank/net.0"} <= set(logged)
     assert logged["rank/net.0"] == 2
     assert 0 <= logged["residual/mean"] < 1
+    assert logged["kept/mean"] >= 0
     assert logged["_timer/exchange_time"] >= 0
 
 
