@@ -43,10 +43,11 @@ from workloads import LARGE, loss
 
 import dadplug
 
-OURS = "rankdad:rank=8+dense=lowrank"  # which compresses GPT-2's table, too, that is tied to its output layer
-RANKDAD = f"{OURS},{OURS}+wire=bf16,{OURS}+wire=int8"
+OURS = "rankdad:rank=auto+dense=lowrank"  # which compresses GPT-2's table, too, that is tied to its output layer
+RANK_8 = "rankdad:rank=8+dense=lowrank"
+RANKDAD = f"{OURS},{RANK_8},{RANK_8}+wire=int8"
 LOCAL = "diloco:every=16,localsgd:every=16+rank=32+wire=bf16"
-OTHER = f"alone:library=onednn,ddp:library=onednn,{OURS}+wire=bf16+library=onednn"
+OTHER = f"alone:library=onednn,ddp:library=onednn,{OURS}+library=onednn"
 METHODS = f"alone,{RANKDAD},auto,dad,ddp-powersgd,ddp-fp16,ddp-bf16,ddp,{LOCAL},{OTHER}"
 WARM_UP = 3  # steps; DDP makes its buckets anew, PowerSGD's hook begins, payloads find their sizes
 
