@@ -36,10 +36,9 @@ from dadplug.processes import launch_sites
 
 ROOT = Path(__file__).resolve().parents[1]
 UNTRAINED = "untrained"
-COMPRESSED = "rankdad:error_feedback=true+dense=lowrank"
-METHODS = ",".join(
-    ["ddp", "rankdad:dense=lowrank", *(f"{COMPRESSED}{more}" for more in ("", "+rank=16", "+rank=32")), UNTRAINED]
-)
+COMPRESSED = "rankdad:dense=lowrank"
+FEEDBACKS = ("error_feedback=false", "rank=8", "error_feedback=true", "rank=16+wire=int8", "rank=auto")
+METHODS = ",".join(["ddp", "rankdad:rank=auto", *(f"{COMPRESSED}+{more}" for more in FEEDBACKS), UNTRAINED])
 LENGTH, BATCH, WINDOWS = 64, 8, 64
 
 
