@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from .exchange import DEFAULT_TIMEOUT, Hierarchy
 from .exchange.deadline import check_seconds
@@ -55,7 +55,7 @@ class Options(OptionSet):
     """
 
     mode: str = option("rankdad", "method of agreement", check_mode)
-    rank: int | str = option(
+    rank: int | Literal["auto"] = option(
         AUTO,
         "rankdad, powersgd: largest rank of a layer's compressed gradient; auto: the number that takes 32 bytes in the "
         "format of wire: 32 with int8, 16 with bf16, 8 with fp32",

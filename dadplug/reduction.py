@@ -172,7 +172,11 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         return transport
 
     def stop_fusing(self, reason: str) -> None:
-        """Let the plan show why steps are not fused; for trainers."""
+        """Let the plan show why steps are not fused; for trainers.
+
+        Args:
+            reason: why.
+        """
         self.remarks = (f"fused steps: no, {reason}",)
 
     @property

@@ -134,8 +134,7 @@ def compress(
         seed: seed of the random basis; the global random state does not change.
         algorithm: name of the algorithm.
         out: tensors of shapes (out, k) and (in, k) for the factors, k = min(rank, N, out, in); new ones if None.
-        precise: number of the first columns that are to be precise, where the others only help to find them; all if
-            None.
+        precise: number of the first columns that are to be precise; all if None.
 
     Returns:
         The factors, which unpack into ``left, right``, with their quality.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from ..options import Options
 from ..signature import OptionSet, check_choice, option
@@ -66,7 +66,7 @@ class ServerOptions(OptionSet):
         "(one data set, whose batches are handed out on demand)",
     )
     site_timeout: float = option(30.0, "seconds of silence after which a site counts as lost; the others go on")
-    rank: int | str = _as_in_reductions("rank")
+    rank: int | Literal["auto"] = _as_in_reductions("rank")
     iterations: int = _as_in_reductions("iterations")
     tolerance: float = _as_in_reductions("tolerance")
     warm_start: bool = _as_in_reductions("warm_start")

@@ -670,7 +670,7 @@ def test_a_fault_in_the_thread_of_a_tunnel_ends_its_streams_with_the_reason(tmp_
         tunnel = Tunnel(hub.kit("a"), hub.address)
         tunnel.start(SECONDS)
         opened = tunnel.dial(1)
-        monkeypatch.setattr(tunnel, "_serve", _fails(lambda *_: True)(Tunnel._serve))
+        monkeypatch.setattr(tunnel, "serve", _fails(lambda *_: True)(Tunnel.serve))
         tunnel._wake()
         opened.setblocking(True)
         opened.settimeout(SECONDS)

@@ -41,6 +41,7 @@ LAYERS = (
     "planning",
     "adaptive",
     "reduction",
+    "ddp",
     "local_steps",
     "adapm",
     "hogwild",

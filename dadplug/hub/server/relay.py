@@ -181,7 +181,7 @@ class Relay:
             self.journal.write(f"{session.name} is connected; it joins at the next step")
             session.send(pack_control(Accept(session.slot, None, True), 0))
             return
-        others = tuple(each.slot for each in self._training())
+        others = tuple(sorted(each.slot for each in self._training()))
         names = ", ".join(self.run.names[slot] for slot in others)
         self.journal.write(f"{session.name} has dialled in for the next run: waiting for {names} to leave the last one")
         session.send(pack_control(Pause(others, f"waiting for {names} to leave the last run"), 0))
