@@ -258,13 +258,13 @@ class Backend(ABC):
             RuntimeError: if the manager has been closed.
         """
 
-    @abstractmethod
-    def close(self, *, aborts: bool = True) -> None:
-        """Leave the other sites; may be called twice.
+    def leave(self) -> None:
+        """Leave the other sites by `ParameterManager.close`, without an error."""
+        self.close()
 
-        Args:
-            aborts: whether this site leaves after an error, or at the end of its program, which it has announced.
-        """
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the other sites; may be called twice."""
 
     @abstractmethod
     def abandon(self, reason: str) -> None:

@@ -288,6 +288,8 @@ class BindingsBackend(Backend):
     def __init__(
         self, technique: str, process_group: dist.ProcessGroup | None, timeout: float, interval: float
     ) -> None:
+        if technique not in self.techniques:
+            raise ValueError(f"technique {technique!r} is not one of AdaPM's: {', '.join(map(repr, self.techniques))}")
         super().__init__(technique, process_group, timeout, interval)
         if not self.transport.is_direct:
             raise ValueError(
@@ -373,7 +375,7 @@ class BindingsBackend(Backend):
         if self._closed:
             raise RuntimeError("the parameter manager cannot go on: it has been closed")
 
-    def close(self, *, aborts: bool = True) -> None:
+    def close(self) -> None:
         """End the library at this site; wait until all sites have called it. May be called twice.
 
         Raises:

@@ -375,11 +375,22 @@ class BuiltinBackend(Backend):
 
     # The end
 
+    def leave(self) -> None:
+        self._close(aborts=False)
+
+    def close(self) -> None:
+        self._close(aborts=True)  # at the end of the program, which `Sites` has announced
+
     def abandon(self, reason: str) -> None:
         self.transport.sites.announce(reason)
-        self.close()
+        self._close(aborts=True)
 
-    def close(self, *, aborts: bool = True) -> None:
+    def _close(self, *, aborts: bool) -> None:
+        """Leave the other sites, and end the thread.
+
+        Args:
+            aborts: whether this site leaves after an error, which it has announced.
+        """
         if self._closed:
             return
         for peer in self._others - self._left:

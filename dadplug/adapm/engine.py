@@ -207,14 +207,17 @@ class Engine(TableEngine):
     # Messages
 
     def receive(self, sender: int, message: Message) -> None:
-        """Handle a message from another site, or one of this site to itself.
+        """Handle a message from another site.
 
         Raises:
             ProtocolError: if it does not fit the tables and requests of this site. Nothing has been changed.
         """
+        self._handle(sender, message, check=True)
+
+    def _handle(self, sender: int, message: Message, check: bool) -> None:
         outbox: Outbox = []
         with self._lock:
-            if sender != self.rank:
+            if check:
                 self._check(message)
             self._handlers[message.kind](sender, message, outbox)
         self._post(outbox)
@@ -239,7 +242,8 @@ class Engine(TableEngine):
             raise ProtocolError("SYNCED whose number of values differs from its codes")
         if kind in _STATES:
             lowest, highest = _STATES[kind]
-            states = store.states_of(arrays[0])
+            states = np.empty(arrays[0].shape[0], np.int8)
+            kernels.states_of(store.rows.finder, store.rows.states, arrays[0], states)
             if states.min() < lowest or states.max() > highest:
                 raise ProtocolError(f"{kind.name} for a key that this site has not asked for")
 
@@ -255,7 +259,7 @@ class Engine(TableEngine):
     def _post(self, outbox: Outbox) -> None:
         for target, message in outbox:
             if target == self.rank:
-                self.receive(self.rank, message)
+                self._handle(self.rank, message, check=False)
             else:
                 self._send(target, message)
 
@@ -289,6 +293,9 @@ class Engine(TableEngine):
         else:
             parts_of = {int(site): [array[targets == site] for array in arrays] for site in np.unique(targets)}
         for target, parts in parts_of.items():
+            if parts[0].shape[0] <= most:
+                outbox.append((target, Message(kind, table, origin, request, 0, parts)))
+                continue
             for start in range(0, parts[0].shape[0], most):
                 piece = [part[start : start + most] for part in parts]
                 outbox.append((target, Message(kind, table, origin, request, 0, piece)))
@@ -301,23 +308,14 @@ class Engine(TableEngine):
             The store, the rows of the keys owned by this site, and the part of the message's arrays for these keys.
         """
         store = self.stores[message.table]
-        where, targets, away = store.locate(self.rank, self.sites, message.arrays[0])
-        rows, arrays = self._forward(message, where, targets, outbox) if away else (where, message.arrays)
-        return store, rows, arrays
-
-    def _forward(
-        self, message: Message, where: Numbers, targets: Codes, outbox: Outbox
-    ) -> tuple[Numbers, list[NDArray[Any]]]:
-        """Forward the part of a message that belongs to other sites, with -1 in `where`.
-
-        Returns:
-            The rows and the arrays of the other part.
-        """
+        where, targets, away_count = store.locate(self.rank, self.sites, message.arrays[0])
+        if not away_count:
+            return store, where, message.arrays
         here = where >= 0
         away = ~here
         parts = [array[away] for array in message.arrays]
         outbox.extend(self._spread(message.kind, message.table, message.origin, message.request, targets[away], *parts))
-        return where[here], [array[here] for array in message.arrays]
+        return store, where[here], [array[here] for array in message.arrays]
 
     # Pulls, pushes and sets
 
@@ -325,27 +323,41 @@ class Engine(TableEngine):
         outbox: Outbox = []
         with self._lock:
             store = self.stores[table]
-            where, targets, away, bad = store.read(self.rank, self.sites, False, keys, out)
+            where, targets, fresh, away, bad = store.read(self.rank, self.sites, False, keys, out)
             if bad >= 0:
                 return bad
             count = keys.shape[0]
             self.counts["pulled"] += count
-            if not away:
+            store.touch(where)
+            if not fresh and not away:
                 return None
-            whole = away == count
+            whole = fresh + away == count
             positions = np.arange(count, dtype=np.int32) if whole else np.flatnonzero(where < 0).astype(np.int32)
-            asked = keys.copy() if whole else keys[positions]
-            request = self._ask(table, asked, positions, targets if whole else targets[positions], out, outbox)
+            rest = keys.copy() if whole else keys[positions]
+            if fresh:
+                request = self._pull_rest(table, rest, positions, out, outbox)
+            else:
+                request = self._ask(table, rest, positions, targets if whole else targets[positions], out, outbox)
             self._post(outbox)  # other sites work while the local values are copied
             if not whole:
-                gather_rows(store.rows.values, where, out)
-        return request.done
+                kernels.read_found(store.rows.values, where, out)
+        return None if request is None else request.done
+
+    def _pull_rest(self, table: int, keys: Keys, positions: Numbers, out: Block, outbox: Outbox) -> Request | None:
+        store = self.stores[table]
+        where, targets, away_count = store.locate(self.rank, self.sites, keys)
+        if away_count < keys.shape[0]:
+            here = where >= 0
+            kernels.scatter_rows(store.read_rows(where[here]), positions[here], out)
+            away = ~here
+            keys, positions, targets = keys[away], positions[away], targets[away]
+        return self._ask(table, keys, positions, targets, out, outbox) if keys.shape[0] else None
 
     def _ask(self, table: int, keys: Keys, positions: Numbers, targets: Codes, out: Block, outbox: Outbox) -> Request:
         """Send a pull to other sites."""
         self.counts["pulled_remotely"] += keys.shape[0]
         store = self.stores[table]
-        buffered = store.replicas and REQUESTED in store.states_of(keys)
+        buffered = store.replicas and kernels.any_requested(store.rows, keys)
         request = Request(Kind.PULL, table, keys, out, positions, self._drops if buffered else None)
         number = self._number(request)
         self._after_pushes(self._spread(Kind.PULL, table, self.rank, number, targets, keys, positions), outbox)
@@ -362,7 +374,7 @@ class Engine(TableEngine):
     def _push(self, table: int, keys: Keys, deltas: Block, outbox: Outbox) -> Done | None:
         store = self.stores[table]
         where = np.empty(keys.shape[0], np.int32)
-        missing = kernels.add(store.rows, keys, deltas, where, False)
+        missing = kernels.add(store.rows, keys, deltas, where)
         store.touch(where)
         if not missing:
             return None
@@ -370,10 +382,11 @@ class Engine(TableEngine):
         keys, deltas = keys[rest], _taken(deltas, rest)
         where, targets, away_count = store.locate(self.rank, self.sites, keys)
         if away_count < keys.shape[0]:
-            kernels.add(store.rows, keys, deltas, where, True)
+            here = where >= 0
+            kernels.add_owned(store.rows, where[here], deltas[here])
             if not away_count:
                 return None
-            away = np.flatnonzero(where < 0).astype(np.int32)
+            away = np.flatnonzero(~here).astype(np.int32)
             keys, deltas, targets = keys[away], _taken(deltas, away), targets[away]
         self.counts["pushed_remotely"] += away_count
         return self._send_change(Kind.PUSH, table, targets, keys, deltas, outbox)
@@ -382,13 +395,14 @@ class Engine(TableEngine):
         outbox: Outbox = []
         with self._lock:
             store = self.stores[table]
-            if REQUESTED in store.states_of(keys):
+            if kernels.any_requested(store.rows, keys):
                 return False, None
             where, targets, away_count = store.locate(self.rank, self.sites, keys)
-            kernels.assign(store.rows, where, values)
+            here = where >= 0
+            kernels.assign(store.rows, where[here], values[here])
             if not away_count:
                 return True, None
-            away = where < 0
+            away = ~here
             done = self._send_change(Kind.SET, table, targets[away], keys[away], values[away], outbox)
         self._post(outbox)
         return True, done
@@ -402,15 +416,18 @@ class Engine(TableEngine):
 
     def here(self, table: int, keys: Keys) -> NDArray[np.bool_]:
         """Return for each key whether this site can read it; no row is created, and no site is asked."""
+        found = np.empty(keys.shape[0], np.int8)
         with self._lock:
-            where, *_ = self.stores[table].find(self.rank, self.sites, False, keys)
-        can_read: NDArray[np.bool_] = where != -1
-        return can_read
+            kernels.readable(self.stores[table].rows, self.rank, self.sites, keys, found)
+        return found.view(np.bool_)
 
     def states(self, table: int, keys: Keys) -> Codes:
         """Return the states of keys as `dadplug.adapm.store.KeyState`, -1 for absent keys."""
+        found = np.empty(keys.shape[0], np.int8)
         with self._lock:
-            return self.stores[table].states_of(keys)
+            rows = self.stores[table].rows
+            kernels.states_of(rows.finder, rows.states, keys, found)
+        return found
 
     def owned(self, table: int) -> tuple[Keys, Block]:
         """Return copies of the keys owned by this site, and of their values."""
@@ -425,12 +442,14 @@ class Engine(TableEngine):
         store = self.stores[message.table]
         keys, positions = message.arrays
         values = np.empty((keys.shape[0], store.width), np.float32)
-        where, targets, away, bad = store.read(self.rank, self.sites, True, keys, values)
+        where, _, fresh, away, bad = store.read(self.rank, self.sites, True, keys, values)
         if bad >= 0:
             raise ProtocolError(f"PULL with a key out of range of table {message.table}")
-        if away:
-            rows, (_, positions) = self._forward(message, where, targets, outbox)
-            values = _taken(store.rows.values, rows)
+        if fresh or away:
+            store, rows, (_, positions) = self._serve(message, outbox)
+            values = store.read_rows(rows)
+        else:
+            store.touch(where)
         if values.shape[0]:
             self._answer(Kind.PULLED, message, outbox, [positions, values])
 
@@ -449,20 +468,17 @@ class Engine(TableEngine):
         if gone and request.drops not in (None, self._drops):
             # A replica may have been created and dropped meanwhile, with pushes of this site that the reply lacks.
             again = absent.view(np.bool_)
-            _, targets, _ = self.stores[request.table].locate(self.rank, self.sites, keys[again])
-            positions = request.positions[again]
-            repeated = self._ask(request.table, keys[again], positions, targets, request.block, outbox)
-            repeated.done = request.done
-            return
+            repeated = self._pull_rest(message.table, keys[again], request.positions[again], request.block, outbox)
+            if repeated is not None:
+                repeated.done = request.done
+                return
         request.done.set()
 
     def _on_change(self, sender: int, message: Message, outbox: Outbox) -> None:
-        store, rows, (keys, block) = self._serve(message, outbox)
+        store, rows, arrays = self._serve(message, outbox)
         if rows.shape[0]:
-            if message.kind is Kind.PUSH:
-                kernels.add(store.rows, keys, block, rows, True)
-            else:
-                kernels.assign(store.rows, rows, block)
+            change = kernels.add_owned if message.kind is Kind.PUSH else kernels.assign
+            change(store.rows, rows, arrays[1])
             self._answer(Kind.APPLIED, message, outbox, extra=rows.shape[0])
 
     def _on_applied(self, sender: int, message: Message, outbox: Outbox) -> None:

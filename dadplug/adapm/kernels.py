@@ -51,6 +51,16 @@ DIRTY, DROP = 1, 2  # bits of a replica in a SYNC: it has an unsent delta; it le
 
 
 @njit(cache=True, nogil=True)
+def read_found(values: Block, where: Numbers, out: Block) -> None:
+    """Copy the values of the keys that `read` has found."""
+    for i in range(where.shape[0]):
+        row = where[i]
+        if row >= 0:
+            for x in range(values.shape[1]):
+                out[i, x] = values[row, x]
+
+
+@njit(cache=True, nogil=True)
 def first_bad_key(keys: Keys, limit: int) -> int:
     """Return the position of the first key out of range, or -1."""
     for i in range(keys.shape[0]):
@@ -72,28 +82,26 @@ def first_not_finite(block: Block) -> int:
 
 
 @njit(cache=True, nogil=True)
-def add(r: Rows, keys: Keys, deltas: Block, where: Numbers, located: bool) -> int:
+def add(r: Rows, keys: Keys, deltas: Block, where: Numbers) -> int:
     """Add deltas to keys that are owned, replicated or requested at this site.
 
     Args:
         r: the store.
         keys: n keys in range.
         deltas: of shape (n, width).
-        where: n rows, less than 0 for other keys; overwritten unless they are located.
-        located: whether `where` has the rows already.
+        where: n rows, overwritten; -1 for other keys.
 
     Returns:
-        The number of other keys that have been found, 0 if the keys are located.
+        The number of other keys.
     """
     index, values, states, versions = r.finder, r.values, r.states, r.versions
     slots, dirty, unsent = r.slots, r.dirty, r.deltas
     missing = 0
-    if not located:
-        for i in range(keys.shape[0]):
-            where[i] = row_of(get(index, keys[i]))
-            if where[i] < 0:
-                missing += 1
-    for i in range(where.shape[0]):
+    for i in range(keys.shape[0]):
+        where[i] = row_of(get(index, keys[i]))
+        if where[i] < 0:
+            missing += 1
+    for i in range(keys.shape[0]):
         row = where[i]
         if row < 0:
             continue
@@ -117,6 +125,29 @@ def add(r: Rows, keys: Keys, deltas: Block, where: Numbers, located: bool) -> in
 
 
 @njit(cache=True, nogil=True)
+def readable(r: Rows, rank: int, sites: int, keys: Keys, found: Codes) -> None:
+    """Flag the keys whose value this site has, or creates at first use."""
+    index, directory = r.finder, r.directory
+    for i in range(keys.shape[0]):
+        number = get(index, keys[i])
+        found[i] = number >= 0
+        if number == -1:
+            entry = get(directory, keys[i])
+            found[i] = (keys[i] % sites if entry < 0 else entry >> 32) == rank
+
+
+@njit(cache=True, nogil=True)
+def add_owned(r: Rows, where: Numbers, deltas: Block) -> None:
+    """Add deltas to rows owned by this site."""
+    values, versions = r.values, r.versions
+    for i in range(where.shape[0]):
+        row = where[i]
+        for x in range(values.shape[1]):
+            values[row, x] += deltas[i, x]
+        versions[row] += 1
+
+
+@njit(cache=True, nogil=True)
 def scatter_rows(values: Block, positions: Numbers, out: Block) -> bool:
     """Compute ``out[positions[i]] = values[i]``; return False, without changes, if a position is out of range."""
     for i in range(positions.shape[0]):
@@ -131,11 +162,10 @@ def scatter_rows(values: Block, positions: Numbers, out: Block) -> bool:
 
 @njit(cache=True, nogil=True)
 def assign(r: Rows, where: Numbers, values: Block) -> None:
-    """Set rows owned by this site; row numbers below 0 are ignored."""
+    """Set rows owned by this site."""
     for i in range(where.shape[0]):
-        if where[i] >= 0:
-            copy_row(r.values, where[i], values, i)
-            r.versions[where[i]] += 1
+        copy_row(r.values, where[i], values, i)
+        r.versions[where[i]] += 1
 
 
 @njit(cache=True, nogil=True)
@@ -152,6 +182,15 @@ def overwrite_replicas(r: Rows, keys: Keys, values: Block) -> None:
         r.versions[row] = -1
         if r.in_flight[slot] != IDLE:
             r.in_flight[slot] |= OUTDATED
+
+
+@njit(cache=True, nogil=True)
+def any_requested(r: Rows, keys: Keys) -> bool:
+    """Return whether any of the keys is REQUESTED."""
+    found = False
+    for i in range(keys.shape[0]):
+        found |= get(r.finder, keys[i]) < -1
+    return found
 
 
 @njit(cache=True, nogil=True)
@@ -190,6 +229,21 @@ def reconcile(
         elif number < -1 and dirty[slots[-2 - number]]:
             add_row(out, positions[i], values, -2 - number)
     return count
+
+
+@njit(cache=True, nogil=True)
+def states_of(finder: Index, states: Codes, keys: Keys, out: Codes) -> None:
+    """Look up the states of keys; -1 for absent keys.
+
+    Args:
+        finder: `Rows.finder` of the store.
+        states: `Rows.states` of the store.
+        keys: n keys.
+        out: n states, overwritten.
+    """
+    for i in range(keys.shape[0]):
+        row = row_of(get(finder, keys[i]))
+        out[i] = states[row] if row >= 0 else -1
 
 
 # Placement: the requests of intents, an owner's decision, and changes of ownership

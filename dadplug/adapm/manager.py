@@ -702,7 +702,7 @@ class ParameterManager:
 
         The values that this site owns are lost: call `barrier` before, or use the manager in a ``with`` block.
         """
-        self._backend.close(aborts=False)
+        self._backend.leave()
 
     def abandon(self, reason: str) -> None:
         """Leave the other sites after an error, without waiting for any of them.

@@ -24,6 +24,8 @@ from .manager import ParameterManager
 from .recorder import Recorder
 from .row_optimizers import row_optimizer_for
 
+_POLL = 0.1  # seconds between checks whether the reading thread of a loader has to stop
+
 Ids = Mapping[str, Tensor]
 Layers = list[tuple[str, Any]]  # paths and layers that share a weight
 
@@ -434,15 +436,20 @@ def find_layers(model: nn.Module, optimizer: Optimizer) -> dict[str, Layers]:
     """
     optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     owners: dict[int, Layers] = {}
+    names: dict[int, str] = {}
     for path, module in model.named_modules():
-        for parameter in module.parameters(recurse=False):
+        for name, parameter in module.named_parameters(recurse=False):
             owners.setdefault(id(parameter), []).append((path, module))
+            names.setdefault(id(parameter), f"{path}.{name}" if path else name)
     found = {}
-    for name, parameter in model.named_parameters():
-        modules = owners[id(parameter)]
-        # a subclass may use its weight in other ways
-        is_table = all(type(module) in (nn.Embedding, nn.EmbeddingBag) for _, module in modules)
-        if not is_table or id(parameter) not in optimized or parameter.dtype != torch.float32:
+    for key, modules in owners.items():
+        if key not in optimized or not all(
+            isinstance(module, (nn.Embedding, nn.EmbeddingBag)) for _, module in modules
+        ):
+            continue
+        if any(type(module) not in (nn.Embedding, nn.EmbeddingBag) for _, module in modules):
+            continue  # a subclass may use its weight in other ways
+        if modules[0][1].weight.dtype != torch.float32:
             continue
         for path, module in modules:
             if module.max_norm is not None:
@@ -450,7 +457,7 @@ def find_layers(model: nn.Module, optimizer: Optimizer) -> dict[str, Layers]:
                     f"layer {path!r} has max_norm={module.max_norm}, which rescales rows in forward: a managed row "
                     "changes by what optimizers add only. Leave it out of the optimizer's parameters, or drop max_norm"
                 )
-        found[name] = modules
+        found[names[key]] = modules
     return found
 
 
@@ -563,39 +570,41 @@ class AdaDataLoader:
     def __iter__(self) -> Iterator[Any]:
         manager = self.model.manager
         begin = manager.current_clock + 1  # the clock of the first batch
-        ready: queue.Queue[tuple[bool, Any]] = queue.Queue()  # batches, and at the end an error or None
-        room = threading.Semaphore(self.lookahead)
-        left = False
+        ready: queue.Queue[tuple[str, Any]] = queue.Queue(self.lookahead)
+        stop = threading.Event()
+
+        def put(item: tuple[str, Any]) -> bool:
+            while not stop.is_set():
+                try:
+                    ready.put(item, timeout=_POLL)
+                    return True
+                except queue.Full:
+                    continue
+            return False
 
         def read() -> None:
-            failure = None
             try:
                 for number, batch in enumerate(self.loader):
                     self.announce(batch, begin + number, number)
-                    room.acquire()
-                    if left:
+                    if not put(("batch", batch)):
                         return
-                    ready.put((True, batch))
+                put(("end", None))
             except BaseException as error:
-                failure = error
-            ready.put((False, failure))
+                put(("error", error))
 
-        # not of an executor, whose thread the end of the program waits for
         thread = threading.Thread(target=read, name="dadplug-ahead", daemon=True)
         thread.start()
         try:
             while True:
-                more, item = ready.get()
-                if not more:
-                    if item is not None:
-                        raise item
+                kind, item = ready.get()
+                if kind == "end":
                     return
-                room.release()
+                if kind == "error":
+                    raise item
                 manager.advance_clock()
                 yield item
         finally:
-            left = True
-            room.release()
+            stop.set()
             thread.join()
 
 

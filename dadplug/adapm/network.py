@@ -126,7 +126,10 @@ class Connection:
         """
         last = len(messages) + _BATCH
         while len(messages) < last:
-            target = self._view[self._filled :] if self._partial is None else self._missing
+            if self._partial is not None:
+                target = self._missing
+            else:
+                target = self._view[self._filled :] if self._filled else self._view
             try:
                 count = self.socket.recv_into(target)
             except BlockingIOError:

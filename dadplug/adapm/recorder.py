@@ -24,7 +24,9 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from ..errors import IntentError
 from ..hooks.capture import ForwardOverride, overridden
-from ..lowrank import sparse
+from ..jit import njit
+from ..lowrank import kernels
+from .initialisers import STEP
 
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent)
@@ -185,8 +187,17 @@ class _ShapeLayer(ForwardOverride):
         return result
 
 
+def keep_shapes(model: nn.Module) -> None:
+    """Cache the output shapes of the torch.nn layers of a model.
+
+    Layers are left out if they contain other classes than those of torch.nn, hooks, or integer buffers.
+    """
+    for module in list(model.modules()):
+        if not isinstance(module, (nn.ModuleList, nn.ModuleDict)) and all(map(_is_torchs, module.modules())):
+            _ShapeLayer(module)
+
+
 def _is_torchs(module: nn.Module) -> bool:
-    """Return whether the output shapes of a layer can be cached: it is torch.nn's, without hooks or integer buffers."""
     hooks: list[Callable[[], Any]] = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     return (
         type(module).__module__.startswith("torch.nn.modules.")
@@ -254,9 +265,7 @@ class Recorder:
         for name, paths in layers.items():
             for path in paths:
                 _Recording(self._skeleton.get_submodule(path), name, self)
-        for module in list(self._skeleton.modules()):
-            if not isinstance(module, (nn.ModuleList, nn.ModuleDict)) and all(map(_is_torchs, module.modules())):
-                _ShapeLayer(module)
+        keep_shapes(self._skeleton)
 
     def add(self, name: str, ids: Tensor) -> None:
         """Record a lookup; the ids are copied, since the model may change them afterwards."""
@@ -305,8 +314,32 @@ def _distinct(lookups: dict[str, list[NDArray[np.int64]]]) -> dict[str, Tensor]:
     for each in lookups.values():
         key = tuple(map(id, each))
         if key not in found:
-            found[key], _ = sparse.unique(torch.from_numpy(np.concatenate(each)))
+            flat = each[0] if len(each) == 1 else np.concatenate(each)
+            inverse, distinct = np.empty_like(flat), np.empty_like(flat)
+            found[key] = torch.from_numpy(distinct[: kernels.unique(flat, inverse, distinct)])
     return {name: found[tuple(map(id, each))] for name, each in lookups.items()}
+
+
+@njit(cache=True, nogil=True)
+def count_absent(keys: NDArray[np.int64], others: NDArray[np.int64]) -> int:
+    """Count the keys that are not in `others`; both may hold any int64."""
+    bits = 4
+    while (1 << bits) < 2 * others.shape[0]:
+        bits += 1
+    mask, shift = (1 << bits) - 1, np.uint64(64 - bits)
+    places = np.full(1 << bits, -1, np.int64)
+    for i in range(others.shape[0]):
+        place = np.int64((np.uint64(others[i]) * STEP) >> shift)
+        while places[place] >= 0 and others[places[place]] != others[i]:
+            place = (place + 1) & mask
+        places[place] = i
+    count = 0
+    for i in range(keys.shape[0]):
+        place = np.int64((np.uint64(keys[i]) * STEP) >> shift)
+        while places[place] >= 0 and others[places[place]] != keys[i]:
+            place = (place + 1) & mask
+        count += places[place] < 0
+    return count
 
 
 def count_missing(keys: Tensor, announced: Tensor) -> int:
@@ -318,9 +351,7 @@ def count_missing(keys: Tensor, announced: Tensor) -> int:
     """
     if keys.numel() <= announced.numel() and torch.equal(keys, announced[: keys.numel()]):
         return 0  # one lookup, whose distinct keys are in the same order
-    _, places = sparse.unique(torch.cat([announced, keys]))  # distinct ones are numbered as they first occur
-    last = int(places[: announced.numel()].max()) if announced.numel() else -1
-    return int((places[announced.numel() :] > last).sum())
+    return int(count_absent(keys.contiguous().numpy(), announced.contiguous().numpy()))
 
 
 def _line_of(error: BaseException) -> str:

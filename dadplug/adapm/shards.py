@@ -226,7 +226,7 @@ def load_shards(model: AdaModel, folder: str | Path, optimizer: Optimizer, stamp
             mine.append(name)
 
     def read() -> dict[str, Any]:
-        return {name: map_shard(folder, name, index) for name in mine}
+        return {name: read_shard(folder, name, index) for name in mine}
 
     shards = on_all_sites(model, read, f"checkpoint {folder} cannot be read", own=True)
     counts = manager.gather_objects(
@@ -271,7 +271,7 @@ def join_shards(folder: str | Path, stamp: str | None = None) -> dict[str, Any]:
     whole = {name: torch.empty(table["rows"], table["columns"]) for name, table in index["tables"].items()}
     seen = {name: torch.zeros(table["rows"], dtype=torch.int64) for name, table in index["tables"].items()}
     for name in index["files"]:
-        for table, part in map_shard(folder, name, index).items():
+        for table, part in read_shard(folder, name, index).items():
             whole[table][part["keys"]] = part["values"]
             seen[table].index_add_(0, part["keys"], torch.ones_like(part["keys"]))
     for name, count in seen.items():
@@ -469,9 +469,12 @@ def _check_files(index: Mapping[str, Any]) -> None:
         if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
             raise ValueError(f"the digest of {name} is {digest!r}")
     stamps = {stamp_of(name) for name in (*files, *rest)}
-    expected = {f"{stamp}-site-{site}-of-{len(files)}.pt" for stamp in stamps for site in range(len(files))}
-    if not files or set(files) != expected or set(rest) != {f"{stamp}-rest.pt" for stamp in stamps}:
-        raise ValueError(f"it names {sorted(files)} and {sorted(rest)}, with {len(stamps)} stamps")
+    if len(stamps) != 1 or len(rest) != 1 or not files:
+        raise ValueError(f"it names {len(files)} shards and {len(rest)} other files with {len(stamps)} stamps")
+    (stamp,) = stamps
+    shards = [f"{stamp}-site-{site}-of-{len(files)}.pt" for site in range(len(files))]
+    if sorted(files) != sorted(shards) or set(rest) != {f"{stamp}-rest.pt"}:
+        raise ValueError(f"it names {sorted(files)} and {sorted(rest)}")
 
 
 def _check_table(name: str, table: Mapping[str, Any]) -> None:
@@ -532,14 +535,14 @@ def read_head(folder: Path, stamp: str | None) -> tuple[bytes, bytes]:
         )
     if not (folder / rest).is_file():
         raise FileNotFoundError(f"file {rest} of checkpoint {folder} is missing")
-    rest_content = (folder / rest).read_bytes()
-    _check_digest(hashlib.sha256(rest_content).hexdigest(), digest, f"file {rest} of checkpoint {folder}")
-    return content, rest_content
+    return content, _content(folder, rest, digest)
 
 
-def _check_digest(found: str, expected: str, what: str) -> None:
-    if found != expected:
-        raise ValueError(f"{what} is damaged: it is not what was written")
+def _content(folder: Path, name: str, digest: str) -> bytes:
+    content = (folder / name).read_bytes()
+    if hashlib.sha256(content).hexdigest() != digest:
+        raise ValueError(f"file {name} of checkpoint {folder} is damaged: it is not what was written")
+    return content
 
 
 def parse(source: bytes | Path, what: str) -> Any:
@@ -571,10 +574,8 @@ def parse_rest(content: bytes, folder: Path) -> dict[str, Any]:
     return dict(state)
 
 
-def map_shard(folder: Path, name: str, index: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
-    """Map a shard into memory, and check it against the index.
-
-    The whole file is read once for its digest, in pieces. Its tensors must not be written to.
+def read_shard(folder: Path, name: str, index: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
+    """Read a shard, and check it against the index.
 
     Returns:
         By table, ``"keys"`` of shape (n,) and ``"values"`` of shape (n, columns).
@@ -582,17 +583,36 @@ def map_shard(folder: Path, name: str, index: Mapping[str, Any]) -> dict[str, di
     Raises:
         ValueError: if it is damaged or does not fit.
     """
-    path, digest, what = folder / name, hashlib.sha256(), f"file {name} of checkpoint {folder}"
+    shard = parse(_content(folder, name, index["files"][name]), f"file {name} of checkpoint {folder}")
+    return _checked_shard(shard, folder, name, index)
+
+
+def map_shard(folder: Path, name: str, index: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
+    """Map a shard into memory instead of reading it, and check it against the index.
+
+    The whole file is read once for its digest, in pieces. Its tensors must not be written to.
+
+    Returns:
+        As `read_shard`.
+
+    Raises:
+        ValueError: if it is damaged or does not fit.
+    """
+    path, digest = folder / name, hashlib.sha256()
     with open(path, "rb") as file:
         while piece := file.read(1 << 20):
             digest.update(piece)
-    _check_digest(digest.hexdigest(), index["files"][name], what)
-    shard = parse(path, what)
+    if digest.hexdigest() != index["files"][name]:
+        raise ValueError(f"file {name} of checkpoint {folder} is damaged: it is not what was written")
+    return _checked_shard(parse(path, f"file {name} of checkpoint {folder}"), folder, name, index)
+
+
+def _checked_shard(shard: Any, folder: Path, name: str, index: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
     tables = shard["tables"] if isinstance(shard, dict) else None
     if not isinstance(tables, dict) or set(tables) != set(index["tables"]):
-        raise ValueError(f"{what} is damaged: its tables are not those of the index")
+        raise ValueError(f"file {name} of checkpoint {folder} is damaged: its tables are not those of the index")
     for table, part in tables.items():
-        _check_part(part, index["tables"][table], f"{what} is damaged: table {table!r}")
+        _check_part(part, index["tables"][table], f"file {name} of checkpoint {folder} is damaged: table {table!r}")
     return tables
 
 

@@ -245,70 +245,6 @@ def copy_row(to: Block, row: int, block: Block, i: int) -> None:
 
 
 @njit(cache=True, nogil=True)
-def locate(
-    index: Index,
-    directory: Index,
-    states: Codes,
-    counts: Keys,
-    rank: int,
-    sites: int,
-    limit: int,
-    owned_only: bool,
-    keys: Keys,
-    where: Numbers,
-    targets: Codes,
-) -> tuple[int, int, int]:
-    """Find the rows of keys, and the sites to ask for the others, as far as this site knows.
-
-    Args:
-        index: `Rows.finder` of the store.
-        directory: `Rows.directory` of the store.
-        states: `Rows.states` of the store.
-        counts: `Rows.counts` of the store.
-        rank: this site.
-        sites: number of sites.
-        limit: upper bound of keys, exclusive.
-        owned_only: whether to regard replicas as keys of other sites.
-        keys: n keys.
-        where: n rows, overwritten; -2 for keys of this site that have no row yet, -1 for keys of other sites.
-        targets: n sites, overwritten: the site to ask.
-
-    Returns:
-        The number of keys without a row, the number of keys of other sites, and the position of a key that is out of
-        range or -1.
-    """
-    all_owned, no_moves = counts[SLOTS] == 0 or not owned_only, counts[DIRECTORY] == 0  # saves reads of cold memory
-    fresh, away = 0, 0
-    for i in range(keys.shape[0]):
-        if keys[i] < 0 or keys[i] >= limit:
-            return 0, 0, i
-        row = get(index, keys[i])
-        if row >= 0 and (all_owned or states[row] == OWNED):
-            where[i] = row
-            targets[i] = rank
-            continue
-        entry = -1 if no_moves else get(directory, keys[i])
-        targets[i] = keys[i] % sites if entry < 0 else entry >> 32
-        where[i] = -1
-        if targets[i] == rank:
-            where[i] = -2
-            fresh += 1
-        else:
-            away += 1
-    return fresh, away, -1
-
-
-@njit(cache=True, nogil=True)
-def gather_rows(block: Block, rows: Numbers, out: Block) -> None:
-    """Compute ``out[i] = block[rows[i]]`` for rows of at least 0."""
-    for i in range(rows.shape[0]):
-        row = rows[i]
-        if row >= 0:
-            for x in range(block.shape[1]):
-                out[i, x] = block[row, x]
-
-
-@njit(cache=True, nogil=True)
 def read(
     index: Index,
     directory: Index,
@@ -324,11 +260,97 @@ def read(
     targets: Codes,
     out: Block,
 ) -> tuple[int, int, int]:
-    """Copy the values of keys if this site has all of them, of shape (n, width); arguments and result of `locate`."""
-    fresh, away, bad = locate(index, directory, states, counts, rank, sites, limit, owned_only, keys, where, targets)
-    if fresh == 0 and away == 0 and bad < 0:
-        gather_rows(values, where, out)
-    return fresh, away, bad
+    """Copy the values of keys if this site can read all of them, else find the sites to ask.
+
+    Args:
+        index: `Rows.finder` of the store.
+        directory: directory of the store.
+        states: states of the store.
+        counts: counts of the store.
+        values: values of the store.
+        rank: this site.
+        sites: number of sites.
+        limit: upper bound of keys, exclusive.
+        owned_only: whether to regard replicas as not readable.
+        keys: n keys.
+        where: n rows, overwritten; less than 0 for keys that cannot be read here.
+        targets: n sites, overwritten for keys that cannot be read here: the site to ask.
+        out: of shape (n, width), overwritten.
+
+    Returns:
+        The number of keys that this site has to create, the number of keys at other sites, and the position of a key
+        that is out of range or -1. Unless the result is (0, 0, -1), no value has been copied.
+    """
+    all_owned, no_moves = counts[SLOTS] == 0 or not owned_only, counts[DIRECTORY] == 0
+    fresh, away = 0, 0
+    for i in range(keys.shape[0]):
+        if keys[i] < 0 or keys[i] >= limit:
+            return 0, 0, i
+        row = get(index, keys[i])
+        if row >= 0 and (all_owned or states[row] == OWNED):
+            where[i] = row
+            continue
+        where[i] = -1
+        entry = -1 if no_moves else get(directory, keys[i])
+        targets[i] = keys[i] % sites if entry < 0 else entry >> 32
+        if targets[i] == rank:
+            fresh += 1
+        else:
+            away += 1
+    if fresh == 0 and away == 0:
+        for i in range(keys.shape[0]):
+            row = where[i]
+            for x in range(values.shape[1]):
+                out[i, x] = values[row, x]
+    return fresh, away, -1
+
+
+@njit(cache=True, nogil=True)
+def locate(
+    index: Index,
+    directory: Index,
+    states: Codes,
+    counts: Keys,
+    rank: int,
+    sites: int,
+    keys: Keys,
+    where: Numbers,
+    targets: Codes,
+) -> tuple[int, int]:
+    """Find the owners of keys, as far as this site knows.
+
+    Args:
+        index: `Rows.finder` of the store.
+        directory: `Rows.directory` of the store.
+        states: `Rows.states` of the store.
+        counts: `Rows.counts` of the store.
+        rank: this site.
+        sites: number of sites.
+        keys: n keys.
+        where: n rows of keys owned by this site, overwritten; -2 for keys of this site that have no row yet, -1 for
+            keys of other sites.
+        targets: n sites to ask, overwritten.
+
+    Returns:
+        The number of keys without a row, and the number of keys of other sites.
+    """
+    no_replicas, no_moves = counts[SLOTS] == 0, counts[DIRECTORY] == 0  # each saves a read of cold memory
+    fresh, away = 0, 0
+    for i in range(keys.shape[0]):
+        row = get(index, keys[i])
+        if row >= 0 and (no_replicas or states[row] == OWNED):
+            where[i] = row
+            targets[i] = rank
+            continue
+        entry = -1 if no_moves else get(directory, keys[i])
+        targets[i] = keys[i] % sites if entry < 0 else entry >> 32
+        where[i] = -1
+        if targets[i] == rank:
+            where[i] = -2
+            fresh += 1
+        else:
+            away += 1
+    return fresh, away
 
 
 @njit(cache=True, nogil=True)
@@ -348,18 +370,12 @@ def create(r: Rows, keys: Keys, where: Numbers, rows: Numbers) -> int:
 
 
 @njit(cache=True, nogil=True)
-def states_of(finder: Index, states: Codes, keys: Keys, out: Codes) -> None:
-    """Look up the states of keys; -1 for absent keys.
-
-    Args:
-        finder: `Rows.finder` of the store.
-        states: `Rows.states` of the store.
-        keys: n keys.
-        out: n states, overwritten.
-    """
-    for i in range(keys.shape[0]):
-        row = row_of(get(finder, keys[i]))
-        out[i] = states[row] if row >= 0 else -1
+def gather_rows(block: Block, rows: Numbers, out: Block) -> None:
+    """Compute ``out[i] = block[rows[i]]``."""
+    for i in range(rows.shape[0]):
+        row = rows[i]
+        for x in range(block.shape[1]):
+            out[i, x] = block[row, x]
 
 
 @njit(cache=True, nogil=True)
@@ -518,15 +534,6 @@ class Store:
         if needed > 2 * self.rows.directory.shape[0] // 3:
             self.rows = self.rows._replace(directory=_grown(self.rows.directory, int(_GROWTH * needed)))
 
-    def find(self, rank: int, sites: int, owned_only: bool, keys: Keys) -> tuple[Numbers, Codes, int, int]:
-        """Return the rows of keys in range, the sites to ask, and the first two numbers of `locate`."""
-        where, targets = np.empty(keys.shape[0], np.int32), np.empty(keys.shape[0], np.int8)
-        r = self.rows
-        fresh, away, _ = locate(
-            r.finder, r.directory, r.states, r.counts, rank, sites, self.limit, owned_only, keys, where, targets
-        )
-        return where, targets, fresh, away
-
     def locate(self, rank: int, sites: int, keys: Keys) -> tuple[Numbers, Codes, int]:
         """Find the owners of keys; keys of this site that have no row get one, with initial values.
 
@@ -538,13 +545,11 @@ class Store:
         Returns:
             n rows of keys owned by this site, -1 for others; n sites to ask; and the number of keys of other sites.
         """
-        where, targets, fresh, away = self.find(rank, sites, True, keys)
-        self._use(keys, where, fresh)
-        return where, targets, away
-
-    def _use(self, keys: Keys, where: Numbers, fresh: int) -> None:
-        """Record the use of rows, and create those of `fresh` keys (-2 in `where`) with initial values."""
-        self.touch(where)
+        where, targets = np.empty(keys.shape[0], np.int32), np.empty(keys.shape[0], np.int8)
+        r = self.rows
+        fresh, away = locate(r.finder, r.directory, r.states, r.counts, rank, sites, keys, where, targets)
+        if self.max_rows is not None:
+            self.touch(where)
         if fresh:
             self.make_room(fresh)
             rows = np.empty(fresh, np.int32)
@@ -553,24 +558,19 @@ class Store:
             self.initialiser(self.rows.keys[rows], block)
             self.rows.values[rows] = block
             self.touch(rows)
+        return where, targets, away
 
-    def read(self, rank: int, sites: int, owned_only: bool, keys: Keys, out: Block) -> tuple[Numbers, Codes, int, int]:
-        """Copy values if no other site has to be asked; keys of this site that have no row get one.
-
-        Args:
-            rank: this site.
-            sites: number of sites.
-            owned_only: whether to regard replicas as keys of other sites.
-            keys: n keys.
-            out: of shape (n, width), overwritten if all keys are at this site.
+    def read(
+        self, rank: int, sites: int, owned_only: bool, keys: Keys, out: Block
+    ) -> tuple[Numbers, Codes, int, int, int]:
+        """Copy values if this site can read all of them, see `read`.
 
         Returns:
-            n rows, -1 for keys of other sites; n sites to ask; the number of keys of other sites; and the position of a
-            key that is out of range, -1 if there is none.
+            Rows, sites to ask, and the three numbers of `read`.
         """
         where, targets = np.empty(keys.shape[0], np.int32), np.empty(keys.shape[0], np.int8)
         r = self.rows
-        fresh, away, bad = read(
+        numbers = read(
             r.finder,
             r.directory,
             r.states,
@@ -585,17 +585,13 @@ class Store:
             targets,
             out,
         )
-        if bad < 0 and (fresh or self.max_rows is not None):
-            self._use(keys, where, fresh)
-            if fresh and not away:
-                gather_rows(self.rows.values, where, out)
-        return where, targets, away, bad
+        return where, targets, *numbers
 
-    def states_of(self, keys: Keys) -> Codes:
-        """Return the states of keys, -1 for absent keys."""
-        found = np.empty(keys.shape[0], np.int8)
-        states_of(self.rows.finder, self.rows.states, keys, found)
-        return found
+    def read_rows(self, rows: Numbers) -> Block:
+        """Return copies of the values of rows."""
+        out = np.empty((rows.shape[0], self.width), np.float32)
+        gather_rows(self.rows.values, rows, out)
+        return out
 
     def owned(self) -> tuple[Keys, Block]:
         """Return copies of the keys owned by this site, in ascending order, and of their values."""

@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import copy
 import functools
-import os
 
 import pytest
 import support
 import torch
-from adapm_loops import PROGRAMS, run_all
+from adapm_loops import LOOPS, run_all
 from managed_loop import Loop
-from recommender import close, end, make, steps, trained_plainly
+from recommender import OPTIMIZERS, Recommender, batch, train
 from torch import nn
 
 from dadplug import NonFiniteError
 from dadplug.adapm import AdaModel, ParameterManager
 
 
-@pytest.mark.parametrize("kind", ["sgd", "adagrad", "rowwise"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_one_process_has_torchs_results(kind):
-    managed, optimizer = make(kind)
+    model = Recommender()
+    plain = copy.deepcopy(model)
+    train(plain, OPTIMIZERS[kind](plain.parameters()), 6)
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    managed = AdaModel(model, optimizer)
     assert set(managed.managed) == {"items.weight", "tags.weight"}
-    steps(managed, optimizer, range(6))
-    close(managed.state_dict(), trained_plainly(kind, 6))
+    train(managed, optimizer, 6, managed.synchronize)
+    state = managed.state_dict()
+    assert state.keys() == plain.state_dict().keys()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}")
 
 
 def test_sparse_adam_has_torchs_results():
@@ -34,26 +40,49 @@ def test_sparse_adam_has_torchs_results():
     managed = AdaModel(model, own)
     for step in range(5):
         ids = torch.randint(20, (7,), generator=torch.Generator().manual_seed(step))
-        for each, stepping in ((plain, optimizer), (managed, own)):
-            stepping.zero_grad()
+        for each, steps in ((plain, optimizer), (managed, own)):
+            steps.zero_grad()
             each(ids).square().sum().backward()
-            stepping.step()
+            steps.step()
     torch.testing.assert_close(managed.state_dict()["weight"], plain.weight.detach(), rtol=1e-4, atol=1e-5)
 
 
 def trains_together(kind):
-    managed, optimizer = make(kind, seed=1 + int(os.environ["RANK"]))  # the model of site 0 counts
-    steps(managed, optimizer, range(5))
+    import dadplug
+
+    torch.manual_seed(1)
+    model = Recommender()
+    plain = copy.deepcopy(model)
+    torch.manual_seed(dadplug.adapm.ParameterManager().rank)
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    managed = AdaModel(model, optimizer)
+    manager = managed.manager
+    for step in range(5):
+        inputs, targets = batch(step, manager.rank, manager.world_size)
+        if step % 2:
+            managed.intent({"items.weight": inputs[0], "tags.weight": inputs[2]}, manager.current_clock)
+        optimizer.zero_grad()
+        (managed(*inputs) - targets).square().mean().backward()
+        managed.synchronize()
+        optimizer.step()
+        manager.wait_sync(everywhere=True)
     state = managed.state_dict()
+    fresh = AdaModel(Recommender(), OPTIMIZERS[kind]([torch.nn.Parameter(torch.zeros(1))]))
+    assert not fresh.managed
     managed.load_state_dict(state)
-    close(managed.state_dict(), state, 0, 0)
-    end(managed)
-    return state
+    again = managed.state_dict()
+    assert all(torch.equal(state[name], again[name]) for name in state)
+    train(plain, OPTIMIZERS[kind](plain.parameters()), 5)
+    manager.barrier()
+    managed.close()
+    manager.close()
+    return state, plain.state_dict()
 
 
 def test_sites_together_are_one_process(sites):
-    for state in sites(2).run(trains_together, "sgd"):
-        close(state, trained_plainly("sgd", 5))
+    for state, expected in sites(2).run(trains_together, "sgd"):
+        for name, value in expected.items():
+            torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)
 
 
 class Tied(nn.Module):
@@ -67,13 +96,11 @@ class Tied(nn.Module):
         return self.out(self.words(ids))
 
 
-def test_a_weight_that_is_used_as_a_matrix_or_not_trained_stays_an_ordinary_parameter():
+def test_a_weight_that_is_used_as_a_matrix_stays_an_ordinary_parameter():
     model = Tied()
     managed = AdaModel(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert not managed.managed
     assert managed(torch.tensor([1, 2])).shape == (2, 9)
-    other = nn.Parameter(torch.zeros(1))  # an optimizer without the table
-    assert not AdaModel(nn.Embedding(9, 4), torch.optim.SGD([other], lr=0.1)).managed
 
 
 @pytest.mark.parametrize(
@@ -104,22 +131,19 @@ def test_frozen_tables_and_evaluation_push_nothing():
         assert torch.equal(managed.module[0](torch.arange(9)), before)
 
 
-@pytest.fixture
-def words():
-    """A managed model of one table."""
+def test_intents_name_their_weight():
     model = nn.Sequential(nn.Embedding(9, 4))
-    return AdaModel(model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-def test_intents_name_their_weight(words):
-    words.intent({"0.weight": torch.tensor([1])}, 0)
+    managed = AdaModel(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    managed.intent({"0.weight": torch.tensor([1])}, 0)
     with pytest.raises(ValueError, match=r"no managed weight is called 'words'; there are '0\.weight'"):
-        words.intent({"words": torch.tensor([1])}, 0)
+        managed.intent({"words": torch.tensor([1])}, 0)
 
 
-def test_closed_layers_are_as_they_were(words):
-    words.close()
-    assert words.module(torch.tensor([1])).isnan().all()
+def test_closed_layers_are_as_they_were():
+    model = nn.Sequential(nn.Embedding(9, 4))
+    managed = AdaModel(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    managed.close()
+    assert model(torch.tensor([1])).isnan().all()
 
 
 TOLERANCE = 3e-6
@@ -128,13 +152,13 @@ TOLERANCE = 3e-6
 @functools.cache
 def results(kind, mode):
     """Run all loops in one call of the sites; the tests look at what has come of them."""
-    return support.sites(2).run(run_all, kind, mode, timeout=400)
+    return support.sites(2).run(run_all, kind, mode, [program.__name__ for program in LOOPS], timeout=400)
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", LOOPS, ids=lambda program: program.__name__)
 @pytest.mark.parametrize(("kind", "mode"), [("sgd", "dsgd"), ("adagrad", "dad")])
 def test_loops_on_managed_rows_train_as_one_process(program, kind, mode):
-    for result in (of_site[program] for of_site in results(kind, mode)):
+    for result in (of_site[program.__name__] for of_site in results(kind, mode)):
         assert not isinstance(result, str), result
         off, moved = result
         assert max(off.values()) < TOLERANCE, off

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import signal
 import sys
@@ -13,17 +14,24 @@ import numpy as np
 import pytest
 import support
 import torch
-from fake_adapm import Cluster, install
-from recommender import close, make, steps, trained_plainly
+from fake_adapm import Cluster
+from torch import nn
 
-from dadplug.adapm import Normal, ParameterManager, bindings
+from dadplug.adapm import AdaModel, Normal, ParameterManager, bindings
 from dadplug.adapm.backends import TableSpec
 from dadplug.adapm.bindings import BindingsEngine, Library
 
 
 @pytest.fixture
 def fake(monkeypatch):
-    return install(monkeypatch)
+    """A cluster of one node as the module adapm."""
+    cluster = Cluster()
+    monkeypatch.setitem(sys.modules, "adapm", cluster.module(0))
+    monkeypatch.setattr(bindings, "start_scheduler", lambda keys: None)
+    monkeypatch.setattr(bindings, "_set_up", False)
+    for name in ("NUM_SERVER", "ROLE", "PS_ROOT_URI", "PS_ROOT_PORT", "NODE_HOST"):
+        monkeypatch.setenv(f"DMLC_{name}", "")
+    return cluster
 
 
 def test_tables_share_the_keys_and_begin_with_their_first_values(fake):
@@ -54,6 +62,31 @@ def test_tables_share_the_keys_and_begin_with_their_first_values(fake):
     manager.close()
     with ParameterManager(backend="adapm") as second, pytest.raises(RuntimeError, match="set up once in a process"):
         second.table("again", 1, rows=1).pull(torch.tensor([0]))
+
+
+BAD = [
+    (lambda t: t.push(torch.tensor([1]), torch.ones(1, 2, dtype=torch.float64)), ValueError, "must be float32"),
+    (lambda t: t.pull(torch.tensor([1], dtype=torch.int32)), ValueError, r"must be int64 .* got torch.int32"),
+    (lambda t: t.pull(torch.tensor([3, -1])), IndexError, r"key -1 \(position 1\) is out of range"),
+    (lambda t: t.push(torch.tensor([-1]), torch.ones(1, 2)), IndexError, "key -1"),
+    (lambda t: t.intent(torch.tensor([-1]), 1), IndexError, "key -1"),
+    (lambda t: t.pull(torch.tensor([9])), IndexError, r"has keys 0 to 8"),
+    (lambda t: t.push(torch.tensor([1]), torch.ones(2)), ValueError, "a row for each key"),
+    (lambda t: t.push(torch.tensor([1]), torch.full((1, 2), torch.nan)), FloatingPointError, "NaN or Inf"),
+    (lambda t: t.set(torch.tensor([1, 1]), torch.ones(2, 2)), ValueError, "a key occurs twice"),
+    (lambda t: t.pull(torch.tensor([1]), out=torch.ones(1, 4)[:, ::2]), ValueError, "contiguous float32"),
+]
+
+
+@pytest.mark.parametrize(("call", "kind", "message"), BAD)
+def test_what_the_bindings_would_take_for_something_else_does_not_reach_them(fake, call, kind, message):
+    with ParameterManager(backend="adapm") as manager:
+        table = manager.table("t", 2, rows=9)
+        manager.table("next", 2, rows=9)  # a negative key, or one too large, would be one of another table
+        before = table.pull(torch.arange(9))
+        with pytest.raises(kind, match=message):
+            call(table)
+        assert torch.equal(table.pull(torch.arange(9)), before)
 
 
 def test_the_stand_in_has_the_hazards():
@@ -88,7 +121,7 @@ def test_what_the_library_cannot_do_is_told(fake, use, kind, message):
 
 
 def test_options_that_are_not_there_are_told(fake):
-    with pytest.raises(ValueError, match="unknown technique 'static'; valid ones are 'all', 'replication_only'"):
+    with pytest.raises(ValueError, match=r"technique 'static' is not one of AdaPM's: 'all', 'replication_only'"):
         ParameterManager(backend="adapm", technique="static")
     with pytest.raises(ValueError, match="unknown backend 'adapt'; valid ones are builtin, adapm"):
         ParameterManager(backend="adapt")
@@ -101,14 +134,26 @@ def test_without_the_bindings_it_says_how_to_get_them(monkeypatch):
 
 
 def test_a_model_has_torchs_results(fake):
-    managed, optimizer = make("adagrad", backend="adapm")
-    steps(managed, optimizer, range(4))
+    model = nn.Sequential(nn.Embedding(30, 4), nn.Flatten(), nn.Linear(12, 1))
+    model.add_module("more", nn.Identity())
+    plain = copy.deepcopy(model)
+    optimizers = [torch.optim.Adagrad(each.parameters(), lr=0.1) for each in (plain, model)]
+    managed = AdaModel(model, optimizers[1], backend="adapm")
+    for step in range(4):
+        ids = torch.randint(30, (5, 3), generator=torch.Generator().manual_seed(step))
+        for each, optimizer in zip((plain, managed), optimizers):
+            optimizer.zero_grad()
+            each(ids).square().mean().backward()
+            if each is managed:
+                managed.intent({"0.weight": ids}, managed.manager.current_clock)
+                managed.synchronize()
+            optimizer.step()
     state = managed.state_dict()
-    close(state, trained_plainly("adagrad", 4))
-    moved = {name: value + 0.1 for name, value in state.items()}
-    managed.load_state_dict(moved)
-    close(managed.state_dict(), moved, 0, 0)
-    managed.unwrap(optimizer)
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
+    managed.load_state_dict({name: value + 0.1 for name, value in state.items()})
+    assert torch.equal(managed.state_dict()["0.weight"], state["0.weight"] + 0.1)
+    managed.unwrap(optimizers[1])
     managed.manager.close()
 
 
@@ -305,7 +350,7 @@ def test_the_schedulers_watcher_ends_without_a_word(tmp_path, monkeypatch, capfd
 
 
 REAL = """
-from dadplug.adapm import Normal, ParameterManager
+from dadplug.adapm import AdaModel, Normal, ParameterManager
 torch.manual_seed(0)
 ids = torch.randint(20, (8, 6, 3), generator=torch.Generator().manual_seed(5))
 def make():

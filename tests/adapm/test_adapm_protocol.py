@@ -9,7 +9,7 @@ import struct
 import sys
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -87,30 +87,16 @@ def owner_of(simulation, key):
     return owners[0] if owners else None
 
 
-@pytest.mark.parametrize(
-    ("technique", "wanted_by", "owners", "replicas"),
-    [
-        ("all", [2], [2], 0),
-        ("relocation_only", [2, 0], [2, 0], 0),
-        ("replication_only", [2], [1], 1),
-        ("static", [2], [1], 0),
-    ],
-)
-def test_a_technique_decides_where_a_key_goes_and_there_it_stays(technique, wanted_by, owners, replicas):
-    simulation = Simulation(3, technique, 0)
+def test_a_key_wanted_by_one_site_moves_there_and_stays():
+    simulation = Simulation(3, "all", 0)
     key = np.array([4], np.int64)  # at home at site 1
-    simulation.pull(2, key)
-    for rank in wanted_by:
-        simulation.engines[rank].intend(0, key, 0, 5)
+    simulation.engines[2].intend(0, key, 0, 5)
     settled(simulation)
-    owner = owner_of(simulation, 4)
-    assert owner in owners
-    assert [engine.replicas for engine in simulation.engines] == [0, 0, replicas]
-    for engine in simulation.engines:
-        engine.clock = 9
+    assert owner_of(simulation, 4) == 2
+    simulation.engines[2].clock = 9
     settled(simulation)
-    assert owner_of(simulation, 4) == owner
-    assert not any(engine.replicas for engine in simulation.engines)
+    assert owner_of(simulation, 4) == 2
+    assert not simulation.engines[2].stores[0].replicas
 
 
 def test_a_key_wanted_by_several_is_replicated_and_the_last_one_keeps_it():
@@ -120,7 +106,7 @@ def test_a_key_wanted_by_several_is_replicated_and_the_last_one_keeps_it():
         simulation.engines[rank].intend(0, key, 0, 5 if rank < 2 else 50)
     settled(simulation)
     assert owner_of(simulation, 4) == 1
-    assert [engine.replicas for engine in simulation.engines] == [1, 0, 1]
+    assert [engine.stores[0].replicas for engine in simulation.engines] == [1, 0, 1]
     simulation.engines[2].push(0, key, np.ones((1, WIDTH), np.float32))
     settled(simulation, 2)
     found = np.empty((1, WIDTH), np.float32)
@@ -130,7 +116,26 @@ def test_a_key_wanted_by_several_is_replicated_and_the_last_one_keeps_it():
         engine.clock = 10
     settled(simulation)
     assert owner_of(simulation, 4) == 2
-    assert not any(engine.replicas for engine in simulation.engines)
+    assert not any(engine.stores[0].replicas for engine in simulation.engines)
+
+
+@pytest.mark.parametrize(("technique", "owner", "replicas"), [("replication_only", 1, 1), ("static", 1, 0)])
+def test_techniques_that_never_move_a_key(technique, owner, replicas):
+    simulation = Simulation(3, technique, 0)
+    simulation.engines[2].intend(0, np.array([4], np.int64), 0, 5)
+    simulation.pull(2, np.array([4], np.int64))
+    settled(simulation)
+    assert owner_of(simulation, 4) == owner
+    assert simulation.engines[2].stores[0].replicas == replicas
+
+
+def test_relocation_only_never_replicates():
+    simulation = Simulation(3, "relocation_only", 0)
+    for rank in (0, 2):
+        simulation.engines[rank].intend(0, np.array([4], np.int64), 0, 50)
+    settled(simulation)
+    assert owner_of(simulation, 4) in (0, 2)
+    assert not any(engine.stores[0].replicas for engine in simulation.engines)
 
 
 def test_intents_far_ahead_wait():
@@ -261,6 +266,33 @@ def test_bytes_that_are_no_message_are_an_error(pair):
         pair[1].read([])
 
 
+class Meeting:
+    """An exchange of objects between threads of this process."""
+
+    def __init__(self, count):
+        self.items = [None] * count
+        self.gate = threading.Barrier(count)
+
+    def at(self, rank, also=None):
+        def exchange(item):
+            if also is not None and isinstance(item, tuple):
+                also(item)
+            self.items[rank] = item
+            self.gate.wait(200)
+            items = list(self.items)
+            self.gate.wait(200)
+            return items
+
+        return exchange
+
+
+def together(count, work):
+    """Call a function with each rank in a thread of its own; return results and errors."""
+    with ThreadPoolExecutor(count) as pool:
+        calls = [pool.submit(work, rank) for rank in range(count)]
+    return [call.exception() or call.result() for call in calls]
+
+
 @pytest.mark.parametrize("platform", ["linux", "darwin"])
 def test_sites_of_one_machine_meet_on_it_alone_and_refuse_intruders(platform, monkeypatch, caplog):
     """They use Unix sockets without files on Linux, and loopback elsewhere."""
@@ -268,26 +300,23 @@ def test_sites_of_one_machine_meet_on_it_alone_and_refuse_intruders(platform, mo
         pytest.skip("Linux alone has names of Unix sockets without files")
     monkeypatch.setattr(sys, "platform", platform)
     monkeypatch.setattr(handshake, "own_addresses", lambda: ["0.0.0.0"])  # would be of a machine with other machines
-    announced, places, intruders = Future(), [], []
+    meeting, places, intruders = Meeting(2), [], []
 
-    def gather_at_first(item):
-        if isinstance(item, tuple):
-            host, port, _, name = item
-            places.append(host or name)
-            intruder = socket.socket(socket.AF_UNIX if platform == "linux" else socket.AF_INET)
-            intruder.connect(name or (host, port))
-            intruder.sendall(struct.pack("<16sI", b"0" * 16, 1))
-            intruders.append(intruder)
-            announced.set_result(item)
-        return [item, item]
+    def intrude(place):
+        host, port, _, name = place
+        places.append(host or name)
+        if platform == "linux":
+            intruder = socket.socket(socket.AF_UNIX)
+            intruder.connect(name)
+        else:
+            intruder = socket.create_connection((host, port))
+        intruder.sendall(struct.pack("<16sI", b"0" * 16, 1))
+        intruders.append(intruder)
 
-    def gather_at_second(item):
-        return [announced.result(200) if isinstance(item, tuple) else item, item]
+    def work(rank):
+        return connect_sites(rank, meeting.at(rank, intrude if rank == 0 else None), 20, "site {}".format)
 
-    with ThreadPoolExecutor(1) as pool:
-        connected = pool.submit(connect_sites, 1, gather_at_second, 20, "site {}".format)
-        first = connect_sites(0, gather_at_first, 20, "site {}".format)
-        second = connected.result()
+    first, second = together(2, work)
     if platform == "linux":
         assert places[0].startswith(b"\0dadplug-")
     else:
@@ -301,12 +330,28 @@ def test_sites_of_one_machine_meet_on_it_alone_and_refuse_intruders(platform, mo
 
 
 def test_a_site_that_does_not_come_is_named_within_the_timeout():
-    with pytest.raises(SiteError, match="for a connection from site 1"):
-        connect_sites(0, lambda item: [item, item], 0.5, "site {}".format)
+    meeting = Meeting(2)
+
+    def work(rank):
+        if rank == 0:
+            return connect_sites(0, meeting.at(0), 0.5, "site {}".format)
+        exchange = meeting.at(1)
+        exchange(handshake.own_node())
+        exchange(("127.0.0.1", 1, b"0" * 16, b""))
+
+    first, _ = together(2, work)
+    assert isinstance(first, SiteError)
+    assert "for a connection from site 1" in str(first)
 
 
 def networks(timeout):
-    return [Network({1 - rank: end}, timeout, Traffic(), WIDTHS) for rank, end in enumerate(socket.socketpair())]
+    meeting = Meeting(2)
+
+    def connect(rank):
+        sockets = connect_sites(rank, meeting.at(rank), timeout, "site {}".format)
+        return Network(sockets, timeout, Traffic(), WIDTHS)
+
+    return together(2, connect)
 
 
 def receive(site):

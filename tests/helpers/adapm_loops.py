@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import inspect
 import traceback
 
@@ -17,133 +16,130 @@ from torch.utils.checkpoint import checkpoint
 from dadplug.adapm import ParameterManager
 
 
-def each_step(program):
-    """Make a program of all steps from that of one step, a function of the loop and the number of the step."""
-
-    @functools.wraps(program)
-    def whole(loop):
-        for step in range(STEPS):
-            program(loop, step)
-
-    return whole
+def plain(loop):
+    for step in range(STEPS):
+        loop.update(step)
 
 
-@each_step
-def plain(loop, step):
-    loop.update(step)
+def discards_to_none(loop):
+    for step in range(STEPS):
+        loop.loss(step + 50).backward()
+        loop.update(step)
 
 
-@each_step
-def discards_to_none(loop, step):
-    loop.loss(step + 50).backward()
-    loop.update(step)
-
-
-@each_step
-def discards_to_zero(loop, step):
-    (loop.loss(step + 50) * 10).backward()
-    loop.zero_grad(set_to_none=False)
-    loop.train(step)
-
-
-@each_step
-def discards_by_the_model(loop, step):
-    (loop.loss(step + 50) * 10).backward()
-    loop.model.zero_grad()
-    loop.train(step)
-    for parameter in loop.model.parameters():
-        parameter.grad = None
-
-
-@each_step
-def discards_at_one_site(loop, step):
-    loop.zero_grad()
-    if loop.rank == 1:
+def discards_to_zero(loop):
+    for step in range(STEPS):
         (loop.loss(step + 50) * 10).backward()
+        loop.zero_grad(set_to_none=False)
+        loop.train(step)
+
+
+def discards_by_the_model(loop):
+    for step in range(STEPS):
+        (loop.loss(step + 50) * 10).backward()
+        loop.model.zero_grad()
+        loop.train(step)
+        for parameter in loop.model.parameters():
+            parameter.grad = None
+
+
+def discards_at_one_site(loop):
+    for step in range(STEPS):
         loop.zero_grad()
-    loop.train(step)
+        if loop.rank == 1:
+            (loop.loss(step + 50) * 10).backward()
+            loop.zero_grad()
+        loop.train(step)
 
 
-@each_step
-def clears_after_forward(loop, step):
-    loss = loop.loss(step)
-    loop.zero_grad()
-    loop.descend(loss)
+def clears_after_forward(loop):
+    for step in range(STEPS):
+        loss = loop.loss(step)
+        loop.zero_grad()
+        loss.backward()
+        loop.synchronize()
+        loop.step()
 
 
 def skips_batches(loop):
     for step in range(STEPS + 3):
         loop.zero_grad()
-        loss = loop.loss(step)
+        loop.loss(step).backward()
         if step % 3 == 1:
-            loss.backward()
-        else:
-            loop.descend(loss)
-
-
-@each_step
-def accumulates_without_sync(loop, step):
-    loop.zero_grad()
-    with loop.no_sync():
-        (loop.loss(2 * step) / 2).backward()
-    loop.descend(loop.loss(2 * step + 1) / 2)
-
-
-@each_step
-def accumulates_over_synchronizations(loop, step):
-    loop.zero_grad()
-    for micro in (2 * step, 2 * step + 1):
-        (loop.loss(micro) / 2).backward()
+            continue
         loop.synchronize()
-    loop.step()
+        loop.step()
+
+
+def accumulates_without_sync(loop):
+    for step in range(0, 2 * STEPS, 2):
+        loop.zero_grad()
+        with loop.no_sync():
+            (loop.loss(step) / 2).backward()
+        (loop.loss(step + 1) / 2).backward()
+        loop.synchronize()
+        loop.step()
+
+
+def accumulates_over_synchronizations(loop):
+    for step in range(0, 2 * STEPS, 2):
+        loop.zero_grad()
+        for micro in (step, step + 1):
+            (loop.loss(micro) / 2).backward()
+            loop.synchronize()
+        loop.step()
 
 
 def never_clears(loop):
     for step in range(4):
-        loop.descend(loop.loss(step) / 4)
+        (loop.loss(step) / 4).backward()
+        loop.synchronize()
+        loop.step()
 
 
-@each_step
-def steps_twice(loop, step):
-    loop.update(step)
-    loop.step()
+def steps_twice(loop):
+    for step in range(STEPS):
+        loop.update(step)
+        loop.step()
 
 
-@each_step
-def fails_in_forward(loop, step):
-    if step % 2 and loop.rank != 0:
-        handle = loop.net.head.register_forward_pre_hook(lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            loop.loss(step + 50)
-        handle.remove()
-    loop.update(step)
+def fails_in_forward(loop):
+    for step in range(STEPS):
+        if step % 2 and loop.rank != 0:
+            handle = loop.net.head.register_forward_pre_hook(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                loop.loss(step + 50)
+            handle.remove()
+        loop.update(step)
 
 
-@each_step
-def fails_in_backward(loop, step):
-    if step % 2:
-        rows = loop.net.words(loop.batch(step + 50)[0])
-        rows.register_hook(lambda _: 1 / 0)
-        features = loop.net.features(loop.batch(step + 50)[0])
-        with pytest.raises(ZeroDivisionError):  # once gradients of the other table have arrived
-            (loop.net.mix(features).square().sum() + rows.square().sum() * 10).backward()
-    loop.update(step)
+def fails_in_backward(loop):
+    for step in range(STEPS):
+        if step % 2:
+            rows = loop.net.words(loop.batch(step + 50)[0])
+            rows.register_hook(lambda _: 1 / 0)
+            features = loop.net.features(loop.batch(step + 50)[0])
+            with pytest.raises(ZeroDivisionError):  # once gradients of the other table have arrived
+                (loop.net.mix(features).square().sum() + rows.square().sum() * 10).backward()
+        loop.update(step)
 
 
 def fails_in_the_loader(loop):
     def load():
-        yield from range(2)
-        raise OSError("the disk is gone")
+        for step in range(STEPS):
+            if step == 2:
+                raise OSError("the disk is gone")
+            yield step
 
     with contextlib.suppress(OSError):
         for step in load():
             loop.zero_grad()
-            loss = loop.loss(step)
+            loop.loss(step).backward()
             if step < 1:
-                loop.descend(loss)
-            else:
-                loss.backward()
-    plain(loop)
+                loop.synchronize()
+                loop.step()
+    for step in range(STEPS):
+        loop.update(step)
 
 
 def scales_with_an_overflow(loop):
@@ -167,45 +163,47 @@ def scales_with_an_overflow(loop):
     assert scaler.get_scale() == 64.0 * 2 / 2 * 2
 
 
-@each_step
-def evaluates_between(loop, step):
-    loop.zero_grad()
-    with loop.no_sync():
+def evaluates_between(loop):
+    for step in range(STEPS):
+        loop.zero_grad()
+        with loop.no_sync():
+            loop.loss(step).backward()
+        loop.model.eval()
+        with torch.no_grad():
+            loop.loss(step + 50)
+        loop.loss(step + 51)  # with a graph that nobody uses
+        loop.model.train()
+        loop.loss(step + 20).backward()
+        loop.synchronize()
+        loop.step()
+
+
+def asks_for_gradients(loop):
+    for step in range(STEPS):
+        loop.zero_grad()
+        (gradient,) = torch.autograd.grad(loop.loss(step + 50), loop.net.words.weight)
+        assert gradient.to_dense().any()
+        loop.train(step)
+
+
+def runs_two_optimizers(loop):
+    for step in range(STEPS):
+        loop.zero_grad()
         loop.loss(step).backward()
-    loop.model.eval()
-    with torch.no_grad():
-        loop.loss(step + 50)
-    loop.loss(step + 51)  # with a graph that nobody uses
-    loop.model.train()
-    loop.train(step + 20)
+        loop.synchronize()
+        loop.optimizer.step()
+        if step % 2:
+            loop.second.step()
+        loop.refresh()
 
 
-@each_step
-def asks_for_gradients(loop, step):
-    loop.zero_grad()
-    (gradient,) = torch.autograd.grad(loop.loss(step + 50), loop.net.words.weight)
-    assert gradient.to_dense().any()
-    loop.train(step)
-
-
-@each_step
-def runs_two_optimizers(loop, step):
-    loop.zero_grad()
-    loop.loss(step).backward()
-    loop.synchronize()
-    loop.optimizer.step()
-    if step % 2:
-        loop.second.step()
-    loop.refresh()
-
-
-@each_step
-def freezes_and_frees(loop, step):
+def freezes_and_frees(loop):
     frozen = {1: [loop.net.words.weight], 2: [*loop.net.head.parameters()], 4: []}
-    if step in frozen:
-        for parameter in loop.net.parameters():
-            parameter.requires_grad_(not any(parameter is other for other in frozen[step]))
-    loop.update(step)
+    for step in range(STEPS):
+        if step in frozen:
+            for parameter in loop.net.parameters():
+                parameter.requires_grad_(not any(parameter is other for other in frozen[step]))
+        loop.update(step)
 
 
 def trains_the_tables_only(loop):
@@ -214,80 +212,87 @@ def trains_the_tables_only(loop):
     discards_to_none(loop)
 
 
-@each_step
-def passes_closures(loop, step):
-    def closure():
+def passes_closures(loop):
+    for step in range(STEPS):
+
+        def closure(step=step):
+            loop.zero_grad()
+            loss = loop.loss(step)
+            loss.backward()
+            loop.synchronize()
+            return loss
+
+        loop.step(closure)
+
+
+def goes_through_a_graph_twice(loop):
+    for step in range(STEPS):
         loop.zero_grad()
         loss = loop.loss(step)
+        with loop.no_sync():
+            loss.backward(retain_graph=True)
         loss.backward()
         loop.synchronize()
-        return loss
-
-    loop.step(closure)
+        loop.step()
 
 
-@each_step
-def goes_through_a_graph_twice(loop, step):
-    loop.zero_grad()
-    loss = loop.loss(step)
-    with loop.no_sync():
-        loss.backward(retain_graph=True)
-    loop.descend(loss)
-
-
-@each_step
-def changes_gradients(loop, step):
-    def halve():
+def changes_gradients(loop):
+    for step in range(STEPS):
+        loop.zero_grad()
+        loop.loss(step).backward()
+        loop.synchronize()
         for parameter in loop.model.parameters():
             parameter.grad.mul_(0.5)
+        loop.step()
 
-    loop.update(step, halve)
 
-
-@each_step
-def clips(loop, step):
-    def clip():
+def clips(loop):
+    for step in range(STEPS):
+        loop.zero_grad()
+        loop.loss(step).backward()
+        loop.synchronize()
         if loop.managed is None:
             norm = nn.utils.clip_grad_norm_(loop.net.parameters(), 0.05)
         else:
             norm = loop.managed.clip_grad_norm_(0.05)
         assert norm > 0.05
-
-    loop.update(step, clip)
-
-
-@each_step
-def penalizes_gradients(loop, step):
-    loop.zero_grad()
-    ids, targets = loop.batch(step)
-    features = loop.net.features(ids)
-    scores = loop.net.scores(features)
-    (slopes,) = torch.autograd.grad(scores.sum(), features, create_graph=True)
-    loop.descend((scores - targets).square().mean() + slopes.square().sum(1).mean())
-
-
-@each_step
-def recomputes(loop, step):
-    loop.zero_grad()
-    ids, targets = loop.batch(step)
-    features = checkpoint(loop.net.features, ids, use_reentrant=False)
-    loop.descend((loop.net.scores(features) - targets).square().mean())
-
-
-@each_step
-def rests_at_one_site(loop, step):
-    loop.zero_grad()
-    if loop.rank == 1 and step in (1, 2):
-        loop.managed.reduction.idle()
         loop.step()
-    else:
-        loop.descend(loop.loss(step, only=0 if step in (1, 2) else None))
 
 
-PROGRAMS = {
-    name: each for name, each in [*globals().items()] if inspect.isfunction(each) and each.__module__ == __name__
-}
-del PROGRAMS["each_step"]
+def penalizes_gradients(loop):
+    for step in range(STEPS):
+        loop.zero_grad()
+        ids, targets = loop.batch(step)
+        features = loop.net.features(ids)
+        scores = loop.net.head(loop.net.mix(features).tanh()).squeeze(1)
+        (slopes,) = torch.autograd.grad(scores.sum(), features, create_graph=True)
+        ((scores - targets).square().mean() + slopes.square().sum(1).mean()).backward()
+        loop.synchronize()
+        loop.step()
+
+
+def recomputes(loop):
+    for step in range(STEPS):
+        loop.zero_grad()
+        ids, targets = loop.batch(step)
+        features = checkpoint(loop.net.features, ids, use_reentrant=False)
+        (loop.net.head(loop.net.mix(features).tanh()).squeeze(1) - targets).square().mean().backward()
+        loop.synchronize()
+        loop.step()
+
+
+def rests_at_one_site(loop):
+    for step in range(STEPS):
+        loop.zero_grad()
+        if loop.rank == 1 and step in (1, 2):
+            loop.managed.reduction.idle()
+        else:
+            loop.loss(step, only=0 if step in (1, 2) else None).backward()
+            loop.synchronize()
+        loop.step()
+
+
+LOOPS = [each for each in [*globals().values()] if inspect.isfunction(each) and each.__module__ == __name__]
 
 
 def run(program, kind, mode, manager):
@@ -308,12 +313,13 @@ def run(program, kind, mode, manager):
     return off, moved
 
 
-def run_all(kind, mode):
+def run_all(kind, mode, names):
     results = {}
-    for name, program in PROGRAMS.items():
+    programs = {program.__name__: program for program in LOOPS}
+    for name in names:
         with ParameterManager(timeout=200) as manager:
             try:
-                results[name] = run(program, kind, mode, manager)
+                results[name] = run(programs[name], kind, mode, manager)
             except Exception:
                 results[name] = traceback.format_exc()
     return results

@@ -8,13 +8,10 @@ A wait for another process holds the GIL for ever, as there, with `Cluster(nodes
 from __future__ import annotations
 
 import ctypes
-import sys
 import threading
 from types import ModuleType
 
 import torch
-
-from dadplug.adapm import bindings
 
 
 def as_type(tensor, dtype, count):
@@ -52,17 +49,25 @@ class Cluster:
                         cluster.values.setdefault(key, torch.zeros(length))
                         cluster.owner.setdefault(key, key % cluster.nodes)
 
+            def barrier(self):
+                cluster.gate.wait(200)
+
             def shutdown(self):
                 cluster.calls.append((rank, "shutdown"))
 
-        def worker(customer_id, server):
-            return FakeWorker(cluster, rank, server)
+            def my_rank(self):
+                return rank
+
+        class Worker(FakeWorker):
+            def __init__(self, customer_id, server):
+                super().__init__(cluster, rank, server)
 
         def setup(num_keys, num_threads, use_techniques="", num_channels=-1):
             module.num_keys = num_keys
             cluster.calls.append((rank, "setup", num_keys, num_threads, use_techniques))
 
-        module.Server, module.Worker, module.setup = Server, worker, setup
+        module.Server, module.Worker, module.setup = Server, Worker, setup
+        module.scheduler = lambda num_keys, num_threads: None
         return module
 
 
@@ -76,6 +81,9 @@ class FakeWorker:
     @property
     def num_keys(self):
         return len(self.server.lengths)
+
+    def get_key_size(self, key_id=0):
+        return self.server.lengths[key_id]
 
     def _arguments(self, keys, vals):
         keys = as_type(keys, torch.int64, keys.size(0)).tolist()
@@ -106,6 +114,10 @@ class FakeWorker:
             for each in sorted(self.pending):  # in their order
                 if each <= timestamp:
                     self.pending.pop(each)()
+
+    def waitall(self):
+        for timestamp in sorted(self.pending):
+            self.wait(timestamp)
 
     def pull(self, keys, vals, asynchronous=False):
         keys, parts = self._arguments(keys, vals)
@@ -156,6 +168,9 @@ class FakeWorker:
     def advance_clock(self):
         self.clock += 1
 
+    def current_clock(self):
+        return self.clock
+
     def wait_sync(self):
         with self.cluster.lock:
             for key, delta in self.deltas.items():
@@ -172,18 +187,6 @@ class FakeWorker:
     begin_setup = end_setup = barrier
 
     def finalize(self):
-        for timestamp in sorted(self.pending):
-            self.wait(timestamp)
+        self.waitall()
         self.wait_sync()
         self.barrier()
-
-
-def install(monkeypatch):
-    """Make a cluster of one node the module adapm; return the cluster."""
-    cluster = Cluster()
-    monkeypatch.setitem(sys.modules, "adapm", cluster.module(0))
-    monkeypatch.setattr(bindings, "start_scheduler", lambda keys: None)
-    monkeypatch.setattr(bindings, "_set_up", False)
-    for name in ("NUM_SERVER", "ROLE", "PS_ROOT_URI", "PS_ROOT_PORT", "NODE_HOST"):
-        monkeypatch.setenv(f"DMLC_{name}", "")
-    return cluster

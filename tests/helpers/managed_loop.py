@@ -27,11 +27,8 @@ class Net(nn.Module):
     def features(self, ids):
         return torch.cat([self.words(ids[:, :2]).mean(1), self.tags(ids[:, 2:])], 1).double()
 
-    def scores(self, features):
-        return self.head(self.mix(features).tanh()).squeeze(1)
-
     def forward(self, ids):
-        return self.scores(self.features(ids))
+        return self.head(self.mix(self.features(ids)).tanh()).squeeze(1)
 
 
 class Loop:
@@ -91,17 +88,12 @@ class Loop:
             optimizer.step(*args)
         self.refresh()
 
-    def descend(self, loss, then=lambda: None):
-        """Backward, `synchronize`, another call and the optimizers' step."""
-        loss.backward()
+    def train(self, step):
+        self.loss(step).backward()
         self.synchronize()
-        then()
         self.step()
 
-    def train(self, step, then=lambda: None):
-        self.descend(self.loss(step), then)
-
-    def update(self, step, then=lambda: None):
+    def update(self, step):
         """A step as it should be."""
         self.zero_grad()
-        self.train(step, then)
+        self.train(step)

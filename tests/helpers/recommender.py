@@ -1,11 +1,11 @@
-"""A model with shared, padded and bagged tables: its batches, its training with plain or managed tables, its states."""
+"""A model with shared, padded and bagged tables, and its training."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-from dadplug.adapm import AdaModel, RowwiseAdagrad
+from dadplug.adapm import RowwiseAdagrad
 
 
 class Recommender(nn.Module):
@@ -40,62 +40,13 @@ OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.3),
     "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.2, lr_decay=0.1, initial_accumulator_value=0.1),
     "rowwise": lambda parameters: RowwiseAdagrad(parameters, lr=0.2),
-    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.1),
 }
 
 
-def make(kind, seed=1, backend="builtin"):
-    """A managed model and its optimizer."""
-    torch.manual_seed(seed)
-    model = Recommender()
-    optimizer = OPTIMIZERS[kind](model.parameters())
-    return AdaModel(model, optimizer, backend=backend), optimizer
-
-
-def steps(managed, optimizer, numbers):
-    """Train a managed model on this site's share of each batch."""
-    manager = managed.manager
-    for step in numbers:
-        inputs, targets = batch(step, manager.rank, manager.world_size)
-        managed.intent({"items.weight": inputs[0], "tags.weight": inputs[2]}, manager.current_clock, step + 3)
-        optimizer.zero_grad()
-        (managed(*inputs) - targets).square().mean().backward()
-        managed.synchronize()
-        optimizer.step()
-        manager.wait_sync(everywhere=True)
-
-
-def trained_plainly(kind, count, seed=1):
-    """The state of a plain model after steps on whole batches."""
-    torch.manual_seed(seed)
-    model = Recommender()
-    optimizer = OPTIMIZERS[kind](model.parameters())
-    for step in range(count):
-        inputs, targets = batch(step)
+def train(model, optimizer, steps, synchronize=lambda: None, rank=0, sites=1):
+    for step in range(steps):
+        inputs, targets = batch(step, rank, sites)
         optimizer.zero_grad()
         (model(*inputs) - targets).square().mean().backward()
+        synchronize()
         optimizer.step()
-    return model.state_dict()
-
-
-def whole(managed, optimizer):
-    return {"model": managed.state_dict(), "optimizer": managed.optimizer_state_dict(optimizer)}
-
-
-def end(managed):
-    managed.manager.barrier()
-    managed.close()
-    managed.manager.close()
-
-
-def same(one, other):
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    return list(map(str, one)) == list(map(str, other)) if isinstance(one, list) else one == other
-
-
-def close(one, other, rtol=1e-4, atol=1e-5):
-    """Assert that two states have the same names and nearly the same values."""
-    torch.testing.assert_close(dict(one), dict(other), rtol=rtol, atol=atol)
