@@ -60,7 +60,7 @@ class Attached:
         method, own = parse(name)
         self.model, self.reduction = model, None
         self._fused = own.pop("fused", False)
-        use_library(method, own.pop("library", "mkl"))
+        use_library(method, own.pop("library", options.pop("library", "mkl")))
         if method in PEERS:
             self.model = _ddp(model, method, rank)
         elif method != "alone":

@@ -126,7 +126,8 @@ def draw(rows: list[dict], rates: list[str], file: Path) -> None:
         panel.grid(axis="y", alpha=0.3)
         panel.set_axisbelow(True)
     handles, labels = panels[0].get_legend_handles_labels()
-    columns = 3 if len(models) == 1 else 6 if max(map(len, labels)) < 30 else 4
+    longest = max(map(len, labels))
+    columns = (3 if longest < 25 else 2) if len(models) == 1 else 6 if longest < 30 else 4
     figure.legend(handles, labels, loc="outside lower center", frameon=False, ncols=columns)
     figure.savefig(file, dpi=110)
 
