@@ -136,8 +136,8 @@ class Method(ABC):
     Attributes:
         errors: the error memory, where it has one.
         loss_scales: the loss scale that a unit's gradient contains, by name of the unit.
-        samples: number of samples whose mean gradient is encoded; set before `encode` is called. 0 for a site without
-            weight in the mean.
+        samples: number of samples, or another unit, by which memories of earlier gradients count; set before `encode`
+            is called. 0 for a site without weight in the mean.
     """
 
     name: ClassVar[str]

@@ -35,7 +35,7 @@ class _State(NamedTuple):
             vectors, and the rounding errors of the wire format.
         kept: how many of these rows are singular vectors; they come first.
         bias: what rounding to int8 has taken from the gradient of the bias, without the loss scale.
-        samples: number of samples whose mean gradient these, and the error memory, are parts of; 0 for none.
+        samples: unit of these, and of the error memory, see `Method.samples`; 0 for none.
         calls: number of compressions.
         quality: quality of the last one.
     """

@@ -345,7 +345,7 @@ class ContributionCodec:
         statistics = None if self._norms is None else self._norms.pack()
         content: Content = {}
         weight = samples / self._gradients.reference
-        self._method.samples = samples
+        self._method.samples = min(1, samples)  # as in `dadplug.reducer.factors`
         try:
             for unit in self._gradients.units:
                 if unit.name in gradients:

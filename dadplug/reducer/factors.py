@@ -250,7 +250,9 @@ class SiteFactorHandler(GatheredHandler):
         if not factor.rows and factor.bias is None:  # a batch without rows leaves what a method keeps as it is
             return None
         method = self.context.method
-        method.samples = self.context.samples()
+        # One unit in all steps: where the batches of all sites shrink, as in the last step of an epoch, what is kept of
+        # a larger batch would be many times the mean gradient if it counted by samples.
+        method.samples = min(1, self.context.samples())
         try:
             if factor.form.encoded:
                 payload = method.encode(unit.name, factor, unit.bias is not None)

@@ -77,10 +77,10 @@ class Agreement:
             if all(gradient is None for gradient in theirs) or not count:
                 continue
             gradient = mean(theirs, [rows[rank] for rank in ranks])
-            whole = gradient.flatten(1) + (errors[name] / count if self.feedback else 0)
+            whole = gradient.flatten(1) + (errors[name] if self.feedback else 0)
             kept = best(whole, self.options.largest_rank, self.options.tolerance)
             if self.feedback:
-                errors[name] = count * (whole - kept)
+                errors[name] = whole - kept
             total = total + count / sum(rows) * kept.view_as(gradient)
         return total
 
