@@ -181,6 +181,7 @@ class FramedConnection:
         self._has_backlog = has_backlog
         self._sending = threading.Lock()
         self._outgoing: deque[Message] = deque()
+        self._has_reported = False  # a mismatch, to the other process
         self._changed = threading.Condition()  # guards what follows, up to the header
         self._expected: list[Message] = []
         self._expected_bytes = 0
@@ -197,12 +198,20 @@ class FramedConnection:
         message = Message(self, body, tag, is_sent=True)
         with self._sending:
             if self._error is not None:
+                self._report_mismatch(message)
                 message.finish(self._error)
                 return message
             self._outgoing.append(message)
         if not self.write():
             self._has_backlog()
         return message
+
+    def _report_mismatch(self, message: Message) -> None:
+        """Send the header of a message that is not sent after a mismatch, so that the other process sees it, too."""
+        if isinstance(self._error, MismatchError) and not self._has_reported:
+            self._has_reported = True
+            with suppress(OSError):
+                self.socket.send(_HEADER.pack(_MAGIC, message.tag, len(message.body)))
 
     def write(self) -> bool:
         """Send as much as the kernel accepts; return whether that is all."""
@@ -353,6 +362,7 @@ class FramedConnection:
         with self._sending:
             self._error = self._error or error
             unfinished = list(self._outgoing)
+            self._has_reported |= bool(unfinished)  # by a header that has left
             self._outgoing.clear()
         with self._changed:
             unfinished += self._expected

@@ -13,7 +13,7 @@ import support
 import torch
 import torch.distributed as dist
 from local_reference import ends_equal
-from running_hub import RunningHub, running_hub
+from running_hub import RunningHub, running_hub, until
 from torch import nn
 
 import dadplug
@@ -101,7 +101,12 @@ def test_two_parameter_servers_of_one_run_have_a_sequencer_each(joined):
     again = group.run(trains_two)[0]  # in a hub that has served others
     assert first == second == third
     assert again[1][1] == first[1][1] == 6
-    assert sum("a sequencer orders the contributions of a, b, c" in line for line in hub.log[before:]) == 4
+
+    def begun() -> int:
+        return sum("a sequencer orders the contributions of a, b, c" in line for line in hub.log[before:])
+
+    until(lambda: begun() >= 4, lambda: f"{begun()} sequencers have begun")  # the journal is read by a thread
+    assert begun() == 4
 
 
 def counts_bytes() -> tuple[int, int]:
