@@ -151,7 +151,7 @@ class Method(ABC):
         self.options = options
         self.errors = ErrorFeedback(False)
         self.loss_scales = LossScales()
-        self.samples = 1
+        self.samples: float = 1
 
     @property
     def keeps_errors(self) -> bool:

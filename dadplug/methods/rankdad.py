@@ -44,7 +44,7 @@ class _State(NamedTuple):
     lost: FactorPayload | None = None
     kept: int = 0
     bias: Tensor | None = None
-    samples: int = 0
+    samples: float = 0
     calls: int = 0
     quality: Quality | None = None
 
@@ -225,7 +225,7 @@ def _reference_of(state: dict[str, Any]) -> int:
     return reference
 
 
-def _samples_of(state: dict[str, Any]) -> dict[str, int]:
+def _samples_of(state: dict[str, Any]) -> dict[str, float]:
     """Return by layer the samples that the memory in a state stands for, which an earlier version had for all alike."""
     known = state.get("samples", {})
     return {name: known.get(name, _reference_of(state)) for name in {*state["carried"], *state["calls"]}}

@@ -96,6 +96,8 @@ class NodeFactorHandler(KeptPayloadsHandler):
         if self._node_gather.is_owner:
             collected = self._node_gather.wait()
             samples = self._weighted_by + sum(integers[0] for integers, _ in collected)
+            # Rows are weighted by the node's samples, by which what is kept of another step has to be weighted, too.
+            self.context.method.samples = self.context.reference / samples if samples else 0
             self._merge(collected)
         self.bucket.launch(samples)
 
@@ -142,7 +144,6 @@ class NodeFactorHandler(KeptPayloadsHandler):
 
     def _compress(self, unit: FactorUnit, whole: FactorPayload, all_finite: bool) -> FactorPayload:
         factor = Factor(whole.right, whole.left, bias=whole.bias)
-        self.context.method.samples = self.context.reference
         try:
             return self.context.method.encode(unit.name, factor, bool(self._bias_size(unit)))
         except FloatingPointError:
