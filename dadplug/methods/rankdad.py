@@ -33,7 +33,7 @@ class _State(NamedTuple):
         carry: directions to start from.
         lost: rows whose product is what was not sent, as far as it is kept, without the loss scale: further singular
             vectors, and the rounding errors of the wire format.
-        kept: how many of these rows are singular vectors; they come first.
+        room: number of components that the next step may keep at least.
         bias: what rounding to int8 has taken from the gradient of the bias, without the loss scale.
         samples: unit of these, and of the error memory, see `Method.samples`; 0 for none.
         calls: number of compressions.
@@ -42,7 +42,7 @@ class _State(NamedTuple):
 
     carry: Carry | None = None
     lost: FactorPayload | None = None
-    kept: int = 0
+    room: int = 0
     bias: Tensor | None = None
     samples: float = 0
     calls: int = 0
@@ -98,6 +98,8 @@ class RankDAD(Method):
         wire = wire_format(self.options.wire_of(GradientPath.LOWRANK), factor.deltas.dtype)
         # Rounding to int8 leaves small parts of all components, which need not make a batch of few rows as large again.
         rank = min(self.max_rank, max(factor.rows, _FEW)) if wire.quantised and self._keeps_rows else self.max_rank
+        # No less than before: a small batch does not drop what is kept of a large one.
+        room = max(state.room, rows_kept(rank, factor.rows)) if self._keeps_rows else 0
         measure = state.calls % _MEASURE_EVERY == 0 or state.quality is None
         loss_scale = self.loss_scales.of(name)
         share = state.samples / samples if state.samples else 1.0
@@ -110,8 +112,7 @@ class RankDAD(Method):
             if state.lost is not None:  # as further rows
                 deltas = torch.cat([deltas, state.lost.left])
                 activations = torch.cat([activations, state.lost.right * (share * loss_scale)])
-            kept = max(state.kept, rows_kept(rank, factor.rows)) if self._keeps_rows else 0
-            compressed = compress(deltas, activations, rank + kept, precise=rank, **how)
+            compressed = compress(deltas, activations, rank + room, precise=rank, **how)
             size = squared_norm(deltas, activations) if measure else 0.0
         sent = self._count_sent(compressed, rank)
         carry = compressed.carry if sent and self.options.warm_start else state.carry
@@ -127,7 +128,8 @@ class RankDAD(Method):
             bias = bias + state.bias * (share * loss_scale)
         rest = None if bias is None or not wire.quantised else (bias - wire.round_trip(bias[None])[0]) / loss_scale
         kept = compressed.effective_rank - sent
-        self._staged[name] = _State(carry, lost, kept, rest, samples, state.calls + 1, Quality(sent, residual, kept))
+        quality, room = Quality(sent, residual, kept), min(room, kept)
+        self._staged[name] = _State(carry, lost, room, rest, samples, state.calls + 1, quality)
         return FactorPayload(left, right, bias)
 
     def _count_sent(self, compressed: Compressed, rank: int) -> int:
@@ -165,7 +167,7 @@ class RankDAD(Method):
         super().retain(names)
         for name, state in self._states.items():
             if name not in names:
-                self._states[name] = state._replace(lost=None, kept=0, bias=None)
+                self._states[name] = state._replace(lost=None, room=0, bias=None)
         if self.merger is not None:
             self.merger.retain(names)
 
@@ -181,7 +183,7 @@ class RankDAD(Method):
                 name: tuple(p.clone() for p in state.lost[:2]) for name, state in states if state.lost is not None
             },
             "biases": {name: state.bias.clone() for name, state in states if state.bias is not None},
-            "kept": {name: state.kept for name, state in states},
+            "room": {name: state.room for name, state in states},
             "samples": {name: state.samples for name, state in states},
             "errors": self.errors.state_dict(),
             "calls": {name: state.calls for name, state in states},
@@ -199,7 +201,7 @@ class RankDAD(Method):
             name: _State(
                 carry=carried.get(name),
                 lost=lost.get(name),
-                kept=state.get("kept", {}).get(name, 0),
+                room=state.get("room", {}).get(name, 0),
                 bias=biases.get(name),
                 samples=samples[name],
                 calls=state["calls"].get(name, 0),
@@ -337,7 +339,7 @@ class Merger(RankDAD):
         own, theirs = self.state_dict(), _reference_of(state)
         own["reference"] = own["reference"] or theirs
         own["samples"] = {**_samples_of(state), **own["samples"]}
-        for part in ("carried", "lost", "kept", "biases", "calls"):
+        for part in ("carried", "lost", "room", "biases", "calls"):
             own[part] = {**state.get(part, {}), **own[part]}
         own["errors"]["errors"] = {**state["errors"]["errors"], **own["errors"]["errors"]}
         self.load_state_dict(own)

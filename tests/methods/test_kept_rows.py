@@ -51,7 +51,7 @@ def test_sent_and_kept_parts_are_all_but_the_weakest_components(steps, wire, see
     method = RankDAD(Options(rank=RANK, wire=wire, iterations=3))
     for rows, samples, scale in steps:
         deltas, activations = (torch.randn(rows, n, generator=generator, dtype=torch.float64) for n in (OUT, WIDTH))
-        before, kept = memory(method), method._states["w"].kept if "w" in method._states else 0
+        before, kept = memory(method), method._states["w"].room if "w" in method._states else 0
         whole = samples * deltas.T @ activations + before
         if not rows:  # a site without data calls no method
             continue
@@ -85,6 +85,17 @@ def test_nothing_is_dropped_while_the_rank_suffices():
     assert off_by(sent + memory(method), total) < 1e-12
     assert off_by(sent, total) < 1e-9  # the last steps have sent all of it
     assert off_by(others, total) > 0.1
+
+
+def test_memory_does_not_grow_where_less_than_the_rank_is_sent():
+    """Of rows that decrease fast few are sent, and most components are below the tolerance."""
+    generator = torch.Generator().manual_seed(0)
+    method, sizes = RankDAD(Options()), []
+    for _ in range(40):
+        deltas = torch.randn(16, 300, generator=generator) * torch.logspace(0, -6, 16)[:, None]
+        step(method, Factor(torch.randn(16, 200, generator=generator), deltas), 1, 1.0)
+        sizes.append(method._states["w"].lost.left.shape[0])
+    assert max(sizes) <= 16 + rows_kept(16, 16) + 2 * 16  # what is found, and two rows of rounding for each sent
 
 
 def test_biases_are_rounded_to_int8_without_loss():
