@@ -23,13 +23,13 @@ from .options import Options
 from .reduction import GradientReduction
 from .signature import takes_keywords_of
 
-_WITHOUT_EFFECT = [
+_WITHOUT_EFFECT = (
     "bucket_cap_mb",
     "find_unused_parameters",
     "gradient_as_bucket_view",
     "static_graph",
     "check_reduction",
-]
+)
 """Arguments of torch's class that are accepted, since scripts pass them, and that there is no need for here."""
 
 
@@ -103,8 +103,9 @@ class DistributedDataParallel(TorchDDP):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the model. A backward pass through what it returns ends by a synchronization, unless in `no_sync`."""
         synchronizes = self.require_backward_grad_sync and torch.is_grad_enabled() and self.training
-        if synchronizes and self.broadcast_buffers and not self.reduction.options.sync_batchnorm:
-            self._broadcast_buffers()
+        options = self.reduction.options
+        if synchronizes and self.broadcast_buffers and not options.sync_batchnorm and options.min_sites is None:
+            self.reduction.broadcast_buffers()  # not where rank 0 may be absent
         outputs = self.module(*inputs, **kwargs)
         if self.require_backward_grad_sync and torch.is_grad_enabled():
             for leaf in tree_leaves(outputs):
@@ -123,12 +124,6 @@ class DistributedDataParallel(TorchDDP):
         self._queued = -1
         self._steps += 1
         self.reduction.synchronize()
-
-    def _broadcast_buffers(self) -> None:
-        """Replace this site's buffers by those of rank 0, unless sites may be absent."""
-        reduction = self.reduction
-        if reduction.world_size > 1 and reduction.options.min_sites is None:
-            reduction.broadcast_buffers()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

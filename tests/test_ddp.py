@@ -127,6 +127,8 @@ def follows_buffers() -> None:
         if step:  # each site went on from the mean of site 0
             momentum, own = net[1].momentum, net[0](rows(step, dist.get_rank())).mean(0)
             torch.testing.assert_close(net[1].running_mean, (1 - momentum) * means[0] + momentum * own.detach())
+    whole = model(rows(7, dist.get_rank())).square().mean() + model(rows(8, dist.get_rank())).square().mean()
+    whole.backward()  # through a layer whose buffers have been replaced since its forward pass
     model.eval()
     with torch.no_grad():  # at one site alone
         if dist.get_rank() == 0:

@@ -187,11 +187,7 @@ class ReplicatedModel:
             SiteError: if a site is gone or does not answer.
         """
         with self.traffic.apart():
-            for flat, tensors in sameness.flattened([each for each in self.model.buffers() if each.numel()]):
-                self._transport.broadcast(flat)
-                sizes = [tensor.numel() for tensor in tensors]
-                for tensor, part in zip(tensors, flat.split(sizes), strict=True):
-                    tensor.copy_(part.view_as(tensor))
+            sameness.broadcast_buffers(self.model, self._transport)
 
     def average_buffers(self) -> None:
         """Replace running statistics and other float buffers by their mean over sites; all sites must call it.

@@ -168,9 +168,23 @@ def broadcast_model(model: nn.Module, transport: Transport) -> None:
     for (flat, tensors), skip in zip(groups, equal, strict=True):
         if skip:
             continue
-        transport.broadcast(flat)
-        for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-            tensor.copy_(part.view_as(tensor))
+        _broadcast(flat, tensors, transport)
+
+
+def broadcast_buffers(model: nn.Module, transport: Transport) -> None:
+    """Replace every site's buffers by those of rank 0, also between a forward pass and its backward pass.
+
+    Layers save their running statistics for backward, which does not read them in training: by way of ``data`` autograd
+    does not take the change for an error.
+    """
+    for flat, tensors in flattened([buffer.data for buffer in model.buffers() if buffer.numel()]):
+        _broadcast(flat, tensors, transport)
+
+
+def _broadcast(flat: Tensor, tensors: Sequence[Tensor], transport: Transport) -> None:
+    transport.broadcast(flat)
+    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(part.view_as(tensor))
 
 
 def tables_with_max_norm(model: nn.Module) -> list[nn.Embedding | nn.EmbeddingBag]:
