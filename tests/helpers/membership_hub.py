@@ -9,7 +9,7 @@ LIFE = 7
 
 
 def hub(count=3, start=True, **rules):
-    """A hub of the sites a, b, …, all of which have dialled in unless `start` is false."""
+    """A hub of the sites a, b, …, all of which have connected unless `start` is false."""
     membership = Membership("abcdef"[:count], Rules(**({"min_sites": 1} | rules)), LIFE, 0.0)
     for slot in range(count) if start else ():
         membership.dial(slot, 0.0)

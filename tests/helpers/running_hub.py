@@ -270,7 +270,7 @@ class TestSite:
 
 
 def together(hub: RunningHub, names: str = "ab", channel: str = "training") -> list[TestSite]:
-    """Return sites that have all dialled in, and whose training has started."""
+    """Return sites that have all connected, and whose training has started."""
     sites = [TestSite(hub.kit(name), hub.address, channel) for name in names]
     for site in sites if channel == "training" else ():
         site.action(Start)

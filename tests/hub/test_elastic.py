@@ -106,7 +106,7 @@ def test_a_link_that_is_cut_anywhere_changes_nothing(tmp_path, monkeypatch, grac
             until(lambda cut=number: relay.cuts > cut, timeout=ENDED)
             again = number + 1 if grace else 0
             until(
-                lambda count=again: sum("(training) has dialled again" in line for line in hub.log) >= count,
+                lambda count=again: sum("(training) has reconnected" in line for line in hub.log) >= count,
                 timeout=ENDED,
             )
         if not grace:

@@ -563,7 +563,7 @@ def test_a_site_is_told_of_those_that_have_joined_before_it_in_the_same_round(tm
 
 
 def relay_of(*names: str) -> Relay:
-    """Return a relay whose sites have dialled in, with numbers from 1 as their processes."""
+    """Return a relay whose sites have connected, with numbers from 1 as their processes."""
     streams = HubStreams(selectors.DefaultSelector(), SequencerHost(names))
     relay = Relay(names, 4.0, 1, 0.0, Journal(lambda line: None), streams)
     for number, name in enumerate(names, 1):

@@ -4,7 +4,7 @@ Each simulated site keeps a digest of the frames that it has applied, as a stand
 queues in both directions until a rule delivers them, and are lost with their connection. DADPLUG_HISTORIES sets the
 number of histories.
 
-Histories are elastic runs, as `dadplug.hub.server.relay` has them: steps are of several kinds, sites that dial in are
+Histories are elastic runs, as `dadplug.hub.server.relay` has them: steps are of several kinds, sites that connect are
 admitted to a first round that a site has ended, rules are replaced during training, silent sites are dropped, and a run
 ends with its last site.
 """

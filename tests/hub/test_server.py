@@ -1,4 +1,4 @@
-"""The hub over loopback: sites that dial in, frames that are passed on, sites that leave."""
+"""The hub over loopback: sites that connect, frames that are passed on, sites that leave."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_a_site_that_does_not_dial_again_is_dropped_after_the_grace(tmp_path):
         drop = b.action(Drop)
         assert drop.slot == 0
         assert "its connection was lost" in drop.reason
-        assert "not dialled again within 0.3 s" in drop.reason
+        assert "not reconnected within 0.3 s" in drop.reason
         a.dial()
         assert isinstance(a.answer, Refuse)
         assert "the hub has given this site up: its connection was lost" in a.answer.reason
@@ -191,7 +191,7 @@ def test_a_new_process_takes_the_place_of_one_whose_connection_is_lost_at_once(h
     a.cut()
     hub.await_line("connection to a (training) lost")
     assert isinstance(TestSite(hub.kit("a"), hub.address).answer, Welcome)
-    assert b.action(Drop) == Drop(0, 1, "another process has dialled in as this site")
+    assert b.action(Drop) == Drop(0, 1, "another process has connected as this site")
 
 
 def test_all_sites_are_told_when_the_hub_ends(tmp_path):

@@ -270,7 +270,7 @@ class Hub:
             raise RefusedError("its certificate has been revoked")
         session, welcome = self.relay.greet(arrival.name, arrival.hello, arrival.serial, now)
         if session.stream is not None:
-            self._lose(session, "the site has dialled again", now)
+            self._lose(session, "the site has reconnected", now)
         connection = arrival.stream.connection
         if not self._encrypt_local and (local := dial_back(connection, arrival.hello)) is not None:
             connection.continue_over(local)
@@ -280,7 +280,7 @@ class Hub:
         self._selector.register(connection, _READ, session)
         self._again.add(session)
         if welcome.resumed:
-            self.journal.write(f"{arrival.name} ({session.channel}) has dialled again from {pending.address}")
+            self.journal.write(f"{arrival.name} ({session.channel}) has reconnected from {pending.address}")
         elif session.channel == "training":
             self._warn(renewal_warning(session.name, session.expires))
 

@@ -17,7 +17,7 @@ A participant that goes before, or is skipped, counts as a site with 0 samples; 
 **Order.** The hub has to send all sites the same sequence of frames and announcements. A site that learns of a drop has
 therefore seen exactly the frames of the lost site that all others have seen.
 
-**Joining.** Training starts once all sites are connected. A site that dials in later takes part in the open step: it is
+**Joining.** Training starts once all sites are connected. A site that connects later takes part in the open step: it is
 sent the frames of this step so far, and a member sends it its state. Parameters do not change while a step is open,
 hence any member can send the state of the last closed step until the open one closes; if it goes meanwhile, another one
 does. Others wait for the state to arrive also with late="skip": a joiner that never caught up would join for ever.
@@ -189,7 +189,7 @@ class Membership:
         self._rules = rules
 
     def append(self, names: Sequence[str]) -> None:
-        """Append sites that are new in the roster; they are absent until they dial in."""
+        """Append sites that are new in the roster; they are absent until they connect."""
         self._sites += [Site(name) for name in names]
 
     @property
@@ -227,7 +227,7 @@ class Membership:
     # Events
 
     def dial(self, slot: int, now: float) -> list[Action]:
-        """Take a site that dials in; once training has started, it takes part in the open step.
+        """Take a site that connects; once training has started, it takes part in the open step.
 
         Args:
             slot: the site.

@@ -1,6 +1,6 @@
 """Recovery of a run at a hub that has been restarted, by what its sites report.
 
-A hub writes nothing down: all that it knows of a run, the sites know as well. Sites whose hub is lost dial again, and
+A hub stores nothing on disk: its sites have all state of a run, too. Sites whose hub is lost reconnect, and
 name the last round that has been closed for them. A new hub asks them for a `Report`, and nothing of the run goes on
 until all that take part have sent theirs, or `site_timeout` is over.
 
@@ -38,7 +38,7 @@ from .run import Run
 from .session import Session
 
 WAIT_SECONDS = 30.0  # for all sites, where all have to stay
-_AWAY = "it has not dialled again since the hub was restarted"
+_AWAY = "it has not reconnected since the hub was restarted"
 
 
 class Outcome(NamedTuple):
@@ -58,7 +58,7 @@ class Outcome(NamedTuple):
 
 
 class Recovery:
-    """Recovery of one run. All sites that dial in meanwhile wait.
+    """Recovery of one run. All sites that connect meanwhile wait.
 
     Args:
         run: the run, which has not started at this hub.
@@ -160,7 +160,7 @@ class Recovery:
         if self._elastic and waited >= winner.timeout_ms / 1e3 and len(self._taking_part()) >= winner.min_sites:
             return self._conclude()
         if not self._elastic and waited >= WAIT_SECONDS:
-            return Outcome(f"{names} has not dialled again within {WAIT_SECONDS:g} s since the hub was restarted")
+            return Outcome(f"{names} has not reconnected within {WAIT_SECONDS:g} s since the hub was restarted")
         if self._run.pause != (reason := f"the hub has been restarted: waiting for {names}"):
             self._run.pause = reason
             self._journal.write(f"paused: {reason}")

@@ -2,11 +2,11 @@
 
 Without sockets. Frames go into the queues of sessions, which `dadplug.hub.server.hub` sends.
 
-**Runs.** Where all sites are required, the first one that leaves ends the run. Sites that dial in for the next run wait
+**Runs.** Where all sites are required, the first one that leaves ends the run. Sites that connect for the next run wait
 until the other sites of the last one have left. A hub therefore serves any number of runs, one after the other.
 
 **Elastic runs.** The sites may require less, once a run has started; it then ends with the last site that leaves. Sites
-that dial in meanwhile wait until a site has ended a round that admits others, and join in this round.
+that connect meanwhile wait until a site has ended a round that admits others, and join in this round.
 
 A site that is dropped is told so by a `Drop` of its own slot, the last frame that it gets. When the hub ends, all sites
 are told in this way.
@@ -52,7 +52,7 @@ _COPY = "copy the newest roster.json into"
 _STEPS_AHEAD = 1000  # that a site may have ended while others have not ended the open one
 
 
-_ALIVE_SECONDS = 0.5  # after a second process has dialled in; what the first one has sent before may arrive until then
+_ALIVE_SECONDS = 0.5  # after a second process has connected; what the first one has sent before may arrive until then
 
 
 class Relay:
@@ -130,7 +130,7 @@ class Relay:
         if session is not None:
             if session.stream is not None:
                 self._refuse_second(session, hello.instance, now)
-            self.drop(session, "another process has dialled in as this site", now)
+            self.drop(session, "another process has connected as this site", now)
         gone = self._gone.get(key)
         if gone is not None and gone[0] == hello.instance:
             raise RefusedError(f"the hub has given this site up: {gone[1]}")
@@ -183,7 +183,7 @@ class Relay:
             return
         others = tuple(sorted(each.slot for each in self._training()))
         names = ", ".join(self.run.names[slot] for slot in others)
-        self.journal.write(f"{session.name} has dialled in for the next run: waiting for {names} to leave the last one")
+        self.journal.write(f"{session.name} is connected for the next run: waiting for {names} to leave the last one")
         session.send(pack_control(Pause(others, f"waiting for {names} to leave the last run"), 0))
 
     def _welcome(self, resumed: bool, received: int) -> Welcome:
@@ -244,7 +244,7 @@ class Relay:
             since, reason = session.lost
             grace = self.run.grace(self._grace, dials)
             if now >= since + grace:
-                text = f"its connection was lost ({reason}), and it has not dialled again within {grace:g} s"
+                text = f"its connection was lost ({reason}), and it has not reconnected within {grace:g} s"
                 self._lose(session, text, now)
         elif not self.readable(session):
             session.heard = now
@@ -595,7 +595,7 @@ class Relay:
             session.send(pack_control(Grow(self.run.membership.open_step, names), 0))
 
     def _grow_for_waiting(self) -> None:
-        """Let sites that are new in the roster join, which have dialled in before the run was known to be elastic."""
+        """Let sites that are new in the roster join, which have connected before the run was known to be elastic."""
         waiting = [each for each in self.sessions.values() if each.waits and each.sites > len(self.run.names)]
         if waiting and self.run.may_grow:
             self._grow(max(each.sites for each in waiting))

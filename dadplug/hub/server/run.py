@@ -149,7 +149,7 @@ class Run:
         sums: summands that wait for those of other sites.
         ahead: ENDs of later steps than the open one, by slot.
         pause: for whom training waits; empty while it goes on.
-        ending: whether a site has left without which the run ends; whoever dials in waits for the next one.
+        ending: whether a site has left without which the run ends; sites that connect wait for the next one.
 
     Raises:
         ValueError: if the timeout is out of range.

@@ -64,7 +64,7 @@ class Session:
         world_size: number of sites of the project.
         check: the hub's part in a check of the site, on the channel for it.
         expires: end of its certificate, once it is known.
-        rival: another process that has dialled in as the same site last: its random number, and the time.
+        rival: another process that has connected as the same site last: its random number, and the time.
         queue: frames to the site.
         received: number of frames of the site.
         stream: the connection; None while it is lost.

@@ -93,7 +93,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Accept:
-    """Attach the connection that has dialled in to its slot.
+    """Attach the connection that has connected to its slot.
 
     Attributes:
         slot: the site.
@@ -108,7 +108,7 @@ class Accept:
 
 @dataclass(frozen=True)
 class Refuse:
-    """Send the reason to the connection that has dialled in, and close it.
+    """Send the reason to the connection that has connected, and close it.
 
     Attributes:
         name: the name it has given.
@@ -150,7 +150,7 @@ class Join:
 
 @dataclass(frozen=True)
 class Grow:
-    """Announce the names of all sites, since a site that is new in the roster has dialled in: an elastic run grows.
+    """Announce the names of all sites, since a site that is new in the roster has connected: an elastic run grows.
 
     Attributes:
         step: the open step. Sites take the new ones into their exchanges at the end of the first training step that
@@ -222,7 +222,7 @@ class Close:
 
 @dataclass(frozen=True)
 class Pause:
-    """Announce that the open step cannot close, or training not start, until a site dials in.
+    """Announce that the open step cannot close, or training not start, until a site connects.
 
     Attributes:
         waiting_for: slots of the sites that are waited for.
