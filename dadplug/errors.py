@@ -57,7 +57,7 @@ class PolicyError(KitError):
 
 
 class RefusedError(SiteError):
-    """A connection between hub and site was refused; the message is the reason, and dialing again does not help."""
+    """A connection between hub and site was refused; the message is the reason, and connecting again does not help."""
 
 
 class SealingError(SiteError):

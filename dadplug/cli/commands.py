@@ -306,7 +306,7 @@ def check(arguments: argparse.Namespace) -> int:
         type=float,
         default=5.0,
         metavar="S",
-        help="seconds for which a site may dial again after its connection was lost (default: 5)",
+        help="seconds for which a site may connect again after its connection was lost (default: 5)",
     ),
     argument(
         "--encrypt-local",

@@ -122,7 +122,7 @@ class RankDAD(Method):
         if self.errors.enabled:
             right = right * loss_scale if loss_scale != 1.0 else right
             whole.addmm_(wire.round_trip(left).T, wire.round_trip(right), alpha=-1 / loss_scale)
-        elif self.options.error_feedback is None or wire.quantised:
+        elif self._keeps_rows or wire.quantised:
             lost = _not_sent(compressed, sent, wire, loss_scale)
         if bias is not None and state.bias is not None:
             bias = bias + state.bias * (share * loss_scale)

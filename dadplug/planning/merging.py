@@ -168,9 +168,8 @@ class Merging:
         if self._options.merge == "all" or sites == 1 or not self._transport.has_all_to_all:
             return {}
         layers = self._layers(units)
-        divide = not wire_format(
-            self._options.wire_of(GradientPath.LOWRANK)
-        ).quantised  # the memory of rounding to int8 is of whole rows
+        wire = wire_format(self._options.wire_of(GradientPath.LOWRANK))
+        divide = not wire.quantised  # the memory of rounding to int8 is of whole rows
         owners = assign_owners(layers, sites, divide)
         if self._options.merge == "owner":
             return owners

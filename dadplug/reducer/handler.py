@@ -64,10 +64,8 @@ class HandlerContext:
     checks_finite: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        keeps_state = (
-            self.method.traits.keeps_state or wire_format(self.options.wire_of(GradientPath.LOWRANK)).quantised
-        )
-        self.checks_finite = self.options.check_finite or keeps_state
+        keeps_rest = wire_format(self.options.wire_of(GradientPath.LOWRANK)).quantised
+        self.checks_finite = self.options.check_finite or self.method.traits.keeps_state or keeps_rest
 
     def wire(self, unit: Unit) -> WireFormat:
         """Return the format in which a unit's gradients are sent."""

@@ -148,7 +148,7 @@ def dial(kit: Kit, timeout: float, address: tuple[str, int] | None = None) -> Se
         The encrypted connection.
 
     Raises:
-        RefusedError: if the hub refuses the site, or is not the hub of the kit. To dial again is of no use.
+        RefusedError: if the hub refuses the site, or is not the hub of the kit. To connect again is of no use.
         OSError: if the hub cannot be reached, or the connection is lost.
     """
     host, port = address or kit.roster.address()

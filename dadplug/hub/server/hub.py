@@ -46,7 +46,7 @@ class Hub:
         site_timeout: seconds of silence after which a site counts as lost.
         listen: host and port to listen at; None for those of the kit's roster, if its host is one of this machine.
         journal: log of who comes and goes; None to write to the standard error stream.
-        grace: seconds for which a site whose connection is lost may dial again.
+        grace: seconds for which a site whose connection is lost may connect again.
         encrypt_local: whether messages to sites in the same machine are encrypted, too.
         report: called twice a second, and at the end.
         service: service at the hub that sites open streams to, such as the sequencers of parameter servers.
@@ -209,7 +209,7 @@ class Hub:
         self.relay.update_full()
 
     def _lose(self, session: Session, reason: str, now: float) -> None:
-        """Record that a connection is lost; the site may dial again."""
+        """Record that a connection is lost; the site may connect again."""
         self._forget(session)
         self._next_tick = 0.0  # others may wait for it
         stream = session.detach(reason, now)

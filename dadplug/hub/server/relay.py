@@ -65,7 +65,7 @@ class Relay:
         now: the time, in seconds.
         journal: log of who comes and goes.
         streams: streams of sites to the hub itself.
-        grace: seconds for which a site whose connection is lost may dial again.
+        grace: seconds for which a site whose connection is lost may connect again.
 
     Attributes:
         roster: names of all sites by slot; those that were added during a run take part in the next one.
@@ -288,7 +288,7 @@ class Relay:
 
     @property
     def awaits(self) -> bool:
-        """Whether a connection is lost whose site may dial again."""
+        """Whether a connection is lost whose site may connect again."""
         return any(each.stream is None for each in self.sessions.values())
 
     def _of(self, channel: str) -> list[Session]:
@@ -331,7 +331,7 @@ class Relay:
 
         Args:
             session: the session of the first process.
-            instance: random number of the second process, which dials again until it is accepted, or refused for good.
+            instance: random number of the second process, which connects again until it is accepted or refused.
             now: the time, in seconds.
         """
         if session.rival[0] != instance:
@@ -350,7 +350,7 @@ class Relay:
             reason: the reason; empty where the site's training is complete.
             now: the time, in seconds.
             step: the open step, of which the site has been dropped; 0 where it has not.
-            may_return: whether the same process may dial again, unless it was dropped for good.
+            may_return: whether the same process may connect again, unless it was dropped for good.
         """
         key = session.channel, session.slot
         del self.sessions[key]

@@ -125,7 +125,7 @@ class OpenRound:
         return (frame for _, frame in self._frames)
 
 
-SHORT_GRACE = 0.2  # seconds for which a site may dial again where others wait for it
+SHORT_GRACE = 0.2  # seconds for which a site may connect again where others wait for it
 _ABSENT = "it was absent when this site joined"
 _HANDSHAKE = 2  # times as long where a connection is in its handshake, which may be that of the site
 

@@ -57,7 +57,7 @@ class Session:
         instance: random number of the site's process.
         waits: whether the site waits for the end of a run that it is not part of, or to join in it.
         ready: whether it can join, since it has made its model.
-        recovers: whether it took part in a run when it dialled.
+        recovers: whether it took part in a run when it connected.
         serial: serial number of its certificate.
         release: version of dadplug at the site.
         sites: number of sites that it knows, with which it can train.
@@ -71,7 +71,7 @@ class Session:
         blocked: whether the connection has no room for what is to be sent.
         due: whether something in the queue is to be sent now; the rest may wait for it.
         full: whether so much is waiting to be sent that those who send to this site are no longer read.
-        created: time at which the site has dialled.
+        created: time at which the site connected.
         heard: time at which bytes arrived.
         progress: steps that the site has ended, and messages of the step after them that it has begun.
         progressed: time at which a frame other than a ping arrived.
