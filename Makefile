@@ -12,6 +12,7 @@ OLDEST := .venv-oldest
 OLDEST_PYTHON ?= $(shell for each in python3.10 "$$(pyenv root 2>/dev/null)"/versions/3.10.*/bin/python python3.11 \
 	python3; do "$$each" -c "" 2>/dev/null && echo "$$each" && break; done)
 NEWEST := .venv-newest
+TRAINERS := .venv-trainers
 CORE_TESTS := $(addprefix tests/,adapm adaptive callbacks cli data exchange fused hooks hub lowrank methods model_sync \
 	planning reducer runners serving test_jit.py test_reduction.py test_reduction_state.py test_registry.py test_signature.py)
 
@@ -19,7 +20,7 @@ CORE_TESTS := $(addprefix tests/,adapm adaptive callbacks cli data exchange fuse
 # one another. pytest-xdist may wait without end after it has replaced one that crashed.
 XDIST := -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-.PHONY: demo test pytest test-avx2 test-generic test-oldest test-newest lint types docs clean
+.PHONY: demo test pytest test-avx2 test-generic test-oldest test-newest test-trainers lint types docs clean
 
 demo: $(READY)
 	$(BIN)/python examples/two_site_mnist.py
@@ -40,6 +41,10 @@ test-avx2 test-generic: test-%: $(READY)
 # PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test-oldest
 test-oldest test-newest: test-%: .venv-%/ready
 	.venv-$*/bin/python tests/run.py $(XDIST) -m "not slow" $(CORE_TESTS)
+
+# Tests with trainers, engines and trackers that `make test` leaves out: they are large, or start slowly.
+test-trainers: $(TRAINERS)/ready
+	$(TRAINERS)/bin/python tests/run.py $(XDIST) tests/trainers tests/test_ddp.py
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -74,9 +79,17 @@ $(OLDEST)/ready $(NEWEST)/ready: setup.cfg setup.py pyproject.toml
 		hypothesis "jsonargparse[signatures]" lightning pytest pytest-timeout pytest-xdist rich
 	touch $@
 
+$(TRAINERS)/ready: setup.cfg setup.py pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --disable-pip-version-check "setuptools>=64,<81" wheel
+	$(@D)/bin/pip install --quiet --disable-pip-version-check --no-build-isolation \
+		--editable ".[lightning,hub,transformers,ray,examples]" \
+		hypothesis lightning mlflow peft pytest pytest-timeout pytest-xdist tensorboard trl wandb
+	touch $@
+
 # The documentation site, in docs/_build/html; -n: every reference has to lead somewhere, -W: warnings are errors.
 docs: $(READY)
 	$(BIN)/python -m sphinx -n -W --keep-going -q -b html docs docs/_build/html
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(NEWEST) build docs/_build dist *.egg-info logs
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(TRAINERS) build docs/_build dist *.egg-info logs

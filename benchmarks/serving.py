@@ -29,8 +29,10 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
-from serving_load import WIDTH, Load, free_port, load, request_of, requests_of
+from serving_load import WIDTH, Load, load, request_of, requests_of
 from torch import nn
+
+from dadplug.exchange.handshake import free_port
 
 SLO = 0.05
 GRID = [(size, wait) for size in (8, 16, 32) for wait in (0.002, 0.01)]

@@ -15,13 +15,6 @@ import numpy as np
 WIDTH = 64
 
 
-def free_port() -> int:
-    """Return a port that is free now."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
 class Load(NamedTuple):
     """Result of a segment: seconds, and the latencies of requests with status 200 and of others."""
 

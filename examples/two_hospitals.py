@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -22,6 +21,8 @@ import tempfile
 import time
 from itertools import pairwise
 from pathlib import Path
+
+from dadplug.exchange.handshake import free_port
 
 HOSPITAL = Path(__file__).with_name("hospital.py")
 SITES = STAYS, LOST = "berlin", "lyon"
@@ -220,11 +221,6 @@ def write_table(lines: list[dict], path: Path) -> None:
         seconds = line["time"] - lines[0]["time"]
         rows.append(f"{seconds:7.1f} {line['step']:6}  {line['loss']:8.4f}  {line['accuracy']:8.4f}  {members}")
     path.write_text("\n".join(rows) + "\n")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def launch(arguments: argparse.Namespace) -> None:

@@ -7,6 +7,7 @@ about half of the processor time of TCP on the loopback interface.
 from __future__ import annotations
 
 import os
+import random
 import secrets
 import select
 import selectors
@@ -109,11 +110,16 @@ def listen(addresses: Sequence[str] = (), large: bool = False) -> socket.socket 
 
 
 def free_port() -> int:
-    """Return a TCP port of this machine that is free at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Return a TCP port of this machine that is free at the moment.
+
+    It is below those that systems give to outgoing connections (from 32768 on): one of these could take the port before
+    the process that it is meant for has started.
+    """
+    chance = random.SystemRandom()  # not the numbers of another process with the same seed
+    while True:
+        port = chance.randrange(10_000, 32_000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def explain_unresolved(host: str, error: OSError) -> str:

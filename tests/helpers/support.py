@@ -38,7 +38,6 @@ import multiprocessing
 import os
 import random
 import signal
-import socket
 import sys
 import textwrap
 import time
@@ -54,6 +53,8 @@ from typing import Any
 import forkserver
 import pytest
 
+from dadplug.exchange.handshake import free_port
+
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 START_TIMEOUT = 240.0  # seconds, on a busy machine
 CALL_TIMEOUT = 240.0
@@ -68,15 +69,6 @@ def need(package: str) -> None:
     """
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"needs {package}")
-
-
-def free_port() -> int:
-    """Return a port that nobody uses, and no connection gets by chance meanwhile, as those above 32768 on Linux."""
-    chance = random.SystemRandom()  # not the numbers of another process with the same seed
-    while True:
-        port = chance.randrange(10_000, 30_000)
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
 
 
 def valid_modes() -> str:
