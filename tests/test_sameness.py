@@ -180,3 +180,15 @@ def test_gradients_clipped_too_early_are_warned_of(sites, mode):
         assert "was changed between backward() and synchronize(), as by clipping" in messages[0]
     assert sites(2).run(clipped, mode, False, False) == [[], []]
     assert sites(2).run(clipped, mode, False, True) == [[], []]
+
+
+def test_models_are_flattened_in_parts(monkeypatch):
+    monkeypatch.setattr(sameness, "_GROUP_BYTES", 100)
+    tensors = [torch.full((n,), float(n), dtype=dtype) for n, dtype in [(9, torch.float32), (20, torch.float64)] * 2]
+    tensors += [torch.full((30,), 30.0), torch.tensor(1.0), torch.tensor(2.0), torch.empty(0)]
+    found = []
+    for flat, group in sameness.flattened(tensors):
+        assert flat.numel() * flat.element_size() <= 100 or len(group) == 1
+        assert torch.equal(flat, torch.cat([each.reshape(-1) for each in group]))
+        found += [each.data_ptr() for each in group]
+    assert sorted(found) == sorted(each.data_ptr() for each in tensors)

@@ -26,13 +26,43 @@ _MOST_KEPT = 32  # components; more gain little, see "Fine-tuning" in docs/perfo
 _MEASURE_EVERY = 10  # steps between measurements of the residual, which cost about as much as a compression
 
 
+class _Kept(NamedTuple):
+    """Components of a gradient of which the next step needs to know what was not sent.
+
+    Attributes:
+        left: left vectors times singular values, as rows.
+        right: right vectors, as rows.
+        sent: number of the first of them that have been sent; of these the rounding errors were not.
+        wire: the format in which they were.
+        loss_scale: the loss scale of the gradient.
+        storage: what both are views of; taken again by a later step.
+    """
+
+    left: Tensor
+    right: Tensor
+    sent: int
+    wire: WireFormat
+    loss_scale: float
+    storage: Tensor
+
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """Return rows whose product is what was not sent, without the loss scale."""
+        left, right = self.left[: self.sent], self.right[: self.sent]
+        lefts, rights = [self.left[self.sent :]], [self.right[self.sent :]]
+        if self.sent:
+            rounded = self.wire.round_trip(left)
+            lefts += [left - rounded, rounded]
+            rights += [right, right - self.wire.round_trip(right)]
+        return torch.cat(lefts), torch.cat(rights) / self.loss_scale
+
+
 class _State(NamedTuple):
     """State of a layer that is kept between steps.
 
     Attributes:
         carry: directions to start from.
-        lost: rows whose product is what was not sent, as far as it is kept, without the loss scale: further singular
-            vectors, and the rounding errors of the wire format.
+        lost: what was not sent, as far as it is kept: further singular vectors, and the rounding errors of the wire
+            format.
         room: number of components that the next step may keep at least.
         bias: what rounding to int8 has taken from the gradient of the bias, without the loss scale.
         samples: unit of these, and of the error memory, see `Method.samples`; 0 for none.
@@ -41,7 +71,7 @@ class _State(NamedTuple):
     """
 
     carry: Carry | None = None
-    lost: FactorPayload | None = None
+    lost: _Kept | None = None
     room: int = 0
     bias: Tensor | None = None
     samples: float = 0
@@ -68,6 +98,7 @@ class RankDAD(Method):
         self.errors = ErrorFeedback(bool(options.error_feedback))
         self._states: dict[str, _State] = {}
         self._staged: dict[str, _State] = {}
+        self._spare: dict[str, Tensor] = {}  # by layer, storage that a state has left
 
     @property
     def keeps_errors(self) -> bool:
@@ -110,8 +141,9 @@ class RankDAD(Method):
         else:
             deltas, activations = factor.deltas, factor.activations
             if state.lost is not None:  # as further rows
-                deltas = torch.cat([deltas, state.lost.left])
-                activations = torch.cat([activations, state.lost.right * (share * loss_scale)])
+                left, right = state.lost.rows()
+                deltas = torch.cat([deltas, left])
+                activations = torch.cat([activations, right * (share * loss_scale)])
             compressed = compress(deltas, activations, rank + room, precise=rank, **how)
             size = squared_norm(deltas, activations) if measure else 0.0
         sent = self._count_sent(compressed, rank)
@@ -123,12 +155,13 @@ class RankDAD(Method):
             right = right * loss_scale if loss_scale != 1.0 else right
             whole.addmm_(wire.round_trip(left).T, wire.round_trip(right), alpha=-1 / loss_scale)
         elif self._keeps_rows or wire.quantised:
-            lost = _not_sent(compressed, sent, wire, loss_scale)
+            lost = self._keep(name, compressed, sent, wire)
         if bias is not None and state.bias is not None:
             bias = bias + state.bias * (share * loss_scale)
         rest = None if bias is None or not wire.quantised else (bias - wire.round_trip(bias[None])[0]) / loss_scale
         kept = compressed.effective_rank - sent
         quality, room = Quality(sent, residual, kept), min(room, kept)
+        self._release(name, self._staged.pop(name, None))
         self._staged[name] = _State(carry, lost, room, rest, samples, state.calls + 1, quality)
         return FactorPayload(left, right, bias)
 
@@ -139,6 +172,35 @@ class RankDAD(Method):
             return found
         values: list[float] = compressed.singular_values[:found].tolist()
         return sum(value > self.options.tolerance * values[0] for value in values)
+
+    def _keep(self, name: str, compressed: Compressed, sent: int, wire: WireFormat) -> _Kept | None:
+        """Copy what the next step needs to know of a compressed gradient; None if all of it was sent as it is.
+
+        The storage is that of the step before the last, so that what lasts does not lie between what is freed: the
+        heap would grow by the gradients that no longer fit in between.
+
+        Args:
+            name: name of the weight.
+            compressed: the compressed gradient.
+            sent: number of its first components that are sent.
+            wire: the format in which they are sent.
+        """
+        left, right = compressed.left.T[: compressed.effective_rank], compressed.right.T[: compressed.effective_rank]
+        if wire.dtype == left.dtype:
+            left, right, sent = left[sent:], right[sent:], 0
+        if not len(left):
+            return None
+        storage = self._spare.pop(name, None)
+        if storage is None or storage.numel() < left.numel() + right.numel():
+            storage = left.new_empty(left.numel() + right.numel())
+        flat = storage[: left.numel() + right.numel()]
+        own_left, own_right = flat[: left.numel()].view_as(left), flat[left.numel() :].view_as(right)
+        return _Kept(own_left.copy_(left), own_right.copy_(right), sent, wire, self.loss_scales.of(name), storage)
+
+    def _release(self, name: str, state: _State | None) -> None:
+        """Let the next step have the storage of a state that is not needed any more."""
+        if state is not None and state.lost is not None:
+            self._spare[name] = state.lost.storage
 
     def _with_errors(self, name: str, factor: Factor, share: float, loss_scale: float) -> Tensor:
         """Compute the gradient without its loss scale plus the error memory, in the buffer of the next memory.
@@ -157,17 +219,19 @@ class RankDAD(Method):
     def commit(self, name: str) -> None:
         self.errors.commit(name)
         if name in self._staged:
+            self._release(name, self._states.get(name))
             self._states[name] = self._staged.pop(name)
 
     def rollback(self, name: str) -> None:
         self.errors.rollback(name)
-        self._staged.pop(name, None)
+        self._release(name, self._staged.pop(name, None))
 
     def retain(self, names: Container[str]) -> None:
         super().retain(names)
         for name, state in self._states.items():
             if name not in names:
                 self._states[name] = state._replace(lost=None, room=0, bias=None)
+                self._spare.pop(name, None)
         if self.merger is not None:
             self.merger.retain(names)
 
@@ -179,9 +243,7 @@ class RankDAD(Method):
         states = self._states.items()
         return {
             "carried": {name: state.carry.right.clone() for name, state in states if state.carry is not None},
-            "lost": {
-                name: tuple(p.clone() for p in state.lost[:2]) for name, state in states if state.lost is not None
-            },
+            "lost": {name: state.lost.rows() for name, state in states if state.lost is not None},
             "biases": {name: state.bias.clone() for name, state in states if state.bias is not None},
             "room": {name: state.room for name, state in states},
             "samples": {name: state.samples for name, state in states},
@@ -192,7 +254,7 @@ class RankDAD(Method):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         carried = {name: Carry(right.clone()) for name, right in state["carried"].items()}
-        lost = {name: FactorPayload(*(part.clone() for part in parts)) for name, parts in state.get("lost", {}).items()}
+        lost = {name: _loaded(*parts) for name, parts in state.get("lost", {}).items()}
         biases = {name: bias.clone() for name, bias in state.get("biases", {}).items()}
         samples = _samples_of(state)
         names = {*carried, *lost, *state["calls"]}
@@ -254,25 +316,11 @@ def keeps_rows(options: MethodOptions) -> bool:
     return options.error_feedback is None or (options.merge != "all" and options.error_feedback)
 
 
-def _not_sent(compressed: Compressed, sent: int, wire: WireFormat, loss_scale: float) -> FactorPayload | None:
-    """Return rows whose product is what the next step adds, without the loss scale; None for none.
-
-    Args:
-        compressed: the compressed gradient.
-        sent: number of its first components that are sent.
-        wire: the format in which they are sent.
-        loss_scale: the loss scale of the gradient.
-    """
-    kept = compressed.effective_rank
-    lefts, rights = [compressed.left.T[sent:kept]], [compressed.right.T[sent:kept]]
-    if wire.dtype != compressed.left.dtype:
-        left, right = compressed.left.T[:sent], compressed.right.T[:sent]
-        rounded = wire.round_trip(left)
-        lefts += [left - rounded, rounded]
-        rights += [right, right - wire.round_trip(right)]
-    if not any(map(len, lefts)):
-        return None
-    return FactorPayload(torch.cat(lefts), torch.cat(rights) / loss_scale)
+def _loaded(left: Tensor, right: Tensor) -> _Kept:
+    """Return rows of a state as components of which none has been sent."""
+    storage = torch.cat([left.reshape(-1), right.reshape(-1)])
+    own_left, own_right = storage[: left.numel()].view_as(left), storage[left.numel() :].view_as(right)
+    return _Kept(own_left, own_right, 0, wire_format("fp32", left.dtype), 1.0, storage)
 
 
 _MERGE_ITERATIONS = 2  # at least: the sum of the sites' factors changes more from step to step than each of them
@@ -350,6 +398,7 @@ class Merger(RankDAD):
         for name in names:
             super().rollback(name)
             self._states.pop(name, None)
+            self._spare.pop(name, None)
             self.errors.forget(name)
 
     def forget_divided(self, names: Iterable[str]) -> None:

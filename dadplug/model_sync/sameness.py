@@ -23,6 +23,7 @@ from ..schedules import version_of
 from .structure import is_managed
 
 _STATES, _FURTHER_BYTES = 16, 1 << 28  # bound of a state: times the model's tensors, and besides
+_GROUP_BYTES = 1 << 25  # that are flattened at once
 Item = TypeVar("Item")
 _ROUNDS = 8  # of renormalisation; two are enough, but with NaN there is always a change
 
@@ -160,15 +161,13 @@ def broadcast_model(model: nn.Module, transport: Transport) -> None:
 
     What is equal at all sites already, as by the same seed, is not sent: on a slow link that takes long.
     """
-    groups = list(flattened(list(_tensors(model).values())))
-    equal = [False] * len(groups)
+    every: list[list[int]] = []
     if transport.device.type == "cpu" and transport.world_size > 1:  # between GPUs, sending is faster than comparing
-        every = [*transport.gather_present([fingerprint(flat) for flat, _ in groups]).values()]
-        equal = [len(set(digests)) == 1 for digests in zip(*every, strict=True)]
-    for (flat, tensors), skip in zip(groups, equal, strict=True):
-        if skip:
-            continue
-        _broadcast(flat, tensors, transport)
+        own = [fingerprint(flat) for flat, _ in flattened(_tensors(model).values())]
+        every = [*transport.gather_present(own).values()]
+    for place, (flat, tensors) in enumerate(flattened(_tensors(model).values())):
+        if not every or len({digests[place] for digests in every}) > 1:
+            _broadcast(flat, tensors, transport)
 
 
 def broadcast_buffers(model: nn.Module, transport: Transport) -> None:
@@ -226,16 +225,28 @@ def first_difference(model: nn.Module, transport: Transport) -> str | None:
 def fingerprint(tensor: Tensor) -> int:
     """Return a digest of all bits of a tensor, and of their places; `_bits` is faster, and does not see all swaps."""
     plain = tensor.detach().cpu().contiguous().reshape(-1)
-    return _digest_of(plain.view(torch.uint8).numpy().tobytes()) if plain.numel() else 0
+    return _digest_of(plain.view(torch.uint8).numpy().data) if plain.numel() else 0
 
 
-def flattened(tensors: Sequence[Tensor]) -> Iterable[tuple[Tensor, list[Tensor]]]:
-    """Group tensors by type and device; yield each group, flattened into one tensor and as the tensors."""
+def flattened(tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, list[Tensor]]]:
+    """Group tensors by type and device; yield each group, flattened into one tensor and as the tensors.
+
+    A group ends before it takes more than 32 MB, unless by one tensor: a copy of the whole model would double it.
+    """
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
+    for tensor in map(Tensor.detach, tensors):
+        kind = tensor.dtype, tensor.device
+        group = groups.setdefault(kind, [])
+        if sum(map(Tensor.numel, group)) + tensor.numel() > _GROUP_BYTES // tensor.element_size() and group:
+            yield _flat(group), group
+            group = groups[kind] = []
+        group.append(tensor)
     for group in groups.values():
-        yield torch.cat([tensor.reshape(-1) for tensor in group]), group
+        yield _flat(group), group
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 _log = get_logger(__name__)
@@ -464,5 +475,5 @@ def _bits(tensor: Tensor) -> int:
     return _digest_of(columns.tobytes() + data[blocks:].tobytes())
 
 
-def _digest_of(content: bytes) -> int:
+def _digest_of(content: bytes | memoryview) -> int:
     return int.from_bytes(hashlib.sha256(content).digest()[:7], "little") or 1

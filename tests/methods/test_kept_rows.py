@@ -26,10 +26,11 @@ STEPS = st.lists(
 
 def memory(method: RankDAD) -> torch.Tensor:
     """Return what is kept, in units of a sum over samples, without a loss scale."""
-    state = method._states.get("w")
-    if state is None or state.lost is None:
+    state = method.state_dict()
+    if "w" not in state["lost"]:
         return torch.zeros(OUT, WIDTH, dtype=torch.float64)
-    return state.samples * (state.lost.left.T @ state.lost.right)
+    left, right = state["lost"]["w"]
+    return state["samples"]["w"] * (left.T @ right)
 
 
 def step(method: RankDAD, factor: Factor, samples: int, scale: float) -> torch.Tensor:
@@ -94,8 +95,25 @@ def test_memory_does_not_grow_where_less_than_the_rank_is_sent():
     for _ in range(40):
         deltas = torch.randn(16, 300, generator=generator) * torch.logspace(0, -6, 16)[:, None]
         step(method, Factor(torch.randn(16, 200, generator=generator), deltas), 1, 1.0)
-        sizes.append(method._states["w"].lost.left.shape[0])
+        sizes.append(len(method.state_dict()["lost"]["w"][0]))
     assert max(sizes) <= 16 + rows_kept(16, 16) + 2 * 16  # what is found, and two rows of rounding for each sent
+
+
+def test_storage_is_that_of_the_step_before_the_last():
+    """New storage in each step would lie between activations, and gradients would not fit into what these free."""
+    generator = torch.Generator().manual_seed(0)
+    method, places = RankDAD(Options(rank=RANK, wire="int8")), []
+    for number in range(12):
+        factor = Factor(torch.randn(16, WIDTH, generator=generator), torch.randn(16, OUT, generator=generator))
+        method.samples = 1
+        method.encode("w", factor, False)
+        if number % 3 == 2:
+            method.rollback("w")
+            continue
+        method.commit("w")
+        places.append(method._states["w"].lost.storage.data_ptr())
+    assert len(set(places)) == 2
+    assert places[0] != places[1]
 
 
 def test_biases_are_rounded_to_int8_without_loss():
