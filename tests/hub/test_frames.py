@@ -79,7 +79,7 @@ def test_pieces_of_payloads_may_be_shorter_than_those_of_summands():
     sent.kept, sent.payload_bytes = KeptFrames(), SHORT_PIECE_BYTES
     for step, (kind, most) in enumerate({Kind.PAYLOAD: SHORT_PIECE_BYTES, Kind.SUMMAND: PIECE_BYTES}.items()):
         for size in (1, most, most + 1, 3 * most):
-            sent.append_message(Head(kind, 0, step, size), bytes(size))
+            sent.send_message(Head(kind, 0, step, size), bytes(size))
         lengths = [len(frame) - HEAD_BYTES for frame in sent.kept.frames(step)]
         assert lengths == [1, most, most, 1, most, most, most]
 

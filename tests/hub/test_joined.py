@@ -611,12 +611,12 @@ def test_a_site_of_another_version_cannot_join():
 def test_a_lost_connection_is_awaited_for_longer_while_one_is_in_its_handshake():
     relay = relay_of("a", "b")
     relay.run.require(Requirements(1, 4000))
-    relay.sessions["training", 1].detach("cut", 1.0)
+    relay.sessions["training", 1].lose("cut", 1.0)
     relay.tick(1.19)
     relay.tick(1.3, dials=True)
     assert ("training", 1) in relay.sessions
     relay.tick(1.41, dials=True)
     assert ("training", 1) not in relay.sessions
-    relay.sessions["training", 0].detach("cut", 2.0)
+    relay.sessions["training", 0].lose("cut", 2.0)
     relay.tick(2.21)
     assert ("training", 0) not in relay.sessions

@@ -26,8 +26,8 @@ def sends(monkeypatch):
     flush = NumberedFrames.flush
 
     def counted(frames):
-        if frames.unsent_bytes:
-            found[frames._rank].append(frames.unsent_bytes)
+        if frames.queue.unsent_bytes:
+            found[frames.slot].append(frames.queue.unsent_bytes)
         flush(frames)
 
     monkeypatch.setattr(NumberedFrames, "flush", counted)
@@ -69,7 +69,7 @@ def sends_of_steps(kits: str, options: dict[str, int]) -> list[int]:
     counts, flush = [0], NumberedFrames.flush
 
     def counted(frames: NumberedFrames) -> None:
-        counts[-1] += frames.unsent_bytes > 0
+        counts[-1] += frames.queue.unsent_bytes > 0
         flush(frames)
 
     with over_hub(Path(kits)), pytest.MonkeyPatch.context() as patch:

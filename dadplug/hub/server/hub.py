@@ -212,7 +212,7 @@ class Hub:
         """Record that a connection is lost; the site may connect again."""
         self._forget(session)
         self._next_tick = 0.0  # others may wait for it
-        stream = session.detach(reason, now)
+        stream = session.lose(reason, now)
         if stream is not None:
             stream.close()
         if session.ended is None:
@@ -227,7 +227,7 @@ class Hub:
 
     def _close_after_last(self, session: Session, now: float) -> None:
         self._forget(session)
-        stream = session.detach("", now)
+        stream = session.lose("", now)
         if stream is not None:
             self.acceptor.close_gracefully(socket.socket(fileno=stream.connection.detach()), now)
 
@@ -340,7 +340,7 @@ class Hub:
 
     def _close(self) -> None:
         for session in self._masks:
-            if (stream := session.detach("", 0.0)) is not None:
+            if (stream := session.lose("", 0.0)) is not None:
                 stream.close()
         self._streams.close()
         self._service.close()

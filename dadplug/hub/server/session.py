@@ -9,12 +9,11 @@ from ...errors import FrameError, RefusedError
 from ..check import CheckHandler
 from ..wire.frames import HEAD_BYTES, Head, Kind
 from ..wire.messages import VERSION, Hello, Welcome, pack_control
-from ..wire.streams import HUB_SLOT, FrameReceiver, PackedFrame, SendQueue, Stream
+from ..wire.streams import HUB_SLOT, NumberedStream, PackedFrame, Stream
 
 FULL_BYTES = 8 << 20  # unsent bytes of a queue at which those who fill it are no longer read
 KEPT_BYTES = 64 << 20  # the same for bytes that have not been acknowledged
 PING_SECONDS = 1.0
-_PING_BYTES = 4 << 20  # received since the last ping
 _ALLOWED = {  # kinds of frames that a site may send, by channel
     "training": (Kind.PAYLOAD, Kind.SUMMAND, Kind.END, Kind.STATE, Kind.CONTROL, Kind.PING),
     "parameters": (Kind.MESSAGE, Kind.CONTROL, Kind.PING),
@@ -39,7 +38,7 @@ class Received(NamedTuple):
     packed: PackedFrame
 
 
-class Session:
+class Session(NumberedStream):
     """One channel of one site.
 
     Args:
@@ -51,7 +50,6 @@ class Session:
         now: the time, in seconds.
 
     Attributes:
-        slot: slot of the site.
         name: its name.
         channel: the channel, see `Hello`.
         instance: random number of the site's process.
@@ -65,10 +63,6 @@ class Session:
         check: the hub's part in a check of the site, on the channel for it.
         expires: end of its certificate, once it is known.
         rival: another process that has connected as the same site last: its random number, and the time.
-        queue: frames to the site.
-        received: number of frames of the site.
-        stream: the connection; None while it is lost.
-        blocked: whether the connection has no room for what is to be sent.
         due: whether something in the queue is to be sent now; the rest may wait for it.
         full: whether so much is waiting to be sent that those who send to this site are no longer read.
         created: time at which the site connected.
@@ -82,7 +76,8 @@ class Session:
     """
 
     def __init__(self, slot: int, name: str, hello: Hello, serial: int, world_size: int, now: float) -> None:
-        self.slot, self.name, self.serial = slot, name, serial
+        super().__init__(slot)
+        self.name, self.serial = name, serial
         self.channel, self.instance = hello.channel, hello.instance
         self.release = hello.release
         self.rival = 0, now
@@ -90,11 +85,7 @@ class Session:
         self.recovers = hello.channel == "training" and hello.position.life > 0
         self.sites = hello.sites
         self.expires: datetime | None = None
-        self.queue = SendQueue()
-        self.received = 0
-        self.stream: Stream | None = None
-        self.blocked = self.due = False
-        self.full = False
+        self.due = self.full = False
         self.created = self.heard = self.progressed = now
         self.progress = 0, 0
         self.lost = now, ""
@@ -102,10 +93,8 @@ class Session:
         self.bytes_in = self.bytes_out = 0
         self.world_size = world_size
         self.check = CheckHandler(slot)
-        self._receiver: FrameReceiver
         self._packed = bytearray()  # the frame that is arriving
         self._pinged = now
-        self._unacknowledged = 0  # bytes received since the last ping
 
     def attach(self, stream: Stream, welcome: Welcome, now: float) -> None:
         """Take a new connection, and answer the site's `Hello`.
@@ -115,32 +104,29 @@ class Session:
             welcome: the answer.
             now: the time, in seconds.
         """
-        self.stream, self.blocked = stream, False
-        self._receiver = FrameReceiver(stream.connection, self._room)
+        self.take_over(stream)
         stream.notes.append(pack_control(welcome, self.slot))
         self.heard = self._pinged = now
-        self._unacknowledged = 0
 
-    def detach(self, reason: str, now: float) -> Stream | None:
+    def lose(self, reason: str, now: float) -> Stream | None:
         """Record that the connection is lost, and return it.
 
         Args:
             reason: the reason.
             now: the time, in seconds.
         """
-        stream, self.stream, self.blocked = self.stream, None, False
         self.lost = now, reason
-        return stream
+        return self.detach()
 
     def send(self, frame: PackedFrame, soon: bool = False) -> None:
         """Append a frame to the queue.
 
         Args:
             frame: the frame.
-            soon: whether it may wait for the next frame, ping or tick, unless another frame waits so.
+            soon: whether it may wait for the next frame or tick, unless another frame waits so.
         """
         self.due |= not soon or self.queue.unsent_bytes > 0
-        self.queue.append(frame)
+        super().send(frame)
 
     def receive(self, now: float) -> tuple[list[Received], bool]:
         """Receive frames.
@@ -161,34 +147,23 @@ class Session:
         more = True
         while more and receiver.nbytes - before < _TURN_BYTES:
             try:
-                head = receiver.receive()
+                head = self.next_frame()
             except OSError:
                 if frames:
                     break  # the error comes again
                 raise
             if head is None:
                 more = False
-            elif head.kind is Kind.PING:
-                self.queue.acknowledge(head.step)
-                self.due |= self.queue.unsent_bytes > 0
             else:
-                self.received += 1
-                frames.append(
-                    Received(head, receiver.body, self._packed if head.length else bytes(receiver.head_bytes))
-                )
+                packed = self._packed if head.length else bytes(receiver.head_bytes)
+                frames.append(Received(head, receiver.body, packed))
         if nbytes := receiver.nbytes - before:
-            self._count(nbytes, now)
+            self.heard = now
+            self.bytes_in += nbytes
+            self.count(nbytes)
         if not more:
             self.stream.connection.expect(max(1, receiver.missing))
         return frames, more
-
-    def _count(self, nbytes: int, now: float) -> None:
-        """Count bytes as received."""
-        self.heard = now
-        self.bytes_in += nbytes
-        self._unacknowledged += nbytes
-        if self._unacknowledged >= _PING_BYTES:
-            self._ping(now)
 
     @property
     def partial(self) -> bool:
@@ -235,16 +210,11 @@ class Session:
     def tick(self, now: float) -> None:
         """Send what has waited, and a ping, which is an acknowledgement as well, if the last one was a while ago."""
         self.due |= self.queue.unsent_bytes > 0
-        if self.stream is not None and now >= self._pinged + PING_SECONDS and not self.stream.notes:
-            self._ping(now)
+        if now >= self._pinged + PING_SECONDS:
+            self.ping()
+            self._pinged = now
 
-    def _ping(self, now: float) -> None:
-        assert self.stream is not None
-        self.stream.notes.append(Head(Kind.PING, self.slot, step=self.received).pack())
-        self._pinged, self._unacknowledged = now, 0
-
-    def _room(self, head: Head) -> memoryview:
-        """Return room for the body of a frame that is arriving."""
+    def room(self, head: Head) -> memoryview:
         self._check(head)
         self._packed = bytearray(HEAD_BYTES + head.length)
         self._packed[:HEAD_BYTES] = self._receiver.head_bytes

@@ -19,7 +19,7 @@ from ..wire.streams import HUB_SLOT, PeerStream, Tag
 from .session import Session
 
 _MOST_STREAMS = 32  # of a site
-_MOST_UNSENT, _MOST_KEPT = 1 << 20, 16 << 20  # bytes of a session's queue, beyond which streams to its site are held up
+_MOST_KEPT = 16 << 20  # bytes that a site has not acknowledged, beyond which streams to it are held up
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
 
@@ -57,8 +57,8 @@ class NoService:
         """End the service."""
 
 
-class HubStream:
-    """The hub's end of a stream.
+class HubStream(PeerStream):
+    """The hub's end of a stream. After the end of the session, what the service still writes is read and dropped.
 
     Args:
         session: session of the site.
@@ -66,30 +66,21 @@ class HubStream:
 
     Attributes:
         session: session of the site.
-        peer: the stream.
         mask: events that the hub's selector waits for.
-        lost: whether the session has ended.
     """
 
     def __init__(self, session: Session, channel: int) -> None:
-        self.session, self.peer = session, PeerStream(channel, HUB_SLOT)
+        super().__init__(channel, HUB_SLOT, session, _MOST_KEPT)
+        self.session = session
         self.mask = 0
-        self.lost = False
 
     @property
-    def room(self) -> int:
-        """Bytes that may be sent at present; those for a site that is lost are read and dropped."""
-        if self.lost:
-            return OPEN_BYTES
-        queue = self.session.queue
-        room = min(self.peer.granted - self.peer.sent, _MOST_UNSENT - queue.unsent_bytes, _MOST_KEPT - queue.nbytes)
-        return max(0, room)
+    def sendable(self) -> int:
+        return super().sendable if self.session.ended is None else OPEN_BYTES
 
-    def send(self, tag: Tag, content: bytes) -> None:
-        """Send a message of the stream, unless the site is lost."""
-        if not self.lost:
-            self.session.send(self.peer.frame(tag, [content]))
-            self.peer.sent += len(content) * (tag is Tag.DATA)
+    def send(self, tag: Tag, parts: Sequence[Any]) -> None:
+        if self.session.ended is None:
+            super().send(tag, parts)
 
 
 class HubStreams:
@@ -118,22 +109,21 @@ class HubStreams:
             if head.tag != Tag.DATA or head.offset:
                 return
             stream = self._begin(session, head.exchange)
-        stream.peer.take(head, body)
+        stream.take(head, body)
         self._reached.add(stream)
 
     def _begin(self, session: Session, channel: int) -> HubStream:
         if sum(slot == session.slot for slot, _ in self._streams) >= _MOST_STREAMS:
             raise FrameError(f"more than {_MOST_STREAMS} streams to the hub")
         stream = self._streams[session.slot, channel] = HubStream(session, channel)
-        self.service.accept(session.slot, stream.peer.program)
+        self.service.accept(session.slot, stream.program)
         return stream
 
     def end(self, session: Session) -> None:
         """End the streams of a session, which has ended: the service reads the end after what has arrived."""
         for (slot, channel), stream in list(self._streams.items()):
             if stream.session is session:
-                stream.lost = True
-                stream.peer.end()
+                stream.end()
                 self._reached.add(stream)
                 # The site's next session may choose the same number.
                 self._streams[slot, next(self._freed)] = self._streams.pop((slot, channel))
@@ -152,9 +142,7 @@ class HubStreams:
             stream = self._streams[key]
             events = ready.get(stream, 0)
             try:
-                if (stream in self._reached or events & _WRITE) and (grant := stream.peer.pass_on()):
-                    stream.send(Tag.ROOM, grant)
-                over = bool(events & _READ) and not self._send(stream)
+                over = stream.serve(stream in self._reached or bool(events & _WRITE), bool(events & _READ))
             except Exception as error:
                 failed.append((stream.session, error))
                 over = True
@@ -164,30 +152,18 @@ class HubStreams:
         for session, fault in failed:
             fail(session, fault)
 
-    def _send(self, stream: HubStream) -> bool:
-        """Send what the service has written; return whether there may be more."""
-        while room := stream.room:
-            content = stream.peer.read_program(room)
-            if content is None:
-                return True
-            if not content:
-                stream.send(Tag.END, b"\0")
-                return False
-            stream.send(Tag.DATA, content)
-        return True
-
     def _remove(self, key: tuple[int, int]) -> None:
         stream = self._streams.pop(key)
         if stream.mask:
-            self._selector.unregister(stream.peer.local)
-        stream.peer.close()
+            self._selector.unregister(stream.local)
+        stream.close()
 
     def update(self) -> None:
         """Register what each socket waits for."""
         for stream in self._streams.values():
-            wanted = _WRITE * stream.peer.holds_incoming | _READ * (stream.room > 0)
+            wanted = _WRITE * bool(stream.incoming) | _READ * (stream.sendable > 0)
             if wanted != stream.mask:
-                watch(self._selector, stream.peer.local, stream.mask, wanted, stream)
+                watch(self._selector, stream.local, stream.mask, wanted, stream)
                 stream.mask = wanted
 
     def close(self) -> None:

@@ -27,7 +27,7 @@ from ..secure import tls
 from ..secure.secure_socket import LocalDoor, SecureSocket, open_door
 from ..wire.frames import Head, Kind
 from ..wire.messages import FRESH, VERSION, Hello, Leave, Position, Refuse, Welcome, pack_control, read_control
-from ..wire.streams import FrameReceiver, NumberedFrames
+from ..wire.streams import FrameReceiver, NumberedFrames, Stream
 
 
 def introduce(
@@ -277,8 +277,8 @@ class HubConnection(ABC):
         """
         with self.lock:
             self.check()
-            self._frames.append_message(head, content)
-            if not soon or self._frames.unsent_bytes > _HELD_BYTES:
+            self._frames.send_message(head, content)
+            if not soon or self._frames.queue.unsent_bytes > _HELD_BYTES:
                 self._flush_or_disconnect()
             behind = self._frames.blocked
         if behind and not self._waiting:
@@ -288,7 +288,7 @@ class HubConnection(ABC):
         """Send a control message."""
         with self.lock:
             self.check()
-            self._frames.append(pack_control(message, self.rank))
+            self._frames.send(pack_control(message, self.rank))
             self._flush_or_disconnect()
 
     def converse(self, missing: Callable[[], int], seconds: float) -> bool:
@@ -447,7 +447,8 @@ class HubConnection(ABC):
     def _install(self, connection: SecureSocket, welcome: Welcome) -> None:
         if self._thread is not None and not welcome.resumed:
             self.begin_anew()
-        self._frames.attach(connection, welcome.received)
+        self._frames.queue.resume(welcome.received)
+        self._frames.take_over(Stream(connection))
         # A dead link is left before the hub gives this site up.
         self._silence = max(_SHORTEST_SILENCE, welcome.timeout_ms / 2e3)
         connection.give_up_after(self._silence)

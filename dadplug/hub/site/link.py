@@ -201,7 +201,7 @@ class HubLink(HubConnection):
                 rounds.take_close(message)
             case Repeat():
                 for frame in self._continuation.repeat(message):
-                    self._frames.append(frame)
+                    self._frames.send(frame)
             case Continue():
                 self._frames.release(self._continuation.go_on(message))
 
@@ -283,9 +283,9 @@ class HubLink(HubConnection):
             rounds._position = None
         self._set_pause("")
         if takes_part:
-            self._frames.append(pack_control(self._report(), self.rank))
+            self._frames.send(pack_control(self._report(), self.rank))
         elif rounds.joins and rounds.requirements is not None:
-            self._frames.append(pack_control(rounds.requirements, self.rank))
+            self._frames.send(pack_control(rounds.requirements, self.rank))
 
     def _report(self) -> Report:
         rounds, found = self.rounds, self._continuation

@@ -28,8 +28,7 @@ from ..wire.streams import HUB_SLOT, PeerStream, Tag, pieces
 from .connection import HubConnection
 from .link import HubLink
 
-_MOST_UNSENT = 1 << 20  # bytes that the connection has not taken, beyond which streams are held up
-_MOST_KEPT = 32 << 20  # the same for bytes that the hub has not acknowledged
+_MOST_KEPT = 32 << 20  # bytes that the hub has not acknowledged, beyond which streams are held up
 _NONCE_BYTES = 16
 _LATER = 1 << 31  # bit of the channels of streams that one site opens by itself
 
@@ -137,7 +136,7 @@ class Tunnel(HubConnection):
         return opened
 
     def _begin(self, channel: int, slot: int, keys: tuple[Sealer, Opener] | None = None) -> TunnelSocket:
-        stream = self._streams[channel, slot] = PeerStream(channel, slot, keys)
+        stream = self._streams[channel, slot] = PeerStream(channel, slot, self._frames, _MOST_KEPT, keys)
         return TunnelSocket(self, stream)
 
     def write(self, program: TunnelSocket, buffers: Sequence[Any]) -> int:
@@ -156,14 +155,14 @@ class Tunnel(HubConnection):
         """
         stream = program.stream
         with self.lock:
-            room = 0 if stream.spilled or self.closed else self._sendable(stream)
+            room = 0 if stream.spilled or self.closed else stream.sendable
             if not room:
                 count = socket.socket.sendmsg(program, buffers)
                 stream.spilled += count
                 return count
             before = stream.sent
-            for parts, size in pieces(buffers, room):
-                self._append_data(stream, parts, size)
+            for parts in pieces(buffers, room):
+                stream.send(Tag.DATA, parts)
             count = stream.sent - before
             self._flush_or_disconnect()
             behind = self._frames.blocked
@@ -177,9 +176,8 @@ class Tunnel(HubConnection):
             return  # in a forked child, where the lock may be held for good
         with self.lock:
             if not stream.spilled and not self.closed and (stream.channel, stream.slot) in self._streams:
-                self._frames.append(stream.frame(Tag.END, [b"\0"]))
+                stream.end_program()
                 self._flush_or_disconnect()
-                stream.ended = True
         self._wake()
 
     def close(self, seconds: float = 1.0) -> None:
@@ -232,31 +230,6 @@ class Tunnel(HubConnection):
                 stream.end()
                 self._reached.add(stream)
 
-    # What is sent
-
-    def _sendable(self, stream: PeerStream) -> int:
-        """Return how many bytes of a stream may be sent at present."""
-        room = min(stream.granted - stream.sent, _MOST_UNSENT - self._frames.unsent_bytes)
-        return max(0, min(room, _MOST_KEPT - self._frames.kept_bytes))
-
-    def _append_data(self, stream: PeerStream, parts: Sequence[Any], size: int) -> None:
-        self._frames.append(stream.frame(Tag.DATA, parts))
-        stream.sent += size
-
-    def _send_spilled(self, stream: PeerStream) -> None:
-        """Send what the program has left in the local socket, or that it has closed its end."""
-        while room := self._sendable(stream):
-            content = stream.read_program(room)
-            if content is None:
-                return
-            if not content:
-                if not stream.ended:
-                    self._frames.append(stream.frame(Tag.END, [b"\0"]))
-                self._remove(stream)
-                return
-            stream.spilled -= len(content)
-            self._append_data(stream, [content], len(content))
-
     def _remove(self, stream: PeerStream) -> None:
         self._streams.pop((stream.channel, stream.slot), None)
         self._reached.discard(stream)
@@ -279,7 +252,7 @@ class Tunnel(HubConnection):
     def watched(self) -> dict[int, int]:
         found = super().watched()
         for stream in self._streams.values():
-            events = select.POLLOUT * stream.holds_incoming + select.POLLIN * (self._sendable(stream) > 0)
+            events = select.POLLOUT * bool(stream.incoming) + select.POLLIN * (stream.sendable > 0)
             if events:  # otherwise the end of the socket would end every wait
                 found[stream.local.fileno()] = events
         return found
@@ -289,10 +262,9 @@ class Tunnel(HubConnection):
         self.transfer()
         for stream in list(self._streams.values()):
             events = ready.get(stream.local.fileno(), 0)
-            if (stream in self._reached or events & select.POLLOUT) and (grant := stream.pass_on()):
-                self._frames.append(stream.frame(Tag.ROOM, [grant]))
-            if events & ~select.POLLOUT or stream.spilled:
-                self._send_spilled(stream)
+            passes_on = stream in self._reached or bool(events & select.POLLOUT)
+            if stream.serve(passes_on, bool(events & ~select.POLLOUT or stream.spilled)):
+                self._remove(stream)
         self._reached.clear()
         self._flush_or_disconnect()
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import socket
 import struct
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -44,6 +45,7 @@ class FrameReceiver:
         head_bytes: the last head, as it has arrived.
         body: body of the last frame; what `room` has returned for it.
         nbytes: bytes received so far.
+        filled: bytes of the incomplete frame.
     """
 
     def __init__(self, connection: SecureSocket, room: Callable[[Head], memoryview]) -> None:
@@ -52,19 +54,14 @@ class FrameReceiver:
         self.head_bytes = memoryview(bytearray(HEAD_BYTES))
         self._head: Head | None = None
         self._target = self.head_bytes
-        self._filled = 0
+        self.filled = 0
         self.body = memoryview(b"")
         self.nbytes = 0
 
     @property
     def missing(self) -> int:
         """Bytes of the frame that is arriving which are known to follow."""
-        return len(self._target) - self._filled if self._head is not None else 0
-
-    @property
-    def filled(self) -> int:
-        """Bytes of the incomplete frame."""
-        return self._filled
+        return len(self._target) - self.filled if self._head is not None else 0
 
     def receive(self) -> Head | None:
         """Receive the next frame.
@@ -77,7 +74,7 @@ class FrameReceiver:
             OSError: if the connection is lost, or the other end has closed it.
         """
         while True:
-            target, filled = self._target, self._filled
+            target, filled = self._target, self.filled
             count = self._connection.recv_into(target[filled:] if filled else target)
             if count is None:
                 return None
@@ -86,9 +83,9 @@ class FrameReceiver:
             self.nbytes += count
             filled += count
             if filled < len(target):
-                self._filled = filled
+                self.filled = filled
                 continue
-            self._filled = 0
+            self.filled = 0
             if self._head is None:
                 head = Head.unpack(target)
                 if head.length:
@@ -129,11 +126,6 @@ class SendQueue:
         self._kept.append(frame)
         self.nbytes += len(frame)
         self.unsent_bytes += len(frame)
-
-    @property
-    def following(self) -> PackedFrame | None:
-        """The frame to be sent next."""
-        return self._kept[self._sent] if self._sent < len(self._kept) else None
 
     def take(self) -> PackedFrame | None:
         """Return the frame to be sent next, and count it as sent; None if there is none."""
@@ -264,17 +256,79 @@ _PING_BYTES = 1 << 22  # received bytes after which the other end gets an acknow
 _MOST_EXPECTED = 1 << 17  # bytes that may arrive before they are decrypted
 
 
-class NumberedFrames:
-    """Frames that a site sends and receives on one channel.
+class NumberedStream(ABC):
+    """Frames that one end sends and receives on one channel, over one connection after the other.
 
     Args:
-        rank: slot of the site.
+        slot: slot of the site.
+
+    Attributes:
+        slot: slot of the site.
+        queue: frames to the other end.
+        received: number of frames that have been received, pings excluded.
+        stream: the connection; None while it is lost.
+        blocked: whether the connection has no room for what is to be sent.
+    """
+
+    def __init__(self, slot: int) -> None:
+        self.slot = slot
+        self.queue = SendQueue()
+        self.received = 0
+        self.stream: Stream | None = None
+        self.blocked = False
+        self._receiver: FrameReceiver
+        self._unacknowledged = 0  # bytes received since the last ping
+
+    @abstractmethod
+    def room(self, head: Head) -> memoryview:
+        """Return room for the body of a frame that is arriving; raise an error to refuse it."""
+
+    def send(self, frame: PackedFrame) -> None:
+        """Append a frame to those that are to be sent."""
+        self.queue.append(frame)
+
+    def take_over(self, stream: Stream) -> None:
+        """Go on over a new connection; what the last one has lost is in the queue again."""
+        self.stream, self.blocked = stream, False
+        self._receiver = FrameReceiver(stream.connection, self.room)
+        self._unacknowledged = 0
+
+    def detach(self) -> Stream | None:
+        """Forget the connection, which is lost, and return it."""
+        stream, self.stream, self.blocked = self.stream, None, False
+        return stream
+
+    def ping(self) -> None:
+        """Send an acknowledgement at the next opportunity, unless other notes wait for it."""
+        if self.stream is not None and not self.stream.notes:
+            self.stream.notes.append(Head(Kind.PING, self.slot, self.received).pack())
+            self._unacknowledged = 0
+
+    def next_frame(self) -> Head | None:
+        """Receive the next frame that is no ping; see `FrameReceiver.receive`."""
+        while (head := self._receiver.receive()) is not None:
+            if head.kind is not Kind.PING:
+                self.received += 1
+                break
+            self.queue.acknowledge(head.step)
+        return head
+
+    def count(self, nbytes: int) -> None:
+        """Count bytes that have arrived, and acknowledge them from time to time."""
+        self._unacknowledged += nbytes
+        if self._unacknowledged >= _PING_BYTES:
+            self.ping()
+
+
+class NumberedFrames(NumberedStream):
+    """Frames of a site's end of a channel, which cuts messages into them.
+
+    Args:
+        slot: slot of the site.
         room: returns room for the body of a frame that is arriving.
         complete: takes a frame that is complete, in the room that `room` has returned.
 
     Attributes:
-        received: number of frames that have been received, pings excluded.
-        blocked: whether the connection has no room for what is to be sent.
         seal: function that cuts a message into frames, where it is to be sealed.
         kept: where the frames of messages are kept; None to keep none.
         payload_bytes: bytes of a frame's body, at most, where it is a piece of a payload.
@@ -282,18 +336,17 @@ class NumberedFrames:
     """
 
     def __init__(
-        self, rank: int, room: Callable[[Head], memoryview], complete: Callable[[Head, memoryview], None]
+        self, slot: int, room: Callable[[Head], memoryview], complete: Callable[[Head, memoryview], None]
     ) -> None:
-        self._rank, self._room, self._complete = rank, room, complete
-        self._queue = SendQueue()
-        self._stream: Stream | None = None
-        self.blocked = False
-        self._unacknowledged = 0  # bytes received since the last ping
-        self.received = 0
+        super().__init__(slot)
+        self._room, self._complete = room, complete
         self.seal: Callable[[Head, memoryview], Iterable[bytes]] | None = None
         self.kept: KeptFrames | None = None
         self.payload_bytes = PIECE_BYTES
         self.held = False
+
+    def room(self, head: Head) -> memoryview:
+        return self._room(head)
 
     def begin_anew(self, held: bool) -> None:
         """Begin a new stream in both directions; what has not been sent is forgotten.
@@ -302,60 +355,28 @@ class NumberedFrames:
             held: whether messages are not sent until `release` is called.
         """
         self.detach()
-        self._queue = SendQueue()
-        self._unacknowledged = self.received = 0
+        self.queue = SendQueue()
+        self.received = 0
         self.held = held
 
     def release(self, frames: Iterable[bytes]) -> None:
         """Send some frames, and then all messages again."""
         for frame in frames:
-            self.append(frame)
+            self.send(frame)
         self.held = False
-
-    def attach(self, connection: SecureSocket, received: int) -> None:
-        """Take a new connection, and send again what the last one has lost.
-
-        Args:
-            connection: the connection, after the answer to `Hello`.
-            received: number of frames that the other end has received before.
-
-        Raises:
-            FrameError: if the other end cannot have received so many.
-        """
-        self._queue.resume(received)
-        self._stream, self.blocked = Stream(connection), False
-        self._receiver = FrameReceiver(connection, self._room)
-
-    def detach(self) -> None:
-        """Forget the connection, which is lost."""
-        self._stream, self.blocked = None, False
 
     @property
     def idle(self) -> bool:
         """Whether the connection has taken all frames."""
-        return not self.blocked and self._queue.following is None
+        return not self.blocked and not self.queue.unsent_bytes
 
-    @property
-    def unsent_bytes(self) -> int:
-        """Bytes of the frames that the connection has not taken."""
-        return self._queue.unsent_bytes
-
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes of the frames that the other end has not acknowledged."""
-        return self._queue.nbytes
-
-    def append(self, frame: bytes) -> None:
-        """Append a frame to those that are to be sent."""
-        self._queue.append(frame)
-
-    def append_message(self, head: Head, content: memoryview | bytes) -> None:
-        """Append a message, cut into frames; an empty one as a frame without a body."""
+    def send_message(self, head: Head, content: memoryview | bytes) -> None:
+        """Send a message, cut into frames; an empty one as a frame without a body."""
         for frame in self._cut(head, content):
             if self.kept is not None:
                 self.kept.append(head, frame)
             if not self.held:
-                self.append(frame)
+                self.send(frame)
 
     def _cut(self, head: Head, content: memoryview | bytes) -> Iterable[bytes]:
         if not len(content):
@@ -367,20 +388,14 @@ class NumberedFrames:
             return (b"".join((head.pack_piece(0, len(content)), content)),)
         return (b"".join(parts) for parts in frames(head, memoryview(content), most))
 
-    def ping(self) -> None:
-        """Send an acknowledgement at the next opportunity."""
-        if self._stream is not None and not self._stream.notes:
-            self._stream.notes.append(Head(Kind.PING, self._rank, self.received).pack())
-            self._unacknowledged = 0
-
     def flush(self) -> None:
         """Send as much as the connection takes.
 
         Raises:
             OSError: if the connection is lost.
         """
-        if self._stream is not None and (self.blocked or self._queue.unsent_bytes or self._stream.notes):
-            self.blocked = not self._stream.flush(self._queue)
+        if self.stream is not None and (self.blocked or self.queue.unsent_bytes or self.stream.notes):
+            self.blocked = not self.stream.flush(self.queue)
 
     def expect(self, nbytes: int) -> None:
         """Let the connection become readable when so many bytes of frames have arrived, with those that have already.
@@ -390,8 +405,8 @@ class NumberedFrames:
         Args:
             nbytes: the number; 1 for any.
         """
-        if self._stream is not None:
-            self._stream.connection.expect(max(1, min(nbytes, _MOST_EXPECTED) - self._receiver.filled))
+        if self.stream is not None:
+            self.stream.connection.expect(max(1, min(nbytes, _MOST_EXPECTED) - self._receiver.filled))
 
     def receive(self) -> bool:
         """Receive what has arrived.
@@ -404,15 +419,9 @@ class NumberedFrames:
             FrameError: if the other end does not keep to the protocol.
         """
         receiver, before = self._receiver, self._receiver.nbytes
-        while self._stream is not None and (head := receiver.receive()) is not None:
-            self._unacknowledged += head.length
-            if head.kind is Kind.PING:
-                self._queue.acknowledge(head.step)
-            else:
-                self.received += 1
-                self._complete(head, receiver.body)
-        if self._unacknowledged >= _PING_BYTES:
-            self.ping()
+        while self.stream is not None and (head := self.next_frame()) is not None:
+            self._complete(head, receiver.body)
+        self.count(receiver.nbytes - before)
         return receiver.nbytes > before
 
 
@@ -420,6 +429,7 @@ HUB_SLOT = 0xFFFF  # in place of the slot of a site: the hub itself
 WINDOW = 4 << 20  # bytes that a site may send before the other one has passed any of them on
 ROOM_FORMAT = struct.Struct("<Q")
 _BUFFER = 1 << 20  # bytes of the local sockets, as far as the system allows
+_MOST_UNSENT = 1 << 20  # bytes that the connection has not taken, beyond which streams are held up
 
 
 class Tag(IntEnum):
@@ -430,7 +440,7 @@ class Tag(IntEnum):
     END = 2
 
 
-def pieces(buffers: Sequence[Any], most: int) -> Iterator[tuple[list[memoryview], int]]:
+def pieces(buffers: Sequence[Any], most: int) -> Iterator[list[memoryview]]:
     """Cut buffers into the parts of frames, up to a number of bytes in all."""
     parts: list[memoryview] = []
     size = 0
@@ -441,18 +451,20 @@ def pieces(buffers: Sequence[Any], most: int) -> Iterator[tuple[list[memoryview]
             parts.append(part)
             size, most, view = size + len(part), most - len(part), view[len(part) :]
             if size == OPEN_BYTES:
-                yield parts, size
+                yield parts
                 parts, size = [], 0
     if parts:
-        yield parts, size
+        yield parts
 
 
 class PeerStream:
-    """One site's end of a stream. Its methods are called with the tunnel's lock held.
+    """One end of a stream. Not to be used by two threads at once: a tunnel calls its methods with its lock held.
 
     Args:
         channel: number of the channel.
         slot: slot of the other site; `HUB_SLOT` for streams between a site and the hub.
+        carrier: the frames among which those of this stream travel.
+        most_kept: bytes that the carrier's other end has not acknowledged, beyond which the stream is held up.
         keys: what seals and opens the frames of this stream; None where they are not sealed.
 
     Attributes:
@@ -460,15 +472,23 @@ class PeerStream:
         slot: slot of the other site.
         local: the tunnel's local socket.
         program: the program's local socket.
+        incoming: bytes that have arrived, and that the local socket had no room for.
         sent: bytes that have been sent.
         granted: bytes that may be sent in all.
         spilled: bytes that the program has written to its local socket, and that have not been sent.
-        ended: whether the program has closed its socket.
+        ended: whether the other end knows that the program has closed its socket.
     """
 
-    def __init__(self, channel: int, slot: int, keys: tuple[Sealer, Opener] | None = None) -> None:
+    def __init__(
+        self,
+        channel: int,
+        slot: int,
+        carrier: NumberedStream,
+        most_kept: int,
+        keys: tuple[Sealer, Opener] | None = None,
+    ) -> None:
         self.channel, self.slot = channel, slot
-        self._keys = keys
+        self._carrier, self._most_kept, self._keys = carrier, most_kept, keys
         self.local, self.program = socket.socketpair()
         for each in (self.local, self.program):
             each.setblocking(False)
@@ -477,18 +497,20 @@ class PeerStream:
         self.sent = self.spilled = 0
         self.granted = WINDOW
         self.ended = False
-        self._incoming: deque[memoryview] = deque()
+        self.incoming: deque[memoryview] = deque()
         self._received = self._passed_on = 0
         self._announced = WINDOW
         self._peer_ended = False
 
     @property
-    def holds_incoming(self) -> bool:
-        """Whether bytes have arrived that the local socket had no room for."""
-        return bool(self._incoming)
+    def sendable(self) -> int:
+        """Bytes that may be sent at present."""
+        queue = self._carrier.queue
+        room = min(self.granted - self.sent, _MOST_UNSENT - queue.unsent_bytes, self._most_kept - queue.nbytes)
+        return max(0, room)
 
-    def frame(self, tag: Tag, parts: Sequence[Any]) -> bytes:
-        """Return the next frame of this stream.
+    def send(self, tag: Tag, parts: Sequence[Any]) -> None:
+        """Send the next frame of this stream.
 
         Args:
             tag: kind of the message.
@@ -497,7 +519,8 @@ class PeerStream:
         content = b"".join(parts)
         offset = self.sent if tag is Tag.DATA else 0
         head = Head(Kind.MESSAGE, self.slot, 0, self.channel, offset, len(content), tag)
-        return head.pack() + content if self._keys is None else self._keys[0].frame(head, content)
+        self._carrier.send(head.pack() + content if self._keys is None else self._keys[0].frame(head, content))
+        self.sent += len(content) * (tag is Tag.DATA)
 
     def take(self, head: Head, body: memoryview) -> None:
         """Take a frame that has arrived.
@@ -527,13 +550,42 @@ class PeerStream:
         if self._received + len(body) > self._announced:
             raise FrameError(f"{other} has sent more than the {self._announced} bytes that it may send")
         self._received += len(body)
-        self._incoming.append(body)
+        self.incoming.append(body)
 
     def end(self) -> None:
         """Let the program read the end of the stream, after what has arrived."""
         self._peer_ended = True
 
-    def read_program(self, most: int) -> bytes | None:
+    def serve(self, passes_on: bool, sends: bool) -> bool:
+        """Pass on what has arrived, and send what the program has written.
+
+        Args:
+            passes_on: whether something has arrived, or the local socket has room.
+            sends: whether the program may have written something.
+
+        Returns:
+            Whether the stream is over, since the program has closed its socket.
+        """
+        if passes_on and (grant := self._pass_on()):
+            self.send(Tag.ROOM, [grant])
+        while sends and (room := self.sendable):
+            content = self._read_program(room)
+            if content is None:
+                break
+            if not content:
+                self.end_program()
+                return True
+            self.spilled -= len(content)
+            self.send(Tag.DATA, [content])
+        return False
+
+    def end_program(self) -> None:
+        """Send that the program has closed its socket, unless that has been done."""
+        if not self.ended:
+            self.send(Tag.END, [b"\0"])
+        self.ended = True
+
+    def _read_program(self, most: int) -> bytes | None:
         """Return bytes that the program has written; none at the end of its stream, and None where there are none yet.
 
         Args:
@@ -546,13 +598,13 @@ class PeerStream:
         except OSError:  # the program has closed its socket with bytes unread
             return b""
 
-    def pass_on(self) -> bytes:
+    def _pass_on(self) -> bytes:
         """Write what has arrived to the local socket, as far as it has room.
 
         Returns:
             The content of a message `ROOM` that is to be sent; empty where none is due.
         """
-        incoming = self._incoming
+        incoming = self.incoming
         while incoming:
             try:
                 count = self.local.sendmsg(list(incoming)[:64])
