@@ -15,9 +15,7 @@ import select
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -26,6 +24,7 @@ from numpy.typing import NDArray
 from ..errors import ProtocolError
 from ..exchange import Traffic
 from ..exchange.handshake import close_in_children
+from ..exchange.sockets import Outgoing, WakePipe
 from .messages import HEAD_SIZE, Head, Kind, Message
 
 LENDABLE = hasattr(select, "epoll")  # its descriptor can be polled
@@ -39,7 +38,7 @@ Ready = list[tuple[int, int]]  # descriptors of sockets and their events
 
 
 class Connection:
-    """Connection to another site. `send` may be called from any thread, the other methods from one at a time.
+    """Connection to another site. Any thread may use `outgoing`; the methods are called from one at a time.
 
     Args:
         rank: the other site.
@@ -47,8 +46,8 @@ class Connection:
         head: function that parses the head of a message at an offset of a buffer.
 
     Attributes:
+        outgoing: messages on their way to the site.
         heard: time of the last received data, on the clock of `time.monotonic`.
-        sent: time of the last sent data.
         watched: whether `Network` polls for room to send.
     """
 
@@ -58,61 +57,15 @@ class Connection:
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.rank = rank
         self.socket = connected
-        self.heard = self.sent = time.monotonic()
+        self.outgoing = Outgoing(connected)
+        self.heard = time.monotonic()
         self.watched = False
         self._head = head
-        self._lock = threading.Lock()
-        self._outgoing: deque[memoryview] = deque()
         self._buffer = bytearray(_CHUNK)
         self._view = memoryview(self._buffer)
         self._filled = 0
         self._partial: tuple[Head, NDArray[np.uint8]] | None = None  # a message of which a part has arrived
         self._missing = memoryview(b"")  # the part that has not arrived
-
-    @property
-    def blocked(self) -> bool:
-        """Whether there is unsent data that the kernel had no room for."""
-        return bool(self._outgoing)
-
-    def send(self, buffers: list[Any]) -> bool:
-        """Send buffers, which must not change afterwards, without blocking; return False if `flush` has to continue."""
-        self.sent = time.monotonic()
-        with self._lock:
-            waiting = bool(self._outgoing)
-            if len(buffers) == 1 and not waiting:  # a small message: most leave whole
-                whole = memoryview(buffers[0])
-                try:
-                    count = self.socket.send(whole)
-                except BlockingIOError:
-                    count = 0
-                except OSError:  # as in _write
-                    return True
-                if count == whole.nbytes:
-                    return True
-                buffers = [whole[count:]]
-            self._outgoing.extend(map(memoryview, buffers))
-            return not waiting and self._write()
-
-    def flush(self) -> bool:
-        """Send the data that the kernel has room for; return whether all has been sent."""
-        with self._lock:
-            return self._write()
-
-    def _write(self) -> bool:
-        outgoing = self._outgoing
-        while outgoing:
-            try:
-                count = self.socket.sendmsg(list(outgoing)[:64])
-            except BlockingIOError:
-                return False
-            except OSError:  # the next read reports that the connection is closed
-                outgoing.clear()
-                return True
-            while outgoing and count >= outgoing[0].nbytes:
-                count -= outgoing.popleft().nbytes
-            if count:
-                outgoing[0] = outgoing[0][count:]
-        return True
 
     def read(self, messages: list[tuple[int, Message]]) -> None:
         """Read the messages that have arrived.
@@ -171,9 +124,8 @@ class Connection:
 
     def close(self) -> None:
         """Close the connection; the kernel still delivers data that it has."""
-        with self._lock:
-            self._outgoing.clear()
-            self.socket.close()
+        self.outgoing.clear()
+        self.socket.close()
 
 
 def _make_poller() -> Any:
@@ -215,11 +167,8 @@ class Network:
             for peer, connected in sorted(sockets.items())
         }
         self._peers = {each.socket.fileno(): each for each in self.connections.values()}
-        self._wake_writer, self._wake_reader = socket.socketpair()
-        for end in (self._wake_writer, self._wake_reader):
-            end.setblocking(False)
-        self._wake_descriptor = self._wake_reader.fileno()
-        self._idle_poller.register(self._wake_reader, select.POLLIN)
+        self._pipe = WakePipe()
+        self._idle_poller.register(self._pipe, select.POLLIN)
         if LENDABLE:
             self._idle_poller.register(self._poller, select.POLLIN)
         for connection in self.connections.values():
@@ -231,7 +180,7 @@ class Network:
         """Send a message without blocking; its arrays must not change afterwards."""
         buffers = message.encode()
         self._traffic.add(sum(map(len, buffers)))
-        if not self.connections[peer].send(buffers):
+        if not self.connections[peer].outgoing.send(buffers):
             self.wake()
 
     def lend(self, lent: bool) -> None:
@@ -243,10 +192,8 @@ class Network:
         self._watch()
         timeout = min(max(timeout, 0.0), self._timeout / _HEARTBEATS)
         for descriptor, _ in _poll(self._idle_poller, timeout):
-            if descriptor == self._wake_descriptor:
-                with suppress(OSError):
-                    while self._wake_reader.recv(4096):
-                        pass
+            if descriptor == self._pipe.fileno():
+                self._pipe.clear()
 
     def poll(self, timeout: float) -> Ready:
         """Wait until data has arrived, at most for a number of seconds; return the sockets for `read`."""
@@ -268,7 +215,7 @@ class Network:
             if connection is None:  # the wake-up pipe
                 continue
             if events & select.POLLOUT:
-                connection.flush()
+                connection.outgoing.flush()
                 self._watch()
             if events & ~select.POLLOUT:
                 try:
@@ -282,7 +229,7 @@ class Network:
         """Poll for room on connections that have unsent data."""
         with self._watch_lock:
             for connection in self._peers.values():
-                blocked = connection.blocked
+                blocked = connection.outgoing.blocked
                 if blocked is not connection.watched:
                     self._poller.modify(connection.socket, select.POLLIN | select.POLLOUT * blocked)
                     connection.watched = blocked
@@ -305,7 +252,7 @@ class Network:
             return lost
         self._last_check = now
         for connection in list(self._peers.values()):
-            if now - connection.sent > step / 2:
+            if now - connection.outgoing.sent > step / 2:
                 self.send(connection.rank, Message(Kind.ALIVE))
             if now - connection.heard > self._timeout:
                 lost[connection.rank] = TimeoutError("timed out")
@@ -321,8 +268,7 @@ class Network:
 
     def wake(self) -> None:
         """End `wait`; from any thread."""
-        with suppress(OSError):  # the wake-up pipe is full
-            self._wake_writer.send(b"!")
+        self._pipe.wake()
 
     def close_descriptors(self) -> None:
         """Close the sockets alone, in a forked child."""
@@ -332,13 +278,12 @@ class Network:
     def close(self) -> None:
         """Close all connections after sending the last messages; no other thread may receive."""
         deadline = time.monotonic() + _CLOSE
-        while any(not each.flush() for each in self._peers.values()) and time.monotonic() < deadline:
+        while any(not each.outgoing.flush() for each in self._peers.values()) and time.monotonic() < deadline:
             self._watch()
             self.poll(0.05)
         for connection in self.connections.values():
             connection.close()
-        self._wake_writer.close()
-        self._wake_reader.close()
+        self._pipe.close()
         if LENDABLE:
             self._poller.close()
             self._idle_poller.close()

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from ..errors import MismatchError
 from .handshake import KERNEL_BYTES, close_in_children
+from .sockets import WakePipe
 
 _HEADER = struct.Struct("<IIQ")  # magic number, tag of the message, bytes of its body
 _MAGIC = 0x64616474
@@ -399,8 +400,7 @@ class PeerSockets:
     def __init__(
         self, sockets: Mapping[int, socket.socket], timeout: float, mismatches: Mapping[int, str], in_order: bool
     ) -> None:
-        self._wake_end, self._woken_end = socket.socketpair()
-        self._woken_end.setblocking(False)
+        self._pipe = WakePipe()
         self._lock = threading.Lock()
         self._helper: threading.Thread | None = None
         self._closed = False
@@ -430,13 +430,12 @@ class PeerSockets:
             if self._helper is None:
                 self._helper = threading.Thread(target=self._run_helper, name="dadplug-sockets", daemon=True)
                 self._helper.start()
-            self._wake_end.send(b"\0")
+            self._pipe.wake()
 
     def _run_helper(self) -> None:
-        woken = self._woken_end.fileno()
         while not self._closed:
             poll, limit = select.poll(), None
-            poll.register(woken, select.POLLIN)
+            poll.register(self._pipe, select.POLLIN)
             for connection in self.connections.values():
                 events = 0 if connection.write() else select.POLLOUT
                 if connection.reads_ahead:
@@ -451,9 +450,8 @@ class PeerSockets:
                     poll.register(connection.socket, events)
                 connection.notify()
             for descriptor, _ in poll.poll(limit):
-                if descriptor == woken:
-                    with suppress(BlockingIOError):
-                        self._woken_end.recv(1 << 12)
+                if descriptor == self._pipe.fileno():
+                    self._pipe.clear()
 
     def shut_down(self) -> None:
         """End all messages with an error, and the waits of other threads. May be called twice."""
@@ -461,7 +459,7 @@ class PeerSockets:
             if self._closed:
                 return
             self._closed = True
-            self._wake_end.send(b"\0")
+            self._pipe.wake()
         for connection in self.connections.values():
             connection.fail(ConnectionError("connection closed by this process"))
             with suppress(OSError):
@@ -479,8 +477,7 @@ class PeerSockets:
         for connection in self.connections.values():
             with suppress(OSError):
                 connection.socket.close()
-        self._wake_end.close()
-        self._woken_end.close()
+        self._pipe.close()
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

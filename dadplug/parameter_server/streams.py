@@ -17,6 +17,7 @@ from typing import NamedTuple
 from ..errors import StreamError
 from ..exchange import Traffic
 from ..exchange.handshake import close_in_children
+from ..exchange.sockets import Outgoing, WakePipe
 from ..logs import get_logger
 
 
@@ -109,68 +110,40 @@ _CLOSE_SECONDS = 5.0  # to send the last frames, and for the other end to close
 
 
 class _Stream:
-    """Frames over one socket. `send` and `flush` may be called from any thread, `read` from one.
+    """Frames over one socket. `send` may be called from any thread, `read` from one.
 
     Args:
         connected: the socket.
         limit: bytes of the largest body.
+
+    Attributes:
+        outgoing: frames on their way to the other end.
+        heard: time of the last received bytes, on the clock of `time.monotonic`.
     """
 
     def __init__(self, connected: socket.socket, limit: int) -> None:
         connected.setblocking(False)
         _limit_unsent(connected)
         self.socket = connected
-        self.heard = self.sent = time.monotonic()
+        self.outgoing = Outgoing(connected)
+        self.heard = time.monotonic()
         self._limit = limit
-        self._lock = threading.Lock()
-        self._outgoing: deque[memoryview] = deque()
         self._head = bytearray(_HEAD.size)
         self._frame: Frame | None = None  # of which a part has arrived
         self._missing = memoryview(self._head)
         self._wakes_at = 1
 
     @property
-    def blocked(self) -> bool:
-        """Whether there is data that the kernel had no room for."""
-        with self._lock:  # another thread may be sending
-            return bool(self._outgoing)
-
-    @property
     def nbytes(self) -> int:
         """Bytes of messages that are to be sent, or of which a part has arrived."""
         arrived = 0 if self._frame is None else len(self._frame.body) - self._missing.nbytes
-        with self._lock:
-            return arrived + sum(part.nbytes for part in self._outgoing)
+        return arrived + self.outgoing.nbytes
 
     def send(self, frame: Frame) -> int:
         """Send a frame without blocking; return its bytes."""
         head = _HEAD.pack(*frame[:-1], len(frame.body))
-        with self._lock:
-            self._outgoing.append(memoryview(head))
-            if frame.body:
-                self._outgoing.append(memoryview(frame.body))
-            self._write()
+        self.outgoing.send([head, frame.body] if frame.body else [head])
         return len(head) + len(frame.body)
-
-    def flush(self) -> None:
-        """Send what the kernel has room for."""
-        with self._lock:
-            self._write()
-
-    def _write(self) -> None:
-        while self._outgoing:
-            try:
-                count = self.socket.sendmsg(list(self._outgoing)[:64])
-            except BlockingIOError:
-                return
-            except OSError:  # the next read reports it
-                self._outgoing.clear()
-                return
-            self.sent = time.monotonic()
-            while self._outgoing and count >= self._outgoing[0].nbytes:
-                count -= self._outgoing.popleft().nbytes
-            if count:
-                self._outgoing[0] = self._outgoing[0][count:]
 
     def read(self) -> list[Frame]:
         """Return the frames that have arrived.
@@ -267,10 +240,8 @@ class FrameLoop:
         self._adopted: deque[tuple[int, socket.socket]] = deque()
         self._streams: dict[int, _Stream] = {}
         self._selector = selectors.DefaultSelector()
-        self._wake_writer, self._wake_reader = socket.socketpair()
-        for end in (self._wake_writer, self._wake_reader):
-            end.setblocking(False)
-        self._selector.register(self._wake_reader, selectors.EVENT_READ, None)
+        self._pipe = WakePipe()
+        self._selector.register(self._pipe, selectors.EVENT_READ, None)
         for peer, connected in sockets.items():
             self._add(peer, connected)
         self._stopping = self._stopped = False
@@ -317,13 +288,13 @@ class FrameLoop:
             count = stream.send(frame)
             if peer != self._own:
                 self._traffic.add(count)
-            if stream.blocked and threading.current_thread() is not self._thread:
-                self._wake()
+            if stream.outgoing.blocked and threading.current_thread() is not self._thread:
+                self._pipe.wake()
 
     def adopt(self, peer: int, connected: socket.socket) -> None:
         """Take over a new connection to a site; may be called from any thread."""
         self._adopted.append((peer, connected))
-        self._wake()
+        self._pipe.wake()
         if self._stopped:
             self._close_adopted()
 
@@ -344,11 +315,11 @@ class FrameLoop:
     def is_blocked(self, peer: int) -> bool:
         """Return whether a frame to a site has not left yet."""
         stream = self._streams.get(peer)
-        return stream is not None and stream.blocked
+        return stream is not None and stream.outgoing.blocked
 
     def blocks_others(self) -> bool:
         """Return whether a frame for each of the other sites still waits to be sent; False if there are none."""
-        others = [stream.blocked for peer, stream in list(self._streams.items()) if peer != self._own]
+        others = [stream.outgoing.blocked for peer, stream in list(self._streams.items()) if peer != self._own]
         return bool(others) and all(others)
 
     def drop(self, peer: int) -> None:
@@ -361,7 +332,7 @@ class FrameLoop:
     def close(self) -> None:
         """Close all connections after sending the last frames. May be called twice."""
         self._stopping = True
-        self._wake()
+        self._pipe.wake()
         if threading.current_thread() is not self._thread:
             self._thread.join(2 * _CLOSE_SECONDS)
 
@@ -369,10 +340,6 @@ class FrameLoop:
         """Close the sockets alone, in a forked child."""
         for stream in self._streams.values():
             stream.socket.close()
-
-    def _wake(self) -> None:
-        with suppress(OSError):  # the pipe is full, or closed
-            self._wake_writer.send(b"!")
 
     def _run(self) -> None:
         try:
@@ -389,8 +356,7 @@ class FrameLoop:
         for peer in list(self._streams):
             self.drop(peer)
         self._selector.close()
-        self._wake_writer.close()
-        self._wake_reader.close()
+        self._pipe.close()
 
     def _serve(self) -> None:
         last = time.monotonic()
@@ -413,7 +379,7 @@ class FrameLoop:
         shut: set[int] = set()
         while self._streams and time.monotonic() < deadline:
             for peer, stream in self._streams.items():
-                if peer not in shut and not stream.blocked:
+                if peer not in shut and not stream.outgoing.blocked:
                     shut.add(peer)
                     with suppress(OSError):
                         stream.socket.shutdown(socket.SHUT_WR)
@@ -422,20 +388,18 @@ class FrameLoop:
     def _poll(self, timeout: float, deliver: bool = True) -> None:
         """Send and receive what can be, after waiting for it."""
         for peer, stream in self._streams.items():
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if stream.blocked else 0)
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if stream.outgoing.blocked else 0)
             if self._selector.get_key(stream.socket).events != events:
                 self._selector.modify(stream.socket, events, peer)
         arrived: list[tuple[int, Frame]] = []
         lost: dict[int, Exception] = {}
         for key, events in self._selector.select(timeout):
             if key.data is None:
-                with suppress(OSError):
-                    while self._wake_reader.recv(4096):
-                        pass
+                self._pipe.clear()
                 continue
             stream = self._streams[key.data]
             if events & selectors.EVENT_WRITE:
-                stream.flush()
+                stream.outgoing.flush()
             if events & selectors.EVENT_READ:
                 try:
                     arrived += [(key.data, frame) for frame in stream.read()]
@@ -465,7 +429,7 @@ class FrameLoop:
 
     def _beat(self, now: float) -> None:
         for peer, stream in list(self._streams.items()):
-            if now - stream.sent > self._silence / (2 * _BEATS) and not stream.blocked:
+            if now - stream.outgoing.sent > self._silence / (2 * _BEATS) and not stream.outgoing.blocked:
                 stream.send(Frame(Kind.ALIVE, body=self.heartbeat()))
             if now - stream.heard > self._silence:
                 self.drop(peer)

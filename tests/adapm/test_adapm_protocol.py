@@ -246,22 +246,22 @@ def test_a_send_that_the_kernel_has_no_room_for_returns_at_once_and_arrives_whol
     several = [Message(Kind.PUSH, 0, 0, number, 0, [keys + number, values + number]) for number in range(3)]
     several.insert(1, Message(Kind.BARRIER, 0, 0, 5))
     for message in several:
-        assert not first.send(message.encode())
-    assert first.blocked
+        assert not first.outgoing.send(message.encode())
+    assert first.outgoing.blocked
     came = []
     while len(came) < 4:
-        first.flush()
+        first.outgoing.flush()
         second.read(came)
     assert [message.request for _, message in came] == [0, 5, 1, 2]
     for sent, (sender, got) in zip(several, came):
         assert sender == 1
         for array, other in zip(sent.arrays, got.arrays):
             np.testing.assert_array_equal(array, other)
-    assert not first.blocked
+    assert not first.outgoing.blocked
 
 
 def test_bytes_that_are_no_message_are_an_error(pair):
-    pair[0].send([b"GET / HTTP/1.1\r\nHost: somebody\r\n\r\n"])
+    pair[0].outgoing.send([b"GET / HTTP/1.1\r\nHost: somebody\r\n\r\n"])
     with pytest.raises(ProtocolError):
         pair[1].read([])
 

@@ -28,7 +28,7 @@ from dadplug.hub.server.hub import Hub
 from dadplug.hub.server.relay import Relay
 from dadplug.hub.server.session import Session
 from dadplug.hub.server.store import Reply, Request
-from dadplug.hub.server.streams import HubStreams
+from dadplug.hub.server.streams import HubStream
 from dadplug.hub.site.tunnel import Tunnel
 from dadplug.hub.wire.frames import PIECE_BYTES, Head, Kind
 from dadplug.hub.wire.messages import VERSION, Accept, Close, Drop, Join, Pause, Refuse, Start, Welcome, read_control
@@ -652,7 +652,7 @@ def test_a_fault_while_a_site_is_accepted_ends_its_connection(tmp_path, monkeypa
 
 
 def test_a_fault_of_a_stream_at_the_hub_ends_the_session_of_its_site(tmp_path, monkeypatch):
-    monkeypatch.setattr(HubStreams, "_send", _fails(lambda *_: True)(HubStreams._send))
+    monkeypatch.setattr(HubStream, "serve", _fails(lambda *_: True)(HubStream.serve))
     with running_hub(tmp_path / "kits") as hub:
         a, b = together(hub)
         tunnel = Tunnel(hub.kit("a"), hub.address)
@@ -671,7 +671,7 @@ def test_a_fault_in_the_thread_of_a_tunnel_ends_its_streams_with_the_reason(tmp_
         tunnel.start(SECONDS)
         opened = tunnel.dial(1)
         monkeypatch.setattr(tunnel, "serve", _fails(lambda *_: True)(Tunnel.serve))
-        tunnel._wake()
+        tunnel._pipe.wake()
         opened.setblocking(True)
         opened.settimeout(SECONDS)
         assert opened.recv(1) == b""

@@ -342,9 +342,11 @@ def test_streams_of_lost_sessions_are_closed_though_they_had_one_number():
     service = SimpleNamespace(accept=lambda slot, connected: kept.append(connected), close=lambda: None)
     with selectors.DefaultSelector() as selector:
         streams = HubStreams(selector, service)
-        for session in (SimpleNamespace(slot=0, queue=SimpleNamespace(unsent_bytes=0, nbytes=0)) for _ in range(3)):
+        queue = SimpleNamespace(unsent_bytes=0, nbytes=0)
+        for session in (SimpleNamespace(slot=0, queue=queue, ended=None) for _ in range(3)):
             streams.take(session, Head(Kind.MESSAGE, HUB_SLOT, 0, 1 << 31, 0, 5, Tag.DATA), memoryview(b"hello"))
             streams.update()
+            session.ended = 0.0
             streams.end(session)
             streams.serve({}, _fail)
         assert len(selector.get_map()) == 3

@@ -80,14 +80,14 @@ def test_bytes_on_a_long_link_may_be_many_but_unsent_ones_are_few():
     with sender, receiver:
         assert sender.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == room  # as much as is on its way
         stream.send(Frame(Kind.CONTRIBUTION, body=body))
-        assert stream.blocked
+        assert stream.outgoing.blocked
         unsent = struct.unpack("i", fcntl.ioctl(sender, _SIOCOUTQNSD, bytes(4)))[0]
         assert unsent <= 2 * _UNSENT  # the kernel takes whole packets, of 64 KiB here
         while not frames:
             assert select.select([receiver], [], [], 10)[0]
             frames = other.read()
-            stream.flush()
-        assert not stream.blocked
+            stream.outgoing.flush()
+        assert not stream.outgoing.blocked
         assert frames == [Frame(Kind.CONTRIBUTION, body=bytearray(body))]
 
 

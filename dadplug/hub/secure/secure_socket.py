@@ -24,17 +24,16 @@ import sys
 import time
 from collections import deque
 from contextlib import suppress
-from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from ...exchange.sockets import send_parts
 from ..wire.messages import Hello
 
 _READ_BYTES = 144 << 10  # received by one system call, at most: more than a full frame
 _RECORD_CONTENT = 1 << 14  # bytes of a full record's content
 _DIRECT_BYTES = 1 << 15  # for which a system call of their own is cheaper than a copy
-_MOST_BUFFERS = 64  # of a system call
 _LOCAL_BUFFER = 1 << 19  # bytes that the kernel holds of a Unix socket, if it allows so many
 _HEAD_BYTES = 5  # of a record's head, which ends with the length of the rest
 _ENCRYPTION_BYTES = 17  # of the rest beside the content: its type, and the tag
@@ -176,17 +175,14 @@ class SecureSocket:
         Raises:
             OSError: if the connection is lost.
         """
+        if self._replaced is not None:
+            return self._send_content()
         while True:
             unsent = self._unsent
             if not unsent:
-                if self._outgoing.pending:
-                    unsent = memoryview(self._outgoing.read())
-                elif self._content:
-                    if not self._send_content():
-                        return False
-                    continue
-                else:
+                if not self._outgoing.pending:
                     return True
+                unsent = memoryview(self._outgoing.read())
             try:
                 count = self._socket.send(unsent)
             except BlockingIOError:
@@ -196,19 +192,15 @@ class SecureSocket:
                 return False
 
     def _send_content(self) -> bool:
-        """Send bytes that are not encrypted, by one system call; return whether the socket has taken them."""
-        content = self._content
-        most = min(len(content), _MOST_BUFFERS)
-        try:
-            count = self._socket.sendmsg(list(islice(content, most)))
-        except BlockingIOError:
-            return False
-        while most and count >= len(content[0]):
-            count -= len(content.popleft())
-            most -= 1
-        if most:
-            content[0] = content[0][count:]
-        return not most or self._blocks
+        """Send bytes that are not encrypted; see `flush`."""
+        while self._content:
+            try:
+                _, roomy = send_parts(self._socket, self._content)
+            except BlockingIOError:
+                return False
+            if not (roomy or self._blocks):
+                return False
+        return True
 
     def send(self, content: bytes) -> int:
         """Send bytes and return their number; where the socket does not block, `flush` sends the rest."""

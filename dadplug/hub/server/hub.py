@@ -10,7 +10,6 @@ go to is full (`session.FULL_BYTES`). Nothing is allocated by a size that the wi
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import selectors
 import socket
@@ -19,6 +18,7 @@ import time
 from collections.abc import Callable
 
 from ...errors import FrameError, KitError, RefusedError, TryAgainError
+from ...exchange.sockets import WakePipe
 from ...logs import get_logger
 from ..pki.kits import Kit, KitWatch, renewal_warning
 from ..pki.project import HUB
@@ -91,9 +91,8 @@ class Hub:
         self._watch = KitWatch(kit)
         self._report = report
         self._encrypt_local = encrypt_local
-        self._wake, self._waker = socket.socketpair()
-        self._waker.setblocking(False)
-        self._selector.register(self._wake, _READ)
+        self._pipe = WakePipe()
+        self._selector.register(self._pipe, _READ)
         self.kit_problems: list[str] = []
         self._masks: dict[Session, int] = {}  # of registered sessions
         self._again: set[Session] = set()  # sessions with bytes that have arrived
@@ -126,8 +125,7 @@ class Hub:
             reason: the reason that sites are told.
         """
         self._stopped = self._stopped or reason
-        with contextlib.suppress(OSError):  # the hub has ended, or wakes up anyway
-            self._waker.send(b"x")
+        self._pipe.wake()
 
     def _turn(self) -> None:
         """Wait for something to do, and do it."""
@@ -153,7 +151,7 @@ class Hub:
             elif key.data is self.acceptor:
                 accepts = True
             else:
-                self._wake.recv(64)
+                self._pipe.clear()
         if self._again:
             self._receive(now)
         self._streams.serve(streams, lambda session, error: self.relay.fail(session, error, now))
@@ -346,5 +344,4 @@ class Hub:
         self._service.close()
         self.acceptor.close()
         self._selector.close()
-        for each in (self._wake, self._waker):
-            each.close()
+        self._pipe.close()

@@ -21,6 +21,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from ...errors import FrameError, MismatchError, RefusedError, SealingError, SiteError, TryAgainError
 from ...exchange.deadline import Deadline
 from ...exchange.handshake import close_in_children
+from ...exchange.sockets import WakePipe
 from ...logs import Troubles, get_logger
 from ..pki.kits import Kit
 from ..secure import tls
@@ -133,9 +134,7 @@ class HubConnection(ABC):
         self._silence = REDIAL_SECONDS  # without a byte, while a thread waits, after which the connection is given up
         self._waiting = 0  # threads in `waiting`
         self.left = self._closed = False
-        self._wake_read, self._wake_write = socket.socketpair()
-        self._wake_read.setblocking(False)
-        self._wake_write.setblocking(False)
+        self._pipe = WakePipe()
         self._thread: threading.Thread | None = None
         close_in_children(self)
 
@@ -219,7 +218,7 @@ class HubConnection(ABC):
         """Give the connection up; every later use raises the error. To be called with the lock held."""
         self._failure = self._failure or error
         self._disconnect()
-        self._wake()
+        self._pipe.wake()
 
     def leave(self, reason: str) -> None:
         """Tell the hub why this site leaves, and close the connection; the first reason counts.
@@ -236,7 +235,7 @@ class HubConnection(ABC):
 
     def close(self, seconds: float = 1.0) -> None:
         """Send what is left, in `seconds` at most, and close the connection. May be called twice."""
-        if self._wake_read.fileno() < 0:
+        if self._pipe.fileno() < 0:
             return
         deadline = Deadline(seconds)
         while not (self.closed or deadline.over):
@@ -247,7 +246,7 @@ class HubConnection(ABC):
             time.sleep(0.002)
         with self.lock:
             connection, self._connection, self._closed = self._connection, None, True
-        self._wake()
+        self._pipe.wake()
         if connection is not None:
             tls.end(connection, max(0.05, deadline.left))
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -257,10 +256,8 @@ class HubConnection(ABC):
     def close_descriptors(self) -> None:
         """Close the sockets at once, also in a forked child, where another thread may have held the lock."""
         self._closed = True
-        for each in (self._connection, self._wake_read, self._wake_write):
-            if each is not None:
-                with suppress(OSError):
-                    each.close()
+        self._disconnect()
+        self._pipe.close()
 
     # Frames
 
@@ -282,7 +279,7 @@ class HubConnection(ABC):
                 self._flush_or_disconnect()
             behind = self._frames.blocked
         if behind and not self._waiting:
-            self._wake()
+            self._pipe.wake()
 
     def post_control(self, message: object) -> None:
         """Send a control message."""
@@ -332,7 +329,7 @@ class HubConnection(ABC):
                 self._waiting -= 1
                 behind = self._frames.blocked or self.expects() > KERNEL_BYTES
             if behind and not self._waiting:
-                self._wake()
+                self._pipe.wake()
 
     def _attend(self, nbytes: int) -> None:
         """Wait for a short time until something can be sent, or so many bytes received."""
@@ -397,7 +394,7 @@ class HubConnection(ABC):
         if self._channel == "training" and not (self.left or self._closed):
             self._troubles.begin(self.hub, f"the connection to {self.hub} is lost: {self.outage}; dialing again")
         self._disconnect()
-        self._wake()
+        self._pipe.wake()
 
     def _disconnect(self) -> None:
         connection, self._connection = self._connection, None
@@ -459,10 +456,6 @@ class HubConnection(ABC):
 
     # The thread
 
-    def _wake(self) -> None:
-        with suppress(OSError):
-            self._wake_write.send(b"\0")
-
     def _run(self) -> None:
         try:
             self._maintain()
@@ -518,11 +511,10 @@ class HubConnection(ABC):
                 return {}
             for descriptor, events in self.watched().items():
                 poll.register(descriptor, events)
-            poll.register(self._wake_read, select.POLLIN)
+            poll.register(self._pipe, select.POLLIN)
         ready = dict(poll.poll(1e3 * seconds))
-        if ready.pop(self._wake_read.fileno(), 0):
-            with suppress(OSError):
-                self._wake_read.recv(4096)
+        if ready.pop(self._pipe.fileno(), 0):
+            self._pipe.clear()
         return ready
 
     def expects(self) -> int:

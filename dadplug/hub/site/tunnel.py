@@ -112,7 +112,7 @@ class Tunnel(HubConnection):
                 if slot != self.rank:
                     keys = None if self._keys is None else self._keys.pair(slot, context)
                     opened[slot] = self._begin(channel, slot, keys)
-        self._wake()
+        self._pipe.wake()
         return opened
 
     def accept(self, take: Callable[[int, socket.socket], None]) -> None:
@@ -132,7 +132,7 @@ class Tunnel(HubConnection):
         with self.lock:
             self.check()
             opened = self._begin(_LATER | int.from_bytes(os.urandom(4), "little"), slot)
-        self._wake()
+        self._pipe.wake()
         return opened
 
     def _begin(self, channel: int, slot: int, keys: tuple[Sealer, Opener] | None = None) -> TunnelSocket:
@@ -167,7 +167,7 @@ class Tunnel(HubConnection):
             self._flush_or_disconnect()
             behind = self._frames.blocked
         if behind:
-            self._wake()
+            self._pipe.wake()
         return count
 
     def finish(self, stream: PeerStream) -> None:
@@ -178,7 +178,7 @@ class Tunnel(HubConnection):
             if not stream.spilled and not self.closed and (stream.channel, stream.slot) in self._streams:
                 stream.end_program()
                 self._flush_or_disconnect()
-        self._wake()
+        self._pipe.wake()
 
     def close(self, seconds: float = 1.0) -> None:
         """Send what is left, and close the connection and all streams. May be called twice.

@@ -29,6 +29,7 @@ from enum import IntEnum
 from typing import Any
 
 from ...errors import FrameError
+from ...exchange.sockets import send_parts
 from ..secure.sealing import OPEN_BYTES, Opener, Sealer
 from ..secure.secure_socket import SecureSocket
 from .frames import HEAD_BYTES, PIECE_BYTES, Head, Kind, frames
@@ -607,17 +608,15 @@ class PeerStream:
         incoming = self.incoming
         while incoming:
             try:
-                count = self.local.sendmsg(list(incoming)[:64])
+                count, roomy = send_parts(self.local, incoming)
             except BlockingIOError:
                 break
             except OSError:  # the program has closed its socket
                 incoming.clear()
                 break
             self._passed_on += count
-            while incoming and count >= len(incoming[0]):
-                count -= len(incoming.popleft())
-            if count:
-                incoming[0] = incoming[0][count:]
+            if not roomy:
+                break
         if self._peer_ended and not incoming:
             with suppress(OSError):
                 self.local.shutdown(socket.SHUT_WR)
