@@ -18,7 +18,6 @@ import json
 import os
 import platform
 import sys
-import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from .cores import available_cores
+from .files import PRIVATE, write_file
 from .signature import OptionSet, option
 
 _CPU_INFO = Path("/proc/cpuinfo")
@@ -385,15 +385,5 @@ def save(record: Record, machine: Machine, rows: list[dict[str, Any]] | None = N
         "results": rows or [],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".new")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=2)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
+    write_file(path, json.dumps(content, indent=2).encode(), PRIVATE)
     return path

@@ -7,12 +7,14 @@ import functools
 import inspect
 import shutil
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from ..adapm import AdaModel, IntentError, join_shards, load_shards
-from ..adapm.shards import ShardSave, on_all_sites, put_in_place
+from ..adapm.shards import ShardSave, on_all_sites
 from ..errors import SiteError
+from ..files import replacing
 from ..signature import check_choice, takes_keywords_of
 from ._lightning.strategy import StrategyArguments
 from .dad_strategy import DADStrategyBase
@@ -208,14 +210,8 @@ class AdaPMStrategyBase(DADStrategyBase):
             super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
             return
         partial = Path(f"{filepath}.part")
-        try:
+        with replacing(Path(filepath), partial) if self.global_rank == 0 else nullcontext():
             super().save_checkpoint(checkpoint, partial, storage_options=storage_options)
-            if self.global_rank == 0:
-                put_in_place(partial, Path(filepath))
-        except BaseException:
-            if self.global_rank == 0:
-                partial.unlink(missing_ok=True)
-            raise
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..files import replacing
 from ..options import Options
 from ..reduction import GradientReduction
 from ..signature import takes_keywords_of
@@ -128,9 +129,8 @@ class DADStrategyBase(SiteStrategy):
         """Write a file, or replace it as a whole: sites of one machine may share it, and write it at the same time."""
         local = type(self.checkpoint_io).__name__ == "TorchCheckpointIO" and "://" not in str(filepath)
         target = f"{filepath}.{self.global_rank}.part" if local else filepath
-        self.checkpoint_io.save_checkpoint(checkpoint, target, storage_options=storage_options)
-        if local:
-            os.replace(target, filepath)
+        with replacing(Path(filepath), Path(target), durable=False) if local else nullcontext():
+            self.checkpoint_io.save_checkpoint(checkpoint, target, storage_options=storage_options)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         if self._elastic is None:

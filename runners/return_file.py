@@ -11,7 +11,7 @@ import torch
 
 from ..errors import SiteError
 from ..exchange import Transport
-from ..hub.pki.files import PRIVATE, write_file
+from ..files import PRIVATE, write_file
 from ..parameter_server import ParameterServer
 from ..parameter_server.server import ServerTransport
 

@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from ..errors import SiteError
+from ..files import replacing, sync_folder
 from .managed_weight import split_state
 from .model import AdaModel, parameter_numbers
 
@@ -407,35 +408,8 @@ def write_index(path: Path, index: Mapping[str, Any]) -> None:
 
 def _write(path: Path, content: Any) -> None:
     partial = path.with_name(path.name + _PART)
-    try:
-        with open(partial, "wb") as file:
-            file.write(content)
-        put_in_place(partial, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
-        raise
-
-
-def put_in_place(partial: Path, path: Path) -> None:
-    """Sync a file to its disk and rename it; an existing file is replaced."""
-    _sync(partial, os.O_RDWR)
-    os.replace(partial, path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Sync the entries of a folder to its disk, if the system supports it."""
-    if os.name == "posix":
-        _sync(folder, os.O_RDONLY)
-
-
-def _sync(path: Path, flags: int) -> None:
-    number = os.open(path, flags)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
+    with replacing(path, partial):
+        partial.write_bytes(content)
 
 
 # Reading

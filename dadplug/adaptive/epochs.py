@@ -17,7 +17,7 @@ import torch
 
 from ..errors import MismatchError
 from ..exchange import DEFAULT_TIMEOUT, Transport, codec
-from ..hub.pki.files import PRIVATE, write_file
+from ..files import PRIVATE, write_file
 from ..logs import get_logger
 from .progress import Progress, progress
 

@@ -22,17 +22,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import DamagedError, FrameError, SiteError
+from ..errors import FrameError, SiteError
 from ..exchange import codec
 from ..exchange.codec import MAX_BYTES
+from ..exchange.framing import bytes_of
 from ..exchange.hierarchy import WorkerThreads
 from ..exchange.traffic import Traffic
 from .pki.kits import Kit
 from .server.store import Reply, Request
 from .site.connection import HubConnection
 from .site.link import HubLink
-from .site.transport import CollectiveTransport, HubTransport, add_up, bytes_of
+from .site.transport import CollectiveTransport, HubTransport, add_up
 from .wire.frames import PIECE_BYTES, Head, Kind
+from .wire.messages import decode_message
 
 _FUTURES = "futures"  # name of a worker thread
 
@@ -488,12 +490,7 @@ class StoreConnection(HubConnection):
         return memoryview(bytearray(head.length))
 
     def complete(self, head: Head, body: memoryview) -> None:
-        try:
-            reply = codec.decode(body)
-        except DamagedError as error:
-            raise FrameError(str(error)) from error
-        if not isinstance(reply, Reply):
-            raise FrameError(f"an object of type {type(reply).__name__} is no reply of the store")
+        reply: Reply = decode_message(body, (Reply,), "reply of the store")
         if reply.number in self._replies:  # otherwise it has been given up
             self._replies[reply.number] = reply
 

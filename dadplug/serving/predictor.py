@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import FeedbackError, InputError, ModelError, ServingError, UnavailableError
-from ..hub.pki.files import write_file
+from ..files import write_file
 from ..logs import get_logger
 from .backends import backend_of, stamp_of
 from .cache import KnownInput, PredictionCache, Result, digest_of

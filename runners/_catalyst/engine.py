@@ -20,6 +20,7 @@ from catalyst.core.engine import Engine
 from ...exchange import Transport
 from ...exchange.failure_reports import describe
 from ...exchange.handshake import gloo_interface
+from ...files import replacing
 from ...reduction import GradientReduction
 from ..patches import SharedPatch, gather, metrics_of_present_sites, metrics_transport, repeating
 from .loaders import DeviceLoader, site_loader
@@ -233,8 +234,8 @@ def save_whole(item: Any, path: str | Path) -> None:
     """Write a file atomically: it is complete or does not exist."""
     path = Path(path)
     partial = path.with_name(f"{path.name}.{os.getpid()}.part")  # several sites of one machine may write it
-    torch.save(item, partial)
-    os.replace(partial, path)
+    with replacing(path, partial, durable=False):
+        torch.save(item, partial)
 
 
 def plain(optimizer: Any) -> torch.optim.Optimizer:

@@ -1,4 +1,4 @@
-"""Files and folders that are complete or absent, whatever interrupts the writing."""
+"""The files of a kit: their names, folders of them that are complete or absent, and what is read from them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import KitError
+from ...files import sync_folder, write_file
 
 # The files of a kit.
 CA, CERTIFICATE, KEY, REVOKED = "ca.pem", "certificate.pem", "key.pem", "revoked.pem"
@@ -19,40 +20,7 @@ ROSTER, POLICY = "roster.json", "policy.toml"
 # keys fits the certificate.
 NEXT_KEY = "key.next.pem"
 
-PRIVATE = 0o600
-PUBLIC = 0o644
 _FOLDER = 0o700
-
-
-def write_file(path: Path, content: bytes, mode: int = PUBLIC, durable: bool = True) -> None:
-    """Write a file, or replace it as a whole.
-
-    The content goes to a temporary file in the same folder, which is renamed once it is on the disk. After an error or
-    a crash the file has its old content.
-
-    Args:
-        path: path of the file, in a folder that exists.
-        content: bytes to write.
-        mode: permissions of the file, whatever the umask.
-        durable: wait until the content is on the disk; otherwise a crash of the machine may lose it.
-
-    Raises:
-        OSError: if the file cannot be written.
-    """
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # mode 0600
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fchmod(file.fileno(), mode)
-            if durable:
-                os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    if durable:
-        _sync_folder(path.parent)
 
 
 def write_folder(folder: Path, files: Mapping[str, tuple[bytes, int]]) -> None:
@@ -78,16 +46,7 @@ def write_folder(folder: Path, files: Mapping[str, tuple[bytes, int]]) -> None:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    _sync_folder(folder.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Wait until the names of a folder's files are on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_folder(folder.parent)
 
 
 def read_file(path: Path) -> bytes:

@@ -12,6 +12,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 from ...errors import KitError
+from ...files import PRIVATE, PUBLIC, write_file
 from .certificates import (
     Certificate,
     Key,
@@ -33,20 +34,7 @@ from .certificates import (
     read_revocation_list,
     to_pem,
 )
-from .files import (
-    CA,
-    CERTIFICATE,
-    KEY,
-    NEXT_KEY,
-    POLICY,
-    PRIVATE,
-    PUBLIC,
-    REVOKED,
-    ROSTER,
-    read_file,
-    write_file,
-    write_folder,
-)
+from .files import CA, CERTIFICATE, KEY, NEXT_KEY, POLICY, REVOKED, ROSTER, read_file, write_folder
 from .kits import find_key
 from .project import AUTHORITY, HUB, Policy, Project, Roster, canonical, check_days, check_name
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
-from ..pki.files import write_file
+from ...files import write_file
 from ..pki.kits import RENEW, SOON_DAYS, days_left
 from ..pki.project import HUB
 from .hub import Hub

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ...errors import DamagedError, FrameError, StoreError
+from ...errors import FrameError, StoreError
 from ...exchange import codec
 from ..wire.frames import PIECE_BYTES
+from ..wire.messages import decode_message
 
 MAX_BYTES = 1 << 26  # of all keys and values
 MAX_WAITING = 256  # requests of one site
@@ -185,12 +186,7 @@ def _read(body: bytes) -> Request:
     Raises:
         FrameError: if it is none.
     """
-    try:
-        request = codec.decode(body)
-    except DamagedError as error:
-        raise FrameError(str(error)) from error
-    if not isinstance(request, Request):
-        raise FrameError(f"an object of type {type(request).__name__} is no request of the store")
+    request: Request = decode_message(body, (Request,), "request of the store")
     fits = (
         all(type(each) is int and abs(each) < 1 << 63 for each in (request.number, request.amount))
         and type(request.operation) is str

@@ -29,6 +29,7 @@ from ...errors import MismatchError, SiteError
 from ...exchange import codec
 from ...exchange.codec import check_lengths, decode_objects, encode_object
 from ...exchange.failure_reports import PeerNames, watch_exit
+from ...exchange.framing import bytes_of
 from ...exchange.traffic import Traffic
 from ...exchange.transport import Gather, PendingSum, Requirements, StreamToHub, Transport
 from ..wire.frames import CODES, Kind
@@ -341,11 +342,6 @@ def add_up(addends: Sequence[Tensor]) -> Tensor:
     for each in others:
         total += each
     return total
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor on the CPU, which share its memory."""
-    return tensor.view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
 
 
 class ElasticTransport(HubTransport):

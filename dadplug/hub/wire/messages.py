@@ -386,6 +386,7 @@ for _prefix, _classes in _NAMES.items():
     for _class in _classes:
         codec.register(_class, f"{_prefix}.{_class.__name__}")
         _HINTS[_class] = get_type_hints(_class)
+_MESSAGES = tuple(set(_HINTS) - {Position})
 
 
 def pack_control(message: Any, slot: int) -> bytes:
@@ -413,15 +414,30 @@ def read_control(body: bytes, world_size: int) -> Any:
     Raises:
         FrameError: if it is none.
     """
+    message = decode_message(body, _MESSAGES, "control message")
+    for name, hint in _HINTS[type(message)].items():
+        if not _fits(getattr(message, name), hint, world_size if name in _SLOTS else 1 << 63):
+            raise FrameError(f"field {name} of a control message {type(message).__name__} is out of range")
+    return message
+
+
+def decode_message(body: bytes | memoryview, kinds: tuple[type, ...], what: str) -> Any:
+    """Return a message of one of some types, whose fields are not checked.
+
+    Args:
+        body: body of the frame.
+        kinds: the types.
+        what: what they are, for the error.
+
+    Raises:
+        FrameError: if it is none.
+    """
     try:
         message = codec.decode(body)
     except DamagedError as error:
         raise FrameError(str(error)) from error
-    if type(message) not in _HINTS or isinstance(message, Position):
-        raise FrameError(f"an object of type {type(message).__name__} is no control message")
-    for name, hint in _HINTS[type(message)].items():
-        if not _fits(getattr(message, name), hint, world_size if name in _SLOTS else 1 << 63):
-            raise FrameError(f"field {name} of a control message {type(message).__name__} is out of range")
+    if not isinstance(message, kinds):
+        raise FrameError(f"an object of type {type(message).__name__} is no {what}")
     return message
 
 
