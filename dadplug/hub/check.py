@@ -32,8 +32,7 @@ from .pki.kits import RENEW, SOON_DAYS, Kit, certificate_end, days_left
 from .secure import tls
 from .secure.secure_socket import SecureSocket
 from .site.connection import introduce
-from .wire.frames import Head, Kind, frames
-from .wire.messages import FRESH, VERSION, Hello, Leave, pack_control
+from .wire.messages import FRESH, VERSION, Head, Hello, Kind, Leave, frames, pack_control
 from .wire.streams import FrameReceiver
 
 MOST_BYTES = 8 << 20  # of a check, in each direction

@@ -33,8 +33,7 @@ from .server.store import Reply, Request
 from .site.connection import HubConnection
 from .site.link import HubLink
 from .site.transport import CollectiveTransport, HubTransport, add_up
-from .wire.frames import PIECE_BYTES, Head, Kind
-from .wire.messages import decode_message
+from .wire.messages import PIECE_BYTES, Head, Kind, decode_message
 
 _FUTURES = "futures"  # name of a worker thread
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from dadplug.hub.wire.frames import Head
+from dadplug.hub.wire.messages import Head
 from dadplug.hub.wire.streams import FrameReceiver
 
 

@@ -20,8 +20,20 @@ from dadplug.hub.pki.kits import Kit
 from dadplug.hub.secure import tls
 from dadplug.hub.server.hub import Hub
 from dadplug.hub.server.journal import Journal
-from dadplug.hub.wire.frames import Head, Kind, frames
-from dadplug.hub.wire.messages import FRESH, VERSION, Close, Hello, Leave, Start, Welcome, pack_control, read_control
+from dadplug.hub.wire.messages import (
+    FRESH,
+    VERSION,
+    Close,
+    Head,
+    Hello,
+    Kind,
+    Leave,
+    Start,
+    Welcome,
+    frames,
+    pack_control,
+    read_control,
+)
 from dadplug.hub.wire.streams import SendQueue, Stream
 from dadplug.parameter_server.service import SequencerHost
 

@@ -21,8 +21,7 @@ from dadplug.hub.check import MOST_BYTES, NUMBER, CheckHandler, Request
 from dadplug.hub.pki import provision
 from dadplug.hub.pki.certificates import current_time
 from dadplug.hub.server.status import Meter, snapshot, table
-from dadplug.hub.wire.frames import Head, Kind
-from dadplug.hub.wire.messages import Refuse
+from dadplug.hub.wire.messages import Head, Kind, Refuse
 
 ITEMS = [
     "kit",

@@ -15,8 +15,21 @@ from hypothesis import strategies as st
 from dadplug.errors import FrameError
 from dadplug.exchange import codec
 from dadplug.hub.wire import messages as actions
-from dadplug.hub.wire.frames import HEAD_BYTES, PIECE_BYTES, SHORT_PIECE_BYTES, Head, Kind, frames
-from dadplug.hub.wire.messages import FRESH, Hello, Joined, Leave, Position, pack_control, read_control
+from dadplug.hub.wire.messages import (
+    FRESH,
+    HEAD_BYTES,
+    PIECE_BYTES,
+    SHORT_PIECE_BYTES,
+    Head,
+    Hello,
+    Joined,
+    Kind,
+    Leave,
+    Position,
+    frames,
+    pack_control,
+    read_control,
+)
 from dadplug.hub.wire.streams import KeptFrames, NumberedFrames
 
 MESSAGES = [

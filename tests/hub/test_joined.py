@@ -24,9 +24,9 @@ from dadplug.hub.server.journal import Journal
 from dadplug.hub.server.relay import Relay
 from dadplug.hub.server.session import Session
 from dadplug.hub.server.streams import HubStreams
-from dadplug.hub.wire.frames import PIECE_BYTES, Kind
 from dadplug.hub.wire.messages import (
     FRESH,
+    PIECE_BYTES,
     VERSION,
     Accept,
     Close,
@@ -34,6 +34,7 @@ from dadplug.hub.wire.messages import (
     Hello,
     Join,
     Joined,
+    Kind,
     Position,
     RoundKind,
     SendState,

@@ -15,7 +15,7 @@ from dadplug.hub.pki.certificates import current_time
 from dadplug.hub.pki.kits import Kit
 from dadplug.hub.secure import key_agreement
 from dadplug.hub.secure.key_agreement import OFFER_BYTES, Agreement
-from dadplug.hub.wire.frames import Head, Kind
+from dadplug.hub.wire.messages import Head, Kind
 
 HEAD_BYTES = 32
 SITES = ["a", "b", "c"]

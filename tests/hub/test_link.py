@@ -19,7 +19,7 @@ from dadplug.errors import MismatchError, SiteError
 from dadplug.hub.site import connection as connection_module
 from dadplug.hub.site.inbox import Inbox
 from dadplug.hub.site.link import HubLink
-from dadplug.hub.wire.frames import PIECE_BYTES, SHORT_PIECE_BYTES, Head, Kind
+from dadplug.hub.wire.messages import PIECE_BYTES, SHORT_PIECE_BYTES, Head, Kind
 
 
 def exchange(transport, value: float = 1.0, size: int = 1000):

@@ -10,8 +10,7 @@ from running_hub import TestSite, running_hub, until
 from dadplug.errors import SiteError
 from dadplug.hub.site.tunnel import check_tunnel, tunnel_of
 from dadplug.hub.torch import HubStore
-from dadplug.hub.wire.frames import Kind
-from dadplug.hub.wire.messages import Close, Continue, Drop, Position, Repeat, Report
+from dadplug.hub.wire.messages import Close, Continue, Drop, Kind, Position, Repeat, Report
 
 LIFE, STEP = 77, 5  # of the hub before
 BEFORE, LAST = Position(LIFE, STEP - 1), Position(LIFE, STEP)

@@ -32,7 +32,7 @@ from dadplug.hub.server.relay import Relay
 from dadplug.hub.site.link import HubLink
 from dadplug.hub.site.transport import ElasticTransport
 from dadplug.hub.site.tunnel import Tunnel, tunnel_of
-from dadplug.hub.wire.frames import SHORT_PIECE_BYTES, Head, Kind
+from dadplug.hub.wire.messages import SHORT_PIECE_BYTES, Head, Kind
 from dadplug.hub.wire.streams import Tag
 
 CONTENT_BYTES = SHORT_PIECE_BYTES - OVERHEAD  # of a piece

@@ -14,8 +14,7 @@ from torch import nn
 
 from dadplug.hub.server import session
 from dadplug.hub.site import connection
-from dadplug.hub.wire.frames import Kind
-from dadplug.hub.wire.messages import Close
+from dadplug.hub.wire.messages import Close, Kind
 from dadplug.hub.wire.streams import NumberedFrames
 
 

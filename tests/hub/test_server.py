@@ -30,8 +30,21 @@ from dadplug.hub.server.session import Session
 from dadplug.hub.server.store import Reply, Request
 from dadplug.hub.server.streams import HubStream
 from dadplug.hub.site.tunnel import Tunnel
-from dadplug.hub.wire.frames import PIECE_BYTES, Head, Kind
-from dadplug.hub.wire.messages import VERSION, Accept, Close, Drop, Join, Pause, Refuse, Start, Welcome, read_control
+from dadplug.hub.wire.messages import (
+    PIECE_BYTES,
+    VERSION,
+    Accept,
+    Close,
+    Drop,
+    Head,
+    Join,
+    Kind,
+    Pause,
+    Refuse,
+    Start,
+    Welcome,
+    read_control,
+)
 from dadplug.hub.wire.streams import HUB_SLOT
 from dadplug.parameter_server import streams
 from dadplug.parameter_server.service import SequencerHost

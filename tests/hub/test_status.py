@@ -28,8 +28,7 @@ from dadplug.hub.server import journal, status
 from dadplug.hub.server.journal import Journal
 from dadplug.hub.server.status import Meter, StatusFile, Terminal, late_sites, snapshot, table
 from dadplug.hub.site.link import HubLink
-from dadplug.hub.wire.frames import Kind
-from dadplug.hub.wire.messages import Drop, Start
+from dadplug.hub.wire.messages import Drop, Kind, Start
 
 ROOT = Path(__file__).resolve().parents[2]
 

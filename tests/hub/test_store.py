@@ -10,7 +10,7 @@ from dadplug.errors import FrameError
 from dadplug.exchange import codec
 from dadplug.hub.server import store as hub_store
 from dadplug.hub.server.store import Reply, Request, Store
-from dadplug.hub.wire.frames import PIECE_BYTES
+from dadplug.hub.wire.messages import PIECE_BYTES
 
 numbers = itertools.count(1)
 

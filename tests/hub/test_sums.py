@@ -12,8 +12,7 @@ from running_hub import running_hub, together
 
 from dadplug.errors import FrameError
 from dadplug.hub.server.sums import Sums, add
-from dadplug.hub.wire.frames import CODES, Head, Kind
-from dadplug.hub.wire.messages import Drop
+from dadplug.hub.wire.messages import CODES, Drop, Head, Kind
 
 SLOTS = (0, 1, 2)
 

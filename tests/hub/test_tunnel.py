@@ -28,8 +28,7 @@ from dadplug.hub.server.streams import HubStreams
 from dadplug.hub.site import tunnel as tunnels
 from dadplug.hub.site.tunnel import Tunnel, stream_to_hub
 from dadplug.hub.wire import streams as peer_stream
-from dadplug.hub.wire.frames import Head, Kind
-from dadplug.hub.wire.messages import Drop
+from dadplug.hub.wire.messages import Drop, Head, Kind
 from dadplug.hub.wire.streams import HUB_SLOT, Tag
 
 

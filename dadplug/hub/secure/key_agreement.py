@@ -53,7 +53,7 @@ from ..pki.certificates import (
 from ..pki.files import read_file
 from ..pki.kits import Kit, KitWatch
 from ..pki.project import Roster
-from ..wire.frames import Head, Kind, frames
+from ..wire.messages import Head, Kind, frames
 from .sealing import SECRET_BYTES, Keys, Opener, Sealer, derive, extract, opened_offset
 
 OFFER_BYTES = 4096

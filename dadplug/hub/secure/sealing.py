@@ -31,7 +31,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF, HKDFExpand
 
 from ...errors import SealingError
-from ..wire.frames import PIECE_BYTES, SHORT_PIECE_BYTES, Head
+from ..wire.messages import PIECE_BYTES, SHORT_PIECE_BYTES, Head
 
 SECRET_BYTES = 32
 _NUMBER = struct.Struct(">Q")

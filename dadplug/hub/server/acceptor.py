@@ -14,8 +14,7 @@ from ...errors import FrameError, KitError, RefusedError, TryAgainError
 from ..pki.kits import Kit, certificate_end
 from ..secure import tls
 from ..secure.secure_socket import SecureSocket
-from ..wire.frames import Head, Kind
-from ..wire.messages import Hello, Refuse, pack_control, read_control
+from ..wire.messages import Head, Hello, Kind, Refuse, pack_control, read_control
 from ..wire.streams import FrameReceiver, Stream
 from .journal import Journal
 

@@ -30,8 +30,7 @@ from typing import Any, NamedTuple
 
 from ...errors import FrameError
 from ...exchange.transport import Requirements
-from ..wire.frames import Head, Kind
-from ..wire.messages import Close, Continue, Drop, Join, Position, Repeat, Report, pack_control
+from ..wire.messages import Close, Continue, Drop, Head, Join, Kind, Position, Repeat, Report, pack_control
 from ..wire.streams import PackedFrame
 from .journal import Journal
 from .run import Run

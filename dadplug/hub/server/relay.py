@@ -19,16 +19,17 @@ from typing import Any
 
 from ...errors import FrameError, RefusedError, TryAgainError
 from ...exchange.transport import Requirements
-from ..wire.frames import Head, Kind
 from ..wire.messages import (
     Accept,
     Action,
     Close,
     Drop,
     Grow,
+    Head,
     Hello,
     Join,
     Joined,
+    Kind,
     Leave,
     Pause,
     Report,

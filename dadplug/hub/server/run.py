@@ -8,8 +8,7 @@ from dataclasses import replace
 
 from ...errors import FrameError
 from ...exchange.transport import Requirements
-from ..wire.frames import Head
-from ..wire.messages import IDLE, Accept, Action, Close, Drop, Join, Pause, Resume, RoundKind, Rules, Skip
+from ..wire.messages import IDLE, Accept, Action, Close, Drop, Head, Join, Pause, Resume, RoundKind, Rules, Skip
 from ..wire.streams import PackedFrame
 from .journal import Journal
 from .membership import Membership, Phase

@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 from ...errors import FrameError, RefusedError
 from ..check import CheckHandler
-from ..wire.frames import HEAD_BYTES, Head, Kind
-from ..wire.messages import VERSION, Hello, Welcome, pack_control
+from ..wire.messages import HEAD_BYTES, VERSION, Head, Hello, Kind, Welcome, pack_control
 from ..wire.streams import HUB_SLOT, NumberedStream, PackedFrame, Stream
 
 FULL_BYTES = 8 << 20  # unsent bytes of a queue at which those who fill it are no longer read

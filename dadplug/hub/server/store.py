@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 from ...errors import FrameError, StoreError
 from ...exchange import codec
-from ..wire.frames import PIECE_BYTES
-from ..wire.messages import decode_message
+from ..wire.messages import PIECE_BYTES, decode_message
 
 MAX_BYTES = 1 << 26  # of all keys and values
 MAX_WAITING = 256  # requests of one site

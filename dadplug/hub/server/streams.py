@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from ...errors import FrameError
 from ..secure.sealing import OPEN_BYTES
-from ..wire.frames import Head
+from ..wire.messages import Head
 from ..wire.streams import HUB_SLOT, PeerStream, Tag
 from .session import Session
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ...errors import FrameError
-from ..wire.frames import DTYPES, Head, Kind
+from ..wire.messages import DTYPES, Head, Kind
 
 _Pieces = dict[int, deque[tuple[Head, memoryview]]]  # of equal exchange and offset, by slot
 

@@ -26,8 +26,19 @@ from ...logs import Troubles, get_logger
 from ..pki.kits import Kit
 from ..secure import tls
 from ..secure.secure_socket import LocalDoor, SecureSocket, open_door
-from ..wire.frames import Head, Kind
-from ..wire.messages import FRESH, VERSION, Hello, Leave, Position, Refuse, Welcome, pack_control, read_control
+from ..wire.messages import (
+    FRESH,
+    VERSION,
+    Head,
+    Hello,
+    Kind,
+    Leave,
+    Position,
+    Refuse,
+    Welcome,
+    pack_control,
+    read_control,
+)
 from ..wire.streams import FrameReceiver, NumberedFrames, Stream
 
 
@@ -103,7 +114,7 @@ class HubConnection(ABC):
 
     Args:
         kit: kit of this site.
-        channel: the channel, see `dadplug.hub.wire.frames.Hello`.
+        channel: the channel, see `dadplug.hub.wire.messages.Hello`.
         address: host and port of the hub; None for those of the kit.
 
     Attributes:

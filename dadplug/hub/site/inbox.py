@@ -6,8 +6,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 
 from ...errors import MismatchError
-from ..wire.frames import Head, Kind
-from ..wire.messages import FRESH, Close, Continue, Position, Repeat
+from ..wire.messages import FRESH, Close, Continue, Head, Kind, Position, Repeat
 from ..wire.streams import KeptFrames
 
 MAX_EARLY_BYTES = 1 << 30

@@ -22,17 +22,19 @@ from ...exchange.transport import Requirements
 from ...logs import get_logger
 from ..pki.kits import Kit
 from ..secure.key_agreement import AGREEMENT, LinkSealing
-from ..wire.frames import SHORT_PIECE_BYTES, Head, Kind
 from ..wire.messages import (
     FRESH,
     IDLE,
+    SHORT_PIECE_BYTES,
     Accept,
     Close,
     Continue,
     Drop,
     Grow,
+    Head,
     Join,
     Joined,
+    Kind,
     Pause,
     Position,
     Repeat,
@@ -337,7 +339,7 @@ class HubLink(HubConnection):
             exchange: number of the exchange.
             content: the message, of bytes.
             kind: kind of its frames.
-            tag: their tag, see `dadplug.hub.wire.frames.Head`.
+            tag: their tag, see `dadplug.hub.wire.messages.Head`.
             slot: slot of the receiver, for the kinds that name it.
             soon: whether it may wait for the next message, see `post`.
 

@@ -32,8 +32,7 @@ from ...exchange.failure_reports import PeerNames, watch_exit
 from ...exchange.framing import bytes_of
 from ...exchange.traffic import Traffic
 from ...exchange.transport import Gather, PendingSum, Requirements, StreamToHub, Transport
-from ..wire.frames import CODES, Kind
-from ..wire.messages import RoundKind
+from ..wire.messages import CODES, Kind, RoundKind
 from .inbox import Incoming
 from .link import CHANNEL_BITS, HubLink
 from .tunnel import check_tunnel, stream_to_hub, tunnel_of

@@ -22,8 +22,7 @@ from ...exchange.deadline import Deadline
 from ...exchange.transport import StreamToHub
 from ..pki.kits import Kit
 from ..secure.sealing import Keys, Opener, Sealer
-from ..wire.frames import Head, Kind
-from ..wire.messages import Drop
+from ..wire.messages import Drop, Head, Kind
 from ..wire.streams import HUB_SLOT, PeerStream, Tag, pieces
 from .connection import HubConnection
 from .link import HubLink

@@ -32,7 +32,7 @@ from ...errors import FrameError
 from ...exchange.sockets import send_parts
 from ..secure.sealing import OPEN_BYTES, Opener, Sealer
 from ..secure.secure_socket import SecureSocket
-from .frames import HEAD_BYTES, PIECE_BYTES, Head, Kind, frames
+from .messages import HEAD_BYTES, PIECE_BYTES, Head, Kind, frames
 
 
 class FrameReceiver:
