@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from ..errors import MismatchError
 from ..exchange import Traffic, open_transport
 from ..registry import Registry
+from ..signature import check_choice
 from .initialisers import Initialiser
 from .store import Block, Codes, Keys
 
@@ -175,8 +176,7 @@ class Backend(ABC):
     def __init__(
         self, technique: str, process_group: dist.ProcessGroup | None, timeout: float, interval: float
     ) -> None:
-        if technique not in self.techniques:
-            raise ValueError(f"unknown technique {technique!r}; valid ones are {', '.join(map(repr, self.techniques))}")
+        check_choice("technique", technique, self.techniques)
         if timeout <= 0 or interval < 0:
             raise ValueError(f"timeout must exceed 0 and interval be at least 0, got {timeout} and {interval}")
         self.technique, self.timeout, self.interval = technique, timeout, interval

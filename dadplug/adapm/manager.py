@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..exchange import DEFAULT_TIMEOUT
+from ..signature import check_choice
 from . import kernels
 from .backends import BACKENDS, NO_PLACES, Backend, Done, TableSpec
 from .bindings import BindingsBackend
@@ -417,8 +418,7 @@ class Sampler:
         pool: int = 4096,
         reuse: int = 16,
     ) -> None:
-        if scheme not in SCHEMES:
-            raise ValueError(f"unknown scheme {scheme!r}; valid ones are {', '.join(map(repr, SCHEMES))}")
+        check_choice("scheme", scheme, SCHEMES)
         if table.rows is None:
             raise ValueError(f"table {table.name!r} has any keys: samples need one with a number of rows")
         if pool < 1 or reuse < 1 or seed < 0:

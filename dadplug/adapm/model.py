@@ -18,6 +18,7 @@ from ..errors import IntentError
 from ..lowrank import sparse
 from ..model_sync.structure import mark_managed, without_managed
 from ..reduction import GradientReduction
+from ..signature import check_choice
 from .initialisers import Initialiser, Normal
 from .managed_weight import ManagedEmbedding, ManagedEmbeddingBag, ManagedWeight, RowSteps, group_of
 from .manager import ParameterManager
@@ -103,8 +104,7 @@ class AdaModel(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        if reduce not in ("mean", "sum"):
-            raise ValueError(f"unknown reduce {reduce!r}; valid ones are 'mean' and 'sum'")
+        check_choice("reduce", reduce, ("mean", "sum"))
         layers = find_layers(model, optimizer)
         initialisers = dict(initialisers or {})
         if unknown := [name for name in initialisers if name not in layers]:

@@ -22,7 +22,7 @@ from ..model_sync.structure import ModelStructure
 from ..options import Options
 from ..planning.first_step import FirstStepReport, merge_reports
 from ..planning.partition import partition_parameters
-from ..units.base import DenseUnit, Unit
+from ..units.base import Unit
 from ..units.factor import FactorUnit
 from .batch_norm import CommittedBatchNorms, Packed
 
@@ -233,15 +233,8 @@ class ModelGradients:
         """Return a unit, or the dense units that replace it."""
         if not isinstance(unit, FactorUnit) or reason is None:
             return [unit]
-        unit.form_gradients()
+        units = unit.become_dense(self._capture, self._arrived)
         unit.resolve_alone()
-        unit.release()
-        for layer in unit.layers:
-            self._capture.release(layer.name)
-        units = [DenseUnit(name, parameter) for name, parameter in unit.parameters.items()]
-        for new in units:
-            new.arrivals = unit.arrivals
-            new.watch(self._arrived)
         return units
 
     # Steps

@@ -21,7 +21,7 @@ from ..model_sync.structure import ModelStructure, is_managed, without_managed
 from ..options import Options
 from ..reducer.reducer import Reducer, StepRequest
 from ..reducer.step_header import StepHeader
-from ..units.base import DenseUnit, Unit
+from ..units.base import Unit
 from ..units.factor import ChainedUnit, FactorUnit
 from .chains import collect_chain_reports, link_units, merge_chain_reports, order_followers_first, refusal
 from .first_step import FirstStepReport, MergedReport, merge_reports
@@ -435,16 +435,7 @@ class Planner:
         """
         if not isinstance(unit, FactorUnit) or reason is None:
             return [unit]
-        unit.form_gradients()
-        unit.release()
-        for layer in unit.layers:
-            self._capture.release(layer.name)
-        units: list[Unit] = []
-        for name, parameter in unit.parameters.items():
-            new = DenseUnit(name, parameter)
-            new.arrivals = unit.arrivals
-            self._watch(new)
-            self._paths[name] = GradientPath.ALLREDUCE
-            (self._reasons if unit.name in self._reasons else self._notices)[name] = reason
-            units.append(new)
-        return units
+        known = self._reasons if unit.name in self._reasons else self._notices
+        known |= dict.fromkeys(unit.parameters, reason)
+        self._paths |= dict.fromkeys(unit.parameters, GradientPath.ALLREDUCE)
+        return unit.become_dense(self._capture, self._arrived)

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from ..exchange.codec import register
 from ..exchange.factor_buckets import FactorPayload
-from ..hooks import LINEAR, CapturedLayer, Elementwise, Factor, Form, OwnHook, stack_by_form
+from ..hooks import LINEAR, CapturedLayer, Elementwise, Factor, Form, LayerCapture, OwnHook, stack_by_form
 from ..methods.base import GradientPath
-from .base import Unit
+from .base import DenseUnit, Unit
 from .lazy_gradient import Placeholders, accumulated, is_agreed, mark_agreed, unmark_agreed
 
 _SMALL = 1 << 16  # elements that may be held in any case
@@ -335,6 +335,23 @@ class FactorUnit(Unit):
         """Add the gradients of the factors that have arrived to ``.grad``, as autograd would have."""
         for factor in stack_by_form(self._collect()):
             self._form(factor)
+
+    def become_dense(self, capture: LayerCapture, arrived: Callable[[Unit], None]) -> list[Unit]:
+        """Form the gradients that have arrived, and stop capturing; return the dense units that replace this one.
+
+        Args:
+            capture: the capture of the layers.
+            arrived: see `Unit.watch`.
+        """
+        self.form_gradients()
+        self.release()
+        for layer in self.layers:
+            capture.release(layer.name)
+        units: list[Unit] = [DenseUnit(name, parameter) for name, parameter in self.parameters.items()]
+        for unit in units:
+            unit.arrivals = self.arrivals
+            unit.watch(arrived)
+        return units
 
     def _form(self, factor: Factor) -> None:
         self._formed[factor.form] = self._formed.get(factor.form, 0) + factor.rows

@@ -11,7 +11,7 @@ import torch
 from running_hub import running_hub, together
 
 from dadplug.errors import FrameError
-from dadplug.hub.server.sums import Sums, add
+from dadplug.hub.server.run import Sums, add
 from dadplug.hub.wire.messages import CODES, Drop, Head, Kind
 
 SLOTS = (0, 1, 2)
