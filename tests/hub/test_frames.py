@@ -88,7 +88,7 @@ def test_any_split_of_the_stream_gives_the_same_frames(heads, cuts, seed):
 
 
 def test_pieces_of_payloads_may_be_shorter_than_those_of_summands():
-    sent = NumberedFrames(0, lambda head: memoryview(b""), lambda head, body: None)
+    sent = NumberedFrames(0, lambda head, body: None)
     sent.kept, sent.payload_bytes = KeptFrames(), SHORT_PIECE_BYTES
     for step, (kind, most) in enumerate({Kind.PAYLOAD: SHORT_PIECE_BYTES, Kind.SUMMAND: PIECE_BYTES}.items()):
         for size in (1, most, most + 1, 3 * most):

@@ -310,11 +310,6 @@ class SecureSocket:
         return True
 
     @property
-    def encrypts(self) -> bool:
-        """Whether bytes are encrypted."""
-        return self._replaced is None
-
-    @property
     def partial(self) -> bool:
         """Whether the beginning of a record has arrived, which cannot be decrypted before its end."""
         return bool(self._records.missing or self._records.head)

@@ -213,6 +213,7 @@ class Acceptor:
     Attributes:
         address: host and port that the hub listens at.
         refused: number of connections that were refused.
+        closing: connections that are being ended.
 
     Raises:
         KitError: if the address cannot be listened at.
@@ -232,7 +233,7 @@ class Acceptor:
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self.refused = 0
         self._pending: list[PendingConnection] = []  # the oldest first
-        self._closing: list[ClosingConnection] = []
+        self.closing: list[ClosingConnection] = []
         self._listens = True
         selector.register(self._listener, _READ, self)
 
@@ -252,11 +253,6 @@ class Acceptor:
     def dials(self) -> bool:
         """Whether a connection is in its handshake, and has sent something."""
         return any(not each.silent for each in self._pending)
-
-    @property
-    def busy(self) -> bool:
-        """Whether connections are being ended."""
-        return bool(self._closing)
 
     def serve(self, ready: list[PendingConnection], accepts: bool, now: float) -> None:
         """Let a few connections get on; the others are ready in the next turn, too.
@@ -355,16 +351,16 @@ class Acceptor:
             connection: the connection below TLS.
             now: the time, in seconds.
         """
-        if len(self._closing) >= MAX_PENDING:
-            self.end_closing(self._closing[0])
+        if len(self.closing) >= MAX_PENDING:
+            self.end_closing(self.closing[0])
         closing = ClosingConnection(connection, now)
-        self._closing.append(closing)
+        self.closing.append(closing)
         self._selector.register(closing, _READ, closing)
 
     def end_closing(self, closing: ClosingConnection) -> None:
         """Close a connection whose last bytes have been sent."""
         self._selector.unregister(closing)
-        self._closing.remove(closing)
+        self.closing.remove(closing)
         closing.close()
 
     def tick(self, now: float) -> None:
@@ -376,7 +372,7 @@ class Acceptor:
         self._listen(True)
         for pending in [each for each in self._pending if now >= each.deadline]:
             self._refuse(pending, "it has not finished the handshake in time", now)
-        for closing in [each for each in self._closing if now >= each.deadline]:
+        for closing in [each for each in self.closing if now >= each.deadline]:
             self.end_closing(closing)
 
     def close(self) -> None:
@@ -384,7 +380,7 @@ class Acceptor:
         self._listener.close()
         for pending in self._pending:
             pending.detach().close()
-        for closing in self._closing:
+        for closing in self.closing:
             closing.close()
 
 

@@ -110,7 +110,7 @@ class Hub:
             self.acceptor.stop_listening()
             until = time.monotonic() + _LEAVE_SECONDS
             while (
-                self.acceptor.busy or any(each.ended is not None for each in self._masks)
+                self.acceptor.closing or any(each.ended is not None for each in self._masks)
             ) and time.monotonic() < until:
                 self._turn()
             self.journal.write(f"the hub ends: {self._stopped}")
@@ -160,7 +160,8 @@ class Hub:
             self.acceptor.serve(pending, accepts, now)
         if now >= self._next_tick:
             self._tick(now)
-            self._tick_seconds = _SHORT_TICK if self.relay.awaits else _TICK
+            awaits = any(each.stream is None for each in self.relay.sessions.values())
+            self._tick_seconds = _SHORT_TICK if awaits else _TICK
             self._next_tick = now + self._tick_seconds
         self._update_masks()
 

@@ -287,11 +287,6 @@ class Relay:
         for session in list(self.sessions.values()):
             self._end(session, reason, now)
 
-    @property
-    def awaits(self) -> bool:
-        """Whether a connection is lost whose site may connect again."""
-        return any(each.stream is None for each in self.sessions.values())
-
     def _of(self, channel: str) -> list[Session]:
         """Return the sessions of a channel."""
         return [each for each in self.sessions.values() if each.channel == channel]

@@ -103,7 +103,7 @@ class Session(NumberedStream):
             welcome: the answer.
             now: the time, in seconds.
         """
-        self.take_over(stream)
+        self.take_over(stream, self._room)
         stream.notes.append(pack_control(welcome, self.slot))
         self.heard = self._pinged = now
 
@@ -213,7 +213,8 @@ class Session(NumberedStream):
             self.ping()
             self._pinged = now
 
-    def room(self, head: Head) -> memoryview:
+    def _room(self, head: Head) -> memoryview:
+        """Return room for the body of a frame that is arriving."""
         self._check(head)
         self._packed = bytearray(HEAD_BYTES + head.length)
         self._packed[:HEAD_BYTES] = self._receiver.head_bytes

@@ -138,7 +138,7 @@ class HubConnection(ABC):
         self._instance = secrets.randbits(62)
         self._connection: SecureSocket | None = None
         self._troubles = Troubles(_log)  # that the user is told of
-        self._frames = NumberedFrames(self.rank, self._room, self._complete)
+        self._frames = NumberedFrames(self.rank, self._complete)
         self._failure: Exception | None = None
         self.outage = ""  # reason of the present loss of the connection
         self._lost_at = self._heard = 0.0
@@ -456,7 +456,7 @@ class HubConnection(ABC):
         if self._thread is not None and not welcome.resumed:
             self.begin_anew()
         self._frames.queue.resume(welcome.received)
-        self._frames.take_over(Stream(connection))
+        self._frames.take_over(Stream(connection), self._room)
         # A dead link is left before the hub gives this site up.
         self._silence = max(_SHORTEST_SILENCE, welcome.timeout_ms / 2e3)
         connection.give_up_after(self._silence)

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import socket
 import struct
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -257,7 +256,7 @@ _PING_BYTES = 1 << 22  # received bytes after which the other end gets an acknow
 _MOST_EXPECTED = 1 << 17  # bytes that may arrive before they are decrypted
 
 
-class NumberedStream(ABC):
+class NumberedStream:
     """Frames that one end sends and receives on one channel, over one connection after the other.
 
     Args:
@@ -280,18 +279,19 @@ class NumberedStream(ABC):
         self._receiver: FrameReceiver
         self._unacknowledged = 0  # bytes received since the last ping
 
-    @abstractmethod
-    def room(self, head: Head) -> memoryview:
-        """Return room for the body of a frame that is arriving; raise an error to refuse it."""
-
     def send(self, frame: PackedFrame) -> None:
         """Append a frame to those that are to be sent."""
         self.queue.append(frame)
 
-    def take_over(self, stream: Stream) -> None:
-        """Go on over a new connection; what the last one has lost is in the queue again."""
+    def take_over(self, stream: Stream, room: Callable[[Head], memoryview]) -> None:
+        """Go on over a new connection; what the last one has lost is in the queue again.
+
+        Args:
+            stream: the connection.
+            room: see `FrameReceiver`.
+        """
         self.stream, self.blocked = stream, False
-        self._receiver = FrameReceiver(stream.connection, self.room)
+        self._receiver = FrameReceiver(stream.connection, room)
         self._unacknowledged = 0
 
     def detach(self) -> Stream | None:
@@ -326,8 +326,7 @@ class NumberedFrames(NumberedStream):
 
     Args:
         slot: slot of the site.
-        room: returns room for the body of a frame that is arriving.
-        complete: takes a frame that is complete, in the room that `room` has returned.
+        complete: takes a frame that is complete.
 
     Attributes:
         seal: function that cuts a message into frames, where it is to be sealed.
@@ -336,18 +335,13 @@ class NumberedFrames(NumberedStream):
         held: whether messages are not sent, since the other end does not know this stream.
     """
 
-    def __init__(
-        self, slot: int, room: Callable[[Head], memoryview], complete: Callable[[Head, memoryview], None]
-    ) -> None:
+    def __init__(self, slot: int, complete: Callable[[Head, memoryview], None]) -> None:
         super().__init__(slot)
-        self._room, self._complete = room, complete
+        self._complete = complete
         self.seal: Callable[[Head, memoryview], Iterable[bytes]] | None = None
         self.kept: KeptFrames | None = None
         self.payload_bytes = PIECE_BYTES
         self.held = False
-
-    def room(self, head: Head) -> memoryview:
-        return self._room(head)
 
     def begin_anew(self, held: bool) -> None:
         """Begin a new stream in both directions; what has not been sent is forgotten.
