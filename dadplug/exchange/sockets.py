@@ -1,4 +1,4 @@
-"""What non-blocking connections share: a pipe that ends a wait, and the bytes that a socket had no room for."""
+"""Parts of non-blocking connections: a pipe that ends a wait, and the bytes that a socket had no room for."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ def test_beyond_the_memory_the_site_that_does_not_read_is_dropped(serve, peer):
     deadline = time.monotonic() + SECONDS
     while Kind.LEFT not in first.kinds():
         assert time.monotonic() < deadline
-        first.stream.flush()
+        first.stream.outgoing.flush()
         time.sleep(0.001)
     left = first.wait_for(Kind.LEFT)
     assert left.site == 1
@@ -190,7 +190,7 @@ def test_the_site_with_the_sequencer_knows_that_nothing_gets_through_to_the_othe
         deadline = time.monotonic() + SECONDS
         while log.blocked != blocked:
             assert time.monotonic() < deadline
-            first.stream.flush()
+            first.stream.outgoing.flush()
             for reader in readers:
                 reader.kinds()
             time.sleep(0.001)

@@ -24,6 +24,7 @@ LAYERS = (
     "signature",
     "jit",
     "cores",
+    "files",
     "schedules",
     "hooks",
     "lowrank",
