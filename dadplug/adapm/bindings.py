@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..exchange.handshake import free_port, reachable_address
 from ..exchange.transport import Transport
-from . import kernels
+from ..lowrank.kernels import first_outside
 from .backends import Backend, Done, TableEngine, TableSpec
 from .engine import COUNTS, TECHNIQUES
 from .store import Block, Keys
@@ -185,7 +185,7 @@ class BindingsEngine(TableEngine):
         return torch.from_numpy(keys + self._first[table])
 
     def pull(self, table: int, keys: Keys, out: Block) -> int | Waiting | None:
-        position: int = kernels.first_bad_key(keys, self.tables[table].rows or 0)
+        position: int = first_outside(keys, self.tables[table].rows or 0)
         if position >= 0:
             return position
         if not keys.shape[0]:

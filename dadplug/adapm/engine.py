@@ -17,11 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ProtocolError
+from ..lowrank.kernels import first_outside, gather
 from . import kernels
 from .backends import Done, TableEngine
 from .kernels import AWAY, DIRTY, DROP, DROPPED, MOVED, RELOCATE, RELOCATE_OR_REPLICATE, REPLICATE, STAY, VALUE
 from .messages import Kind, Message, most_keys
-from .store import REPLICA, REQUESTED, Block, Codes, Keys, Numbers, Store, gather_rows
+from .store import REPLICA, REQUESTED, Block, Codes, Keys, Numbers, Store
 
 TECHNIQUES = {
     "all": RELOCATE_OR_REPLICATE,
@@ -234,7 +235,7 @@ class Engine(TableEngine):
             self._check_reply(message)
             return
         store = self.stores[message.table]
-        if kernels.first_bad_key(arrays[0], store.limit) >= 0:
+        if first_outside(arrays[0], store.limit) >= 0:
             raise ProtocolError(f"{kind.name} with a key out of range of table {message.table}")
         if kind is Kind.SYNC and np.count_nonzero(arrays[2] & DIRTY) != arrays[3].shape[0]:
             raise ProtocolError("SYNC whose number of deltas differs from its flags")
@@ -704,5 +705,5 @@ class Engine(TableEngine):
 
 def _taken(block: Block, rows: Numbers) -> Block:
     out = np.empty((rows.shape[0], block.shape[1]), np.float32)
-    gather_rows(block, rows, out)
+    gather(block, rows, out)
     return out

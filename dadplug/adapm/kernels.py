@@ -60,15 +60,6 @@ def read_found(values: Block, where: Numbers, out: Block) -> None:
                 out[i, x] = values[row, x]
 
 
-@njit(cache=True, nogil=True)
-def first_bad_key(keys: Keys, limit: int) -> int:
-    """Return the position of the first key out of range, or -1."""
-    for i in range(keys.shape[0]):
-        if keys[i] < 0 or keys[i] >= limit:
-            return i
-    return -1
-
-
 @njit(cache=True, nogil=True, fastmath={"reassoc"})
 def first_not_finite(block: Block) -> int:
     """Return the first row with NaN or Inf, or -1."""

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..exchange import DEFAULT_TIMEOUT
+from ..lowrank.kernels import first_outside
 from ..signature import check_choice
 from . import kernels
 from .backends import BACKENDS, NO_PLACES, Backend, Done, TableSpec
@@ -296,7 +297,7 @@ class Table:
 
     def _in_range(self, keys: Tensor) -> Keys:
         flat = self._flat(keys)
-        if (position := kernels.first_bad_key(flat, self._limit)) >= 0:
+        if (position := first_outside(flat, self._limit)) >= 0:
             self._refuse(flat, position)
         return flat
 

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..jit import njit
+from ..lowrank.kernels import gather
 from .initialisers import STEP, Initialiser
 
 Keys = NDArray[np.int64]
@@ -370,15 +371,6 @@ def create(r: Rows, keys: Keys, where: Numbers, rows: Numbers) -> int:
 
 
 @njit(cache=True, nogil=True)
-def gather_rows(block: Block, rows: Numbers, out: Block) -> None:
-    """Compute ``out[i] = block[rows[i]]``."""
-    for i in range(rows.shape[0]):
-        row = rows[i]
-        for x in range(block.shape[1]):
-            out[i, x] = block[row, x]
-
-
-@njit(cache=True, nogil=True)
 def list_owned(r: Rows, rows: Numbers) -> int:
     """Write the rows owned by this site to `rows`, and return their number."""
     count = 0
@@ -590,7 +582,7 @@ class Store:
     def read_rows(self, rows: Numbers) -> Block:
         """Return copies of the values of rows."""
         out = np.empty((rows.shape[0], self.width), np.float32)
-        gather_rows(self.rows.values, rows, out)
+        gather(self.rows.values, rows, out)
         return out
 
     def owned(self) -> tuple[Keys, Block]:

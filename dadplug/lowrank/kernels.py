@@ -514,7 +514,7 @@ _DIVIDE = "numpy"  # no check for zero in every division, which keeps loops from
 
 
 @njit(nogil=True)
-def first_outside(rows: NDArray[np.int64], count: int) -> int:
+def first_outside(rows: NDArray[np.integer], count: int) -> int:
     """Return the position of the first row that is not in 0 to count - 1, or -1."""
     for i in range(rows.shape[0]):
         if rows[i] < 0 or rows[i] >= count:
@@ -523,7 +523,7 @@ def first_outside(rows: NDArray[np.int64], count: int) -> int:
 
 
 @njit(nogil=True)
-def gather(table: NDArray[np.floating], rows: NDArray[np.int64], out: NDArray[np.floating]) -> None:
+def gather(table: NDArray[np.floating], rows: NDArray[np.integer], out: NDArray[np.floating]) -> None:
     """Copy rows of a table, ``out[i] = table[rows[i]]``."""
     for i in range(rows.shape[0]):
         row = rows[i]
