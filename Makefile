@@ -14,7 +14,7 @@ OLDEST_PYTHON ?= $(shell for each in python3.10 "$$(pyenv root 2>/dev/null)"/ver
 NEWEST := .venv-newest
 TRAINERS := .venv-trainers
 CORE_TESTS := $(addprefix tests/,adapm adaptive callbacks cli data exchange fused hooks hub lowrank methods model_sync \
-	planning reducer runners serving test_jit.py test_reduction.py test_reduction_state.py test_registry.py test_signature.py)
+	planning reducer runners serving test_jit.py test_reduction.py test_registry.py test_signature.py)
 
 # File by file, in three processes on two cores: tests wait a seventh of the time, for timeouts and for
 # one another. pytest-xdist may wait without end after it has replaced one that crashed.

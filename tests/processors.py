@@ -11,8 +11,6 @@ those that hold its numbers against one process, a best approximation or the bit
 options, states, bytes and the order of calls give the same on every processor, and run once, with the whole suite.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess
@@ -22,7 +20,7 @@ from pathlib import Path
 
 FILES = (
     *("lowrank/test_lowrank", "lowrank/test_hard_inputs", "lowrank/test_packing", "lowrank/test_sparse_kernels"),
-    *("fused/test_updates", "fused/test_apply", "methods/test_methods", "methods/test_compression"),
+    *("fused/test_fused_steps", "methods/test_methods"),
 )
 METHODS = {  # by file, its tests whose result depends on the processor
     "divided": (
@@ -39,7 +37,7 @@ METHODS = {  # by file, its tests whose result depends on the processor
         "autocast_keeps_chains",
         "equal_batches_have_the_bits_of_dad",
     ),
-    "feedback": ("what_is_kept_back_comes_later", "powersgd_follows_its_paper_over_several_buckets"),
+    "lossy_state": ("what_is_kept_back_comes_later", "powersgd_follows_its_paper_over_several_buckets"),
     "merge_memory": ("the_residual_is_that_of_the_best_approximation_of_sum_and_memory",),
     "owner": ("with_rank_enough_it_is_the_exact_mean", "the_residual_is_that_of_the_best_approximation"),
 }

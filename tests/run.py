@@ -12,8 +12,6 @@ A test that fails both times fails the run. So do more than three failures, an i
 the collection, and a crash of one of its processes: they are not run again.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

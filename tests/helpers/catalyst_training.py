@@ -1,7 +1,5 @@
 """A small classification for Catalyst's runner: data, a net, and a training."""
 
-from __future__ import annotations
-
 import torch
 from catalyst import dl
 from catalyst.core.callback import Callback

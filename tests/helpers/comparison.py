@@ -29,6 +29,61 @@ def off_by(found, expected):
     return 0.0 if size < 1e-14 else float(error / size)
 
 
+def descend(model: nn.Module) -> None:
+    """Take a step of plain gradient descent."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 0.1 * parameter.grad
+
+
+def train(model: nn.Module, reduction: Any, backward: Any, steps: int, state: list | None = None) -> tuple[list, list]:
+    """Train by plain gradient descent, from the beginning or from a state that an earlier call has returned.
+
+    Args:
+        model: the model.
+        reduction: its reduction, which is detached in the end.
+        backward: runs a backward pass; gets the number of the step.
+        steps: number of the first step that is left out.
+        state: states of the model and of all sites, and the number of steps taken.
+
+    Returns:
+        The parameters at the end, and the state.
+    """
+    first = 0
+    if state is not None:
+        model.load_state_dict(state[0])
+        reduction.load_states(state[1])
+        first = state[2]
+    for step in range(first, steps):
+        backward(step)
+        reduction.synchronize()
+        descend(model)
+    assert reduction.first_difference() is None
+    states = reduction.gather_objects(reduction.state_dict())
+    reduction.detach()
+    return [p.detach().clone() for p in model.parameters()], [model.state_dict(), states, steps]
+
+
+def assert_resumes(sites: Any, function: Any, whole: int, half: int, *options: Any, exact: bool = False) -> list:
+    """Check that a training that is resumed ends as one that never stopped; return the state where it was stopped.
+
+    Args:
+        sites: the sites.
+        function: runs `train` at a site; gets a number of steps, a state or None, and the options.
+        whole: number of all steps.
+        half: number of steps after which it is stopped.
+        options: further arguments of the function.
+        exact: whether the parameters are equal to the bit.
+    """
+    expected, _ = sites.run(function, whole, None, *options)[0]
+    _, state = sites.run(function, half, None, *options)[0]
+    resumed, _ = sites.run(function, whole, state, *options)[0]
+    tolerance = 0.0 if exact else 1e-6
+    for one, other in zip(expected, resumed, strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+    return state
+
+
 class Beside:
     """A model under reduction, and a copy of it in one process that has the rows of all sites.
 

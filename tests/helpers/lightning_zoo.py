@@ -1,7 +1,5 @@
 """Lightning modules of several kinds, for tests that train each in every mode."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from typing import Any
@@ -193,11 +191,11 @@ def trainer(strategy: Any, **settings: Any) -> pl.Trainer:
     """Build a quiet Trainer; ``"ddp"`` is Lightning's own strategy, for two processes that others have started."""
     warnings.filterwarnings("ignore")
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    quiet |= {"enable_checkpointing": False, "max_epochs": 2, "precision": "64-true"}
+    quiet |= {"enable_checkpointing": False, "max_epochs": 2, "precision": "64-true", "devices": 1}
     if strategy == "ddp":
         os.environ.update(NODE_RANK=os.environ["RANK"], LOCAL_RANK="0")
         strategy, quiet["num_nodes"] = "ddp_find_unused_parameters_true", 2
-    return pl.Trainer(strategy=strategy, accelerator="cpu", devices=1, **quiet | settings)
+    return pl.Trainer(strategy=strategy, accelerator="cpu", **quiet | settings)
 
 
 def fit(kind: str | type[Plain], strategy: Any, data: DataLoader | None = None, resume=None, **settings: Any) -> tuple:
@@ -224,3 +222,25 @@ class Losses(pl.Callback):
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         self.values.append(float(outputs["loss"]))
+
+
+class Seen(Plain):
+    """A module that remembers the numbers of its training samples, which are a third entry of its batches."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net, self.seen = net, []
+        self.accuracy = MulticlassAccuracy(4, average="micro")
+
+    def training_step(self, batch, batch_idx):
+        self.seen += batch[2].tolist()
+        loss = cross_entropy(self(batch[0]), batch[1])
+        self.log("loss", loss, sync_dist=True, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.accuracy.update(self(batch[0]), batch[1])
+        self.log("accuracy", self.accuracy)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.5)

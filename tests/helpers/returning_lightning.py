@@ -1,41 +1,16 @@
 """One site of the tests of Lightning with a parameter server; see `returning_steps`."""
 
-from __future__ import annotations
-
 import json
 import sys
 
+import elastic_lightning
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
 from returning_steps import EPOCHS, Case, Steps, digest, net, samples
-from torch import nn
 from torch.utils.data import DataLoader
-from torchmetrics import MeanMetric
 
 import dadplug
-
-
-class Module(pl.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = net()
-        self.mean = MeanMetric().set_dtype(torch.float64)
-
-    def training_step(self, batch, batch_idx):
-        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-        self.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True)
-        return loss
-
-    def validation_step(self, batch, batch_idx):
-        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-        self.mean.update(loss, len(batch[0]))
-        self.log("metric_loss", self.mean)
-        self.log("loss", loss, sync_dist=True)
-
-    def configure_optimizers(self):
-        optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
-        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9), "interval": "step"}]
 
 
 class Record(pl.Callback):
@@ -57,14 +32,20 @@ class Record(pl.Callback):
         self.case.write(**line, present=server.present_sites)
 
 
-class Recording(Module):
+class Module(elastic_lightning.Module):
     """Module whose steps are recorded, those without a batch excepted."""
 
-    record: Record
+    def __init__(self, record: Record) -> None:
+        super().__init__()
+        self.net, self.record = net(), record
 
     def training_step(self, batch, batch_idx):
         self.record.steps.begin(batch[0], batch=batch_idx, global_step=self.trainer.global_step)
         return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9), "interval": "step"}]
 
 
 def run(case: Case) -> None:
@@ -86,8 +67,7 @@ def run(case: Case) -> None:
             ModelCheckpoint(f"{case.folder}/checkpoints", monitor="loss", save_last=True),
         ],
     )
-    module = Recording()
-    module.record = record
+    module = Module(record)
     first = 0 if case.deal == "shared" else 5 * case.rank
     trainer.fit(module, case.loader(), DataLoader(samples(first, first + 30), 6))
     case.write(best=trainer.checkpoint_callback.best_model_path, step=trainer.global_step)

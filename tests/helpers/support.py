@@ -11,9 +11,10 @@ The whole suite has to run in ten minutes on two cores, so a test should be the 
 question:
 
 1. A function in this process, without sites.
-2. `sites(n).run(function, *args)`: the processes are there already. A call costs milliseconds; still, many cases go
-   into one call. Each call starts with the same seeds; environment variables, the folder, the import path, filters of
-   warnings and torch's settings are restored after it. Patches and threads stay for the next test: undo them.
+2. `sites(n).run(function, *args)`: the processes are there already; ``@support.at_sites(n)`` makes a function a test
+   that all sites run. A call costs milliseconds; still, many cases go into one call. Each call starts with the same
+   seeds; environment variables, the folder, the import path, filters of warnings and torch's settings are restored
+   after it, and reductions are detached. Patches and threads stay for the next test: undo them.
 3. `with Sites(n) as group`: sites of its own, about a second of processor time, for tests that kill or stop some.
    `group.outcomes()` says by site what came of a call, whether it returned, raised, died or did not answer.
 4. `run_programs(commands)`: programs of their own, a tenth of a second each and more with the imports they make.
@@ -32,8 +33,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import gc
 import importlib.util
+import inspect
 import multiprocessing
 import os
 import random
@@ -43,7 +46,7 @@ import textwrap
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -133,6 +136,14 @@ def close_unused_groups() -> None:
             each.close_transports()  # those of nodes have threads, which keep them
 
 
+def detach_reductions() -> None:
+    """Take the reductions that a call has left attached off their models."""
+    from dadplug.adaptive.adaptive_loader import REDUCTIONS
+
+    for reduction in list(REDUCTIONS):
+        reduction.detach(discard=True)
+
+
 def serve_calls(key: bytes, place: dict[str, Any]) -> None:
     """Answer calls through the pipe that was inherited, as one site of a group.
 
@@ -154,9 +165,10 @@ def serve_calls(key: bytes, place: dict[str, Any]) -> None:
         file, name, args = call
         try:
             close_unused_groups()
-            function = getattr(load(file), name)
+            function = inspect.unwrap(getattr(load(file), name))  # a test of `at_sites` is the function itself here
             with isolated():
                 value = function(*args)
+            detach_reductions()
             pipe.send(("ok", value))
         except BaseException:
             pipe.send(("failed", traceback.format_exc()))
@@ -235,6 +247,7 @@ class Sites:
     def start(self, function: Any, *args: Any) -> None:
         """Start a module-level function on every site; `outcomes` waits for it."""
         self.pause(False)
+        function = inspect.unwrap(function)  # of a test of `at_sites`
         self._started = time.monotonic()
         for pipe in self._pipes:
             pipe.send((function.__code__.co_filename, function.__name__, args))
@@ -325,6 +338,26 @@ def sites(world_size: int) -> Sites:
     if world_size not in _groups or not _groups[world_size].alive:
         _groups[world_size] = Sites(world_size)
     return _groups[world_size]
+
+
+def at_sites(world_size: int, own: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a function a test that every site runs, with the parameters and fixtures it names; a decorator.
+
+    Args:
+        world_size: number of sites.
+        own: whether they are started for this test, which breaks their connections.
+    """
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def test(**arguments: Any) -> None:
+            values = [arguments[name] for name in inspect.signature(function).parameters]
+            with Sites(world_size) if own else contextlib.nullcontext(sites(world_size)) as group:
+                group.run(function, *values)
+
+        return test
+
+    return decorate
 
 
 def pause_all(but: int = 0) -> None:
