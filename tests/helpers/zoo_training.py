@@ -1,7 +1,5 @@
 """Training of a model of the zoo beside one process that has all rows."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import nullcontext
 

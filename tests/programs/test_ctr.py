@@ -1,7 +1,5 @@
 """Clicks at two sites: tables without memory of their own, where keys were over time, and the example."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

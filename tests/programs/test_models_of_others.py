@@ -5,20 +5,307 @@ gradients at the same parameters: rankdad with the best approximations of its ra
 arithmetic in one process, what has not been sent yet included.
 """
 
-from __future__ import annotations
-
 import copy
 import math
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
-import models_of_others as others
 import pytest
+import support
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dadplug
+
+WORDS, LENGTH, CLASSES = 48, 6, 4
+SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+ENDS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def bert() -> nn.Module:
+    from transformers.models.bert import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(
+        vocab_size=WORDS, num_labels=CLASSES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **SIZES
+    )
+    return BertForSequenceClassification(config)
+
+
+def gpt2() -> nn.Module:
+    from transformers.models.gpt2 import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=WORDS,
+        n_positions=16,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        **ENDS,
+    )
+    return GPT2LMHeadModel(config)
+
+
+def llama() -> nn.Module:
+    from transformers.models.llama import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, num_key_value_heads=1, **SIZES, **ENDS))
+
+
+def vit() -> nn.Module:
+    from transformers.models.vit import ViTConfig, ViTForImageClassification
+
+    return ViTForImageClassification(ViTConfig(image_size=8, patch_size=4, num_labels=CLASSES, **SIZES))
+
+
+def t5() -> nn.Module:
+    from transformers.models.t5 import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        vocab_size=WORDS,
+        d_model=32,
+        d_kv=16,
+        d_ff=64,
+        num_layers=2,
+        num_heads=2,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )
+    return T5ForConditionalGeneration(config)
+
+
+def with_lora(model: nn.Module, layers: list[str], **options: Any) -> nn.Module:
+    """Wrap the named layers in peft's LoRA; all else is frozen, unless peft has to save it."""
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=4, lora_dropout=0.0, target_modules=layers, **options))
+
+
+def gpt2_with_lora() -> nn.Module:
+    return with_lora(gpt2(), ["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True)
+
+
+def bert_with_lora() -> nn.Module:
+    return with_lora(bert(), ["query", "value"], modules_to_save=["classifier"])
+
+
+class Residual(nn.Module):
+    """The basic block of a ResNet."""
+
+    def __init__(self, width: int, out: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(width, out, 3, stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(out)
+        self.conv2 = nn.Conv2d(out, out, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(out)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample: nn.Module | None = None
+        if stride != 1 or width != out:
+            self.downsample = nn.Sequential(nn.Conv2d(width, out, 1, stride, bias=False), nn.BatchNorm2d(out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        identity = x if self.downsample is None else self.downsample(x)
+        return self.relu(self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x))))) + identity)
+
+
+class ResNet(nn.Module):
+    """A ResNet-18 of narrow layers, for small images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 4, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(4)
+        blocks, width = [], 4
+        for out, stride in ((4, 1), (8, 2), (12, 2), (16, 2)):
+            blocks += [Residual(width, out, stride), Residual(out, out, 1)]
+            width = out
+        self.layers = nn.Sequential(*blocks)
+        self.fc = nn.Linear(width, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.bn1(self.conv1(x)), inplace=True)
+        return self.fc(self.layers(x).mean((2, 3)))
+
+
+class Inverted(nn.Module):
+    """An inverted residual of a MobileNet: a depthwise convolution between two of one position."""
+
+    def __init__(self, width: int, out: int, stride: int) -> None:
+        super().__init__()
+        inner = 3 * width
+        self.residual = stride == 1 and width == out
+        self.conv = nn.Sequential(
+            *(nn.Conv2d(width, inner, 1, bias=False), nn.BatchNorm2d(inner), nn.ReLU6(inplace=True)),
+            nn.Conv2d(inner, inner, 3, stride, padding=1, groups=inner, bias=False),
+            *(nn.BatchNorm2d(inner), nn.ReLU6(inplace=True)),
+            *(nn.Conv2d(inner, out, 1, bias=False), nn.BatchNorm2d(out)),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.conv(x) if self.residual else self.conv(x)
+
+
+def mobilenet() -> nn.Module:
+    """A MobileNet of three blocks, whose batch norms are frozen as in fine-tuning."""
+    model = nn.Sequential(
+        *(nn.Conv2d(3, 8, 3, 2, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU6(inplace=True)),
+        *(Inverted(8, 8, 1), Inverted(8, 12, 2), Inverted(12, 12, 1)),
+        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.0), nn.Linear(12, CLASSES)),
+    )
+    return model.eval()
+
+
+class GraphLinear(nn.Module):
+    """torch_geometric's linear layer, by name and by what it computes."""
+
+    def __init__(self, width: int, out: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(out, width) / width**0.5)
+        self.register_parameter("bias", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+GraphLinear.__module__, GraphLinear.__qualname__ = "torch_geometric.nn.dense.linear", "Linear"
+
+
+class GraphConvolution(nn.Module):
+    """A linear layer, and the mean over neighbours by a sparse product."""
+
+    def __init__(self, width: int, out: int) -> None:
+        super().__init__()
+        self.lin = GraphLinear(width, out)
+        self.bias = nn.Parameter(torch.zeros(out))
+
+    def forward(self, x: Tensor, adjacency: Tensor) -> Tensor:
+        return torch.sparse.mm(adjacency, self.lin(x)) + self.bias
+
+
+class GCN(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = GraphConvolution(20, 16), GraphConvolution(16, CLASSES)
+
+    def forward(self, x: Tensor, adjacency: Tensor) -> Tensor:
+        return self.conv2(self.conv1(x, adjacency).relu(), adjacency)
+
+
+Batch = dict[str, Tensor]
+
+
+def texts(count: int, generator: torch.Generator) -> Batch:
+    """Texts with their classes, of which some are padded."""
+    words = torch.randint(3, WORDS, (count, LENGTH), generator=generator)
+    mask = torch.ones_like(words)
+    mask[::2, -2:] = 0
+    return {"input_ids": words, "attention_mask": mask, "targets": words[:, 0] % CLASSES}
+
+
+def sentences(count: int, generator: torch.Generator) -> Batch:
+    """Texts whose words are predicted from those before."""
+    words = torch.randint(3, WORDS, (count, LENGTH), generator=generator)
+    return {"input_ids": words[:, :-1], "targets": words[:, 1:]}
+
+
+def translations(count: int, generator: torch.Generator) -> Batch:
+    words = torch.randint(3, WORDS, (count, LENGTH), generator=generator)
+    shifted = F.pad(words[:, :-1], (1, 0))
+    return {"input_ids": words.flip(1), "decoder_input_ids": shifted, "targets": words}
+
+
+def images(size: int, name: str) -> Callable[[int, torch.Generator], Batch]:
+    def batch(count: int, generator: torch.Generator) -> Batch:
+        pixels = torch.randn(count, 3, size, size, generator=generator, dtype=torch.float64)
+        return {name: pixels, "targets": (pixels.mean((1, 2, 3)) > 0).long()}
+
+    return batch
+
+
+def graphs(count: int, generator: torch.Generator) -> Batch:
+    """A ring of nodes with their classes."""
+    features = torch.randn(count, 20, generator=generator, dtype=torch.float64)
+    adjacency = torch.eye(count, dtype=torch.float64) + torch.eye(count, dtype=torch.float64).roll(1, 0)
+    targets = (features[:, 0] > 0).long()
+    return {"x": features, "adjacency": (adjacency / adjacency.sum(1, True)).to_sparse(), "targets": targets}
+
+
+class Subject(NamedTuple):
+    """A model that is tried.
+
+    Attributes:
+        build: makes it.
+        batch: makes a batch of so many samples.
+        factored: least share of the elements of its trained matrices that rankdad sends as factors.
+        chains: whether edad finds a chain of layers in it.
+    """
+
+    build: Callable[[], nn.Module]
+    batch: Callable[[int, torch.Generator], Batch]
+    factored: float
+    chains: bool = False
+
+
+SUBJECTS = {
+    "bert": Subject(bert, texts, 0.8, chains=True),
+    "gpt2": Subject(gpt2, sentences, 0.8),
+    "llama": Subject(llama, sentences, 0.8),
+    "vit": Subject(vit, images(8, "pixel_values"), 0.8),
+    "t5": Subject(t5, translations, 0.8, chains=True),
+    "gpt2 with lora": Subject(gpt2_with_lora, sentences, 0.8, chains=True),
+    "bert with lora": Subject(bert_with_lora, texts, 0.8, chains=True),
+    "resnet": Subject(ResNet, images(16, "x"), 0.8),
+    "mobilenet": Subject(mobilenet, images(8, "input"), 0.8),
+    "gcn": Subject(GCN, graphs, 0.8),
+}
+
+
+def in_64_bits(model: nn.Module) -> nn.Module:
+    """Replace norms that compute in 32 bits whatever the type of their input."""
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if type(child).__name__ in ("LlamaRMSNorm", "T5LayerNorm"):
+                setattr(parent, name, nn.RMSNorm(len(child.weight), child.variance_epsilon))
+    return model.double()
+
+
+def build(name: str) -> nn.Module:
+    torch.manual_seed(3)
+    model = in_64_bits(SUBJECTS[name].build())
+    return model if name == "mobilenet" else model.train()
+
+
+def batch(name: str, counts: list[int], step: int) -> list[Batch]:
+    """The sites' batches of a step."""
+    return [
+        SUBJECTS[name].batch(count, torch.Generator().manual_seed(100 * step + site))
+        for site, count in enumerate(counts)
+    ]
+
+
+def loss(model: nn.Module, given: Batch) -> Tensor:
+    outputs = model(**{name: value for name, value in given.items() if name != "targets"})
+    logits = outputs if isinstance(outputs, Tensor) else outputs.logits
+    return F.cross_entropy(logits.flatten(0, -2), given["targets"].flatten())
+
+
+def union(pieces: list[Batch]) -> Batch:
+    """One batch of all sites' samples."""
+
+    def joined(values: list[Tensor]) -> Tensor:
+        if values[0].is_sparse:
+            return torch.block_diag(*(value.to_dense() for value in values)).to_sparse()
+        return torch.cat(values)
+
+    return {name: joined([piece[name] for piece in pieces]) for name in pieces[0]}
+
+
+# Models that other people wrote, in every mode: two sites with unequal rows against one process in 64 bits
+
 
 pytestmark = pytest.mark.slow
 
@@ -30,10 +317,10 @@ Gradients = dict[str, Tensor]
 Paths = dict[str, str]
 
 
-def gradients(model: nn.Module, batch: others.Batch, share: float = 1.0) -> Gradients:
+def gradients(model: nn.Module, batch: Batch, share: float = 1.0) -> Gradients:
     """Return autograd's own gradients of a batch's loss, by name."""
     model.zero_grad()
-    (share * others.loss(model, batch)).backward()
+    (share * loss(model, batch)).backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -43,17 +330,17 @@ def norm(tensors: Iterable[Tensor]) -> float:
 
 def progress(name: str, model: nn.Module) -> float:
     """Return how far the loss of the first batch has come from the start."""
-    first = others.union(others.batch(name, COUNTS, 0))
+    first = union(batch(name, COUNTS, 0))
     with torch.no_grad():
-        return float(others.loss(others.build(name).eval(), first) - others.loss(copy.deepcopy(model).eval(), first))
+        return float(loss(build(name).eval(), first) - loss(copy.deepcopy(model).eval(), first))
 
 
 def one_process(name: str) -> tuple[list[Gradients], float]:
     """Train in one process with all rows; return each step's gradients, and how far the loss has come."""
-    model, found = others.build(name), []
+    model, found = build(name), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(STEPS):
-        found.append(gradients(model, others.union(others.batch(name, COUNTS, step))))
+        found.append(gradients(model, union(batch(name, COUNTS, step))))
         optimizer.step()
     return found, progress(name, model)
 
@@ -67,7 +354,7 @@ class Check:
 
     progress = 0.0
 
-    def __call__(self, step: int, model: nn.Module, pieces: list[others.Batch], paths: Paths) -> None:
+    def __call__(self, step: int, model: nn.Module, pieces: list[Batch], paths: Paths) -> None:
         raise NotImplementedError
 
 
@@ -77,7 +364,7 @@ class Exact(Check):
     def __init__(self, expected: list[Gradients]) -> None:
         self.expected = expected
 
-    def __call__(self, step: int, model: nn.Module, pieces: list[others.Batch], paths: Paths) -> None:
+    def __call__(self, step: int, model: nn.Module, pieces: list[Batch], paths: Paths) -> None:
         whole = norm(self.expected[step].values())
         for parameter, p in model.named_parameters():
             assert (p.grad is None) == (parameter not in self.expected[step]), f"step {step}: {parameter}"
@@ -96,10 +383,10 @@ class Lossy(Check):
     """
 
     def __init__(self, name: str, rounding: float = 0.0) -> None:
-        self.model = others.build(name).eval()
+        self.model = build(name).eval()
         self.rounding = rounding
 
-    def __call__(self, step: int, model: nn.Module, pieces: list[others.Batch], paths: Paths) -> None:
+    def __call__(self, step: int, model: nn.Module, pieces: list[Batch], paths: Paths) -> None:
         with torch.no_grad():
             for p, q in zip(self.model.parameters(), model.parameters()):
                 p.copy_(q)
@@ -176,15 +463,15 @@ def trains(name: str, check: Check, steps: int = STEPS, *, spoil: float | None =
     Returns:
         The path of each parameter.
     """
-    model = others.build(name)
+    model = build(name)
     if options["mode"] not in EXACT:
         model.eval()  # statistics of a batch would be those of one site
     reduction = dadplug.GradientReduction(model, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(steps):
         optimizer.zero_grad()
-        pieces = others.batch(name, COUNTS, step)
-        others.loss(model, pieces[dist.get_rank()]).backward()
+        pieces = batch(name, COUNTS, step)
+        loss(model, pieces[dist.get_rank()]).backward()
         reduction.synchronize()
         paths = {row.parameter: str(row.path) for row in reduction.plan}
         if spoil is not None:
@@ -215,8 +502,10 @@ LOSSY: list[tuple[type[Lossy], dict[str, Any]]] = [
 ]
 
 
-def trains_in_every_mode(name: str) -> None:
-    subject = others.SUBJECTS[name]
+@pytest.mark.parametrize("name", SUBJECTS)
+@support.at_sites(2)
+def test_models_of_others_train_in_every_mode(name: str) -> None:
+    subject = SUBJECTS[name]
     expected, of_one = one_process(name)
     options = {"sync_batchnorm": True} if name == "resnet" else {}
     for mode in EXACT:
@@ -234,11 +523,6 @@ def trains_in_every_mode(name: str) -> None:
             trained = {parameter: size for parameter, size in sizes.items() if paths[parameter] != "frozen"}
             factored = sum(size for parameter, size in trained.items() if paths[parameter] in ("factors", "lowrank"))
             assert factored >= subject.factored * sum(trained.values())
-
-
-@pytest.mark.parametrize("name", others.SUBJECTS)
-def test_models_of_others_train_in_every_mode(sites, name):
-    sites(2).run(trains_in_every_mode, name)
 
 
 def trains_on_narrow_wires(name: str) -> None:

@@ -1,7 +1,5 @@
 """Neither an import of dadplug nor a training run, however it ends, leaves the process other than it was."""
 
-from __future__ import annotations
-
 import pytest
 import support
 

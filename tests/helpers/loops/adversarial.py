@@ -1,14 +1,13 @@
 """Loops with several models, several losses or gradients for inputs: GANs, attacks, SAM."""
 
-from __future__ import annotations
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
 
 from .compare import loop
-from .site import WIDTH, Site, loss, net, sgd
+from .site import STEPS, WIDTH, Site, Training, loss, net, sgd
 
-STEPS = 4
 LATENT = 5
 PARTS = "rows are counted part by part where parts of the model are called; what has left too early is sent anew"
 
@@ -126,72 +125,56 @@ def wgan_with_gradient_penalty(site: Site) -> None:
 @loop(chains=False)
 def input_gradient_penalty(site: Site) -> None:
     """Double backward through all layers, the input's gradient by `autograd.grad`."""
-    model = site.model()
-    reduction = site.reduce(model)
-    optimizer = sgd(model)
-    for step in range(STEPS):
+    training = Training(site)
+    for step in training.steps():
         inputs, targets = site.batch(step)
-        inputs.requires_grad_()
-        optimizer.zero_grad()
-        value = loss(model, (inputs, targets))
+        value = loss(training.model, (inputs.requires_grad_(), targets))
         (slope,) = torch.autograd.grad(value, inputs, create_graph=True)
         (value + slope.square().sum()).backward()
-        site.agree(reduction, len(inputs))
-        optimizer.step()
+        training.agree(len(inputs))
 
 
 @loop(int8=True)
 def fgsm(site: Site) -> None:
     """A backward pass for the input's gradient, whose gradients of parameters are cleared."""
-    model = site.model()
-    reduction = site.reduce(model)
-    optimizer = sgd(model)
+    training = Training(site)
     for step in range(STEPS):
         inputs, targets = site.batch(step)
-        inputs.requires_grad_()
-        loss(model, (inputs, targets)).backward()
+        loss(training.model, (inputs.requires_grad_(), targets)).backward()
         attacked = (inputs + 0.1 * inputs.grad.sign()).detach()
-        optimizer.zero_grad()
-        loss(model, (attacked, targets)).backward()
-        site.agree(reduction, len(inputs))
-        optimizer.step()
+        training.optimizer.zero_grad()
+        loss(training.model, (attacked, targets)).backward()
+        training.agree(len(inputs))
+        training.optimizer.step()
 
 
 @loop()
 def pgd(site: Site) -> None:
     """Several ascent steps that change the input's data in place, and train on the last."""
-    model = site.model()
-    reduction = site.reduce(model)
-    optimizer = sgd(model)
+    training = Training(site)
     for step in range(STEPS):
         inputs, targets = site.batch(step)
-        inputs.requires_grad_()
         for _ in range(3):
-            loss(model, (inputs, targets)).backward()
+            loss(training.model, (inputs.requires_grad_(), targets)).backward()
             inputs.data.add_(0.05 * inputs.grad.sign())
             inputs.grad = None
-        optimizer.zero_grad()
-        loss(model, (inputs.detach(), targets)).backward()
-        site.agree(reduction, len(inputs))
-        optimizer.step()
+        training.optimizer.zero_grad()
+        loss(training.model, (inputs.detach(), targets)).backward()
+        training.agree(len(inputs))
+        training.optimizer.step()
 
 
 @loop()
 def free_adversarial_training(site: Site) -> None:
     """One backward pass for both the input's gradient and the parameters', the batch replayed."""
-    model = site.model()
-    reduction = site.reduce(model)
-    optimizer = sgd(model)
-    for step in range(2):
-        inputs, targets = site.batch(step)
-        noise = torch.zeros_like(inputs)
-        for _ in range(2):
-            noise.requires_grad_()
-            optimizer.zero_grad()
-            loss(model, (inputs + noise, targets)).backward()
-            noise = (noise + 0.1 * noise.grad.sign()).detach()
-            site.agree(reduction, len(inputs))
-            optimizer.step()
+    training = Training(site)
+    for step in training.steps(4):
+        inputs, targets = site.batch(step // 2)
+        if step % 2 == 0:
+            noise = torch.zeros_like(inputs)
+        loss(training.model, (inputs + noise.requires_grad_(), targets)).backward()
+        noise = (noise + 0.1 * noise.grad.sign()).detach()
+        training.agree(len(inputs))
 
 
 def _ascend(model: nn.Module) -> list[Tensor]:
@@ -211,42 +194,29 @@ def _restore(model: nn.Module, kept: list[Tensor]) -> None:
             parameter.copy_(before)
 
 
+def _sharpness_aware(site: Site, agreed: bool) -> None:
+    training = Training(site)
+    for step in training.steps():
+        with nullcontext() if agreed else training.reduction.no_sync():
+            training.loss(step).backward()
+        if agreed:
+            training.agree(site.rows(step))
+        kept = _ascend(training.model)
+        training.optimizer.zero_grad()
+        training.trains(step)
+        _restore(training.model, kept)
+
+
 @loop()
 def sam_with_agreed_ascent(site: Site) -> None:
     """Sharpness-aware minimisation: both backward passes are agreed on, so that all sites perturb alike."""
-    model = site.model()
-    reduction = site.reduce(model)
-    optimizer = sgd(model)
-    for step in range(STEPS):
-        batch = site.batch(step)
-        optimizer.zero_grad()
-        loss(model, batch).backward()
-        site.agree(reduction, len(batch[1]))
-        kept = _ascend(model)
-        optimizer.zero_grad()
-        loss(model, batch).backward()
-        site.agree(reduction, len(batch[1]))
-        _restore(model, kept)
-        optimizer.step()
+    _sharpness_aware(site, agreed=True)
 
 
 @loop()
 def sam_with_local_ascent(site: Site) -> None:
     """Each site perturbs along its own gradient, of a backward pass that is not sent, as under DDP."""
-    model = site.model()
-    reduction = site.reduce(model)
-    optimizer = sgd(model)
-    for step in range(STEPS):
-        batch = site.batch(step)
-        optimizer.zero_grad()
-        with reduction.no_sync():
-            loss(model, batch).backward()
-        kept = _ascend(model)
-        optimizer.zero_grad()
-        loss(model, batch).backward()
-        site.agree(reduction, len(batch[1]))
-        _restore(model, kept)
-        optimizer.step()
+    _sharpness_aware(site, agreed=False)
 
 
 @loop(chains=False, late=PARTS)

@@ -1,7 +1,5 @@
 """Comparison of a loop run with `GradientReduction` and by hand."""
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Loops that use more of PyTorch: hooks, checkpoints, compilation, loaders, partial backward passes, sequences."""
 
-from __future__ import annotations
-
 import functools
 from collections import UserDict
 
@@ -11,9 +9,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from .compare import loop
-from .site import CLASSES, WIDTH, Site, loss, net, sgd
+from .site import CLASSES, STEPS, WIDTH, Site, Training, loss, net, trains
 
-STEPS = 4
 CHANGED = "a gradient that the program has changed is sent as it is"
 
 
@@ -28,54 +25,36 @@ class _Checkpointed(nn.Module):
         return self.last(torch.tanh(x))
 
 
-def _trains(site: Site, model: nn.Module, steps: int = STEPS) -> None:
-    reduction = site.reduce(model)
-    optimizer = sgd(model)
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss(model, site.batch(step)).backward()
-        site.agree(reduction, site.rows(step))
-        optimizer.step()
-
-
 @loop()
 def checkpointing(site: Site) -> None:
-    _trains(site, site.model(lambda: _Checkpointed(False)))
+    trains(site, site.model(lambda: _Checkpointed(False)))
 
 
 @loop()
 def reentrant_checkpointing(site: Site) -> None:
-    _trains(site, site.model(lambda: _Checkpointed(True)))
+    trains(site, site.model(lambda: _Checkpointed(True)))
 
 
 @loop(tolerance=0.05)
 def checkpointing_under_autocast(site: Site) -> None:
     """In bf16, whose rounding is all that may differ."""
-    model = site.model(lambda: _Checkpointed(False).float())
-    reduction = site.reduce(model)
-    optimizer = sgd(model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
+    training = Training(site, site.model(lambda: _Checkpointed(False).float()))
+    for step in training.steps():
         inputs, targets = site.batch(step)
         with torch.autocast("cpu", torch.bfloat16):
-            value = loss(model, (inputs.float(), targets))
+            value = loss(training.model, (inputs.float(), targets))
         value.backward()
-        site.agree(reduction, len(inputs))
-        optimizer.step()
+        training.agree(len(inputs))
 
 
 @loop(chains=False)
 def compiled(site: Site) -> None:
-    model = site.model()
-    reduction = site.reduce(model)
-    optimizer = sgd(model)
-    fast = model if site.by_hand else torch.compile(model, backend="eager")
+    training = Training(site)
+    fast = training.model if site.by_hand else torch.compile(training.model, backend="eager")
     rows = (4, 7)[site.rank]  # in all steps, since every other number is compiled anew
-    for step in range(3):
-        optimizer.zero_grad()
+    for step in training.steps(3):
         loss(fast, site.batch(step, rows)).backward()
-        site.agree(reduction, rows)
-        optimizer.step()
+        training.agree(rows)
 
 
 @functools.cache
@@ -90,46 +69,32 @@ def _loader(rank: int, rows: int) -> DataLoader:
 
 @loop()
 def loader_with_workers(site: Site) -> None:
-    model = site.model()
-    reduction = site.reduce(model)
-    optimizer = sgd(model)
+    training = Training(site)
     rows = (4, 7)[site.rank]
     for _ in range(2):
-        for batch in _loader(site.rank, rows):
-            optimizer.zero_grad()
-            loss(model, batch).backward()
-            site.agree(reduction, rows)
-            optimizer.step()
+        for _, batch in zip(training.steps(3), _loader(site.rank, rows), strict=True):
+            loss(training.model, batch).backward()
+            training.agree(rows)
 
 
 @loop()
 def backward_with_inputs(site: Site) -> None:
     """``backward(inputs=...)``: gradients for some parameters, other ones each step but for the first."""
-    model = site.model()
-    reduction = site.reduce(model)
-    optimizer = sgd(model)
-    for step in range(5):
-        optimizer.zero_grad()
-        part = model[2 * (step % 3)] if step else model
-        loss(model, site.batch(step)).backward(inputs=list(part.parameters()))
-        site.agree(reduction, site.rows(step))
-        optimizer.step()
+    training = Training(site)
+    for step in training.steps(5):
+        part = training.model[2 * (step % 3)] if step else training.model
+        training.loss(step).backward(inputs=list(part.parameters()))
+        training.agree(site.rows(step))
 
 
 @loop(late=CHANGED)
 def autograd_grad_written_by_hand(site: Site) -> None:
-    model = site.model()
-    reduction = site.reduce(model)
-    optimizer = sgd(model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        batch = site.batch(step)
-        for parameter, gradient in zip(
-            model.parameters(), torch.autograd.grad(loss(model, batch), list(model.parameters())), strict=True
-        ):
+    training = Training(site)
+    for step in training.steps():
+        parameters = list(training.model.parameters())
+        for parameter, gradient in zip(parameters, torch.autograd.grad(training.loss(step), parameters), strict=True):
             parameter.grad = gradient
-        site.agree(reduction, len(batch[1]))
-        optimizer.step()
+        training.agree(site.rows(step))
 
 
 @loop(late=CHANGED)
@@ -138,15 +103,11 @@ def weight_hooks(site: Site) -> None:
     model = site.model()
     model[0].weight.register_hook(lambda gradient: gradient * 0.5)
     mask = torch.arange(9.0) > 2
-    reduction = site.reduce(model)
-    optimizer = sgd(model)
-    for step in range(5):
+    training = Training(site, model)
+    for step in training.steps(5):
         if step == 2:
             model[2].weight.register_hook(lambda gradient: gradient * mask)
-        optimizer.zero_grad()
-        loss(model, site.batch(step)).backward()
-        site.agree(reduction, site.rows(step))
-        optimizer.step()
+        training.trains(step)
 
 
 @loop(chains=False, late=CHANGED)
@@ -161,13 +122,7 @@ def post_accumulate_hooks(site: Site) -> None:
         parameter.grad.mul_(0.5)
 
     model[4].bias.register_post_accumulate_grad_hook(halve)
-    reduction = site.reduce(model)
-    optimizer = sgd(model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss(model, site.batch(step)).backward()
-        site.agree(reduction, site.rows(step))
-        optimizer.step()
+    trains(site, model)
     assert len(seen) == STEPS
     assert all(norm > 0 for norm in seen)
 
@@ -175,16 +130,12 @@ def post_accumulate_hooks(site: Site) -> None:
 @loop(chains=False, late=CHANGED)
 def clipping_before_synchronize(site: Site) -> None:
     """Each site clips its own gradient, of a backward pass under `no_sync`."""
-    model = site.model()
-    reduction = site.reduce(model)
-    optimizer = sgd(model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        with reduction.no_sync():
-            loss(model, site.batch(step)).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-        site.agree(reduction, site.rows(step))
-        optimizer.step()
+    training = Training(site)
+    for step in training.steps():
+        with training.reduction.no_sync():
+            training.loss(step).backward()
+        nn.utils.clip_grad_norm_(training.model.parameters(), 0.05)
+        training.agree(site.rows(step))
 
 
 class _Dropped(nn.Module):
@@ -198,13 +149,13 @@ class _Dropped(nn.Module):
 
 @loop()
 def dropout_with_unequal_seeds(site: Site) -> None:
-    _trains(site, site.model(_Dropped))
+    trains(site, site.model(_Dropped))
 
 
 @loop()
 def dropout_with_equal_seeds(site: Site) -> None:
     torch.manual_seed(11)
-    _trains(site, site.model(_Dropped))
+    trains(site, site.model(_Dropped))
 
 
 class _Words(nn.Module):
@@ -217,15 +168,11 @@ class _Words(nn.Module):
 
 
 def _reads(site: Site, sparse: bool) -> None:
-    model = site.model(lambda: _Words(sparse))
-    reduction = site.reduce(model)
-    optimizer = sgd(model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
+    training = Training(site, site.model(lambda: _Words(sparse)))
+    for step in training.steps():
         tokens = torch.randint(0, 13, (site.rows(step), 3))
-        loss(model, (tokens, site.batch(step)[1])).backward()
-        site.agree(reduction, len(tokens))
-        optimizer.step()
+        loss(training.model, (tokens, site.batch(step)[1])).backward()
+        training.agree(len(tokens))
 
 
 @loop()
@@ -252,17 +199,13 @@ class _Recurrent(nn.Module):
 @loop()
 def truncated_backpropagation(site: Site) -> None:
     """Windows of a sequence, the hidden state detached between them."""
-    model = site.model(_Recurrent)
-    reduction = site.reduce(model)
-    optimizer = sgd(model)
+    training = Training(site, site.model(_Recurrent))
     rows = site.rows(0)
     state = torch.zeros(rows, WIDTH)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        outputs, state = model(torch.randn(rows, 3, WIDTH), state.detach())
+    for step in training.steps():
+        outputs, state = training.model(torch.randn(rows, 3, WIDTH), state.detach())
         nn.functional.cross_entropy(outputs, site.batch(step, rows)[1]).backward()
-        site.agree(reduction, rows)
-        optimizer.step()
+        training.agree(rows)
 
 
 class _Outputs(nn.Module):
@@ -277,17 +220,12 @@ class _Outputs(nn.Module):
 
 @loop(chains=False)
 def dict_of_outputs(site: Site) -> None:
-    model = site.model(_Outputs)
-    reduction = site.reduce(model)
-    optimizer = sgd(model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
+    training = Training(site, site.model(_Outputs))
+    for step in training.steps():
         inputs, targets = site.batch(step)
-        outputs = model({"inputs": inputs})
-        value = nn.functional.cross_entropy(outputs["left"], targets) + outputs["right"].square().mean()
-        value.backward()
-        site.agree(reduction, len(inputs))
-        optimizer.step()
+        outputs = training.model({"inputs": inputs})
+        (nn.functional.cross_entropy(outputs["left"], targets) + outputs["right"].square().mean()).backward()
+        training.agree(len(inputs))
 
 
 class _Batch:
@@ -308,13 +246,9 @@ class _Opens(nn.Module):
 
 @loop()
 def batch_object(site: Site) -> None:
-    model = site.model(_Opens)
-    reduction = site.reduce(model)
-    optimizer = sgd(model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
+    training = Training(site, site.model(_Opens))
+    for step in training.steps():
         inputs, targets = site.batch(step)
         batch = _Batch(inputs) if step % 2 else UserDict(inputs=inputs)
-        loss(model, (batch, targets)).backward()
-        site.agree(reduction, len(inputs))
-        optimizer.step()
+        loss(training.model, (batch, targets)).backward()
+        training.agree(len(inputs))

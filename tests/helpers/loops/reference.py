@@ -5,8 +5,6 @@ Exact modes: the mean over sites by their rows. rankdad: the mean of each site's
 (arXiv:1809.07599) as published, with error feedback. Nothing here uses the library's exchange.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Sequence

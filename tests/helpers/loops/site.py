@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +17,7 @@ from dadplug.errors import NonFiniteError
 from .reference import Agreement, Gradients
 
 WIDTH, CLASSES = 6, 4
+STEPS = 4
 
 
 @dataclass
@@ -214,6 +215,50 @@ class Site:
         for reduction in self.reductions:
             reduction.model.zero_grad()  # a backward pass whose gradients nobody asked for may be on its way
             reduction.detach()
+
+
+class Training:
+    """A model of a site with its reduction and its optimizer, and the parts of a training loop.
+
+    Args:
+        site: the site.
+        model: the model; that of `Site.model` by default.
+        lr: the learning rate of the optimizer.
+        options: further options of the reduction.
+    """
+
+    def __init__(self, site: Site, model: nn.Module | None = None, lr: float = 0.2, **options: Any) -> None:
+        self.site = site
+        self.model: Any = site.model() if model is None else model
+        self.reduction = site.reduce(self.model, **options)
+        self.optimizer: torch.optim.Optimizer = sgd(self.model, lr)
+
+    def steps(self, count: int = STEPS) -> Iterator[int]:
+        """Clear the gradients before each step, yield its number, and apply the gradients after it."""
+        for step in range(count):
+            self.optimizer.zero_grad()
+            yield step
+            self.optimizer.step()
+
+    def loss(self, step: int, rows: int | None = None) -> Tensor:
+        """The loss of a batch."""
+        return loss(self.model, self.site.batch(step, rows))
+
+    def agree(self, rows: int, scale: float = 1.0) -> None:
+        """Agree on the gradients; see `Site.agree`."""
+        self.site.agree(self.reduction, rows, scale)
+
+    def trains(self, step: int) -> None:
+        """Go backward through the loss of a step, and agree."""
+        self.loss(step).backward()
+        self.agree(self.site.rows(step))
+
+
+def trains(site: Site, model: nn.Module | None = None, steps: int = STEPS) -> None:
+    """Run a plain training loop."""
+    training = Training(site, model)
+    for step in training.steps(steps):
+        training.trains(step)
 
 
 def net(*, out: int = CLASSES) -> nn.Sequential:

@@ -1,110 +1,78 @@
 """Loops whose model changes: layers frozen, added, replaced, pruned, normalised, loaded, shared."""
 
-from __future__ import annotations
-
 import copy
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
 from .compare import loop
-from .site import WIDTH, Site, loss, net, sgd
+from .site import WIDTH, Site, Training, loss, net, sgd, trains
 
-STEPS = 4
 CHANGED = "the first gradient of a changed model may be sent as it is"
 
 
 @loop()
 def progressive_freezing(site: Site) -> None:
-    model = site.model()
-    reduction = site.reduce(model)
-    optimizer = sgd(model)
-    for step in range(6):
-        model[0].requires_grad_(step not in (2, 3))
-        model[2].requires_grad_(step != 3)
-        optimizer.zero_grad()
-        loss(model, site.batch(step)).backward()
-        site.agree(reduction, site.rows(step))
-        optimizer.step()
+    training = Training(site)
+    for step in training.steps(6):
+        training.model[0].requires_grad_(step not in (2, 3))
+        training.model[2].requires_grad_(step != 3)
+        training.trains(step)
 
 
 @loop()
 def frozen_backbone(site: Site) -> None:
     model = site.model()
     model[0].requires_grad_(False)
-    reduction = site.reduce(model)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.2)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss(model, site.batch(step)).backward()
-        site.agree(reduction, site.rows(step))
-        optimizer.step()
+    trains(site, model)
 
 
 @loop(late=CHANGED)
 def layers_added(site: Site) -> None:
     """A head appended after two steps, on all sites."""
-    model = site.model()
-    reduction = site.reduce(model)
-    optimizer = sgd(model)
-    for step in range(5):
+    training = Training(site)
+    for step in training.steps(5):
         if step == 2:
             torch.manual_seed(40)  # equal at both sites
-            model.append(nn.Tanh()).append(nn.Linear(4, 4))
-            optimizer.add_param_group({"params": model[-1].parameters()})
-        optimizer.zero_grad()
-        loss(model, site.batch(step)).backward()
-        site.agree(reduction, site.rows(step))
-        optimizer.step()
+            training.model.append(nn.Tanh()).append(nn.Linear(4, 4))
+            training.optimizer.add_param_group({"params": training.model[-1].parameters()})
+        training.trains(step)
 
 
 @loop(late=CHANGED)
 def module_replaced(site: Site) -> None:
     """A new head in the place of the old one, as for fine-tuning."""
-    model = site.model()
-    reduction = site.reduce(model)
-    for step in range(5):
+    training = Training(site)
+    for step in training.steps(5):
         if step == 2:
             torch.manual_seed(40)
-            model[4] = nn.Linear(8, 4)
-        optimizer = sgd(model)
-        optimizer.zero_grad()
-        loss(model, site.batch(step)).backward()
-        site.agree(reduction, site.rows(step))
-        optimizer.step()
+            training.model[4] = nn.Linear(8, 4)
+            training.optimizer = sgd(training.model)
+        training.trains(step)
+
+
+def _loads(site: Site, assign: bool) -> None:
+    training = Training(site)
+    kept = copy.deepcopy(training.model.state_dict())
+    for step in training.steps(5):
+        if step == 2:
+            training.model.load_state_dict(kept, assign=assign)
+            training.optimizer = sgd(training.model)
+        training.trains(step)
 
 
 @loop()
 def state_loaded(site: Site) -> None:
     """A state loaded into the parameters in mid-run."""
-    model = site.model()
-    reduction = site.reduce(model)
-    optimizer = sgd(model)
-    kept = copy.deepcopy(model.state_dict())
-    for step in range(5):
-        if step == 2:
-            model.load_state_dict(kept)
-        optimizer.zero_grad()
-        loss(model, site.batch(step)).backward()
-        site.agree(reduction, site.rows(step))
-        optimizer.step()
+    _loads(site, assign=False)
 
 
 @loop(late=CHANGED)
 def state_assigned(site: Site) -> None:
     """The same with assign=True: all parameters are other objects from then on."""
-    model = site.model()
-    reduction = site.reduce(model)
-    kept = copy.deepcopy(model.state_dict())
-    for step in range(5):
-        if step == 2:
-            model.load_state_dict(copy.deepcopy(kept), assign=True)
-        optimizer = sgd(model)
-        optimizer.zero_grad()
-        loss(model, site.batch(step)).backward()
-        site.agree(reduction, site.rows(step))
-        optimizer.step()
+    _loads(site, assign=True)
 
 
 @loop(chains=False, late=CHANGED)
@@ -113,30 +81,23 @@ def pruned_before(site: Site) -> None:
     model = site.model()
     prune.l1_unstructured(model[0], "weight", amount=0.4)
     prune.ln_structured(model[2], "weight", amount=2, n=2, dim=0)
-    reduction = site.reduce(model)
-    for step in range(5):
+    training = Training(site, model)
+    for step in training.steps(5):
         if step == 3:
             for layer in (model[0], model[2]):
                 prune.remove(layer, "weight")
-        optimizer = sgd(model)
-        optimizer.zero_grad()
-        loss(model, site.batch(step)).backward()
-        site.agree(reduction, site.rows(step))
-        optimizer.step()
+            training.optimizer = sgd(model)
+        training.trains(step)
 
 
 @loop(late=CHANGED)
 def pruned_in_mid_run(site: Site) -> None:
-    model = site.model()
-    reduction = site.reduce(model)
-    for step in range(6):
+    training = Training(site)
+    for step in training.steps(6):
         if step in (2, 4):
-            prune.l1_unstructured(model[0], "weight", amount=0.3)
-        optimizer = sgd(model)
-        optimizer.zero_grad()
-        loss(model, site.batch(step)).backward()
-        site.agree(reduction, site.rows(step))
-        optimizer.step()
+            prune.l1_unstructured(training.model[0], "weight", amount=0.3)
+            training.optimizer = sgd(training.model)
+        training.trains(step)
 
 
 def _normalised(norm: object) -> nn.Sequential:
@@ -145,34 +106,24 @@ def _normalised(norm: object) -> nn.Sequential:
     return model
 
 
-def _trains(site: Site, model: nn.Module) -> None:
-    reduction = site.reduce(model)
-    optimizer = sgd(model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss(model, site.batch(step)).backward()
-        site.agree(reduction, site.rows(step))
-        optimizer.step()
-
-
 @loop()
 def spectral_norm(site: Site) -> None:
-    _trains(site, site.model(lambda: _normalised(parametrizations.spectral_norm)))
+    trains(site, site.model(lambda: _normalised(parametrizations.spectral_norm)))
 
 
 @loop()
 def spectral_norm_by_hooks(site: Site) -> None:
-    _trains(site, site.model(lambda: _normalised(nn.utils.spectral_norm)))
+    trains(site, site.model(lambda: _normalised(nn.utils.spectral_norm)))
 
 
 @loop()
 def weight_norm(site: Site) -> None:
-    _trains(site, site.model(lambda: _normalised(parametrizations.weight_norm)))
+    trains(site, site.model(lambda: _normalised(parametrizations.weight_norm)))
 
 
 @loop()
 def weight_norm_by_hooks(site: Site) -> None:
-    _trains(site, site.model(lambda: _normalised(nn.utils.weight_norm)))
+    trains(site, site.model(lambda: _normalised(nn.utils.weight_norm)))
 
 
 class _Tied(nn.Module):
@@ -190,7 +141,7 @@ class _Tied(nn.Module):
 
 @loop(chains=False)
 def tied_weights(site: Site) -> None:
-    _trains(site, site.model(_Tied))
+    trains(site, site.model(_Tied))
 
 
 class _Sometimes(nn.Module):
@@ -210,16 +161,12 @@ class _Sometimes(nn.Module):
 
 @loop()
 def layer_used_at_one_site(site: Site) -> None:
-    model = site.model(_Sometimes)
-    reduction = site.reduce(model)
-    optimizer = sgd(model)
-    for step in range(6):
-        optimizer.zero_grad()
+    training = Training(site, site.model(_Sometimes))
+    for step in training.steps(6):
         inputs, targets = site.batch(step)
         inputs[0, 0] = 1.0 if (step + site.rank) % 2 else -1.0
-        loss(model, (inputs, targets)).backward()
-        site.agree(reduction, len(inputs))
-        optimizer.step()
+        loss(training.model, (inputs, targets)).backward()
+        training.agree(len(inputs))
 
 
 class _Hypernetwork(nn.Module):
@@ -237,25 +184,19 @@ class _Hypernetwork(nn.Module):
 
 @loop(chains=False)
 def hypernetwork(site: Site) -> None:
-    _trains(site, site.model(_Hypernetwork))
+    trains(site, site.model(_Hypernetwork))
 
 
 @loop(late=CHANGED)
 def functional_masks(site: Site) -> None:
     """Every layer's weight masked through `functional_call`, in a model that is also called plainly."""
-    model = site.model()
-    reduction = site.reduce(model)
-    optimizer = sgd(model)
+    training = Training(site)
+    model = training.model
     masks = {name: (torch.arange(p.numel()) % 3 > 0).to(p).view(p.shape) for name, p in model.named_parameters()}
-    for step in range(5):
-        optimizer.zero_grad()
+    for step in training.steps(5):
         inputs, targets = site.batch(step)
-        if step % 2:
-            masked = {name: p * masks[name] for name, p in model.named_parameters()}
-            with reduction.samples(len(inputs)):
-                outputs = torch.func.functional_call(model, masked, (inputs,))
-            nn.functional.cross_entropy(outputs, targets).backward()
-        else:
-            loss(model, (inputs, targets)).backward()
-        site.agree(reduction, len(inputs))
-        optimizer.step()
+        masked = {name: p * masks[name] for name, p in model.named_parameters()}
+        with training.reduction.samples(len(inputs)) if step % 2 else nullcontext():
+            outputs = torch.func.functional_call(model, masked, (inputs,)) if step % 2 else model(inputs)
+        nn.functional.cross_entropy(outputs, targets).backward()
+        training.agree(len(inputs))
