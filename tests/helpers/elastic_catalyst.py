@@ -3,8 +3,6 @@
 Run as ``elastic_catalyst.py CASE``, where the case is JSON, see `Case`. Writes a JSON file at the end.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

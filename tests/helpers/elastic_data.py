@@ -1,7 +1,5 @@
 """Case, data, model and optimizer of tests of trainers where sites leave and return; the training in one process."""
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import json

@@ -3,8 +3,6 @@
 Run as ``elastic_lightning.py CASE``, where the case is JSON, see `Case`. Writes a line of JSON for each step.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Runs of elastic training: processes of sites with a hub, some of which leave, return or are idle."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence

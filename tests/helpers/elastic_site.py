@@ -3,8 +3,6 @@
 Run as ``elastic_site.py CASE``, where the case is JSON, see `Case`. Writes a line of JSON for each step.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Frames as tests read them: by the package's receiver, from bytes in parts of any size, or from a connection."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple

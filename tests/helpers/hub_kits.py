@@ -1,7 +1,5 @@
 """Kits in temporary folders, and connections between a hub and a site over loopback."""
 
-from __future__ import annotations
-
 import select
 import socket
 import threading
@@ -48,13 +46,12 @@ def attempt(function: Callable[[], Any]) -> Any:
         return error
 
 
-def meet(hub: Kit, client: Callable[[tuple[str, int]], Any], timeout: float = TIMEOUT) -> tuple[Any, Any]:
+def meet(hub: Kit, client: Callable[[tuple[str, int]], Any]) -> tuple[Any, Any]:
     """Connect a client to a hub in a thread, and return what each of them gets or raises.
 
     Args:
         hub: the hub's kit.
         client: function of the hub's address.
-        timeout: seconds for the hub's part.
     """
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(TIMEOUT)
@@ -62,7 +59,7 @@ def meet(hub: Kit, client: Callable[[tuple[str, int]], Any], timeout: float = TI
 
         def serve() -> Any:
             connection, _ = server.accept()
-            return accept(connection, hub, timeout)
+            return accept(connection, hub)
 
         thread = threading.Thread(target=lambda: results.append(attempt(serve)))
         thread.start()
@@ -72,20 +69,17 @@ def meet(hub: Kit, client: Callable[[tuple[str, int]], Any], timeout: float = TI
     return results[0], answer
 
 
-def accept(connection: socket.socket, kit: Kit, timeout: float) -> tuple[SecureSocket, str]:
+def accept(connection: socket.socket, kit: Kit) -> tuple[SecureSocket, str]:
     """Take the hub's part in the start of a connection, until it has accepted the site or refused it.
 
     Args:
         connection: an accepted connection.
         kit: the hub's kit.
-        timeout: seconds for the handshake.
     """
     pending = PendingConnection(connection, "", tls.hub_context(kit), kit, time.monotonic())
-    end = time.monotonic() + timeout
     try:
         while not pending.name:
-            if not any(select.select([pending], [pending] if pending.writing else [], [], end - time.monotonic())):
-                raise RefusedError("it has not finished the TLS handshake")
+            select.select([pending], [pending] if pending.writing else [], [], TIMEOUT)
             pending.advance(time.monotonic())
     except (RefusedError, OSError):
         closing = ClosingConnection(pending.detach(), time.monotonic())

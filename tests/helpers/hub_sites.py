@@ -1,7 +1,5 @@
 """A hub on loopback, and sites that are linked to it, each in a thread or a process of its own."""
 
-from __future__ import annotations
-
 import random
 import select
 import socket

@@ -4,8 +4,6 @@ Run as ``mortal_hub.py KIT JOURNAL POINT COUNT``, where the point is "frame", af
 "close", after so many closed steps, in the announcement of the next one, which has gone to one site only; or "never".
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Hubs that run in a thread on loopback, and simple sites to test them."""
 
-from __future__ import annotations
-
 import itertools
 import select
 import socket

@@ -1,7 +1,5 @@
 """Sites whose kits require sealed messages."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

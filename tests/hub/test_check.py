@@ -1,7 +1,5 @@
 """`python -m dadplug check`: verdicts and advice for kits and hubs that work, and for all that can be wrong."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import shutil
@@ -56,42 +54,39 @@ def running(capsys, *arguments) -> tuple[int, str]:
     return status, capsys.readouterr().out
 
 
-def test_a_kit_that_works(tmp_path, capsys):
-    with running_hub(tmp_path / "kits") as hub:
-        found = findings(tmp_path / "kits" / "a")
-        assert [each.item for each in found] == [*ITEMS, "rate"]
-        assert {each.state for each in found} == {"ok"}
-        assert "TLSv1.3" in found[ITEMS.index("TLS")].text
-        assert "site a runs the hub" in found[ITEMS.index("policy")].text
-        status, text = running(capsys, tmp_path / "kits" / "b")
-        assert status == 0
-        assert text.splitlines()[-1] == "ok: this site can take part"
-        status, text = running(capsys, tmp_path / "kits" / "b", "--address", f"localhost:{hub.address[1]}")
-        assert status == 1
-        assert "does not have the host name that was dialed" in text
-        assert "--hub-name" in text
+def test_a_kit_that_works(hub, tmp_path, capsys):
+    found = findings(tmp_path / "kits" / "a")
+    assert [each.item for each in found] == [*ITEMS, "rate"]
+    assert {each.state for each in found} == {"ok"}
+    assert "TLSv1.3" in found[ITEMS.index("TLS")].text
+    assert "site a runs the hub" in found[ITEMS.index("policy")].text
+    status, text = running(capsys, tmp_path / "kits" / "b")
+    assert status == 0
+    assert text.splitlines()[-1] == "ok: this site can take part"
+    status, text = running(capsys, tmp_path / "kits" / "b", "--address", f"localhost:{hub.address[1]}")
+    assert status == 1
+    assert "does not have the host name that was dialed" in text
+    assert "--hub-name" in text
 
 
-def test_a_check_does_not_disturb_training(tmp_path):
-    with running_hub(tmp_path / "kits") as hub:
-        sites = together(hub)
-        assert findings(tmp_path / "kits" / "a")[-1].item == "rate"
-        sites[0].send(Kind.PAYLOAD, b"payload")
-        assert sites[1].take(Kind.PAYLOAD).body == b"payload"
-        assert not [line for line in hub.log if "left" in line]
+def test_a_check_does_not_disturb_training(hub, tmp_path):
+    sites = together(hub)
+    assert findings(tmp_path / "kits" / "a")[-1].item == "rate"
+    sites[0].send(Kind.PAYLOAD, b"payload")
+    assert sites[1].take(Kind.PAYLOAD).body == b"payload"
+    assert not [line for line in hub.log if "left" in line]
 
 
-def test_one_check_a_site_at_a_time(tmp_path):
-    with running_hub(tmp_path / "kits") as hub:
-        first = TestSite(hub.kit("a"), hub.address, "check")
-        found = failure(tmp_path / "kits" / "a")
-        assert found.item == "hub"
-        assert "another process is connected" in found.text
-        assert "Repeat it" in found.advice
-        assert findings(tmp_path / "kits" / "b")[-1].item == "rate"
-        first.leave()
-        until(lambda: not hub.hub.relay.sessions)
-        assert findings(tmp_path / "kits" / "a")[-1].item == "rate"
+def test_one_check_a_site_at_a_time(hub, tmp_path):
+    first = TestSite(hub.kit("a"), hub.address, "check")
+    found = failure(tmp_path / "kits" / "a")
+    assert found.item == "hub"
+    assert "another process is connected" in found.text
+    assert "Repeat it" in found.advice
+    assert findings(tmp_path / "kits" / "b")[-1].item == "rate"
+    first.leave()
+    until(lambda: not hub.hub.relay.sessions)
+    assert findings(tmp_path / "kits" / "a")[-1].item == "rate"
 
 
 @pytest.mark.parametrize(
@@ -200,21 +195,20 @@ def test_a_hub_of_another_authority(tmp_path):
     assert "Use kits of one" in found.advice
 
 
-def test_certificates_that_have_expired_or_will_soon(tmp_path):
-    with running_hub(tmp_path / "kits") as hub:
-        kits = tmp_path / "kits"
-        provision.renew(kits, "a", days=10)
-        found = {each.item: each for each in findings(kits / "a")}
-        assert found["certificate"].state == "note"
-        assert "(9 days)" in found["certificate"].text or "(10 days)" in found["certificate"].text
-        assert "`python -m dadplug renew a`" in found["certificate"].advice
-        assert found["rate"].state == "ok"
-        provision.renew(kits, "b", days=1, now=current_time() - timedelta(days=5))
-        found = {each.item: each for each in findings(kits / "b")}
-        assert found["certificate"].state == found["hub"].state == "failed"
-        assert "expired on" in found["certificate"].text
-        assert "expired by the other end's clock" in found["hub"].text
-        assert hub.log
+def test_certificates_that_have_expired_or_will_soon(hub, tmp_path):
+    kits = tmp_path / "kits"
+    provision.renew(kits, "a", days=10)
+    found = {each.item: each for each in findings(kits / "a")}
+    assert found["certificate"].state == "note"
+    assert "(9 days)" in found["certificate"].text or "(10 days)" in found["certificate"].text
+    assert "`python -m dadplug renew a`" in found["certificate"].advice
+    assert found["rate"].state == "ok"
+    provision.renew(kits, "b", days=1, now=current_time() - timedelta(days=5))
+    found = {each.item: each for each in findings(kits / "b")}
+    assert found["certificate"].state == found["hub"].state == "failed"
+    assert "expired on" in found["certificate"].text
+    assert "expired by the other end's clock" in found["hub"].text
+    assert hub.log
 
 
 def test_certificates_that_end_soon_have_an_exit_status_and_are_told_by_the_hub(tmp_path, capsys):
@@ -321,9 +315,8 @@ def repeat(handler: CheckHandler, request: Frame) -> None:
         handler.handle(*request)
 
 
-def test_a_site_that_asks_for_too_much_is_given_up(tmp_path):
-    with running_hub(tmp_path / "kits") as hub:
-        site = TestSite(hub.kit("a"), hub.address, "check")
-        assert not isinstance(site.answer, Refuse)
-        site.send(Kind.PAYLOAD, NUMBER.pack(MOST_BYTES + 1), tag=Request.DOWN)
-        until(lambda: not hub.hub.relay.sessions)
+def test_a_site_that_asks_for_too_much_is_given_up(hub):
+    site = TestSite(hub.kit("a"), hub.address, "check")
+    assert not isinstance(site.answer, Refuse)
+    site.send(Kind.PAYLOAD, NUMBER.pack(MOST_BYTES + 1), tag=Request.DOWN)
+    until(lambda: not hub.hub.relay.sessions)

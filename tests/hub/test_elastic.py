@@ -1,7 +1,5 @@
 """Training that goes on while sites leave and come: the same bits as with a site that is idle in these steps."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -11,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import support
 import torch
 from cutting_relay import CuttingRelay
 from elastic_runs import ENDED, Run, idles, presence, same_bits
@@ -23,7 +22,12 @@ from dadplug.errors import FrameError, SiteError
 from dadplug.hub.pki.kits import Kit
 from dadplug.hub.server import run as run_module
 from dadplug.hub.site.link import RoundClient
-from dadplug.hub.wire.messages import Grow, Pause, pack_control, read_control
+from dadplug.hub.wire.messages import (
+    Grow,
+    Pause,
+    pack_control,
+    read_control,
+)
 from dadplug.model_sync.sameness import largest_state
 from dadplug.model_sync.structure import mark_managed
 from dadplug.options import Options
@@ -226,15 +230,12 @@ def test_tables_that_are_spread_over_the_sites_are_refused():
         GradientReduction(model, "dsgd", min_sites=1)
 
 
-def requires(min_sites):
+@support.at_sites(2)
+def test_sites_without_a_hub_cannot_leave() -> None:
     import dadplug
 
     with pytest.raises(ValueError, match="min_sites needs a hub"):
-        dadplug.GradientReduction(torch.nn.Linear(2, 2), "dsgd", min_sites=min_sites)
-
-
-def test_sites_without_a_hub_cannot_leave(sites):
-    sites(2).run(requires, 1)
+        dadplug.GradientReduction(torch.nn.Linear(2, 2), "dsgd", min_sites=1)
 
 
 def test_trainers_that_need_all_sites_say_so():

@@ -1,7 +1,5 @@
 """Frames arrive whole however the stream is cut, and bytes of unknown senders raise nothing but a FrameError."""
 
-from __future__ import annotations
-
 import itertools
 import pickle
 import random

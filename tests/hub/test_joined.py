@@ -1,7 +1,5 @@
 """Sites that are connected by their kits: torch.distributed, the trainers and the commands over a hub."""
 
-from __future__ import annotations
-
 import os
 import re
 import selectors
@@ -246,37 +244,11 @@ def test_catalysts_runner_trains(group):
 
 
 def fits_by_lightning(stock: bool) -> tuple:
-    import warnings
-
-    import pytorch_lightning as pl
     from dadplug.runners._lightning.strategy import SiteEnvironment
     from dadplug.runners.pytorch_lightning import DADStrategy
+    from lightning_zoo import Seen, trainer
     from pytorch_lightning.strategies import DDPStrategy
     from torch.utils.data import DataLoader, TensorDataset
-    from torchmetrics.classification import MulticlassAccuracy
-
-    warnings.filterwarnings("ignore")
-
-    class Module(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.net = nn.Sequential(nn.Linear(8, 24), nn.ReLU(), nn.Linear(24, 4))
-            self.accuracy = MulticlassAccuracy(4, average="micro")
-            self.seen: list[int] = []
-
-        def training_step(self, batch, batch_idx):
-            self.seen += batch[2].tolist()
-            loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-            self.log("loss", loss, sync_dist=True, on_step=False, on_epoch=True)
-            return loss
-
-        def validation_step(self, batch, batch_idx):
-            self.accuracy.update(self.net(batch[0]), batch[1])
-            self.log("accuracy", self.accuracy)
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.5)
 
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(70, 8, generator=generator)
@@ -284,21 +256,11 @@ def fits_by_lightning(stock: bool) -> tuple:
     strategy = DADStrategy("dsgd", weighting="uniform")
     if stock:
         strategy = DDPStrategy(process_group_backend="dadplug", cluster_environment=SiteEnvironment())
-    trainer = pl.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=1,
-        num_nodes=2 if stock else 1,
-        max_epochs=4,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    module = Module()
-    loaders = [DataLoader(data, batch_size=5, shuffle=shuffle) for shuffle in (True, False)]
-    trainer.fit(module, *loaders)
-    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    current = trainer(strategy, num_nodes=2 if stock else 1, max_epochs=4, precision="32-true")
+    torch.manual_seed(0)
+    module = Seen(nn.Sequential(nn.Linear(8, 24), nn.ReLU(), nn.Linear(24, 4)))
+    current.fit(module, *(DataLoader(data, batch_size=5, shuffle=shuffle) for shuffle in (True, False)))
+    metrics = {name: float(value) for name, value in current.callback_metrics.items()}
     return [parameter.detach().clone() for parameter in module.parameters()], metrics, module.seen
 
 
@@ -350,14 +312,17 @@ def shared(name: str) -> ModuleType:
     return support.load(str(Path(__file__).parents[1] / "runners" / name))
 
 
-def test_embeddings_are_managed_in_catalyst(group):
+@pytest.mark.parametrize(
+    ("trains", "kind", "intent"),
+    [
+        ("test_catalyst_sites_with_rows_of_their_own_are_one_process", "sgd", "auto"),
+        ("test_sites_with_rows_of_their_own_are_one_process", "adagrad", "function"),
+    ],
+)
+def test_embeddings_are_managed_in_both_trainers(group, trains, kind, intent):
     pytest.importorskip("catalyst")
-    group.run(shared("test_adapm_runner.py").trains, "sgd", "auto")
-
-
-def test_embeddings_are_managed_in_lightning(group):
     pytest.importorskip("pytorch_lightning")
-    group.run(shared("test_adapm_strategy.py").trains, "adagrad", "function")
+    group.run(getattr(shared("test_adapm_trainers.py"), trains), kind, intent)
 
 
 def test_no_site_listens(group):

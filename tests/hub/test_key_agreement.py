@@ -1,7 +1,5 @@
 """The sites' agreement on secrets: who may take part, and what a hub cannot do without being found out."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial

@@ -1,7 +1,5 @@
 """Link between site and hub: who is lost and why, silence, mismatches, and the end of processes."""
 
-from __future__ import annotations
-
 import os
 import random
 import threading

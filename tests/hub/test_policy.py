@@ -1,7 +1,5 @@
 """Local policies: what they allow, and that programs cannot loosen them."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,9 +1,8 @@
-"""Collectives of the hub's process group, between threads of this process that are linked to a hub."""
-
-from __future__ import annotations
+"""Collectives of the hub's process group, between threads of this process that are linked to a hub; every mode."""
 
 import os
 from datetime import timedelta
+from pathlib import Path
 
 import forkserver
 import hub_sites
@@ -11,13 +10,15 @@ import pytest
 import support
 import torch
 import torch.distributed as dist
-from hub_sites import links
+import zoo
+from hub_sites import NAMES, links, over_hub, train
 from running_hub import running_hub
 from torch._C import _distributed_c10d as c10d
 
 from dadplug.errors import SiteError
 from dadplug.hub.site.link import HubLink
 from dadplug.hub.torch import HubGroup
+from dadplug.methods import method_names
 
 WORLD = 3
 SUM = dist.ReduceOp.SUM
@@ -414,3 +415,42 @@ def test_a_site_that_returns_takes_part_in_collectives_after_its_first_step(tmp_
             assert process.wait(200) == 0, process.read()
             assert process.read()[0].endswith("complete\n")
         assert "it may not exchange anything before it has called synchronize()" in again.read()[0]
+
+
+# Training over a hub, in every mode: the same parameters as over connections between the sites
+
+
+def parameters_after(mode: str) -> list[torch.Tensor]:
+    """Train for a few steps with batches of unequal and changing sizes; return the parameters."""
+    rank = dist.get_rank()
+    torch.manual_seed(3 + rank)  # the parameters of site 0 have to reach the others
+    model = zoo.build("mixed")  # layers of several kinds
+
+    def loss(step: int) -> torch.Tensor:
+        # Rows beyond those of the step before go in a second round.
+        return zoo.loss(model, *zoo.batch("mixed", 4 + (step * (rank + 2)) % 7, seed=100 * step + rank))
+
+    assert train(model, loss, 6, mode=mode, timeout=200.0).traffic.bytes_sent > 0
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def train_both_ways(mode: str, kits: str) -> tuple[list[torch.Tensor], list[torch.Tensor], int]:
+    plain = parameters_after(mode)
+    with over_hub(Path(kits)) as link:
+        return plain, parameters_after(mode), link.step - 1
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_mode_trains_as_without_a_hub(tmp_path, world_size):
+    for mode in method_names():
+        with running_hub(tmp_path / mode, NAMES[:world_size]) as hub:
+            results = support.sites(world_size).run(train_both_ways, mode, str(hub.kits))
+        for plain, linked, steps in results:
+            assert steps == 6
+            for before, found, first in zip(plain, linked, results[0][1], strict=True):
+                assert torch.equal(found, first), mode  # replicas
+                if world_size == 2 and mode != "auto":  # which chooses by measured times
+                    assert torch.equal(found, before), mode
+                else:  # sums are formed in another order, which may change what int8 rounds to
+                    atol = 1e-3 if mode in ("auto", "rankdad") else 1e-5
+                    assert torch.allclose(found, before, rtol=1e-3, atol=atol), mode

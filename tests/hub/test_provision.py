@@ -1,7 +1,5 @@
 """Kits on the disk: their files, requests and signatures, renewal, revocation."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import importlib
@@ -28,11 +26,6 @@ from dadplug.hub.pki.certificates import current_time, fingerprint, key_to_pem, 
 from dadplug.hub.pki.kits import Kit
 from dadplug.hub.pki.project import split_address
 from dadplug.hub.pki.provision import Authority
-
-
-@pytest.fixture
-def kits(tmp_path):
-    return hub_kits.make(tmp_path / "kits")
 
 
 def test_the_files_of_kits(kits):

@@ -1,7 +1,5 @@
 """Recovery of a run at a restarted hub, by what sites report that a test plays."""
 
-from __future__ import annotations
-
 import pytest
 from elastic_runs import ENDED, MortalHub, Run, presence, same_bits
 from hub_sites import TIMEOUT, open_link, together, transports

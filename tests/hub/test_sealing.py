@@ -1,7 +1,5 @@
 """Sealed messages: sizes, pieces, nonces, and what a hub cannot do with them without being found out."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

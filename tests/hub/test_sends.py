@@ -1,7 +1,5 @@
 """Messages that wait for the next one, so that fewer sends wake up the hub and the sites: they are counted."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,13 +1,10 @@
 """Sites with several processes over a hub: gradients, collectives and trainers."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json
 import os
 import signal
-import warnings
 from pathlib import Path
 
 import hub_kits
@@ -86,7 +83,6 @@ def trains(mode: str, options: dict, steps: int = 4) -> tuple[float, int, int]:
                 other.sub_(other.grad, alpha=0.3)
     assert reduction.first_difference() is None
     sent, inside = reduction.traffic.bytes_sent, reduction.traffic.bytes_inside
-    reduction.detach()
     return worst, sent, inside
 
 
@@ -187,42 +183,16 @@ def test_collectives_and_objects_reach_all_processes(four):
 
 
 def fits_by_lightning() -> tuple:
-    import pytorch_lightning as pl
     from dadplug.runners.pytorch_lightning import DADStrategy
-
-    warnings.filterwarnings("ignore")
-
-    class Module(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.net = nn.Linear(8, 4)
-            self.seen: list[int] = []
-
-        def training_step(self, batch, batch_idx):
-            self.seen += batch[2].tolist()
-            loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-            self.log("loss", loss, sync_dist=True, on_step=False, on_epoch=True)
-            return loss
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.5)
+    from lightning_zoo import Seen, trainer
 
     data = TensorDataset(*labelled_rows(48), torch.arange(48))
-    trainer = pl.Trainer(
-        strategy=DADStrategy("dad"),
-        accelerator="cpu",
-        devices=2,
-        max_epochs=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    module = Module()
-    trainer.fit(module, DataLoader(data, batch_size=4))
-    place = (trainer.world_size, trainer.global_rank, trainer.local_rank, trainer.is_global_zero)
-    return place, module.seen, float(trainer.callback_metrics["loss"]), module.net.weight.detach()
+    current = trainer(DADStrategy("dad"), devices=2, precision="32-true")
+    torch.manual_seed(0)
+    module = Seen(nn.Linear(8, 4))
+    current.fit(module, DataLoader(data, batch_size=4))
+    place = (current.world_size, current.global_rank, current.local_rank, current.is_global_zero)
+    return place, module.seen, float(current.callback_metrics["loss"]), module.net.weight.detach()
 
 
 def labelled_rows(count: int) -> tuple[torch.Tensor, torch.Tensor]:

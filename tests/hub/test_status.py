@@ -1,7 +1,5 @@
 """The hub's status, journal and command."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging
@@ -33,56 +31,53 @@ from dadplug.hub.wire.messages import Drop, Kind, Start
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_status_tells_sites_steps_and_for_whom_training_waits(tmp_path):
-    with running_hub(tmp_path / "kits") as hub:
-        a = TestSite(hub.kit("a"), hub.address)
-        found = snapshot(hub.hub, Meter())
-        assert [site["state"] for site in found["sites"]] == ["waiting", "absent"]
-        assert found["waiting"] == "waiting for b"
-        assert not found["started"]
-        b = TestSite(hub.kit("b"), hub.address)
-        for site in (a, b):
-            site.action(Start)
-        close_step([a, b])
-        found = snapshot(hub.hub, Meter())
-        assert [site["state"] for site in found["sites"]] == ["member", "member"]
-        assert (found["step"], found["waiting"], found["started"]) == (1, "", True)
-        b.cut()
-        until(lambda: snapshot(hub.hub, Meter())["sites"][1]["state"] == "disconnected")
-        assert any("a has joined" in line for line in found["journal"])
-        assert json.loads(json.dumps(found)) == found
+def test_the_status_tells_sites_steps_and_for_whom_training_waits(hub):
+    a = TestSite(hub.kit("a"), hub.address)
+    found = snapshot(hub.hub, Meter())
+    assert [site["state"] for site in found["sites"]] == ["waiting", "absent"]
+    assert found["waiting"] == "waiting for b"
+    assert not found["started"]
+    b = TestSite(hub.kit("b"), hub.address)
+    for site in (a, b):
+        site.action(Start)
+    close_step([a, b])
+    found = snapshot(hub.hub, Meter())
+    assert [site["state"] for site in found["sites"]] == ["member", "member"]
+    assert (found["step"], found["waiting"], found["started"]) == (1, "", True)
+    b.cut()
+    until(lambda: snapshot(hub.hub, Meter())["sites"][1]["state"] == "disconnected")
+    assert any("a has joined" in line for line in found["journal"])
+    assert json.loads(json.dumps(found)) == found
 
 
-def test_rates_are_bytes_by_second(tmp_path):
-    with running_hub(tmp_path / "kits") as hub:
-        a, b = together(hub)
-        meter, relay = Meter(), hub.hub.relay
-        meter.rates(relay, 100.0)
-        a.send(Kind.PAYLOAD, bytes(1_000_000))
-        b.message(1_000_000)
-        assert meter.rates(relay, 100.5) == [(0.0, 0.0)] * 2  # too early
-        (from_a, to_a), (from_b, to_b) = meter.rates(relay, 104.0)
-        assert 250_000 <= from_a < 260_000
-        assert 250_000 <= to_b < 260_000
-        assert max(to_a, from_b) < 1000
-        assert meter.rates(relay, 108.0)[0][0] < 1000
+def test_rates_are_bytes_by_second(hub):
+    a, b = together(hub)
+    meter, relay = Meter(), hub.hub.relay
+    meter.rates(relay, 100.0)
+    a.send(Kind.PAYLOAD, bytes(1_000_000))
+    b.message(1_000_000)
+    assert meter.rates(relay, 100.5) == [(0.0, 0.0)] * 2  # too early
+    (from_a, to_a), (from_b, to_b) = meter.rates(relay, 104.0)
+    assert 250_000 <= from_a < 260_000
+    assert 250_000 <= to_b < 260_000
+    assert max(to_a, from_b) < 1000
+    assert meter.rates(relay, 108.0)[0][0] < 1000
 
 
-def test_a_site_is_late_while_others_have_sent_more(tmp_path):
-    with running_hub(tmp_path / "kits") as hub:
-        a, b = together(hub)
-        relay = hub.hub.relay
-        now = time.monotonic() + 5
-        assert late_sites(relay, now) == {}
-        a.send(Kind.PAYLOAD, b"content")
-        b.message(7)
-        [slot] = late_sites(relay, now)
-        assert slot == 1
-        assert late_sites(relay, time.monotonic()) == {}
-        b.send(Kind.PAYLOAD, b"content")
-        b.send(Kind.END)
-        until(lambda: relay.sessions["training", 1].progress == (1, 0))
-        assert list(late_sites(relay, time.monotonic() + 5)) == [0]
+def test_a_site_is_late_while_others_have_sent_more(hub):
+    a, b = together(hub)
+    relay = hub.hub.relay
+    now = time.monotonic() + 5
+    assert late_sites(relay, now) == {}
+    a.send(Kind.PAYLOAD, b"content")
+    b.message(7)
+    [slot] = late_sites(relay, now)
+    assert slot == 1
+    assert late_sites(relay, time.monotonic()) == {}
+    b.send(Kind.PAYLOAD, b"content")
+    b.send(Kind.END)
+    until(lambda: relay.sessions["training", 1].progress == (1, 0))
+    assert list(late_sites(relay, time.monotonic() + 5)) == [0]
 
 
 EXAMPLE = {

@@ -1,7 +1,5 @@
 """The hub's part of the store: operations as torch's own stores have them, and bounds of what a site can fill."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Sums of the hub: exact, in the order of slots, whatever the order of arrival."""
 
-from __future__ import annotations
-
 import os
 import random
 

@@ -1,7 +1,5 @@
 """Handshakes between hub and site over loopback: who is accepted, and the reason at both ends for who is not."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pickle
@@ -33,11 +31,6 @@ from dadplug.hub.pki.kits import Kit
 from dadplug.hub.secure import secure_socket, tls
 from dadplug.hub.secure.secure_socket import SecureSocket, _Records
 from dadplug.hub.site import connection as dialing
-
-
-@pytest.fixture
-def kits(tmp_path):
-    return hub_kits.make(tmp_path / "kits")
 
 
 def refused(result, reason: str) -> None:
@@ -190,32 +183,6 @@ def test_a_client_without_a_certificate_is_refused(kits, monkeypatch):
     context = ssl.create_default_context(cafile=kits / "a" / "ca.pem")
     monkeypatch.setattr(tls, "site_context", lambda kit: context)
     refuse(kits / "hub", kits / "a", "the other end has no certificate", "the other end requires a certificate")
-
-
-@pytest.mark.parametrize(
-    ("sent", "reason"),
-    [
-        (b"GET / HTTP/1.1\r\nHost: hub\r\n\r\n", "speaks HTTP, not TLS"),
-        (b"\x00\x01\x02 garbage that is longer than a record's header", "does not speak TLS"),
-        (bytes([255]) * 100_000, "does not speak TLS"),
-        (b"", "has not finished the TLS handshake"),
-        (b"\x16\x03\x01", "has not finished the TLS handshake"),
-    ],
-    ids=["http", "text", "bytes", "silent", "half"],
-)
-def test_plain_tcp_is_refused_by_the_hub_and_its_connection_closed(kits, sent, reason):
-    def client(address):
-        with socket.create_connection(address, TIMEOUT) as connection:
-            connection.sendall(sent)
-            received = b""
-            while piece := connection.recv(4096):
-                received += piece
-            return received
-
-    seconds = 0.3 if "not finished" in reason else TIMEOUT
-    hub, answer = meet(Kit.load(kits / "hub"), client, timeout=seconds)
-    refused(hub, reason)
-    assert isinstance(answer, ConnectionError) or len(answer) < 100  # nothing, or an alert of TLS
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Byte streams between sites over a hub: order, back-pressure, short outages, and the end of a site or the hub."""
 
-from __future__ import annotations
-
 import os
 import random
 import re
@@ -319,21 +317,20 @@ def test_the_service_reads_the_end_when_a_site_is_lost(tmp_path):
         until(lambda: second.pump() or echo.ended == [0])
 
 
-def test_damaged_messages_and_too_many_streams_are_refused(tmp_path):
-    with running_hub(tmp_path / "kits") as hub:
-        first, second = together(hub, "ab", "parameters")
-        write(first, b"no message of a service")
-        answer = first.take(Kind.MESSAGE)
-        assert (answer.head.slot, answer.head.tag) == (HUB_SLOT, Tag.DATA)
-        assert b"is no message of a sequencer's service" in answer.body
-        assert first.take(Kind.MESSAGE).head.tag == Tag.END
-        for channel in range(40):
-            write(first, b"x", (1 << 31) + channel, wait=False)
-        assert "more than 32 streams to the hub" in first.action(Drop).reason
-        write(second, b"x", 1 << 31, tag=9)  # of a stream that has not begun
-        write(second, b"x", 1 << 31)
-        write(second, b"x", 1 << 31, tag=9)
-        assert "unknown message 9 of a stream" in [second.action(Drop) for _ in range(2)][-1].reason
+def test_damaged_messages_and_too_many_streams_are_refused(hub):
+    first, second = together(hub, "ab", "parameters")
+    write(first, b"no message of a service")
+    answer = first.take(Kind.MESSAGE)
+    assert (answer.head.slot, answer.head.tag) == (HUB_SLOT, Tag.DATA)
+    assert b"is no message of a sequencer's service" in answer.body
+    assert first.take(Kind.MESSAGE).head.tag == Tag.END
+    for channel in range(40):
+        write(first, b"x", (1 << 31) + channel, wait=False)
+    assert "more than 32 streams to the hub" in first.action(Drop).reason
+    write(second, b"x", 1 << 31, tag=9)  # of a stream that has not begun
+    write(second, b"x", 1 << 31)
+    write(second, b"x", 1 << 31, tag=9)
+    assert "unknown message 9 of a stream" in [second.action(Drop) for _ in range(2)][-1].reason
 
 
 def test_streams_of_lost_sessions_are_closed_though_they_had_one_number():

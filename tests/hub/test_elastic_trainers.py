@@ -1,0 +1,402 @@
+"""Trainers over a hub, where sites leave and return: equal replicas, and steps and metrics of the sites present."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+
+import elastic_catalyst
+import elastic_data
+import forkserver
+import hub_kits
+import mortal_hub
+import pytest
+import support
+import torch
+from elastic_catalyst import BATCH, train_data, valid_data
+from elastic_catalyst import net as catalyst_net
+from elastic_data import batch_of, batches_of, net, scores, trained_in_one_process
+from elastic_runs import ENDED, Run
+from json_lines import read_lines
+from running_hub import RunningHub, add_site, free_port, running_hub, until
+
+support.need("pytorch_lightning")
+
+PROGRAM = str(Path(__file__).resolve().parents[1] / "helpers" / "elastic_lightning.py")
+LEAVES, MORE = 3, 14  # steps
+
+
+def sites_of(folder: Path, hub: RunningHub, **settings: object) -> Run:
+    return Run(folder, hub, PROGRAM, ["pytorch_lightning"], key="number", **settings)
+
+
+def steps(run: Run, name: str) -> dict[int, dict]:
+    """Return the lines of training, by the number of the batch from 1."""
+    return {number + 1: line for number, line in run.lines(name).items()}
+
+
+def validations(run: Run, name: str) -> dict[int, dict]:
+    return {line["validation"]: line for line in run.written(name) if "validation" in line}
+
+
+def leave_and_return(run: Run, names: str, lost: str) -> None:
+    """Train with a site that is killed and comes back, for some more epochs."""
+    for name in names:
+        run.start(name, leave=LEAVES if name == lost else -1)
+    run.end(lost, -9)
+    before = len(steps(run, lost))
+    run.start(lost)
+    until(lambda: len(steps(run, lost)) >= before + MORE or run.processes[lost].poll() is not None, run.state, ENDED)
+    run.stop()
+    run.end(names)
+
+
+def agree(run: Run, names: str) -> None:
+    """Check that replicas, progress and metrics are the same at all sites, the one that has returned included."""
+    first = steps(run, names[0])
+    for name in names:
+        for step, line in steps(run, name).items():
+            for what in ("step", "digest", "epoch", "batch", "lr", "present", "sites"):
+                assert line[what] == first[step][what], (name, what, line)
+        assert max(steps(run, name)) == max(first)
+    results = [json.loads((run.folder / name / "result.json").read_text()) for name in names]
+    assert all(result == results[0] for result in results)
+    last = max(validations(run, names[0]))
+    for name in names:
+        assert validations(run, name)[last] == validations(run, names[0])[last]
+
+
+def test_a_site_that_returns_goes_on_where_the_others_are(tmp_path):
+    with running_hub(tmp_path / "kits", tuple("abc")) as hub:
+        run = sites_of(tmp_path, hub, epochs=10000, pause=0.01)
+        leave_and_return(run, "abc", "c")
+    agree(run, "abc")
+    lines, length = steps(run, "a"), len(batches_of(0))
+    assert [*lines] == [*range(1, max(lines) + 1)]
+    assert [lines[LEAVES]["present"], lines[LEAVES + 1]["present"]] == [[0, 1, 2], [0, 1]]
+    assert lines[max(lines)]["present"] == [0, 1, 2]
+    assert {line["sites"] for line in lines.values()} == {"3/3", "2/3"}
+    assert [line["batch"] for line in lines.values()] == [step % length for step in range(len(lines))]
+    reference = trained_in_one_process({step: (line["batch"], line["present"]) for step, line in lines.items()}, length)
+    for step, line in lines.items():
+        assert line["weights"] == pytest.approx(reference[step], rel=1e-9), step
+    for line in steps(run, "c").values():  # the position in its data, too
+        (inputs, _), _ = batch_of(2, line["batch"], length)
+        assert line["first"] == float(inputs[0, 0])
+    returned = [number for number, line in steps(run, "c").items() if line["loaded"] >= 0]
+    assert steps(run, "c")[returned[0]]["loaded"] == returned[0] - 1  # what the module adds to a checkpoint
+    assert returned[0] > LEAVES
+    model = net()
+    model.load_state_dict(torch.load(tmp_path / "c" / "model.pth", weights_only=True))
+    loss, accuracy = scores(model, [0, 1, 2])
+    tested = json.loads((tmp_path / "c" / "result.json").read_text())["tested"]
+    assert [tested["loss"], tested["metric_loss"]] == pytest.approx([loss, loss], rel=1e-6)
+    assert tested["accuracy"] == pytest.approx(accuracy)
+    checkpoint = torch.load(tmp_path / "a" / "checkpoints" / "last.ckpt", weights_only=False)
+    assert checkpoint["global_step"] == max(lines)
+    assert all(state is not None for state in checkpoint["dadplug"])
+
+
+def test_a_site_that_is_new_in_the_roster_joins_in_the_run(tmp_path):
+    with running_hub(tmp_path / "kits", tuple("ab")) as hub:
+        run = sites_of(tmp_path, hub, epochs=10000, pause=0.01, mode="rankdad")
+        run.start("ab")
+        until(lambda: len(steps(run, "a")) > 3, run.state, ENDED)
+        add_site(hub, "abc")
+        run.start("c")
+        until(lambda: len(steps(run, "c")) > MORE, run.state, ENDED)
+        run.stop()
+        run.end("abc")
+    agree(run, "abc")
+    lines = steps(run, "a")
+    assert [lines[1]["present"], lines[max(lines)]["present"]] == [[0, 1], [0, 1, 2]]
+
+
+def test_the_first_site_hands_its_duties_on_and_gets_them_back(tmp_path):
+    with running_hub(tmp_path / "kits", tuple("ab")) as hub:
+        run = sites_of(tmp_path, hub, epochs=10000, pause=0.01, mode="rankdad", accumulate=2, bar=True)
+        leave_and_return(run, "ab", "a")
+    agree(run, "ba")
+    lines = steps(run, "b")
+    alone = [number for number, line in lines.items() if line["present"] == [1]]
+    assert all(lines[number]["zero"] for number in alone[2:-2])  # rounds between two steps show who is there, too
+    assert [lines[1]["zero"], lines[max(lines)]["zero"]] == [False, False]
+    assert steps(run, "a")[max(lines)]["zero"]
+    output = run.processes["b"].read()[0]
+    assert "sites: 1/2" in output or "sites=1/2" in output
+    again = run.processes["a"].read()[0]
+    assert "sites: 2/2" in again or "sites=2/2" in again
+
+
+@pytest.mark.parametrize("leave", [3, 8])
+def test_a_validation_is_that_of_the_sites_that_are_left(tmp_path, leave):
+    with running_hub(tmp_path / "kits", tuple("ab")) as hub:
+        run = sites_of(tmp_path, hub, stops=False, epochs=3)
+        run.start("a", leave=leave, where="validation")
+        run.start("b")
+        run.end("a", -9)
+        run.end("b")
+    assert [*validations(run, "b")] == [0, 1, 2, 3]  # the last one after the fit
+    lines, measured = steps(run, "b"), validations(run, "b")[2]["metrics"]
+    assert [line["present"] for line in lines.values()] == [[0, 1]] * 12 + [[1]] * 6
+    model = net()
+    model.load_state_dict(torch.load(tmp_path / "b" / "model.pth", weights_only=True))
+    loss, accuracy = scores(model, [1])
+    assert [measured["loss"], measured["metric_loss"]] == pytest.approx([loss, loss], rel=1e-6)
+    assert measured["accuracy"] == pytest.approx(accuracy)
+    second = validations(run, "b")[1]["metrics"]
+    assert second["loss"] == pytest.approx(second["metric_loss"], rel=1e-6)  # each over the same sites throughout
+
+
+class Callback:
+    """Stand-in of Lightning's base class."""
+
+    def on_save_checkpoint(self) -> None:
+        pass
+
+
+class Averaging(Callback):
+    def on_save_checkpoint(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"automatic": False}, "manual optimization"),
+        ({"reload_dataloaders_every_n_epochs": 1}, "reload_dataloaders_every_n_epochs"),
+        ({"_val_check_time_interval": 60.0}, "by its own clock"),
+        ({"callbacks": [Callback(), Averaging()]}, "state of Averaging"),
+    ],
+)
+def test_what_a_site_cannot_return_into_is_refused(settings, reason):
+    from dadplug.runners._lightning.elastic import ElasticFit
+
+    automatic = settings.pop("automatic", True)
+    module = SimpleNamespace(automatic_optimization=automatic, training_step=lambda batch: None)
+    usual = {"callbacks": [Callback()], "reload_dataloaders_every_n_epochs": 0}
+    fit = ElasticFit(SimpleNamespace(lightning_module=module), SimpleNamespace(**(usual | settings)), None)
+    with pytest.raises(ValueError, match=f"{reason}.*leave min_sites out"):
+        fit.begin(None, fits=True)
+
+
+# Catalyst's runner over a hub, where sites leave: equal replicas, steps and metrics of the sites that are present
+
+
+support.need("catalyst")
+
+
+def catalyst_sites_of(folder: Path, hub: RunningHub, **settings: object) -> Run:
+    return Run(folder, hub, elastic_catalyst.__file__, ["catalyst"], key="number", **settings)
+
+
+def trained(folder: Path, names: str, lost: str, **fields: object) -> dict[str, dict]:
+    """Train with a site that is killed; return what the others have written, by name."""
+    others = names.replace(lost, "")
+    with running_hub(folder / "kits", tuple(names)) as hub:
+        run = catalyst_sites_of(folder, hub, stops=False)
+        run.start(others)
+        run.start(lost, **fields)
+        run.end(lost, -9)
+        run.end(others)
+    return {name: json.loads((folder / name / "result.json").read_text()) for name in others}
+
+
+def steps_of(slots: list[int]) -> int:
+    return max(-(-len(train_data(slot)) // BATCH) for slot in slots)
+
+
+def catalyst_scores(model: torch.nn.Module, slots: list[int]) -> tuple[float, float]:
+    """Return loss and accuracy over the validation data of some sites together."""
+    inputs = torch.cat([valid_data(slot).tensors[0] for slot in slots])
+    targets = torch.cat([valid_data(slot).tensors[1] for slot in slots])
+    with torch.no_grad():
+        outputs = model(inputs)
+    loss = torch.nn.functional.cross_entropy(outputs, targets)
+    return float(loss), float((outputs.argmax(1) == targets).float().mean())
+
+
+@pytest.mark.parametrize(
+    ("names", "lost", "fields"),
+    [
+        ("abc", "c", {"leave": 2}),
+        ("abc", "a", {"leave": 3, "ended": True}),
+        ("ab", "b", {"leave": 0, "where": "other"}),
+        ("abc", "a", {"leave": 2, "where": "other"}),
+        ("abc", "b", {"leave": 4, "where": "other", "ended": True}),
+        ("abc", "c", {"leave": 6, "where": "other"}),
+        ("abc", "c", {"leave": 9, "where": "other"}),  # between the two gathers of the area under the curve
+        ("abc", "a", {"leave": 10, "where": "other"}),
+    ],
+)
+def test_the_others_go_on_and_measure_what_they_have(tmp_path, names, lost, fields):
+    results = trained(tmp_path, names, lost, **fields)
+    here = [slot for slot, name in enumerate(names) if name != lost]
+    first, *others = results.values()
+    for other in others:
+        assert other["digest"] == first["digest"]
+        for mine, theirs in zip(first["epochs"], other["epochs"], strict=True):
+            assert mine["digest"] == theirs["digest"]
+            assert mine["metrics"] == theirs["metrics"]
+            assert mine["step"] == theirs["step"]
+            assert mine["present"] == theirs["present"]
+    epochs = first["epochs"]
+    everyone = list(range(len(names)))
+    assert [epochs[0]["present"], epochs[2]["present"]] == [everyone, here]
+    assert epochs[0]["step"] == steps_of(everyone)
+    assert epochs[1]["step"] - epochs[0]["step"] in (steps_of(everyone), steps_of(here))
+    assert epochs[2]["step"] - epochs[1]["step"] == steps_of(here)
+    model = catalyst_net()
+    model.load_state_dict(torch.load(tmp_path / names[here[0]] / "model.pth", weights_only=True))
+    loss, accuracy = catalyst_scores(model, here)
+    measured = epochs[2]["metrics"]["valid"]
+    assert measured["loss"] == pytest.approx(loss, rel=1e-5)
+    assert measured["accuracy01"] == pytest.approx(accuracy)
+    assert [result["epochs"][2]["main"] for result in results.values()] == [True] + [False] * len(others)
+    checkpoint = torch.load(
+        tmp_path / names[here[0]] / "checkpoints" / "runner.last.pth", weights_only=True, map_location="cpu"
+    )
+    assert checkpoint["epoch_step"] == 3
+    assert [state is not None for state in checkpoint["dadplug"]] == [slot in here for slot in everyone]
+
+
+@pytest.mark.parametrize(("names", "lost", "needed"), [("abc", "c", 1), ("ab", "a", 2)])
+def test_a_site_that_returns_to_catalyst_goes_on_where_the_others_are(tmp_path, names, lost, needed):
+    with running_hub(tmp_path / "kits", tuple(names)) as hub:
+        run = catalyst_sites_of(tmp_path, hub, epochs=10000, returns=True, mode="dsgd", min_sites=needed)
+        for name in names:
+            run.start(name, bar=name == names[0], leave=9 if name == lost else -1)
+        run.end(lost, -9)
+        if needed == len(names):
+            hub.await_line(f"paused: 2 sites are needed and 1 is connected: waiting for {lost}", ENDED)
+        before = len(run.lines(lost))
+        run.start(lost, bar=True)
+        until(lambda: len(run.lines(lost)) > before + 10 or run.processes[lost].poll(), run.state, ENDED)
+        run.stop(name=lost)
+        run.end(names)
+    here = [slot for slot, name in enumerate(names) if name != lost]
+    other = names[here[0]]
+    found, own = run.lines(other), run.lines(lost)
+    assert max(found) == max(own)
+    common = own.keys() & found.keys()  # not the steps in which a site has no batch
+    assert len([number for number in common if number > 9]) > 5
+    for number, line in own.items():
+        for what in ("digest", "epoch", "batch", "lr", "present") if number in common else ():
+            assert line[what] == found[number][what], (what, line)
+        (inputs, _), _ = elastic_data.batch_of(names.index(lost), line["batch"], 6)
+        assert line["first"] == float(inputs[0, 0])
+    present = {number: line["present"] for number, line in found.items()}
+    if needed < len(names):
+        assert present[10] == here
+    assert present[max(present)] == [*range(len(names))]
+    if other == "a":  # has a batch in every step
+        steps = {number: (line["batch"], line["present"]) for number, line in found.items()}
+        reference = elastic_data.trained_in_one_process(steps, 6, every=6)
+        for number, line in found.items():
+            assert line["weights"] == pytest.approx(reference[number], rel=1e-9), number
+    assert f"sites={len(names)}/{len(names)}" in run.processes["a"].read()[1]
+    results = [json.loads((tmp_path / name / "result.json").read_text()) for name in names]
+    assert all(result["digest"] == results[0]["digest"] for result in results)
+    assert all(result["epochs"][-1]["metrics"] == results[0]["epochs"][-1]["metrics"] for result in results)
+    assert results[0]["epochs"][-1]["metrics"]["train"]["sites"] == len(names)
+
+
+# Trainers over a hub that is killed and started again, with a late site, and one that the hub gives up
+
+
+HELPERS = Path(mortal_hub.__file__).parent
+ENDINGS = 200.0  # seconds for a process, on a busy machine
+KNOWN = 8  # steps after which the hub knows how long one takes
+TRAINERS = {
+    "lightning": ("pytorch_lightning", "elastic_lightning.py", {}),
+    "catalyst": ("catalyst", "elastic_catalyst.py", {"returns": True}),
+}
+
+
+class Sites:
+    """A hub and two sites whose trainer is interrupted in several ways.
+
+    Args:
+        folder: folder for kits and logs.
+        trainer: name of the trainer.
+    """
+
+    def __init__(self, folder: Path, trainer: str) -> None:
+        self.folder = folder
+        self.package, self.program, self.fields = TRAINERS[trainer]
+        self.processes: dict[str, forkserver.Program] = {}
+        hub = f"127.0.0.1:{free_port()}"
+        hub_kits.make(folder / "kits", hub=hub, hub_names=[], sites=["a", "b"], hub_at="a")
+        self.start_hub()
+
+    def start_hub(self) -> None:
+        command = [mortal_hub.__file__, str(self.folder / "kits" / "hub"), str(self.folder / "journal"), "never", "0"]
+        self.hub = forkserver.start(command, os.environ | support.ONE_THREAD)
+
+    def start(self, name: str, **fields: object) -> None:
+        own = self.folder / name
+        own.mkdir(exist_ok=True)
+        case = {"kit": str(self.folder / "kits" / name), "folder": str(own), "stop": str(self.folder / "stop")}
+        case |= {"mode": "dad", "epochs": 10000, "late": "skip", "site_timeout": 3.0, **self.fields, **fields}
+        arguments = [str(HELPERS / self.program), json.dumps(case)]
+        self.processes[name] = forkserver.start(arguments, os.environ | support.ONE_THREAD, preload=[self.package])
+
+    def lines(self, name: str) -> dict[int, dict]:
+        """Return the lines of a site's steps, by number."""
+        return {line["number"]: line for line in read_lines(self.folder / name / "log.jsonl") if "number" in line}
+
+    def state(self) -> str:
+        printed = {name: process.read()[1] for name, process in self.processes.items()}
+        return f"{printed}\n{(self.folder / 'journal').read_text()}"
+
+    def await_step(self, name: str, step: int) -> None:
+        until(lambda: max(self.lines(name), default=-1) >= step, self.state, ENDINGS)
+
+    def await_line(self, text: str) -> None:
+        until(lambda: text in (self.folder / "journal").read_text(), self.state, ENDINGS)
+
+
+@pytest.mark.parametrize("trainer", [*TRAINERS])
+def test_a_trainer_goes_on_after_each_interruption(tmp_path, trainer):
+    support.need(TRAINERS[trainer][0])
+    sites = Sites(tmp_path, trainer)
+    sites.start("a")
+    sites.start("b", hold=str(tmp_path / "hold"))
+    sites.await_step("a", 4)
+    sites.hub.kill()
+    sites.hub.wait(ENDINGS)
+    sites.start_hub()
+    sites.await_line("the run that began before the restart goes on")
+    sites.await_step("a", max(sites.lines("a")) + KNOWN)
+    (tmp_path / "hold").touch()
+    sites.await_line("b is late: training goes on without it")
+    (tmp_path / "hold").unlink()
+    sites.await_line("b takes part again")
+    sites.await_step("b", max(sites.lines("b")) + 4)
+    sites.processes["b"].send_signal(signal.SIGSTOP)
+    sites.await_line("b has left: silent for 3 s")
+    sites.processes["b"].send_signal(signal.SIGCONT)
+    assert sites.processes["b"].wait(ENDINGS) == 1
+    errors = sites.processes["b"].read()[1]
+    assert "SiteError" in errors
+    assert "has given this site up" in errors
+    assert "start its program again, and it joins the others" in errors
+    before = max(sites.lines("b"))
+    sites.start("b")
+    sites.await_step("b", before + 1)
+    sites.await_step(
+        "b", max(sites.lines("b")) + 10
+    )  # the other has gone on meanwhile, and b's first steps may be late
+    (tmp_path / "stop").touch()
+    for name in "ab":
+        assert sites.processes[name].wait(ENDINGS) == 0, sites.state()
+    sites.hub.kill()
+    first, other = sites.lines("a"), sites.lines("b")
+    common = first.keys() & other.keys()
+    assert max(first) == max(other)
+    assert all(first[number]["digest"] == other[number]["digest"] for number in common)
+    assert [0] in [first[number]["present"] for number in common]  # missed by b
+    assert [0, 1] in [
+        first[number]["present"] for number in common if number > before
+    ]  # in the last step it may be late
