@@ -1,7 +1,5 @@
 """Network with layers that rankdad divides among four sites, and the gradients of one process."""
 
-from __future__ import annotations
-
 import math
 from contextlib import contextmanager
 

@@ -1,8 +1,7 @@
 """Mode auto: the choice between factors and the all-reduce, equal on all sites, and joining at the end."""
 
-from __future__ import annotations
-
 import pytest
+import support
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -48,7 +47,6 @@ def chooses() -> None:
         step(reduction, model, samples=4, seed=seed)
     assert paths(reduction)["0.weight"] == "factors"
     assert reduction.first_difference() is None
-    reduction.detach()
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -56,16 +54,12 @@ def test_the_choice_follows_the_rows_equally_on_all_sites(sites, count):
     sites(count).run(chooses)
 
 
-def prefers_less_work() -> None:
+@support.at_sites(2)
+def test_on_a_link_without_cost_nobody_computes_for_others() -> None:
     model = wide_and_long()
     reduction = with_link(dadplug.GradientReduction(model, mode="auto"), slow=False)
     step(reduction, model, samples=8)
     assert set(paths(reduction).values()) == {"allreduce"}
-    reduction.detach()
-
-
-def test_on_a_link_without_cost_nobody_computes_for_others(sites):
-    sites(2).run(prefers_less_work)
 
 
 def measures() -> LinkCosts:
@@ -74,7 +68,6 @@ def measures() -> LinkCosts:
     before = reduction.traffic.steps
     link = measure_link(reduction._transport)
     assert reduction.traffic.steps == before
-    reduction.detach()
     return link
 
 
@@ -96,7 +89,6 @@ def joins(mode: str) -> list:
     reduction.join(optimizer.step)
     assert reduction.first_difference() is None
     steps = reduction.step
-    reduction.detach()
     return [steps, [p.detach() for p in model.parameters()]]
 
 

@@ -1,14 +1,13 @@
 """rankdad with large layers that are divided among the sites, held against one process."""
 
-from __future__ import annotations
-
 import math
 import os
 
 import pytest
+import support
 import torch
 import torch.distributed as dist
-from comparison import off_by
+from comparison import descend, off_by
 from divided_network import backward, batch, divided_layers, fail_to_merge, mean_of_sites, network, reduce
 from torch import nn
 
@@ -52,9 +51,7 @@ def is_exact(options: dict, limit: float) -> None:
         if step != 4:  # samples of two passes of a site are of one mean each
             for name, p in model.named_parameters():
                 assert off_by(p.grad, expected[name]) < limit, (step, name, off_by(p.grad, expected[name]))
-        with torch.no_grad():
-            for p in model.parameters():
-                p -= 0.1 * p.grad
+        descend(model)
     assert reduction.first_difference() is None
     reduction.detach()
 
@@ -69,7 +66,8 @@ def test_with_rank_enough_it_is_the_exact_mean(sites):
     sites(4).run(over_gloo)
 
 
-def is_noticed() -> None:
+@support.at_sites(4)
+def test_zeros_or_twice_the_gradient_would_fail() -> None:
     """Coefficients of zero, or of twice the sum, must not pass."""
     for factor in (0.0, 2.0):
         merging.merge_coefficients = lambda *given: (
@@ -81,10 +79,6 @@ def is_noticed() -> None:
                 is_exact({}, 1e-7)
         finally:
             merging.merge_coefficients = merge_coefficients
-
-
-def test_zeros_or_twice_the_gradient_would_fail(sites):
-    sites(4).run(is_noticed)
 
 
 def spectrum(kind: str, count: int) -> torch.Tensor:
@@ -138,7 +132,6 @@ def residual_and_bytes(rank: int, feedback: bool | None) -> tuple[float, int, in
     assert len(chosen) >= 1
     assert reduction.first_difference() is None
     sent_bytes, planned = reduction.traffic.bytes_sent, reduction.plan.bytes
-    reduction.detach()
     return worst, sent_bytes, planned
 
 
@@ -187,7 +180,9 @@ def test_the_predicted_time_counts_both_further_exchanges():
     assert [predict_seconds(layers, each, 8, distant)[1] for each in (owners, whole)] == [40.0, 20.0]
 
 
-def merges_at_extreme_scales(scale: float) -> None:
+@pytest.mark.parametrize("scale", [1e24, 1e-24])
+@support.at_sites(4)
+def test_squares_may_leave_the_range_of_the_type(scale: float) -> None:
     """Gradients whose squares single precision does not hold are merged as any others."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model, apart = network(torch.float32), network()
@@ -201,15 +196,11 @@ def merges_at_extreme_scales(scale: float) -> None:
         for name, p in model.named_parameters():
             assert off_by(p.grad.double() / scale, expected[name]) < 1e-3, (step, name)
     assert divided_layers(reduction)
-    reduction.detach()
 
 
-@pytest.mark.parametrize("scale", [1e24, 1e-24])
-def test_squares_may_leave_the_range_of_the_type(sites, scale):
-    sites(4).run(merges_at_extreme_scales, scale)
-
-
-def no_gradient_is_written(divided: bool) -> None:
+@pytest.mark.parametrize("divided", [True, False])
+@support.at_sites(4)
+def test_no_gradient_is_written_where_merging_fails(divided: bool) -> None:
     """All sites raise, and keep their own gradients, if merging finite ones fails; the next step works."""
     model = network(torch.float32) if divided else nn.Sequential(nn.Linear(401, 20), nn.Tanh(), nn.Linear(20, 5))
     reduction = reduce(model, rank=4)
@@ -224,9 +215,3 @@ def no_gradient_is_written(divided: bool) -> None:
         with fail_to_merge(reduction), pytest.raises(NonFiniteError, match="merging those of"):
             reduction.synchronize()
         assert all(torch.equal(p.grad, own[name]) for name, p in model.named_parameters() if p.grad is not None)
-    reduction.detach()
-
-
-@pytest.mark.parametrize("divided", [True, False])
-def test_no_gradient_is_written_where_merging_fails(sites, divided):
-    sites(4).run(no_gradient_is_written, divided)

@@ -1,11 +1,10 @@
 """edad: deltas recomputed along chains of layers, held against one process and against dad."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import nullcontext
 
 import pytest
+import support
 import torch
 import torch.distributed as dist
 from chained_models import MODELS, chained, compare, draw, loss, mlp, pair
@@ -34,7 +33,6 @@ def matches_one_process(name: str, dtype: torch.dtype, bound: float, steps: int,
             optimizer.step()
     assert reduction.first_difference() is None
     names = chained(reduction)
-    reduction.detach()
     return names
 
 
@@ -88,7 +86,6 @@ def takes_any_rows(name: str, seed: int) -> None:
         compare(model, reference, 1e-9, step)
     assert reduction.first_difference() is None
     assert chained(reduction)
-    reduction.detach()
 
 
 @pytest.mark.parametrize("name", ["mlp", "functions", "partial", "reentrant"])
@@ -132,7 +129,9 @@ def penalised(model, inputs, targets):
     return value + slope.square().sum() + 1e-3 * model.hidden.abs().mean()
 
 
-def wanders(only_one_site: bool) -> None:
+@pytest.mark.parametrize("only_one_site", [False, True])
+@support.at_sites(2)
+def test_steps_that_leave_the_chain_are_exact(only_one_site: bool) -> None:
     rank = dist.get_rank()
     torch.manual_seed(3)
     reference = Wanders().double()
@@ -164,12 +163,6 @@ def wanders(only_one_site: bool) -> None:
         reduction.synchronize()
         compare(model, reference, 1e-9, (step, way))
     assert chained(reduction) == ["a.weight", "a.bias", "b.weight", "b.bias"]
-    reduction.detach()
-
-
-@pytest.mark.parametrize("only_one_site", [False, True])
-def test_steps_that_leave_the_chain_are_exact(sites, only_one_site):
-    sites(2).run(wanders, only_one_site)
 
 
 def bytes_sent(mode: str, options: dict) -> tuple[int, int]:
@@ -220,7 +213,8 @@ def test_replicas_are_equal_to_the_bit(sites, wire):
     sites(4).run(replicas_stay_equal, ["mlp"], {"wire": wire})
 
 
-def autocasts() -> None:
+@support.at_sites(2)
+def test_autocast_keeps_chains() -> None:
     """Under autocast gradients are those of dad, up to the rounding of bf16."""
     rank, grads = dist.get_rank(), {}
     for mode in ("dad", "edad"):
@@ -241,10 +235,6 @@ def autocasts() -> None:
         assert off_by(found, expected) < 0.02
 
 
-def test_autocast_keeps_chains(sites):
-    sites(2).run(autocasts)
-
-
 def bits(mode: str) -> list[torch.Tensor]:
     torch.manual_seed(0)
     model = mlp(20, 30, 30, 10)
@@ -254,7 +244,6 @@ def bits(mode: str) -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
         loss(model, torch.randn(8, 20, generator=generator), torch.arange(8)).backward()
         reduction.synchronize()
-    reduction.detach()
     return [parameter.grad for parameter in model.parameters()]
 
 
@@ -263,7 +252,8 @@ def test_equal_batches_have_the_bits_of_dad(sites):
         assert torch.equal(found, expected)
 
 
-def resumes() -> None:
+@support.at_sites(2)
+def test_a_run_can_be_resumed() -> None:
     """A run that is cut in two ends where one that is not ends, to the bit."""
     rank = dist.get_rank()
 
@@ -295,10 +285,6 @@ def resumes() -> None:
     reduction.detach()
     for p, q in zip(fresh.parameters(), whole.parameters()):
         assert torch.equal(p, q)
-
-
-def test_a_run_can_be_resumed(sites):
-    sites(2).run(resumes)
 
 
 def names_the_layer_of_a_bad_number(where: str) -> str:

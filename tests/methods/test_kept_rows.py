@@ -1,7 +1,5 @@
 """What a site of rankdad keeps of what it does not send: sent, kept and dropped parts are the whole gradient."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest

@@ -3,14 +3,15 @@
 Every loop with a surprise is compared with the loop of the same mode in which the surprise does not happen.
 """
 
-from __future__ import annotations
-
+import functools
 import math
 from collections.abc import Callable
 
 import pytest
+import support
 import torch
 import torch.distributed as dist
+from comparison import assert_resumes, train
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.utils.checkpoint import checkpoint
@@ -74,14 +75,24 @@ class Loop:
     def finish(self) -> None:
         """Synchronize, record the gradients, and step."""
         self.reduction.synchronize()
+        self.apply()
+
+    def apply(self, step: Callable[[], object] | None = None) -> None:
+        """Record the gradients, and step."""
         self.seen.append(torch.cat([p.grad.reshape(-1).clone() for p in self.model.parameters()]))
         assert self.seen[-1].isfinite().all()
-        self.optimizer.step()
+        (step or self.optimizer.step)()
         self.optimizer.zero_grad()
 
     def plain(self, step: int) -> None:
         self.forward(step).backward()
         self.finish()
+
+
+@functools.cache
+def clean_gradients(world_size: int, **options) -> list[torch.Tensor]:
+    """Return the agreed gradients of the loop without special steps."""
+    return gradients_of(options, {})
 
 
 def gradients_of(options: dict, special: dict[int, Step]) -> list[torch.Tensor]:
@@ -97,7 +108,9 @@ def gradients_of(options: dict, special: dict[int, Step]) -> list[torch.Tensor]:
 def equal(options: dict, special: dict[int, Step], clean: dict[int, Step] | None = None) -> None:
     """Compare a loop with special steps with a clean one, on this site."""
     tolerance = 1e-5 if options.get("wire") == "int8" else 1e-9  # codes are made in single precision
-    ours, theirs = gradients_of(options, special), gradients_of(options, clean or {})
+    ours = gradients_of(options, special)
+    always_finite = {name: value for name, value in options.items() if name != "check_finite"}
+    theirs = gradients_of(options, clean) if clean else clean_gradients(dist.get_world_size(), **always_finite)
     errors = [float((a - b).norm() / b.norm()) for a, b in zip(ours, theirs, strict=True)]
     assert max(errors) <= tolerance, errors
     assert min(float(each.norm()) for each in theirs) > 0.01
@@ -225,24 +238,24 @@ def scaled(scale: Callable[[int], float], idle: int | None = None) -> dict[int, 
             scaler.scale(loop.forward(step)).backward()
         loop.reduction.synchronize()
         scaler.unscale_(loop.optimizer)
-        loop.seen.append(torch.cat([p.grad.reshape(-1).clone() for p in loop.model.parameters()]))
-        scaler.step(loop.optimizer)
+        loop.apply(lambda: scaler.step(loop.optimizer))
         scaler.update(scale(step + 1))
-        loop.optimizer.zero_grad()
 
     return dict.fromkeys(range(STEPS), take)
 
 
-def stated(loop: Loop, step: int) -> None:
-    scale = 3.0 ** (step % 4)
-    with loop.reduction.loss_scale(scale):
+def under_scale(loop: Loop, step: int, told: float, scale: float) -> None:
+    """Take a step whose loss has a scale, of which the reduction has been told."""
+    with loop.reduction.loss_scale(told):
         (scale * loop.forward(step)).backward()
     loop.reduction.synchronize()
     for parameter in loop.model.parameters():
         parameter.grad /= scale
-    loop.seen.append(torch.cat([p.grad.reshape(-1).clone() for p in loop.model.parameters()]))
-    loop.optimizer.step()
-    loop.optimizer.zero_grad()
+    loop.apply()
+
+
+def stated(loop: Loop, step: int) -> None:
+    under_scale(loop, step, 3.0 ** (step % 4), 3.0 ** (step % 4))
 
 
 def idles(loop: Loop, step: int) -> None:
@@ -251,7 +264,17 @@ def idles(loop: Loop, step: int) -> None:
     loop.finish()
 
 
-def follows_the_scale(options: dict) -> None:
+def unseen(loop: Loop, step: int) -> None:
+    under_scale(loop, step, 1.0, 1024.0 if step < 3 else 1.0)
+
+
+KEEPERS = [o for o in DENSE + FACTORS if (o.get("error_feedback") is True or o["mode"] in ("powersgd", "topk"))]
+KEEPERS = [o for o in KEEPERS if o.get("error_feedback") is not False] + [{"mode": "dsgd", "wire": "int8"}, FACTORS[3]]
+
+
+@pytest.mark.parametrize("options", KEEPERS, ids=name_of)
+@support.at_sites(2)
+def test_memories_follow_the_loss_scale(options: dict) -> None:
     scale = GradScaler.scale
     equal(options, scaled(lambda step: 1024.0 if step < 3 else 1.0))
     equal(options, scaled(lambda step: 2.0**step, idle=5), {5: idles})
@@ -262,28 +285,8 @@ def follows_the_scale(options: dict) -> None:
         equal(options, dict.fromkeys(range(STEPS), unseen))
 
 
-def unseen(loop: Loop, step: int) -> None:
-    with loop.reduction.loss_scale(1.0):
-        stated_scale = 1024.0 if step < 3 else 1.0
-        (stated_scale * loop.forward(step)).backward()
-    loop.reduction.synchronize()
-    for parameter in loop.model.parameters():
-        parameter.grad /= stated_scale
-    loop.seen.append(torch.cat([p.grad.reshape(-1).clone() for p in loop.model.parameters()]))
-    loop.optimizer.step()
-    loop.optimizer.zero_grad()
-
-
-KEEPERS = [o for o in DENSE + FACTORS if (o.get("error_feedback") is True or o["mode"] in ("powersgd", "topk"))]
-KEEPERS = [o for o in KEEPERS if o.get("error_feedback") is not False] + [{"mode": "dsgd", "wire": "int8"}, FACTORS[3]]
-
-
-@pytest.mark.parametrize("options", KEEPERS, ids=name_of)
-def test_memories_follow_the_loss_scale(sites, options):
-    sites(2).run(follows_the_scale, options)
-
-
-def has_two_scalers() -> None:
+@support.at_sites(2)
+def test_every_network_has_the_scale_of_its_own_scaler() -> None:
     """Two networks in one reduction, each with a scaler of its own whose scale goes its own way."""
 
     def train(with_scalers: bool) -> list[torch.Tensor]:
@@ -314,10 +317,6 @@ def has_two_scalers() -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
 
 
-def test_every_network_has_the_scale_of_its_own_scaler(sites):
-    sites(2).run(has_two_scalers)
-
-
 def test_the_scale_of_a_backward_pass_ends_with_it():
     layer, found, scale = nn.Linear(3, 3), [], GradScaler.scale
     layer.weight.register_post_accumulate_grad_hook(lambda _: found.append(feedback.running()))
@@ -340,3 +339,172 @@ def test_the_scale_of_a_backward_pass_ends_with_it():
         feedback.unwatch()
     assert [each.value for each in found] == [8.0, 1.0, 8.0, 1.0, 1.0, 8.0]
     assert GradScaler.scale is scale
+
+
+# Lossy methods and what they keep back: PowerSGD, top-k, error feedback in rankdad, int8 on the wire
+
+
+LOSSY = [
+    {"mode": "powersgd", "rank": 2},
+    {"mode": "powersgd", "rank": 2, "wire": "bf16"},
+    {"mode": "powersgd", "rank": 2, "wire": "int8"},
+    {"mode": "topk", "density": 0.1},
+    {"mode": "topk", "density": 0.1, "wire": "bf16"},
+    {"mode": "rankdad", "rank": 2, "error_feedback": True},
+    {"mode": "rankdad", "rank": 2, "error_feedback": True, "wire": "int8"},
+    {"mode": "rankdad", "rank": 24, "wire": "int8"},
+    {"mode": "rankdad", "rank": 3},
+    {"mode": "rankdad"},
+    {"mode": "dsgd", "wire": "int8"},
+]
+
+
+def network(dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(40, 60), nn.Tanh(), nn.LayerNorm(60), nn.Linear(60, 50), nn.Linear(50, 30)).to(dtype)
+
+
+def batch(rank, seed=0, samples=None):
+    generator = torch.Generator().manual_seed(seed * 10 + rank)
+    return torch.randn(6 + rank if samples is None else samples, 40, generator=generator)
+
+
+def gradients(model, rank, seed=0, samples=None):
+    model.zero_grad()
+    inputs = batch(rank, seed, samples).to(next(model.parameters()).dtype)
+    model(inputs).square().mean().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def mean_over_steps(options: dict, steps: int) -> float:
+    """Largest distance between the mean of many agreed gradients and the true one, by parameter, in its norms."""
+    model = network()
+    true = [gradients(model, rank) for rank in range(dist.get_world_size())]
+    samples = [6 + rank for rank in range(len(true))]
+    reduction = dadplug.GradientReduction(model, **options)
+    sums = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    for _ in range(steps):
+        gradients(model, dist.get_rank())
+        reduction.synchronize()
+        for name, p in model.named_parameters():
+            sums[name] += p.grad
+    worst = 0.0
+    for name, total in sums.items():
+        expected = sum(n * each[name] for n, each in zip(samples, true, strict=True)) / sum(samples)
+        worst = max(worst, float((total / steps - expected).norm() / expected.norm()))
+    return worst
+
+
+@pytest.mark.parametrize("options", LOSSY, ids=name_of)
+def test_what_is_kept_back_comes_later(sites, options):
+    few, many = (max(sites(2).run(mean_over_steps, options, steps)) for steps in (1, 80))
+    assert many < 0.06
+    assert many < few or few < 1e-3
+
+
+def test_without_feedback_it_never_comes(sites):
+    for options in ({"mode": "powersgd", "rank": 2}, {"mode": "topk", "density": 0.1}):
+        assert min(sites(2).run(mean_over_steps, {**options, "error_feedback": False}, 40)) > 0.1
+
+
+def follows_the_paper() -> None:
+    """Beside PowerSGD as its paper writes it, in one process that sees all sites' gradients."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model, apart = network(torch.float64), network(torch.float64)
+    reduction = dadplug.GradientReduction(model, mode="powersgd", rank=3, bucket_mb=0.001)
+    assert {row.path for row in reduction.plan if len(row.shape) == 2} == {"powersgd"}
+    samples = [6 + each for each in range(world_size)]
+    weights = {name: p for name, p in model.named_parameters() if p.dim() == 2}
+    bases = {name: reduction._method.basis(name, tuple(p.shape), p).clone().T for name, p in weights.items()}
+    errors = {name: [torch.zeros_like(p) for _ in samples] for name, p in weights.items()}
+    for step in range(4):
+        all_gradients = [gradients(apart, each, step) for each in range(world_size)]
+        gradients(model, rank, step)
+        reduction.synchronize()
+        for name, p in weights.items():
+            # The step's scale of a site's share is that of the first step, whose samples all steps have here.
+            matrices = [n / sum(samples) * g[name] + e for n, g, e in zip(samples, all_gradients, errors[name])]
+            left = torch.linalg.qr(sum(m @ bases[name] for m in matrices)).Q
+            right = sum(m.T @ left for m in matrices)
+            torch.testing.assert_close(p.grad, left @ right.T, rtol=1e-8, atol=1e-12)
+            errors[name] = [m - left @ right.T / world_size for m in matrices]
+            bases[name] = right
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_powersgd_follows_its_paper_over_several_buckets(sites, count):
+    sites(count).run(follows_the_paper)
+
+
+@support.at_sites(2)
+def test_topk_sends_the_largest_and_keeps_the_rest() -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model, apart = network(torch.float64), network(torch.float64)
+    reduction = dadplug.GradientReduction(model, mode="topk", density=0.05)
+    samples = [6 + each for each in range(world_size)]
+    weights = {name: p for name, p in model.named_parameters() if p.numel() >= 1024}
+    errors = {name: [torch.zeros(p.numel(), dtype=p.dtype) for _ in samples] for name, p in weights.items()}
+    for step in range(3):
+        all_gradients = [gradients(apart, each, step) for each in range(world_size)]
+        gradients(model, rank, step)
+        reduction.synchronize()
+        for name, p in weights.items():
+            agreed = torch.zeros(p.numel(), dtype=p.dtype)
+            for site, n in enumerate(samples):
+                errors[name][site] += n / sum(samples) * all_gradients[site][name].view(-1)
+                chosen = errors[name][site].abs().topk(math.ceil(0.05 * p.numel())).indices
+                agreed[chosen] += errors[name][site][chosen]
+                errors[name][site][chosen] = 0
+            torch.testing.assert_close(p.grad.view(-1), agreed, rtol=1e-9, atol=1e-12)
+    assert reduction.traffic.bytes_sent < 0.1 * reduction.traffic.dense_bytes + 3000
+
+
+def trains(steps: int, state: list | None, options: dict) -> tuple:
+    model, rank = network(), dist.get_rank()
+    reduction = dadplug.GradientReduction(model, **options)
+    return train(model, reduction, lambda step: gradients(model, rank, step, 4 + (step + rank) % 3), steps, state)
+
+
+@pytest.mark.parametrize("options", LOSSY, ids=name_of)
+def test_replicas_stay_equal_and_resume_on_the_same_curve(sites, options):
+    state = assert_resumes(sites(2), trains, 8, 5, options)
+    if options in LOSSY[::3]:  # with one site more
+        sites(3).run(trains, 8, state, options)
+
+
+@pytest.mark.parametrize("mode", ["powersgd", "topk", "rankdad"])
+@support.at_sites(2)
+def test_a_state_may_be_loaded_in_mid_training(mode: str) -> None:
+    model = network()
+    reduction = dadplug.GradientReduction(model, mode=mode)
+    for step in range(3):
+        gradients(model, dist.get_rank(), step)
+        reduction.synchronize()
+    state = reduction.state_dict()
+    for step in range(2):
+        gradients(model, dist.get_rank(), step)
+        reduction.synchronize()
+    reduction.load_state_dict(state)
+    gradients(model, dist.get_rank(), 3)
+    reduction.synchronize()
+    assert reduction.first_difference() is None
+
+
+@pytest.mark.parametrize("options", LOSSY, ids=name_of)
+@support.at_sites(2)
+def test_nan_is_reported_and_forgotten(options: dict) -> None:
+    model = network()
+    reduction = dadplug.GradientReduction(model, **options)
+    for step in range(6):
+        model.zero_grad()
+        inputs = batch(dist.get_rank(), step)
+        if step in (0, 3) and dist.get_rank() == 1:
+            inputs[2, 5] = math.nan
+        model(inputs).square().mean().backward()
+        if step in (0, 3):
+            with pytest.raises(NonFiniteError, match="site 1"):
+                reduction.synchronize()
+        else:
+            reduction.synchronize()
+            assert all(p.grad.isfinite().all() for p in model.parameters())
+    assert reduction.first_difference() is None

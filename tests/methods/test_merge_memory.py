@@ -1,13 +1,12 @@
 """Memory of what sites and merges of rankdad drop, as few rows: nothing is lost where these are enough."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
+import support
 import torch
 import torch.distributed as dist
-from comparison import off_by
+from comparison import assert_resumes, off_by, train
 from dadplug.hooks import Factor
 from divided_network import backward, divided_layers, fail_to_merge, mean_of, network, reduce
 from torch import nn
@@ -152,7 +151,6 @@ def differs(parameters) -> float:
             whole = whole / 4 + before.get(name, 0.0)
             grad = dict(model.named_parameters())[name].grad
             worst = max(worst, float((grad - whole).norm() / torch.linalg.svdvals(whole)[8:].norm()))
-    reduction.detach()
     return worst
 
 
@@ -162,34 +160,17 @@ def test_the_residual_is_that_of_the_best_approximation_of_sum_and_memory(sites)
 
 def trains(steps: int, state: list | None, options: dict) -> tuple:
     model = network()
-    reduction = reduce(model, rank=4, **options)
-    first = 0
-    if state is not None:
-        model.load_state_dict(state[0])
-        reduction.load_states(state[1])
-        first = state[2]
-    for step in range(first, steps):
-        backward(model, dist.get_rank(), step, rows=10)
-        reduction.synchronize()
-        with torch.no_grad():
-            for p in model.parameters():
-                p -= 0.1 * p.grad
-    assert reduction.first_difference() is None
-    states = reduction.gather_objects(reduction.state_dict())
-    reduction.detach()
-    return [p.detach().clone() for p in model.parameters()], [model.state_dict(), states, steps]
+    return train(
+        model, reduce(model, rank=4, **options), lambda n: backward(model, dist.get_rank(), n, 10), steps, state
+    )
 
 
 @pytest.mark.parametrize("options", [{}, {"error_feedback": True}], ids=str)
 def test_checkpoints_hold_each_sites_part(sites, options):
-    whole, _ = sites(4).run(trains, 5, None, options)[0]
-    _, states = sites(4).run(trains, 3, None, options)[0]
+    states = assert_resumes(sites(4), trains, 5, 3, options, exact=True)
     parts = [state["method"]["merger"]["divided"] for state in states[1]]
     assert all(each.keys() == parts[0].keys() != set() for each in parts)
     assert any(rows.any() for _, rows, _ in parts[0]["3.weight"])
-    resumed, _ = sites(4).run(trains, 5, states, options)[0]
-    for a, b in zip(whole, resumed, strict=True):
-        assert torch.equal(a, b)
     sites(5).run(trains, 4, states, options)
 
 
@@ -221,7 +202,8 @@ def test_parts_are_divided_anew_among_other_sites():
         assert not memory.state_dict()["w"]
 
 
-def fails() -> None:
+@support.at_sites(4)
+def test_a_merge_that_fails_leaves_the_memory() -> None:
     """A merge that fails, though no site's gradient is at fault, leaves the memory as it was."""
     model = network(torch.float32)
     reduction = reduce(model, rank=8)
@@ -236,11 +218,6 @@ def fails() -> None:
             reduction.synchronize()
             assert all(p.grad.isfinite().all() for p in model.parameters())
     assert before
-    reduction.detach()
-
-
-def test_a_merge_that_fails_leaves_the_memory(sites):
-    sites(4).run(fails)
 
 
 def test_whole_layers_keep_rows_at_their_owner(sites):
@@ -264,5 +241,4 @@ def comes_later(options: dict) -> float:
         reduction.synchronize()
         total = total + model[0].weight.grad
     dist.all_reduce(true)
-    reduction.detach()
     return off_by(total, true / 2)

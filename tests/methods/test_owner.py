@@ -1,14 +1,13 @@
 """rankdad with an owner for each layer, held against the exact sum and the best approximation in one process."""
 
-from __future__ import annotations
-
 import math
 import os
 
 import pytest
+import support
 import torch
 import torch.distributed as dist
-from comparison import off_by
+from comparison import assert_resumes, descend, off_by, train
 from divided_network import SMALL, backward, mean_of, mean_of_sites, network
 from torch import nn
 
@@ -40,9 +39,7 @@ def is_exact(steps: int, options: dict, limit: float) -> float:
             error = off_by(p.grad, expected[name])
             assert error < limit, (step, name, error)
             worst = max(worst, error)
-        with torch.no_grad():
-            for p in model.parameters():
-                p -= 0.1 * p.grad
+        descend(model)
     assert reduction.first_difference() is None
     reduction.detach()
     return worst
@@ -107,7 +104,6 @@ def residuals(kind: str, rank: int) -> list[float]:
             assert whole.norm() > 0
             found.append(float((model[0].weight.grad - whole).norm() / torch.linalg.svdvals(whole)[rank:].norm()))
     Merger.encode = encode
-    reduction.detach()
     return found
 
 
@@ -137,7 +133,6 @@ def sums_up(options: dict, steps: int) -> tuple[float, float]:
         if step == 0:
             first = max(off_by(total, true[name]) for name, total in sums.items())
     assert reduction.first_difference() is None
-    reduction.detach()
     return first, max(off_by(total / steps, true[name]) for name, total in sums.items())
 
 
@@ -152,7 +147,8 @@ def test_wire_formats_and_error_memory(sites):
     assert max(mean for _, mean in without) > 0.1  # without a memory it never comes
 
 
-def arrives_late() -> None:
+@support.at_sites(3)
+def test_what_changes_after_it_was_sent_counts() -> None:
     """Check steps whose gradients are read, cleared, added to or not finite after their buckets have left."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model, apart = network(widths=SMALL), network(widths=SMALL)
@@ -184,43 +180,20 @@ def arrives_late() -> None:
     with pytest.raises(ValueError, match="30 at most"):
         reduction.max_rank = 31
     assert reduction.first_difference() is None
-    reduction.detach()
-
-
-def test_what_changes_after_it_was_sent_counts(sites):
-    sites(3).run(arrives_late)
 
 
 def trains(steps: int, state: list | None) -> tuple:
     options = {"rank": 2, "error_feedback": True, "wire": "bf16"}
     model = network(torch.float32, SMALL)
     reduction = dadplug.GradientReduction(model, mode="rankdad", merge="owner", **options)
-    first = 0
-    if state is not None:
-        model.load_state_dict(state[0])
-        reduction.load_states(state[1])
-        first = state[2]
-    for step in range(first, steps):
-        backward(model, dist.get_rank(), step)
-        reduction.synchronize()
-        with torch.no_grad():
-            for p in model.parameters():
-                p -= 0.1 * p.grad
-    assert reduction.first_difference() is None
-    states = reduction.gather_objects(reduction.state_dict())
-    reduction.detach()
-    return [p.detach().clone() for p in model.parameters()], [model.state_dict(), states, steps]
+    return train(model, reduction, lambda step: backward(model, dist.get_rank(), step), steps, state)
 
 
 def test_checkpoints_hold_the_owners_memory(sites):
-    whole, _ = sites(2).run(trains, 7, None)[0]
-    _, states = sites(2).run(trains, 4, None)[0]
+    states = assert_resumes(sites(2), trains, 7, 4)
     memories = [state["method"]["merger"]["errors"]["errors"] for state in states[1]]
     assert all(memories)
     assert not memories[0].keys() & memories[1].keys()  # of the layers that a site owns
-    resumed, _ = sites(2).run(trains, 7, states)[0]
-    for a, b in zip(whole, resumed, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
     _, further = sites(3).run(trains, 5, states)[0]  # the owners are others now
     found = {name for state in further[1] for name in state["method"]["merger"]["errors"]["errors"]}
     assert found == memories[0].keys() | memories[1].keys()
@@ -284,7 +257,6 @@ def chooses(merge: str) -> str:
         backward(model, dist.get_rank(), step)
         reduction.synchronize()
     assert reduction.first_difference() is None
-    reduction.detach()
     return str(reduction.plan)
 
 
@@ -304,16 +276,14 @@ def test_the_option_is_checked(sites):
             dadplug.GradientReduction(nn.Linear(2, 2), **{"merge": "owner" if options else "none"} | options)
 
 
-def without_sockets() -> None:
+@support.at_sites(3)
+def test_it_works_over_messages_of_gloo() -> None:
     os.environ["DADPLUG_STREAMS"] = "0"
     is_exact(3, {}, 1e-9)
 
 
-def test_it_works_over_messages_of_gloo(sites):
-    sites(3).run(without_sockets)
-
-
-def is_named() -> None:
+@support.at_sites(3)
+def test_a_silent_owner_is_named() -> None:
     rank, model = dist.get_rank(), network(torch.float32, SMALL)
     reduction = dadplug.GradientReduction(model, mode="rankdad", merge="owner", rank=2)
     backward(model, rank, 0)
@@ -325,7 +295,3 @@ def is_named() -> None:
             reduction.synchronize()
     dist.barrier()
     reduction.detach(discard=True)
-
-
-def test_a_silent_owner_is_named(sites):
-    sites(3).run(is_named)
