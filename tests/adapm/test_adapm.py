@@ -1,7 +1,5 @@
 """The parameter manager between processes: exact sums, placement by intent, and errors that name who is at fault."""
 
-from __future__ import annotations
-
 import doctest
 import importlib
 import math
@@ -382,7 +380,8 @@ def test_the_window_follows_the_pace():
     assert timing.window == before
 
 
-def ends_without_close():
+@support.at_sites(2)
+def test_no_thread_works_on_tables_while_the_interpreter_ends():
     manager = ParameterManager(timeout=100)
     manager.table("t", 2, rows=4)
     manager.barrier()
@@ -390,10 +389,6 @@ def ends_without_close():
     assert len(named) == 1
     builtin._end_at_exit()
     assert not named[0].is_alive()
-
-
-def test_no_thread_works_on_tables_while_the_interpreter_ends(sites):
-    sites(2).run(ends_without_close)
 
 
 PARTS = ("initialisers", "manager", "model", "row_optimizers", "shards", "timeline")

@@ -1,7 +1,5 @@
 """The backend on AdaPM's own engine: on a stand-in for the bindings, in several processes, and on the real ones."""
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import signal

@@ -1,7 +1,5 @@
 """Automatic intent sees every lookup of every kind of model, or says which line keeps it from that."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

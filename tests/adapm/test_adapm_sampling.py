@@ -1,10 +1,9 @@
 """Samples of keys follow their distribution and seed, and are here when they are used; tables keep within bounds."""
 
-from __future__ import annotations
-
 import time
 
 import pytest
+import support
 import torch
 from torch.nn.functional import logsigmoid
 
@@ -164,7 +163,8 @@ def test_rows_with_intent_or_replicas_are_not_dropped(sites):
         assert counts["rows"] <= 64
 
 
-def waits_for_keys_of_intents():
+@support.at_sites(2)
+def test_wait_sync_waits_for_keys_of_intents_that_have_begun():
     with ParameterManager(timeout=200) as manager:
         table, engine = manager.table("late", 2), manager._backend.engine
         act = engine.act
@@ -181,7 +181,3 @@ def waits_for_keys_of_intents():
         later = theirs + 100
         table.intent(later, 10, 1000)
         manager.wait_sync()  # does not wait for intents that have not begun
-
-
-def test_wait_sync_waits_for_keys_of_intents_that_have_begun(sites):
-    sites(2).run(waits_for_keys_of_intents)

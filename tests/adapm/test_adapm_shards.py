@@ -1,7 +1,5 @@
 """Sharded checkpoints: read on any number of sites, joined, and damaged or failed ones that leave the previous one."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import hashlib
@@ -16,8 +14,7 @@ from pathlib import Path
 import pytest
 import support
 import torch
-from recommender import Recommender
-from shard_programs import KINDS, end, make, same, steps, whole
+from recommender import KINDS, Recommender, end, make, same, steps, whole
 
 import dadplug.adapm.shards as shards
 from dadplug.adapm import join_shards, load_shards, save_shards
@@ -135,10 +132,11 @@ def test_tables_of_another_optimizer_are_told(saved):
         load_shards(managed, saved, optimizer)
 
 
-def each_its_own_disk(folder):
+@support.at_sites(2)
+def test_sites_with_disks_of_their_own_and_errors_on_all(tmp_path):
     """Site 1's files are where site 0 does not look, and one of them is damaged."""
     rank = int(os.environ["RANK"])
-    own = Path(folder) / str(rank)
+    own = Path(tmp_path) / str(rank)
     managed, optimizer = make("adagrad")
     steps(managed, optimizer, range(2))
     save_shards(managed, own, optimizer)
@@ -155,15 +153,11 @@ def each_its_own_disk(folder):
     with pytest.raises(FileNotFoundError, match=r"site-1-of-2\.pt .* is missing: no site has it"):
         load_shards(managed, own, optimizer)
     if rank == 1:
-        (Path(folder) / "file").write_text("")
-    blocked = Path(folder) / ("fine" if rank == 0 else "file")
+        (Path(tmp_path) / "file").write_text("")
+    blocked = Path(tmp_path) / ("fine" if rank == 0 else "file")
     with pytest.raises(RuntimeError, match=r"cannot write its shard into .*, at site 1"):
         save_shards(managed, blocked, optimizer)
     end(managed)
-
-
-def test_sites_with_disks_of_their_own_and_errors_on_all(sites, tmp_path):
-    sites(2).run(each_its_own_disk, str(tmp_path))
 
 
 def fits(folder):
@@ -344,7 +338,7 @@ KILLED = """
     import os, signal
     from pathlib import Path
     sys.path.insert(0, {helpers!r})
-    from shard_programs import make, steps, whole
+    from recommender import make, steps, whole
     import dadplug.adapm.shards as shards
     folder, when = Path({folder!r}), {when!r}
     managed, optimizer = make("adagrad")

@@ -5,8 +5,6 @@ Each node's module is `Cluster.module(rank)`; a node's barrier waits for threads
 A wait for another process holds the GIL for ever, as there, with `Cluster(nodes, alone=True)`.
 """
 
-from __future__ import annotations
-
 import ctypes
 import threading
 from types import ModuleType
