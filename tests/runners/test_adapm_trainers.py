@@ -1,13 +1,20 @@
-"""Trainers' own ways with gradients of managed rows: clipping, and gradients that a training step throws away."""
-
-from __future__ import annotations
+"""Managed embeddings in Lightning and Catalyst: one process's results, whole checkpoints, and what both say."""
 
 import copy
+import inspect
 import os
+import warnings
 
 import pytest
+import pytorch_lightning as pl
+import support
 import torch
-from scores import BATCH, assert_alike, data, one_process
+from catalyst import dl
+from dadplug.runners import AdaPMRunner
+from scores import BATCH, ROWS, assert_alike, data, one_process, optimizer_of
+from scores_catalyst import Scores as CatalystScores
+from scores_catalyst import run
+from scores_lightning import Drawing, Late, Manual, Scores, make_trainer
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -18,7 +25,9 @@ def clip(model: nn.Module) -> None:
     assert nn.utils.clip_grad_norm_(model.parameters(), BOUND) > BOUND
 
 
-def fits(how):
+@pytest.mark.parametrize("how", ["clips", "discards"])
+@support.at_sites(2)
+def test_lightning_clips_and_discards_as_one_process(how):
     import scores_lightning as strategy
 
     from dadplug import AdaPMStrategy
@@ -43,13 +52,8 @@ def fits(how):
     assert "clip_grad_by_norm" not in vars(trainer.precision_plugin)
 
 
-@pytest.mark.parametrize("how", ["clips", "discards"])
-def test_lightning_clips_and_discards_as_one_process(sites, how):
-    pytest.importorskip("pytorch_lightning")
-    sites(2).run(fits, how)
-
-
-def runs():
+@support.at_sites(2)
+def test_catalyst_clips_as_one_process():
     import scores_catalyst as runner
     from catalyst import dl
 
@@ -62,13 +66,7 @@ def runs():
     assert_alike(model, one_process(expected, epochs=1, before_step=clip))
 
 
-def test_catalyst_clips_as_one_process(sites):
-    pytest.importorskip("catalyst")
-    sites(2).run(runs)
-
-
 def test_clipping_by_value_is_refused():
-    pytest.importorskip("pytorch_lightning")
     import scores_lightning as strategy
 
     from dadplug import AdaPMStrategy
@@ -76,3 +74,424 @@ def test_clipping_by_value_is_refused():
     trainer = strategy.make_trainer(AdaPMStrategy(), gradient_clip_val=0.1, gradient_clip_algorithm="value")
     with pytest.raises(ValueError, match="cannot be clipped by value: use gradient_clip_algorithm='norm'"):
         trainer.fit(strategy.Scores(), DataLoader(data(0), batch_size=BATCH))
+
+
+# Lightning's AdaPM strategy: one process's results, whole checkpoints, and what it says where it cannot see
+
+
+class Watch(pl.Callback):
+    def __init__(self) -> None:
+        self.pushed: list[tuple[int, int]] = []
+        self.remote = 0
+
+    def on_validation_start(self, trainer, pl_module):
+        self.before = trainer.strategy.managed.manager.counts["pushed"]
+
+    def on_validation_end(self, trainer, pl_module):
+        assert set(trainer.strategy.managed.managed) == {"words.weight", "tags.weight"}
+        self.pushed.append((self.before, trainer.strategy.managed.manager.counts["pushed"]))
+
+
+def ids_of(batch) -> dict[str, torch.Tensor]:
+    return {"words.weight": batch[0][:, :3], "tags.weight": batch[0][:, 3:]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "intent"), [("sgd", "auto"), ("adagrad", "function"), ("manual", "auto"), ("sgd", None)]
+)
+@support.at_sites(2)
+def test_sites_with_rows_of_their_own_are_one_process(kind: str, intent: str | None) -> None:
+    from dadplug import AdaPMStrategy
+
+    site = int(os.environ["RANK"])
+    torch.manual_seed(0)
+    module = Manual() if kind == "manual" else Scores(kind)
+    expected = Scores()
+    expected.load_state_dict(module.state_dict())
+    one_process(expected, "sgd" if kind == "manual" else kind)
+    watch = Watch()
+    intents = {
+        "auto": "auto",
+        "function": lambda batch: {"words.weight": batch[0][:, :3], "tags.weight": batch[0][:, 3:]},
+    }
+    strategy = AdaPMStrategy(intent=intents.get(intent))
+    trainer = make_trainer(strategy, callbacks=[watch])
+    held_out = DataLoader(data(0, steps=2, seed=9), batch_size=BATCH)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*intent")
+        trainer.fit(module, DataLoader(data(site), batch_size=BATCH), held_out)
+    assert watch.pushed
+    assert all(before == after for before, after in watch.pushed)
+    assert_alike(module, expected)
+    losses = [(expected(ids) - targets).square().mean() for ids, targets in held_out]
+    assert float(trainer.callback_metrics["valid"]) == pytest.approx(float(sum(losses) / len(losses)), abs=1e-5)
+    assert strategy.managed is None
+    trainer.test(module, held_out, verbose=False)
+    assert len(trainer.predict(module, held_out)) == 2
+
+
+def resumes(folder: str) -> None:
+    from dadplug import AdaPMStrategy
+
+    site = int(os.environ["RANK"])
+
+    def run(epochs: int, resume=None):
+        torch.manual_seed(0)
+        module = Scores("adagrad")
+        saver = pl.callbacks.ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
+        trainer = make_trainer(AdaPMStrategy(), max_epochs=epochs, callbacks=[saver], enable_checkpointing=True)
+        trainer.fit(module, DataLoader(data(site), batch_size=BATCH), ckpt_path=resume)
+        return module, trainer
+
+    whole, _ = run(4)
+    _, trainer = run(2)
+    resumed, _ = run(4, f"{folder}/epoch=1.ckpt")
+    assert_alike(resumed, whole, 1e-6)
+    trainer.save_checkpoint(f"{folder}/after.ckpt")
+    during = torch.load(f"{folder}/epoch=1.ckpt", weights_only=False)
+    after = torch.load(f"{folder}/after.ckpt", weights_only=False)
+    assert all(torch.equal(during["state_dict"][name], value) for name, value in after["state_dict"].items())
+    states = (each["optimizer_states"][0]["state"] for each in (during, after))
+    for ours, others in zip(*(state.values() for state in states), strict=True):
+        assert all(torch.equal(ours[name], others[name]) for name in ours)
+
+
+def test_checkpoints_resume_and_load_without_dadplug_and_on_one_site(sites, tmp_path):
+    sites(2).run(resumes, str(tmp_path))
+    saved = torch.load(tmp_path / "epoch=1.ckpt", weights_only=False)
+    torch.manual_seed(0)
+    expected = one_process(Scores(), "adagrad")
+    plain = Scores("adagrad")
+    plain.load_state_dict(saved["state_dict"])
+    assert_alike(plain, expected)
+    optimizer = plain.configure_optimizers()
+    optimizer.load_state_dict(saved["optimizer_states"][0])
+    assert torch.isfinite(optimizer.state[plain.words.weight]["sum"]).all()
+    sites(1).run(goes_on_alone, str(tmp_path / "epoch=1.ckpt"))
+
+
+def goes_on_alone(path: str) -> None:
+    from dadplug import AdaPMStrategy
+
+    saved = torch.load(path, weights_only=False)
+    plain, module = Scores("adagrad"), Scores("adagrad")
+    plain.load_state_dict(saved["state_dict"])
+    optimizer = plain.configure_optimizers()
+    optimizer.load_state_dict(saved["optimizer_states"][0])
+    for ids, targets in DataLoader(data(0), batch_size=BATCH):
+        optimizer.zero_grad()
+        (plain(ids) - targets).square().mean().backward()
+        optimizer.step()
+    make_trainer(AdaPMStrategy(), max_epochs=3).fit(module, DataLoader(data(0), batch_size=BATCH), ckpt_path=path)
+    assert_alike(module, plain)
+
+
+def warns() -> list[list[str]]:
+    from dadplug import AdaPMStrategy
+
+    reported = []
+    for kind in (Drawing, Late):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loader = DataLoader(data(int(os.environ["RANK"])), batch_size=BATCH)
+            make_trainer(AdaPMStrategy(), max_epochs=1).fit(kind(), loader)
+        reported.append([str(each.message) for each in caught if "AdaPMStrategy intent=" in str(each.message)])
+    return reported
+
+
+def test_what_automatic_intent_cannot_see_is_told_once(sites):
+    for drawing, late in sites(2).run(warns):
+        assert len(drawing) == len(late) == 1
+        assert "it draws random numbers" in drawing[0]
+        assert "torch.randint" in drawing[0]
+        assert "automatic intent has not seen" in late[0]
+        assert "words.weight" in late[0]
+
+
+@support.at_sites(2)
+def test_sites_may_have_different_numbers_of_batches() -> None:
+    from dadplug import AdaPMStrategy
+
+    site = int(os.environ["RANK"])
+    torch.manual_seed(0)
+    module = Scores()
+    expected = Scores()
+    expected.load_state_dict(module.state_dict())
+    steps = (4, 2)
+    trainer = make_trainer(AdaPMStrategy(), max_epochs=1)
+    trainer.fit(module, DataLoader(data(site, steps=steps[site]), batch_size=BATCH))
+    assert_alike(module, one_process(expected, epochs=1, steps=steps))
+
+
+PROGRAM = """
+import importlib, os, signal, sys, warnings
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+warnings.filterwarnings("ignore")
+pl = importlib.import_module(sys.argv[1])
+import dadplug
+
+class Module(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(30, 4), nn.Linear(4, 1)
+
+    def training_step(self, batch, batch_idx):
+        if os.environ.get("KILLED") == str(self.global_rank) and self.global_step == 6:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.head(self.words(batch[0])).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.Adagrad(self.parameters(), lr=0.1)
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    strategy = sys.argv[2] if sys.argv[2] == "adapm" else dadplug.AdaPMStrategy(lookahead=4)
+    nodes, folder = int(os.environ.get("NODES", 1)), os.environ.get("FOLDER")
+    callbacks = [pl.callbacks.ModelCheckpoint(folder)] if folder else []
+    trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=2 // nodes, num_nodes=nodes, max_epochs=2,
+                         logger=False, enable_checkpointing=bool(folder), callbacks=callbacks,
+                         enable_progress_bar=False, enable_model_summary=False)
+    module = Module()
+    trainer.fit(module, DataLoader(TensorDataset(torch.randint(30, (40,))), batch_size=5, shuffle=True),
+                ckpt_path=os.environ.get("RESUME"))
+    kind = type(trainer.strategy)
+    sys.stdout.write(f"done {kind.__module__} {kind.__name__} {trainer.global_step} "
+                     f"{float(module.words.weight.detach().sum()):.6f}\\n")
+"""
+
+
+@pytest.mark.parametrize(("package", "how"), [("pytorch_lightning", "adapm"), ("lightning.pytorch", "object")])
+def test_lightning_starts_the_sites(tmp_path, package, how):
+    support.need(package.split(".")[0])
+    (tmp_path / "train.py").write_text(PROGRAM)
+    env = {"MASTER_PORT": str(support.free_port())}
+    (only,) = support.run_programs([[str(tmp_path / "train.py"), package, how]], env=env, preload=[package])
+    assert only.status == 0, only.errors
+    lines = only.output.split("done ")[1:]
+    assert len(lines) == 2
+    assert lines[0].split() == lines[1].split()
+    assert lines[0].split()[:3] == [f"dadplug.runners.{package.split('.')[0]}", "AdaPMStrategy", "8"]
+
+
+def test_a_site_killed_in_fit_is_named_and_others_can_resume(tmp_path):
+    (tmp_path / "train.py").write_text(PROGRAM)
+    start = "import os, runpy, sys; os.environ['NODE_RANK'] = sys.argv[1]; del sys.argv[:2]; "
+    start += "runpy.run_path(sys.argv[0], run_name='__main__')"
+
+    def machines(**more: str) -> list[support.Finished]:
+        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(support.free_port()), "NODES": "2"} | more
+        script = str(tmp_path / "train.py")
+        commands = [["-c", start, rank, script, "pytorch_lightning", "adapm"] for rank in "01"]
+        return support.run_programs(commands, env=env, preload=["pytorch_lightning"])
+
+    first, killed = machines(KILLED="1", FOLDER=str(tmp_path / "saved"))
+    assert (first.status, killed.status) == (1, -9)
+    assert "SiteError: site 1" in first.errors
+    (saved,) = (tmp_path / "saved").iterdir()
+    assert saved.name.startswith("epoch=0")
+    for each in machines(RESUME=str(saved)):
+        assert each.status == 0, each.errors
+        assert "AdaPMStrategy 8 " in each.output
+
+
+def test_the_constructor_names_the_options_of_dadstrategy_with_their_defaults():
+    from dadplug.runners.pytorch_lightning import AdaPMStrategy, DADStrategy
+
+    ours, theirs = (inspect.signature(kind.__init__).parameters for kind in (AdaPMStrategy, DADStrategy))
+    assert [name for name in theirs if name not in ours] == []
+    for name in theirs:
+        if name != "mode":
+            assert ours[name] == theirs[name]
+
+
+@support.at_sites(2)
+def test_several_loaders_are_told() -> None:
+    from dadplug import AdaPMStrategy
+
+    loader = DataLoader(data(0), batch_size=BATCH)
+    with pytest.raises(ValueError, match="reads one train loader ahead, and there are several"):
+        make_trainer(AdaPMStrategy()).fit(Scores(), [loader, loader])
+
+
+# Catalyst's runner for managed embeddings: one process's results, whole checkpoints, and what it says
+
+
+class CatalystWatch(dl.Callback):
+    """Counts pushes during evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__(order=1000)
+        self.pushed: list[int] = []
+
+    def on_loader_start(self, runner):
+        if runner.is_valid_loader:
+            assert set(runner.managed.managed) == {"words.weight", "tags.weight"}
+            self.before = runner.managed.manager.counts["pushed"]
+
+    def on_loader_end(self, runner):
+        if runner.is_valid_loader:
+            self.pushed.append(runner.managed.manager.counts["pushed"] - self.before)
+
+
+class Own(AdaPMRunner):
+    """Computes its loss by itself."""
+
+    def handle_batch(self, batch):
+        scores = self.model(batch["features"])
+        self.batch_metrics.update({"loss": (scores - batch["targets"]).square().mean()})
+        self.batch = {**batch, "logits": scores}
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [("sgd", "auto"), ("adagrad", "function"), ("adagrad", "none"), ("sgd", "accumulates"), ("adagrad", "own")],
+)
+@support.at_sites(2)
+def test_catalyst_sites_with_rows_of_their_own_are_one_process(kind: str, how: str) -> None:
+    expected = one_process(CatalystScores(), kind, accumulation=2 if how == "accumulates" else 1)
+    watch, model = CatalystWatch(), CatalystScores()
+    intents = {
+        "function": lambda batch: {"words.weight": batch[0][:, :3], "tags.weight": batch[0][:, 3:]},
+        "none": None,
+    }
+    callbacks: list = [watch]
+    if how == "accumulates":
+        callbacks += [dl.OptimizerCallback(metric_key="loss", accumulation_steps=2)]
+    if how == "own":
+        callbacks += [dl.BackwardCallback(metric_key="loss"), dl.OptimizerCallback(metric_key="loss")]
+    kinds = {"own": Own}
+    runner = run(
+        model,
+        kind,
+        callbacks=callbacks,
+        options={"intent": intents.get(how, "auto")},
+        runner=kinds.get(how, AdaPMRunner),
+    )
+    assert watch.pushed == [0, 0]
+    assert runner.managed is None
+    assert_alike(model, expected)
+    held_out = DataLoader(data(0, steps=2, seed=9), BATCH)
+    with torch.no_grad():
+        losses = [float((expected(ids) - targets).square().mean()) for ids, targets in held_out]
+    if how != "own":
+        assert runner.epoch_metrics["valid"]["loss"] == pytest.approx(sum(losses) / 2, abs=1e-5)
+    predicted = torch.cat([batch["logits"] for batch in runner.predict_loader(loader=held_out)])
+    torch.testing.assert_close(predicted, torch.cat([expected(ids) for ids, _ in held_out]).detach(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("head", [True, False])
+@support.at_sites(2)
+def test_sites_may_have_different_numbers_of_batches_and_models_no_other_parameter(head: bool) -> None:
+    site = int(os.environ["RANK"])
+    expected = one_process(CatalystScores(head), steps=(5, 2))
+    model = CatalystScores(head)
+    run(model, steps=(5, 2)[site])
+    assert_alike(model, expected)
+
+
+def resumes_in_catalyst(folder: str) -> None:
+    whole = CatalystScores()
+    run(whole, "adagrad", epochs=4)
+    for mode in ("runner", "model"):
+        saver = dl.CheckpointCallback(f"{folder}/{mode}", mode=mode, load_best_on_end=mode == "model")
+        run(CatalystScores(), "adagrad", epochs=2, callbacks=[saver])
+    resumed = CatalystScores()
+    run(resumed, "adagrad", epochs=4, resume=f"{folder}/runner/runner.0002.pth")
+    assert_alike(resumed, whole, 1e-6)
+
+
+def test_checkpoints_resume_and_load_without_dadplug(sites, tmp_path):
+    sites(2).run(resumes_in_catalyst, str(tmp_path))
+    expected, plain = one_process(CatalystScores(), "adagrad"), CatalystScores()
+    plain.load_state_dict(torch.load(tmp_path / "model" / "model.0002.pth", weights_only=True))
+    assert_alike(plain, expected)
+    saved = torch.load(tmp_path / "runner" / "runner.0002.pth", weights_only=True)
+    plain.load_state_dict(saved["model_state_dict"])
+    optimizer = optimizer_of(plain, "adagrad")
+    optimizer.load_state_dict(saved["optimizer_state_dict"])
+    assert optimizer.state[plain.words.weight]["sum"].shape == (ROWS, 6)
+    assert optimizer.state[plain.words.weight]["sum"].any()
+
+
+class CatalystDrawing(AdaPMRunner):
+    """Looks up what chance says, which no lookahead can know."""
+
+    def handle_batch(self, batch):
+        super().handle_batch(batch={**batch, "features": torch.randint(ROWS, batch["features"].shape)})
+
+
+def warns_in_catalyst() -> list[str]:
+    runner = CatalystDrawing(split_data=False)
+    model = CatalystScores()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        runner.train(
+            model=model,
+            criterion=nn.MSELoss(),
+            optimizer=optimizer_of(model, "sgd"),
+            loaders={"train": DataLoader(data(0), BATCH)},
+            num_epochs=1,
+        )
+    return [str(each.message) for each in caught if "AdaPMRunner intent=" in str(each.message)]
+
+
+def test_what_automatic_intent_cannot_see_is_told_once_in_catalyst(sites):
+    for reported in sites(2).run(warns_in_catalyst):
+        assert len(reported) == 1
+        assert "it draws random numbers" in reported[0]
+
+
+CATALYST_PROGRAM = """
+import os, signal, sys, torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from catalyst import dl
+from dadplug.runners import AdaPMRunner
+
+class Killed(dl.Callback):
+    def on_batch_end(self, runner):
+        if os.environ.get("KILLED") == str(runner.engine.process_index) and runner.loader_batch_step > 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Embedding(30, 4), nn.Linear(4, 1), nn.Flatten(0))
+data = TensorDataset(torch.randint(30, (41,)), torch.randn(41))
+runner = AdaPMRunner(timeout=200)
+optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+runner.train(model=model, criterion=nn.MSELoss(), optimizer=optimizer, num_epochs=2,
+             loaders={"train": DataLoader(data, 5, shuffle=True), "valid": DataLoader(data, 5)},
+             callbacks=[Killed(order=200)])
+sums = f"{float(model[0].weight.detach().sum()):.6f} {float(model[1].weight.detach().sum()):.6f}"
+open(os.path.join(os.path.dirname(__file__), "sums-" + os.environ["RANK"]), "w").write(sums)
+"""
+
+
+def test_torchrun_starts_the_sites_and_they_end_with_equal_models(tmp_path):
+    (tmp_path / "train.py").write_text(CATALYST_PROGRAM)
+    port = str(support.free_port())
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        port,
+        str(tmp_path / "train.py"),
+    ]
+    (only,) = support.run_programs([command], folder=tmp_path)
+    assert only.status == 0, only.errors
+    first, second = ((tmp_path / f"sums-{rank}").read_text() for rank in range(2))
+    assert first == second
+    assert len(first.split()) == 2
+
+
+def test_a_killed_site_is_named(tmp_path):
+    (tmp_path / "train.py").write_text(CATALYST_PROGRAM)
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(support.free_port()), "WORLD_SIZE": "2", "KILLED": "1"}
+    start = "import os, runpy, sys; os.environ['RANK'] = sys.argv[1]; runpy.run_path(sys.argv[2], run_name='__main__')"
+    script = str(tmp_path / "train.py")
+    first, second = support.run_programs([["-c", start, rank, script] for rank in "01"], env=env, folder=tmp_path)
+    assert (first.status, second.status) == (1, -9)
+    assert "SiteError: site 1" in first.errors

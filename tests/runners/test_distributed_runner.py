@@ -1,21 +1,23 @@
-"""Catalyst's runner between sites: trains as one process with all sites' data does."""
+"""Catalyst's runner between sites: it trains as one process with all sites' data does."""
 
-from __future__ import annotations
-
+import contextlib
+import io
+import os
 import warnings
 
 import pytest
+import support
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
-pytest.importorskip("catalyst")
 from catalyst import dl
-from catalyst_training import data, metrics_callbacks, net, run, train
+from catalyst.core.callback import Callback
+from catalyst_training import Losses, data, metrics_callbacks, net, run, train
+from dadplug.callbacks import BatchTimerCallback, TrafficMonitorCallback
 from dadplug.runners import DistributedRunner, LocalSGDRunner, ParameterServerRunner
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 
-from dadplug import SiteError
+from dadplug import MismatchError, SiteError
 
 
 def trains_with_metrics(mode: str) -> tuple:
@@ -90,7 +92,9 @@ WAYS = {  # a runner of synchronous steps, one that is to take the same, how gra
 }
 
 
-def equals_synchronous(way: str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+@support.at_sites(2)
+def test_other_ways_without_delay_are_synchronous(way: str) -> None:
     """With SGD with momentum and accumulation, an agreement after every step is the synchronous step."""
     *runners, clipping, tolerance = WAYS[way]
     models = [net(), net()]
@@ -99,11 +103,6 @@ def equals_synchronous(way: str) -> None:
         run(make(), model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), callbacks)
     for one, other in zip(models[0].parameters(), models[1].parameters()):
         assert torch.allclose(one, other, atol=tolerance)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_other_ways_without_delay_are_synchronous(sites, way):
-    sites(2).run(equals_synchronous, way)
 
 
 def evaluates() -> tuple:
@@ -122,7 +121,8 @@ def test_evaluation_and_prediction_after_training(sites):
     assert sites(2).run(evaluates) == [30, 30]
 
 
-def custom_runner() -> None:
+@support.at_sites(2)
+def test_a_custom_runner_only_calls_engine_backward() -> None:
     """A runner with its own batch handling, which calls engine.backward, as Catalyst's examples do."""
 
     class Custom(DistributedRunner):
@@ -148,10 +148,6 @@ def custom_runner() -> None:
         warnings.simplefilter("ignore")
         runner.train(loaders=loaders, num_epochs=2)
     assert runner.reduction.first_difference() is None
-
-
-def test_a_custom_runner_only_calls_engine_backward(sites):
-    sites(2).run(custom_runner)
 
 
 def trains_twice() -> None:
@@ -210,3 +206,298 @@ def test_a_missing_model_is_told():
 
 def test_errors_have_a_common_base():
     assert issubclass(SiteError, RuntimeError)
+
+
+# Stock callbacks, loggers and checkpoints in Catalyst's runner between sites: as for one process
+
+
+def prints(verbose: bool) -> tuple:
+    output, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+        train("dad", callbacks=metrics_callbacks(), verbose=verbose)
+    return output.getvalue(), errors.getvalue()
+
+
+def test_only_site_0_prints_and_shows_progress(sites):
+    (output, errors), (silence, no_errors) = sites(2).run(prints, True)
+    assert "train (2/2)" in output
+    assert "2/2 * Epoch (train)" in errors
+    assert "100%" in errors
+    assert silence == ""
+    assert no_errors == ""
+
+
+def logs(folder: str) -> list[str]:
+    callbacks = [*metrics_callbacks(), BatchTimerCallback(), TrafficMonitorCallback()]
+    runner = train(
+        "rankdad",
+        callbacks=callbacks,
+        logdir=folder,
+        valid_loader="valid",
+        valid_metric="loss",
+        minimize_valid_metric=True,
+        runner_options={"rank": 2},
+    )
+    train_metrics = runner.epoch_metrics["train"]
+    whole = train_metrics["_timer/batch_time"]
+    parts = ("_timer/data_time", "_timer/model_time", "_timer/exchange_time")
+    assert sum(train_metrics[name] for name in parts) == pytest.approx(whole, rel=1e-6)
+    assert 0 < train_metrics["_timer/exchange_time"] < whole
+    assert train_metrics["_timer/_fps"] > 0
+    assert train_metrics["traffic/ratio"] > 2
+    assert train_metrics["traffic/mb"] == pytest.approx(runner.reduction.traffic.bytes_sent / 1e6, rel=0.2)
+    assert train_metrics["rank/0"] == 2
+    assert 0 < train_metrics["residual/0"] < 1
+    return sorted(os.listdir(folder))
+
+
+def test_monitors_reach_the_loggers(sites, tmp_path):
+    folder = str(tmp_path / "logs")
+    for files in sites(2).run(logs, folder):
+        assert files == ["checkpoints", "csv_logger", "tensorboard"]
+    table = (tmp_path / "logs" / "csv_logger" / "train.csv").read_text().splitlines()
+    assert len(table) == 3
+    assert {"_timer/exchange_time", "traffic/mb", "rank/0", "accuracy01"} <= set(table[0].split(","))
+    assert not list(tmp_path.glob("**/*.part"))
+
+
+def clips(where: str) -> float:
+    model = net()
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    clip = {"grad_clip_fn": nn.utils.clip_grad_norm_, "grad_clip_params": {"max_norm": 1e-3}}
+    callback = {
+        "backward": lambda: dl.BackwardCallback(metric_key="loss", **clip, log_gradient=True),
+        "optimizer": lambda: dl.OptimizerCallback(metric_key="loss", **clip),
+    }[where]()
+    loader = {"train": DataLoader(data(8), batch_size=4)}
+    runner = train("dad", loader, [callback], epochs=1, model=model, optimizer=optimizer)
+    assert runner.reduction.first_difference() is None
+    return float(torch.cat([(p.detach() - q).flatten() for p, q in zip(model.parameters(), before)]).norm())
+
+
+@pytest.mark.parametrize("where", ["backward", "optimizer"])
+def test_clipping_clips(sites, where):
+    moved = sites(2).run(clips, where)
+    assert moved[0] == moved[1] == pytest.approx(1e-3, rel=1e-3)
+
+
+def stops_early() -> tuple:
+    """Metrics that differ from site to site must not make one site stop alone."""
+    callbacks = [dl.EarlyStoppingCallback(patience=2, loader_key="valid", metric_key="accuracy01", minimize=False)]
+    callbacks.append(dl.AccuracyCallback(input_key="logits", target_key="targets", topk=(1,)))
+    loaders = {
+        "train": DataLoader(data(20, dist.get_rank()), batch_size=4),
+        "valid": DataLoader(data(10, 5 + dist.get_rank()), 4),
+    }
+    runner = train("dad", loaders, callbacks, lr=1e-7, epochs=20)
+    return runner.epoch_step, runner.epoch_metrics["valid"]["accuracy01"]
+
+
+def test_early_stopping_is_agreed(sites):
+    first, second = sites(2).run(stops_early)
+    assert first == second
+    assert first[0] == 3
+
+
+def check_run() -> int:
+    loaders = {"train": DataLoader(data(40 - 12 * dist.get_rank(), dist.get_rank()), batch_size=4)}
+    losses = Losses()
+    runner = train("dad", loaders, [losses], epochs=9, check=True)
+    assert runner.reduction.first_difference() is None
+    return len(losses.values), runner.epoch_step
+
+
+def test_a_stop_within_an_epoch_is_agreed(sites):
+    first, second = sites(2).run(check_run)
+    assert first[1] == second[1] == 3
+    assert first[0] <= 3 * 3
+
+
+def schedules(kind: str) -> list:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = {
+        "step": lambda: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
+        "plateau": lambda: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=9.0),
+    }[kind]()
+    settings = {"valid_loader": "valid", "valid_metric": "loss", "minimize_valid_metric": True}
+    train("dad", model=model, optimizer=optimizer, scheduler=scheduler, epochs=3, **settings)
+    return optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("step", 0.0125), ("plateau", 0.0001)])
+def test_schedulers_step(sites, kind, expected):
+    assert sites(2).run(schedules, kind) == [pytest.approx(expected)] * 2
+
+
+def loads_best(folder: str) -> tuple:
+    runner = train(
+        "dad",
+        callbacks=[dl.AccuracyCallback(input_key="logits", target_key="targets", topk=(1,))],
+        lr=0.3,
+        epochs=5,
+        logdir=folder if dist.get_rank() == 0 else folder + "-elsewhere",  # as on a machine of its own
+        valid_loader="valid",
+        valid_metric="loss",
+        minimize_valid_metric=True,
+        load_best_on_end=True,
+    )
+    assert runner.reduction.first_difference() is None
+    return sorted(os.listdir(os.path.join(folder, "checkpoints")))
+
+
+def test_site_0_writes_and_all_load_the_best(sites, tmp_path):
+    folder = str(tmp_path / "here")
+    names, _ = sites(2).run(loads_best, folder)
+    assert {"model.best.pth", "model.last.pth", "model.storage.json"} < set(names)
+    assert os.listdir(folder + "-elsewhere/checkpoints") == []
+    state = torch.load(os.path.join(folder, "checkpoints", "model.best.pth"), weights_only=True)
+    net().load_state_dict(state)  # loads into the plain model
+
+
+def bad_checkpoint(path: str) -> str:
+    try:
+        train("dad", resume=path)
+    except (FileNotFoundError, ValueError) as error:
+        return str(error)
+    return "nothing"
+
+
+def test_missing_and_damaged_checkpoints_are_told_on_all_sites(sites, tmp_path):
+    for message in sites(2).run(bad_checkpoint, str(tmp_path / "none.pth")):
+        assert "none.pth is not at site 0" in message
+    (tmp_path / "bad.pth").write_bytes(b"nonsense")
+    for message in sites(2).run(bad_checkpoint, str(tmp_path / "bad.pth")):
+        assert "bad.pth is damaged" in message
+
+
+def test_older_scripts_keep_their_words():
+    runner = DistributedRunner()  # whose training has not ended
+    callback = dl.AccuracyCallback(input_key="logits", target_key="targets", topk_args=(1, 3))
+    assert list(callback.metric.topk) == [1, 3]
+    del runner
+
+
+# The data of Catalyst's runner: split over the sites if it is the same, else each site's own
+
+
+def own_loaders(split_data, samples: list) -> tuple:
+    """Each site brings its own data, of its own size."""
+    rank = dist.get_rank()
+    losses = Losses()
+    loaders = {"train": DataLoader(data(samples[rank], seed=rank), batch_size=4, shuffle=True)}
+    runner = train("dad", loaders, [losses], epochs=1, runner_options={"split_data": split_data})
+    return len(losses.values), sum(size for _, size in losses.values), runner.reduction.first_difference()
+
+
+@pytest.mark.parametrize("split_data", ["auto", False])
+def test_sites_bring_their_own_data(sites, split_data):
+    assert sites(2).run(own_loaders, split_data, [20, 9]) == [(5, 20, None), (3, 9, None)]
+    assert sites(2).run(own_loaders, split_data, [10, 10]) == [(3, 10, None)] * 2
+
+
+def refuses_to_split() -> str:
+    try:
+        own_loaders(True, [20, 9])
+    except MismatchError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_data_that_differs_cannot_be_split(sites):
+    for message in sites(2).run(refuses_to_split):
+        assert "pass split_data=False where every site brings its own" in message
+
+
+class Augmented(Dataset):
+    """Random augmentations must not hide that the data is the same."""
+
+    def __len__(self):
+        return 21
+
+    def __getitem__(self, index):
+        return torch.full((8,), float(index)) + torch.rand(8), index % 4
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter([(torch.ones(8), 1)] * 10)
+
+    def __len__(self):
+        return 10
+
+
+class OddFirst(torch.utils.data.Sampler):
+    def __len__(self):
+        return 20
+
+    def __iter__(self):
+        return iter([*range(1, 20, 2), *range(0, 20, 2)])
+
+
+def seen_samples(kind: str) -> list:
+    """The samples that this site saw in two epochs."""
+    rank = dist.get_rank()
+    plain = TensorDataset(torch.arange(20.0)[:, None].expand(20, 8), torch.arange(20) % 4)
+    loader = {
+        "shuffled": lambda: DataLoader(plain, batch_size=3, shuffle=True),
+        "generator": lambda: DataLoader(plain, 3, shuffle=True, generator=torch.Generator().manual_seed(4)),
+        "dropped": lambda: DataLoader(plain, batch_size=3, drop_last=True),
+        "sampler": lambda: DataLoader(plain, batch_size=3, sampler=OddFirst()),
+        "batches": lambda: DataLoader(
+            plain, batch_sampler=torch.utils.data.BatchSampler(OddFirst(), batch_size=5, drop_last=False)
+        ),
+        "distributed": lambda: DataLoader(plain, 3, sampler=DistributedSampler(plain, 2, rank, shuffle=False)),
+        "augmented": lambda: DataLoader(Augmented(), batch_size=3, shuffle=True),
+        "stream": lambda: DataLoader(Stream(), batch_size=3),
+        "workers": lambda: DataLoader(plain, batch_size=3, shuffle=True, num_workers=1),
+    }[kind]()
+
+    class Seen(Callback):
+        def __init__(self):
+            super().__init__(order=100)
+            self.epochs = []
+
+        def on_loader_start(self, runner):
+            self.epochs.append([])
+
+        def on_batch_end(self, runner):
+            self.epochs[-1] += runner.batch["features"][:, 0].int().tolist()
+
+    seen = Seen()
+    train("dsgd", {"train": loader}, [seen], lr=1e-6)
+    return seen.epochs
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "generator", "sampler", "batches", "distributed", "augmented", "workers"])
+def test_every_sample_goes_to_one_site(sites, kind):
+    first, second = sites(2).run(seen_samples, kind)
+    for epoch in range(2):
+        assert sorted(first[epoch] + second[epoch]) == list(range(21 if kind == "augmented" else 20))
+        assert abs(len(first[epoch]) - len(second[epoch])) <= (5 if kind == "batches" else 1)
+    shuffled = kind in ("shuffled", "generator", "augmented", "workers")
+    assert (first[0] != first[1]) == shuffled  # another order in another epoch
+
+
+def test_drop_last_and_streams_stay_what_they_are(sites):
+    first, second = sites(2).run(seen_samples, "dropped")
+    assert len(first[0]) == len(second[0]) == 9
+    first, second = sites(2).run(seen_samples, "stream")
+    assert len(first[0]) == len(second[0]) == 10
+
+
+def different_loaders() -> str:
+    loaders = {"train": DataLoader(data(8), batch_size=4)}
+    if dist.get_rank():
+        loaders["valid"] = DataLoader(data(8), batch_size=4)
+    try:
+        train("dad", loaders)
+    except MismatchError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_loaders_that_differ_are_told(sites):
+    for message in sites(2).run(different_loaders):
+        assert "the sites do not have the same loaders: ['train']; ['train', 'valid']" in message

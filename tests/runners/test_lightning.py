@@ -1,18 +1,15 @@
 """Lightning's strategies: the same training as DDP's by exact modes, whatever the module and the settings."""
 
-from __future__ import annotations
-
 import os
 
+import lightning_zoo as zoo
 import pytest
+import pytorch_lightning as pl
+import support
 import torch
+from dadplug.runners import DADStrategy, LocalSGDStrategy, ParameterServerStrategy
 
-pl = pytest.importorskip("pytorch_lightning")
-
-import lightning_zoo as zoo  # noqa: E402
-from dadplug.runners import DADStrategy, LocalSGDStrategy, ParameterServerStrategy  # noqa: E402
-
-from dadplug.model_sync.samples import takes_part  # noqa: E402
+from dadplug.model_sync.samples import takes_part
 
 
 def equals_ddp(name: str, settings: dict, rels: dict[str, float]) -> None:
@@ -60,7 +57,9 @@ def test_exact_modes_equal_ddp_in_bf16(sites, name, rels):
     sites(2).run(equals_ddp, name, {"precision": "bf16-mixed", "max_epochs": 1}, rels)
 
 
-def equals_ddp_without_delay(way: str) -> None:
+@pytest.mark.parametrize("way", ["local", "server"])
+@support.at_sites(2)
+def test_other_ways_without_delay_equal_ddp(way: str) -> None:
     """With SGD with momentum, an agreement after every step is DDP's step; so is a commit without staleness."""
     settings = {} if way == "local" else {"gradient_clip_val": 0.3}  # in local steps each site clips its own gradient
     for accumulate in (1, 2):
@@ -75,11 +74,6 @@ def equals_ddp_without_delay(way: str) -> None:
         assert ours.global_step == ddp.global_step == steps
         zoo.assert_close(module, expected, 1e-9)
         assert float(ours.callback_metrics["valid"]) == pytest.approx(float(ddp.callback_metrics["valid"]))
-
-
-@pytest.mark.parametrize("way", ["local", "server"])
-def test_other_ways_without_delay_equal_ddp(sites, way):
-    sites(2).run(equals_ddp_without_delay, way)
 
 
 def learns(name: str, settings: dict) -> tuple[float, float]:
@@ -103,7 +97,8 @@ def test_rankdad_trains_with_settings_of_the_trainer(sites, case):
         assert after < before
 
 
-def evaluates_and_fits_again() -> None:
+@support.at_sites(2)
+def test_evaluation_needs_no_fit_and_fit_can_follow_fit() -> None:
     module = zoo.Metrics().double()
     data, held_out = zoo.loader(40), zoo.loader(24, seed=1, shuffle=False)
     current = zoo.trainer(DADStrategy("dad"))
@@ -119,10 +114,6 @@ def evaluates_and_fits_again() -> None:
     assert current.global_step == 2 * first
     assert current.strategy.reduction.first_difference() is None
     assert current.strategy.reduction.traffic.total_bytes_sent > 0
-
-
-def test_evaluation_needs_no_fit_and_fit_can_follow_fit(sites):
-    sites(2).run(evaluates_and_fits_again)
 
 
 class Whole(zoo.Plain):
@@ -166,7 +157,9 @@ def test_sites_with_different_numbers_of_batches_train_on_all_rows_once(sites, m
     sites(2).run(uneven, [29, 11], mode, accumulate)
 
 
-def synchronises_batchnorm(by_trainer: bool) -> None:
+@pytest.mark.parametrize("by_trainer", [True, False])
+@support.at_sites(2)
+def test_batchnorm_can_be_synchronised(by_trainer: bool) -> None:
     rank = int(os.environ["RANK"])
     torch.manual_seed(0)
     module, reference = zoo.Metrics().double(), zoo.Metrics().double()
@@ -185,11 +178,6 @@ def synchronises_batchnorm(by_trainer: bool) -> None:
     for name in ("net.1.running_mean", "net.1.weight", "net.3.weight"):
         expected = reference.get_parameter(name) if "weight" in name else reference.get_buffer(name)
         assert torch.allclose(named[name], expected, rtol=1e-6, atol=1e-8), name
-
-
-@pytest.mark.parametrize("by_trainer", [True, False])
-def test_batchnorm_can_be_synchronised(sites, by_trainer):
-    sites(2).run(synchronises_batchnorm, by_trainer)
 
 
 def stops_early() -> list[int]:

@@ -1,13 +1,10 @@
 """Lightning programs as users start them: its own processes, torchrun, several machines, the command line, a kill."""
 
-from __future__ import annotations
-
 import pytest
 import support
 
 pytestmark = pytest.mark.slow
 
-pytest.importorskip("pytorch_lightning")
 
 # What sites print to one pipe is written in one piece, or it mixes.
 PROGRAM = """

@@ -1,7 +1,5 @@
 """A training that was halted goes on from its checkpoint along the same curve, to the bit, in both trainers."""
 
-from __future__ import annotations
-
 import pytest
 import support
 import torch

@@ -1,19 +1,16 @@
 """Lightning programs of many kinds train at two sites as in one process, or end with an error that all sites see."""
 
-from __future__ import annotations
-
 import os
 import warnings
 
 import pytest
+import pytorch_lightning as pl
+import support
 import torch
+import trainer_loops as loops
+from dadplug.runners import DADStrategy
 
-pl = pytest.importorskip("pytorch_lightning")
-
-import trainer_loops as loops  # noqa: E402
-from dadplug.runners import DADStrategy  # noqa: E402
-
-import dadplug  # noqa: E402
+import dadplug
 
 # A rank of at least a site's rows loses nothing, so that rankdad is as exact as its compression.
 MODES = {
@@ -53,7 +50,9 @@ def fit(name: str, mode: str | None) -> tuple:
     return module, current
 
 
-def trains_as_one_process(name: str) -> None:
+@pytest.mark.parametrize("name", loops.PROGRAMS)
+@support.at_sites(2)
+def test_a_program_trains_as_in_one_process(name: str) -> None:
     expected, alone = fit(name, None)
     start = loops.PROGRAMS[name](None).double()
     assert any(not torch.equal(p, q) for p, q in zip(start.parameters(), expected.parameters()))
@@ -75,12 +74,16 @@ def trains_as_one_process(name: str) -> None:
             assert UNFUSED[name] in remarks[0]
 
 
-@pytest.mark.parametrize("name", loops.PROGRAMS)
-def test_a_program_trains_as_in_one_process(sites, name):
-    sites(2).run(trains_as_one_process, name)
+def fit_truncated() -> loops.Plain:
+    torch.manual_seed(0)
+    module = loops.Plain(rank()).double()
+    current = loops.trainer(DADStrategy("rankdad", rank=2), module, num_sanity_val_steps=0)
+    current.fit(module, loops.loader(module.count, rank()))
+    return module
 
 
-def follows_its_own_loop() -> None:
+@support.at_sites(2)
+def test_a_truncated_rank_gives_the_plain_loops_curve() -> None:
     """rankdad with a loss of information: the Trainer does what the plain loop does, to the bit."""
     torch.manual_seed(0)
     other = loops.Plain(rank()).double()
@@ -102,18 +105,6 @@ def follows_its_own_loop() -> None:
         assert torch.equal(p, q)
         far = max(far, float((p - r).abs().max()))
     assert far > 1e-3  # so that the comparison means something
-
-
-def fit_truncated() -> loops.Plain:
-    torch.manual_seed(0)
-    module = loops.Plain(rank()).double()
-    current = loops.trainer(DADStrategy("rankdad", rank=2), module, num_sanity_val_steps=0)
-    current.fit(module, loops.loader(module.count, rank()))
-    return module
-
-
-def test_a_truncated_rank_gives_the_plain_loops_curve(sites):
-    sites(2).run(follows_its_own_loop)
 
 
 class Breaks(loops.Plain):

@@ -1,19 +1,16 @@
 """Catalyst programs of many kinds train at two sites as in one process, or end with an error that all sites see."""
 
-from __future__ import annotations
-
 import os
 import warnings
 
 import pytest
+import support
 import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
-pytest.importorskip("catalyst")
 from catalyst import dl
 from catalyst.core.callback import Callback
 from dadplug.runners import DistributedRunner
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 WIDTH, CLASSES, COUNT = 6, 3, 7
 ROWS = (5, 3)  # of each batch, by site
@@ -186,17 +183,14 @@ def reference(name: str) -> list[torch.Tensor]:
     return list(model.parameters())
 
 
-def trains_as_one_process(name: str) -> None:
+@pytest.mark.parametrize("name", ["plain", "accumulation", "clipping", "criteria", "skipped", "adversaries"])
+@support.at_sites(2)
+def test_a_program_trains_as_in_one_process(name: str) -> None:
     expected = reference(name)
     for mode in MODES:
         rel = 1e-6 if mode == "rankdad" else 1e-9
         for p, q in zip(program(name, mode), expected, strict=True):
             assert torch.allclose(p, q, rtol=rel, atol=rel), (mode, p, q)
-
-
-@pytest.mark.parametrize("name", ["plain", "accumulation", "clipping", "criteria", "skipped", "adversaries"])
-def test_a_program_trains_as_in_one_process(sites, name):
-    sites(2).run(trains_as_one_process, name)
 
 
 class Ends(Callback):

@@ -1,22 +1,24 @@
-"""Lightning's strategy for Hogwild!: batches dealt once, one model in all processes, evaluations of that model."""
-
-from __future__ import annotations
+"""Hogwild! in Lightning and Catalyst: batches dealt once, one model in all processes, checkpoints, failures."""
 
 import os
 import time
+from pathlib import Path
 
+import lightning_zoo as zoo
 import pytest
+import pytorch_lightning as pl
+import support
 import torch
+import torch.distributed as dist
+from catalyst import dl
+from catalyst.core.callback import Callback
+from catalyst_training import data, net, run
+from dadplug.runners import DistributedRunner, HogwildRunner, HogwildStrategy
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
-pl = pytest.importorskip("pytorch_lightning")
-
-import lightning_zoo as zoo  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from dadplug.runners import HogwildStrategy  # noqa: E402
-from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
-
-from dadplug import ProcessFailedError  # noqa: E402
-from dadplug.exchange.codec import gather_objects  # noqa: E402
+from dadplug.errors import MismatchError, ProcessFailedError
+from dadplug.exchange.codec import gather_objects
 
 SAMPLES, BATCH = 60, 4
 BATCHES = SAMPLES // BATCH
@@ -73,7 +75,8 @@ class Watch(pl.Callback):
         self.equal.append(all(torch.equal(one, other) for one, other in zip(*states, strict=True)))
 
 
-def deals() -> None:
+@support.at_sites(2)
+def test_batches_are_dealt_once_and_all_see_one_model() -> None:
     torch.manual_seed(0)
     rank = dist.get_rank()
     module, watch = Rows(slow=1), Watch()
@@ -107,11 +110,8 @@ def deals() -> None:
     assert module.rates == sorted(module.rates, reverse=True)
 
 
-def test_batches_are_dealt_once_and_all_see_one_model(sites):
-    sites(2).run(deals)
-
-
-def trains_all() -> None:
+@support.at_sites(2)
+def test_every_module_with_one_optimizer_trains() -> None:
     for name in zoo.AUTOMATIC:
         watch, valid = Watch(), zoo.loader(24, seed=1, shuffle=False)
         state = "own" if name in ("Tied", "Recurrent") else "shared"
@@ -125,13 +125,19 @@ def trains_all() -> None:
             assert found[key] == pytest.approx(value, abs=1e-12), name
 
 
-def test_every_module_with_one_optimizer_trains(sites):
-    sites(2).run(trains_all)
+class Seen(pl.Callback):
+    """Copies of the states of model and optimizer at the start of a training."""
+
+    def on_train_start(self, trainer, pl_module):
+        self.model = {name: value.clone() for name, value in pl_module.state_dict().items()}
+        state = trainer.optimizers[0].state_dict()["state"]
+        self.optimizer = {key: {name: torch.clone(v) for name, v in values.items()} for key, values in state.items()}
 
 
-def resumes(folder: str) -> None:
+@support.at_sites(2)
+def test_checkpoints_and_resuming(tmp_path: Path) -> None:
     for state in ("shared", "own"):
-        place = f"{folder}/{state}"
+        place = f"{tmp_path}/{state}"
         saver = pl.callbacks.ModelCheckpoint(place, monitor="valid", save_top_k=-1, filename="{epoch}-{step}")
         module = zoo.Plain().double()
         current = zoo.trainer(HogwildStrategy(state), callbacks=[saver], enable_checkpointing=True)
@@ -155,19 +161,6 @@ def resumes(folder: str) -> None:
         assert set(counts) == {24.0} if state == "shared" else sum(gather_objects(counts[0])) == 24.0
 
 
-class Seen(pl.Callback):
-    """Copies of the states of model and optimizer at the start of a training."""
-
-    def on_train_start(self, trainer, pl_module):
-        self.model = {name: value.clone() for name, value in pl_module.state_dict().items()}
-        state = trainer.optimizers[0].state_dict()["state"]
-        self.optimizer = {key: {name: torch.clone(v) for name, v in values.items()} for key, values in state.items()}
-
-
-def test_checkpoints_and_resuming(sites, tmp_path):
-    sites(2).run(resumes, str(tmp_path))
-
-
 class Failing(Rows):
     def __init__(self, how: str):
         super().__init__()
@@ -186,7 +179,8 @@ class Failing(Rows):
         return -1 if self.how == "skip" and batch_idx == 1 else None
 
 
-def stops() -> None:
+@support.at_sites(2)
+def test_a_process_that_asks_to_stop_stops_all() -> None:
     module = Failing("stop")
     current = zoo.trainer("hogwild", max_epochs=5)
     current.fit(module, numbers(), numbers(shuffle=False))
@@ -195,10 +189,6 @@ def stops() -> None:
     assert BATCHES <= current.global_step <= 2 * BATCHES
     with pytest.raises(RuntimeError, match="all_gather was called in training, where the sites are at different steps"):
         zoo.trainer("hogwild").fit(Failing("gather"), numbers())
-
-
-def test_a_process_that_asks_to_stop_stops_all(sites):
-    sites(2).run(stops)
 
 
 def fails(how: str) -> str:
@@ -219,7 +209,8 @@ def test_an_error_in_one_process_ends_the_others_and_names_it(sites):
     assert any("on_train_batch_start returned -1" in text for text in sites(2).run(fails, "skip"))
 
 
-def refusals() -> None:
+@support.at_sites(2)
+def test_refusals_come_before_the_training() -> None:
     def refused(message, module=None, strategy="hogwild", loader=None, **settings):
         with pytest.raises((ValueError, TypeError), match=message):
             zoo.trainer(strategy, **settings).fit(module or Rows(), loader or numbers(), numbers())
@@ -248,5 +239,181 @@ def refusals() -> None:
         strategy._check_devices()
 
 
-def test_refusals_come_before_the_training(sites):
-    sites(2).run(refusals)
+# Catalyst's runner for Hogwild!: batches dealt once, one model after each training loader, checkpoints, failures
+
+
+class RowsOfDicts(nn.Module):
+    """A table with a row for each sample, whose gradient depends on no other."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(SAMPLES, 1, sparse=True)
+        nn.init.zeros_(self.table.weight)
+
+    def forward(self, ids):
+        return self.table(ids)[:, 0]
+
+
+class Summed(nn.Module):
+    def forward(self, outputs, targets):
+        return outputs.sum()
+
+
+class CatalystWatch(Callback):
+    """Remembers, after each loader, whether the processes hold the same values."""
+
+    def __init__(self):
+        super().__init__(order=100)
+        self.equal, self.updates = [], 0
+
+    def on_batch_end(self, runner):
+        self.updates += runner.is_train_loader and runner.update_due
+
+    def on_loader_end(self, runner):
+        states = gather_objects([value.clone() for value in runner.model.state_dict().values()])
+        self.equal.append(all(torch.equal(one, other) for one, other in zip(*states)))
+
+
+@support.at_sites(2)
+def test_catalyst_deals_batches_once_and_all_see_one_model() -> None:
+    for accumulate in (1, 2):
+        model, watch = RowsOfDicts(), CatalystWatch()
+        numbers = TensorDataset(torch.arange(SAMPLES), torch.zeros(SAMPLES))
+        loaders = {"train": DataLoader(numbers, BATCH, shuffle=True), "valid": DataLoader(numbers, BATCH)}
+        callbacks = [watch]
+        if accumulate > 1:
+            callbacks += [dl.BackwardCallback("loss"), dl.OptimizerCallback("loss", accumulation_steps=accumulate)]
+        runner = HogwildRunner()
+        run(runner, model, torch.optim.SGD(model.parameters(), lr=1.0), callbacks, loaders, 3, Summed())
+        assert watch.equal == [True] * 6
+        updates = sum(gather_objects(watch.updates))
+        assert not runner.hogwild.running
+        if accumulate == 1:
+            assert torch.equal(model.table.weight, torch.full((SAMPLES, 1), -3.0))
+            assert updates == 3 * BATCHES
+            assert runner.loader_metrics["loss"] == pytest.approx(-11.6)  # 30 samples a process, the last two apart
+        else:  # the mean of two batches, or the last one of a process alone
+            assert set(model.table.weight.flatten().tolist()) <= {-1.5, -2.0, -2.5, -3.0}
+            assert 3 * BATCHES / 2 < updates <= 3 * BATCHES / 2 + 3
+            assert model.table.weight.mean().item() == pytest.approx(-updates * BATCH / SAMPLES)
+
+
+def train_saving(place: str, state: str, epochs: int, resume=None) -> tuple:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Linear(24, 4))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    saver = dl.CheckpointCallback(logdir=place, mode="runner", loader_key="valid", metric_key="loss", minimize=True)
+    runner = run(HogwildRunner(state=state), model, optimizer, [saver], epochs=epochs, resume=resume)
+    return runner, model, optimizer.state[model[0].weight]["step"].item()
+
+
+@support.at_sites(2)
+def test_checkpoints_and_resuming_in_catalyst(tmp_path: Path) -> None:
+    for state in ("shared", "own"):
+        place = f"{tmp_path}/{state}"
+        for epochs, resume in ((2, None), (3, f"{place}/runner.last.pth")):
+            runner, model, count = train_saving(place, state, epochs, resume)
+            assert runner.epoch_step == epochs
+            assert runner.loader_metrics["loss"] < 1.3
+            assert model[1].num_batches_tracked == epochs * 9
+            assert count == epochs * 9 if state == "shared" else sum(gather_objects(count)) == epochs * 9
+
+
+class CatalystFailing(Callback):
+    def __init__(self):
+        super().__init__(order=100)
+
+    def on_batch_end(self, runner):
+        if runner.epoch_step == 2 and dist.get_rank() == 1:
+            raise KeyError("no such thing")
+
+
+def fails_in_catalyst() -> str:
+    model = net()
+    try:
+        run(HogwildRunner(), model, torch.optim.SGD(model.parameters(), lr=0.1), [CatalystFailing()], epochs=5)
+    except (KeyError, ProcessFailedError) as error:
+        return f"{type(error).__name__} {error}"
+    return "no error"
+
+
+def test_an_error_in_one_process_of_catalyst_ends_the_others_and_names_it(sites):
+    first, second = sites(2).run(fails_in_catalyst)
+    assert second == "KeyError 'no such thing'"
+    assert first.startswith("ProcessFailedError process 1 (pid ")
+    assert "has failed: KeyError: 'no such thing', in epoch 1 after " in first
+
+
+@support.at_sites(2)
+def test_refusals_of_catalyst_come_before_the_training() -> None:
+    def refused(kind, message, optimizer=None, callbacks=(), **settings):
+        model = net()
+        optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(kind, match=message):
+            run(HogwildRunner(), model, optimizer, callbacks, **settings)
+
+    refused(ValueError, "holds no parameter of the model", torch.optim.SGD(net().parameters(), lr=0.1))
+    own = {"train": DataLoader(data(70, dist.get_rank()), 8), "valid": DataLoader(data(30, 1), 8)}
+    refused(MismatchError, "different data sets in loader 'train'", loaders=own)
+    schedule = torch.optim.SGD(net().parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(schedule, 0.9)
+    refused(ValueError, "mode 'batch'", callbacks=[dl.SchedulerCallback(mode="batch")], scheduler=scheduler)
+    with pytest.raises(ValueError, match="unknown state 'mine'"):
+        HogwildRunner(state="mine")
+
+
+def test_one_process_trains_as_distributed_runner():
+    models = [net(), net()]
+    for runner, model in zip((DistributedRunner(mode="dsgd"), HogwildRunner()), models):
+        callbacks = [dl.BackwardCallback("loss"), dl.OptimizerCallback("loss", accumulation_steps=2)]
+        run(runner, model, torch.optim.SGD(model.parameters(), lr=0.1), callbacks)
+    for one, other in zip(models[0].parameters(), models[1].parameters()):
+        assert torch.allclose(one, other, atol=1e-6)
+
+
+# Hogwild! in programs whose processes Lightning itself starts: new programs, spawned and forked processes
+
+
+# Each step takes 1 from the rows of its batch, so that the table counts how often each sample was used.
+PROGRAM = """
+import sys, warnings
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+warnings.filterwarnings("ignore")
+import pytorch_lightning as pl
+import dadplug
+
+class Rows(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(40, 1, sparse=True)
+        torch.nn.init.zeros_(self.table.weight)
+
+    def training_step(self, batch, batch_idx):
+        return self.table(batch[0]).sum()
+
+    def on_train_end(self):
+        sys.stdout.write(f"steps {self.trainer.global_step};\\n")
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+if __name__ == "__main__":
+    trainer = pl.Trainer(strategy=sys.argv[1], accelerator="cpu", devices=2, max_epochs=3, logger=False,
+                         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+    module = Rows()
+    trainer.fit(module, DataLoader(TensorDataset(torch.arange(40)), batch_size=4, shuffle=True))
+    counts = -module.table.weight.detach().flatten()
+    sys.stdout.write(f"counts {int(counts.min())} {int(counts.max())};\\n")
+"""
+
+
+@pytest.mark.parametrize(("strategy", "processes"), [("hogwild", 2), ("hogwild_spawn", 1), ("hogwild_notebook", 1)])
+def test_each_sample_is_used_once_an_epoch_by_processes_of_lightnings_launchers(tmp_path, strategy, processes):
+    path = tmp_path / "train.py"
+    path.write_text(PROGRAM)
+    env = {"MASTER_PORT": str(support.free_port())}
+    (only,) = support.run_programs([[str(path), strategy]], env=env, preload=["pytorch_lightning"])
+    assert only.status == 0, only.errors
+    assert only.output.count("steps 30;") == 2
+    assert only.output.count("counts 3 3;") == processes
