@@ -1,14 +1,22 @@
-"""Selection policies: weights, bounds, recovery, state."""
-
-from __future__ import annotations
+"""Selection policies, feedback, and batch sizes and the queue of one model."""
 
 import json
 import math
 import random
+import threading
+import time
 
+import numpy as np
 import pytest
+import torch
+from served import patient_predictor
 
-from dadplug.serving.policies import Exp3, Exp4, Fixed, policy_of
+from dadplug.errors import UnavailableError
+from dadplug.serving import FeedbackError
+from dadplug.serving.cache import Ticket
+from dadplug.serving.feedback import FeedbackJournal, Record
+from dadplug.serving.policies import Choice, Exp3, Exp4, Fixed, policy_of
+from dadplug.serving.served_model import BatchLimit, RequestQueue, measured_latency
 
 MODELS = ("a", "b", "c")
 
@@ -128,3 +136,215 @@ def test_weights_are_saved_and_restored(kind):
         with pytest.raises(ValueError, match=r"saved weights|the weights are of"):
             other.load_state_dict(wrong)
     assert other.weights("ward 1") == before
+
+
+# Feedback: joined by id, within its time, once; errors change nothing
+
+
+def votes_for(label, classes=3):
+    return lambda batch: np.tile(np.eye(classes, dtype=np.float32)[label], (len(batch), 1))
+
+
+def test_feedback_moves_the_weights_of_its_context_only():
+    with patient_predictor({"a": votes_for(0), "b": votes_for(1)}, policy="exp4", context="site") as predictor:
+        for number in range(20):
+            p = predictor.predict([float(number)], context="ward")
+            predictor.feedback(p.id, torch.tensor(1))
+        weights = predictor.weights("ward")
+        assert weights["b"] > 0.9 > 0.1 > weights["a"]
+        assert predictor.weights("other") == {"a": 0.5, "b": 0.5}
+        last = predictor.predict([0.0], context="ward")
+        assert (last.label, last.model, last.models) == (1, "b", ("a", "b"))
+        assert last.confidence == pytest.approx(weights["b"])
+
+
+def test_errors_change_nothing():
+    with patient_predictor({"a": votes_for(0), "b": votes_for(1)}, policy="exp4") as predictor:
+        p = predictor.predict([1.0])
+        for y in (3, -1, 0.5, "0", None, True, [1, 2]):
+            with pytest.raises(FeedbackError, match="a class from 0 to 2") as error:
+                predictor.feedback(p.id, y)
+            assert error.value.status == 422
+        for unknown in ("", "nonsense", 7, p.id[:-1] + "x", None):
+            with pytest.raises(FeedbackError, match="no prediction") as error:
+                predictor.feedback(unknown, 1)
+            assert error.value.status == 404
+        assert predictor.weights() == {"a": 0.5, "b": 0.5}
+        predictor.feedback(p.id, 1)
+        before = predictor.weights()
+        assert before["b"] > before["a"]
+        with pytest.raises(FeedbackError, match="has had its feedback") as error:
+            predictor.feedback(p.id, 1)
+        assert error.value.status == 409
+        assert predictor.weights() == before
+
+
+def record():
+    return Record("", Choice(("a",), {"a": 1.0}), {"a": (0.0, 3.0)})
+
+
+def test_late_feedback_is_told_from_an_unknown_id():
+    journal = FeedbackJournal(seconds=10.0, most=3)
+    key = journal.add(record(), now=100.0)
+    assert journal.find(key, 109.0) == record()
+    for now in (110.0, 200.0):
+        with pytest.raises(FeedbackError, match="later than 10 s") as error:
+            journal.find(key, now)
+        assert error.value.status == 410
+    journal.add(record(), now=300.0)
+    assert len(journal) == 1  # the first is dropped, and still late
+    with pytest.raises(FeedbackError, match="later than 10 s"):
+        journal.find(key, 300.0)
+    assert journal.close(key) is False
+
+
+def test_the_journal_is_bounded():
+    journal = FeedbackJournal(seconds=10.0, most=3)
+    keys = [journal.add(record(), now=1.0) for _ in range(5)]
+    assert len(journal) == 3
+    assert len(set(keys)) == 5
+    assert journal.close(keys[4]) is True
+    assert journal.close(keys[4]) is False
+
+
+def test_the_number_of_contexts_is_bounded():
+    with patient_predictor(
+        {"a": votes_for(0), "b": votes_for(1)}, policy="exp4", context="site", max_contexts=2
+    ) as predictor:
+        for context in ("x", "y"):
+            predictor.feedback(predictor.predict([1.0], context=context).id, 0)
+        p = predictor.predict([1.0], context="z")
+        with pytest.raises(FeedbackError, match="2 contexts already"):
+            predictor.feedback(p.id, 0)
+        assert set(predictor.status()["weights"]) == {"x", "y"}
+
+
+def test_weights_outlive_the_predictor(tmp_path):
+    models = {"a": votes_for(0), "b": votes_for(1)}
+    with patient_predictor(models, policy="exp4", state=tmp_path / "weights.json") as predictor:
+        predictor.feedback(predictor.predict([1.0]).id, 1)
+        weights = predictor.weights()
+    with patient_predictor(models, policy="exp4", state=tmp_path / "weights.json") as predictor:
+        assert predictor.weights() == weights != {"a": 0.5, "b": 0.5}
+    with pytest.raises(ValueError, match=r"weights\.json: the weights are of Exp4 with the models a, b"):
+        patient_predictor({"c": votes_for(0)}, policy="exp4", state=tmp_path / "weights.json")
+
+
+def test_regression_averages_and_learns_by_the_error():
+    def constant(value):
+        return lambda batch: np.full((len(batch), 1), value, np.float32)
+
+    with patient_predictor(
+        {"a": constant(1.0), "b": constant(3.0)}, policy="exp4", task="regression", scale=4.0
+    ) as predictor:
+        p = predictor.predict([0.0])
+        assert (float(p.output[0]), p.label, p.confidence) == (2.0, None, 0.75)
+        predictor.feedback(p.id, 3.0)
+        assert predictor.weights()["b"] > predictor.weights()["a"]
+        with pytest.raises(FeedbackError, match="1 finite numbers"):
+            predictor.feedback(predictor.predict([1.0]).id, [1.0, 2.0])
+
+
+# Batch sizes and the queue of one model
+
+
+def test_the_limit_grows_by_one_below_the_goal_and_shrinks_by_a_tenth_above():
+    limit = BatchLimit(0.05, maximum=8)
+    for expected in (2, 3, 4):
+        limit.record(limit.size, 0.01)
+        assert limit.value == expected
+    limit.record(4, 0.051)
+    assert limit.value == pytest.approx(3.6)
+    for _ in range(100):
+        limit.record(limit.size, 0.06)
+    assert limit.value == 1
+    for _ in range(100):
+        limit.record(limit.size, 0.01)
+    assert limit.value == 8
+
+
+def test_a_batch_below_the_limit_is_no_evidence_for_a_larger_one():
+    limit = BatchLimit(0.05, maximum=64)
+    limit.record(1, 0.01)
+    for _ in range(10):
+        limit.record(1, 0.01)
+    assert limit.value == 2
+
+
+def test_the_limit_settles_where_the_latency_is_the_goal():
+    limit, sizes = BatchLimit(0.05, maximum=256), []
+    for _ in range(400):
+        limit.record(limit.size, 0.002 * limit.size)  # 25 samples take 0.05 s
+        sizes.append(limit.size)
+    assert min(sizes[100:]) >= 21
+    assert max(sizes[100:]) <= 26
+    sizes.clear()
+    for _ in range(400):
+        limit.record(limit.size, 0.008 * limit.size)  # the model becomes four times slower
+        sizes.append(limit.size)
+    assert min(sizes[50:]) >= 4
+    assert max(sizes[50:]) <= 7
+
+
+def test_a_backlog_does_not_count_against_the_batch():
+    assert measured_latency(arrived=10.0, previous=9.0, done=10.5) == 0.5
+    assert measured_latency(arrived=1.0, previous=9.0, done=10.5) == 1.5
+
+
+def ticket(shape=(2,), deadline=1e9, dtype=np.float32):
+    return Ticket(("m", 1, b""), np.zeros(shape, dtype), 0.0, deadline, [])
+
+
+def test_a_batch_takes_what_waits_up_to_the_limit():
+    queue = RequestQueue("m", most=100)
+    tickets = [ticket() for _ in range(5)]
+    for each in tickets:
+        queue.put(each)
+    queue.wait()
+    assert queue.take(3, 0.0) == (tickets[:3], [])
+    assert queue.take(3, 0.0) == (tickets[3:], [])
+    assert queue.take(3, 0.0) == ([], [])
+
+
+def test_only_inputs_of_one_shape_and_dtype_are_batched():
+    queue = RequestQueue("m", most=100)
+    tickets = [ticket((2,)), ticket((3,)), ticket((2,)), ticket((2,), dtype=np.int64)]
+    for each in tickets:
+        queue.put(each)
+    queue.wait()
+    assert queue.take(9, 0.0)[0] == [tickets[0], tickets[2]]
+    assert queue.take(9, 0.0)[0] == [tickets[1]]
+    assert queue.take(9, 0.0)[0] == [tickets[3]]
+
+
+def test_requests_past_their_deadlines_are_not_computed():
+    queue = RequestQueue("m", most=100)
+    late, early = ticket(deadline=5.0), ticket(deadline=50.0)
+    queue.put(late)
+    queue.put(early)
+    queue.wait()
+    assert queue.take(9, 10.0) == ([early], [late])
+
+
+def test_a_full_queue_refuses_requests():
+    queue = RequestQueue("m", most=2)
+    queue.put(ticket())
+    queue.put(ticket())
+    with pytest.raises(UnavailableError, match="2 requests wait for model 'm'"):
+        queue.put(ticket())
+
+
+def test_an_idle_queue_uses_no_processor_time():
+    queue, spent = RequestQueue("m", most=2), []
+
+    def wait():
+        before = time.thread_time()
+        queue.wait()
+        spent.append(time.thread_time() - before)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    time.sleep(0.3)  # a loop that spins would use as much processor time
+    queue.wake()
+    thread.join(timeout=60)
+    assert spent[0] < 0.05

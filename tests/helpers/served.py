@@ -1,10 +1,12 @@
-"""Predictors and models for tests; goals and deadlines are far, so that a busy machine changes no result."""
+"""Predictors, models and an HTTP server; goals and deadlines are far, so that a busy machine changes no result."""
 
-from __future__ import annotations
-
+import contextlib
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+import support
 
 from dadplug.serving import Predictor
 
@@ -39,3 +41,32 @@ class HeldModel:
     def samples(self) -> int:
         """Number of samples that it has been given."""
         return sum(map(len, self.batches))
+
+
+# HTTP server of an ASGI application, in a thread of the test
+
+
+SECONDS = 60.0
+
+
+@contextlib.contextmanager
+def served(app: Any, http: Any = "auto") -> Iterator[int]:
+    """Serve an ASGI application by uvicorn, and return its port."""
+    import uvicorn
+
+    port = support.free_port()
+    server = uvicorn.Server(
+        uvicorn.Config(app, port=port, http=http, log_level="error", access_log=False, lifespan="off")
+    )
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    try:
+        end = time.monotonic() + SECONDS
+        while not server.started:
+            assert thread.is_alive()
+            assert time.monotonic() < end, "the server did not start"
+            time.sleep(0.01)
+        yield port
+    finally:
+        server.should_exit = True
+        thread.join(SECONDS)
