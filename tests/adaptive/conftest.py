@@ -1,7 +1,5 @@
 """Fixtures of the tests of adaptive training."""
 
-from __future__ import annotations
-
 import pytest
 
 from dadplug.adaptive import reset_progress

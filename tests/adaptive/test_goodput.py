@@ -1,7 +1,5 @@
 """The model of goodput, its fit to measured steps, and the choice of the batch by it."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

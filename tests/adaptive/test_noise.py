@@ -1,7 +1,5 @@
 """Gradient noise of a reduction, held against the gradients of single samples, which autograd computes; AdaScale."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 

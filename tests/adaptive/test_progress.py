@@ -1,7 +1,5 @@
 """Restarts in one process: a program that is interrupted anywhere ends as one that never was; accumulators."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

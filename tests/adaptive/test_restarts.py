@@ -1,7 +1,5 @@
 """Restarts of several sites: data of each site's own, other numbers of sites, files that differ, torchrun."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from pathlib import Path

@@ -1,15 +1,16 @@
-"""The monitors, in Lightning's adapters and by themselves; in Catalyst's, see test_distributed_runner_callbacks."""
-
-from __future__ import annotations
+"""The monitors, in Lightning's adapters and by themselves, and the batch that follows goodput."""
 
 import os
 
 import pytest
+import support
 import torch
 from dadplug.callbacks import monitors
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import dadplug
+from dadplug.adaptive import adaptive_loader, reset_progress
 
 
 def trains(mode: str, options: dict, monitor, steps: int, disturb: int | None = None) -> list[dict]:
@@ -162,3 +163,183 @@ def test_a_callback_that_the_environment_misnames_is_an_error(monkeypatch):
     monkeypatch.setenv("DADPLUG_CALLBACKS", "BatchTimer,Trafic")
     with pytest.raises(ValueError, match="valid ones are BatchTimer, TrafficMonitor"):
         factory()
+
+
+# The batch that follows goodput in Lightning and Catalyst: every sample once an epoch, and what is logged
+
+
+SAMPLES, EPOCHS, LARGEST = 360, 2, 64
+
+
+class EvenSteps:
+    """A clock by which every step takes the same time, whatever its batch."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+def data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    return TensorDataset(torch.arange(SAMPLES), torch.randn(SAMPLES, 6, generator=generator), torch.arange(SAMPLES) % 3)
+
+
+def adapts_in_lightning(folder: str, settings: dict, length: int = SAMPLES):
+    """Fit; return samples by epoch, lengths, what was logged, and the history."""
+    import pytorch_lightning as pl
+    from dadplug.callbacks import AdaptiveBatchSize
+
+    import dadplug
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(6, 3)
+            self.seen: list[list[int]] = [[] for _ in range(EPOCHS)]
+            self.validated: list[int] = []
+
+        def training_step(self, batch, batch_idx):
+            self.seen[self.current_epoch] += batch[0].tolist()
+            return nn.functional.cross_entropy(self.net(batch[1]), batch[2])
+
+        def validation_step(self, batch, batch_idx):
+            self.validated.append(len(self.seen[self.current_epoch]))
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    reset_progress()
+    torch.manual_seed(0)
+    module, callback = Module(), AdaptiveBatchSize(LARGEST, (2, 60))
+    quiet = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adaptive_loader, "time", EvenSteps())
+        trainer = pl.Trainer(
+            strategy=dadplug.DADStrategy("dad"),
+            accelerator="cpu",
+            devices=1,
+            max_epochs=EPOCHS,
+            log_every_n_steps=1,
+            num_sanity_val_steps=0,
+            callbacks=[callback],
+            logger=False,
+            **quiet | settings,
+        )
+        trainer.fit(module, DataLoader(data(), 4, shuffle=True), DataLoader(data(), 60))
+    logged = {name for name in trainer.logged_metrics if name.startswith("batch/")}
+    callback.picture(os.path.join(folder, f"lightning-{os.getpid()}.png"))
+    history = callback._monitor.history
+    return module.seen, module.validated, logged, history, trainer.global_step, callback.state_dict()
+
+
+def check(found, steps: int | None = None) -> None:
+    """Check what both sites have trained on."""
+    for epoch in range(EPOCHS):
+        assert sorted(found[0][0][epoch] + found[1][0][epoch]) == list(range(SAMPLES))
+    sizes = [values["batch/size"] for values in found[0][-1]]
+    assert sizes == [values["batch/size"] for values in found[1][-1]]
+    assert sizes[0] == 8
+    assert sizes[-1] > 24  # as far as the noise allows
+    gains = [values["batch/gain"] for values in found[0][-1]]
+    assert gains[0] == 1.0
+    assert max(gains) > 1.0
+
+
+def test_lightning_trains_on_every_sample_once(sites, tmp_path):
+    support.need("pytorch_lightning")
+    found = sites(2).run(adapts_in_lightning, str(tmp_path), {})
+    names = {"size", "local", "gain", "noise_scale", "goodput", "progress"}
+    for seen, validated, logged, history, steps, state in found:
+        assert steps == len(history)
+        assert {len(seen[0]), len(seen[1])} == {*validated}  # at the end of each epoch, and not before
+        assert {name.removeprefix("batch/") for name in logged} >= names - {"noise_scale"}
+        assert state["progress"] == pytest.approx(sum(values["batch/gain"] for values in history), rel=0.05)
+    check([(each[0], each[3]) for each in found])
+    assert len([path for path in tmp_path.iterdir() if path.read_bytes().startswith(b"\x89PNG")]) == 2
+
+
+def refused(settings: dict) -> str:
+    try:
+        adapts_in_lightning("", settings)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_lightnings_settings_that_do_not_fit_are_refused(sites):
+    support.need("pytorch_lightning")
+    for message in sites(2).run(refused, {"accumulate_grad_batches": 2}):
+        assert "without accumulate_grad_batches" in message
+    for message in sites(2).run(refused, {"use_distributed_sampler": False}):
+        assert "AdaptiveDataLoader(source=...)" in message
+
+
+def in_catalyst(folder: str, own: bool):
+    """Train; return samples by epoch and the history, or the error."""
+    import torch.distributed as dist
+    from dadplug.callbacks import AdaptiveBatchSizeCallback
+    from dadplug.runners import DistributedRunner
+
+    seen: list[list[int]] = []
+
+    class Runner(DistributedRunner):
+        def handle_batch(self, batch):
+            if self.is_train_loader:
+                seen[-1].extend(batch["features"][:, 0].int().tolist())
+            outputs = self.model(batch["features"][:, 1:])
+            self.batch_metrics["loss"] = nn.functional.cross_entropy(outputs, batch["targets"])
+
+        def on_epoch_start(self, runner):
+            super().on_epoch_start(runner)
+            seen.append([])
+
+    reset_progress()
+    torch.manual_seed(0)
+    model, callback = nn.Linear(6, 3), AdaptiveBatchSizeCallback(LARGEST, (2, 60))
+    numbers, inputs, targets = data().tensors
+    pairs = TensorDataset(torch.cat([numbers[:, None] + own * dist.get_rank(), inputs], 1), targets)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adaptive_loader, "time", EvenSteps())
+        runner = Runner(mode="dad")
+        try:
+            runner.train(
+                model=model,
+                optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
+                loaders={"train": DataLoader(pairs, 4, shuffle=True), "valid": DataLoader(pairs, 60)},
+                num_epochs=EPOCHS,
+                callbacks=[callback],
+                logdir=os.path.join(folder, f"logs-{dist.get_rank()}"),
+            )
+        except ValueError as error:
+            return str(error)
+    callback.picture(os.path.join(folder, f"catalyst-{os.getpid()}.png"))
+    assert "batch/size" in runner.loader_metrics or "batch/size" in runner.epoch_metrics["train"]
+    return seen, callback._monitors[0].history
+
+
+def test_catalyst_trains_on_every_sample_once(sites, tmp_path):
+    support.need("catalyst")
+    check(sites(2).run(in_catalyst, str(tmp_path), False))
+
+
+def test_data_of_each_sites_own_are_refused_in_catalyst(sites, tmp_path):
+    support.need("catalyst")
+    for message in sites(2).run(in_catalyst, str(tmp_path), True):
+        assert "each site has data of its own in loader 'train'" in message
+
+
+def test_only_a_data_loader_with_a_batch_size_is_converted():
+    from dadplug.adaptive.adaptive_loader import adaptive_loader
+
+    with pytest.raises(ValueError, match="not that of a list"):
+        adaptive_loader([1, 2], 2, 0)
+    with pytest.raises(ValueError, match="give its DataLoader a batch_size"):
+        adaptive_loader(DataLoader(data(), batch_sampler=[[0, 1]]), 2, 0)
+    found = adaptive_loader(DataLoader(data(), 5, shuffle=True, drop_last=True), 2, 0)
+    assert found.current_batch_size == 10
+    assert next(iter(found))[0].tolist() != list(range(10))
+    plain = adaptive_loader(DataLoader(data(), 5), 1, 0)
+    assert next(iter(plain))[0].tolist() == list(range(5))

@@ -1,7 +1,5 @@
 """Exit reasons stay readable for sites that ask late, and do not count in later sessions."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Faults between sites end in an error that names the site, on every site, within seconds."""
 
-from __future__ import annotations
-
 import re
 import socket
 

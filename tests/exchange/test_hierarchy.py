@@ -1,7 +1,5 @@
 """Hierarchical groups: four processes as two nodes, held against one process, and against two sites."""
 
-from __future__ import annotations
-
 import copy
 import os
 import sys
@@ -50,7 +48,9 @@ def test_nodes_may_have_different_numbers_of_processes(sites, mode, layout):
     sites(4).run(trains, "words", mode, 4, {"hierarchy": layout, "weighting": "samples"}, layout)
 
 
-def sums_and_gathers(layout) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@support.at_sites(4)
+def test_sums_and_gathers_are_right(layout) -> None:
     """Results of a transport, for any sizes, many exchanges at once, and some steps."""
     transport = open_transport(None, Traffic(), torch.device("cpu"), 30, layout)
     rank, world_size = transport.rank, transport.world_size
@@ -70,11 +70,6 @@ def sums_and_gathers(layout) -> None:
             for source, payload in enumerate(gather.wait()):
                 assert torch.equal(payload, torch.full((sizes[source],), 100.0 * step + 10 * number + source))
     transport.close()
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_sums_and_gathers_are_right(sites, layout):
-    sites(4).run(sums_and_gathers, layout)
 
 
 def switches_streams(mode: str, layout) -> list[str]:
@@ -129,7 +124,9 @@ def test_to_rankdad_a_node_is_a_site(sites, options):
     assert max(off_by(p, q) for p, q in zip(ours[0], theirs[0])) < 1e-11
 
 
-def accumulates(announced: bool) -> None:
+@pytest.mark.parametrize("announced", [True, False])
+@support.at_sites(4)
+def test_rows_that_come_late_count_as_much(announced: bool) -> None:
     """Several backward passes, announced or not, with numbers of rows that differ, and a site without data."""
     rank = dist.get_rank()
     torch.manual_seed(2)
@@ -153,12 +150,6 @@ def accumulates(announced: bool) -> None:
         for (name, p), q in zip(model.named_parameters(), reference.named_parameters()):
             assert off_by(p.grad, q[1].grad) < 1e-9, (step, name)
     assert reduction.first_difference() is None
-    reduction.detach()
-
-
-@pytest.mark.parametrize("announced", [True, False])
-def test_rows_that_come_late_count_as_much(sites, announced):
-    sites(4).run(accumulates, announced)
 
 
 def costs(hierarchy) -> tuple[int, int, int, str]:
@@ -170,7 +161,6 @@ def costs(hierarchy) -> tuple[int, int, int, str]:
         model(torch.randn(16, 200)).square().mean().backward()
         reduction.synchronize()
     traffic, plan = reduction.traffic, reduction.plan
-    reduction.detach()
     return traffic.bytes_sent, traffic.bytes_inside, plan.bytes, str(plan)
 
 
@@ -200,7 +190,6 @@ def nan_is_reported(mode: str, culprit: int) -> None:
         else:
             reduction.synchronize()
     assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())
-    reduction.detach()
 
 
 def test_nan_is_reported_by_all_sites(sites):
@@ -208,20 +197,21 @@ def test_nan_is_reported_by_all_sites(sites):
         sites(4).run(nan_is_reported, mode, 3)
 
 
-def goes_on(mode: str) -> None:
+@support.at_sites(4)
+def test_it_resumes_and_follows_frozen_layers() -> None:
     """A run that is interrupted, and one that is not, and a plan that changes in both."""
     os.environ["GROUP_RANK"] = str(dist.get_rank() // 2)
     finals = []
     for interrupted in (False, True):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(30, 20), nn.Linear(20, 30))
-        reduction = dadplug.GradientReduction(model, mode=mode, rank=2, hierarchy="auto" if interrupted else 2)
+        reduction = dadplug.GradientReduction(model, mode="rankdad", rank=2, hierarchy="auto" if interrupted else 2)
         torch.manual_seed(dist.get_rank())
         for step in range(6):
             if step == 3 and interrupted:
                 state = copy.deepcopy(reduction.state_dict())
                 reduction.detach()
-                reduction = dadplug.GradientReduction(model, mode=mode, rank=2, hierarchy=2)
+                reduction = dadplug.GradientReduction(model, mode="rankdad", rank=2, hierarchy=2)
                 reduction.load_state_dict(state)
             model[0].requires_grad_(step != 4)
             model.zero_grad()
@@ -234,10 +224,6 @@ def goes_on(mode: str) -> None:
         reduction.detach()
         finals.append([parameter.detach().clone() for parameter in model.parameters()])
     assert all(torch.allclose(p, q, rtol=1e-5, atol=1e-7) for p, q in zip(*finals))
-
-
-def test_it_resumes_and_follows_frozen_layers(sites):
-    sites(4).run(goes_on, "rankdad")
 
 
 def test_a_killed_site_is_named_by_all(tmp_path):
@@ -300,7 +286,8 @@ def test_an_invalid_hierarchy_is_reported(wrong):
         dadplug.GradientReduction(nn.Linear(2, 2), hierarchy=wrong)
 
 
-def misfits() -> None:
+@support.at_sites(4)
+def test_a_hierarchy_that_does_not_fit_is_reported() -> None:
     with pytest.raises(ValueError, match=r"hierarchy=3 processes on each node do not divide 4 processes"):
         dadplug.GradientReduction(nn.Linear(2, 2), hierarchy=3)
     with pytest.raises(ValueError, match=r"must name each of the ranks 0 to 3 once"):
@@ -308,7 +295,3 @@ def misfits() -> None:
     alone = dadplug.GradientReduction(nn.Linear(2, 2), mode="dsgd", hierarchy=4)  # one node: nothing to nest
     assert "4 sites, " in str(alone.plan)
     alone.detach()
-
-
-def test_a_hierarchy_that_does_not_fit_is_reported(sites):
-    sites(4).run(misfits)

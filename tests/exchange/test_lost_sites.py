@@ -1,7 +1,5 @@
 """Whichever site is killed or stopped, wherever it is: all others get a SiteError that names it, and end."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """Listeners of sites: one address each, no pickles, unauthorised connections refused at once."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

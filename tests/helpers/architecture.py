@@ -1,7 +1,5 @@
 """Facts about the source tree, read from the syntax trees: imports, lengths, identifiers, docstrings."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

@@ -1,7 +1,5 @@
 """Models whose layers form chains, and their comparison with one process."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 

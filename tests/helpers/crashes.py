@@ -1,7 +1,5 @@
 """Plugin of pytest: a crash of one of its processes ends the run with another status than tests that failed."""
 
-from __future__ import annotations
-
 import pytest
 
 CRASHED = pytest.StashKey[bool]()

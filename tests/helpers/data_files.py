@@ -1,7 +1,5 @@
 """Small files of the data sets, as their publishers write them."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import struct

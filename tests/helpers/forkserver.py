@@ -17,8 +17,6 @@ about such a variable, starts its program with `subprocess`.
 `program_server` is the server. A program whose starter has gone, or closes the connection, is killed.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import fcntl

@@ -1,7 +1,5 @@
 """Models, data and loops for tests of training in shared memory; functions that run in each process."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

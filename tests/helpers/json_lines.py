@@ -1,7 +1,5 @@
 """Logs of JSON lines that are read while another process writes them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Local steps of all sites in one process: what `dadplug.LocalSGD` has to do, by hand, in double precision."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 Run as ``lost_sites.py CASE RANK PORT FOLDER SPARED``, where the case is JSON.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

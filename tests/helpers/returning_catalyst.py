@@ -1,7 +1,5 @@
 """One site of the tests of Catalyst with a parameter server; see `returning_steps`."""
 
-from __future__ import annotations
-
 import json
 import sys
 

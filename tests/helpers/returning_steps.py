@@ -3,8 +3,6 @@
 The programs that use it are ``returning_lightning.py`` and ``returning_catalyst.py``, run with a case as JSON.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

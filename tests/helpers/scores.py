@@ -1,7 +1,5 @@
 """Data for a model with an embedding and a bag, and its training in one process on the batches of both sites."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """A model with an embedding and a bag for Catalyst, and its training with the runner."""
 
-from __future__ import annotations
-
 import os
 import warnings
 

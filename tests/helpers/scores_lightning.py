@@ -1,7 +1,5 @@
 """LightningModules with an embedding and a bag."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from scores import ROWS, optimizer_of

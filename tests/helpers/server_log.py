@@ -1,7 +1,5 @@
 """The log of a parameter server, as one site applies it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from dadplug import ParameterServer

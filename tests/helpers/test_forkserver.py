@@ -1,7 +1,5 @@
 """Programs started by fork behave as programs that the shell starts."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

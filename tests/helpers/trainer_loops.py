@@ -1,7 +1,5 @@
 """Programs for Lightning's Trainer that do more than forward, backward, step."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

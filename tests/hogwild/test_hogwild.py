@@ -1,7 +1,5 @@
 """Processes that `Hogwild.run` starts. The programs run outside of this process, which has run backward passes."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

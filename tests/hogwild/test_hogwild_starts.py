@@ -1,7 +1,5 @@
 """Ways in which processes start and end, and sparse tables between several processes."""
 
-from __future__ import annotations
-
 import gc
 import os
 import re
@@ -13,10 +11,12 @@ import hogwild_training as training
 import pytest
 import support
 import torch
+from forkserver import TRAINERS
 from torch import nn
 from torch.utils.data import DataLoader
 
-from dadplug import Hogwild, ProcessFailedError
+from dadplug import Hogwild, MismatchError, ProcessFailedError
+from dadplug.hogwild import chart_losses, log_elapsed_time, memory, train_model
 
 
 def maps() -> str:
@@ -205,3 +205,197 @@ def test_a_connected_process_that_ends_is_named(how):
     assert not left
     expected = "is gone, in epoch 1" if how == "kill" else "has failed: its data are wrong, in epoch 1"
     assert re.match(rf"process 1 \(pid \d+\) {expected}", message), message
+
+
+# Processes that a launcher has started and connected
+
+
+def trains(named: bool) -> tuple:
+    if named:  # no other process's descriptors can be opened
+        memory.os = Without(memory.os)
+    model = training.network()
+    if memory.connected() and torch.distributed.get_rank():
+        with torch.no_grad():
+            model[0].weight.zero_()  # process 0's values count
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    hogwild = Hogwild(model, optimizer)
+    start = model[0].weight.detach().clone()
+    recorded = training.train_recording(hogwild)
+    hogwild.finish()
+    step = optimizer.state[model[0].weight]["step"].item()
+    training.update(model, optimizer, next(iter(training.loader())))
+    assert optimizer.state[model[0].weight]["step"].item() == step + 1  # no process changes it any more
+    if named:
+        memory.os = memory.os.module
+    return recorded, start, step, model[1].num_batches_tracked.item()
+
+
+class Without:
+    """Module os of a system without /proc."""
+
+    def __init__(self, module) -> None:
+        self.module = module
+        self.path = self
+
+    def isdir(self, path) -> bool:
+        return False
+
+    def __getattr__(self, name):
+        return getattr(self.module, name)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_connected_processes_share_one_model(sites, named):
+    (first, start, step, batches), (second, other, also, also_batches) = sites(2).run(trains, named)
+    updates = training.EPOCHS * training.BATCHES
+    assert torch.equal(start, other)
+    assert start.abs().sum() > 0
+    assert step == also == updates
+    assert batches == also_batches == updates + 1
+    for epoch in range(training.EPOCHS):
+        assert sorted(first[0][epoch] + second[0][epoch]) == list(range(training.SAMPLES))
+    assert first[2] == second[2] == updates
+    assert training.equal(first[3], second[3])
+    assert not torch.equal(first[3][0], start)
+
+
+def refuses() -> list[tuple[str, str]]:
+    rank = torch.distributed.get_rank()
+    machine, memory._machine = memory._machine, lambda: f"machine {rank}"
+    found = []
+
+    def attempt(optimizer=torch.optim.SGD, model=None, **options) -> None:
+        model = model or training.network()
+        weight = model[0].weight.data_ptr()
+        try:
+            Hogwild(model, optimizer(model.parameters(), 0.1), **options)
+        except (ValueError, MismatchError) as error:
+            found.append((type(error).__name__, str(error)))
+        assert model[0].weight.data_ptr() == weight
+
+    attempt()
+    memory._machine = machine
+    attempt(processes=3)
+    attempt(state="mine" if rank else "own")
+    attempt(torch.optim.Adam if rank else torch.optim.SGD)
+    attempt(state="own" if rank else "shared")
+    model = training.network()
+    hogwild = Hogwild(model, torch.optim.SGD(model.parameters(), 0.1))
+    with pytest.raises(RuntimeError, match="2 processes are connected already"):
+        hogwild.run(training.train_dealt)
+    hogwild.finish()
+    return found
+
+
+def test_refusals_reach_all_processes(sites):
+    first, second = sites(2).run(refuses)
+    for found in (first, second):
+        assert found[0][0] == "ValueError"
+        assert "are on 2 machines" in found[0][1]
+        assert "2 processes are connected, and processes=3 asks for others" in found[1][1]
+        assert [kind for kind, _ in found[3:]] == ["MismatchError"] * 2
+    assert "process 1 cannot train: unknown state 'mine'" in first[2][1]
+    assert second[2][1].startswith("unknown state 'mine'")
+
+
+# Training by one call, elapsed times and charts
+
+
+def loader() -> DataLoader:
+    return DataLoader(training.pairs(), batch_size=training.BATCH, shuffle=True)
+
+
+def experiment() -> None:
+    by_processes = {}
+    for processes, epochs in ((1, 4), (2, 2), (4, 1)):
+        model = training.network()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.5)
+        tracker = [9.0]
+        losses = train_model(
+            model,
+            loader(),
+            processes,
+            epochs,
+            optimizer,
+            log_interval=5,
+            loss_tracker=tracker,
+            test_dataloader=loader(),
+        )
+        assert losses is tracker
+        assert losses.pop(0) == 9.0
+        assert len(losses) == 4 * training.BATCHES  # as many samples in each configuration
+        assert sum(losses[-12:]) < 0.8 * sum(losses[:12])
+        by_processes[processes] = losses
+    model = training.network()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.5)
+    torch.manual_seed(42)
+    expected = []
+    for _ in range(4):
+        for inputs, targets in loader():
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            expected.append(loss.item())
+    assert by_processes[1] == pytest.approx(expected, rel=1e-3)  # on another number of threads
+    print("no logs")
+    train_model(model, loader(), 2, 1, optimizer, log_interval=-1)
+
+
+def test_train_model():
+    lines, _, rest = training.run_here(__file__, "experiment").partition("no logs\n")
+    assert not rest
+    assert lines.count("test data: average loss") == 3
+    assert "process 0 (pid" in lines
+    assert "of 90 (" in lines
+
+
+def test_wrong_arguments():
+    model = training.network()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for arguments, message in (
+        ({"device": "cuda"}, "device must be 'cpu', got 'cuda'"),
+        ({"num_processes": 0}, "num_processes must be a whole number"),
+        ({"epochs_per_process": 1.5}, "epochs_per_process must be a whole number"),
+        ({"log_interval": 0}, "or -1 for no logs"),
+    ):
+        given = {"num_processes": 1, "epochs_per_process": 1} | arguments
+        with pytest.raises(ValueError, match=message):
+            train_model(model, loader(), optimizer=optimizer, **given)
+
+
+def test_times_and_charts(capsys, tmp_path):
+    log_elapsed_time(4, 1, 2.0, 12.5)
+    log_elapsed_time(1, 4, 0.0, 1.0)
+    assert capsys.readouterr().out == (
+        "Elapsed time for 4 processes x 1 epoch: 10.50 s\nElapsed time for 1 process x 4 epochs: 1.00 s\n"
+    )
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    losses = {"1 process x 4 epochs": [2.0, 1.0, 0.5], "4 processes x 1 epoch": [2.0, 1.5]}
+    figure = chart_losses(losses, path=tmp_path / "chart.png")
+    (axes,) = figure.axes
+    assert axes.get_title() == "Comparing Training Losses Across Configurations"
+    curves = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines}
+    assert curves == {
+        "1 process x 4 epochs": ([1, 2, 3], [2.0, 1.0, 0.5]),
+        "4 processes x 1 epoch": ([1, 2], [2.0, 1.5]),
+    }
+    assert (tmp_path / "chart.png").stat().st_size > 1000
+    assert chart_losses(losses, "Mine", path=tmp_path / "chart.png").axes[0].get_title() == "Mine"
+    with pytest.raises(ValueError, match="no losses"):
+        chart_losses({})
+
+
+def test_the_example(tmp_path):
+    pytest.importorskip("sklearn")
+    pytest.importorskip("matplotlib")
+    example = Path(__file__).resolve().parents[2] / "examples" / "hogwild.py"
+    (program,) = support.run_programs(
+        [[str(example), "--samples", "128", "--chart", "chart.png"]], folder=tmp_path, timeout=240, preload=TRAINERS
+    )
+    assert program.status == 0, program.output + program.errors
+    for words in ("1 process x 4 epochs", "4 processes x 1 epoch", "2 processes x 2 epochs"):
+        assert f"Elapsed time for {words}: " in program.output
+    assert program.output.count("test data: average loss") == 3
+    assert (tmp_path / "chart.png").stat().st_size > 1000

@@ -1,7 +1,5 @@
 """Local steps on gradients that are not formed, beside ordinary ones."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 

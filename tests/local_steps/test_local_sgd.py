@@ -1,7 +1,5 @@
 """Local steps between sites, held against a simulation in one process; wires, checkpoints, changes, errors."""
 
-from __future__ import annotations
-
 import io
 import os
 import signal
@@ -17,7 +15,7 @@ from running_hub import running_hub
 from torch import nn
 
 from dadplug import LocalSGD, MismatchError, NonFiniteError, SiteError
-from dadplug.local_steps.agreement import Agreement
+from dadplug.local_steps.agreement import Agreement, DeltaFormat, outer_step
 
 CASES = [
     {"overlap": False},
@@ -92,7 +90,9 @@ def the_interval_may_be_a_function_of_the_step() -> None:
     local.detach()
 
 
-def warms_up(finish_after: int) -> None:
+@pytest.mark.parametrize("finish_after", [9, 2])
+@support.at_sites(2)
+def test_local_steps_begin_after_synchronous_ones_which_a_site_may_not_finish(finish_after: int) -> None:
     """Three synchronous steps, which are those of one process with all rows, then local ones."""
     site = dist.get_rank()
     reference = reference_of({"overlap": True})
@@ -107,11 +107,6 @@ def warms_up(finish_after: int) -> None:
     assert local.steps == 7
     assert off_by(vector(local.model), reference.sites[site].vector()) < 1e-12
     ends_equal(local)
-
-
-@pytest.mark.parametrize("finish_after", [9, 2])
-def test_local_steps_begin_after_synchronous_ones_which_a_site_may_not_finish(sites, finish_after):
-    sites(2).run(warms_up, finish_after)
 
 
 def normalised_model(site: int) -> nn.Sequential:
@@ -380,7 +375,8 @@ def wrong_arguments_are_errors_on_all_sites_before_anything_has_changed() -> Non
     local.detach()
 
 
-def loses_a_site() -> None:
+@support.at_sites(2, own=True)
+def test_a_site_that_exits_is_named_with_its_reason() -> None:
     site = dist.get_rank()
     local = local_steps(0, every=3, timeout=30)
     train(local, range(4), site)
@@ -389,11 +385,6 @@ def loses_a_site() -> None:
         return
     with pytest.raises(SiteError, match=r"site 1 \(.*no more memory"):
         train(local, range(4, 30), site)
-
-
-def test_a_site_that_exits_is_named_with_its_reason():
-    with support.Sites(2) as group:
-        group.run(loses_a_site)
 
 
 def test_one_process_trains_as_its_optimizer_does():
@@ -560,3 +551,90 @@ def test_a_killed_site_is_named_and_the_last_checkpoint_loads(sites, tmp_path, p
     assert survivor.kind == "ok", survivor.value
     assert victim.kind == "ended"
     sites(2).run(goes_on, str(tmp_path))
+
+
+# Payloads of deltas: what is decoded is what was sent, and error feedback loses nothing over rounds
+
+
+FORMATS = [("fp32", None), ("bf16", None), ("int8", None), ("fp32", 2), ("bf16", 2), ("int8", 2)]
+
+
+def some_deltas(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"weight": (30, 20), "filter": (8, 4, 3, 3), "bias": (700,), "scale": (), "none": (0, 4), "thin": (9, 1)}
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+
+
+def payloads(form: DeltaFormat, like: dict[str, torch.Tensor]) -> dict[torch.dtype, torch.Tensor]:
+    return {dtype: torch.zeros(size, dtype=dtype) for dtype, size in form.layout(like).items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("wire", "rank"), FORMATS)
+def test_what_is_not_sent_is_in_the_error_memory(wire, rank, dtype):
+    form = DeltaFormat(wire, rank, error_feedback=True)
+    total = {name: torch.zeros_like(delta) for name, delta in some_deltas(0, dtype).items()}
+    arrived = {name: torch.zeros_like(delta) for name, delta in total.items()}
+    room = payloads(form, total)
+    for seed in range(4):
+        deltas = some_deltas(seed, dtype)
+        for name, delta in deltas.items():
+            total[name] += delta
+        form.encode(deltas, room)
+        sent = form.decode({dtype: [payload, payload] for dtype, payload in room.items()}, [0.25, 0.75])
+        for name in total:
+            arrived[name] += sent[name]
+    errors = form.state_dict()["errors"]
+    for name in total:
+        left = total[name] - arrived[name]
+        assert torch.allclose(errors.get(name, torch.zeros_like(left)), left, atol=1e-5), name
+    compressed = {"weight", "filter"} if rank else set()
+    rounded = set() if wire == "fp32" and dtype == torch.float32 else {"weight", "filter", "bias", "scale", "thin"}
+    assert set(errors) == compressed | (rounded if wire != "fp32" else set())
+
+
+@pytest.mark.parametrize(("wire", "rank"), FORMATS[1:])
+def test_a_steady_delta_arrives_in_full_over_rounds(wire, rank):
+    delta = some_deltas(1)["weight"]
+    with_memory, without = DeltaFormat(wire, rank, True), DeltaFormat(wire, rank, False)
+    errors = []
+    for form in (with_memory, without):
+        room, arrived = payloads(form, {"weight": delta}), torch.zeros_like(delta)
+        for _ in range(40):
+            form.encode({"weight": delta.clone()}, room)
+            arrived += form.decode({dtype: [payload] for dtype, payload in room.items()}, [1.0])["weight"]
+        errors.append(float((arrived / 40 - delta).norm() / delta.norm()))
+    assert errors[0] < 0.5 * errors[1]
+    assert errors[0] < 0.3
+
+
+def test_factors_are_smaller_and_small_tensors_are_sent_whole():
+    like = some_deltas(0)
+    whole, factors = (sum(DeltaFormat("fp32", rank, True).layout(like).values()) for rank in (None, 2))
+    assert whole == sum(delta.numel() for delta in like.values())
+    assert factors == whole - 600 - 288 + 2 * (30 + 20) + 2 * (8 + 36)
+
+
+def test_the_mean_is_weighted_and_leaves_out_sites_without_weight():
+    form = DeltaFormat("fp32", None, True)
+    parts = [some_deltas(seed, torch.float64) for seed in range(3)]
+    rooms = []
+    for part in parts:
+        rooms.append(payloads(form, part))
+        form.encode(part, rooms[-1])
+    rooms[1][torch.float64].fill_(float("nan"))
+    mean = form.decode({torch.float64: [room[torch.float64] for room in rooms]}, [0.25, 0.0, 0.75])
+    for name in mean:
+        assert torch.allclose(mean[name], 0.25 * parts[0][name] + 0.75 * parts[2][name])
+
+
+def test_the_outer_step_is_that_of_sgd_with_nesterov_momentum():
+    parameter = torch.nn.Parameter(torch.randn(5, dtype=torch.float64))
+    optimizer = torch.optim.SGD([parameter], lr=0.7, momentum=0.9, nesterov=True)
+    value, momentum = parameter.detach().clone(), torch.zeros(5, dtype=torch.float64)
+    for seed in range(4):
+        delta = torch.randn(5, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        parameter.grad = -delta
+        optimizer.step()
+        outer_step(value, delta, momentum, 0.7, 0.9)
+        assert torch.allclose(value, parameter.detach(), rtol=1e-12)

@@ -1,7 +1,5 @@
 """Operations of a training step, by torch's own counter: backward forms no weight gradient that factors stand for."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

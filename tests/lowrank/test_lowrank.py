@@ -1,7 +1,5 @@
 """Low-rank compression: properties over shapes, types, strides and ranks, for every implementation."""
 
-from __future__ import annotations
-
 import importlib
 import math
 import threading

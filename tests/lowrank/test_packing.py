@@ -1,7 +1,5 @@
 """Encoding and decoding: int8 rows, the largest elements, sums of products, by every implementation."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

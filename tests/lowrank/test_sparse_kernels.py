@@ -1,7 +1,5 @@
 """Kernels on rows: numba's and torch's agree with one another and with torch.optim."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 
 import pytest

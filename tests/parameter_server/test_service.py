@@ -1,7 +1,5 @@
 """The service of a trainer's sequencer: when a site returns, and what waits for it."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading

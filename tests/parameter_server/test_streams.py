@@ -1,7 +1,5 @@
 """Frames over sockets: wake-ups of the thread that receives them, and what the kernel holds of those that are sent."""
 
-from __future__ import annotations
-
 import random
 import select
 import socket

@@ -1,14 +1,17 @@
-"""Which path a layer takes between sites, what is sent on it, and what comes out."""
-
-from __future__ import annotations
+"""Which path a layer takes between sites, what is sent on it, what comes out, and chains of layers."""
 
 import copy
+import warnings
 from contextlib import nullcontext
 
 import pytest
+import support
 import torch
 import torch.distributed as dist
 import zoo
+from chained_models import chained, compare, draw, loss, mlp, pair
+from dadplug.hooks import Elementwise, register_elementwise
+from dadplug.hooks.elementwise import _KINDS
 from torch import nn
 
 import dadplug
@@ -34,7 +37,8 @@ def settled(name: str, mode: str, **options) -> tuple[dict, dict, tuple[int, int
     return paths, reasons, sent
 
 
-def take_paths() -> None:
+@support.at_sites(2)
+def test_layers_take_their_paths() -> None:
     paths, _, (sent, planned) = settled("conv1d", "dad")
     assert set(paths.values()) == {"factors"}
     assert planned <= sent <= 1.1 * planned + 800
@@ -62,19 +66,12 @@ def take_paths() -> None:
     assert reasons == {"table.weight": "sparse=True: its gradient is sent as the rows that it has"}
 
 
-def test_layers_take_their_paths(sites):
-    sites(2).run(take_paths)
-
-
-def keep_home() -> None:
+@support.at_sites(2)
+def test_row_numbers_stay_home_if_asked() -> None:
     for name in ("words", "sparse"):
         paths, reasons, _ = settled(name, "dad", share_inputs=False)
         assert paths["table.weight"] == "allreduce"
         assert "fed by data" in reasons["table.weight"]
-
-
-def test_row_numbers_stay_home_if_asked(sites):
-    sites(2).run(keep_home)
 
 
 def sizes_differ() -> str:
@@ -85,7 +82,6 @@ def sizes_differ() -> str:
         model(torch.randn(1, 2, 1 + dist.get_rank(), dtype=torch.float64)).square().mean().backward()
         reduction.synchronize()
     (row, _) = reduction.plan
-    reduction.detach()
     return f"{row.path}: {row.reason}"
 
 
@@ -110,7 +106,6 @@ def embeds(mode: str, wire: str) -> None:
             expected.index_add_(0, numbers, torch.full((len(numbers), 5), 1 / sum(map(len, used)) * len(numbers)))
         torch.testing.assert_close(model.weight.grad, expected, rtol=1e-6 if wire == "fp32" else 1e-2, atol=0)
     assert reduction.traffic.bytes_sent < 1000
-    reduction.detach()
 
 
 def test_rows_of_tables_are_exact_and_their_numbers_travel_to_the_bit(sites):
@@ -172,7 +167,6 @@ def sparse_tables(mode: str, rows: int) -> None:
             optimizer.step()
     torch.testing.assert_close(model.weight, reference.weight)
     assert reduction.first_difference() is None
-    reduction.detach()
 
 
 def test_sparse_gradients_come_out_sparse(sites):
@@ -201,7 +195,6 @@ def piles_up(mode: str) -> int:
         reduction.synchronize()
         for (name, p), q in zip(model.named_parameters(), reference.parameters()):
             assert torch.allclose(p.grad, q.grad, rtol=1e-9, atol=1e-13), (step, name)
-    reduction.detach()
     return most
 
 
@@ -239,7 +232,8 @@ def test_nan_in_any_kind_of_layer_is_reported_by_all_sites(sites):
             assert "step 2: NaN or Inf at" in first
 
 
-def compresses_gradients() -> None:
+@support.at_sites(2)
+def test_gradients_without_factors_can_be_compressed() -> None:
     """An LSTM, a packed attention, and a table tied to an output layer; two rows a site, so that rank 2 is exact."""
     rank = dist.get_rank()
     torch.manual_seed(0)
@@ -284,11 +278,8 @@ def compresses_gradients() -> None:
     assert reduction._planner.units[0].rows == 0
 
 
-def test_gradients_without_factors_can_be_compressed(sites):
-    sites(2).run(compresses_gradients)
-
-
-def thaws() -> None:
+@support.at_sites(2)
+def test_compressed_gradients_survive_a_new_plan() -> None:
     """A compressed gradient arrives, and then other parameters are freed before it has been sent."""
     rank = dist.get_rank()
     torch.manual_seed(0)
@@ -307,11 +298,6 @@ def thaws() -> None:
         reduction.synchronize()
         for p, q in zip(model[0].parameters(), reference[0].parameters()):
             assert torch.allclose(p.grad, q.grad, rtol=1e-6, atol=1e-9), step
-    reduction.detach()
-
-
-def test_compressed_gradients_survive_a_new_plan(sites):
-    sites(2).run(thaws)
 
 
 def takes_several_inputs(mode: str) -> None:
@@ -346,7 +332,6 @@ def takes_several_inputs(mode: str) -> None:
         for (name, p), q in zip(model.named_parameters(), reference.parameters()):
             assert torch.allclose(p.grad, q.grad, rtol=1e-9, atol=1e-13), (step, name)
         torch.testing.assert_close(given.grad * (len(given) / 6), numbers.grad[mine])
-    reduction.detach()
 
 
 def test_models_of_several_inputs(sites):
@@ -361,3 +346,135 @@ def test_a_second_round_is_not_allocated_by_what_a_site_announces(rows):
     bucket = FactorBucket([Slot(2, 3, 0, 1, wire)], transport, torch.float32, wire)
     with pytest.raises(dadplug.MismatchError, match=r"site 0 .* more values than its payload had room for"):
         bucket.second_round([[rows]])
+
+
+# Chains of layers: which there are, what breaks them, and what the plan says of them
+
+
+def thaws() -> list[list[str]]:
+    """Layers are frozen and freed in mid-training: chains are found anew, and a warning says so where none is left."""
+    rank = dist.get_rank()
+    model, reference = pair("mlp")
+    reduction = dadplug.GradientReduction(model, mode="edad")
+    found = []
+    for step in range(8):
+        for net in (model, reference):
+            net[4].requires_grad_(step not in (2, 3))
+            net[0].requires_grad_(step not in (4, 5))
+            net[2].requires_grad_(step != 5)
+            net[4].requires_grad_(step not in (2, 3, 5))
+            net.zero_grad()
+        inputs, targets = draw(8, step)
+        mine = slice(0, 3) if rank == 0 else slice(3, 8)
+        loss(model, inputs[mine], targets[mine]).backward()
+        if step == 5:
+            with pytest.warns(UserWarning, match="follows another"):
+                reduction.synchronize()
+        else:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                reduction.synchronize()
+        loss(reference, inputs, targets).backward()
+        compare(model, reference, 1e-9, step)
+        found.append([name for name in chained(reduction) if name.endswith("weight")])
+        reasons = {row.parameter: row.reason for row in reduction.plan}
+        assert step != 2 or reasons["2.weight"] == "ends a chain: 4 (Linear) is frozen"
+    return found
+
+
+def test_chains_are_found_anew_when_layers_are_frozen_or_freed(sites):
+    full = ["0.weight", "2.weight", "4.weight"]
+    expected = [full, full, ["0.weight"], ["0.weight"], ["2.weight", "4.weight"], [], full, full]
+    assert sites(2).run(thaws) == [expected] * 2
+
+
+BREAKERS = {
+    "1 (BatchNorm1d) mixes rows": lambda: [nn.BatchNorm1d(6), nn.Dropout(), nn.ReLU()],
+    "2 (Dropout) draws its own numbers": lambda: [nn.ReLU(), nn.Dropout(), nn.LayerNorm(6)],
+    "1 (LayerNorm) mixes the numbers of a row": lambda: [nn.LayerNorm(6)],
+    "1 (GELU) has a derivative that its output does not tell": lambda: [nn.GELU()],
+    "1 (PReLU) has a slope that is trained": lambda: [nn.PReLU()],
+    "1 (Tanh) is followed by another function": lambda: [nn.Tanh(), nn.Sigmoid()],
+    "1 (LeakyReLU) is no function that chains go through": lambda: [nn.LeakyReLU(-0.1)],
+    "1 (Linear) is frozen": lambda: [nn.Linear(6, 6).requires_grad_(False)],
+}
+
+
+def refuses(breaker: str, idle: bool) -> str:
+    layers = BREAKERS[breaker]() if breaker else []
+    model = nn.Sequential(nn.Linear(6, 6), *layers, nn.Linear(6, 4)) if breaker else nn.Linear(6, 4)
+    reduction = dadplug.GradientReduction(model.double(), mode="edad")
+    try:
+        if not (idle and dist.get_rank() == 0):
+            loss(model, *draw(4, 1)).backward()
+        with pytest.raises(ValueError, match="mode 'edad'") as error:
+            reduction.synchronize()
+    finally:
+        reduction.detach()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("breaker", [*BREAKERS, ""])
+def test_a_model_without_a_chain_is_refused_on_all_sites_by_the_module_that_breaks_it(sites, breaker):
+    for message in [*sites(2).run(refuses, breaker, False), *sites(2).run(refuses, breaker, True)]:
+        assert (breaker or "no fully connected layer in it follows another") in message
+        assert "Use mode='dad'" in message
+
+
+FUNCTIONS = [
+    *(nn.ReLU(), nn.ReLU(inplace=True), nn.LeakyReLU(0.1), nn.LeakyReLU(0.1, inplace=True), nn.ELU(0.5), nn.SELU()),
+    *(nn.ELU(inplace=True), nn.Tanh(), nn.Sigmoid()),
+]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_outputs_tell_the_derivatives(function, dtype):
+    inputs = (3 * torch.randn(50, 7)).to(dtype).requires_grad_()
+    outputs, gradient = function(inputs * 1), torch.randn(50, 7).to(dtype)
+    (expected,) = torch.autograd.grad(outputs, inputs, gradient, retain_graph=True)
+    elementwise = Elementwise.of(outputs.grad_fn)
+    torch.testing.assert_close(elementwise.backward(gradient, outputs.detach()), expected)
+
+
+def test_functions_can_be_registered():
+    def backward(gradient, output, beta, threshold):
+        return gradient * -torch.expm1(-beta * output)
+
+    register_elementwise(["SoftplusBackward0"], backward, ["beta", "threshold"], rounds=True)
+    try:
+        model = mlp(6, 5, 4, phi=nn.Softplus).double()
+        reference = copy.deepcopy(model)
+        reduction = dadplug.GradientReduction(model, mode="edad")
+        for net in (model, reference):
+            loss(net, *draw(5, 0)).backward()
+        reduction.synchronize()
+        compare(model, reference, 1e-12, "softplus")
+        assert len(chained(reduction)) == 2
+        reduction.detach()
+    finally:
+        del _KINDS["SoftplusBackward0"]
+
+
+def test_copies_made_while_chains_are_traced_are_plain():
+    model, _ = pair("mlp")
+    reduction = dadplug.GradientReduction(model, mode="edad")
+    inputs, targets = draw(4, 0)
+    value = loss(model, inputs, targets)
+    copied = copy.deepcopy(model)
+    value.backward()
+    assert torch.equal(copied(inputs), model(inputs))
+    reduction.detach()
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_compiled_code_between_layers_is_refused_with_its_name():
+    torch._dynamo.reset()
+    model, _ = pair("mlp")
+    reduction = dadplug.GradientReduction(model, mode="edad")
+    for activation in model[1::2]:  # of a whole model, versions of torch compile different parts
+        activation.forward = torch.compile(activation.forward, backend="aot_eager")
+    loss(model, *draw(4, 0)).backward()
+    with pytest.raises(ValueError, match=r"torch.compile's code before 2 \(Linear\) cannot be looked into"):
+        reduction.synchronize()
+    reduction.detach()

@@ -1,7 +1,5 @@
 """Step headers and faults: what a site reports of a step, and the error that all sites raise for it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

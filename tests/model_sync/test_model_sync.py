@@ -1,17 +1,24 @@
-"""Batch normalisation over all sites' rows, held against one process."""
-
-from __future__ import annotations
+"""Batch normalisation over all sites' rows, checks of a model, and inputs of unequal numbers."""
 
 import contextlib
 import copy
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
+import support
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import init_device_mesh
 
 import dadplug
+from dadplug.hogwild.layout import check_model as check_hogwild_model
+from dadplug.model_sync.samples import batches_before, takes_part
+from dadplug.model_sync.structure import refuse_wrapped
 
 
 class Net(nn.Module):
@@ -37,7 +44,10 @@ def batch(samples, seed):
     return inputs + torch.arange(samples)[:, None, None, None] / 4, torch.randint(0, 3, (samples,), generator=generator)
 
 
-def trains_like_one_process(mode: str, weighting: str) -> None:
+@pytest.mark.parametrize("weighting", ["samples", "uniform"])
+@pytest.mark.parametrize("mode", ["dsgd", "dad"])
+@support.at_sites(2)
+def test_training_equals_one_process(mode: str, weighting: str) -> None:
     rank = dist.get_rank()
     torch.manual_seed(5)
     reference = Net().double()
@@ -62,22 +72,16 @@ def trains_like_one_process(mode: str, weighting: str) -> None:
     model.eval(), reference.eval()
     torch.testing.assert_close(model(inputs), reference(inputs), rtol=1e-8, atol=1e-10)
     assert reduction.first_difference() is None
-    reduction.detach()
 
 
-@pytest.mark.parametrize("weighting", ["samples", "uniform"])
-@pytest.mark.parametrize("mode", ["dsgd", "dad"])
-def test_training_equals_one_process(sites, mode, weighting):
-    sites(2).run(trains_like_one_process, mode, weighting)
-
-
-def idles(mode: str) -> None:
+@support.at_sites(2)
+def test_a_site_without_data_joins_in() -> None:
     """Site 1 has no data in steps 2 and 3."""
     rank = dist.get_rank()
     torch.manual_seed(5)
     reference = Net().double()
     model = copy.deepcopy(reference)
-    reduction = dadplug.GradientReduction(model, mode=mode, sync_batchnorm=True)
+    reduction = dadplug.GradientReduction(model, mode="dad", sync_batchnorm=True)
     for step in range(4):
         inputs, targets = batch(8, seed=step)
         model.zero_grad(), reference.zero_grad()
@@ -90,14 +94,10 @@ def idles(mode: str) -> None:
         nn.functional.cross_entropy(reference(inputs), targets).backward()
         for p, q in zip(model.parameters(), reference.parameters()):
             torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-12)
-    reduction.detach()
 
 
-def test_a_site_without_data_joins_in(sites):
-    sites(2).run(idles, "dad")
-
-
-def accumulates() -> None:
+@support.at_sites(2)
+def test_micro_batches_can_be_uneven() -> None:
     """Micro-batches, one of which only site 0 has."""
     rank = dist.get_rank()
     torch.manual_seed(5)
@@ -115,14 +115,10 @@ def accumulates() -> None:
             else:
                 reduction.idle()
     assert all(p.grad is not None for p in model.parameters())
-    reduction.detach()
 
 
-def test_micro_batches_can_be_uneven(sites):
-    sites(2).run(accumulates)
-
-
-def accumulates_and_joins() -> list[torch.Tensor]:
+@support.at_sites(2)
+def test_micro_batches_go_on_where_a_site_joins_without_data() -> list[torch.Tensor]:
     """Steps of two micro-batches each, of which site 1 has fewer than site 0."""
     rank = dist.get_rank()
     torch.manual_seed(5)
@@ -140,11 +136,6 @@ def accumulates_and_joins() -> list[torch.Tensor]:
     reduction.join(optimizer.step)
     assert reduction.first_difference() is None
     assert reduction._step == 5
-    reduction.detach()
-
-
-def test_micro_batches_go_on_where_a_site_joins_without_data(sites):
-    sites(2).run(accumulates_and_joins)
 
 
 def refuses_one_row() -> str:
@@ -198,10 +189,99 @@ def ends_uneven_steps(counts: tuple[tuple[int, ...], tuple[int, ...]]) -> int:
     reduction.join(optimizer.step)
     assert reduction.first_difference() is None
     steps = reduction.step
-    reduction.detach()
     return steps
 
 
 @pytest.mark.parametrize("counts", [((2, 2), (2, 2, 2, 1)), ((1, 3, 2), (3, 1)), ((2,), (2, 1, 2))])
 def test_sites_with_other_numbers_of_micro_batches_train_and_join(sites, counts):
     assert sites(2).run(ends_uneven_steps, counts) == [max(map(len, counts)) + 1] * 2
+
+
+# Checks of a model before anything is sent
+
+
+def _raised(call: Callable[[], object]) -> str:
+    with pytest.raises(ValueError, match="torch's") as caught:
+        call()
+    return str(caught.value)
+
+
+def refuses_wrapped() -> list[str]:
+    ddp = nn.parallel.DistributedDataParallel
+    models = [ddp(nn.Linear(4, 3)), torch.compile(ddp(nn.Linear(4, 3))), nn.Sequential(nn.ReLU(), ddp(nn.Linear(4, 3)))]
+    messages = [_raised(lambda model=model: dadplug.GradientReduction(model)) for model in models]
+    model = models[0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    others: list[Callable[[], object]] = [
+        lambda: dadplug.LocalSGD(model, optimizer),
+        lambda: dadplug.ParameterServer(model, optimizer),
+        lambda: check_hogwild_model(model, [optimizer]),
+    ]
+    dadplug.GradientReduction(model.module).detach()  # the remedy
+    return messages + [_raised(call) for call in others]
+
+
+def test_a_model_in_ddp_is_refused_by_every_entry(sites):
+    whole, compiled, part, *others = sites(2).run(refuses_wrapped)[0]
+    assert "the model is wrapped in torch's DistributedDataParallel" in whole
+    assert "(model.module)" in whole
+    assert "wrapped in torch's DistributedDataParallel" in compiled
+    assert "layer '1' is wrapped" in part
+    assert "(model.1.module)" in part
+    assert all(message == whole for message in others)
+
+
+def refuses_sharded() -> tuple[str, str]:
+    wrapped = fsdp.FullyShardedDataParallel(nn.Linear(4, 3), device_id=torch.device("cpu"))
+    in_place = fsdp.fully_shard(nn.Linear(4, 3), mesh=init_device_mesh("cpu", (2,)))
+    return _raised(lambda: dadplug.GradientReduction(wrapped)), _raised(lambda: dadplug.GradientReduction(in_place))
+
+
+def test_a_model_in_fsdp_is_refused(sites):
+    for wrapped, in_place in sites(2).run(refuses_sharded):
+        assert "wrapped in torch's FullyShardedDataParallel" in wrapped
+        assert "is sharded by torch's fully_shard" in in_place
+
+
+def test_a_class_with_the_name_of_a_wrapper_is_not_one():
+    refuse_wrapped(type("DistributedDataParallel", (nn.Module,), {})())
+
+
+def refuses_another_order(of: str) -> str:
+    """Build a model whose layers, or parameters, are defined in another order at site 1."""
+    model, names = nn.Module(), ["a", "b"]
+    for name in names[::-1] if dist.get_rank() else names:
+        if of == "layers":
+            model.add_module(name, nn.Linear(3, 3))
+        else:
+            model.register_parameter(name, nn.Parameter(torch.ones(3)))
+    with pytest.raises(dadplug.MismatchError) as caught:
+        dadplug.GradientReduction(model)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("of", "first", "second"), [("layers", "a.weight", "b.weight"), ("parameters", "a", "b")])
+def test_another_order_is_told(sites, of, first, second):
+    for message in sites(2).run(refuses_another_order, of):
+        assert f"has tensor {first}, site 1" in message
+        assert f"has tensor {second}. Define layers" in message
+
+
+@given(steps=st.integers(1, 300), data=st.data())
+def test_every_batch_is_used_once_spread_over_the_epoch(steps, data):
+    own = data.draw(st.integers(1, steps))
+    participates = [takes_part(step, own, steps) for step in range(steps)]
+    assert sum(participates) == own
+    assert participates[0]
+    assert participates[-1] or own == 1
+    assert [sum(participates[:step]) for step in range(steps + 1)] == [
+        batches_before(step, own, steps) for step in range(steps + 1)
+    ]
+    if own > 1:
+        gaps = "".join("x" if each else "." for each in participates).strip("x").split("x")
+        gaps = [len(gap) for gap in gaps]
+        assert max(gaps) <= (steps - own) // (own - 1) + 1
+
+
+def test_a_site_without_batches_never_takes_part():
+    assert not any(takes_part(step, 0, 5) for step in range(5))
