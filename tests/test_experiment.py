@@ -1,7 +1,5 @@
 """The command line, as two processes run it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,13 +1,16 @@
 """Kernels compile once on a machine, and not silently."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import support
+import torch
+
+from dadplug.methods import METHODS
+from dadplug.methods.base import warm_up
+from dadplug.options import Options
 
 # Counts what a process compiles: the kernels' names, without the parts of numba that are compiled into them.
 COUNTED = """
@@ -193,3 +196,19 @@ def test_where_no_folder_can_be_written_kernels_still_run():
     with pytest.warns(UserWarning, match="compiled kernels cannot be kept: each start compiles them again"):
         exec("@njit()\ndef plus(x):\n    return x + 1", space)  # numba keeps nothing that is in no file
     assert space["plus"](2) == 3
+
+
+# Warm-up of kernels
+
+
+@pytest.mark.parametrize("mode", sorted(METHODS))
+def test_every_method_can_be_warmed_up(mode, monkeypatch):
+    calls = []
+    encode = METHODS[mode].encode
+    monkeypatch.setattr(METHODS[mode], "encode", lambda *args: (calls.append(args[1]), encode(*args))[1])
+    state = torch.random.get_rng_state()
+    warm_up(Options.create(mode=mode), torch.float32)
+    assert calls == ["warm-up"] * (2 * METHODS[mode].traits.takes_factors)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    warm_up(Options.create(mode=mode), torch.int64)
+    assert len(calls) <= 2

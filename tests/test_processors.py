@@ -1,7 +1,5 @@
 """Imitated processors, on which the numerical tests run again."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,11 +1,11 @@
-"""Gradient reduction between sites, held against one process with all sites' rows."""
-
-from __future__ import annotations
+"""Gradient reduction between sites, held against one process with all sites' rows; its reports and state."""
 
 import copy
+import io
 from contextlib import nullcontext
 
 import pytest
+import support
 import torch
 import torch.distributed as dist
 import zoo
@@ -59,7 +59,6 @@ def matches_one_process(name: str, mode: str, steps: int, options: dict) -> int:
             optimizer.step()
     assert reduction.first_difference() is None
     sent = reduction.traffic.total_bytes_sent
-    reduction.detach()
     return sent
 
 
@@ -116,7 +115,6 @@ def curve(mode: str) -> list[float]:
         reduction.synchronize()
         optimizer.step()
         losses.append(loss.item())
-    reduction.detach()
     return losses
 
 
@@ -130,7 +128,10 @@ def mlp() -> nn.Module:
     return zoo.build("mlp")
 
 
-def accumulates(mode: str, use_no_sync: bool) -> None:
+@pytest.mark.parametrize("use_no_sync", [True, False])
+@pytest.mark.parametrize("mode", EXACT)
+@support.at_sites(2)
+def test_accumulated_gradients_add_up(mode: str, use_no_sync: bool) -> None:
     """Micro-batches, one buffer reused for all inputs, as a loader may; an uneven last group."""
     rank = dist.get_rank()
     buffer = torch.empty(4, 6, dtype=torch.float64)
@@ -148,12 +149,6 @@ def accumulates(mode: str, use_no_sync: bool) -> None:
             both.check(step, rtol=1e-10)
 
 
-@pytest.mark.parametrize("use_no_sync", [True, False])
-@pytest.mark.parametrize("mode", EXACT)
-def test_accumulated_gradients_add_up(sites, mode, use_no_sync):
-    sites(2).run(accumulates, mode, use_no_sync)
-
-
 def test_no_sync_sends_nothing(sites):
     assert sites(2).run(bytes_in_no_sync) == [0, 0]
 
@@ -168,11 +163,13 @@ def bytes_in_no_sync() -> int:
             zoo.loss(model, inputs, targets).backward()
         sent = reduction.traffic.total_bytes_sent - before
         reduction.synchronize()
-    reduction.detach()
     return sent
 
 
-def gradients_accumulate_over_steps(mode: str, set_to_none: bool) -> None:
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("mode", EXACT)
+@support.at_sites(2)
+def test_gradients_accumulate_between_steps(mode: str, set_to_none: bool) -> None:
     """Without zero_grad in between, `.grad` grows by each step's agreed gradient."""
     mine = (slice(0, 3), slice(3, 8))[dist.get_rank()]
     with Beside(lambda: zoo.build("mixed"), mode=mode) as both:
@@ -186,13 +183,9 @@ def gradients_accumulate_over_steps(mode: str, set_to_none: bool) -> None:
             both.check(step)
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("mode", EXACT)
-def test_gradients_accumulate_between_steps(sites, mode, set_to_none):
-    sites(2).run(gradients_accumulate_over_steps, mode, set_to_none)
-
-
-def uniform_weighting(mode: str) -> None:
+@support.at_sites(2)
+def test_uniform_weighting_counts_sites_equally(mode: str) -> None:
     parts = [slice(0, 2), slice(2, 9)]
     mine = parts[dist.get_rank()]
     with Beside(mlp, mode=mode, weighting="uniform") as both:
@@ -206,11 +199,8 @@ def uniform_weighting(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", EXACT)
-def test_uniform_weighting_counts_sites_equally(sites, mode):
-    sites(2).run(uniform_weighting, mode)
-
-
-def idles(mode: str) -> None:
+@support.at_sites(2)
+def test_a_site_without_data_gets_the_others_gradient(mode: str) -> None:
     """Site 1 has no data from the third step on, nor in the first."""
     rank = dist.get_rank()
     with Beside(lambda: zoo.build("mixed"), mode=mode) as both:
@@ -228,22 +218,13 @@ def idles(mode: str) -> None:
             both.check(step)
 
 
-@pytest.mark.parametrize("mode", EXACT)
-def test_a_site_without_data_gets_the_others_gradient(sites, mode):
-    sites(2).run(idles, mode)
-
-
-def everybody_idles() -> None:
+@support.at_sites(2)
+def test_a_step_without_any_data_leaves_no_gradient() -> None:
     model = mlp()
     reduction = dadplug.GradientReduction(model, mode="dad")
     for _ in range(2):
         reduction.idle()
         assert all(p.grad is None for p in model.parameters())
-    reduction.detach()
-
-
-def test_a_step_without_any_data_leaves_no_gradient(sites):
-    sites(2).run(everybody_idles)
 
 
 def stops() -> list[bool]:
@@ -255,7 +236,6 @@ def stops() -> list[bool]:
         zoo.loss(model, inputs, targets).backward()
         reduction.synchronize(stop=step == 1 and dist.get_rank() == 1)
         seen.append(reduction.stopped)
-    reduction.detach()
     return seen
 
 
@@ -292,7 +272,9 @@ def test_gradient_penalties_are_exact(sites, mode):
         sites(2).run(second_derivatives, mode, name)
 
 
-def thaws(mode: str) -> None:
+@pytest.mark.parametrize("mode", EXACT)
+@support.at_sites(2)
+def test_parameters_can_be_frozen_and_freed(mode: str) -> None:
     """A frozen part is freed in mid-training, and frozen again."""
     mine = (slice(0, 3), slice(3, 8))[dist.get_rank()]
     with Beside(mlp, mode=mode) as both:
@@ -308,18 +290,14 @@ def thaws(mode: str) -> None:
         assert {row.path for row in both.reduction.plan if row.parameter.startswith("0.")} == {"frozen"}
 
 
-@pytest.mark.parametrize("mode", EXACT)
-def test_parameters_can_be_frozen_and_freed(sites, mode):
-    sites(2).run(thaws, mode)
-
-
 def test_the_old_name_of_the_site_rank_warns():
     reduction = dadplug.GradientReduction(torch.nn.Linear(2, 2), mode="rankdad", rank=3)
     with pytest.warns(DeprecationWarning, match=r"use reduction\.site_rank"):
         assert reduction.rank == reduction.site_rank == 0
 
 
-def refuses_other_arguments() -> None:
+@support.at_sites(2)
+def test_arguments_of_other_types_are_refused() -> None:
     for other in (None, "model", torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)):
         with pytest.raises(TypeError, match=f"the model must be a torch.nn.Module, got {type(other).__name__}"):
             GradientReduction(other, mode="dad")
@@ -328,5 +306,322 @@ def refuses_other_arguments() -> None:
             GradientReduction(nn.Linear(2, 2), mode="dad", process_group=group)
 
 
-def test_arguments_of_other_types_are_refused(sites):
-    sites(2).run(refuses_other_arguments)
+# Reports and state of a reduction: plan, traffic, state, buffers, options
+
+
+def layers(dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(40, 60), nn.ReLU(), nn.LayerNorm(60), nn.Linear(60, 50), nn.Linear(50, 3)).to(dtype)
+
+
+def step(reduction, model, samples=8, seed=0, width=40):
+    generator = torch.Generator().manual_seed(seed + 100 * dist.get_rank() if dist.is_initialized() else seed)
+    inputs = torch.randn(samples, width, generator=generator).to(next(model.parameters()).dtype)
+    model.zero_grad()
+    model(inputs).square().mean().backward()
+    reduction.synchronize()
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("mode", ["dsgd", "dad", "rankdad", "powersgd", "topk"])
+@support.at_sites(2)
+def test_the_plan_says_what_is_sent(mode: str, wire: str) -> None:
+    model = layers()
+    reduction = dadplug.GradientReduction(model, mode=mode, rank=4, wire=wire, density=0.1)
+    assert [row.parameter for row in reduction.plan] == [name for name, _ in model.named_parameters()]
+    for seed in range(4):
+        step(reduction, model, samples=6 + dist.get_rank(), seed=seed)
+    paths = {row.parameter: row.path for row in reduction.plan}
+    path = {"dsgd": "allreduce", "dad": "factors", "rankdad": "lowrank"}.get(mode, mode)
+    assert paths["0.weight"] == paths["3.weight"] == path
+    assert paths["0.bias"] == ("allreduce" if mode in ("powersgd", "topk") else path)
+    assert paths["2.weight"] == paths["2.bias"] == "allreduce"
+    assert paths["4.weight"] == (path if mode in ("dsgd", "dad") else "allreduce")
+    sent, predicted = reduction.traffic.bytes_sent, reduction.plan.bytes
+    assert predicted <= sent <= 1.05 * predicted + 800, (predicted, sent)  # padding, scales, step headers
+    assert reduction.plan.dense_bytes == sum(p.numel() for p in model.parameters()) * 4
+    assert reduction.traffic.dense_bytes == reduction.plan.dense_bytes
+    assert reduction.traffic.total_bytes_sent >= 4 * sent
+    assert str(reduction.plan).count("\n") == len(list(reduction.plan)) + 3
+    assert reduction.first_difference() is None
+
+
+def bytes_by_step(mode: str, samples: list) -> list[int]:
+    model = layers()
+    reduction = dadplug.GradientReduction(model, mode=mode)
+    sent = []
+    for seed, count in enumerate(samples):
+        step(reduction, model, samples=count, seed=seed)
+        sent.append(reduction.traffic.bytes_sent)
+    return sent
+
+
+def test_more_rows_take_a_second_round_once_and_fewer_send_padding(sites):
+    sent = sites(2).run(bytes_by_step, "dad", [4, 4, 8, 8, 2, 8] + [4] * 20)[0]
+    row = 4 * (100 + 110 + 53)
+    assert sent[1] < 4 * row + 1500
+    assert sent[3] == sent[4] == sent[5]
+    assert 8 * row < sent[3] < 8 * row + 1500
+    assert sent[2] >= sent[3]
+    assert sent[-1] == sent[1]  # after a while the room is given back
+
+
+def random_rows(mode: str, seed: int) -> None:
+    """Any number of rows at each site and step, none included, layers used or not."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(seed)
+    with Beside(lambda: zoo.build("repeated"), mode=mode) as both:
+        for number in range(40):
+            counts = torch.randint(0, 7, (world_size,), generator=generator).tolist()
+            counts = counts if sum(counts) else [1] * world_size
+            inputs, targets = zoo.batch("repeated", sum(counts), seed=1000 * seed + number)
+            start = sum(counts[:rank])
+            mine = slice(start, start + counts[rank])
+            both.zero_grad()
+            if counts[rank]:
+                zoo.loss(both.model, inputs[mine], targets[mine]).backward()
+                both.reduction.synchronize()
+            else:
+                both.reduction.idle()
+            zoo.loss(both.reference, inputs, targets).backward()
+            both.check(number)
+
+
+@pytest.mark.parametrize("mode", ["dsgd", "dad"])
+def test_any_rows_at_any_site(sites, mode):
+    for seed in range(2):
+        sites(2).run(random_rows, mode, seed)
+    sites(4).run(random_rows, mode, 2)
+
+
+@pytest.mark.parametrize("mode", ["dsgd", "dad", "rankdad"])
+@support.at_sites(2)
+def test_resuming_goes_on_to_the_bit(mode: str) -> None:
+    """State saved after 5 steps and loaded into a new model and reduction goes on to the bit."""
+    rank = dist.get_rank()
+
+    def make():
+        model = layers()
+        reduction = dadplug.GradientReduction(model, mode=mode, rank=3, iterations=1)
+        return model, reduction, torch.optim.Adam(model.parameters(), lr=0.01)
+
+    def run(parts, steps):
+        model, reduction, optimizer = parts
+        for number in steps:
+            step(reduction, model, seed=number)
+            optimizer.step()
+
+    straight = make()
+    run(straight, range(10))
+    straight[1].detach()
+    halted = make()
+    run(halted, range(5))
+    saved = io.BytesIO()
+    torch.save([part.state_dict() for part in halted], saved)
+    halted[1].detach()
+    saved.seek(0)
+    resumed = make()
+    for part, state in zip(resumed, torch.load(saved, weights_only=True)):
+        part.load_state_dict(state)
+    run(resumed, range(5, 10))
+    for p, q in zip(straight[0].parameters(), resumed[0].parameters()):
+        assert torch.equal(p, q), rank
+    assert resumed[1].state_dict()["step"] == 10
+    resumed[1].detach()
+
+
+def test_a_state_of_another_mode_is_refused():
+    model = layers()
+    reduction = dadplug.GradientReduction(model, mode="rankdad")
+    state = reduction.state_dict()
+    reduction.detach()
+    with pytest.raises(ValueError, match="the state is of mode 'rankdad', this reduction of 'dad'"):
+        dadplug.GradientReduction(model, mode="dad").load_state_dict(state)
+
+
+@pytest.mark.parametrize("weighting", ["samples", "uniform"])
+@support.at_sites(2)
+def test_buffers_are_averaged(weighting: str) -> None:
+    rank = dist.get_rank()
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    reduction = dadplug.GradientReduction(model, mode="dsgd", weighting=weighting)
+    samples = 6 if rank == 0 else 2
+    torch.manual_seed(rank)
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.randn(samples, 3) + rank).square().mean().backward()
+        reduction.synchronize()
+    if rank == 1:
+        with torch.no_grad():
+            model(torch.randn(samples, 3))
+    buffers = reduction.gather_objects([buffer.clone() for buffer in model.buffers()])
+    weights = [0.75, 0.25] if weighting == "samples" else [0.5, 0.5]
+    reduction.average_buffers()
+    mean, var, count = model[1].running_mean, model[1].running_var, model[1].num_batches_tracked
+    torch.testing.assert_close(mean, sum(w * each[0] for w, each in zip(weights, buffers)))
+    torch.testing.assert_close(var, sum(w * each[1] for w, each in zip(weights, buffers)))
+    assert int(count) == 4
+    after = reduction.gather_objects([buffer.clone() for buffer in model.buffers()])
+    assert all(torch.equal(a, b) for a, b in zip(*after))
+
+
+@support.at_sites(2)
+def test_all_start_from_site_0() -> None:
+    torch.manual_seed(dist.get_rank())
+    model = zoo.build("mixed")
+    model.batchnorm.running_mean.normal_()
+    reduction = dadplug.GradientReduction(model)
+    everybody = reduction.gather_objects({name: value.clone() for name, value in model.state_dict().items()})
+    for name, value in everybody[0].items():
+        assert torch.equal(everybody[1][name], value), name
+    torch.manual_seed(0)
+    expected = zoo.build("mixed")
+    assert torch.equal(model.hidden[0].weight, expected.hidden[0].weight)
+
+
+@pytest.mark.parametrize("mode", ["dad", "rankdad"])
+@support.at_sites(2)
+def test_raw_inputs_stay_at_their_site(mode: str) -> None:
+    torch.manual_seed(0)
+    reference = layers(torch.float64)
+    model = copy.deepcopy(reference)
+    reduction = dadplug.GradientReduction(model, mode=mode, rank=8, share_inputs=False)
+    everything = []
+    for number in range(3):
+        step(reduction, model, seed=number)
+        inputs = torch.cat(
+            [torch.randn(8, 40, generator=torch.Generator().manual_seed(number + 100 * r)) for r in (0, 1)]
+        )
+        reference.zero_grad()
+        reference(inputs.double()).square().mean().backward()
+        everything = [(p.grad, q.grad) for p, q in zip(model.parameters(), reference.parameters())]
+        if mode == "dad":
+            for p, q in everything:
+                torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-13)
+    paths = {row.parameter: (row.path, row.reason) for row in reduction.plan}
+    assert paths["0.weight"] == ("allreduce", "share_inputs=False: its layer is fed by data")
+    assert paths["3.weight"][0] != "allreduce"
+    torch.testing.assert_close(*everything[0], rtol=1e-9, atol=1e-13)  # the first layer's is exact in any mode
+
+
+@support.at_sites(2)
+def test_samples_can_be_stated() -> None:
+    """Sequence-first inputs, whose first dimension is no batch."""
+    rank = dist.get_rank()
+    with Beside(lambda: nn.GRU(3, 2).double(), mode="dsgd") as both:
+        batches = [torch.randn(5, count, 3, dtype=torch.float64) for count in (2, 6)]
+        for step in range(2):
+            both.zero_grad()
+            with both.reduction.samples(batches[rank].shape[1]):
+                both.model(batches[rank])[0].mean().backward()
+            both.reduction.synchronize()
+            both.reference(torch.cat(batches, 1))[0].mean().backward()
+            both.check(step)
+
+
+@support.at_sites(2)
+def test_parts_of_a_model_count_samples_too() -> None:
+    """A model that is never called itself, only its parts, as in a Lightning module."""
+
+    def loss(model, inputs):
+        return model["head"](torch.tanh(model["body"](inputs))).square().mean()
+
+    parts = {"body": nn.Linear(3, 4), "head": nn.Linear(4, 2)}
+    with Beside(lambda: nn.ModuleDict(parts).double(), mode="dad") as both:
+        inputs = torch.randn(9, 3, dtype=torch.float64)
+        mine = (inputs[:2], inputs[2:])[dist.get_rank()]
+        for step in range(2):
+            both.zero_grad()
+            loss(both.model, mine).backward()
+            both.reduction.synchronize()
+            loss(both.reference, inputs).backward()
+            both.check(step)
+
+
+@pytest.mark.parametrize("mode", ["dsgd", "dad"])
+@support.at_sites(2)
+def test_parts_called_beside_their_model_do_not_count(mode: str) -> None:
+    """At one site a part is called beside the model itself, as in a penalty: its samples are the same ones."""
+
+    def loss(model, inputs, rank):
+        value = model(inputs).square().mean()
+        return value if rank else value + 0.1 * model[0](inputs).square().mean()
+
+    rank = dist.get_rank()
+    with Beside(lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double(), mode=mode) as both:
+        inputs = torch.randn(9, 3, dtype=torch.float64)
+        parts = inputs[:4], inputs[4:]
+        for step in range(3):
+            both.zero_grad()
+            loss(both.model, parts[rank], rank).backward()
+            both.reduction.synchronize()
+            sum(len(part) / 9 * loss(both.reference, part, site) for site, part in enumerate(parts)).backward()
+            both.check(step)
+
+
+@pytest.mark.parametrize("mode", ["dsgd", "dad", "rankdad"])
+def test_alone_it_trains_by_the_same_method(mode):
+    model, reference = layers(torch.float64), layers(torch.float64)
+    reduction = dadplug.GradientReduction(model, mode=mode, rank=64)
+    for seed in range(3):
+        step(reduction, model, seed=seed)
+        reference.zero_grad()
+        inputs = torch.randn(8, 40, generator=torch.Generator().manual_seed(seed)).double()
+        reference(inputs).square().mean().backward()
+        for p, q in zip(model.parameters(), reference.parameters()):
+            torch.testing.assert_close(p.grad, q.grad)
+    assert reduction.traffic.total_bytes_sent == 0
+    assert reduction.first_difference() is None
+    reduction.average_buffers()
+    reduction.detach()
+
+
+def test_a_step_without_synchronize_is_refused():
+    model = layers()
+    reduction = dadplug.GradientReduction(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    other = nn.Linear(2, 2)
+    model(torch.randn(4, 40)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"call reduction.synchronize\(\) after backward\(\)"):
+        optimizer.step()
+    torch.optim.SGD(other.parameters(), lr=0.1).step()  # none of its business
+    reduction.synchronize()
+    optimizer.step()
+    reduction.detach()
+    model(torch.randn(4, 40)).sum().backward()
+    optimizer.step()
+
+
+def test_two_reductions_on_one_model_are_refused():
+    model = layers()
+    reduction = dadplug.GradientReduction(model, mode="dad")
+    with pytest.raises(ValueError, match=r"layer '0' is in another GradientReduction or LayerCapture: detach\(\)"):
+        dadplug.GradientReduction(model, mode="dad")
+    reduction.detach()
+    dadplug.GradientReduction(model, mode="dad").detach()
+
+
+def test_lazy_modules_need_a_shape_first():
+    with pytest.raises(ValueError, match="parameter 'weight' has no shape yet"):
+        dadplug.GradientReduction(nn.LazyLinear(3))
+
+
+def test_copies_and_pickles_of_the_model_train_alone():
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
+    reduction = dadplug.GradientReduction(model, mode="dad", sync_batchnorm=True)
+    saved = io.BytesIO()
+    torch.save(model, saved)
+    saved.seek(0)
+    for other in (copy.deepcopy(model), torch.load(saved, weights_only=False)):
+        other(torch.randn(6, 4)).sum().backward()
+        assert all(p.grad is not None for p in other.parameters())
+        assert not reduction._pending
+        torch.optim.SGD(other.parameters(), lr=0.1).step()
+    reduction.detach()
+
+
+def test_the_traffic_meter_prints():
+    model = layers()
+    reduction = dadplug.GradientReduction(model)
+    assert "bytes in the last step" in repr(reduction.traffic)
+    reduction.detach()

@@ -1,12 +1,21 @@
-"""Registries: look-ups by any spelling, aliases, listeners, and the error that lists what there is."""
+"""Registries, errors, logs and processes."""
 
-from __future__ import annotations
-
+import importlib
+import inspect
 import json
+import logging
+import os
+import pkgutil
+import signal
+import subprocess
+import sys
 
 import pytest
 
+import dadplug
+from dadplug import errors
 from dadplug.errors import LoadError
+from dadplug.processes import launch_sites
 from dadplug.registry import Registry, import_named
 
 
@@ -73,3 +82,106 @@ def test_what_cannot_be_imported_is_named(name, message):
     assert import_named("json:JSONDecoder.decode") is json.JSONDecoder.decode
     with pytest.raises(LoadError, match=message):
         import_named(name)
+
+
+# One base for every error, and one place where all of them are found
+
+
+def error_classes():
+    """Yield the public error classes that any module of the package defines."""
+    for info in pkgutil.walk_packages(dadplug.__path__[:1], "dadplug."):
+        if info.name.endswith("__main__"):
+            continue
+        try:
+            module = importlib.import_module(info.name)
+        except ImportError:
+            continue
+        for name, found in inspect.getmembers(module, inspect.isclass):
+            if issubclass(found, Exception) and found.__module__ == info.name and not name.startswith("_"):
+                yield found
+
+
+def test_every_error_derives_from_one_base_and_is_found_in_one_module():
+    found = set(error_classes())
+    assert len(found) > 20
+    for each in found:
+        assert issubclass(each, errors.DadplugError), each
+        assert getattr(errors, each.__name__) is each
+
+
+@pytest.mark.parametrize(
+    ("error", "before"),
+    [("SiteError", RuntimeError), ("KitError", ValueError), ("InputError", ValueError), ("TryAgainError", OSError)],
+)
+def test_errors_keep_the_built_in_class_that_programs_catch(error, before):
+    with pytest.raises(before, match="reason"):
+        raise getattr(errors, error)("reason")
+
+
+def test_the_base_is_offered_by_the_package():
+    assert dadplug.DadplugError is errors.DadplugError
+    assert dadplug.errors is errors
+
+
+# Messages of the package reach a person, once
+
+
+PROGRAM = "from dadplug.logs import get_logger; import logging; {}; get_logger('dadplug.test').{}('a message')"
+
+
+def said(setup: str, level: str = "info") -> str:
+    """Return what a program writes to standard error."""
+    return subprocess.run([sys.executable, "-c", PROGRAM.format(setup, level)], capture_output=True, text=True).stderr
+
+
+def test_messages_are_shown_with_the_time_without_any_setup():
+    (line,) = said("pass").splitlines()
+    assert line.endswith("dadplug: a message")
+    assert line[2] == line[5] == ":"
+
+
+def test_a_program_with_logging_of_its_own_gets_each_message_once_in_its_format():
+    assert said("logging.basicConfig(format='own %(message)s')") == "own a message\n"
+
+
+@pytest.mark.parametrize(("level", "lines"), [("info", 0), ("warning", 1)])
+def test_a_level_of_the_program_holds(level, lines):
+    assert len(said("logging.getLogger('dadplug').setLevel(logging.WARNING)", level).splitlines()) == lines
+
+
+def test_messages_propagate(caplog):
+    from dadplug.logs import get_logger
+
+    with caplog.at_level(logging.INFO, "dadplug"):
+        get_logger("dadplug.test").info("a message")
+    assert caplog.messages == ["a message"]
+
+
+# Starting several sites on one machine
+
+
+WAITING = """
+import os, sys, time
+if "RANK" in os.environ:
+    os.write(1, f"{os.getpid()}\\n".encode())
+    time.sleep(100)
+from dadplug.processes import launch_sites
+sys.exit(launch_sites([__file__], 2))
+"""
+
+
+def test_sigterm_ends_the_sites_too(tmp_path):
+    script = tmp_path / "waiting.py"
+    script.write_text(WAITING)
+    launcher = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True)
+    sites = [int(launcher.stdout.readline()) for _ in range(2)]
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(200) == 128 + signal.SIGTERM
+    launcher.stdout.close()
+    assert not any(os.path.exists(f"/proc/{site}") for site in sites)
+
+
+def test_the_first_site_that_fails_gives_the_status(tmp_path):
+    script = tmp_path / "failing.py"
+    script.write_text("import os, sys; sys.exit(3 if os.environ['RANK'] == '1' else 0)")
+    assert launch_sites([str(script)], 2) == 3

@@ -1,7 +1,5 @@
 """Signatures that are derived from other definitions."""
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import dataclass, field
 from typing import Any

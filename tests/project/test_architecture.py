@@ -4,8 +4,6 @@ Exceptions are listed by name or number below. A listed exception that no longer
 can only shrink.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

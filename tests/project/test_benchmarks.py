@@ -1,8 +1,8 @@
 """The benchmarks do what they say, at a few steps; the figures themselves are theirs."""
 
-from __future__ import annotations
-
 import argparse
+import contextlib
+import io
 import json
 import sys
 from pathlib import Path
@@ -22,17 +22,14 @@ def program(name):
     return support.load(str(FOLDER / f"{name}.py"))
 
 
-def wander(name, steps):
-    soak = program("soak")
-    verdict = soak.soak(name, argparse.Namespace(seed=0, steps=steps, delay=0.001, look=10, timeout=200))
-    verdict.memory.clear()  # kernels compile in so few steps
-    assert verdict.steps == steps
-    assert not verdict.fault()
-
-
 @pytest.mark.parametrize("name", ["dad", "rankdad:wire=bf16+error_feedback=true", "powersgd"])
-def test_sites_that_use_other_layers_at_other_times_stay_in_step(sites, name):
-    sites(2).run(wander, name, 40)
+@support.at_sites(2)
+def test_sites_that_use_other_layers_at_other_times_stay_in_step(name: str) -> None:
+    soak = program("soak")
+    verdict = soak.soak(name, argparse.Namespace(seed=0, steps=40, delay=0.001, look=10, timeout=200))
+    verdict.memory.clear()  # kernels compile in so few steps
+    assert verdict.steps == 40
+    assert not verdict.fault()
 
 
 def test_a_fault_of_a_long_run_is_found():
@@ -115,7 +112,8 @@ def test_a_table_of_times_to_accuracy_estimates_what_was_given_up():
     assert "topk: SiteError: gone" in table
 
 
-def takes_steps_as_a_peer():
+@support.at_sites(2)
+def test_peers_of_local_steps():
     """The peers are what dadplug's local steps are without overlap."""
     ways = program("local_ways")
     same = {
@@ -140,11 +138,8 @@ def takes_steps_as_a_peer():
             assert torch.allclose(one, other, rtol=1e-2, atol=2e-4), name
 
 
-def test_peers_of_local_steps(sites):
-    sites(2).run(takes_steps_as_a_peer)
-
-
-def averages_as_it_trains():
+@support.at_sites(2)
+def test_running_averages_of_local_steps():
     """Evaluations of a running average begin with the first agreed model, and are the same at all sites."""
     ways = program("local_ways")
     for name in ("mean:every=2+average=4", "localsgd:every=2+average=4+overlap=false", "rankdad:rank=2+average=32"):
@@ -166,10 +161,6 @@ def averages_as_it_trains():
             torch.distributed.all_gather(others, found.detach())
             assert torch.equal(*others)
         way.detach()
-
-
-def test_running_averages_of_local_steps(sites):
-    sites(2).run(averages_as_it_trains)
 
 
 def test_ways_of_local_steps_are_evaluated_after_agreements(monkeypatch, capsys):
@@ -292,7 +283,8 @@ def test_a_table_of_fine_tuning_has_the_points_inside_the_range():
     assert "| rankdad | 14 | 2.350 (2.300 to 2.400) | 1.100 (1.000 to 1.200) | 2 of 3 |" in table
 
 
-def fine_tune() -> None:
+@support.at_sites(2)
+def test_a_tied_model_learns_by_low_rank_factors() -> None:
     tuning = program("fine_tuning")
     assert len(tuning.text("*.md", ("docs",), "site")) > 10 * tuning.LENGTH
     arguments = argparse.Namespace(rank=2, every=4)
@@ -304,10 +296,6 @@ def fine_tune() -> None:
     assert 0 < nbytes < tuning.dense_bytes(model) / 10
     assert len(curve) == 4
     assert curve[-1] < 0.95 * curve[0]
-
-
-def test_a_tied_model_learns_by_low_rank_factors(sites):
-    sites(2).run(fine_tune)
 
 
 def test_ways_to_connect_are_compared_block_by_block():
@@ -410,3 +398,54 @@ def test_training_goes_on_while_sites_are_killed_and_return(tmp_path):
     assert "seed 0, 2 kills: accuracy" in done.output, done.errors
     assert "pause at kills" in done.output
     assert not [line for line in done.output.splitlines() if "differs between" in line or "has used" in line]
+
+
+# The benchmark of many sites counts steps that all sites take together
+
+
+def count(target):
+    if str(FOLDER) not in sys.path:
+        sys.path.append(str(FOLDER))
+    many = support.load(str(FOLDER / "many_sites.py"))
+    case = {"sites": 2, "seeds": 1, "first_seed": 0, "rank": 2, "methods": many.DIGITS_METHODS}
+    arguments = argparse.Namespace(**case, target=target, most_steps=4)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        many.count_steps(arguments)
+    return [json.loads(line) for line in printed.getvalue().splitlines()]
+
+
+def test_sites_count_steps_until_an_accuracy_or_the_limit(sites):
+    rows, nothing = sites(2).run(count, 1.0)
+    assert [row["method"] for row in rows] == ["rankdad", "rankdad:merge=owner"]
+    assert all(row["steps"] == 0 and 0 < row["best"] < 1 for row in rows)
+    assert not nothing
+
+
+def test_sites_stop_together_at_the_target(sites):
+    rows, _ = sites(2).run(count, 0.01)
+    assert [row["steps"] for row in rows] == [2, 2]
+
+
+# The verdicts of the benchmark of peak memory
+
+
+@pytest.mark.parametrize(
+    ("method", "beyond", "beyond_alone", "expected"),
+    [
+        ("alone", 9.0, 0.0, ""),
+        ("ddp-powersgd", 9.0, 9.0, ""),
+        ("dad", 2.0, 5.0, "yes"),
+        ("topk", 4.0, 5.0, "with its state"),
+        ("topk", 5.5, 5.0, "NO"),
+        ("dad", float("nan"), 5.0, ""),
+        ("dad:fused=true", 1.0, float("nan"), "yes"),
+        ("dad:fused=true", 1.0, 0.0, "NO"),
+        ("dad:fused=true", 5.5, -1.0, "NO"),
+        ("dad:fused=true", float("nan"), -1.0, "yes"),
+    ],
+)
+def test_peaks_of_memory_are_compared_with_what_is_promised(method, beyond, beyond_alone, expected):
+    if str(FOLDER) not in sys.path:
+        sys.path.append(str(FOLDER))  # for its neighbours
+    verdict = support.load(str(FOLDER / "memory.py")).verdict
+    assert verdict(method, 2.0, 3.0, beyond, beyond_alone) == expected

@@ -1,7 +1,5 @@
 """The README and the documentation: links, options, public names, and code blocks, which run as they are written."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import re

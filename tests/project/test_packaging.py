@@ -1,7 +1,5 @@
 """Installed, editable or started from the repository's root, dadplug is one package, and cheap to import."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
