@@ -3,6 +3,8 @@
 Exact modes have the gradients of one process. A lossy mode is compared with what it should make of the sites' own
 gradients at the same parameters: rankdad with the best approximations of its rank, topk and powersgd with their own
 arithmetic in one process, what has not been sent yet included.
+
+Weights are random and of 64 bits; nothing is loaded from a hub.
 """
 
 import copy
