@@ -44,8 +44,15 @@ def get_logger(name: str) -> logging.Logger:
     return logging.getLogger(name)
 
 
+def escaped(text: str) -> str:
+    """Return a text in which line ends, escape codes and all else that cannot be printed are written as escapes."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
 class Troubles:
     """Warnings of what lasts: each is logged at once, again at growing intervals, and when it is over.
+
+    Characters that cannot be printed, which another site may have sent, are escaped.
 
     Args:
         log: the logger.
@@ -55,16 +62,17 @@ class Troubles:
         self._log = log
         self._open: dict[object, tuple[float, float, float, str]] = {}  # since, when next, after which time, text
 
-    def begin(self, key: object, text: str) -> None:
+    def begin(self, key: object, text: str, changes: bool = False) -> None:
         """Warn of a trouble, unless it is known; a known one gets the text for its reminders.
 
         Args:
             key: what it is about.
             text: the warning.
+            changes: whether a known trouble with another text is warned of, too.
         """
-        now = time.monotonic()
-        since, due, wait, _ = self._open.get(key, (now, now + _FIRST_REMINDER, _FIRST_REMINDER, ""))
-        if key not in self._open:
+        now, text = time.monotonic(), escaped(text)
+        since, due, wait, before = self._open.get(key, (now, now + _FIRST_REMINDER, _FIRST_REMINDER, ""))
+        if key not in self._open or (changes and text != before):
             self._log.warning("%s", text)
         self._open[key] = since, due, wait, text
 

@@ -34,6 +34,14 @@ def test_the_tests_that_are_named_exist(test):
     assert f"def {name}" in Path(path).read_text()
 
 
+def test_the_main_command_and_the_pipeline_run_all_processors():
+    shown = subprocess.run(["make", "--dry-run", "test"], capture_output=True, text=True, check=True).stdout
+    assert "tests/run.py" in shown
+    for name in processors.LIMITS:
+        assert f"tests/processors.py {name}" in shown
+    assert "- run: make test\n" in Path(".github/workflows/ci.yml").read_text()
+
+
 def test_what_cannot_be_imitated_is_skipped_with_the_reason(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(processors.platform, "machine", lambda: "arm64")
     assert processors.main(["avx2"]) == 0

@@ -12,6 +12,7 @@ from torch import nn
 
 import dadplug
 from dadplug.errors import MismatchError
+from dadplug.lowrank import dispatch, portable
 from dadplug.model_sync import sameness
 
 
@@ -135,22 +136,95 @@ def test_the_same_data_at_two_sites_is_warned_of(sites):
     assert sites(2).run(same_data, None) == [[], []]
 
 
-def another_version(may_differ):
+def same_data_in_local_steps(seed, every):
+    with messages_of("model_sync.sameness") as messages:
+        model = network()
+        local = dadplug.LocalSGD(model, torch.optim.SGD(model.parameters(), 0.1), every=every)
+        for step in range(4):
+            generator = torch.Generator().manual_seed(100 * step + (dist.get_rank() if seed is None else seed))
+            model(torch.randn(4, 6, generator=generator)).square().mean().backward()
+            local.step()
+        local.finish()
+        local.detach()
+    return messages
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_the_same_data_at_two_sites_of_local_steps_is_warned_of(sites, every):
+    for messages in sites(2).run(same_data_in_local_steps, 7, every):
+        assert len(messages) == 1
+        assert "have the same first batch" in messages[0]
+    assert sites(2).run(same_data_in_local_steps, None, every) == [[], []]
+
+
+def another_version(make, name):
     real = sameness.environment
-    sameness.environment = lambda: real() | {"version of torch": f"9.{dist.get_rank()}"}
+    assert set(real()) == {"version of torch", "version of dadplug", "version of numba", "kernels"}
+    sameness.environment = lambda: real() | {name: f"9.{dist.get_rank()}"}
     try:
-        if may_differ:
-            dadplug.GradientReduction(network(), may_differ=("torch",)).detach()
-        else:
-            with pytest.raises(MismatchError, match=r"version of torch is 9\.0 at site 0.* and 9\.1 at site 1"):
-                dadplug.GradientReduction(network())
+        make(may_differ=(name.removeprefix("version of "),)).detach()
+        with pytest.raises(MismatchError, match=rf"{name} is 9\.0 at site 0.* and 9\.1 at site 1"):
+            make()
     finally:
         sameness.environment = real
 
 
-@pytest.mark.parametrize("may_differ", [False, True])
-def test_versions_are_compared(sites, may_differ):
-    sites(2).run(another_version, may_differ)
+def other_versions():
+    def reduction(**options):
+        return dadplug.GradientReduction(network(), **options)
+
+    def local(**options):
+        model = network()
+        return dadplug.LocalSGD(model, torch.optim.SGD(model.parameters(), 0.1), **options)
+
+    for name in sameness.environment():
+        another_version(reduction, name)
+    another_version(local, "version of dadplug")
+
+
+def test_versions_and_kernels_are_compared(sites):
+    sites(2).run(other_versions)
+
+
+def test_kernels_are_named_by_what_computes(monkeypatch):
+    assert sameness.environment()["kernels"] == "numba"
+    monkeypatch.setattr(dispatch, "cpu_kernels", lambda: portable)
+    assert sameness.environment()["kernels"] == "torch"
+
+
+def other_optimizers():
+    model, rank = network(), dist.get_rank()
+    kind, rate, second = (torch.optim.SGD, torch.optim.Adam)[rank], (0.1, 0.2)[rank], (0.99, 0.9)[rank]
+    for optimizer, text in [
+        (torch.optim.SGD(model.parameters(), rate), r"lr of group 0 .* is 0\.1 at site 0.* and 0\.2 at"),
+        (kind(model.parameters(), 0.1), "class of .* SGD at site 0.* and Adam at"),
+        (torch.optim.Adam(model.parameters(), betas=(0.9, second)), r"betas of group 0 .*0\.99.* and .*0\.9"),
+    ]:
+        with pytest.raises(MismatchError, match=text):
+            dadplug.LocalSGD(model, optimizer)
+    dadplug.LocalSGD(model, torch.optim.SGD(model.parameters(), (0.1, 0.2)[rank]), may_differ=("lr",)).detach()
+
+
+def test_settings_of_optimizers_are_compared_before_local_steps(sites):
+    sites(2).run(other_optimizers)
+
+
+def edited_at_the_third_site():
+    model = network()
+    reduction = dadplug.GradientReduction(model, mode="dsgd")  # by default
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    train(reduction, optimizer, 1)
+    if dist.get_rank() == 2:
+        with torch.no_grad():
+            model[0].weight[0, 0] += 1e-2
+    with pytest.raises(MismatchError, match=r"'0\.weight' is the first .* site 0.* and site 2"):
+        train(reduction, optimizer, 150)
+    assert reduction._step == 101
+    reduction.detach()
+
+
+def test_weights_are_compared_by_default(sites):
+    sites(3).run(edited_at_the_third_site)
 
 
 def clipped(mode, before, accumulates):

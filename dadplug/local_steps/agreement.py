@@ -343,6 +343,7 @@ class Header(NamedTuple):
         finished: 1 if it has no more batches, else 0.
         nonfinite: number of the first parameter with NaN or Inf, in the order of the layout; -1 if there is none.
         changes: 1 if buffers have changed that the site has not announced yet, else 0.
+        batch: digest of its first batch, in the first agreement; 0 for none.
     """
 
     step: int
@@ -351,6 +352,7 @@ class Header(NamedTuple):
     finished: int
     nonfinite: int
     changes: int
+    batch: int
 
 
 def fingerprint(tensors: Mapping[str, Tensor]) -> int:
@@ -370,10 +372,12 @@ class Agreement:
     Attributes:
         count: number of agreements so far.
         agreed: the agreed model.
+        first_batch: gets the inputs of the first step, which the sites compare in the first agreement.
     """
 
     def __init__(self, model: nn.Module, options: LocalOptions, transport: Transport) -> None:
         self.count = 0
+        self.first_batch = sameness.FirstBatch()
         self.agreed = AgreedModel(options.outer_lr, options.outer_momentum)
         self._model, self._options, self._transport = model, options, transport
         self._format = DeltaFormat(options.wire, options.rank, options.error_feedback)
@@ -441,9 +445,9 @@ class Agreement:
         """Exchange headers and compare them; lay the payloads out anew if parameters have come or gone."""
         finite = [bool(delta.isfinite().all()) for delta in deltas.values()]
         nonfinite = -1 if all(finite) else finite.index(False)
-        layout = fingerprint(deltas)
+        layout, batch = fingerprint(deltas), 0 if self.count else self.first_batch.take()
         self._headers.payload.copy_(
-            torch.tensor([step, weight, layout, finished, nonfinite, bool(self._buffers.changed())])
+            torch.tensor([step, weight, layout, finished, nonfinite, bool(self._buffers.changed()), batch])
         )
         self._headers.launch()
         headers = [Header(*row.tolist()) for row in self._headers.wait()]
@@ -459,6 +463,7 @@ class Agreement:
             settings: dict[str, Any] = {}
             sameness.check_alike(sameness.describe(self._model, settings), self._transport)
             raise MismatchError("the sites have changed which parameters they train in different rounds")
+        self.first_batch.compare([header.batch for header in headers], self._transport)
         if layout != self._fingerprint:
             self._check_added()
             sizes, count = self._format.layout(deltas), self._transport.world_size

@@ -164,6 +164,8 @@ class LocalSGD(HeldGradients, ReplicatedModel):
             self._norms = SyncedBatchNorms(self.model, transport, counter)
             self._active = transport.gather([1] * self.world_size, torch.int64)
         self._agreement.begin()
+        if self.world_size > 1 and not self.local_options.warm_up:  # whose reduction compares them
+            self._counter.first_batch = self._agreement.first_batch
         self._next = self.steps + self.local_options.interval(self.steps)
         if self.local_options.fused and self._may_fuse:
             self._captured = CapturedGradients(self.model, self.optimizer, self._counter.owned)

@@ -21,6 +21,7 @@ from .dispatch import kernels_for, scratch
 
 _JITTER = {torch.float32: 1e-6, torch.float64: 1e-14}
 _SQUARED = {torch.float32: 1e-2, torch.float64: 1e-6}  # shares of singular values that squares keep precise
+_FEWER_DIGITS = 100.0  # times the smallest normal number: below, errors are beyond rounding
 _FURTHER = 6  # columns carried beside those asked for, at least
 _COLD_PASSES = 2  # further passes of a cold start
 _NOT_FINITE = "the deltas or activations hold NaN or Inf"
@@ -71,6 +72,7 @@ class Operator:
         self.deltas = deltas
         self.activations = activations
         self.formed: Tensor | None = None
+        self._inner: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -98,7 +100,19 @@ class Operator:
         if self.formed is not None:
             return product(rows, self.formed, result)
         inner = scratch.take("inner", (rows.shape[0], self.deltas.shape[0]), rows)
-        return product(product(rows, self.deltas.T, inner), self.activations, result)
+        self._inner = product(rows, self.deltas.T, inner)
+        return product(self._inner, self.activations, result)
+
+    @property
+    def kept_digits(self) -> bool:
+        """Whether the last `apply_transposed` has used no numbers as small as those of which a type holds few digits.
+
+        Tiny deltas with huge activations may have a gradient of usual size. To be read before the next product.
+        """
+        if self._inner is None:
+            return True
+        smallest = _FEWER_DIGITS * torch.finfo(self._inner.dtype).tiny
+        return float(torch.linalg.vector_norm(self._inner, math.inf)) > smallest
 
     def apply(self, rows: Tensor, into: Tensor | None = None) -> Tensor:
         """Compute ``Z G^T`` for a block Z of shape (k, in)."""

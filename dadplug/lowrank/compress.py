@@ -215,7 +215,7 @@ def _compress(
         return Compressed(result[0].T, result[1].T, torch.zeros(0, dtype=torch.float64, device=result[0].device), 0)
     with torch.no_grad():
         further, values = _project(operator, _basis_by(operator, k, algorithm), search, result)
-        if not _on_device(values) and not _is_sound(values):
+        if not _on_device(values) and not (_is_sound(values) and operator.kept_digits):
             further = _compress_in_double(operator, algorithm, search, result, values)
         left, right = result
         effective = _truncate(left, right, values, search.tolerance)

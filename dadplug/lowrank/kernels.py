@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..jit import njit
-from .portable import HUGE, TINY
+from .portable import HUGE, INVERTIBLE, SHIFT, SMALLEST, TINY
 
 # Sums may be reordered, which lets LLVM vectorise them; NaN and Inf keep their meaning.
 _FAST = {"reassoc", "contract"}
@@ -393,7 +393,13 @@ def quantise(rows: NDArray[np.float32], quantised: NDArray[np.int8], scales: NDA
                 largest = abs(rows[i, x])
                 break
         scales[i] = largest / np.float32(127.0)
-        inverse = np.float32(127.0) / largest if scales[i] > 0.0 else np.float32(0.0)
+        if np.float32(0.0) < largest < np.float32(INVERTIBLE):
+            scales[i] += np.float32(SMALLEST)
+            inverse = np.float32(1.0) / (scales[i] * np.float32(SHIFT))
+            for x in range(rows.shape[1]):
+                quantised[i, x] = np.int8(np.rint(rows[i, x] * np.float32(SHIFT) * inverse))
+            continue
+        inverse = np.float32(127.0) / largest if largest > 0.0 else np.float32(0.0)
         for x in range(rows.shape[1]):
             quantised[i, x] = np.int8(np.rint(rows[i, x] * inverse))
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..schedules import Decoding
-from .dispatch import cpu_kernels, kernels_for, scratch
+from .dispatch import kernels_for, scratch
 from .portable import gram_schmidt
 
 _DEFAULT = Decoding()
@@ -84,7 +84,7 @@ def orthonormalise(rows: Tensor) -> Tensor:
         result = exact.div_(torch.where(lengths > 0, lengths, 1.0))
         gram_schmidt(result)
     else:
-        result, _ = cpu_kernels().orthonormalise(exact)
+        result, _ = kernels_for(exact).orthonormalise(exact)
     return result.to(rows.dtype, copy=True)
 
 

@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 
 LinAlgError: type[RuntimeError] = vars(torch.linalg)["LinAlgError"]  # its own module does not export it to mypy
+# Below, the inverse of a scale of int8 rows may leave the range of single precision: such rows are shifted, and their
+# scales, which have few digits, are rounded up by the smallest number, so that no multiple is beyond 127.
+INVERTIBLE, SHIFT, SMALLEST = 1e-36, 2.0**100, 2.0**-149
 TINY, HUGE = 1e-30, 1e20  # squared lengths of rows, of which one is tiny and the other huge: the tiny may have vanished
 DEPENDENT = {torch.float32: 1e-5, torch.float64: 1e-13}  # what is left of a unit row when it is rounding error
 
@@ -98,9 +101,11 @@ def quantise(rows: Tensor, quantised: Tensor, scales: Tensor) -> None:
     """Round rows to int8; see `packing.quantise`."""
     largest = rows.abs().amax(1) if rows.shape[1] else rows.new_zeros(len(rows))
     spoilt = ~torch.isfinite(rows).all(1)
-    scales.copy_(torch.where(spoilt, math.nan, largest / 127.0))
-    inverse = torch.where(scales > 0, 127.0 / largest, 0.0)
-    quantised.copy_(torch.where(spoilt[:, None], 0.0, rows * inverse[:, None]).round())
+    small = (largest > 0) & (largest < INVERTIBLE)
+    scales.copy_(torch.where(spoilt, math.nan, torch.where(small, largest / 127.0 + SMALLEST, largest / 127.0)))
+    inverse = torch.where(small, 1.0 / (scales * SHIFT), torch.where(largest > 0, 127.0 / largest, 0.0))
+    shifted = rows * torch.where(small, SHIFT, 1.0)[:, None]
+    quantised.copy_(torch.where(spoilt[:, None], 0.0, shifted * inverse[:, None]).round())
 
 
 def dequantise(quantised: Tensor, scales: Tensor, rows: Tensor) -> None:

@@ -106,6 +106,28 @@ def gathers_what_cannot_be_sent() -> list[str]:
     return messages
 
 
+def takes_broadcast_bytes(size: int) -> str:
+    transport = open_transport(None, Traffic(), torch.device("cpu"), 60)
+    message = ""
+    if not dist.get_rank():
+        transport.broadcast(torch.tensor([size]))
+    else:
+        try:
+            transport.broadcast_bytes(b"")
+        except (ValueError, RuntimeError) as error:
+            message = str(error)
+    dist.barrier()
+    transport.close()
+    return message
+
+
+@pytest.mark.parametrize("size", [1 << 60, -1])
+def test_sizes_of_broadcasts_are_checked_before_memory_is_taken(sites, size):
+    _, message = sites(2).run(takes_broadcast_bytes, size)
+    assert "site 0 (" in message
+    assert f"announces {size} bytes: there may be" in message
+
+
 def test_an_object_that_cannot_be_sent_is_an_error_on_all_sites(sites):
     for messages in sites(2).run(gathers_what_cannot_be_sent):
         assert len(messages) == 2

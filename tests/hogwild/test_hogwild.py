@@ -220,17 +220,20 @@ def train_replaced(hogwild: Hogwild, kind: str) -> None:
         elif kind == "loaded":
             state = {name: value.clone() for name, value in layer.state_dict().items()}
             layer.load_state_dict(state, assign=True)
+        elif kind == "storage":
+            layer.weight.data = layer.weight.data.clone()
         else:
             hogwild.model.scale = hogwild.model.scale + 1
     training.train_dealt(hogwild, 0)
 
 
 def a_tensor_that_a_process_replaces_is_an_error(folder: str) -> None:
-    for kind, name in (("parameter", "weight"), ("loaded", "weight"), ("buffer", "scale")):
+    kinds = (("parameter", "weight"), ("loaded", "weight"), ("buffer", "scale"), ("storage", "weight"))
+    for kind, name in kinds:
         model = training.network()
         model.register_buffer("scale", torch.ones(3))
         hogwild = Hogwild(model, training.OPTIMIZERS["sgd"](model.parameters()), 2, threads=1, start="fork")
-        with pytest.raises(ProcessFailedError, match=rf"{name} was replaced by another tensor") as error:
+        with pytest.raises(ProcessFailedError, match=rf"{name} was replaced (by another tensor )?during") as error:
             hogwild.run(train_replaced, kind)
         assert "process 1" in str(error.value)
 

@@ -180,7 +180,14 @@ def test_below_min_sites_training_pauses_and_says_for_whom(tmp_path):
         hub.await_line("paused: 2 sites are needed and 1 is connected: waiting for b", ENDED)
         assert max(run.lines("a")) == 2
         run.start("b")
-        assert "training pauses: 2 sites are needed and 1 is connected: waiting for b" in run.end("a")
+        told = run.end("a")  # by logging, with the time
+        for text in (
+            r"training pauses: 2 sites are needed and 1 is connected: waiting for b\n",
+            r"site 1 \(b\) is lost: .+\n",
+            r"site 1 \(b\) is back, after \d+ s\n",
+            r"training goes on, after \d+ s\n",
+        ):
+            assert re.search(rf"\d\d:\d\d:\d\d dadplug: {text}", told), told
         run.end("b")
         assert max(run.lines("b")) == 11
 
@@ -277,6 +284,7 @@ def test_the_largest_state_follows_the_model():
     with torch.device("meta"):
         large = nn.Linear(30_000, 30_000)
     assert largest_state(large) > 3 * 4 * 30_000**2
+    assert largest_state(nn.Linear(3, 3)) < 1 << 30
 
 
 # Sites that are late: they miss steps, stay members, and the bits are those of a run in which they are idle

@@ -128,11 +128,15 @@ def test_a_hub_may_start_after_its_sites(tmp_path):
                 link.close()
 
 
-def test_a_hub_that_is_not_there_is_named(tmp_path):
+def test_a_hub_that_is_not_there_is_named(tmp_path, caplog):
     with running_hub(tmp_path / "kits") as hub:
         pass
     with pytest.raises(SiteError, match=f"the hub at {hub.address[0]}:{hub.address[1]} cannot be reached for 0.3 s"):
         open_link(tmp_path / "kits", "a", timeout=0.3)
+    told = [each.getMessage() for each in caplog.records if "cannot be reached: " in each.getMessage()]
+    assert len(told) == 1  # at once; reminders come after seconds
+    assert f"the hub at {hub.address[0]}:{hub.address[1]}" in told[0]
+    assert "dialing again" in told[0]
 
 
 def test_two_processes_with_one_kit_are_refused(tmp_path):

@@ -249,6 +249,9 @@ def test_troubles_are_told_at_once_and_again_at_growing_intervals(monkeypatch, c
         troubles.remind()
     troubles.end("hub", "the hub is back")
     troubles.end("hub", "the hub is back")
+    troubles.begin("pause", "waiting for a", changes=True)
+    troubles.begin("pause", "waiting for a", changes=True)
+    troubles.begin("pause", "waiting for a, b", changes=True)
     told = [record.getMessage() for record in caplog.records]
     assert told == [
         "the hub is lost",
@@ -256,6 +259,8 @@ def test_troubles_are_told_at_once_and_again_at_growing_intervals(monkeypatch, c
         "for 15 s: the hub is lost",
         "for 35 s: the hub is lost",
         "the hub is back, after 39 s",
+        "waiting for a",
+        "waiting for a, b",
     ]
 
 
@@ -283,7 +288,7 @@ def test_a_site_tells_that_the_hub_and_another_site_are_lost(tmp_path, caplog):
         relay.cut()
         until(lambda: "is lost" in caplog.text and "dialing again" in caplog.text)
         until(lambda: "is connected again, after" in caplog.text)
-        other[0].leave("no data")
+        other[0].leave("no data\n\x1b[2Jforged")
         assert link.await_loss(60.0) is not None
-        assert "site 1 (b) is lost: no data" in caplog.text
+        assert r"site 1 (b) is lost: no data\n\x1b[2Jforged" in caplog.text
         link.close()

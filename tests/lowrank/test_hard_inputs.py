@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 
 import pytest
 import torch
 
-from dadplug.lowrank import compress, compress_matrix, dispatch, orthonormalise, packing, portable
+from dadplug.lowrank import compress, compress_matrix, dispatch, kernels, orthonormalise, packing, portable
 from dadplug.lowrank.algorithms import ALGORITHMS
 
+compress_module = importlib.import_module("dadplug.lowrank.compress")
 SHAPES = [(1, 5, 3), (2, 40, 7), (9, 12, 30), (16, 64, 48), (33, 80, 10), (64, 10, 90), (130, 200, 150), (256, 40, 300)]
 EPSILON = {torch.float32: 1e-6, torch.float64: 1e-14}
 
@@ -63,6 +65,7 @@ def sparse(deltas, activations):
 
 KINDS = [plain, of_low_rank, graded, graded_columns, graded_in_opposite_ways, repeated, with_zero_rows, sparse]
 SCALES = [(1.0, 1.0), (1e-30, 1.0), (1.0, 1e30), (1e15, 1e15), (1e-15, 1e-15), (1e-30, 1e30), (1e20, 1e-25)]
+TINIEST = [(1e-44, 1e35), (1e36, 1e-44)]  # numbers of few digits, whose products have a usual size
 # The largest error beside that of the optimum, as a share of the gradient: published vectors find it over steps.
 SLACK = {"gram": 1e-3, "iteration": 0.05, "formed": 0.05, "deflation": 0.6}
 
@@ -100,7 +103,7 @@ def check(compressed, gradient, scale, rank, slack, dtype):
     assert found <= best + slack + 30 * math.sqrt(EPSILON[dtype]) * (best > 0) + 2000 * EPSILON[dtype]
     kept = left[:, : compressed.effective_rank]
     torch.testing.assert_close(kept.T @ kept, torch.eye(kept.shape[1], dtype=torch.float64), atol=1e-5, rtol=0)
-    lengths = right.norm(dim=0) / scale
+    lengths = (right / scale).norm(dim=0)  # whose squares the type holds
     torch.testing.assert_close(compressed.singular_values / scale, lengths, rtol=1e-5, atol=1e-6 * whole)
     return found
 
@@ -127,6 +130,27 @@ def test_scales_do_not_matter(algorithm, scales):
             deltas, activations = inputs(plain, shape, dtype, scales)
             compressed = compress(deltas, activations, 4, algorithm=algorithm)
             check(compressed, *gradient_of(deltas, activations), 4, SLACK[algorithm], dtype)
+
+
+@pytest.mark.parametrize("scales", [(1e120, 1e120), (1e-150, 1e-120), (1e200, 1e-250)], ids=str)
+def test_double_precision_keeps_its_range(scales):
+    for algorithm in ALGORITHMS:
+        deltas, activations = inputs(plain, (16, 64, 48), torch.float64, scales)
+        gradient, scale = gradient_of(deltas, activations)
+        compressed = compress(deltas, activations, 4, algorithm=algorithm)
+        found = check(compressed, gradient, scale, 4, SLACK[algorithm], torch.float64)
+        assert compressed.residual(deltas, activations) == pytest.approx(found, abs=3e-3)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("scales", TINIEST, ids=str)
+def test_numbers_of_few_digits_lose_no_others(scales, algorithm):
+    for shape in SHAPES[:6]:
+        for rank in (1, 4, 20):
+            deltas, activations = inputs(plain, shape, torch.float32, scales)
+            compressed = compress(deltas, activations, rank, algorithm=algorithm)
+            slack = SLACK[algorithm] if rank < min(shape) else 1e-3
+            check(compressed, *gradient_of(deltas, activations), rank, slack, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -167,6 +191,67 @@ def test_eigenvectors_of_a_matrix_of_low_rank(rows, rank):
         torch.testing.assert_close(values / scale, wanted, atol=1e-12 * float(wanted[0]), rtol=1e-10)
         torch.testing.assert_close(vectors @ vectors.T, torch.eye(rows, dtype=torch.float64), atol=1e-10, rtol=0)
         torch.testing.assert_close(vectors.T @ (values[:, None] / scale * vectors), root @ root.T)
+
+
+@pytest.mark.parametrize("rows", [2, 16, 47, 79])
+@pytest.mark.parametrize("rank", [1, 5])
+def test_kernels_converge_without_lapack(rows, rank):
+    generator = torch.Generator().manual_seed(rows)
+    root, other = torch.randn(2, rows, rank, generator=generator, dtype=torch.float64)
+    values, vectors = torch.empty(rows, dtype=torch.float64), torch.empty(rows, rows, dtype=torch.float64)
+    for scale in (1.0, 1e-30, 1e30):
+        gram = root @ root.T * scale
+        assert kernels.eigh(gram.clone().numpy(), values.numpy(), vectors.numpy())
+        assert math.isfinite(kernels.gram_vectors(gram.numpy(), (other @ other.T).numpy(), 1e-14, vectors.numpy()))
+
+
+def no_basis(*_):
+    raise portable.LinAlgError("of the test")
+
+
+def zero_basis(operator, k, search):
+    return torch.zeros(k, operator.shape[0], dtype=operator.like.dtype)
+
+
+def spoilt_basis(operator, k, search):
+    return zero_basis(operator, k, search) + math.nan
+
+
+@pytest.mark.parametrize("find", [zero_basis, spoilt_basis])
+def test_lapack_takes_the_place_of_an_algorithm_that_fails(find, monkeypatch):
+    monkeypatch.setitem(ALGORITHMS, "gram", find)
+    deltas, activations = inputs(plain, (16, 64, 48), torch.float32, (1e15, 1e15))
+    gradient, scale = gradient_of(deltas, activations)
+    check(compress(deltas, activations, 4, algorithm="gram"), gradient, scale, 4, 1e-5, torch.float32)
+    monkeypatch.setattr(compress_module, "exact", no_basis)
+    with pytest.raises(FloatingPointError, match="neither the algorithm nor LAPACK has converged"):
+        compress(deltas, activations, 4, algorithm="gram")
+
+
+def test_lapack_takes_the_place_of_a_kernel_that_fails(monkeypatch):
+    monkeypatch.setattr(kernels, "eigh", lambda *_: False)
+    monkeypatch.setattr(kernels, "gram_vectors", lambda *_: math.nan)
+    test_eigenvectors_of_a_matrix_of_low_rank(16, 5)
+    test_no_gradient_is_lost("gram", graded, torch.float32)
+
+
+def test_products_beyond_the_range_of_the_type_raise():
+    deltas, activations = inputs(plain, (16, 64, 48), torch.float32, (1e30, 1e30))
+    for algorithm in ALGORITHMS:
+        with pytest.raises(FloatingPointError, match=r"singular value .*e\+6\d is out of the range of torch.float32"):
+            compress(deltas, activations, 4, algorithm=algorithm)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_raises(bad):
+    for shape in SHAPES:
+        deltas, activations = inputs(plain, shape, torch.float32, (1.0, 1.0))
+        deltas[-1, 0] = bad
+        for algorithm in ALGORITHMS:
+            with pytest.raises(FloatingPointError, match="hold NaN or Inf"):
+                compress(deltas, activations, 4, algorithm=algorithm)
+        with pytest.raises(FloatingPointError, match="hold NaN or Inf"):
+            compress_matrix(deltas, 4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

@@ -37,6 +37,21 @@ def test_quantised_values_are_as_near_as_their_scale_allows(rows, width, seed, p
     assert ((back - values).abs() <= 0.5001 * scales[:, None]).all()
 
 
+@pytest.mark.parametrize("size", [1e-35, 1e-38, 1e-41, 1e-43, 2e-45])
+def test_tiny_rows_are_quantised_as_far_as_the_type_allows(size):
+    values = random(4, 50) * size
+    values[3] = 0
+    quantised, scales, back = round_trip(values)
+    others, other_scales = torch.empty_like(quantised), torch.empty_like(scales)
+    portable.quantise(values, others, other_scales)
+    assert torch.equal(quantised, others)
+    assert torch.equal(scales, other_scales)
+    smallest = 2.0**-149
+    assert ((back.double() - values.double()).abs() <= 0.5001 * scales.double()[:, None]).all()
+    assert (scales[:3] <= values[:3].abs().amax(1) / 127 + smallest).all()
+    assert not back[3].any()
+
+
 def test_the_implementations_quantise_alike():
     values = random(5, 333)
     quantised, scales, _ = round_trip(values)

@@ -135,8 +135,14 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(96, 160), nn.Tanh(), nn.Linear(160, 112), nn.Tanh(), nn.Linear(112, 3)).double()
 
 
-def applied_of(steps: int, quiet: int, options: dict) -> float:
+def applied_of(steps: int, quiet: int, options: dict, scales: tuple[float, ...] = (1.0,)) -> float:
     """Add up what is applied over steps of several sizes, some of them accumulated, and then over quiet steps.
+
+    Args:
+        steps: number of steps.
+        quiet: number of further steps, whose gradients are zero.
+        options: those of the reduction.
+        scales: of the losses, in turns.
 
     Returns:
         The largest distance of a weight's sum from that of the mean gradients of all sites.
@@ -149,7 +155,7 @@ def applied_of(steps: int, quiet: int, options: dict) -> float:
     for number in range(steps + quiet):
         model.zero_grad()
         copy = network()
-        scale = float(number < steps)
+        scale = scales[number % len(scales)] * (number < steps)
         parts = 1 + (number % 3 == 1)  # micro-batches
         for part in range(parts):
             generator = torch.Generator().manual_seed(100 * number + 10 * part + rank)
@@ -193,6 +199,31 @@ def test_over_sites_all_is_applied_in_the_end(sites):
     assert max(sites(2).run(applied_of, 12, 12, {})) < 1e-3  # what is left is rounding of int8
     assert max(sites(2).run(applied_of, 12, 12, {"rank": 3})) < 1e-9
     assert min(sites(2).run(applied_of, 12, 12, {"rank": 3, "error_feedback": False})) > 0.01
+
+
+@pytest.mark.parametrize("scales", [(1e-12,), (1e12,), (1e-12, 1e8), (1e10, 1e-10, 1.0)], ids=str)
+def test_over_sites_no_scale_loses_what_is_kept(sites, scales):
+    assert max(sites(2).run(applied_of, 12, 12, {}, scales)) < 1e-3
+    assert max(sites(2).run(applied_of, 12, 12, {"rank": 3}, scales)) < 1e-9
+
+
+TURNS = [(1e-12,), (1e12,), (1e-38,), (1e32,), (1.0, 1e20), (1e20, 1.0), (1e-30, 1e30), (1e-20, 1.0, 1e20)]
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("scales", TURNS, ids=str)
+def test_single_precision_keeps_rows_of_every_scale(scales, wire):
+    generator = torch.Generator().manual_seed(0)
+    method = RankDAD(Options(rank=RANK, wire=wire))
+    total, sent = (torch.zeros(OUT, WIDTH, dtype=torch.float64) for _ in range(2))
+    off = 1e-6 if wire == "fp32" else 1e-2  # of rounding errors, the weakest components are dropped
+    for number in range(12):
+        rows = [torch.randn(2, n, generator=generator) for n in (OUT, WIDTH)]
+        factor = Factor(rows[1], rows[0] * (scales[number % len(scales)] if number < 6 else 0.0))
+        total += 4 * factor.deltas.double().T @ factor.activations.double()
+        sent += step(method, factor, 4, 1.0).double()
+        assert off_by(sent + memory(method).double(), total) < off
+    assert off_by(sent, total) < off
 
 
 def sends_what_is_budgeted() -> None:

@@ -7,6 +7,8 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 
+from ...logs import escaped
+
 _REFUSALS, _PERIOD = 10, 10.0  # lines at most in so many seconds
 _KEPT = 50  # lines
 
@@ -74,8 +76,3 @@ class Journal:
             if self._refusals > _REFUSALS:
                 self.write(f"refused {self._refusals - _REFUSALS} more connections within {_PERIOD:g} s")
             self._refusals = 0
-
-
-def escaped(text: str) -> str:
-    """Return a text in which line ends, escape codes and all else that cannot be printed are written as escapes."""
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)

@@ -209,8 +209,10 @@ class HubLink(HubConnection):
 
     def _set_pause(self, reason: str) -> None:
         """Record why the hub lets all sites wait; empty where it does not any more."""
-        if self.rounds.elastic and (reason or self._pause):
-            print(f"dadplug: {f'training pauses: {reason}' if reason else 'training goes on'}", file=sys.stderr)
+        if self.rounds.elastic and reason:
+            self._troubles.begin("pause", f"training pauses: {reason}", changes=True)
+        elif self.rounds.elastic:
+            self._troubles.end("pause", "training goes on")
         self._pause = reason
         self.pauses = self.rounds.elastic and bool(reason)
 
