@@ -497,7 +497,9 @@ def test_a_client_that_sends_too_large_a_body_reads_the_reason(open_server, anno
         client.sendall(part)
     answer = b""
     while not answer.endswith(b"}"):
-        answer += client.recv(1 << 16)
+        received = client.recv(1 << 16)
+        assert received, answer
+        answer += received
     assert answer.startswith(b"HTTP/1.1 413")
     assert b"connection: close" in answer
     assert answer.endswith(b'{"error": "the body is larger than 10000 bytes"}')
