@@ -85,6 +85,7 @@ _LAZY = {
     "tune": "tuning",
 }
 _MODULES = (
+    "accelerate",
     "adapm",
     "adaptive",
     "callbacks",
