@@ -6,50 +6,171 @@ Trainer, into one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from inspect import signature
+from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DataParallel
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import Optimizer
+from torch.utils.data import DataLoader
 
 from .ddp import DistributedDataParallel
+from .errors import MismatchError
+from .hub.site.runtime import connect, current_connection
+from .logs import get_logger
 from .options import Options
 from .signature import split_keywords, takes_keywords_of
 
 try:
     import accelerate
+    from accelerate.data_loader import prepare_data_loader
 except ImportError as error:
     raise ImportError(
         'dadplug.accelerate needs accelerate: pip install accelerate, or install dadplug with the extra "accelerate"'
     ) from error
 
+_log = get_logger(__name__)
+_OF_WRAPPER = ("broadcast_buffers", "state")  # arguments of `DistributedDataParallel` that are no options
+_SHARDING = {
+    "fsdp_plugin": ("ACCELERATE_USE_FSDP", "FSDP"),
+    "deepspeed_plugin": ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"),
+    "deepspeed_plugins": ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"),
+    "megatron_lm_plugin": ("ACCELERATE_USE_MEGATRON_LM", "Megatron-LM"),
+    "torch_tp_plugin": ("ACCELERATE_USE_TP", "tensor parallelism"),
+    "parallelism_config": ("ACCELERATE_USE_PARALLELISM_CONFIG", "a parallelism_config"),
+}
+"""Arguments of accelerate's class that divide a model over processes: the variable that a launcher sets, and a name."""
+
 
 class Accelerator(accelerate.Accelerator):
     """An accelerator whose `prepare` wraps models in `dadplug.DistributedDataParallel`.
 
+    Everything else is accelerate's. Sites are the processes that ``accelerate launch`` or another launcher has started,
+    or those that `dadplug.connect` has connected before. In one process, the model is trained alone by the same method.
+
     Args:
+        arguments: arguments of accelerate's class, by position.
         mode: name of a method, as in `dadplug.GradientReduction`.
-        keywords: options, see `dadplug.options.Options`, and the keywords of accelerate's class.
+        kit: folder of this site's kit, by which it dials a hub first, see `dadplug.connect`.
+        split_data: True: all sites hold the same data, and prepared loaders divide them, as accelerate does. False:
+            each site has data of its own, and its loaders keep all of them. None: False over a hub, else True.
+        keywords: the other options, see `dadplug.options.Options`, and the keywords of accelerate's class.
+
+    Raises:
+        ValueError: if an option is not valid, or accelerate is asked for what does not go with dadplug: models that are
+            divided over processes, float16 without a GPU, communication hooks, loaders that split or dispatch batches.
 
     Example:
         >>> accelerator = dadplug.accelerate.Accelerator(cpu=True, mode="rankdad")
         >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        >>> for inputs, targets in loader:
+        ...     optimizer.zero_grad()
+        ...     accelerator.backward(criterion(model(inputs), targets))
+        ...     optimizer.step()
     """
 
     _options: dict[str, Any]
     _wrapped: list[DistributedDataParallel]
+    _split_data: bool
+    _joining: dict[str, Any]  # objects whose state a site gets that joins in mid-training
 
-    @takes_keywords_of(Options)
-    def __init__(self, *args: Any, mode: str = "rankdad", **keywords: Any) -> None:
+    @takes_keywords_of(Options, accelerate.Accelerator.__init__)
+    def __init__(
+        self,
+        *arguments: Any,
+        mode: str = "rankdad",
+        kit: str | Path | None = None,
+        split_data: bool | None = None,
+        **keywords: Any,
+    ) -> None:
         options, rest = split_keywords(Options, keywords)
-        super().__init__(*args, **rest)
-        self._begin({"mode": mode} | options)
+        options = {"mode": mode} | options
+        _check_options(options)
+        known = signature(accelerate.Accelerator.__init__).parameters
+        for name in rest:
+            if name not in known:
+                raise Options.unknown(name)
+        given = dict(zip(list(known)[1:], arguments, strict=False)) | rest
+        _refuse_sharding(given)
+        if kit is not None:
+            connect(kit=kit)
+        _check_place(given)
+        with _as_launched():
+            super().__init__(*arguments, **rest)
+        if self.num_processes == 1 and _announced() > 1:
+            raise ValueError(
+                f"{_announced()} processes have been started, and accelerate's state was made before as that of one: "
+                "make this Accelerator before PartialState() and other objects of accelerate, and with cpu=True on CPUs"
+            )
+        self._begin(options, split_data)
 
-    def _begin(self, options: dict[str, Any]) -> None:
-        """Wrap the models that are prepared from now on."""
-        Options.create(**options)
+    def _begin(self, options: dict[str, Any], split_data: bool | None = None) -> None:
+        """Wrap the models that are prepared from now on.
+
+        Args:
+            options: options of the reduction, and arguments of the wrapper.
+            split_data: as in the class.
+        """
+        _check_options(options)
+        _check_configuration(self, split_data)
+        if options.get("min_sites") is not None and current_connection() is None:
+            raise ValueError(
+                "min_sites needs a hub, which tracks the sites that are present: give the Accelerator kit="
+            )
+        if self.scaler is not None:
+            options.setdefault("check_finite", False)  # the scaler looks for Inf itself
+        if self.ddp_handler is not None:
+            options.setdefault("broadcast_buffers", self.ddp_handler.broadcast_buffers)
         self._options = options
-        self._wrapped = []
+        self._split_data = current_connection() is None if split_data is None else split_data
+        self._wrapped, self._joining = [], {}
+        self.register_save_state_pre_hook(self._save_memories)
+        self.register_load_state_pre_hook(self._load_memories)
+
+    @property
+    def _elastic(self) -> bool:
+        """Whether training goes on without a site that leaves."""
+        return self._options.get("min_sites") is not None
+
+    # Preparation
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Prepare models, optimizers, loaders and schedulers for training, in any order; see accelerate.
+
+        With ``min_sites``, a site that joins in mid-training gets the states of the optimizers and schedulers that are
+        prepared together with the model, and of the objects that `register_for_checkpointing` has got before.
+
+        Args:
+            args: the objects.
+            device_placement: for each, whether to move it to the accelerator's device.
+
+        Raises:
+            ValueError: if a model is wrapped already, or an optimizer has no parameter of the models.
+        """
+        models = [each for each in args if isinstance(each, nn.Module)]
+        for model in models:
+            self._check_model(model)
+        own = _identities([*models, *self._wrapped])
+        optimizers = [each for each in args if isinstance(each, Optimizer)]
+        if own:
+            for optimizer in optimizers:
+                _refuse_others(optimizer, own)
+        schedulers = [each for each in args if isinstance(each, LRScheduler)]
+        kinds = {"optimizer": optimizers, "scheduler": schedulers, "object": self._custom_objects}
+        self._joining = {f"{kind} {n}": each for kind, found in kinds.items() for n, each in enumerate(found)}
+        try:
+            return super().prepare(*args, device_placement=device_placement)
+        finally:
+            self._joining = {}
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -60,20 +181,150 @@ class Accelerator(accelerate.Accelerator):
             model: the model.
             device_placement: whether to move it to the accelerator's device; as the accelerator does by default.
             evaluation_mode: whether the model is used without being trained, and not wrapped.
+
+        Raises:
+            ValueError: if it is wrapped already, or on several devices.
         """
-        if any(model is each for each in self._wrapped):
+        if self._is_prepared(model):
             return model
         trained = any(parameter.requires_grad for parameter in model.parameters())
-        if evaluation_mode or not trained or getattr(model, "_is_accelerate_prepared", False):
+        if evaluation_mode or not trained:
             evaluated: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
             return evaluated
-        placed = super().prepare_model(model, device_placement, evaluation_mode=True)
+        self._check_model(model)
+        placed = model
+        if not getattr(model, "_is_accelerate_prepared", False):  # for an evaluation before
+            placed = super().prepare_model(model, device_placement, evaluation_mode=True)
+        elif not any(model is each for each in self._models):
+            self._models.append(model)
         for each in (model, placed):  # which are not what `prepare` returns
             vars(each).pop("_is_accelerate_prepared", None)
-        wrapped = DistributedDataParallel(placed, **self._options)
+        try:
+            wrapped = self._wrap(placed)
+        except BaseException:
+            self._models[:] = [each for each in self._models if each is not model]
+            raise
         vars(wrapped)["_is_accelerate_prepared"] = True
         self._wrapped.append(wrapped)
         return wrapped
+
+    def _wrap(self, model: nn.Module) -> DistributedDataParallel:
+        options = self._options
+        if self._elastic:
+            if self._wrapped:
+                raise ValueError(
+                    "min_sites goes with one model: train the others without it, or put them in one module"
+                )
+            options = {"state": self._joining} | options
+            if not any(name.startswith("optimizer") for name in options["state"]):
+                raise ValueError(
+                    "a site that joins in mid-training needs the state of the optimizer: with min_sites, prepare model "
+                    "and optimizer in one call"
+                )
+        return DistributedDataParallel(model, **options)
+
+    def _is_prepared(self, model: nn.Module) -> bool:
+        prepared = isinstance(model, DistributedDataParallel) and getattr(model, "_is_accelerate_prepared", False)
+        return prepared or any(model is each for each in self._wrapped)
+
+    def _check_model(self, model: nn.Module) -> None:
+        """Raise ValueError if a model cannot be wrapped."""
+        if self._is_prepared(model):
+            return
+        if isinstance(model, (TorchDDP, DataParallel)):
+            raise ValueError(
+                f"the model is wrapped in {type(model).__name__} already: give prepare() the model itself, which is "
+                ".module of it, since the Accelerator wraps it"
+            )
+        if any(each.module is model or getattr(each.module, "_orig_mod", None) is model for each in self._wrapped):
+            raise ValueError("the model is prepared already: use what the first prepare() has returned")
+        devices = {parameter.device for parameter in model.parameters()}
+        if torch.device("meta") in devices:
+            raise ValueError("the model has parameters on the meta device: load or initialise them before prepare()")
+        if len(devices) > 1 and not self.device_placement:
+            places = ", ".join(sorted(map(str, devices)))
+            raise ValueError(f"the model is on several devices ({places}): move all of it to one before prepare()")
+        if devices and not self.device_placement and {each.type for each in devices} != {self.device.type}:
+            raise ValueError(
+                f"the model is on {devices.pop()}, and the accelerator on {self.device}: move the model there before "
+                "prepare(), or leave out device_placement=False"
+            )
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Optimizer:
+        """Prepare an optimizer; before its first step, it is compared with the models.
+
+        Args:
+            optimizer: the optimizer.
+            device_placement: as in `prepare`.
+        """
+        if not getattr(optimizer, "_is_accelerate_prepared", False):
+            handle = optimizer.register_step_pre_hook(lambda *_: check())
+
+            def check() -> None:
+                if self._wrapped:
+                    _refuse_others(optimizer, _identities(self._wrapped))
+                    if any(each.reduction.world_size > 1 for each in self._wrapped):
+                        _refuse_unknown(optimizer, _identities(self._wrapped))
+                handle.remove()
+
+        prepared: Optimizer = super().prepare_optimizer(optimizer, device_placement)
+        return prepared
+
+    def prepare_data_loader(
+        self,
+        data_loader: DataLoader[Any],
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Callable[..., Any] | None = None,
+    ) -> DataLoader[Any]:
+        """Prepare a loader: each site loads its part of the data, or all of them with ``split_data=False``.
+
+        Args:
+            data_loader: the loader.
+            device_placement: whether batches are moved to the accelerator's device.
+            slice_fn_for_dispatch: without effect.
+
+        Raises:
+            ValueError: with ``min_sites``, if the sites would exchange the state of a generator.
+        """
+        if getattr(data_loader, "_is_accelerate_prepared", False) or self.num_processes == 1:
+            return super().prepare_data_loader(data_loader, device_placement)  # type: ignore[no-any-return]
+        if self._split_data:
+            before, self.dataloader_config.dispatch_batches = self.dispatch_batches, False
+            try:
+                prepared = super().prepare_data_loader(data_loader, device_placement)
+            finally:
+                self.dataloader_config.dispatch_batches = before
+        else:
+            prepared = self._keep_data(
+                data_loader, self.device_placement if device_placement is None else device_placement
+            )
+        if self._elastic and getattr(prepared, "rng_types", None):
+            self._dataloaders.remove(prepared)
+            raise ValueError(
+                "the sites would exchange the order of a shuffled loader in each epoch, which min_sites does not "
+                "allow: give the Accelerator split_data=False, where each site has data of its own, or "
+                "dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=...)"
+            )
+        return prepared  # type: ignore[no-any-return]
+
+    def _keep_data(self, loader: DataLoader[Any], device_placement: bool) -> Any:
+        """Prepare a loader of data that only this site has."""
+        prepared = prepare_data_loader(
+            loader,
+            self.device,
+            num_processes=1,
+            process_index=0,
+            put_on_device=device_placement,
+            rng_types=[],
+            dispatch_batches=False,
+            use_seedable_sampler=self.use_seedable_sampler,
+            non_blocking=self.non_blocking,
+        )
+        prepared._drop_last = True  # no site's last batch has rows of others, which gather_for_metrics would leave out
+        self._dataloaders.append(prepared)
+        return prepared
+
+    # Training
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
@@ -89,6 +340,132 @@ class Accelerator(accelerate.Accelerator):
             with super().no_sync(model):
                 yield
 
+    @contextmanager
+    def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
+        """Let sites have different numbers of batches inside a ``with`` block, on CPUs as well as on GPUs.
+
+        Args:
+            joinables: the prepared models that are trained inside.
+            even_batches: in place of the loaders' own setting inside of the block; where it is True, and all sites have
+                the same data, they have equally many batches.
+
+        Raises:
+            ValueError: if something else than a prepared model is given.
+        """
+        for each in joinables:
+            if not isinstance(each, DistributedDataParallel):
+                raise ValueError(
+                    f"join_uneven_inputs takes the models that prepare() has returned, got {type(each).__name__}"
+                )
+        even = self.even_batches if even_batches is None else even_batches
+        enable = self.num_processes > 1 and not (even and self._split_data)
+        samplers = [getattr(each, "batch_sampler", None) for each in self._dataloaders]
+        changed = [each for each in samplers if hasattr(each, "even_batches")] if even_batches is not None else []
+        with ExitStack() as restored:
+            for sampler in changed:
+                restored.callback(setattr, sampler, "even_batches", sampler.even_batches)
+                sampler.even_batches = even_batches
+            with joinables[0].join(enable=enable) if len(joinables) == 1 else Join([*joinables], enable=enable):
+                yield
+
+    # State
+
+    def _save_memories(self, models: list[nn.Module], weights: list[dict[str, Any]], output_dir: str) -> None:
+        """Write what this site's reductions keep from step to step, beside what `save_state` writes."""
+        if not self._wrapped:
+            return
+        first = self._wrapped[0].reduction
+        if any(each.reduction.pending for each in self._wrapped):
+            _log.warning(
+                "save_state while gradients are accumulated, which checkpoints do not contain: save where "
+                "accelerator.sync_gradients is True"
+            )
+        states = [each.reduction.state_dict() for each in self._wrapped]
+        torch.save({"sites": first.world_size, "states": states}, _memory_path(output_dir, first.site_rank))
+
+    def _load_memories(self, models: list[nn.Module], input_dir: str) -> None:
+        """Restore what `_save_memories` has written; all sites call it.
+
+        Raises:
+            RuntimeError: if this site has joined a running training.
+            ValueError: if the checkpoint is of another number of models, or of another mode.
+        """
+        for number, each in enumerate(self._wrapped):
+            reduction = each.reduction
+            rank, count = reduction.site_rank, reduction.world_size
+            if self._elastic and reduction.step:
+                raise RuntimeError(
+                    "this site has joined a running training and has the state of the others: call load_state() only "
+                    "where model.reduction.step is 0"
+                )
+            saved = _read_memory(input_dir, rank)
+            if saved is not None and len(saved["states"]) != len(self._wrapped):
+                raise ValueError(
+                    f"the checkpoint {input_dir} is of {len(saved['states'])} models, and {len(self._wrapped)} are "
+                    "prepared: prepare those that were prepared when it was written, in the same order"
+                )
+            own = None if saved is None else saved["states"][number]
+            sites = 0 if saved is None else saved["sites"]
+            found = [each for each in reduction.gather_objects(sites) if each is not None]
+            if all(each == count for each in found):
+                assert own is not None
+                reduction.load_state_dict(own)
+            elif any(found):
+                further = [_read_memory(input_dir, other) for other in range(count, max(found))] if rank == 0 else []
+                parts = [own, *(None if part is None else part["states"][number] for part in further)]
+                gathered = reduction.gather_objects(parts)
+                reduction.load_states([*(part[0] if part else None for part in gathered), *(gathered[0] or [None])[1:]])
+            elif rank == 0:
+                _log.warning(
+                    "%s has no state of dadplug: training goes on, and what the compressors keep from step to step "
+                    "begins anew",
+                    input_dir,
+                )
+
+    def load_state(
+        self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **load_model_func_kwargs: Any
+    ) -> None:
+        """Restore what `save_state` has written, with what the reductions keep; all sites must call it.
+
+        Args:
+            input_dir: the folder, as in accelerate.
+            load_kwargs: as in accelerate.
+            load_model_func_kwargs: as in accelerate.
+
+        Raises:
+            MismatchError: if sites have loaded different weights.
+        """
+        super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
+        for each in self._wrapped:
+            differs = None if self._elastic else each.reduction.first_difference()
+            if differs is not None:
+                raise MismatchError(
+                    f"the sites have loaded different weights (parameter {differs!r}): give all of them one checkpoint"
+                )
+
+    def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """Return the model inside of a prepared one; see accelerate.
+
+        Args:
+            model: the prepared model.
+            args: as in accelerate.
+            kwargs: as in accelerate.
+        """
+        inner = model.module if isinstance(model, DistributedDataParallel) else model
+        unwrapped: nn.Module = super().unwrap_model(inner, *args, **kwargs)
+        return unwrapped
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Release the prepared objects, and detach dadplug from the models; see accelerate.
+
+        Args:
+            objects: objects to release, in whose place None is returned.
+        """
+        for each in self._wrapped:
+            each.reduction.detach(discard=True)
+        self._wrapped.clear()
+        return super().free_memory(*objects)
+
 
 def use(accelerator: accelerate.Accelerator, mode: str = "rankdad", **options: Any) -> None:
     """Let an accelerator that exists wrap the models that it prepares from now on in dadplug's class.
@@ -96,9 +473,183 @@ def use(accelerator: accelerate.Accelerator, mode: str = "rankdad", **options: A
     Args:
         accelerator: the accelerator, of accelerate's class or a subclass of it.
         mode: name of a method, as in `dadplug.GradientReduction`.
-        options: the other options, see `dadplug.options.Options`.
+        options: the other options, see `dadplug.options.Options`, and ``split_data``, ``broadcast_buffers`` and
+            ``state`` of `Accelerator` and `dadplug.DistributedDataParallel`.
+
+    Raises:
+        ValueError: as in `Accelerator`, or if a model is wrapped already.
     """
+    if isinstance(accelerator, Accelerator):
+        raise ValueError("the accelerator uses dadplug already")
+    if any(not getattr(each, "_is_accelerate_prepared", False) for each in accelerator._models):
+        raise ValueError("the accelerator has wrapped a model in torch's class already: call use() before prepare()")
+    split_data = options.pop("split_data", None)
+    _check_options({"mode": mode} | options)
+    _refuse_sharding({})
+    _check_configuration(accelerator, split_data)
     kind = type(accelerator)
     own = Accelerator if kind is accelerate.Accelerator else type(kind.__name__, (Accelerator, kind), {})
     accelerator.__class__ = own
-    accelerator._begin({"mode": mode} | options)
+    accelerator._begin({"mode": mode} | options, split_data)
+
+
+# Checks
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    Options.create(**{name: value for name, value in options.items() if name not in _OF_WRAPPER})
+
+
+def _refuse_sharding(given: Mapping[str, Any]) -> None:
+    """Raise ValueError if models are to be divided over processes.
+
+    Args:
+        given: arguments of accelerate's class, by name.
+    """
+    for argument, (variable, name) in _SHARDING.items():
+        asked = given.get(argument) is not None
+        if asked or os.environ.get(variable, "false").lower() in ("true", "1"):
+            where = (
+                f"leave {argument}= out" if asked else f"start without what sets {variable}, see `accelerate config`"
+            )
+            raise ValueError(
+                f"{name} divides the model over processes, and dadplug needs all of it at each site: {where}"
+            )
+
+
+def _check_place(given: Mapping[str, Any]) -> None:
+    """Raise ValueError if accelerate would let each process train alone, or would not use the precision asked for.
+
+    Args:
+        given: arguments of accelerate's class, by name.
+    """
+    on_cpu = bool(given.get("cpu")) or os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1")
+    if not on_cpu and not torch.accelerator.is_available():
+        if _announced() > 1:
+            raise ValueError(
+                f"{_announced()} processes have been started, and without a GPU accelerate lets each of them train "
+                "alone: give the Accelerator cpu=True"
+            )
+        on_cpu = True
+    if on_cpu:
+        _refuse_lone_launch()
+    precision = given.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    _check_precision(str(precision), "cpu" if on_cpu else "gpu")
+
+
+def _refuse_lone_launch() -> None:
+    """Raise ValueError if accelerate launch was asked for several processes, and has started one."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+    launched = "ACCELERATE_DYNAMO_BACKEND" in os.environ and "MASTER_ADDR" in os.environ  # which it sets for several
+    if launched and _announced() == 1 and not any(name in os.environ for name in names):
+        raise ValueError(
+            "accelerate launch --cpu starts one process on a machine, whatever --num_processes says, unless it gets "
+            "--mpirun_hostfile: leave --cpu out and give --multi_gpu, with Accelerator(cpu=True) in the script, which "
+            "starts all of them on CPUs, or use torchrun, or set RANK and WORLD_SIZE for each process"
+        )
+
+
+def _check_precision(precision: str, device_type: str) -> None:
+    if precision == "fp16" and device_type == "cpu":
+        raise ValueError(
+            "mixed_precision='fp16' has no effect on CPUs, where accelerate would train in float32: give 'bf16' or 'no'"
+        )
+    if precision == "fp8":
+        raise ValueError(
+            "mixed_precision='fp8' replaces linear layers by others, whose gradients dadplug does not know: give 'bf16'"
+        )
+
+
+def _check_configuration(accelerator: accelerate.Accelerator, split_data: bool | None) -> None:
+    """Raise ValueError if an accelerator is configured in a way that does not go with dadplug."""
+    kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
+    if kind != "NO" and not kind.startswith("MULTI_"):
+        raise ValueError(f"distributed type {kind} does not go with dadplug: start one process for each CPU or GPU")
+    if split_data not in (None, True, False):
+        raise ValueError(f"split_data must be True, False or None, got {split_data!r}")
+    _check_precision(accelerator.mixed_precision, accelerator.device.type)
+    if accelerator.split_batches:
+        raise ValueError(
+            "split_batches=True divides each batch over the processes, and where it does not divide evenly leaves some "
+            "of them without rows: leave it out, and give the loader the batch size of one process"
+        )
+    if accelerator.dispatch_batches:
+        raise ValueError(
+            "dispatch_batches=True sends the data of process 0 to all sites in each step: leave it out, so that each "
+            "site loads its own part"
+        )
+    handler = accelerator.ddp_handler
+    for name in ("comm_hook", "comm_wrapper"):
+        asked = getattr(handler, name, "no")
+        hook = str(getattr(asked, "value", asked))
+        if hook != "no":
+            remedy = "mode='powersgd'" if "power" in hook else f"wire={hook.replace('fp16', 'bf16')!r}"
+            raise ValueError(
+                f"{name}={hook!r} in DistributedDataParallelKwargs: the mode decides what is sent. Leave it out, and "
+                f"give the Accelerator {remedy} for what it did"
+            )
+
+
+def _identities(models: Sequence[nn.Module]) -> set[int]:
+    return {id(parameter) for model in models for parameter in model.parameters()}
+
+
+def _refuse_others(optimizer: Optimizer, own: set[int]) -> None:
+    """Raise ValueError if an optimizer has none of the parameters whose `id` are given."""
+    if not any(id(each) in own for group in optimizer.param_groups for each in group["params"]):
+        raise ValueError(
+            f"the optimizer {type(optimizer).__name__} has none of the parameters of the models that are prepared: "
+            "create it from model.parameters() of the model that prepare() gets"
+        )
+
+
+def _refuse_unknown(optimizer: Optimizer, own: set[int]) -> None:
+    """Raise ValueError if an optimizer has gradients of parameters whose `id` are not among those given."""
+    for number, group in enumerate(optimizer.param_groups):
+        for each in group["params"]:
+            if id(each) not in own and each.grad is not None:
+                raise ValueError(
+                    f"the optimizer steps a parameter of no prepared model (group {number}, shape {[*each.shape]}), "
+                    "which would differ between sites: prepare the module that has it, too"
+                )
+
+
+# Processes and files
+
+
+def _announced() -> int:
+    """Return the number of processes of the default process group, or of what a launcher has announced."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+@contextmanager
+def _as_launched() -> Iterator[None]:
+    """Let accelerate find a process group that exists, such as that of `dadplug.connect`, as if by a launcher."""
+    names = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    before = {name: os.environ[name] for name in names if name in os.environ}
+    connected = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if not connected or int(before.get("WORLD_SIZE", "1")) > 1:
+        yield
+        return
+    own = {"WORLD_SIZE": str(dist.get_world_size()), "RANK": str(dist.get_rank()), "LOCAL_RANK": "0"}
+    os.environ.update(own | {"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"})  # of a group that exists: not used
+    try:
+        yield
+    finally:
+        for name in names:
+            os.environ.pop(name, None)
+        os.environ.update(before)
+
+
+def _memory_path(folder: str, rank: int) -> Path:
+    return Path(folder) / f"dadplug_{rank}.bin"
+
+
+def _read_memory(folder: str, rank: int) -> dict[str, Any] | None:
+    path = _memory_path(folder, rank)
+    if not path.is_file():
+        return None
+    saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    return saved

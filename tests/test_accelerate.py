@@ -1,50 +1,478 @@
-"""`dadplug.accelerate`: what scripts of Accelerate do, held against one process with all rows."""
+"""`dadplug.accelerate`: what scripts of Accelerate do, held against one process with the rows of all sites."""
 
 from __future__ import annotations
+
+import copy
+import os
+from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from comparison import off_by
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 accelerate = pytest.importorskip("accelerate")
 
+from accelerate.utils import (  # noqa: E402
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    ProjectConfiguration,
+)
+
 import dadplug  # noqa: E402
-import dadplug.accelerate  # noqa: E402
+from dadplug.accelerate import Accelerator, use  # noqa: E402
 
 
-def build() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3)).double()
+def build(seed: int = 0, dropout: float = 0.0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Dropout(dropout), nn.Linear(12, 3)).double()
 
 
-def fresh() -> None:
-    """Forget the state that accelerate shares between the accelerators of a process."""
+def rows(count: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(count, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def fresh(*args, **keywords) -> Accelerator:
+    """Make an accelerator without what accelerate shares between those of a process."""
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerate.state.GradientState._reset_state()
+    return Accelerator(*args, cpu=True, **keywords)
+
+
+def assert_equal(model: nn.Module, other: nn.Module, limit: float = 1e-10) -> None:
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert off_by(p.detach(), q.detach()) <= limit, off_by(p.detach(), q.detach())
+
+
+def clip(name: str, how: object, parameters) -> None:
+    """Clip gradients by an accelerator, or by torch."""
+    if name == "norm":
+        (how.clip_grad_norm_ if how else nn.utils.clip_grad_norm_)(parameters, 0.1)
+    elif name == "value":
+        (how.clip_grad_value_ if how else nn.utils.clip_grad_value_)(parameters, 0.02)
+
+
+def train(accelerator: Accelerator, clips: str, data: torch.Tensor, epochs: int = 2, join: bool = False):
+    """A loop as in accelerate's documentation; return the model, and each micro-batch with whether a step followed."""
+    model = build(seed=dist.get_rank() if dist.is_initialized() else 0)  # the sites start from site 0's
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+    loader = DataLoader(TensorDataset(data), 4, shuffle=True)
+    optimizer, loader, model, scheduler = accelerator.prepare(optimizer, loader, model, scheduler)
+    assert isinstance(model, nn.parallel.DistributedDataParallel)
+    record = []
+    for _ in range(epochs):
+        with accelerator.join_uneven_inputs([model], even_batches=False) if join else nullcontext():
+            for (inputs,) in loader:
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(inputs).square().mean())
+                    if accelerator.sync_gradients:
+                        clip(clips, accelerator, model.parameters())
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+                record.append((inputs, accelerator.sync_gradients))
+    return model, record
+
+
+def replay(micro_batches, accumulation: int, clips: str, model: nn.Module, plain=None) -> nn.Module:
+    """Train a model on given micro-batches by a plain loop, alone or by a `GradientReduction`."""
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+    for inputs, steps in micro_batches:
+        with plain.no_sync() if plain is not None and not steps else nullcontext():
+            (model(inputs).square().mean() / accumulation).backward()
+        if steps:
+            if plain is not None:
+                plain.synchronize()
+            clip(clips, None, model.parameters())
+            optimizer.step()
+            for _ in range(2):  # accelerate's scheduler makes a step for each process
+                scheduler.step()
+            optimizer.zero_grad()
+    return model
+
+
+CASES = {
+    "clips": ({}, "norm", 1),
+    "accumulates": ({"gradient_accumulation_steps": 2}, "value", 2),
+    "each batch": (
+        {"gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=2, sync_each_batch=True)},
+        "norm",
+        2,
+    ),
+}
+
+
+def follows_one_process(mode: str, case: str) -> None:
+    keywords, clips, accumulation = CASES[case]
+    accelerator, data = fresh(mode=mode, **copy.deepcopy(keywords)), rows(21)
+    model, record = train(accelerator, clips, data)
+    by_site = model.reduction.gather_objects([inputs for inputs, _ in record])
+    assert len(record) == 6
+    assert [steps for _, steps in record] == ([True] * 6 if accumulation == 1 else [False, True, True] * 2)
+    seen = {tuple(row.tolist()) for site in by_site for inputs in site[:3] for row in inputs}
+    assert seen == {tuple(row.tolist()) for row in data}  # each row in the first epoch
+    whole = [(torch.cat([site[n] for site in by_site]), record[n][1]) for n in range(len(record))]
+    assert_equal(model, replay(whole, accumulation, clips, build()))
+    assert model.reduction.first_difference() is None
+    assert model.reduction.traffic.total_bytes_sent > 0
+    assert accelerator.unwrap_model(model) is model.module
+    accelerator.free_memory()
+    assert not accelerator._wrapped
+    again = accelerator.prepare(model.module)  # free_memory has detached the model
+    again.reduction.detach()
+
+
+def test_a_script_trains_as_one_process(sites):
+    for mode, case in [("dad", "clips"), ("dad", "each batch"), ("dsgd", "accumulates"), ("dad", "accumulates")]:
+        sites(2).run(follows_one_process, mode, case)
+
+
+def follows_the_plain_loop(accumulation: int) -> None:
+    options = {"mode": "rankdad", "rank": 2}
+    accelerator = fresh(gradient_accumulation_steps=accumulation, **options)
+    model, record = train(accelerator, "norm", rows(21))
+    accelerator.free_memory()
+    other = build(seed=dist.get_rank())
+    reduction = dadplug.GradientReduction(other, **options)
+    assert_equal(model, replay(record, accumulation, "norm", other, reduction), 0.0)
+    reduction.detach()
+
+
+def test_a_low_rank_mode_trains_as_a_plain_loop(sites):
+    for accumulation in (1, 2):
+        sites(2).run(follows_the_plain_loop, accumulation)
+
+
+def joins() -> None:
+    """Sites with 4 and 3 batches, without rows that are repeated; the last batch of 2 rows counts by its rows."""
+    accelerator = fresh(mode="dad")
+    model, record = train(accelerator, "", rows(26), epochs=1, join=True)
+    by_site = model.reduction.gather_objects([inputs for inputs, _ in record])
+    assert [len(site) for site in by_site] == [4, 3]
+    assert len(by_site[0][-1]) == 2
+    whole = [(torch.cat([site[n] for site in by_site if n < len(site)]), True) for n in range(4)]
+    assert_equal(model, replay(whole, 1, "", build()))
+    with pytest.raises(ValueError, match=r"prepare\(\) has returned, got Sequential"):
+        accelerator.join_uneven_inputs([model.module]).__enter__()
+    accelerator.free_memory()
+
+
+def test_sites_may_have_different_numbers_of_batches(sites):
+    sites(2).run(joins)
+
+
+def gathers() -> None:
+    accelerator = fresh(mode="dsgd")
+    loader = accelerator.prepare(DataLoader(TensorDataset(rows(21)), 4))
+    found = torch.cat([accelerator.gather_for_metrics(inputs) for (inputs,) in loader])
+    assert torch.equal(found, rows(21))
+    rest = torch.cat([accelerator.gather(inputs) for (inputs,) in accelerator.skip_first_batches(loader, 1)])
+    assert torch.equal(rest[:13], rows(21)[8:])
+    accelerator.free_memory()
+
+
+def test_metrics_have_each_row_once(sites):
+    sites(2).run(gathers)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(rows(16))
+
+
+def keeps_data() -> None:
+    """Loaders of sites with data of their own, and streams, which are not sent by site 0."""
+    accelerator = fresh(mode="dad", split_data=False)
+    own = rows(9 + 4 * dist.get_rank(), seed=dist.get_rank())
+    loader, model = accelerator.prepare(DataLoader(TensorDataset(own), 4), build())
+    assert torch.equal(torch.cat([inputs for (inputs,) in loader]), own)
+    gathered = accelerator.gather_for_metrics([tuple(own[-1].tolist())], use_gather_object=True)
+    assert len(gathered) == 2
+    with accelerator.join_uneven_inputs([model]):  # also where even_batches is True: it is about data of all
+        for (inputs,) in loader:
+            accelerator.backward(model(inputs).square().mean())
+            model.zero_grad()
+    accelerator.free_memory()
+    accelerator = fresh(mode="dad")
+    stream = accelerator.prepare(DataLoader(Stream(), 4))
+    assert type(stream).__name__ == "DataLoaderShard"
+    expected = rows(16).reshape(2, 2, 4, 6)[:, dist.get_rank()]
+    assert torch.equal(torch.stack(list(stream)), expected)
+
+
+def test_sites_load_their_own_data(sites):
+    sites(2).run(keeps_data)
+
+
+def resumes(folder: str, options: dict) -> None:
+    """A training that is interrupted after a checkpoint, and one that is not, end with the same bits."""
+
+    def start(seed: int):
+        accelerator = fresh(project_config=ProjectConfiguration(folder, automatic_checkpoint_naming=True), **options)
+        model = build(seed, dropout=0.2)
+        optimizer = torch.optim.Adam(model.parameters(), 0.01)
+        return accelerator, *accelerator.prepare(model, optimizer)
+
+    def steps(accelerator, model, optimizer, numbers) -> None:
+        for step in numbers:
+            accelerator.backward(model(rows(5, seed=2 * step + dist.get_rank())).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    torch.manual_seed(5 + dist.get_rank())
+    whole = start(0)
+    steps(*whole, range(3))
+    whole[0].save_state()
+    steps(*whole, range(3, 6))
+    whole[0].free_memory()
+    torch.manual_seed(50)
+    resumed = start(7)
+    resumed[0].load_state()
+    assert resumed[1].reduction.step == 3
+    steps(*resumed, range(3, 6))
+    assert_equal(resumed[1], whole[1], 0.0)
+    checkpoint = Path(folder) / "checkpoints" / "checkpoint_0"
+    resumed[0].wait_for_everyone()
+    (checkpoint / f"dadplug_{dist.get_rank()}.bin").rename(checkpoint / f"dadplug_{1 + dist.get_rank()}.bin.1")
+    resumed[0].wait_for_everyone()
+    if dist.get_rank() == 0:
+        (checkpoint / "dadplug_1.bin.1").rename(checkpoint / "dadplug_0.bin")
+    resumed[0].wait_for_everyone()
+    resumed[0].load_state(str(checkpoint))  # the state of site 1 is missing
+    assert resumed[1].reduction.step == 3
+    resumed[0].free_memory()
+
+
+def test_a_training_resumes_to_the_bit(sites, tmp_path):
+    feedback = {"mode": "rankdad", "rank": 2, "error_feedback": True}
+    for number, options in enumerate(
+        ({"mode": "rankdad"}, feedback, {"mode": "powersgd", "rank": 2}, {"mode": "topk"})
+    ):
+        sites(2).run(resumes, str(tmp_path / str(number)), options)
+
+
+def trains_two_models() -> None:
+    """A generator and a discriminator, each with its optimizer: several backward passes, some through both."""
+    accelerator = fresh(mode="dad")
+    rank, alone = dist.get_rank(), (build(1), nn.Linear(3, 1).double())
+    torch.manual_seed(3)
+    alone[1].load_state_dict(nn.Linear(3, 1).double().state_dict())
+
+    def loop(generator, judge, optimizers, parts, backward) -> None:
+        for step in range(4):
+            noise, real = rows(8, seed=step)[parts], rows(8, seed=50 + step)[parts][:, :3]
+            optimizers[1].zero_grad()
+            backward(judge(real).sigmoid().log().mean().neg())
+            backward((1 - judge(generator(noise).detach()).sigmoid()).log().mean().neg())
+            optimizers[1].step()
+            optimizers[0].zero_grad()
+            backward(judge(generator(noise)).sigmoid().log().mean().neg())
+            optimizers[0].step()
+
+    both = copy.deepcopy(alone)
+    rates = (0.1, 0.2)
+    prepared = accelerator.prepare(*both, *(torch.optim.SGD(m.parameters(), lr) for m, lr in zip(both, rates)))
+    loop(*prepared[:2], prepared[2:], slice(rank, None, 2), accelerator.backward)
+    own = [torch.optim.SGD(m.parameters(), lr) for m, lr in zip(alone, rates)]
+    loop(*alone, own, slice(None), torch.Tensor.backward)
+    for model, other in zip(prepared, alone):
+        assert_equal(model, other)
+    accelerator.free_memory()
+
+
+def test_two_models_train_with_two_optimizers(sites):
+    sites(2).run(trains_two_models)
+
+
+def computes_in_bf16() -> None:
+    accelerator = fresh(mode="dsgd", mixed_precision="bf16")
+    model = accelerator.prepare(build().float())
+    inputs = rows(4, seed=dist.get_rank()).float()
+    outputs = model(inputs)
+    assert outputs.dtype == torch.float32
+    accelerator.backward(outputs.square().mean())
+    accelerator.free_memory()
+    other = build().float()
+    reduction = dadplug.GradientReduction(other, mode="dsgd")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(other(inputs).float(), outputs)
+        other(inputs).float().square().mean().backward()
+    reduction.synchronize()
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+    reduction.detach()
+    fresh()  # without mixed precision for the next test
+
+
+def test_bf16_is_that_of_a_plain_loop(sites):
+    sites(2).run(computes_in_bf16)
+
+
+def compiles() -> None:
+    accelerator = fresh(mode="dad", dynamo_backend="aot_eager")
+    model, alone = accelerator.prepare(build()), build()
+    assert isinstance(model, dadplug.DistributedDataParallel)
+    for step in range(2):
+        whole = rows(8, seed=step)
+        accelerator.backward(model(whole[dist.get_rank() :: 2]).square().mean())
+        alone(whole).square().mean().backward()
+    for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+        assert off_by(p.grad, q.grad) < 1e-10
+    assert type(accelerator.unwrap_model(model, keep_torch_compile=False)) is nn.Sequential
+    accelerator.free_memory()
+    fresh()
+
+
+def test_a_model_may_be_compiled(sites):
+    sites(2).run(compiles)
 
 
 def uses() -> None:
-    fresh()
     rank, alone = dist.get_rank(), build()
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = accelerate.Accelerator(cpu=True)
-    dadplug.accelerate.use(accelerator, "dad")
-    model = accelerator.prepare(build())
+    use(accelerator, "dad")
+    evaluated = accelerator.prepare_model(build(), evaluation_mode=True)
+    assert type(evaluated) is nn.Sequential
+    model = accelerator.prepare(evaluated)  # trained after an evaluation
     assert isinstance(model, dadplug.DistributedDataParallel)
-    assert isinstance(accelerator, accelerate.Accelerator)
-    rows = torch.randn(8, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    assert type(accelerator) is Accelerator
+    whole = rows(8)
     with accelerator.no_sync(model):
-        accelerator.backward(model(rows[rank:4:2]).square().mean())
-    accelerator.backward(model(rows[4 + rank :: 2]).square().mean())
-    alone(rows[:4]).square().mean().backward()
-    alone(rows[4:]).square().mean().backward()
+        accelerator.backward(model(whole[rank:4:2]).square().mean())
+    accelerator.backward(model(whole[4 + rank :: 2]).square().mean())
+    alone(whole[:4]).square().mean().backward()
+    alone(whole[4:]).square().mean().backward()
     for p, q in zip(model.parameters(), alone.parameters(), strict=True):
         assert off_by(p.grad, q.grad) < 1e-10
     assert accelerator.prepare(model) is model
-    assert accelerator.unwrap_model(model) is model.module
-    model.reduction.detach()
+    with pytest.raises(ValueError, match="uses dadplug already"):
+        use(accelerator)
+    accelerator.free_memory()
+    other = accelerate.Accelerator(cpu=True)
+    wrapped = other.prepare(build())
+    with pytest.raises(ValueError, match=r"use\(\) before prepare"):
+        use(other)
+    with pytest.raises(ValueError, match=r"wrapped in DistributedDataParallel already.*\.module"):
+        Accelerator(cpu=True).prepare(wrapped)
 
 
 def test_an_accelerator_that_exists_uses_a_mode(sites):
     sites(2).run(uses)
+
+
+def refuses_parameters() -> None:
+    accelerator = fresh(mode="dad")
+    bound, model = nn.Linear(3, 1).double(), build()
+    optimizer = torch.optim.SGD([*model.parameters(), *bound.parameters()], 0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.backward(bound(model(rows(4))).mean())
+    with pytest.raises(ValueError, match=r"no prepared model \(group 0, shape \[1, 3\]\).*prepare the module"):
+        optimizer.step()
+    bound.zero_grad()
+    optimizer.step()
+    accelerator.free_memory()
+
+
+def test_an_optimizer_may_not_step_what_would_differ(sites):
+    sites(2).run(refuses_parameters)
+
+
+def test_one_process_trains_alone(monkeypatch):
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    accelerator, data = fresh(mode="rankdad", rank=12, wire="fp32", gradient_accumulation_steps=2), rows(12)
+    model, record = train(accelerator, "norm", data)
+    assert [steps for _, steps in record] == [False, True, True] * 2
+    alone = build()
+    optimizer = torch.optim.Adam(alone.parameters(), 0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+    for inputs, steps in record:
+        (alone(inputs).square().mean() / 2).backward()
+        if steps:
+            nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+            optimizer.step(), scheduler.step(), optimizer.zero_grad()
+    assert_equal(model, alone, 1e-8)
+    frozen = build().requires_grad_(False)
+    assert accelerator.prepare(frozen) is frozen
+    with pytest.raises(ValueError, match=r"none of the parameters.*model.parameters"):
+        accelerator.prepare(build(), torch.optim.SGD(build().parameters(), 0.1))
+    with pytest.raises(ValueError, match=r"already.*module"):
+        accelerator.prepare(nn.DataParallel(build()))
+    with pytest.raises(ValueError, match="is prepared already"):
+        accelerator.prepare(model.module)
+    with torch.device("meta"), pytest.raises(ValueError, match="meta device"):
+        accelerator.prepare(nn.Linear(2, 2))
+    accelerator.free_memory()
+    stray, _ = accelerator.prepare(torch.optim.SGD(build().parameters(), 0.1)), accelerator.prepare(build())
+    with pytest.raises(ValueError, match="none of the parameters"):
+        stray.step()
+    accelerator.free_memory()
+
+
+REFUSED = {
+    "comm_hook='fp16'.*wire='bf16'": {"kwargs_handlers": [DistributedDataParallelKwargs(comm_hook="fp16")]},
+    "comm_hook='power_sgd'.*mode='powersgd'": {
+        "kwargs_handlers": [DistributedDataParallelKwargs(comm_hook="power_sgd")]
+    },
+    "split_batches=True.*batch size": {"dataloader_config": DataLoaderConfiguration(split_batches=True)},
+    "dispatch_batches=True sends.*leave it out": {"dataloader_config": DataLoaderConfiguration(dispatch_batches=True)},
+    "fp16.*'bf16'": {"mixed_precision": "fp16"},
+    "fp8.*'bf16'": {"mixed_precision": "fp8"},
+    "FSDP divides.*leave fsdp_plugin= out": {"fsdp_plugin": FullyShardedDataParallelPlugin()},
+    "DeepSpeed divides.*leave deepspeed_plugin= out": {"deepspeed_plugin": object()},
+    "Megatron-LM divides.*leave megatron_lm_plugin= out": {"megatron_lm_plugin": object()},
+    "tensor parallelism divides": {"torch_tp_plugin": object()},
+    "parallelism_config divides.*leave": {"parallelism_config": object()},
+    r"unknown option 'rnk' \(did you mean 'rank'\?\)": {"rnk": 2},
+    "unknown mode 'dda'": {"mode": "dda"},
+    "split_data must be": {"split_data": "auto"},
+    "min_sites needs a hub": {"min_sites": 1},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_work_is_refused(message, monkeypatch):
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    before = dict(os.environ)
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        fresh(**REFUSED[message])
+    assert dict(os.environ) == before
+    assert fresh(mode="dad").mixed_precision == "no"
+
+
+def test_a_launch_that_would_train_alone_is_refused(monkeypatch):
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match=r"FSDP divides.*ACCELERATE_USE_FSDP"):
+        Accelerator(cpu=True)
+    monkeypatch.delenv("ACCELERATE_USE_FSDP")
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"2 processes have been started.*cpu=True"):
+        Accelerator()
+    monkeypatch.delenv("WORLD_SIZE")
+    for name in ("ACCELERATE_DYNAMO_BACKEND", "MASTER_ADDR"):
+        monkeypatch.setenv(name, "no")
+    with pytest.raises(ValueError, match=r"starts one process.*--multi_gpu"):
+        Accelerator(cpu=True)
+
+
+def test_arguments_of_ddp_without_effect_are_accepted(monkeypatch):
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    handler = DistributedDataParallelKwargs(dim=1, bucket_cap_mb=3, static_graph=True, broadcast_buffers=False)
+    accelerator = fresh(kwargs_handlers=[handler])
+    model = accelerator.prepare(build())
+    assert model.broadcast_buffers is False
+    accelerator.free_memory()
