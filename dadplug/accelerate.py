@@ -38,6 +38,9 @@ except ImportError as error:
         'dadplug.accelerate needs accelerate: pip install accelerate, or install dadplug with the extra "accelerate"'
     ) from error
 
+if tuple(map(int, accelerate.__version__.split(".")[:2])) < (1, 1):
+    raise ImportError(f"dadplug.accelerate needs accelerate 1.1 or newer, got {accelerate.__version__}")
+
 _log = get_logger(__name__)
 _OF_WRAPPER = ("broadcast_buffers", "state")  # arguments of `DistributedDataParallel` that are no options
 _SHARDING = {
@@ -96,11 +99,11 @@ class Accelerator(accelerate.Accelerator):
         options = {"mode": mode} | options
         _check_options(options)
         known = signature(accelerate.Accelerator.__init__).parameters
+        given = dict(zip(list(known)[1:], arguments, strict=False)) | rest
+        _refuse_sharding(given)
         for name in rest:
             if name not in known:
                 raise Options.unknown(name)
-        given = dict(zip(list(known)[1:], arguments, strict=False)) | rest
-        _refuse_sharding(given)
         if kit is not None:
             connect(kit=kit)
         _check_place(given)
@@ -359,7 +362,7 @@ class Accelerator(accelerate.Accelerator):
                 )
         even = self.even_batches if even_batches is None else even_batches
         enable = self.num_processes > 1 and not (even and self._split_data)
-        samplers = [getattr(each, "batch_sampler", None) for each in self._dataloaders]
+        samplers: list[Any] = [getattr(each, "batch_sampler", None) for each in self._dataloaders]
         changed = [each for each in samplers if hasattr(each, "even_batches")] if even_batches is not None else []
         with ExitStack() as restored:
             for sampler in changed:
@@ -422,20 +425,17 @@ class Accelerator(accelerate.Accelerator):
                     input_dir,
                 )
 
-    def load_state(
-        self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **load_model_func_kwargs: Any
-    ) -> None:
+    def load_state(self, input_dir: str | None = None, **kwargs: Any) -> None:
         """Restore what `save_state` has written, with what the reductions keep; all sites must call it.
 
         Args:
             input_dir: the folder, as in accelerate.
-            load_kwargs: as in accelerate.
-            load_model_func_kwargs: as in accelerate.
+            kwargs: further arguments of accelerate's method.
 
         Raises:
             MismatchError: if sites have loaded different weights.
         """
-        super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
+        super().load_state(input_dir, **kwargs)
         for each in self._wrapped:
             differs = None if self._elastic else each.reduction.first_difference()
             if differs is not None:

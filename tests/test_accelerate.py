@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,7 +15,7 @@ from comparison import off_by
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-accelerate = pytest.importorskip("accelerate")
+accelerate = pytest.importorskip("accelerate", minversion="1.1")
 
 from accelerate.utils import (  # noqa: E402
     DataLoaderConfiguration,
@@ -315,6 +316,39 @@ def test_bf16_is_that_of_a_plain_loop(sites):
     sites(2).run(computes_in_bf16)
 
 
+def scales(mode: str) -> None:
+    """A GradScaler, as accelerate has it on GPUs: an overflow at one site skips the step at both."""
+    accelerator, rank, alone = fresh(mode=mode, rank=12, wire="fp32"), dist.get_rank(), build()
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100)
+    accelerator.native_amp, accelerator.state._mixed_precision = True, "fp16"
+    accelerator._options["check_finite"] = False  # as where the scaler is there from the start
+    model = build()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    skipped = []
+    for step in range(4):
+        whole = rows(8, seed=step)
+        accelerator.backward(model(whole[rank::2]).square().mean() * (1e300 if step == rank == 1 else 1.0))
+        accelerator.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        skipped.append(accelerator.optimizer_step_was_skipped)
+        if not skipped[-1]:
+            alone.zero_grad()
+            alone(whole).square().mean().backward()
+            nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+            torch.optim.SGD(alone.parameters(), 0.1).step()
+    assert skipped == [False, True, False, False]
+    assert_equal(model, alone, 1e-10 if mode == "dad" else 1e-6)
+    assert model.reduction.first_difference() is None
+    accelerator.free_memory()
+    fresh()
+
+
+def test_a_step_that_overflows_at_one_site_is_skipped_at_all(sites):
+    for mode in ("dad", "rankdad"):
+        sites(2).run(scales, mode)
+
+
 def compiles() -> None:
     accelerator = fresh(mode="dad", dynamo_backend="aot_eager")
     model, alone = accelerator.prepare(build()), build()
@@ -325,7 +359,8 @@ def compiles() -> None:
         alone(whole).square().mean().backward()
     for p, q in zip(model.parameters(), alone.parameters(), strict=True):
         assert off_by(p.grad, q.grad) < 1e-10
-    assert type(accelerator.unwrap_model(model, keep_torch_compile=False)) is nn.Sequential
+    if "keep_torch_compile" in inspect.signature(accelerate.Accelerator.unwrap_model).parameters:
+        assert type(accelerator.unwrap_model(model, keep_torch_compile=False)) is nn.Sequential
     accelerator.free_memory()
     fresh()
 

@@ -11,7 +11,7 @@ import pytest
 import support
 from running_hub import running_hub
 
-pytest.importorskip("accelerate")
+pytest.importorskip("accelerate", minversion="1.1")
 SITE = str(Path(__file__).parent / "helpers" / "accelerate_site.py")
 ENDED = 300.0
 

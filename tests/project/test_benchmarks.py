@@ -67,6 +67,28 @@ def test_step_times(sites, name):
     assert all(seconds > 0 for seconds in sites(2).run(measure, name))
 
 
+def train_each_way():
+    """Each way trains the same model on the same rows by the same options, and ends with the same parameters."""
+    overhead = program("trainer_overhead")
+    arguments = argparse.Namespace(model="mnistnet", mode="dad", batch_size=2, steps=2, rounds=1, ways="drop-in")
+    assert set(overhead.measure(arguments)) == {"plain", "drop-in"}
+    ends = []
+    for name in overhead.WAYS:
+        task = overhead.train(name, arguments)
+        assert len(task.ticks) == overhead.WARM_UP + 2
+        ends.append([parameter.detach().clone() for parameter in task.model.parameters()])
+    for other in ends[1:]:
+        assert all(torch.equal(p, q) for p, q in zip(ends[0], other))
+    return list(overhead.WAYS)
+
+
+def test_the_overhead_of_trainers_is_that_of_one_training(sites):
+    pytest.importorskip("accelerate")
+    assert {"plain", "drop-in", "accelerate"} <= set(sites(2).run(train_each_way)[0])
+    table = program("trainer_overhead").table({"plain": (0.01, 0.0), "drop-in": (0.0115, 0.001)})
+    assert "| drop-in | 11.50 | +1.00 ms (+10.0%) |" in table
+
+
 def learn(name):
     timed = program("time_to_accuracy")
     data = timed.load_dataset("digits")

@@ -1,0 +1,199 @@
+"""Time of a training step at two sites in a plain loop, by the drop-in for DDP and by trainers, with the same options.
+
+    torchrun --nproc-per-node 2 benchmarks/trainer_overhead.py                      MNISTNet
+    torchrun --nproc-per-node 2 benchmarks/trainer_overhead.py --model bert --steps 10
+    torchrun --nproc-per-node 2 benchmarks/trainer_overhead.py --mode dad --ways plain,accelerate
+
+Each way trains a new model on the same rows, one way after the other, in several rounds. A step lasts from the end of
+the step before to its own end, with the loader, forward, backward, the exchange and the optimizer's step. The overhead
+of a way is its median step less that of the plain loop in the same round; the table has the medians of the rounds.
+
+One thread a site. A further way is a function that is registered by `way`: it trains the model of a `Task`, and calls
+its `tick` at the end of each step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from drive import processor
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from workloads import LARGE, WORKLOADS, loss
+
+import dadplug
+
+MODELS = WORKLOADS | LARGE
+WARM_UP = 5  # steps: kernels compile, and the plan is completed
+
+
+@dataclass
+class Task:
+    """A training that a way has to do: one epoch over the data.
+
+    Attributes:
+        model: the model.
+        data: inputs and targets of all sites.
+        batch_size: rows of a site's batch.
+        options: options of the reduction, with the mode.
+        ticks: when each step has ended.
+    """
+
+    model: nn.Module
+    data: TensorDataset
+    batch_size: int
+    options: dict[str, Any]
+    ticks: list[float] = field(default_factory=list)
+
+    def loader(self, sampler: Any = None) -> DataLoader:
+        """Return a loader of the rows of all sites, or of those of a sampler."""
+        return DataLoader(self.data, self.batch_size, sampler=sampler, generator=torch.Generator())
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Return an optimizer of the model."""
+        return torch.optim.SGD(self.model.parameters(), lr=1e-3)
+
+    def tick(self) -> None:
+        """Record the end of a step."""
+        self.ticks.append(time.perf_counter())
+
+
+Way = Callable[[Task], None]
+WAYS: dict[str, Way] = {}
+
+
+def way(name: str) -> Callable[[Way], Way]:
+    """Register a way to train.
+
+    Args:
+        name: its name in the table and on the command line.
+    """
+
+    def register(function: Way) -> Way:
+        WAYS[name] = function
+        return function
+
+    return register
+
+
+@way("plain")
+def plain_loop(task: Task) -> None:
+    """Train by `GradientReduction` in a loop."""
+    reduction, optimizer = dadplug.GradientReduction(task.model, **task.options), task.optimizer()
+    for inputs, targets in task.loader(Strided(task)):
+        optimizer.zero_grad()
+        loss(task.model(inputs), targets).backward()
+        reduction.synchronize()
+        optimizer.step()
+        task.tick()
+    reduction.detach()
+
+
+@way("drop-in")
+def drop_in(task: Task) -> None:
+    """Train by `DistributedDataParallel` in a loop."""
+    model, optimizer = dadplug.DistributedDataParallel(task.model, **task.options), task.optimizer()
+    for inputs, targets in task.loader(Strided(task)):
+        optimizer.zero_grad()
+        loss(model(inputs), targets).backward()
+        optimizer.step()
+        task.tick()
+    model.reduction.detach()
+
+
+@way("accelerate")
+def accelerator(task: Task) -> None:
+    """Train by Accelerate."""
+    from dadplug.accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, **task.options)
+    model, optimizer, loader = accelerator.prepare(task.model, task.optimizer(), task.loader())
+    for inputs, targets in loader:
+        with accelerator.accumulate(model):
+            optimizer.zero_grad()
+            accelerator.backward(loss(model(inputs), targets))
+            optimizer.step()
+        task.tick()
+    accelerator.free_memory()
+
+
+class Strided(DistributedSampler):
+    """The rows of this site: every n-th batch, as Accelerate gives them.
+
+    Args:
+        task: the task.
+    """
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task.data, shuffle=False)
+        self.batch_size = task.batch_size
+
+    def __iter__(self) -> Any:
+        for begin in range(self.rank * self.batch_size, len(self.dataset), self.num_replicas * self.batch_size):
+            yield from range(begin, begin + self.batch_size)
+
+
+def train(name: str, arguments: argparse.Namespace) -> Task:
+    """Train a model by a way, with the same start values, rows and random numbers as by the others."""
+    workload = MODELS[arguments.model]
+    torch.manual_seed(0)
+    model = workload.build()
+    size = arguments.batch_size or workload.batch_size
+    rows = size * dist.get_world_size() * (WARM_UP + arguments.steps)
+    data = TensorDataset(*workload.draw(rows, torch.Generator().manual_seed(1)))
+    task = Task(model, data, size, {"mode": arguments.mode, "timeout": 600.0})
+    torch.manual_seed(2 + dist.get_rank())
+    WAYS[name](task)
+    return task
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, tuple[float, float]]:
+    """Return for each way the median of its rounds' median steps, and of their differences to the plain loop's."""
+    names = ["plain", *(name for name in arguments.ways.split(",") if name != "plain")]
+    found: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(arguments.rounds):
+        for name in names:
+            ticks = train(name, arguments).ticks[WARM_UP - 1 :]
+            found[name].append(statistics.median(after - before for before, after in itertools.pairwise(ticks)))
+    differences = {name: [own - plain for own, plain in zip(found[name], found["plain"])] for name in names}
+    return {name: (statistics.median(found[name]), statistics.median(differences[name])) for name in names}
+
+
+def table(found: dict[str, tuple[float, float]]) -> str:
+    """Return the table."""
+    lines = ["| way | ms a step | overhead |", "| --- | --- | --- |"]
+    for name, (seconds, more) in found.items():
+        share = more / found["plain"][0]
+        lines.append(f"| {name} | {1e3 * seconds:.2f} | {1e3 * more:+.2f} ms ({share:+.1%}) |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ways", default=",".join(WAYS), help=", ".join(WAYS))
+    parser.add_argument("--model", choices=list(MODELS), default="mnistnet")
+    parser.add_argument("--mode", default="rankdad")
+    parser.add_argument("--batch-size", type=int, help="rows of a site; by default each model's own")
+    parser.add_argument("--steps", type=int, default=100, help="steps of a way in a round")
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    if unknown := [name for name in arguments.ways.split(",") if name not in WAYS]:
+        parser.error(f"unknown way {unknown[0]!r}; valid ones are {', '.join(WAYS)}")
+    torch.set_num_threads(1)
+    dadplug.connect()
+    found = measure(arguments)
+    if dist.get_rank() == 0:
+        print(f"{arguments.model}, mode {arguments.mode}, {dist.get_world_size()} sites; {processor()}\n")
+        print(table(found))
+
+
+if __name__ == "__main__":
+    main()
