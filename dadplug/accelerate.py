@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DataParallel
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim.lr_scheduler import LRScheduler
@@ -368,7 +368,7 @@ class Accelerator(accelerate.Accelerator):
             for sampler in changed:
                 restored.callback(setattr, sampler, "even_batches", sampler.even_batches)
                 sampler.even_batches = even_batches
-            with joinables[0].join(enable=enable) if len(joinables) == 1 else Join([*joinables], enable=enable):
+            with _joined(joinables, enable):
                 yield
 
     # State
@@ -588,6 +588,30 @@ def _check_configuration(accelerator: accelerate.Accelerator, split_data: bool |
                 f"{name}={hook!r} in DistributedDataParallelKwargs: the mode decides what is sent. Leave it out, and "
                 f"give the Accelerator {remedy} for what it did"
             )
+
+
+@contextmanager
+def _joined(models: Sequence[DistributedDataParallel], enable: bool) -> Iterator[None]:
+    """Let sites have different numbers of batches for some models, which the others may train in any order.
+
+    A site that has left takes part in the steps of all of them at the same time, with a thread for each.
+    """
+    contexts = [model.join(enable=enable) for model in models]
+    for context in contexts:
+        context.__enter__()
+    try:
+        yield
+    except BaseException as error:
+        for context in contexts:
+            with suppress(type(error)):
+                context.__exit__(type(error), error, error.__traceback__)
+        raise
+    if len(contexts) == 1:
+        contexts[0].__exit__(None, None, None)
+        return
+    with ThreadPoolExecutor(max(1, len(contexts))) as pool:
+        for ended in [pool.submit(context.__exit__, None, None, None) for context in contexts]:
+            ended.result()
 
 
 def _identities(models: Sequence[nn.Module]) -> set[int]:

@@ -165,8 +165,30 @@ def joins() -> None:
     accelerator.free_memory()
 
 
+def joins_with_two_models() -> None:
+    """The others go on with both models, here in another order than that in which they have joined."""
+    accelerator = fresh(mode="dad", timeout=60.0)
+    first, second, loader = accelerator.prepare(
+        build(), nn.Linear(3, 2).double(), DataLoader(TensorDataset(rows(20)), 4)
+    )
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in (first, second)]
+    with accelerator.join_uneven_inputs([first, second], even_batches=False):
+        for (inputs,) in loader:
+            hidden = first(inputs)
+            second.zero_grad()
+            accelerator.backward(second(hidden.detach()).square().mean())
+            optimizers[1].step()
+            first.zero_grad()
+            accelerator.backward(hidden.square().mean())
+            optimizers[0].step()
+    assert [model.reduction.step for model in (first, second)] == [4, 4]  # 3 batches, and the end at both
+    assert [model.reduction.first_difference() for model in (first, second)] == [None, None]
+    accelerator.free_memory()
+
+
 def test_sites_may_have_different_numbers_of_batches(sites):
     sites(2).run(joins)
+    sites(2).run(joins_with_two_models)
 
 
 def gathers() -> None:
@@ -181,6 +203,27 @@ def gathers() -> None:
 
 def test_metrics_have_each_row_once(sites):
     sites(2).run(gathers)
+
+
+def triggers() -> None:
+    """Gradients of a forward pass inside of no_sync, which the backward pass sends."""
+    accelerator = fresh(mode="dad")
+    model, alone, rank = accelerator.prepare(build()), build(), dist.get_rank()
+    first, second = rows(8, seed=1), rows(8, seed=2)
+    with accelerator.no_sync(model):
+        losses = [model(part[rank::2]).square().mean() for part in (first, second)]
+        accelerator.backward(losses[0])
+    with accelerator.trigger_sync_in_backward(model):
+        accelerator.backward(losses[1])
+    (alone(first).square().mean() + alone(second).square().mean()).backward()
+    for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+        assert off_by(p.grad, q.grad) < 1e-10
+    accelerator.free_memory()
+
+
+@pytest.mark.skipif("reducer" not in vars(dadplug.DistributedDataParallel), reason="needs the drop-in's reducer")
+def test_a_backward_pass_sends_what_was_held_back(sites):
+    sites(2).run(triggers)
 
 
 class Stream(IterableDataset):
