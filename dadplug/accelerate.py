@@ -290,9 +290,11 @@ class Accelerator(accelerate.Accelerator):
             ValueError: with ``min_sites``, if the sites would exchange the state of a generator.
         """
         if getattr(data_loader, "_is_accelerate_prepared", False) or self.num_processes == 1:
-            return super().prepare_data_loader(data_loader, device_placement)  # type: ignore[no-any-return]
+            found: DataLoader[Any] = super().prepare_data_loader(data_loader, device_placement)
+            return found
         if self._split_data:
             before, self.dataloader_config.dispatch_batches = self.dispatch_batches, False
+            prepared: DataLoader[Any]
             try:
                 prepared = super().prepare_data_loader(data_loader, device_placement)
             finally:
@@ -308,7 +310,7 @@ class Accelerator(accelerate.Accelerator):
                 "allow: give the Accelerator split_data=False, where each site has data of its own, or "
                 "dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=...)"
             )
-        return prepared  # type: ignore[no-any-return]
+        return prepared
 
     def _keep_data(self, loader: DataLoader[Any], device_placement: bool) -> Any:
         """Prepare a loader of data that only this site has."""

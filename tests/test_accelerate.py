@@ -17,6 +17,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 accelerate = pytest.importorskip("accelerate", minversion="1.1")
 
+
+from accelerate.local_sgd import LocalSGD  # noqa: E402
 from accelerate.utils import (  # noqa: E402
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
@@ -456,6 +458,13 @@ def refuses_parameters() -> None:
         optimizer.step()
     bound.zero_grad()
     optimizer.step()
+    optimizer.zero_grad()
+    local = LocalSGD(accelerator, model, 2)
+    accelerator.backward(model(rows(4)).mean())
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="before gradients were synchronized"), local:
+        accelerator.backward(model(rows(4)).mean())
+        optimizer.step()
     accelerator.free_memory()
 
 
