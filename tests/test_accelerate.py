@@ -459,12 +459,10 @@ def refuses_parameters() -> None:
     bound.zero_grad()
     optimizer.step()
     optimizer.zero_grad()
-    local = LocalSGD(accelerator, model, 2)
-    accelerator.backward(model(rows(4)).mean())
-    optimizer.zero_grad()
-    with pytest.raises(RuntimeError, match="before gradients were synchronized"), local:
+    with LocalSGD(accelerator, model, 2):
         accelerator.backward(model(rows(4)).mean())
-        optimizer.step()
+        with pytest.raises(RuntimeError, match="before gradients were synchronized"):
+            optimizer.step()
     accelerator.free_memory()
 
 
