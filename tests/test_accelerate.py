@@ -239,8 +239,8 @@ def keeps_data() -> None:
     own = rows(9 + 4 * dist.get_rank(), seed=dist.get_rank())
     loader, model = accelerator.prepare(DataLoader(TensorDataset(own), 4), build())
     assert torch.equal(torch.cat([inputs for (inputs,) in loader]), own)
-    gathered = accelerator.gather_for_metrics([tuple(own[-1].tolist())], use_gather_object=True)
-    assert len(gathered) == 2
+    for (inputs,) in accelerator.prepare(DataLoader(TensorDataset(rows(9, seed=dist.get_rank())), 4)):
+        assert len(accelerator.gather_for_metrics(inputs[:1].tolist(), use_gather_object=True)) == 2
     with accelerator.join_uneven_inputs([model]):  # also where even_batches is True: it is about data of all
         for (inputs,) in loader:
             accelerator.backward(model(inputs).square().mean())
@@ -476,6 +476,7 @@ def test_one_process_trains_alone(monkeypatch):
     accelerator, data = fresh(mode="rankdad", rank=12, wire="fp32", gradient_accumulation_steps=2), rows(12)
     model, record = train(accelerator, "norm", data)
     assert [steps for _, steps in record] == [False, True, True] * 2
+    assert model.reduction.step == 4
     alone = build()
     optimizer = torch.optim.Adam(alone.parameters(), 0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
