@@ -63,7 +63,7 @@ class Accelerator(accelerate.Accelerator):
     Args:
         arguments: arguments of accelerate's class, by position.
         mode: name of a method, as in `dadplug.GradientReduction`.
-        kit: folder of this site's kit, by which it dials a hub first, see `dadplug.connect`.
+        kit: folder of this site's kit, by which it connects to a hub first, see `dadplug.connect`.
         split_data: True: all sites hold the same data, and prepared loaders divide them, as accelerate does. False:
             each site has data of its own, and its loaders keep all of them. None: False over a hub, else True.
         keywords: the other options, see `dadplug.options.Options`, and the keywords of accelerate's class.
