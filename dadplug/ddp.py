@@ -83,6 +83,9 @@ class DistributedDataParallel(TorchDDP):
         ...     optimizer.step()
     """
 
+    _reduction: GradientReduction | None
+    device: torch.device
+
     @takes_keywords_of(Options)
     def _wrap(
         self,
@@ -123,7 +126,7 @@ class DistributedDataParallel(TorchDDP):
         self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
         self.gradient_as_bucket_view, self.mixed_precision = gradient_as_bucket_view, None
         kept = {name: value for name, value in options.items() if name not in _WITHOUT_EFFECT}
-        self._options = {"mode": mode, "check_finite": False} | kept
+        self._options: dict[str, Any] = {"mode": mode, "check_finite": False} | kept
         self._clear()
         own = [] if each_step or forward_sync_buffers is not None else [name for name, _ in module.named_buffers()]
         self._build(state, own)
@@ -170,8 +173,8 @@ class DistributedDataParallel(TorchDDP):
         """The reduction, with plan, traffic and quality. That of a copy is built at first use, with all sites."""
         if self._reduction is None:
             self._build()
-        found: GradientReduction = self._reduction
-        return found
+        assert self._reduction is not None
+        return self._reduction
 
     # Forward and backward
 
@@ -209,9 +212,12 @@ class DistributedDataParallel(TorchDDP):
         if unused and not any(each.requires_grad for each in self.module.parameters()):
             return
 
+        reference = weakref.ref(self)  # the graph may belong to the model, as where this stores its loss
+
         def reached(_: Tensor) -> None:
-            self._queue()
-            self._arrives |= unused
+            if (wrapper := reference()) is not None:
+                wrapper._queue()
+                wrapper._arrives |= unused
 
         for leaf in leaves:
             leaf.register_hook(reached)

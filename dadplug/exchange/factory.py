@@ -146,7 +146,7 @@ def open_transport(
             "min_sites needs a hub, since only a hub tracks which sites are present: dadplug.connect(kit=...)"
         )
     sites = introduce(parent, timeout)
-    local = group is not None
+    local = parent is not dist.group.WORLD  # where torch's name for a new group depends on how many there are at a site
     try:  # also without a hierarchy: a site that has failed by now opens none, which a new group does not notice
         ids = gather_objects(node_id(), parent, lambda work: work.wait(timedelta(seconds=timeout)))
     except RuntimeError as error:

@@ -58,6 +58,7 @@ class Case:
         bucket_mb: option of the reduction.
         wire: option of the reduction.
         link: costs of the link that mode "auto" is to plan by, in place of measured ones.
+        wraps: whether the model is wrapped as by torch's DistributedDataParallel.
     """
 
     kit: str
@@ -83,6 +84,7 @@ class Case:
     bucket_mb: float | None = None
     wire: str = "fp32"
     link: list[float] = field(default_factory=list)
+    wraps: bool = False
 
 
 def make_model() -> nn.Module:
@@ -208,7 +210,8 @@ def train(case: Case) -> None:
     if case.how == "joins":
         die_inside(case, lambda: 0)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    reduction = dadplug.GradientReduction(
+    build = dadplug.DistributedDataParallel if case.wraps else dadplug.GradientReduction
+    built = build(
         model,
         case.mode,
         min_sites=case.min_sites,
@@ -219,6 +222,7 @@ def train(case: Case) -> None:
         state={"optimizer": optimizer},
         timeout=200,
     )
+    called, reduction = (built, built.reduction) if case.wraps else (model, built)
     if case.late_steps:
         be_late(case, model, lambda: reduction.step)
     if case.talks and case.min_sites is not None:
@@ -236,7 +240,7 @@ def train(case: Case) -> None:
             idle = step in case.idle or (case.catches_up and reduction.behind)
             if not idle:
                 inputs, targets = batch(rank, step)
-                criterion(model(inputs), targets).backward()
+                criterion(called(inputs), targets).backward()
             if step == case.leave and case.how == "sent":
                 time.sleep(0.2)
                 die(case.how)
@@ -245,7 +249,10 @@ def train(case: Case) -> None:
             kept = reduction.state_dict() if step in case.aside else {}
             if kept:
                 reduction.load_state_dict(cold | {"step": step})
-            reduction.idle() if idle else reduction.synchronize()
+            if idle:
+                reduction.idle()
+            elif not case.wraps:
+                reduction.synchronize()
             if kept:
                 reduction.load_state_dict(kept | {"step": reduction.step})
             optimizer.step()
