@@ -349,9 +349,7 @@ class DistributedDataParallel(TorchDDP):
 
     def __getstate__(self) -> dict[str, Any]:
         if self.process_group is not _default_group():
-            raise RuntimeError(
-                "a DistributedDataParallel of another process_group than the default one cannot be copied"
-            )
+            raise RuntimeError("a copy needs the default process group, and this model has another: copy its module")
         left_out = ("process_group", "_reduction")
         return {name: value for name, value in self.__dict__.items() if name not in left_out}
 
