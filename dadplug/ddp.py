@@ -198,7 +198,7 @@ class DistributedDataParallel(TorchDDP):
         return outputs
 
     def _move(self, leaf: Any) -> Any:
-        return leaf.to(self.device, non_blocking=True) if isinstance(leaf, (Tensor, PackedSequence)) else leaf
+        return leaf.to(device=self.device, non_blocking=True) if isinstance(leaf, (Tensor, PackedSequence)) else leaf
 
     def _watch(self, outputs: Any, inputs: Any, kwargs: Any) -> None:
         """Let a backward pass through outputs synchronize also where it reaches no parameter of the model.
