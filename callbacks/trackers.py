@@ -329,7 +329,6 @@ def track(
     found = reduction.reduction if isinstance(reduction, DistributedDataParallel) else reduction
     if isinstance(tracker, Tracker) and settings:
         raise ValueError(f"{', '.join(settings)}: settings are for trackers that are given by name")
-    kind = TRACKERS[tracker] if isinstance(tracker, str) else None
-    if found.site_rank != 0 and not all_sites:
-        return Tracking(found, None, every, layers)
-    return Tracking(found, kind(**settings) if kind is not None else tracker, every, layers)  # type: ignore[arg-type]
+    build = TRACKERS[tracker] if isinstance(tracker, str) else lambda: tracker
+    writes = found.site_rank == 0 or all_sites
+    return Tracking(found, build(**settings) if writes else None, every, layers)

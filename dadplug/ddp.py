@@ -118,7 +118,7 @@ class DistributedDataParallel(TorchDDP):
         self.device_type, self.output_device = self.device.type, self.device_ids[0] if self.device_ids else None
         if process_group is None and device_mesh is not None:
             process_group = device_mesh.get_group()
-        self.process_group = process_group or _default_group()  # type: ignore[assignment]
+        self.process_group = process_group or _default_group()
         each_step = broadcast_buffers is not False if forward_sync_buffers is None else forward_sync_buffers
         self.broadcast_buffers = each_step
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
@@ -198,7 +198,8 @@ class DistributedDataParallel(TorchDDP):
         return outputs
 
     def _move(self, leaf: Any) -> Any:
-        return leaf.to(device=self.device, non_blocking=True) if isinstance(leaf, (Tensor, PackedSequence)) else leaf
+        moves = isinstance(leaf, (Tensor, PackedSequence))
+        return leaf.to(self.device, non_blocking=True) if moves else leaf
 
     def _watch(self, outputs: Any, inputs: Any, kwargs: Any) -> None:
         """Let a backward pass through outputs synchronize also where it reaches no parameter of the model.
@@ -355,14 +356,14 @@ class DistributedDataParallel(TorchDDP):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         nn.Module.__setstate__(self, state)
-        self.process_group = _default_group()  # type: ignore[assignment]
+        self.process_group = _default_group()
         self._clear()
 
     # What trainers call besides
 
     @property
     def reducer(self) -> _Reducer:  # type: ignore[override]
-        """What trainers call of torch's reducer before a backward pass without a forward pass of its own."""
+        """Reducer to which trainers announce a backward pass without a forward pass of its own."""
         return _Reducer(self)
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
@@ -405,7 +406,7 @@ class DistributedDataParallel(TorchDDP):
 
 
 class _Hook(JoinHook):
-    """What a site does in a block of `Join` that it has left, while others have batches."""
+    """Hook for a site that has left a block of `Join`, while others have batches."""
 
     def __init__(self, wrapper: DistributedDataParallel) -> None:
         self._wrapper = wrapper
@@ -428,7 +429,7 @@ class _Hook(JoinHook):
 
 
 class _Reducer:
-    """The calls of torch's reducer by which Lightning and Accelerate announce a backward pass."""
+    """Reducer with the calls by which Lightning and Accelerate announce a backward pass."""
 
     def __init__(self, wrapper: DistributedDataParallel) -> None:
         self._wrapper = wrapper
@@ -458,7 +459,8 @@ def _named(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, An
     return named | keywords
 
 
-def _default_group() -> dist.ProcessGroup | None:
+def _default_group() -> Any:
+    """Return the default process group; None where there is none."""
     return dist.group.WORLD if dist.is_initialized() else None
 
 

@@ -202,6 +202,25 @@ def refuses_what_needs_all_sites() -> None:
             use()
 
 
+def build(
+    case: Case, model: nn.Module, state: dict[str, torch.optim.Optimizer]
+) -> tuple[nn.Module, dadplug.GradientReduction]:
+    """Return what is called in training, and the reduction."""
+    options = {
+        "min_sites": case.min_sites,
+        "late": case.late,
+        "bucket_mb": case.bucket_mb,
+        "wire": case.wire,
+        "site_timeout": case.site_timeout,
+        "state": state,
+        "timeout": 200,
+    }
+    if not case.wraps:
+        return model, dadplug.GradientReduction(model, case.mode, **options)
+    wrapper = dadplug.DistributedDataParallel(model, case.mode, **options)
+    return wrapper, wrapper.reduction
+
+
 def train(case: Case) -> None:
     dadplug.connect(kit=case.kit, timeout=200)
     if case.link:
@@ -210,19 +229,7 @@ def train(case: Case) -> None:
     if case.how == "joins":
         die_inside(case, lambda: 0)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    build = dadplug.DistributedDataParallel if case.wraps else dadplug.GradientReduction
-    built = build(
-        model,
-        case.mode,
-        min_sites=case.min_sites,
-        late=case.late,
-        bucket_mb=case.bucket_mb,
-        wire=case.wire,
-        site_timeout=case.site_timeout,
-        state={"optimizer": optimizer},
-        timeout=200,
-    )
-    called, reduction = (built, built.reduction) if case.wraps else (model, built)
+    called, reduction = build(case, model, {"optimizer": optimizer})
     if case.late_steps:
         be_late(case, model, lambda: reduction.step)
     if case.talks and case.min_sites is not None:
