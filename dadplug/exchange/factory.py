@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -146,7 +147,9 @@ def open_transport(
             "min_sites needs a hub, since only a hub tracks which sites are present: dadplug.connect(kit=...)"
         )
     sites = introduce(parent, timeout)
-    local = parent is not dist.group.WORLD  # where torch's name for a new group depends on how many there are at a site
+    local = len(ranks) < dist.get_world_size()
+    if local:  # torch's name for the new group depends on how many there are: count none that is garbage at some sites
+        gc.collect()
     try:  # also without a hierarchy: a site that has failed by now opens none, which a new group does not notice
         ids = gather_objects(node_id(), parent, lambda work: work.wait(timedelta(seconds=timeout)))
     except RuntimeError as error:
