@@ -63,8 +63,12 @@ class DistributedDataParallel(TorchDDP):
         init_sync: True: sites start from the parameters of rank 0.
         process_group: the processes that are the sites; the default group where None.
         device_mesh: the same as a mesh of one dimension.
+        find_unused_parameters: without effect.
+        gradient_as_bucket_view: without effect.
+        static_graph: without effect.
+        mixed_precision: None: use `torch.autocast` and ``wire``.
         state: as in `dadplug.GradientReduction`, for sites that join in mid-training.
-        options: the other options, see `dadplug.options.Options`. ``check_finite`` is False if it is left out: NaN and
+        keywords: the other options, see `dadplug.options.Options`. ``check_finite`` is False if it is left out: NaN and
             Inf arrive in ``.grad`` at all sites, as with torch's class, where a GradScaler looks for them. Further
             arguments of torch's class have no effect.
 

@@ -148,8 +148,6 @@ def open_transport(
         )
     sites = introduce(parent, timeout)
     local = len(ranks) < dist.get_world_size()
-    if local:  # torch's name for the new group depends on how many there are: count none that is garbage at some sites
-        gc.collect()
     try:  # also without a hierarchy: a site that has failed by now opens none, which a new group does not notice
         ids = gather_objects(node_id(), parent, lambda work: work.wait(timedelta(seconds=timeout)))
     except RuntimeError as error:
@@ -168,6 +166,8 @@ def _new_group(
 ) -> dist.ProcessGroup:
     """Make a process group, within the timeout: the store that it needs may be at a site that is stopped."""
     limit = timedelta(seconds=timeout)
+    if local:  # torch's name for the new group depends on how many there are: count none that is garbage at some sites
+        gc.collect()
 
     def make() -> dist.ProcessGroup:
         with gloo_interface():
