@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from . import serving as serving
     from .adaptive import Accumulator, AdaptiveDataLoader, ElasticDataLoader, ElasticSampler, remaining_epochs_until
     from .adaptive.adascale import AdaScale
+    from .callbacks.trackers import Tracker, track
     from .comparison import compare
     from .ddp import DistributedDataParallel
     from .errors import DadplugError, MismatchError, NonFiniteError, ProcessFailedError, SiteError
@@ -78,10 +79,12 @@ _LAZY = {
     "ParameterServerStrategy": "runners",
     "ProcessFailedError": "errors",
     "SiteError": "errors",
+    "Tracker": "callbacks.trackers",
     "compare": "comparison",
     "connect": "hub.site.runtime",
     "remaining_epochs_until": "adaptive",
     "serve": "runners.serving",
+    "track": "callbacks.trackers",
     "tune": "tuning",
 }
 _MODULES = (
@@ -126,6 +129,7 @@ __all__ = [
     "ParameterServerStrategy",
     "ProcessFailedError",
     "SiteError",
+    "Tracker",
     "adapm",
     "compare",
     "connect",
@@ -135,6 +139,7 @@ __all__ = [
     "remaining_epochs_until",
     "serve",
     "serving",
+    "track",
     "tune",
 ]
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
@@ -64,6 +65,9 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         world_size: number of sites.
         stopped: whether some site has asked all to stop after the last step.
         share: this site's weight in the mean of the last step; None before the first.
+        contributors: ranks of the sites that had data in the last step.
+        on_arrival: called when a backward pass has delivered a gradient.
+        after_step: functions that are called after each step, when its gradients have been agreed on.
 
     Raises:
         ValueError: if a mode, an option or its value is unknown; the message lists the valid ones.
@@ -105,6 +109,9 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self._syncing = True
         self._agreed_samples = 0
         self.share: float | None = None
+        self.contributors: list[int] = []
+        self.on_arrival: Callable[[], None] = lambda: None
+        self.after_step: list[Callable[[], None]] = []
         self._noise: GradientNoise | None = None
         self._planner = self._make_planner()
         self._settings = OptimizerSettings(self.options.may_differ)
@@ -139,12 +146,14 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self._pending = True
         if self._remembers:
             self._method.loss_scales.record(unit.name)
-        if isinstance(unit, FactorUnit):
-            unit.prepare(self._counter.owned, exact=self._method.traits.exact)
-        self._planner.record_arrival(unit, self._syncing)
+        with _as_written(unit.lead.device.type):
+            if isinstance(unit, FactorUnit):
+                unit.prepare(self._counter.owned, exact=self._method.traits.exact)
+            self._planner.record_arrival(unit, self._syncing)
         if isinstance(unit, FactorUnit):
             unit.show_arrival()
             unit.keep(self._counter.owned)
+        self.on_arrival()
 
     def _drop_cleared(self) -> None:
         """Discard what has arrived for parameters whose gradients the program has cleared since."""
@@ -235,10 +244,13 @@ class GradientReduction(FusedSteps, ReplicatedModel):
             raise RuntimeError("after clip_grad_norm_() of gradients that are not formed, call apply(optimizer)")
         while True:
             try:
-                self._synchronize(stop, deferral)
-                return
+                with _as_written(self._transport.device.type):
+                    self._synchronize(stop, deferral)
+                break
             except DroppedError:
                 self._rejoin()
+        for function in tuple(self.after_step):
+            function()
 
     def _synchronize(self, stop: bool, deferral: Deferral | None) -> None:
         planner = self._planner
@@ -270,6 +282,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
             self._compare(headers)
             self.stopped = any(header.stop for header in headers)
             self._agreed_samples = sum(header.samples for header in headers)
+            self.contributors = [rank for rank, header in enumerate(headers) if header.samples]
             self.share = headers[self.site_rank].samples / self._agreed_samples if self._agreed_samples else 0.0
             if self._attached is not None and all(header.finite for header in headers):
                 self._attached.apply_share(self.share)
@@ -414,11 +427,12 @@ class GradientReduction(FusedSteps, ReplicatedModel):
             if step is not None:
                 step()
 
-    def join_without_steps(self) -> None:
-        """Take part as `join` does, where the weights of this site are replaced by those of another one at the end."""
-        self._compares = False  # its weights, which stay as they are
+    @contextmanager
+    def without_comparison(self) -> Iterator[None]:
+        """Leave this site's weights out of comparisons inside a ``with`` block, since others' will replace them."""
+        self._compares = False
         try:
-            self.join()
+            yield
         finally:
             self._compares = True
 
@@ -610,3 +624,10 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         if self._remembers:
             self._unwatch()
         self._guard.remove()
+
+
+def _as_written(device_type: str) -> AbstractContextManager[Any]:
+    """Compute in the types of the tensors also where a program calls ``backward()`` under `torch.autocast`."""
+    if not torch.is_autocast_enabled(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -146,7 +147,7 @@ def open_transport(
             "min_sites needs a hub, since only a hub tracks which sites are present: dadplug.connect(kit=...)"
         )
     sites = introduce(parent, timeout)
-    local = group is not None
+    local = len(ranks) < dist.get_world_size()
     try:  # also without a hierarchy: a site that has failed by now opens none, which a new group does not notice
         ids = gather_objects(node_id(), parent, lambda work: work.wait(timedelta(seconds=timeout)))
     except RuntimeError as error:
@@ -165,6 +166,8 @@ def _new_group(
 ) -> dist.ProcessGroup:
     """Make a process group, within the timeout: the store that it needs may be at a site that is stopped."""
     limit = timedelta(seconds=timeout)
+    if local:  # torch's name for the new group depends on how many there are: count none that is garbage at some sites
+        gc.collect()
 
     def make() -> dist.ProcessGroup:
         with gloo_interface():

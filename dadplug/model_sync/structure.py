@@ -172,7 +172,8 @@ def refuse_unsynchronised(reduction: Synchronized) -> OwnHook:
         found.on_optimizer_step(optimizer)
         if found.pending and not any(callable(given) for given in (*args, *kwargs.values())):
             raise RuntimeError(
-                "optimizer.step() before gradients were synchronized: call reduction.synchronize() after backward()"
+                "optimizer.step() before gradients were synchronized: call reduction.synchronize() after backward(). "
+                "With DistributedDataParallel: call the wrapped model, not its module, and outside of no_sync()"
             )
 
     return OwnHook(check)

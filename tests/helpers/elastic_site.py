@@ -58,6 +58,7 @@ class Case:
         bucket_mb: option of the reduction.
         wire: option of the reduction.
         link: costs of the link that mode "auto" is to plan by, in place of measured ones.
+        wraps: whether the model is wrapped as by torch's DistributedDataParallel.
     """
 
     kit: str
@@ -83,6 +84,7 @@ class Case:
     bucket_mb: float | None = None
     wire: str = "fp32"
     link: list[float] = field(default_factory=list)
+    wraps: bool = False
 
 
 def make_model() -> nn.Module:
@@ -200,6 +202,25 @@ def refuses_what_needs_all_sites() -> None:
             use()
 
 
+def build(
+    case: Case, model: nn.Module, state: dict[str, torch.optim.Optimizer]
+) -> tuple[nn.Module, dadplug.GradientReduction]:
+    """Return what is called in training, and the reduction."""
+    options = {
+        "min_sites": case.min_sites,
+        "late": case.late,
+        "bucket_mb": case.bucket_mb,
+        "wire": case.wire,
+        "site_timeout": case.site_timeout,
+        "state": state,
+        "timeout": 200,
+    }
+    if not case.wraps:
+        return model, dadplug.GradientReduction(model, case.mode, **options)
+    wrapper = dadplug.DistributedDataParallel(model, case.mode, **options)
+    return wrapper, wrapper.reduction
+
+
 def train(case: Case) -> None:
     dadplug.connect(kit=case.kit, timeout=200)
     if case.link:
@@ -208,17 +229,7 @@ def train(case: Case) -> None:
     if case.how == "joins":
         die_inside(case, lambda: 0)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    reduction = dadplug.GradientReduction(
-        model,
-        case.mode,
-        min_sites=case.min_sites,
-        late=case.late,
-        bucket_mb=case.bucket_mb,
-        wire=case.wire,
-        site_timeout=case.site_timeout,
-        state={"optimizer": optimizer},
-        timeout=200,
-    )
+    called, reduction = build(case, model, {"optimizer": optimizer})
     if case.late_steps:
         be_late(case, model, lambda: reduction.step)
     if case.talks and case.min_sites is not None:
@@ -236,7 +247,7 @@ def train(case: Case) -> None:
             idle = step in case.idle or (case.catches_up and reduction.behind)
             if not idle:
                 inputs, targets = batch(rank, step)
-                criterion(model(inputs), targets).backward()
+                criterion(called(inputs), targets).backward()
             if step == case.leave and case.how == "sent":
                 time.sleep(0.2)
                 die(case.how)
@@ -245,7 +256,10 @@ def train(case: Case) -> None:
             kept = reduction.state_dict() if step in case.aside else {}
             if kept:
                 reduction.load_state_dict(cold | {"step": step})
-            reduction.idle() if idle else reduction.synchronize()
+            if idle:
+                reduction.idle()
+            elif not case.wraps:
+                reduction.synchronize()
             if kept:
                 reduction.load_state_dict(kept | {"step": reduction.step})
             optimizer.step()

@@ -73,6 +73,30 @@ def test_a_site_that_is_lost_and_returns_counts_as_an_idle_one(tmp_path, mode, n
     same_bits(first, idles(tmp_path / "idle", names, present, mode=mode, link=LINK))
 
 
+def test_a_wrapped_model_is_updated_before_its_next_forward_pass(tmp_path):
+    """A site is killed, and its new process gets model, optimizer and step; then it is stopped, and joins again."""
+    with running_hub(tmp_path / "kits", ("a", "b")) as hub:
+        run = Run(tmp_path, hub, mode="rankdad", site_timeout=5.0, pause=0.01, wraps=True)
+        run.start("a")
+        run.start("b", leave=LEAVES, how="late")
+        run.end("b", -9)
+        run.start("b")
+        hub.await_line("b joins", ENDED)
+        run.await_step("b", max(run.lines("a")) + 2)
+        run.processes["b"].send_signal(signal.SIGSTOP)
+        hub.await_line("b has left: silent for 5 s", ENDED)
+        run.await_step("a", max(run.lines("a")) + 3)
+        run.processes["b"].send_signal(signal.SIGCONT)
+        until(lambda: sum("b joins" in line for line in hub.log) == 2, timeout=ENDED)
+        run.stop()
+        run.end("ab")
+        lines, present = run.lines("a"), presence(run.lines("a"))
+        same_bits(lines, run.lines("b"))
+    assert list(present.values()).count([0]) >= 4
+    assert present[max(present)] == [0, 1]
+    same_bits(lines, idles(tmp_path / "idle", "ab", present, mode="rankdad"))
+
+
 def test_a_site_that_returns_knows_who_is_absent_in_a_collective(tmp_path):
     with running_hub(tmp_path / "kits", ("a", "b", "c")) as hub:
         run = Run(tmp_path, hub, meets=True, pause=0.01)

@@ -20,26 +20,34 @@ def compiles(order: str, mode: str) -> None:
     layers = nn.Embedding(300, 6), nn.Flatten(), nn.Linear(24, 8), nn.Unflatten(1, (8, 1)), nn.Conv1d(8, 4, 1)
     reference = nn.Sequential(*layers, nn.Flatten()).double()
     model = copy.deepcopy(reference)
-    if order == "first":
+    if order in ("first", "inside"):
         model = torch.compile(model, backend="aot_eager")
-    reduction = dadplug.GradientReduction(model, mode=mode, rank=16)
-    trained = torch.compile(model, backend="aot_eager") if order == "last" else model
+    if order in ("wrapped", "inside"):
+        wrapper = trained = dadplug.DistributedDataParallel(model, mode=mode, rank=16)
+        reduction = wrapper.reduction
+    else:
+        reduction, trained = dadplug.GradientReduction(model, mode=mode, rank=16), model
+    trained = torch.compile(trained, backend="aot_eager") if order in ("last", "wrapped") else trained
+    torch._dynamo.utils.counters.clear()
     for step in range(3):
         model.zero_grad(), reference.zero_grad()
         inputs, targets = zoo.batch("words", 8, seed=step)
         mine = slice(0, 3) if rank == 0 else slice(3, 8)
         nn.functional.cross_entropy(trained(inputs[mine]), targets[mine]).backward()
-        reduction.synchronize()
+        if order in ("first", "last"):
+            reduction.synchronize()
         nn.functional.cross_entropy(reference(inputs), targets).backward()
         for p, q in zip(model.parameters(), reference.parameters()):
             torch.testing.assert_close(p.grad, q.grad)
     paths = {row.parameter: row.path for row in reduction.plan}
     assert mode == "dsgd" or "factors" in paths.values(), paths
     assert reduction.first_difference() is None
+    assert reduction.step == 3
+    assert order in ("first", "inside") or torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     reduction.detach()
 
 
-@pytest.mark.parametrize("order", ["first", "last"])
+@pytest.mark.parametrize("order", ["first", "last", "wrapped", "inside"])
 def test_a_compiled_model_is_reduced_exactly(sites, order):
     for mode in ("dsgd", "dad"):
         sites(2).run(compiles, order, mode)

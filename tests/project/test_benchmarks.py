@@ -471,3 +471,36 @@ def test_peaks_of_memory_are_compared_with_what_is_promised(method, beyond, beyo
         sys.path.append(str(FOLDER))  # for its neighbours
     verdict = support.load(str(FOLDER / "memory.py")).verdict
     assert verdict(method, 2.0, 3.0, beyond, beyond_alone) == expected
+
+
+# Tests of other projects
+
+OF_ANOTHER_PROJECT = """
+import subprocess, sys
+
+CODE = "from torch.nn.parallel import DistributedDataParallel as Class; print(Class.__mro__[1].__module__)"
+
+
+def test_of_torch():
+    from torch.nn.parallel import DistributedDataParallel
+
+    assert DistributedDataParallel.__mro__[1].__module__.startswith("torch.")
+
+
+def test_in_a_process():
+    assert subprocess.check_output([sys.executable, "-c", CODE], text=True).strip() == "dadplug.ddp"
+"""
+
+
+def test_tests_of_others_run_with_the_drop_in(tmp_path):
+    others = program("tests_of_others")
+    (tmp_path / "test_other.py").write_text(OF_ANOTHER_PROJECT)
+    found = others.run(tmp_path, ["test_other.py"], "", "dsgd", 200)
+    assert found["test_other::test_in_a_process"] == "passed"
+    assert "AssertionError" in found["test_other::test_of_torch"]
+    plain = {"a": "passed", "b": "passed", "c": "skipped", "d": "ImportError"}
+    assert others.compare(plain, {"a": "passed", "b": "AssertionError: x"}).splitlines() == [
+        "1 of 2 tests that pass with torch's class pass with the drop-in",
+        "  b: AssertionError: x",
+        "1 tests fail with torch's class here",
+    ]

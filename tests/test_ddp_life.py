@@ -1,0 +1,623 @@
+"""What scripts do with torch's DistributedDataParallel, done with dadplug's: each case is held against one process."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from comparison import off_by
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
+
+import dadplug
+
+MODES = ("dad", "dsgd")
+
+
+@dataclass
+class Answer:
+    """An output that no library knows."""
+
+    logits: Tensor
+    hidden: Tensor
+    nothing: None = None
+
+
+class Net(nn.Module):
+    """A model with a normalisation, a layer that is used twice, and outputs of several kinds."""
+
+    def __init__(self, reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(6, 12), nn.Linear(12, 12), nn.Linear(12, 3)
+        self.norm, self.scale, self.reentrant = nn.LayerNorm(12), nn.Parameter(torch.ones(12)), reentrant
+
+    def block(self, x: Tensor) -> Tensor:
+        return self.norm(self.middle(self.middle(x).tanh())) * self.scale
+
+    def forward(self, x: Tensor, kind: str = "tensor") -> Any:
+        hidden = self.first(x).tanh()
+        if self.reentrant is not None:
+            hidden = checkpoint(self.block, hidden, use_reentrant=self.reentrant)
+        else:
+            hidden = self.block(hidden)
+        logits = self.last(hidden)
+        if kind == "stored":
+            self.stored = logits
+            return logits.detach()
+        if kind == "backward":
+            logits.square().mean().backward()
+            return None
+        kinds = {
+            "tensor": logits,
+            "dataclass": Answer(logits, hidden.detach()),
+            "nested": {"all": [(logits, None)], "hidden": hidden.detach()},
+        }
+        return kinds[kind]
+
+
+def build(seed: int = 0, kind: Callable[[], nn.Module] = Net) -> nn.Module:
+    torch.manual_seed(seed)
+    return kind().double()
+
+
+def rows(step: int, sites: Any) -> Tensor:
+    """Rows of some sites; all have as many, since a loss of several passes is not weighted by each pass's."""
+    made = []
+    for site in sites:
+        generator = torch.Generator().manual_seed(100 * step + site)
+        made.append(torch.randn(4, 6, generator=generator, dtype=torch.float64))
+    return torch.cat(made)
+
+
+def plain(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, TorchDDP) else model
+
+
+def same(model: nn.Module, alone: nn.Module, limit: float = 1e-10) -> None:
+    for (name, p), q in zip(plain(model).named_parameters(), plain(alone).parameters(), strict=True):
+        assert off_by(p.detach(), q.detach()) < limit, name
+
+
+def follow(steps: Callable[..., None], kind: Callable[[], nn.Module] = Net, modes: Any = MODES, **options: Any) -> None:
+    """Train by both, and compare: `steps` gets a model and the sites whose rows it has."""
+    for mode in modes:
+        model = dadplug.DistributedDataParallel(build(0, kind), mode=mode, **options)
+        alone = build(0, kind)
+        steps(model, [dist.get_rank()])
+        steps(alone, range(2))
+        same(model, alone)
+        assert off_by(next(alone.parameters()).detach(), next(build(0, kind).parameters()).detach()) > 1e-6
+        assert model.reduction.first_difference() is None
+        model.reduction.detach()
+
+
+def trains(
+    model: nn.Module, sites: Any, loss_of: Callable[[nn.Module, Tensor, int], Tensor | None], count: int = 4
+) -> None:
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    for step in range(count):
+        optimizer.zero_grad()
+        loss = loss_of(model, rows(step, sites), step)
+        if loss is not None:
+            loss.backward()
+        optimizer.step()
+
+
+def outputs_of_all_kinds() -> None:
+    def of_dataclass(model: nn.Module, sites: Any) -> None:
+        trains(model, sites, lambda net, x, _: net(x, "dataclass").logits.square().mean())
+
+    def of_containers(model: nn.Module, sites: Any) -> None:
+        trains(model, sites, lambda net, x, _: net(x, kind="nested")["all"][0][0].square().mean())
+
+    def not_returned(model: nn.Module, sites: Any) -> None:
+        def loss(net: nn.Module, x: Tensor, _: int) -> Tensor:
+            assert not net(x, "stored").requires_grad
+            return plain(net).stored.square().mean()
+
+        trains(model, sites, loss)
+
+    def inside_of_forward(model: nn.Module, sites: Any) -> None:
+        trains(model, sites, lambda net, x, _: net(x, "backward"))
+
+    for steps in (of_dataclass, of_containers, not_returned, inside_of_forward):
+        follow(steps)
+
+
+def test_outputs_of_all_kinds(sites):
+    sites(2).run(outputs_of_all_kinds)
+
+
+def checkpoints() -> None:
+    def steps(model: nn.Module, sites: Any) -> None:
+        trains(model, sites, lambda net, x, _: net(x).square().mean())
+        if isinstance(model, TorchDDP):
+            assert model.reduction.step == 4  # one a step, although a pass inside of each reaches parameters
+
+    for reentrant in (True, False):
+        follow(steps, lambda reentrant=reentrant: Net(reentrant))
+
+
+def test_activation_checkpointing_in_both_forms(sites):
+    sites(2).run(checkpoints)
+
+
+class Critic(Net):
+    """A model in float64 whose gradient by its input is penalised."""
+
+
+def penalised(net: nn.Module, x: Tensor, step: int) -> Tensor:
+    x = x.requires_grad_()
+    outputs = net(x)
+    (slope,) = torch.autograd.grad(outputs.sum(), x, create_graph=True)
+    penalty = (slope.norm(dim=1) - 1).square().mean()
+    return penalty if step == 2 else outputs.mean() + penalty
+
+
+def differentiates_twice() -> None:
+    def steps(model: nn.Module, sites: Any) -> None:
+        trains(model, sites, penalised)
+        if isinstance(model, TorchDDP):
+            assert model.reduction.step == 4  # torch.autograd.grad synchronizes nothing
+            outputs, other = model(rows(9, sites)), build()
+            torch.nn.Module.load_state_dict(other, plain(model).state_dict())
+            own = torch.autograd.grad(outputs.square().mean(), list(model.parameters()))
+            expected = torch.autograd.grad(other(rows(9, sites)).square().mean(), list(other.parameters()))
+            for one, two in zip(own, expected, strict=True):
+                torch.testing.assert_close(one, two)
+            assert model.reduction.step == 4
+
+    follow(steps)
+
+
+def test_autograd_grad_and_double_backward(sites):
+    sites(2).run(differentiates_twice)
+
+
+def backward_passes() -> None:
+    def separate(model: nn.Module, sites: Any) -> None:
+        def loss(net: nn.Module, x: Tensor, _: int) -> None:
+            outputs = net(x)
+            outputs.square().mean().backward(retain_graph=True)
+            outputs.abs().mean().backward()
+
+        trains(model, sites, loss)
+
+    def interrupted(model: nn.Module, sites: Any) -> None:
+        def fails(_: Tensor) -> None:
+            raise ZeroDivisionError("in a hook")
+
+        def loss(net: nn.Module, x: Tensor, step: int) -> Tensor:
+            if step == 1 and 1 in sites:  # at one site alone
+                hidden = []
+                handle = plain(net).norm.register_forward_hook(lambda *call: hidden.append(call[2]))
+                outputs = net(x)
+                hidden[0].register_hook(fails)
+                with pytest.raises(ZeroDivisionError):
+                    outputs.square().mean().backward()
+                handle.remove()
+                net.zero_grad()
+            return net(x).square().mean()
+
+        trains(model, sites, loss)
+
+    def kept(model: nn.Module, sites: Any) -> None:
+        """The forward pass is evaluated before, and gradients are set to zero in place of None."""
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        for step in range(4):
+            model.eval()
+            with torch.no_grad():
+                if 0 in sites:
+                    model(rows(20 + step, sites))
+            model.train()
+            optimizer.zero_grad(set_to_none=False)
+            model(rows(step, sites)).square().mean().backward()
+            torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
+            optimizer.step()
+
+    for steps in (separate, interrupted, kept):
+        follow(steps)
+
+
+def test_backward_passes_that_are_repeated_or_interrupted(sites):
+    sites(2).run(backward_passes)
+
+
+def freezes() -> None:
+    def steps(model: nn.Module, sites: Any) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for step in range(6):
+            plain(model).middle.requires_grad_(step in (0, 1, 4, 5))
+            optimizer.zero_grad()
+            model(rows(step, sites)).square().mean().backward()
+            optimizer.step()
+
+    follow(steps)
+
+
+def test_layers_are_frozen_and_freed(sites):
+    sites(2).run(freezes)
+
+
+class Shared(nn.Module):
+    """A table that is the weight of the output layer, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).tanh())
+
+
+def shares() -> None:
+    follow(lambda model, sites: trains(model, sites, lambda net, x, _: net(x).square().mean()), Shared)
+
+
+def test_shared_parameters(sites):
+    sites(2).run(shares)
+
+
+def adversaries() -> None:
+    """Two wrapped models in a step: the gradients that one gets by way of the other are cleared, or it is frozen."""
+    for freeze in (False, True):
+        for mode in MODES:
+            ends = []
+            for members in ([dist.get_rank()], range(2)):
+                maker, critic = build(1, lambda: nn.Linear(6, 6)), build(2)
+                if len(members) == 1:
+                    maker = dadplug.DistributedDataParallel(maker, mode=mode)
+                    critic = dadplug.DistributedDataParallel(critic, mode=mode)
+                optimizers = [torch.optim.Adam(each.parameters(), 0.01) for each in (maker, critic)]
+                for step in range(4):
+                    optimizers[1].zero_grad()
+                    plain(critic).requires_grad_(True)
+                    loss = critic(rows(step, members)).mean() - critic(maker(rows(30 + step, members)).detach()).mean()
+                    loss.backward()
+                    optimizers[1].step()
+                    optimizers[0].zero_grad()
+                    plain(critic).requires_grad_(not freeze)
+                    critic(maker(rows(60 + step, members))).mean().backward()
+                    optimizers[0].step()
+                ends.append((maker, critic))
+            for one, two in zip(*ends, strict=True):
+                same(one, two)
+            for each in ends[0]:
+                each.reduction.detach()
+
+
+def test_adversarial_networks(sites):
+    sites(2).run(adversaries)
+
+
+class Outer(nn.Module):
+    """A model of which one part is wrapped; the part is not used in each step."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.before, self.part = nn.Linear(6, 6).double(), part
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(self.before(x))
+
+
+def nests() -> None:
+    for mode in MODES:
+        model = Outer(dadplug.DistributedDataParallel(build(1), mode=mode))
+        alone = Outer(build(1))
+        alone.before.load_state_dict(model.before.state_dict())
+        for step in range(3):
+            model(rows(step, [dist.get_rank()])).square().mean().backward()
+            alone(rows(step, range(2))).square().mean().backward()
+        for p, q in zip(model.part.module.parameters(), alone.part.parameters(), strict=True):
+            assert off_by(p.grad, q.grad) < 1e-10
+        with pytest.raises(ValueError, match="DistributedDataParallel"):
+            dadplug.DistributedDataParallel(model, mode=mode)
+        model.part.reduction.detach()
+
+
+def test_a_wrapped_part_of_a_model(sites):
+    sites(2).run(nests)
+
+
+class Branches(nn.Module):
+    """A part that a site may leave out, behind an input that needs gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, use: bool) -> Tensor:
+        return self.used(x) if use else x * 2
+
+
+def leaves_out_everything() -> None:
+    """One site's pass reaches no parameter: it contributes nothing, and takes part."""
+    rank, model = dist.get_rank(), dadplug.DistributedDataParallel(build(0, Branches), mode="dad")
+    alone = build(0, Branches)
+    for _ in range(2):
+        x = rows(0, [rank]).requires_grad_()
+        model(x, use=rank == 0).square().mean().backward()
+    for _ in range(2):
+        (alone(rows(0, [0]), True).square().mean() / 2).backward()
+    assert off_by(model.module.used.weight.grad, alone.used.weight.grad) < 1e-10
+    assert model.reduction.step == 2
+    model.reduction.detach()
+
+
+def test_a_site_uses_no_parameter(sites):
+    sites(2).run(leaves_out_everything)
+
+
+def averages() -> None:
+    """Copies: a moving average as scripts make it, evaluated at one site, and a copy that trains on."""
+    rank, model, alone = dist.get_rank(), dadplug.DistributedDataParallel(build(), mode="dad"), build()
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)
+    reference = AveragedModel(alone, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)
+    for net, mean, members in ((model, average, [rank]), (alone, reference, range(2))):
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            net(rows(step, members)).square().mean().backward()
+            optimizer.step()
+            mean.update_parameters(net)
+    same(average.module, reference.module)
+    assert off_by(average.module.module.first.weight.detach(), model.module.first.weight.detach()) > 1e-6
+    if rank == 0:
+        with torch.no_grad():
+            torch.testing.assert_close(average(rows(9, [0])), reference(rows(9, [0])))
+    copied = copy.deepcopy(model)
+    trains(model, [rank], lambda net, x, _: net(x).square().mean())
+    trains(alone, range(2), lambda net, x, _: net(x).square().mean())
+    second = build()
+    second.load_state_dict(copied.module.state_dict())
+    trains(copied, [rank], lambda net, x, _: net(x).abs().mean())
+    trains(second, range(2), lambda net, x, _: net(x).abs().mean())
+    same(model, alone)
+    same(copied, second)
+    assert isinstance(copied, dadplug.DistributedDataParallel)
+    assert copied.reduction is not model.reduction
+    assert copied.reduction.options == model.reduction.options
+    for each in (model, copied):
+        each.reduction.detach()
+
+
+def test_copies_and_moving_averages(sites):
+    sites(2).run(averages)
+
+
+def pickles() -> None:
+    rank, model = dist.get_rank(), dadplug.DistributedDataParallel(build(), mode="dad", weighting="uniform")
+    trains(model, [rank], lambda net, x, _: net(x).square().mean())
+    stream = io.BytesIO()
+    torch.save(model, stream)
+    stream.seek(0)
+    loaded = torch.load(stream, weights_only=False)
+    same(loaded, model, 1e-15)
+    with loaded.no_sync():
+        loaded(rows(5, [rank])).square().mean().backward()
+    loaded(rows(6, [rank])).square().mean().backward()
+    alone = build()
+    alone.load_state_dict(model.module.state_dict())
+    (alone(rows(5, range(2))).square().mean() + alone(rows(6, range(2))).square().mean()).backward()
+    for p, q in zip(loaded.module.parameters(), alone.parameters(), strict=True):
+        assert off_by(p.grad, q.grad) < 1e-10
+    assert loaded.reduction.options == model.reduction.options
+    for each in (model, loaded):
+        each.reduction.detach()
+    group = dist.new_group([0, 1])
+    other = dadplug.DistributedDataParallel(build(), mode="dsgd", process_group=group)
+    assert other.process_group is group
+    with pytest.raises(RuntimeError, match="copy its module"):
+        copy.deepcopy(other)
+    other(rows(0, [rank])).square().mean().backward()
+    other.reduction.detach()
+
+
+def test_pickled_models_and_groups(sites):
+    sites(2).run(pickles)
+
+
+def arguments_of_torch() -> None:
+    rank = dist.get_rank()
+    group = dist.new_group([0, 1])
+    by_position = dadplug.DistributedDataParallel(build(), None, None, 0, True, True, group, 25, True, mode="dsgd")
+    assert by_position.process_group is group
+    assert by_position.find_unused_parameters
+    assert by_position.reduction.options.mode == "dsgd"
+    named = dadplug.DistributedDataParallel(
+        build(), "dad", bucket_cap_mb=10, check_reduction=False, gradient_as_bucket_view=True, static_graph=True,
+        skip_all_reduce_unused_params=True,
+    )  # fmt: skip
+    assert named.reduction.options.mode == "dad"
+    assert named.static_graph
+    for each in (by_position, named):
+        each(rows(0, [rank])).square().mean().backward()
+        each.reduction.detach()
+    torch.nn.utils.parameters_to_vector(named.parameters())
+    refused = {
+        "leave them out": {"device_ids": [0]},
+        "Leave it out": {"init_sync": False},
+        "torch.autocast": {"mixed_precision": object()},
+        r"unknown option 'rnk'.*'rank'": {"rnk": 3},
+        "device_ids": {"device_ids": [0, 1]},
+    }
+    for message, given in refused.items():
+        with pytest.raises(ValueError, match=message):
+            dadplug.DistributedDataParallel(build(), **given)
+    with pytest.raises(ValueError, match="leave them out"):
+        dadplug.DistributedDataParallel(build(), [rank])
+    with pytest.raises(TypeError, match="'mode' twice"):
+        dadplug.DistributedDataParallel(build(), "dad", mode="dsgd")
+    with pytest.raises(TypeError, match="have to be named"):
+        dadplug.DistributedDataParallel(build(), "dad", [0])
+
+
+def test_arguments_in_the_order_of_torch(sites):
+    sites(2).run(arguments_of_torch)
+
+
+class Normalised(nn.Module):
+    """A model with running statistics, some of which scripts leave out of the exchange."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+        self.register_buffer("own", torch.full((2,), 1.0))
+        self.extra = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(x))) * self.extra
+
+
+def ignores() -> None:
+    rank = dist.get_rank()
+    net = build(0, Normalised)
+    with torch.no_grad():
+        net.extra.fill_(rank + 1.0)
+        net.own.fill_(rank + 1.0)
+    TorchDDP._set_params_and_buffers_to_ignore_for_model(net, ["extra", "own"])
+    model = dadplug.DistributedDataParallel(net, mode="dad")
+    for step in range(3):
+        model(rows(step, [rank])).square().mean().backward()
+    assert net.own.tolist() == [rank + 1.0] * 2
+    assert net.extra.tolist() == [rank + 1.0] * 3
+    gradients = model.reduction.gather_objects([net.extra.grad, net.last.weight.grad])
+    assert not torch.equal(gradients[0][0], gradients[1][0])
+    assert torch.equal(gradients[0][1], gradients[1][1])
+    model.reduction.detach()
+    for broadcast, forward, expected in ((False, None, rank + 1.0), (True, None, 1.0), (None, False, 1.0)):
+        net = build(0, Normalised)
+        net.own.fill_(rank + 1.0)
+        model = dadplug.DistributedDataParallel(
+            net, mode="dsgd", broadcast_buffers=broadcast, forward_sync_buffers=forward
+        )
+        assert net.own.tolist() == [expected] * 2
+        net.own.fill_(rank + 5.0)
+        model(rows(0, [rank])).mean().backward()
+        assert net.own.tolist() == [5.0 if broadcast else rank + 5.0] * 2
+        model.reduction.detach()
+
+
+def test_parameters_and_buffers_that_are_left_out(sites):
+    sites(2).run(ignores)
+
+
+def joins_in_all_ways() -> None:
+    """Sites with different numbers of batches, running statistics, and site 0 as the first that has none left."""
+    rank = dist.get_rank()
+    for outer in (False, True):
+        model = dadplug.DistributedDataParallel(build(0, Normalised), mode="dad", compare_every=2)
+        alone = build(0, Normalised)
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        with Join([model]) if outer else model.join():
+            for step in range(2 + 3 * rank):
+                optimizer.zero_grad()
+                model(rows(step, [rank])).square().mean().backward()
+                optimizer.step()
+        assert model.reduction.first_difference() is None
+        statistics = model.reduction.gather_objects(model.module.norm.running_mean)
+        assert torch.equal(*statistics)
+        assert int(model.module.norm.num_batches_tracked) == 5
+        reference = torch.optim.SGD(alone.parameters(), 0.05)
+        for step in range(5):  # batches are normalised at each site
+            reference.zero_grad()
+            parts = [alone(rows(step, [site])).square().mean() for site in (range(2) if step < 2 else [1])]
+            (sum(parts) / len(parts)).backward()
+            reference.step()
+        same(model, alone)
+        with pytest.raises(ValueError, match="throw_on_early_termination"), model.join(throw_on_early_termination=True):
+            pass
+        model(rows(0, [rank])).mean().backward()  # training goes on
+        model.reduction.detach()
+
+
+def test_join_with_running_statistics(sites):
+    sites(2).run(joins_in_all_ways)
+
+
+def mixes_precision() -> None:
+    """Autocast in bfloat16, and a GradScaler that skips a step at both sites since one has Inf."""
+    rank = dist.get_rank()
+    for mode in MODES:
+        model, alone = dadplug.DistributedDataParallel(build().float(), mode=mode), build().float()
+        for net, members in ((model, [rank]), (alone, range(2))):
+            with torch.autocast("cpu", torch.bfloat16):
+                net(rows(0, members).float()).square().mean().backward()
+        for p, q in zip(model.module.parameters(), alone.parameters(), strict=True):
+            assert off_by(p.grad, q.grad) < 0.03
+        model.zero_grad()
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        before = [p.detach().clone() for p in model.parameters()]
+        loss = model(rows(1, [rank]).float()).square().mean() * (float("inf") if rank else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 32.0
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+        optimizer.zero_grad()
+        scaler.scale(model(rows(2, [rank]).float()).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert not all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+        assert model.reduction.first_difference() is None
+        model.reduction.detach()
+
+
+def test_mixed_precision(sites):
+    sites(2).run(mixes_precision)
+
+
+def announces() -> None:
+    """The calls of Accelerate and Lightning: a backward pass synchronizes whose forward pass was in `no_sync`."""
+    rank, model, alone = dist.get_rank(), dadplug.DistributedDataParallel(build(), mode="dad"), build()
+    with model.no_sync():
+        first, second = (model(rows(step, [rank])).square().mean() for step in range(2))
+        first.backward()
+        assert model.reduction.step == 0
+    model.reducer.prepare_for_backward([])
+    second.backward()
+    assert model.reduction.step == 1
+    (alone(rows(0, range(2))).square().mean() + alone(rows(1, range(2))).square().mean()).backward()
+    for p, q in zip(model.module.parameters(), alone.parameters(), strict=True):
+        assert off_by(p.grad, q.grad) < 1e-10
+    model.zero_grad()
+    model.module(rows(2, [rank])).mean().backward()  # by way of the module: nothing is exchanged, and no step is taken
+    with pytest.raises(RuntimeError, match="call the wrapped model"):
+        torch.optim.SGD(model.parameters(), 0.1).step()
+    model.reduction.detach()
+
+
+def test_backward_passes_that_trainers_announce(sites):
+    sites(2).run(announces)
+
+
+def transforms() -> None:
+    """Transforms of torch.func through the wrapper, which exchange nothing."""
+    rank, model = dist.get_rank(), dadplug.DistributedDataParallel(build(), mode="dad")
+    x = rows(0, [rank])
+    parameters = {name: each.detach() for name, each in model.named_parameters()}
+    own = torch.func.grad(lambda given: torch.func.functional_call(model, given, (x,)).square().mean())(parameters)
+    alone = build()
+    alone(x).square().mean().backward()
+    for name, parameter in alone.named_parameters():
+        torch.testing.assert_close(own[f"module.{name}"], parameter.grad)
+    assert model.reduction.step == 0
+    model(x).square().mean().backward()
+    assert model.reduction.step == 1
+    model.reduction.detach()
+
+
+def test_transforms_of_torch_func(sites):
+    sites(2).run(transforms)
