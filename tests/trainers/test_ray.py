@@ -1,0 +1,225 @@
+"""Ray Train: plain loops and Lightning between two workers, restarts after a kill, and what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import ray_lightning
+import ray_loops
+import support
+import torch
+
+ray = pytest.importorskip("ray")
+pytest.importorskip("ray.train.torch")
+
+pytestmark = pytest.mark.slow
+SETTINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_memory_monitor_refresh_ms": "0",  # a busy machine is no reason to end workers
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "300",
+    "PYTHONPATH": os.pathsep.join(map(str, (Path(ray_loops.__file__).parent, Path(__file__).parents[2]))),
+}
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """A Ray cluster of this process, which ends with the module."""
+    folder = tempfile.mkdtemp(prefix="r", dir="/tmp")  # sockets are in it, whose paths have at most 107 characters
+    before = dict(os.environ)
+    os.environ.update(SETTINGS)
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    try:
+        ray.init(
+            address="local",
+            num_cpus=2,
+            include_dashboard=False,
+            object_store_memory=80 << 20,
+            log_to_driver=False,
+            _temp_dir=folder,
+        )
+        yield
+    finally:
+        ray.shutdown()
+        os.environ.clear()
+        os.environ.update(before)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def fit(function, folder: Path, **settings) -> list:
+    """Run a training function on two workers; return what each has returned."""
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    def loop(config):
+        rank = ray.train.get_context().get_world_rank()
+        torch.save(function(rank, Path(config["folder"])), f"{config['folder']}/result-{rank}.pt")
+
+    run = RunConfig(name="run", storage_path=str(folder), **settings)
+    workers = ScalingConfig(num_workers=2)
+    TorchTrainer(loop, train_loop_config={"folder": str(folder)}, scaling_config=workers, run_config=run).fit()
+    return [torch.load(folder / f"result-{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+def deviation(found: dict, expected: dict) -> float:
+    """Return the largest difference of two sets of tensors, relative to the largest entry of each tensor."""
+    assert found.keys() == expected.keys()
+    return max(float((found[key] - expected[key]).abs().max() / expected[key].abs().max()) for key in expected)
+
+
+# Plain loops
+
+
+def plain_loops(rank, folder):
+    import dadplug
+
+    dadplug.connect()
+    return ray_loops.plain(rank, "reduction"), ray_loops.plain(rank, "ddp")
+
+
+def test_plain_loops_train_as_one_process_with_all_rows(cluster, tmp_path):
+    expected = ray_loops.plain(None)
+    for reduction, wrapped in fit(plain_loops, tmp_path):
+        assert deviation(reduction, expected) < 1e-10
+        assert deviation(wrapped, expected) < 1e-10
+
+
+# Restarts
+
+
+def wait_for(condition, seconds=60.0):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            if condition():
+                return
+        time.sleep(0.1)
+
+
+def killed_once(rank, folder):
+    """Train with a checkpoint every two steps; the second worker is killed before step 5 of 12, once."""
+    registered = folder / "run" / "checkpoint_manager_snapshot.json"  # written by Ray's controller
+
+    def load():
+        checkpoint = ray.train.get_checkpoint()
+        if checkpoint is None:
+            return None
+        with checkpoint.as_directory() as place:
+            return torch.load(f"{place}/state.pt", weights_only=False)
+
+    def save(state):
+        with tempfile.TemporaryDirectory() as place:
+            if rank == 0:
+                torch.save(state, f"{place}/state.pt")
+            own = ray.train.Checkpoint.from_directory(place) if rank == 0 else None
+            ray.train.report({"step": state["step"]}, checkpoint=own)
+
+    def at_step(step):
+        marker = folder / "killed"
+        if rank == 1 and step == 5 and not marker.exists():
+            wait_for(lambda: registered.read_text().count("checkpoint_dir_name") == 2)
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return ray_loops.resumable(rank, 12, 2, load, save, at_step)
+
+
+def test_a_run_with_a_killed_worker_resumes_to_the_bits_of_an_undisturbed_run(cluster, tmp_path, sites):
+    from ray.train import FailureConfig
+
+    found = fit(killed_once, tmp_path, failure_config=FailureConfig(max_failures=1))
+    assert (tmp_path / "killed").exists()
+    assert [int(each.pop("first")) for each in found] == [4, 4]
+    expected = sites(2).run(ray_loops.resumable_at_site, 12, 2)
+    for own, other in zip(found, expected, strict=True):
+        other.pop("first")
+        assert all(torch.equal(own[name], other[name]) for name in other), deviation(own, other)
+
+
+# Lightning
+
+
+def lightning_loops(rank, folder):
+    import lightning.pytorch as pl
+    from ray.train.lightning import RayLightningEnvironment, RayTrainReportCallback, prepare_trainer
+
+    import dadplug
+    from dadplug.ray import RayDADStrategy
+
+    def in_ray():
+        return {"plugins": [RayLightningEnvironment()], "prepare": prepare_trainer}
+
+    found = {}
+    for mode, options in ray_lightning.OPTIONS.items():
+        reporting = {} if mode == "dad" else {"callbacks": [RayTrainReportCallback()]}
+        found[mode] = ray_lightning.train(RayDADStrategy(mode, **options), folder, **in_ray(), **reporting)
+    resumed = RayDADStrategy("rankdad", **ray_lightning.OPTIONS["rankdad"])
+    found["resumed"] = ray_lightning.train(resumed, folder, str(folder / "middle.ckpt"), **in_ray())
+    found["not prepared"] = ray_lightning.train(dadplug.DADStrategy("dad"), folder)
+    found["messages"] = [
+        message_of(lambda: prepare_trainer(pl.Trainer(accelerator="cpu", devices=1, strategy=RayDADStrategy("dad")))),
+        message_of(lambda: ray_lightning.train(RayDADStrategy("dad"), folder)),
+        message_of(lambda: RayDADStrategy("dad", start_method="spawn")),
+        message_of(lambda: RayDADStrategy("dat")),
+    ]
+    return found
+
+
+def message_of(call):
+    try:
+        call()
+    except (RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_lightning_in_ray_is_lightning_under_torchrun(cluster, tmp_path):
+    found = fit(lightning_loops, tmp_path)
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(support.free_port())]
+    (program,) = support.run_programs([[*launch, ray_lightning.__file__, str(tmp_path)]])
+    assert program.status == 0, program.errors
+    expected = ray_lightning.alone([own["dad"]["rows"] for own in found])
+    for rank, own in enumerate(found):
+        for mode in ray_lightning.OPTIONS:
+            other = torch.load(tmp_path / f"torchrun-{mode}-{rank}.pt", weights_only=False)
+            parameters = own[mode].pop("parameters")
+            assert deviation(parameters, other.pop("parameters")) < 1e-12
+            if mode == "dad":
+                assert deviation(parameters, expected) < 1e-10
+                assert deviation(own["not prepared"]["parameters"], expected) < 1e-10
+            else:  # also what the compression keeps from step to step is restored
+                assert all(torch.equal(own["resumed"]["parameters"][name], parameters[name]) for name in parameters)
+            assert own[mode].pop("metrics") == pytest.approx(other.pop("metrics"), rel=1e-12)
+            assert own[mode] == other
+            assert (other["world_size"], other["rank"]) == (2, rank)
+    checkpoints = sorted((tmp_path / "run").glob("checkpoint_*/checkpoint.ckpt"))
+    assert len(checkpoints) == ray_lightning.EPOCHS
+    assert len(torch.load(checkpoints[-1], weights_only=False)["dadplug"]) == 2
+    unprepared, alone, start, mode = found[1]["messages"]
+    assert "RayLightningEnvironment" in unprepared
+    assert alone.startswith("RuntimeError: RayDADStrategy has its place from")
+    assert "start_method is decided by Ray" in start
+    assert "rankdad" in mode
+
+
+OUTSIDE = """
+from dadplug.ray import RayDADStrategy
+try:
+    RayDADStrategy(mode="dad")
+except RuntimeError as error:
+    print(error)
+"""
+
+
+def test_outside_of_a_training_function_the_strategy_names_the_remedy():
+    (only,) = support.run_programs([["-c", OUTSIDE]], env=SETTINGS)
+    assert only.status == 0, only.errors
+    assert "use dadplug.DADStrategy outside of Ray" in only.output
