@@ -14,11 +14,15 @@ import torch
 import torch.distributed as dist
 
 from .options import Options
-from .runners import packages_in_use, strategy_base
+from .runners._lightning import packages_in_use, strategy_base
 from .signature import takes_keywords_of
 
 if TYPE_CHECKING:
     from .runners.dad_strategy import DADStrategyBase as RayDADStrategy
+
+    _Strategy = RayDADStrategy
+else:
+    _Strategy = object  # comes behind it, in the class that is derived
 
 __all__ = ["RayDADStrategy"]
 
@@ -59,7 +63,7 @@ def _derive() -> Any:
     return type("RayDADStrategy", (_StrategyInRay, base, parent), members)
 
 
-class _StrategyInRay:
+class _StrategyInRay(_Strategy):
     """`dadplug.DADStrategy` in the training function of a ``ray.train.torch.TorchTrainer``; for Lightning's Trainer.
 
     Ray starts the processes and the process group. Gradients, accumulation, clipping, evaluation and checkpoints are
@@ -103,7 +107,7 @@ class _StrategyInRay:
             raise ValueError(
                 f"{given[0]} is decided by Ray: leave it out, and set ScalingConfig or TorchConfig of the TorchTrainer"
             )
-        super().__init__(mode, fused=fused, **arguments)  # type: ignore[call-arg]
+        super().__init__(mode, fused=fused, **arguments)
         if arguments.get("cluster_environment") is None:
             self.cluster_environment = None  # that of the trainer's plugins, which prepare_trainer checks
 
@@ -135,7 +139,7 @@ class _StrategyInRay:
                 f"{self.cluster_environment.world_size()} workers: connect no other sites in a training function with "
                 "RayDADStrategy"
             )
-        super().setup_environment()  # type: ignore[misc]
+        super().setup_environment()
 
 
 def _check_in_training_function() -> None:

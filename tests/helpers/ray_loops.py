@@ -79,7 +79,7 @@ def resumable(
     save: Callable[[dict[str, Any]], None] = lambda state: None,
     at_step: Callable[[int], None] = lambda step: None,
 ) -> dict[str, Tensor]:
-    """Train with dropout and lossy compression; return the parameters and the losses of this site's last steps.
+    """Train with dropout and lossy compression; return the parameters, and the step that it has begun with.
 
     Args:
         rank: this site.
@@ -105,22 +105,16 @@ def resumable(
         at_step(step)
         inputs, targets = (each[rows_of(rank)] for each in batch(step, torch.float32))
         optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(module(inputs * (1 + 0.01 * random.random())), targets)
-        loss.backward()
+        nn.functional.cross_entropy(module(inputs * (1 + 0.01 * random.random())), targets).backward()
         reduction.synchronize()
         optimizer.step()
         if (step + 1) % every == 0:
-            save(
-                {
-                    "step": step + 1,
-                    "model": module.state_dict(),
-                    "optimizer": optimizer.state_dict(),
-                    "reduction": reduction.gather_objects(reduction.state_dict()),
-                    "generators": reduction.gather_objects(generators()),
-                }
-            )
+            state = {"step": step + 1, "model": module.state_dict(), "optimizer": optimizer.state_dict()}
+            state["reduction"] = reduction.gather_objects(reduction.state_dict())
+            state["generators"] = reduction.gather_objects(generators())
+            save(state)
     assert reduction.first_difference() is None
-    return module.state_dict() | {"first": torch.tensor(first), "loss": loss.detach()}
+    return module.state_dict() | {"first": torch.tensor(first)}
 
 
 def resumable_at_site(steps: int, every: int) -> dict[str, Tensor]:

@@ -53,6 +53,7 @@ LAYERS = (
     "cli",
     "runners",
     "callbacks",
+    "ray",
     "experiment",
     "dadplug",
     "__main__",
