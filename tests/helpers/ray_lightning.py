@@ -104,13 +104,14 @@ def train(strategy: Any, folder: Path, ckpt_path: str | None = None, **trainer_a
         )
     )
     trainer.fit(module, loader, DataLoader(data(), batch_size=BATCH), ckpt_path=ckpt_path)
+    reduction = getattr(trainer.strategy, "reduction", None)
     return {
         "parameters": module.net.state_dict(),
         "world_size": trainer.world_size,
         "rank": trainer.global_rank,
         "rows": module.rows,
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
-        "traffic": trainer.strategy.reduction.traffic.total_bytes_sent,
+        "traffic": None if reduction is None else reduction.traffic.total_bytes_sent,
     }
 
 

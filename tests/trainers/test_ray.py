@@ -180,6 +180,8 @@ def lightning_loops(rank, folder):
     resumed = RayDADStrategy("rankdad", **ray_lightning.OPTIONS["rankdad"])
     found["resumed"] = ray_lightning.train(resumed, folder, str(folder / "middle.ckpt"), **in_ray())
     found["not prepared"] = ray_lightning.train(dadplug.DADStrategy("dad"), folder)
+    found["local"] = ray_lightning.train(dadplug.LocalSGDStrategy(every=4), folder)
+    found["server"] = ray_lightning.train(dadplug.ParameterServerStrategy("dad"), folder)
     found["messages"] = [
         message_of(lambda: prepare_trainer(pl.Trainer(accelerator="cpu", devices=1, strategy=RayDADStrategy("dad")))),
         message_of(lambda: ray_lightning.train(RayDADStrategy("dad"), folder)),
@@ -215,6 +217,11 @@ def test_lightning_in_ray_is_lightning_under_torchrun(cluster, tmp_path):
             assert own[mode].pop("metrics") == pytest.approx(other.pop("metrics"), rel=1e-12)
             assert own[mode] == other
             assert (other["world_size"], other["rank"]) == (2, rank)
+    start = ray_lightning.net().state_dict()
+    for way in ("local", "server"):  # also these train one model
+        first, second = (own[way]["parameters"] for own in found)
+        assert all(torch.equal(first[name], second[name]) for name in start)
+        assert deviation(first, start) > 0.01
     checkpoints = sorted((tmp_path / "run").glob("checkpoint_*/checkpoint.ckpt"))
     assert len(checkpoints) == ray_lightning.EPOCHS
     assert len(torch.load(checkpoints[-1], weights_only=False)["dadplug"]) == 2
@@ -238,6 +245,57 @@ def test_outside_of_a_training_function_the_strategy_names_the_remedy():
     (only,) = support.run_programs([["-c", OUTSIDE]], env=SETTINGS)
     assert only.status == 0, only.errors
     assert "use dadplug.DADStrategy outside of Ray" in only.output
+
+
+# transformers
+
+
+def transformers_loops(rank, folder):
+    from ray.train.huggingface.transformers import RayTrainReportCallback, prepare_trainer
+    from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+
+    from dadplug.transformers import attach
+
+    generator = torch.Generator().manual_seed(0)
+    words = torch.randint(0, 100, (48, 8), generator=generator)
+    texts = [{"input_ids": text, "labels": text[0] % 2} for text in words]
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    dropouts = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
+    settings |= {"num_train_epochs": 2, "learning_rate": 1e-2, "lr_scheduler_type": "constant", "use_cpu": True}
+    settings |= {"save_strategy": "epoch", "logging_strategy": "epoch", "report_to": [], "disable_tqdm": True}
+
+    def train(name, mode=None):
+        torch.manual_seed(0)
+        model = BertForSequenceClassification(BertConfig(vocab_size=100, **sizes, **dropouts))
+        start = {key: value.detach().clone() for key, value in model.named_parameters()}
+        trainer = Trainer(model, TrainingArguments(str(folder / name), **settings), train_dataset=texts)
+        if mode is None:
+            trainer = prepare_trainer(trainer)
+        elif name == "dad":
+            trainer.add_callback(RayTrainReportCallback())
+            attach(trainer, mode=mode)
+            trainer = prepare_trainer(trainer)
+        else:
+            trainer = prepare_trainer(trainer)
+            attach(trainer, mode=mode)
+        trainer.train()
+        sent = 0 if mode is None else trainer.reduction.traffic.total_bytes_sent
+        return {key: value.detach() - start[key] for key, value in model.named_parameters()}, sent
+
+    return train("ddp"), train("dad", "dad"), train("prepared before", "dad")
+
+
+def test_the_trainer_of_transformers_trains_in_ray_as_by_its_own_ddp(cluster, tmp_path):
+    pytest.importorskip("transformers")
+    pytest.importorskip("dadplug.transformers")
+    for (expected, _), *others in fit(transformers_loops, tmp_path):
+        for found, sent in others:
+            assert sent > 0
+            change = torch.cat([each.flatten() for each in expected.values()])
+            own = torch.cat([found[name].flatten() for name in expected])
+            assert float((own - change).norm() / change.norm()) < 1e-3
+    assert list((tmp_path / "run").glob("checkpoint_*/checkpoint/dadplug_0.bin"))
 
 
 # The documentation
