@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from .hub.site.runtime import current_connection
 from .options import Options
 from .runners._lightning import packages_in_use, strategy_base
 from .signature import takes_keywords_of
@@ -123,7 +124,7 @@ class _StrategyInRay(_Strategy):
         """Check that the trainer has its place from Ray.
 
         Raises:
-            RuntimeError: if it has not, and would train alone, or if the number of processes is not that of Ray.
+            RuntimeError: if it has not, and would train alone, or if another process group has replaced that of Ray.
         """
         from ray.train.lightning import RayLightningEnvironment
 
@@ -133,11 +134,11 @@ class _StrategyInRay(_Strategy):
                 f"RayDADStrategy has its place from {found}, not from Ray: pass plugins=[RayLightningEnvironment()] of "
                 "ray.train.lightning to the Trainer, and call prepare_trainer(trainer)"
             )
-        if dist.is_initialized() and dist.get_world_size() != self.cluster_environment.world_size():
+        environment, connection = self.cluster_environment, current_connection()
+        if dist.is_initialized() and (connection is not None or dist.get_world_size() != environment.world_size()):
             raise RuntimeError(
-                f"the process group has {dist.get_world_size()} processes, and Ray has started "
-                f"{self.cluster_environment.world_size()} workers: connect no other sites in a training function with "
-                "RayDADStrategy"
+                "the process group is not that of Ray, but one of dadplug.connect(...) or of the program: use "
+                "dadplug.DADStrategy, without plugins and prepare_trainer"
             )
         super().setup_environment()
 

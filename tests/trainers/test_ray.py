@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import re
 import shutil
@@ -93,10 +94,17 @@ def plain_loops(rank, folder):
 
     dadplug.connect()
     found = [ray_loops.plain(rank, "reduction"), ray_loops.plain(rank, "ddp")]
-    torch.distributed.destroy_process_group()
-    os.environ.update(WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", LOCAL_RANK="0")  # as the only worker of a cluster has it
-    dadplug.connect(kit=folder / "kits" / "ab"[rank], timeout=120)
+    connect_to_hub(rank, folder)
     return [*found, ray_loops.plain(rank, "reduction")]
+
+
+def connect_to_hub(rank, folder):
+    """Replace Ray's process group by that of a hub, as if each worker were the only one of a cluster."""
+    import dadplug
+
+    torch.distributed.destroy_process_group()
+    os.environ.update(WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", LOCAL_RANK="0")
+    dadplug.connect(kit=folder / "kits" / "ab"[rank], timeout=120)
 
 
 def test_plain_loops_train_as_one_process_with_all_rows(cluster, tmp_path):
@@ -188,6 +196,9 @@ def lightning_loops(rank, folder):
         message_of(lambda: RayDADStrategy("dad", start_method="spawn")),
         message_of(lambda: RayDADStrategy("dat")),
     ]
+    connect_to_hub(rank, folder)
+    found["hub"] = ray_lightning.train(dadplug.DADStrategy("dad", min_sites=1), folder)
+    found["messages"].append(message_of(lambda: ray_lightning.train(RayDADStrategy("dad"), folder, **in_ray())))
     return found
 
 
@@ -199,7 +210,8 @@ def message_of(call):
 
 
 def test_lightning_in_ray_is_lightning_under_torchrun(cluster, tmp_path):
-    found = fit(lightning_loops, tmp_path)
+    with running_hub.running_hub(tmp_path / "kits"):
+        found = fit(lightning_loops, tmp_path)
     launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(support.free_port())]
     (program,) = support.run_programs([[*launch, ray_lightning.__file__, str(tmp_path)]])
     assert program.status == 0, program.errors
@@ -212,6 +224,7 @@ def test_lightning_in_ray_is_lightning_under_torchrun(cluster, tmp_path):
             if mode == "dad":
                 assert deviation(parameters, expected) < 1e-10
                 assert deviation(own["not prepared"]["parameters"], expected) < 1e-10
+                assert deviation(own["hub"]["parameters"], expected) < 1e-10
             else:  # also what the compression keeps from step to step is restored
                 assert all(torch.equal(own["resumed"]["parameters"][name], parameters[name]) for name in parameters)
             assert own[mode].pop("metrics") == pytest.approx(other.pop("metrics"), rel=1e-12)
@@ -225,11 +238,12 @@ def test_lightning_in_ray_is_lightning_under_torchrun(cluster, tmp_path):
     checkpoints = sorted((tmp_path / "run").glob("checkpoint_*/checkpoint.ckpt"))
     assert len(checkpoints) == ray_lightning.EPOCHS
     assert len(torch.load(checkpoints[-1], weights_only=False)["dadplug"]) == 2
-    unprepared, alone, start, mode = found[1]["messages"]
+    unprepared, alone, start, mode, hub = found[1]["messages"]
     assert "RayLightningEnvironment" in unprepared
     assert alone.startswith("RuntimeError: RayDADStrategy has its place from")
     assert "start_method is decided by Ray" in start
     assert "rankdad" in mode
+    assert "the process group is not that of Ray" in hub
 
 
 OUTSIDE = """
@@ -254,8 +268,7 @@ def transformers_loops(rank, folder):
     from ray.train.huggingface.transformers import RayTrainReportCallback, prepare_trainer
     from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
-    from dadplug.transformers import attach
-
+    attach = importlib.import_module("dadplug.transformers").attach
     generator = torch.Generator().manual_seed(0)
     words = torch.randint(0, 100, (48, 8), generator=generator)
     texts = [{"input_ids": text, "labels": text[0] % 2} for text in words]
