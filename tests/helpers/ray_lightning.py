@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 ROWS, BATCH, SITES, EPOCHS, ACCUMULATED, CLIP, LR = 48, 4, 2, 2, 2, 0.2, 0.05
+TRAINER = {"max_epochs": EPOCHS, "accumulate_grad_batches": ACCUMULATED, "gradient_clip_val": CLIP, "logger": False}
+TRAINER |= {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+TRAINER |= {"num_sanity_val_steps": 0}
 OPTIONS: dict[str, dict[str, Any]] = {"dad": {}, "rankdad": {"rank": 2, "wire": "int8"}}
 
 
@@ -91,15 +94,8 @@ def train(strategy: Any, folder: Path, ckpt_path: str | None = None, **trainer_a
             strategy=strategy,
             accelerator="cpu",
             devices=1,
-            max_epochs=EPOCHS,
-            accumulate_grad_batches=ACCUMULATED,
-            gradient_clip_val=CLIP,
             callbacks=callbacks,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            num_sanity_val_steps=0,
+            **TRAINER,
             **trainer_arguments,
         )
     )
