@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -35,6 +36,7 @@ _POLL_SECONDS = 0.02  # between two reads of the store
 _NOTICE = 5.0  # seconds after which a site logs for which sites it waits
 _LINGER = 0.5  # seconds that site 0 keeps the store after a failure, for the others to read it
 _MEMBERS = "dadplug/members"
+_SLURM_PORTS = range(20_000, 30_000)  # below those of outgoing connections
 
 Result = TypeVar("Result")
 
@@ -258,8 +260,9 @@ def connect(
 ) -> None:
     """Join the other sites: start the default process group of torch.distributed.
 
-    Without arguments, the environment that torchrun sets is read (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT). Nothing
-    is done if it names no other site, or if a group exists already.
+    Without arguments, the environment that torchrun sets is read (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), or in a
+    step of SLURM, started by srun, that of SLURM. Nothing is done if it names no other site, or if a group exists
+    already.
 
     Args:
         rank: number of this site, from 0; site 0 hosts the rendezvous.
@@ -274,9 +277,10 @@ def connect(
     """
     if dist.is_initialized():
         return
-    if num_nodes is None and rank is None and dist_url is None and int(os.environ.get("WORLD_SIZE", "1")) <= 1:
+    environment = launch_environment(os.environ)
+    if num_nodes is None and rank is None and dist_url is None and int(environment.get("WORLD_SIZE", "1")) <= 1:
         return
-    rank, num_nodes, host, port = _rendezvous_address(rank, num_nodes, dist_url)
+    rank, num_nodes, host, port = _rendezvous_address(rank, num_nodes, dist_url, environment)
     check_seconds("timeout", timeout)
     backend = _backend(backend)
     choose_interface(host, port)
@@ -332,15 +336,43 @@ def meet(
     return store, RollCall(store, rank, count, timeout, deadline, host, own, noun).run()
 
 
-def _rendezvous_address(rank: int | None, num_nodes: int | None, dist_url: str | None) -> tuple[int, int, str, int]:
+def launch_environment(environment: Mapping[str, str]) -> Mapping[str, str]:
+    """Return environment variables with those of torchrun, also where srun has started the processes of a SLURM job.
+
+    Site 0 is on the first node of the step, and its port follows from the numbers of job and step. MASTER_ADDR and
+    MASTER_PORT replace them. A batch script without srun has one process, in whatever step it counts tasks.
+
+    Args:
+        environment: environment variables of this process.
+    """
+    tasks, step = environment.get("SLURM_STEP_NUM_TASKS", "1"), environment.get("SLURM_STEP_ID", "")
+    if "WORLD_SIZE" in environment or not step.isdigit() or not tasks.isdigit() or int(tasks) <= 1:
+        return environment
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
+    job = environment.get("SLURM_JOB_ID", "0")
+    port = _SLURM_PORTS.start + (7 * int(job) + int(step)) % len(_SLURM_PORTS)
+    place = {"RANK": environment.get("SLURM_PROCID", ""), "WORLD_SIZE": tasks}
+    return {"MASTER_ADDR": _first_host(nodes), "MASTER_PORT": str(port), **environment, **place}
+
+
+def _first_host(nodes: str) -> str:
+    """Return the first host of a list as SLURM writes it, such as ``gpu[01-04,07],cpu3``."""
+    first = re.match(r"(?:[^,\[]|\[[^]]*])*", nodes)
+    assert first is not None
+    return re.sub(r"\[([^]]*)]", lambda group: re.split("[,-]", group[1])[0], first[0])
+
+
+def _rendezvous_address(
+    rank: int | None, num_nodes: int | None, dist_url: str | None, environment: Mapping[str, str]
+) -> tuple[int, int, str, int]:
     """Return rank, number of sites, host and port, from the arguments or from torchrun's environment.
 
     Raises:
         ValueError: if an argument is out of its range or missing.
     """
     if num_nodes is None and rank is None and dist_url is None:
-        rank, num_nodes = _from_environment("RANK"), _from_environment("WORLD_SIZE")
-        host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), _from_environment("MASTER_PORT")
+        rank, num_nodes, port = (_number(environment, name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+        host = environment.get("MASTER_ADDR", "127.0.0.1")
     elif rank is None or num_nodes is None or dist_url is None:
         raise ValueError("rank, num_nodes and dist_url go together: give all three, or none to use torchrun's")
     else:
@@ -372,8 +404,8 @@ def _backend(backend: str | None) -> str:
     return backend
 
 
-def _from_environment(name: str) -> int:
-    value = os.environ.get(name, "")
+def _number(environment: Mapping[str, str], name: str) -> int:
+    value = environment.get(name, "")
     if not value.isdigit():
         raise ValueError(f"the environment variable {name} should be a number, it is {value!r}")
     return int(value)

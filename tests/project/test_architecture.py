@@ -54,6 +54,7 @@ LAYERS = (
     "runners",
     "callbacks",
     "accelerate",
+    "ray",
     "experiment",
     "dadplug",
     "__main__",

@@ -308,8 +308,9 @@ def connect(
 ) -> None:
     """Join the other sites: start the default process group of torch.distributed.
 
-    Without arguments, the environment that torchrun sets is read (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT). Nothing
-    is done if it names no other site, or if a group exists already.
+    Without arguments, the environment that torchrun sets is read (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), or in a
+    step of SLURM, started by srun, that of SLURM. Nothing is done if it names no other site, or if a group exists
+    already.
 
     With a kit, this site dials the hub that the kit names, listens at no port, and all messages of the process group
     and of dadplug's own transports are encrypted. Number of this site and number of sites are those of the kit. After
