@@ -1,19 +1,26 @@
-"""Loaders that trainers take for the loader that they wrap, and passes over a loader that begin in its middle."""
+"""Loaders that trainers take for the loader they wrap, passes that begin in the middle, and data that are split."""
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, ClassVar
 
-from torch.utils.data import DataLoader
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
+from ..adaptive import ElasticDataLoader
+from ..adaptive.loader import seeded
 from ..exchange import Transport
 from ..hogwild import DealtLoader, Hogwild
 from ..model_sync.samples import batches_before, takes_part
 from ..parameter_server import ParameterServer
 from ..parameter_server.dealing import count_batches
 
+SPLIT_DATA = ("auto", True, False)
+_PROBES = 8  # samples of a fingerprint
 NO_ACCUMULATION = "deal='shared' cannot accumulate gradients: a site does not know how many batches it will have"
 
 
@@ -220,3 +227,81 @@ def batches_from(loader: Any, first: int) -> Iterator[Any]:
         return iter(loader)
     finally:
         object.__setattr__(loader, "batch_sampler", sampler)
+
+
+class SiteSampler(Sampler[Any]):
+    """Sampler that distributes the samples of another sampler over the sites, each sample to one site.
+
+    The order is drawn with a seed that all sites share, so that it is the same on all of them. No sample is repeated or
+    dropped: the sites' numbers of samples may differ by one.
+
+    Args:
+        base: sampler of samples or of batches.
+        rank: number of this site.
+        world_size: number of sites.
+        seed: seed of the order; the epoch is added to it.
+    """
+
+    def __init__(self, base: Any, rank: int, world_size: int, seed: int) -> None:
+        self.base = base
+        self.rank = rank
+        self.world_size = world_size
+        self.seed = seed
+        self.epoch = 0
+        self._order: list[Any] | None = None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch, which determines the order."""
+        self.epoch = epoch
+        self._order = None
+
+    @property
+    def order(self) -> list[Any]:
+        """Order of the samples of all sites in this epoch."""
+        if self._order is None:
+            with seeded((self.seed + self.epoch) % 2**32):
+                self._order = list(self.base)
+        return self._order
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.order[self.rank :: self.world_size])
+
+    def __len__(self) -> int:
+        return len(range(self.rank, len(self.base), self.world_size))
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "base":  # not yet there while the sampler is unpickled
+            raise AttributeError(name)
+        return getattr(self.base, name)
+
+
+def fingerprint(loader: Any) -> str | None:
+    """Return a fingerprint of a loader's data set; None if it cannot be split, or is split already."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return None
+    if isinstance(loader, ElasticDataLoader) or isinstance(loader.sampler, (DistributedSampler, SiteSampler)):
+        return None
+    dataset: Any = loader.dataset
+    size = len(dataset)
+    digest = hashlib.sha256(f"{type(loader.dataset).__name__} {size} {loader.batch_size}".encode())
+    for place in sorted({probe * (size - 1) // (_PROBES - 1) for probe in range(_PROBES)} if size else ()):
+        with seeded(place):  # random augmentations come out the same
+            _feed(digest, loader.dataset[place])
+    return digest.hexdigest()
+
+
+def _feed(digest: Any, item: Any) -> None:
+    if isinstance(item, torch.Tensor):
+        digest.update(str((item.dtype, item.shape)).encode())
+        digest.update(item.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    elif isinstance(item, np.ndarray):
+        digest.update(np.ascontiguousarray(item).tobytes())
+    elif isinstance(item, dict):
+        for key in sorted(item, key=str):
+            digest.update(str(key).encode())
+            _feed(digest, item[key])
+    elif isinstance(item, (list, tuple)):
+        for part in item:
+            _feed(digest, part)
+    else:
+        digest.update(repr(item).encode())

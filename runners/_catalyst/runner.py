@@ -27,10 +27,11 @@ from ...exchange import Traffic, Transport, connect, open_transport
 from ...exchange.transport import Requirements
 from ...model_sync.samples import batches_before, takes_part
 from ...signature import split_keywords
-from ..loaders import batches_from
-from .engine import SiteEngine, merge_metrics, plain
+from ..loaders import SPLIT_DATA, batches_from
+from ..patches import merge_metrics
+from .engine import SiteEngine, plain
 from .fixes import OLDER_NAMES, FixedOptimizer, accumulation_steps, adapt, fused_callbacks, load_model, load_runner
-from .loaders import SPLIT_DATA, begin_epoch
+from .loaders import begin_epoch
 
 _AS_IN_SUPERVISED = {"help": "as in `SupervisedRunner`"}
 _SPLIT = {

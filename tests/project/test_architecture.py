@@ -55,6 +55,7 @@ LAYERS = (
     "callbacks",
     "accelerate",
     "ray",
+    "transformers",
     "experiment",
     "dadplug",
     "__main__",
@@ -119,7 +120,7 @@ def test_folders_import_what_is_below_them():
     assert numbers == UPWARD_IMPORTS, found
 
 
-TRAINERS = {"catalyst", "accelerate", "lightning", "pytorch_lightning"}
+TRAINERS = {"catalyst", "accelerate", "lightning", "pytorch_lightning", "transformers"}
 # Modules of the core's folder that are for one trainer each, which they import.
 FOR_TRAINERS = {"accelerate.py"}
 

@@ -136,6 +136,11 @@ def test_blocks_of_guides_run_at_two_sites(page, number, tmp_path):
         program.write_text("import torch\nfrom torch import nn\n" + prepared(code))
         with running_hub.running_hub(tmp_path / "kits") as hub:
             run([[str(program), str(hub.kits / name)] for name in "ab"], tmp_path, code)
+    elif "attach(" in code:  # a Trainer of transformers needs a launcher
+        program = tmp_path / "train.py"
+        program.write_text(code)
+        launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(support.free_port())]
+        run([[*launch, str(program)]], tmp_path, code)
     else:
         run(support.site_scripts(prepared(code), tmp_path), tmp_path, code)
 

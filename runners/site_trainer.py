@@ -1,0 +1,477 @@
+"""Classes that `dadplug.transformers.attach` mixes into the class of a Trainer; transformers is not imported here.
+
+`AttachedTrainer` is for processes that a launcher has started. They stay those of the Trainer, which divides data and
+gathers metrics; gradients, and what the reduction keeps from step to step, are dadplug's. `SiteTrainer` is for sites
+without a launcher, such as those that dial a hub: each Trainer works as if alone, and nothing but dadplug's messages
+leaves the site.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..ddp import DistributedDataParallel
+from ..errors import MismatchError, SiteError
+from ..model_sync import sameness
+from ..model_sync.samples import takes_part
+from ..reduction import GradientReduction
+from .loaders import SiteSampler, fingerprint, known_length
+from .patches import merge_metrics
+
+_STATE = "optimizer and trainer"  # name of the training's state among those that a site that joins gets
+
+
+if TYPE_CHECKING:
+    _Trainer = Any
+else:
+    _Trainer = object  # in the class of a trainer, that trainer's own class comes after it
+
+
+class AttachedTrainer(_Trainer):
+    """Part of a Trainer whose models are wrapped in `dadplug.DistributedDataParallel`.
+
+    Attributes:
+        dadplug_options: options of the reduction.
+    """
+
+    model_wrapped: Any
+    dadplug_options: Mapping[str, Any]
+    _use: Callable[..., None]  # see `dadplug.accelerate.use`
+
+    @property
+    def reduction(self) -> GradientReduction | None:
+        """The gradient reduction of the model that is trained; None before the first training."""
+        wrapped = self._wrapper
+        return None if wrapped is None else wrapped.reduction
+
+    @property
+    def _trained(self) -> GradientReduction:
+        """The gradient reduction in training."""
+        reduction = self.reduction
+        assert reduction is not None
+        return reduction
+
+    @property
+    def _wrapper(self) -> DistributedDataParallel | None:
+        found = self.accelerator._wrapped
+        return found[-1] if found else None
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the accelerator anew, as a search for hyperparameters does."""
+        super().create_accelerator_and_postprocess()
+        self._use_dadplug()
+
+    def _use_dadplug(self) -> None:
+        """Let the accelerator wrap the models that it prepares from now on."""
+        accelerator = self.accelerator
+        release = accelerator.free_memory  # accelerate's: each training begins with it, and goes on with the wrapper
+        self._use(accelerator, **self.dadplug_options)
+        accelerator.free_memory = release
+
+    def _inner_training_loop(
+        self,
+        batch_size: int | None = None,
+        args: Any = None,
+        resume_from_checkpoint: Any = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
+        """Train; see transformers."""
+        self._forget_evaluation()
+        handler = self.callback_handler  # what adds to the logs comes before what passes them on
+        handler.callbacks.sort(key=lambda each: not getattr(each, "adds_to_logs", False))
+        return super()._inner_training_loop(batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval)
+
+    def _forget_evaluation(self) -> None:
+        """Let the model be wrapped: accelerate takes one for prepared that has been prepared for an evaluation."""
+        wrapper = self._wrapper
+        if wrapper is not None and _plain(wrapper.module) is self.model:
+            return
+        if wrapper is not None:  # of a model that `model_init` has replaced
+            wrapper.reduction.detach(discard=True)
+            self.accelerator._wrapped.clear()
+        model: Any
+        for model in (self.model, self.model_wrapped):
+            if model.__dict__.pop("_is_accelerate_prepared", False):
+                self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
+        self.model_wrapped = self.model
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        """Wrap the model, and check that it is, and that all sites have equally many batches.
+
+        Raises:
+            MismatchError: if they have not.
+        """
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        if self._wrapper is None or _plain(self._wrapper.module) is not self.model:
+            raise RuntimeError("the Trainer has not wrapped its model by dadplug: is its accelerator another one now?")
+        self._compare_lengths(known_length(train_dataloader, 0))
+        return prepared
+
+    def _compare_lengths(self, own: int) -> None:
+        lengths = self._trained.gather_objects(own)
+        if len(set(lengths)) > 1:
+            raise MismatchError(
+                f"the sites have different numbers of batches, {' and '.join(map(str, lengths))}: leave "
+                "even_batches=False out of accelerator_config=, or set dataloader_drop_last=True"
+            )
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate; see transformers."""
+        if self._wrapper is not None and not self.accelerator._models:
+            self.accelerator._models.append(self._wrapper)  # else a second training prepares the model once more
+        return super().evaluation_loop(*args, **kwargs)
+
+    # Checkpoints
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Write what this process's reduction keeps beside the states of optimizer and scheduler."""
+        super()._save_optimizer_and_scheduler(output_dir)
+        Path(output_dir).mkdir(parents=True, exist_ok=True)  # process 0 may not have come here yet
+        self.accelerator._save_memories([], [], output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Restore what this process's reduction has kept, with the states of optimizer and scheduler.
+
+        Raises:
+            MismatchError: if the sites' checkpoints are of different steps.
+        """
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
+            return
+        reduction = self._trained
+        found = reduction.gather_objects(self.state.global_step)
+        steps = {name: step for name, step in zip(reduction.sites, found, strict=True) if step is not None}
+        if len(set(steps.values())) > 1:
+            where = ", ".join(f"{name}: {step}" for name, step in steps.items())
+            raise MismatchError(
+                f"the sites would resume at different steps ({where}): give all of them a checkpoint of one step"
+            )
+        self.accelerator._load_memories([], checkpoint)
+
+
+def _plain(model: nn.Module) -> nn.Module:
+    """Return the model that torch.compile has wrapped."""
+    inner: nn.Module = getattr(model, "_orig_mod", model)
+    return inner
+
+
+class SpreadBatches:
+    """Batch sampler with as many batches as the site with the most has: it repeats a batch where its site skips a step.
+
+    Args:
+        base: batch sampler of the site's own data.
+        steps: number of batches of an epoch, at least as many as those of `base`.
+    """
+
+    def __init__(self, base: Any, steps: int) -> None:
+        self.base = base
+        self.own, self.steps = len(base), steps
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __iter__(self) -> Iterator[Any]:
+        batches, batch = iter(self.base), None
+        for step in range(self.steps):
+            if takes_part(step, self.own, self.steps):
+                batch = next(batches)
+            yield batch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch, which may determine the order."""
+        if hasattr(self.base, "set_epoch"):
+            self.base.set_epoch(epoch)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "base":  # not yet there while the sampler is unpickled
+            raise AttributeError(name)
+        return getattr(self.base, name)
+
+
+class TrainingState:
+    """State of a Trainer at the beginning of a step. An object with state, for `GradientReduction`.
+
+    Args:
+        trainer: the trainer.
+
+    Attributes:
+        joined: state of another site, which this one joins in mid-training; None elsewhere.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.joined: dict[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of this site's trainer, besides the model."""
+        trainer = self._trainer
+        state, scaler = trainer.state, trainer.accelerator.scaler
+        kept = dict(state.stateful_callbacks)
+        for callback in [*trainer.callback_handler.callbacks, trainer.control]:
+            name = type(callback).__name__
+            if name in kept and not isinstance(kept[name], list):
+                kept[name] = callback.state()
+        return {
+            "state": json.dumps(asdict(state) | {"stateful_callbacks": kept}),
+            "training": trainer.trainings,
+            "batches": trainer.batches_in_epoch,
+            "split": trainer.split_data,
+            "optimizer": trainer.optimizer.state_dict(),
+            "scheduler": trainer.lr_scheduler.state_dict(),
+            "scaler": None if scaler is None else scaler.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Keep the state of another site until training begins.
+
+        Raises:
+            SiteError: if it has begun: a trainer cannot go on at another step.
+            MismatchError: if the others are in a later training of the program.
+        """
+        if self._trainer.reduction is not None:
+            raise SiteError(
+                "this site was cut off, and the others have gone on without it: start its program again to return"
+            )
+        if state["training"] != self._trainer.trainings:
+            raise MismatchError(
+                "the other sites are in another training of the program than the first one, into which a site cannot "
+                "return"
+            )
+        self.joined = state
+
+    def restore(self) -> None:
+        """Restore optimizer, scheduler and loss scale from the state of another site."""
+        trainer, state = self._trainer, self.joined
+        assert state is not None
+        trainer.optimizer.load_state_dict(state["optimizer"])
+        trainer.lr_scheduler.load_state_dict(state["scheduler"])
+        if state["scaler"] is not None:
+            trainer.accelerator.scaler.load_state_dict(state["scaler"])
+
+
+class SiteTrainer(AttachedTrainer):
+    """Part of a Trainer that works as if alone, on data of its own, and exchanges gradients with other sites.
+
+    A site counts by its rows, or by its tokens where the loss is divided by their number, so that gradients are those
+    of one process with the rows of all sites. An epoch has as many batches as the site with the most has; the others
+    skip some steps, spread over the epoch. Metrics of evaluations in training are means over the sites, by samples, so
+    that all of them decide alike.
+
+    Attributes:
+        trainings: number of trainings so far.
+        batches_in_epoch: number of batches of an epoch.
+        dadplug_split: whether to split the data set over the sites: True, False, or ``"auto"`` where all have the same.
+        split_data: fingerprint of the data set that is split over the sites; None where each has its own.
+    """
+
+    trainings = 0
+    batches_in_epoch = 0
+    dadplug_split: bool | str = "auto"
+    split_data: str | None = None
+    _training: TrainingState
+    _ahead: deque[tuple[bool, int | None]]  # of the micro-batches of a step: whether they count, and stated samples
+    _position = 0  # micro-batches of the epoch so far
+    _own_batches = 0  # of this site's data in an epoch
+    _parts = 1  # micro-batches of the step that count
+    _begins = False  # whether training has been called, and its loader is not there yet
+    _silent = False  # whether the loss does not count
+    _has_best = False
+    _returns_to: str | None = None  # folder that stands for a checkpoint, at a site that joins the others
+
+    def _use_dadplug(self) -> None:
+        self._training = TrainingState(self)
+        self._ahead = deque()
+        self.dadplug_options = {**self.dadplug_options, "state": {_STATE: self._training}}
+        super()._use_dadplug()
+
+    def _inner_training_loop(
+        self,
+        batch_size: int | None = None,
+        args: Any = None,
+        resume_from_checkpoint: Any = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
+        if trial is not None:
+            raise ValueError("sites without a launcher cannot search for hyperparameters: start the script by torchrun")
+        self._forget_evaluation()
+        self._has_best, self._begins = False, True
+        self.trainings += 1
+        if self._wrapper is None:
+            self.model_wrapped = self.accelerator.prepare_model(self.model)  # here a site that joins gets its state
+        with self._returning(resume_from_checkpoint) as start:
+            output = super()._inner_training_loop(batch_size, args, start, trial, ignore_keys_for_eval)
+        if self.args.load_best_model_at_end:
+            self._share_best_model()
+        return output
+
+    @contextmanager
+    def _returning(self, checkpoint: Any) -> Iterator[Any]:
+        """Yield the checkpoint to begin with: where this site joins, one of the state that it has got."""
+        joined = self._training.joined
+        if joined is None:
+            yield checkpoint
+            return
+        restores = self.args.restore_callback_states_from_checkpoint
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "trainer_state.json").write_text(joined["state"])
+            self._returns_to = folder
+            self.args.restore_callback_states_from_checkpoint = True  # all sites have to stop early, or none
+            try:
+                yield folder
+            finally:
+                self._returns_to = self._training.joined = None
+                self.args.restore_callback_states_from_checkpoint = restores
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and checkpoint == self._returns_to:
+            self._training.restore()
+        else:
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    # Data
+
+    def get_train_dataloader(self) -> Any:
+        """Return the loader of the site's own data, in training with as many batches as the site with the most has.
+
+        Raises:
+            ValueError: if the number of batches is not known, or 0.
+        """
+        loader = super().get_train_dataloader()
+        if not self._begins:
+            return loader
+        self._begins = False
+        base = getattr(loader, "base_dataloader", loader)
+        sampler = self._divide(base)
+        own = self._own_batches = len(sampler) if hasattr(sampler, "__len__") else 0
+        if self._training.joined is not None:
+            self.batches_in_epoch = self._training.joined["batches"]
+        else:
+            self.batches_in_epoch = max(each or 0 for each in self._trained.gather_objects(own))
+        if own == 0:
+            raise ValueError(
+                "this site has no batch to train on, or a data set without a length: each site needs one batch"
+            )
+        object.__setattr__(base, "batch_sampler", SpreadBatches(sampler, self.batches_in_epoch))
+        return loader
+
+    def _divide(self, loader: Any) -> Any:
+        """Return the sampler of this site's batches: a share of them, where all sites hold the same data.
+
+        Raises:
+            MismatchError: if data are to be split, and the sites have different ones.
+        """
+        reduction, split = self._trained, self.dadplug_split
+        own = fingerprint(loader) if split is not False else None
+        joined = self._training.joined
+        every = [(joined["split"],)] if joined is not None else reduction.gather_objects((own,))
+        alike = own is not None and all(each == (own,) for each in every if each is not None)
+        if split is True and not alike:
+            raise MismatchError(
+                "the training data are to be split over the sites, which do not all have the same: pass "
+                "split_data=False where each site brings its own"
+            )
+        self.split_data = own if alike else None
+        if not alike:
+            return getattr(loader, "batch_sampler", None)
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        return SiteSampler(loader.batch_sampler, reduction.site_rank, reduction.world_size, seed)
+
+    def _compare_lengths(self, own: int) -> None:
+        """Compare nothing: `get_train_dataloader` has made the lengths equal."""
+
+    def _run_epoch(self, **kwargs: Any) -> None:
+        """Train for an epoch, from its beginning or the position of a checkpoint."""
+        resumes = kwargs["resume_from_checkpoint"] is not None and kwargs["epoch"] == kwargs["epochs_trained"]
+        self._position = kwargs["steps_trained_in_current_epoch"] if resumes else 0
+        super()._run_epoch(**kwargs)
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        """Take the micro-batches of a step, and count the items of those that count."""
+        batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        own, steps = self._own_batches, self.batches_in_epoch
+        counts: list[tuple[bool, int | None]] = []
+        for place, batch in enumerate(batches, self._position):
+            counted = takes_part(place, own, steps)
+            samples = None if counted else 0
+            if counted and items is not None:
+                samples = int(self._get_num_items_in_batch([batch], device))
+            counts.append((counted, samples))
+        self._position += len(batches)
+        self._ahead = deque(counts)
+        self._parts = sum(counted for counted, _ in counts)
+        if items is not None and 0 < self._parts < len(batches):
+            items = torch.full_like(items, sum(samples or 0 for _, samples in counts))
+        return batches, items
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Train on a micro-batch, with the weight that it has among those of all sites."""
+        counted, samples = self._ahead.popleft() if self._ahead else (True, None)
+        self.current_gradient_accumulation_steps = max(1, self._parts)
+        stated: AbstractContextManager[Any] = nullcontext() if samples is None else self._trained.samples(samples)
+        self._silent = not counted
+        try:
+            with stated:
+                return super().training_step(*args, **kwargs)
+        finally:
+            self._silent = False
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute the loss; zero for a batch that stands for a step that this site skips."""
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        if not self._silent:
+            return loss
+        return (loss[0] * 0.0, *loss[1:]) if isinstance(loss, tuple) else loss * 0.0
+
+    # Evaluation
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """Log, evaluate and save; before, sites that may leave average running statistics."""
+        reduction = self._trained
+        uses_buffers = self.control.should_evaluate or self.control.should_save
+        if uses_buffers and reduction.options.min_sites is not None and reduction.options.average_buffers:
+            reduction.average_buffers()
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate on the site's own data; metrics are those of all sites in training."""
+        output = super().evaluation_loop(*args, **kwargs)
+        if not self.is_in_train or self.reduction is None:
+            return output
+        own = {name: float(value) for name, value in output.metrics.items() if isinstance(value, (int, float))}
+        every = [each for each in self._trained.gather_objects((own, output.num_samples)) if each is not None]
+        return output._replace(metrics={**output.metrics, **merge_metrics(every)})
+
+    def _save(self, *args: Any, **kwargs: Any) -> None:
+        """Write the model: each site has files of its own, and the model would write those of rank 0 only."""
+        model: Any = self.model
+        model.should_save_on_this_rank = lambda is_main_process=True: is_main_process
+        try:
+            super()._save(*args, **kwargs)
+        finally:
+            del model.should_save_on_this_rank
+
+    def _load_best_model(self) -> None:
+        """Load the best model, which a site that was absent then has not."""
+        super()._load_best_model()
+        self._has_best = True
+
+    def _share_best_model(self) -> None:
+        """Load the best model of another site, where this one has none; all sites call it."""
+        reduction = self._trained
+        have = reduction.gather_objects(self._has_best)
+        if any(have) and False in have:
+            giver = have.index(True)
+            own = sameness.tensors_of(self.model) if reduction.site_rank == giver else None
+            sameness.load_tensors(self.model, reduction.gather_objects(own)[giver])

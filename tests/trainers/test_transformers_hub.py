@@ -1,0 +1,58 @@
+"""transformers' Trainer at sites that dial a hub: one is killed and started again, and returns into the run."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import elastic_transformers
+from elastic_runs import Run
+from running_hub import running_hub
+
+NAMES = "abcd"
+
+
+def trained(folder: Path, lost: str = "", **settings: object) -> tuple[Run, dict[str, dict]]:
+    """Train at four sites, one of which may be killed at a third and started again; return what they have written."""
+    folder.mkdir(exist_ok=True)
+    with running_hub(folder / "kits", tuple(NAMES)) as hub:
+        run = Run(
+            folder, hub, elastic_transformers.__file__, ["transformers.trainer"], stops=False, min_sites=1, **settings
+        )
+        for name in NAMES:
+            run.start(name, leave=11 if name == lost else -1, pause=0.15 if lost else 0.0)
+        if lost:
+            run.end(lost, -9)
+            run.start(lost)
+        run.end(NAMES)
+    return run, {name: json.loads((folder / name / "result.json").read_text()) for name in NAMES}
+
+
+def test_a_site_that_was_killed_returns_into_the_run(tmp_path):
+    run, results = trained(tmp_path / "lost", "c")
+    first, *others = results.values()
+    assert first["step"] == 32  # 8 epochs of 8 batches, two in a step
+    for other in others:
+        assert other["digest"] == first["digest"]
+        assert other["step"] == first["step"]
+    lines, own = run.lines("a"), run.lines("c")
+    assert sorted(lines) == list(range(1, 33))  # no step lost
+    returned = [step for step in own if step > 12]
+    assert len(returned) > 5, "the site has come back too late to tell"
+    for step, line in own.items():
+        for what in ("digest", "lr", "epoch", "present", "reduction"):
+            assert line[what] == lines[step][what], (step, what)
+    present = {step: line["present"] for step, line in lines.items()}
+    assert present[12] == [0, 1, 3]
+    assert present[32] == [0, 1, 2, 3]
+    for step, loss in results["c"]["evaluations"].items():
+        if int(step) > min(returned):
+            assert loss == first["evaluations"][step]
+    undisturbed = [trained(tmp_path / str(seed), seed=seed)[1]["a"]["best"] for seed in range(3)]
+    spread = max(undisturbed) - min(undisturbed)
+    assert abs(first["best"] - statistics.mean(undisturbed)) <= max(2 * spread, 0.02)
