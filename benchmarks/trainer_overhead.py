@@ -3,6 +3,7 @@
     torchrun --nproc-per-node 2 benchmarks/trainer_overhead.py                      MNISTNet
     torchrun --nproc-per-node 2 benchmarks/trainer_overhead.py --model bert --steps 10
     torchrun --nproc-per-node 2 benchmarks/trainer_overhead.py --mode dad --ways plain,accelerate
+    python benchmarks/trainer_overhead.py --ray --ways plain,drop-in                in workers of Ray Train
 
 Each way trains a new model on the same rows, one way after the other, in several rounds. A step lasts from the end of
 the step before to its own end, with the loader, forward, backward, the exchange and the optimizer's step. The overhead
@@ -20,6 +21,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -176,6 +178,27 @@ def table(found: dict[str, tuple[float, float]]) -> str:
     return "\n".join(lines)
 
 
+def measure_in_ray(arguments: argparse.Namespace) -> dict[str, tuple[float, float]]:
+    """Measure at two workers of Ray Train on this machine, which stand for the processes of torchrun."""
+    import tempfile
+
+    import ray
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    def at_worker(_: dict[str, Any]) -> dict[str, tuple[float, float]]:
+        torch.set_num_threads(1)
+        return measure(arguments)
+
+    path = {"PYTHONPATH": str(Path(__file__).resolve().parent)}
+    settings = {"runtime_env": {"env_vars": path}, "object_store_memory": 80 << 20, "log_to_driver": False}
+    ray.init(address="local", num_cpus=2, include_dashboard=False, **settings)
+    with tempfile.TemporaryDirectory() as folder:
+        run = RunConfig(storage_path=folder)
+        trainer = TorchTrainer(at_worker, scaling_config=ScalingConfig(num_workers=2), run_config=run)
+        return trainer.fit().return_value
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ways", default=",".join(WAYS), help=", ".join(WAYS))
@@ -184,14 +207,20 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, help="rows of a site; by default each model's own")
     parser.add_argument("--steps", type=int, default=100, help="steps of a way in a round")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--ray", action="store_true", help="at two workers of Ray Train: compare its rows with torchrun's"
+    )
     arguments = parser.parse_args()
     if unknown := [name for name in arguments.ways.split(",") if name not in WAYS]:
         parser.error(f"unknown way {unknown[0]!r}; valid ones are {', '.join(WAYS)}")
     torch.set_num_threads(1)
-    dadplug.connect()
-    found = measure(arguments)
-    if dist.get_rank() == 0:
-        print(f"{arguments.model}, mode {arguments.mode}, {dist.get_world_size()} sites; {processor()}\n")
+    if arguments.ray:
+        found, sites = measure_in_ray(arguments), "2 workers of Ray Train"
+    else:
+        dadplug.connect()
+        found, sites = measure(arguments), f"{dist.get_world_size()} sites"
+    if arguments.ray or dist.get_rank() == 0:
+        print(f"{arguments.model}, mode {arguments.mode}, {sites}; {processor()}\n")
         print(table(found))
 
 
