@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from comparison import off_by
+from support import forget_accelerators
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -42,8 +43,7 @@ def rows(count: int, seed: int = 1) -> torch.Tensor:
 
 def fresh(*args, **keywords) -> Accelerator:
     """Make an accelerator without what accelerate shares between those of a process."""
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    accelerate.state.GradientState._reset_state()
+    forget_accelerators()
     return Accelerator(*args, cpu=True, **keywords)
 
 
@@ -416,7 +416,6 @@ def test_a_model_may_be_compiled(sites):
 
 def uses() -> None:
     rank, alone = dist.get_rank(), build()
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = accelerate.Accelerator(cpu=True)
     use(accelerator, "dad")
     evaluated = accelerator.prepare_model(build(), evaluation_mode=True)
@@ -536,7 +535,7 @@ def test_what_cannot_work_is_refused(message, monkeypatch):
 
 
 def test_a_launch_that_would_train_alone_is_refused(monkeypatch):
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    forget_accelerators()
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(ValueError, match=r"FSDP divides.*ACCELERATE_USE_FSDP"):
         Accelerator(cpu=True)

@@ -116,6 +116,14 @@ def isolated() -> Iterator[None]:
         sys.path[:] = path
         torch.set_default_dtype(dtype)
         torch.set_num_threads(threads)
+        forget_accelerators()
+
+
+def forget_accelerators() -> None:
+    """Forget what accelerate shares between all accelerators of a process, also those of Catalyst's engines."""
+    if state := sys.modules.get("accelerate.state"):
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
 
 
 def close_unused_groups() -> None:
