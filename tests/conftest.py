@@ -112,6 +112,15 @@ def _pause_sites():
     support.pause_all()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _no_process_group():
+    """End the process group that tests of a file have left: those of other files would take this process for a site."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    support.forget_accelerators()
+
+
 @pytest.fixture(autouse=True)
 def _same_environment():
     """Take back what a test has left in the environment: a launcher's variables change how later programs start."""

