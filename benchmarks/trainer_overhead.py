@@ -99,10 +99,17 @@ def plain_loop(task: Task) -> None:
     reduction.detach()
 
 
+@way("own-buffers")
+def own_buffers(task: Task) -> None:
+    """Train by `DistributedDataParallel`, whose sites keep buffers of their own as in the plain loop."""
+    drop_in(task, broadcast_buffers=False)
+
+
 @way("drop-in")
-def drop_in(task: Task) -> None:
-    """Train by `DistributedDataParallel` in a loop."""
-    model, optimizer = dadplug.DistributedDataParallel(task.model, **task.options), task.optimizer()
+def drop_in(task: Task, **arguments: bool) -> None:
+    """Train by `DistributedDataParallel` in a loop; buffers of rank 0 are sent before each forward pass."""
+    model = dadplug.DistributedDataParallel(task.model, **task.options, **arguments)
+    optimizer = task.optimizer()
     for inputs, targets in task.loader(Strided(task)):
         optimizer.zero_grad()
         loss(model(inputs), targets).backward()
