@@ -233,15 +233,16 @@ def flattened(tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, list[Tensor]]
 
     A group ends before it takes more than 32 MB, unless by one tensor: a copy of the whole model would double it.
     """
-    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    groups: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], int]] = {}
     for tensor in map(Tensor.detach, tensors):
         kind = tensor.dtype, tensor.device
-        group = groups.setdefault(kind, [])
-        if sum(map(Tensor.numel, group)) + tensor.numel() > _GROUP_BYTES // tensor.element_size() and group:
+        group, nbytes = groups.get(kind, ([], 0))
+        if group and nbytes + tensor.nbytes > _GROUP_BYTES:
             yield _flat(group), group
-            group = groups[kind] = []
+            group, nbytes = [], 0
         group.append(tensor)
-    for group in groups.values():
+        groups[kind] = group, nbytes + tensor.nbytes
+    for group, _ in groups.values():
         yield _flat(group), group
 
 
