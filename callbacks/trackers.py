@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..ddp import DistributedDataParallel
+from ..files import replacing
 from ..logs import get_logger
 from ..reduction import GradientReduction
 from ..registry import Registry
@@ -80,11 +81,10 @@ class CSVTracker(Tracker):
             rows = list(csv.DictReader(file))
         self._names = [*self._names, *names]
         temporary = self._path.with_name(f"{self._path.name}.new")
-        with temporary.open("w", newline="") as file:
+        with replacing(self._path, temporary, durable=False), temporary.open("w", newline="") as file:
             writer = csv.DictWriter(file, self._names)
             writer.writeheader()
             writer.writerows(rows)
-        temporary.replace(self._path)
 
 
 @TRACKERS.register("tensorboard")

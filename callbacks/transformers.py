@@ -15,8 +15,8 @@ class MonitorCallback(TrainerCallback):
     """Adapter that makes monitors a callback of transformers.
 
     With every log of training come the values of the steps since the last one: ranks and residuals of the last step,
-    means of the others. `dadplug.transformers.attach` puts
-    these callbacks before those that pass logs on, such as to TensorBoard.
+    means of the others. `dadplug.transformers.attach` puts these callbacks before those that pass logs on, such as to
+    TensorBoard.
     """
 
     kinds: tuple[type[monitors.Monitor], ...]
