@@ -28,6 +28,7 @@ from .errors import MismatchError
 from .hub.site.runtime import connect, current_connection
 from .logs import get_logger
 from .options import Options
+from .runners.loaders import check_split_data
 from .signature import split_keywords, takes_keywords_of
 
 try:
@@ -65,7 +66,7 @@ class Accelerator(accelerate.Accelerator):
         mode: name of a method, as in `dadplug.GradientReduction`.
         kit: folder of this site's kit, by which it connects to a hub first, see `dadplug.connect`.
         split_data: True: all sites hold the same data, and prepared loaders divide them, as accelerate does. False:
-            each site has data of its own, and its loaders keep all of them. None: False over a hub, else True.
+            each site has data of its own, and its loaders keep all of them. ``"auto"``: False over a hub, else True.
         keywords: the other options, see `dadplug.options.Options`, and the keywords of accelerate's class.
 
     Raises:
@@ -92,7 +93,7 @@ class Accelerator(accelerate.Accelerator):
         *arguments: Any,
         mode: str = "rankdad",
         kit: str | Path | None = None,
-        split_data: bool | None = None,
+        split_data: bool | str = "auto",
         **keywords: Any,
     ) -> None:
         options, rest = split_keywords(Options, keywords)
@@ -116,7 +117,7 @@ class Accelerator(accelerate.Accelerator):
             )
         self._begin(options, split_data)
 
-    def _begin(self, options: dict[str, Any], split_data: bool | None = None) -> None:
+    def _begin(self, options: dict[str, Any], split_data: bool | str = "auto") -> None:
         """Wrap the models that are prepared from now on.
 
         Args:
@@ -134,10 +135,10 @@ class Accelerator(accelerate.Accelerator):
         if self.ddp_handler is not None:
             options.setdefault("broadcast_buffers", self.ddp_handler.broadcast_buffers)
         self._options = options
-        self._split_data = current_connection() is None if split_data is None else split_data
+        self._split_data = current_connection() is None if split_data == "auto" else bool(split_data)
         self._wrapped, self._joining = [], {}
-        self.register_save_state_pre_hook(self._save_memories)
-        self.register_load_state_pre_hook(self._load_memories)
+        self.register_save_state_pre_hook(lambda models, weights, folder: self.save_memories(folder))
+        self.register_load_state_pre_hook(lambda models, folder: self.load_memories(folder))
 
     @property
     def _elastic(self) -> bool:
@@ -375,8 +376,12 @@ class Accelerator(accelerate.Accelerator):
 
     # State
 
-    def _save_memories(self, models: list[nn.Module], weights: list[dict[str, Any]], output_dir: str) -> None:
-        """Write what this site's reductions keep from step to step, beside what `save_state` writes."""
+    def save_memories(self, output_dir: str) -> None:
+        """Write what this site's reductions keep from step to step; `save_state` does so by itself.
+
+        Args:
+            output_dir: folder of the checkpoint, which exists.
+        """
         if not self._wrapped:
             return
         first = self._wrapped[0].reduction
@@ -388,8 +393,11 @@ class Accelerator(accelerate.Accelerator):
         states = [each.reduction.state_dict() for each in self._wrapped]
         torch.save({"sites": first.world_size, "states": states}, _memory_path(output_dir, first.site_rank))
 
-    def _load_memories(self, models: list[nn.Module], input_dir: str) -> None:
-        """Restore what `_save_memories` has written; all sites call it.
+    def load_memories(self, input_dir: str) -> None:
+        """Restore what `save_memories` has written, as `load_state` does; all sites must call it.
+
+        Args:
+            input_dir: folder of the checkpoint.
 
         Raises:
             RuntimeError: if this site has joined a running training.
@@ -485,7 +493,7 @@ def use(accelerator: accelerate.Accelerator, mode: str = "rankdad", **options: A
         raise ValueError("the accelerator uses dadplug already")
     if any(not getattr(each, "_is_accelerate_prepared", False) for each in accelerator._models):
         raise ValueError("the accelerator has wrapped a model in torch's class already: call use() before prepare()")
-    split_data = options.pop("split_data", None)
+    split_data = options.pop("split_data", "auto")
     _check_options({"mode": mode} | options)
     _refuse_sharding({})
     _check_configuration(accelerator, split_data)
@@ -562,13 +570,12 @@ def _check_precision(precision: str, device_type: str) -> None:
         )
 
 
-def _check_configuration(accelerator: accelerate.Accelerator, split_data: bool | None) -> None:
+def _check_configuration(accelerator: accelerate.Accelerator, split_data: bool | str) -> None:
     """Raise ValueError if an accelerator is configured in a way that does not go with dadplug."""
     kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
     if kind != "NO" and not kind.startswith("MULTI_"):
         raise ValueError(f"distributed type {kind} does not go with dadplug: start one process for each CPU or GPU")
-    if split_data not in (None, True, False):
-        raise ValueError(f"split_data must be True, False or None, got {split_data!r}")
+    check_split_data(split_data)
     _check_precision(accelerator.mixed_precision, accelerator.device.type)
     if accelerator.split_batches:
         raise ValueError(

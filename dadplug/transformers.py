@@ -18,7 +18,7 @@ import torch.distributed as dist
 from .hub.site.runtime import connect, current_connection
 from .logs import get_logger
 from .options import Options
-from .runners.loaders import SPLIT_DATA
+from .runners.loaders import check_split_data
 from .runners.site_trainer import AttachedTrainer, SiteTrainer
 from .signature import takes_keywords_of
 
@@ -89,8 +89,7 @@ def _check(trainer: Any, options: dict[str, Any], kit: str | Path | None, split_
         raise TypeError(f"attach() takes a Trainer of transformers, or of a subclass, got {type(trainer).__name__}")
     for reason in _reasons(trainer):
         raise ValueError(reason)
-    if split_data not in SPLIT_DATA:
-        raise ValueError(f"unknown split_data {split_data!r}; valid ones are {', '.join(map(repr, SPLIT_DATA))}")
+    check_split_data(split_data)
     own = _complete(trainer, options)
     _check_place(trainer, kit, Options.create(**own))
     if trainer.args.world_size == 1:
@@ -105,7 +104,7 @@ def _mix_in(trainer: Any, kind: type[AttachedTrainer], options: dict[str, Any], 
     base = type(trainer)
     members = {"_use": staticmethod(use), "__module__": base.__module__, "__doc__": base.__doc__}
     trainer.__class__ = type(base.__name__, (kind, base), members)
-    trainer.dadplug_options = options | {"split_data": None if kind is SiteTrainer else bool(split_data)}
+    trainer.dadplug_options = options | {"split_data": "auto" if kind is SiteTrainer else bool(split_data)}
     trainer.dadplug_split = split_data
     try:
         trainer._use_dadplug()

@@ -19,7 +19,6 @@ from ..model_sync.samples import batches_before, takes_part
 from ..parameter_server import ParameterServer
 from ..parameter_server.dealing import count_batches
 
-SPLIT_DATA = ("auto", True, False)
 _PROBES = 8  # samples of a fingerprint
 NO_ACCUMULATION = "deal='shared' cannot accumulate gradients: a site does not know how many batches it will have"
 
@@ -273,6 +272,16 @@ class SiteSampler(Sampler[Any]):
         if name == "base":  # not yet there while the sampler is unpickled
             raise AttributeError(name)
         return getattr(self.base, name)
+
+
+def check_split_data(value: bool | str) -> None:
+    """Check the option ``split_data`` of a trainer.
+
+    Raises:
+        ValueError: if it is neither True, False nor ``"auto"``.
+    """
+    if value not in ("auto", True, False):
+        raise ValueError(f"unknown split_data {value!r}; valid ones are 'auto', True, False")
 
 
 def fingerprint(loader: Any) -> str | None:

@@ -2,7 +2,7 @@
 
 `AttachedTrainer` is for processes that a launcher has started. They stay those of the Trainer, which divides data and
 gathers metrics; gradients, and what the reduction keeps from step to step, are dadplug's. `SiteTrainer` is for sites
-without a launcher, such as those that dial a hub: each Trainer works as if alone, and nothing but dadplug's messages
+without a launcher, such as those of a hub: each Trainer works as if alone, and nothing but dadplug's messages
 leaves the site.
 """
 
@@ -78,19 +78,12 @@ class AttachedTrainer(_Trainer):
         self._use(accelerator, **self.dadplug_options)
         accelerator.free_memory = release
 
-    def _inner_training_loop(
-        self,
-        batch_size: int | None = None,
-        args: Any = None,
-        resume_from_checkpoint: Any = None,
-        trial: Any = None,
-        ignore_keys_for_eval: list[str] | None = None,
-    ) -> Any:
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Train; see transformers."""
         self._forget_evaluation()
         handler = self.callback_handler  # what adds to the logs comes before what passes them on
         handler.callbacks.sort(key=lambda each: not getattr(each, "adds_to_logs", False))
-        return super()._inner_training_loop(batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval)
+        return super()._inner_training_loop(*args, **kwargs)
 
     def _forget_evaluation(self) -> None:
         """Let the model be wrapped: accelerate takes one for prepared that has been prepared for an evaluation."""
@@ -138,7 +131,7 @@ class AttachedTrainer(_Trainer):
         """Write what this process's reduction keeps beside the states of optimizer and scheduler."""
         super()._save_optimizer_and_scheduler(output_dir)
         Path(output_dir).mkdir(parents=True, exist_ok=True)  # process 0 may not have come here yet
-        self.accelerator._save_memories([], [], output_dir)
+        self.accelerator.save_memories(output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Restore what this process's reduction has kept, with the states of optimizer and scheduler.
@@ -157,7 +150,7 @@ class AttachedTrainer(_Trainer):
             raise MismatchError(
                 f"the sites would resume at different steps ({where}): give all of them a checkpoint of one step"
             )
-        self.accelerator._load_memories([], checkpoint)
+        self.accelerator.load_memories(checkpoint)
 
 
 def _plain(model: nn.Module) -> nn.Module:

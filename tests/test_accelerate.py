@@ -518,7 +518,7 @@ REFUSED = {
     "parallelism_config divides.*leave": {"parallelism_config": object()},
     r"unknown option 'rnk' \(did you mean 'rank'\?\)": {"rnk": 2},
     "unknown mode 'dda'": {"mode": "dda"},
-    "split_data must be": {"split_data": "auto"},
+    "unknown split_data 'own'; valid ones are 'auto', True, False": {"split_data": "own"},
     "min_sites needs a hub": {"min_sites": 1},
 }
 

@@ -27,7 +27,7 @@ from ...exchange import Traffic, Transport, connect, open_transport
 from ...exchange.transport import Requirements
 from ...model_sync.samples import batches_before, takes_part
 from ...signature import split_keywords
-from ..loaders import SPLIT_DATA, batches_from
+from ..loaders import batches_from, check_split_data
 from ..patches import merge_metrics
 from .engine import SiteEngine, plain
 from .fixes import OLDER_NAMES, FixedOptimizer, accumulation_steps, adapt, fused_callbacks, load_model, load_runner
@@ -57,9 +57,7 @@ class RunnerArguments:
     process_group: dist.ProcessGroup | None = field(default=None, metadata=_GROUP)
 
     def __post_init__(self) -> None:
-        if self.split_data not in SPLIT_DATA:
-            valid = ", ".join(map(repr, SPLIT_DATA))
-            raise ValueError(f"unknown split_data {self.split_data!r}; valid ones are {valid}")
+        check_split_data(self.split_data)
 
 
 _COUNTERS = ("batch_step", "sample_step")
