@@ -266,7 +266,7 @@ def evaluates_between(loop):
         loop.model.eval()
         with torch.no_grad():
             loop.loss(step + 50)
-        loop.loss(step + 51)  # with a graph that nobody uses
+        loop.loss(step + 51)  # with a graph that is not used
         loop.model.train()
         loop.loss(step + 20).backward()
 

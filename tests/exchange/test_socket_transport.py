@@ -387,7 +387,7 @@ def test_silence_is_a_timeout(ends):
     first, second = ends
     with pytest.raises(RuntimeError, match="timed out"):
         start(second, torch.zeros(4, dtype=torch.uint8), 0, 2, False).wait(timedelta(milliseconds=20))
-    with pytest.raises(RuntimeError, match="timed out"):  # nobody reads it
+    with pytest.raises(RuntimeError, match="timed out"):  # the other site reads nothing
         start(first, torch.zeros(LARGE, dtype=torch.uint8), 1, 2, True).wait(timedelta(milliseconds=20))
 
 

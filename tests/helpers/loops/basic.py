@@ -231,7 +231,7 @@ def evaluation_between_backward_passes(site: Site) -> None:
             training.model.eval()
             with torch.no_grad():
                 training.loss(40 + step, 12)
-            training.loss(41 + step, 2)  # with a graph, that nobody runs backward through
+            training.loss(41 + step, 2)  # with a graph through which no backward pass runs
             training.model.train()
         training.agree(site.rows(2 * step) + site.rows(2 * step + 1))
 
