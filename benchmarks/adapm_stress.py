@@ -108,7 +108,7 @@ if __name__ == "__main__":
     parser.add_argument("--technique", default="all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hub", type=int, metavar="SITES", help="run a hub and so many sites on this machine")
-    parser.add_argument("--kit", help="kit of this site, to dial a hub that runs")
+    parser.add_argument("--kit", help="kit of this site, to connect to a hub that runs")
     args = parser.parse_args()
     if args.hub:
         own = [f"--{name}={getattr(args, name)}" for name in ("operations", "technique", "seed")]

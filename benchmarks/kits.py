@@ -16,7 +16,7 @@ def make_kits(folder: Path, host: str, port: int, sites: Sequence[str]) -> None:
 
     Args:
         folder: the folder, which is made.
-        host: address at which the sites dial the hub.
+        host: address at which the sites connect to the hub.
         port: port of the hub.
         sites: names of the sites, by rank.
     """

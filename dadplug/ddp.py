@@ -115,6 +115,8 @@ class DistributedDataParallel(TorchDDP):
             raise ValueError("init_sync=False: sites start from equal parameters, those of rank 0. Leave it out")
         if mixed_precision is not None:
             raise ValueError("mixed_precision: compute under torch.autocast, and send with wire='bf16', in place of it")
+        if isinstance(module, DistributedDataParallel):
+            raise ValueError("the model is wrapped in DistributedDataParallel already: use it as it is")
         if not any(each.requires_grad for each in module.parameters()):
             raise RuntimeError("DistributedDataParallel needs a model with a parameter that requires gradients")
         self.module, self.dim = module, 0

@@ -71,7 +71,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
 
     Raises:
         ValueError: if a mode, an option or its value is unknown; the message lists the valid ones.
-        PolicyError: if the kit by which this site has dialed a hub does not allow an option.
+        PolicyError: if the kit by which this site is connected to a hub does not allow an option.
         MismatchError: if models or options differ between sites.
         SiteError: if a site is gone or does not answer.
 

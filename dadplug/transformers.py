@@ -48,8 +48,8 @@ def attach(
     Args:
         trainer: the Trainer.
         mode: name of a method, as in `dadplug.GradientReduction`.
-        kit: folder of this site's kit, by which it dials a hub, see `dadplug.connect`. With ``min_sites`` sites may
-            then leave; one whose program is started again goes on at the step of the others.
+        kit: folder of this site's kit, by which it connects to a hub, see `dadplug.connect`. With ``min_sites`` sites
+            may then leave; one whose program is started again goes on at the step of the others.
         split_data: whether to split the training data over the sites: True; False, where each brings its own; or
             ``"auto"``: with a launcher they are split, without one where all sites have the same data set.
         options: the other options, see `dadplug.options.Options`. ``weighting`` is ``"uniform"`` with a launcher unless

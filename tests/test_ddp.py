@@ -166,7 +166,7 @@ def test_what_cannot_work_is_refused():
     model = dadplug.DistributedDataParallel(build(), mode="rankdad")
     with pytest.raises(RuntimeError, match="mode='powersgd'"):
         model.register_comm_hook(None, None)
-    with pytest.raises(ValueError, match="DistributedDataParallel"):
+    with pytest.raises(ValueError, match="in DistributedDataParallel already: use it"):
         dadplug.DistributedDataParallel(model)
     model.reduction.detach()
     with pytest.raises(ValueError, match=r"unknown option 'rnk'.*'rank'"):

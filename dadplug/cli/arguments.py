@@ -69,7 +69,7 @@ def group(title: str, *arguments: Declaration) -> Declaration:
 
 
 add_kit_argument = argument(
-    "--kit", metavar="FOLDER", help="folder of this site's kit, in place of its number and addresses: dial the hub"
+    "--kit", metavar="FOLDER", help="folder of this site's kit, in place of its number and addresses, for a hub"
 )
 """Function that adds the flag ``--kit`` to a parser."""
 

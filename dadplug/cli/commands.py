@@ -285,12 +285,12 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 @command(
-    "run the hub, which all sites dial, until it gets SIGTERM",
+    "run the hub, which all sites connect to, until it gets SIGTERM",
     argument("kit", type=Path, help="folder of the hub's kit, such as kits/hub"),
     argument(
         "--listen",
         metavar="HOST:PORT",
-        help="address of this machine to listen at, such as 0.0.0.0:8470 (default: the address that sites dial)",
+        help="address of this machine to listen at, such as 0.0.0.0:8470 (default: the address that sites connect to)",
     ),
     argument("--status", type=Path, metavar="FILE", help="file for the status, as JSON, twice a second"),
     argument("--journal", type=Path, metavar="FILE", help="file to append to: who joins, leaves, is refused"),

@@ -31,7 +31,8 @@ class ClosesTransports(Protocol):
         """Close the transports that are still open."""
 
 
-ENDED = "it exited first. Unequal numbers of batches? Use reduction.join()"  # of a process without an error
+# Of a process without an error.
+ENDED = "it exited first. Unequal numbers of batches? Use reduction.join(), or join() of the model that is wrapped"
 
 _announcers: list[Announcer] = []
 _watched: weakref.WeakSet[ClosesTransports] = weakref.WeakSet()

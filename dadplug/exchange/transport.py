@@ -377,7 +377,7 @@ class Transport(ABC):
 
     @property
     def dialed_by(self) -> str:
-        """Folder of the kit by which this site has dialed a hub; empty where it has not."""
+        """Folder of the kit by which this site is connected to a hub; empty where it has not."""
         return ""
 
     def lost(self, error: BaseException, peer: int | None = None) -> SiteError:

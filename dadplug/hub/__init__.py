@@ -1,4 +1,4 @@
-"""The hub that sites of different institutions dial: kits, local policies, encrypted connections, membership.
+"""The hub that sites of different institutions connect to: kits, local policies, encrypted connections, membership.
 
 Each of the rooms `pki`, `secure`, `wire`, `site` and `server` says in its first line what may be changed there without
 reading the others; `check` and `torch` are rooms of one file.

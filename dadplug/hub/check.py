@@ -300,7 +300,7 @@ _ADVICE = {  # by a part of the error
     "been revoked": "Ask the project's operator for a new kit.",
     "not valid yet": "Compare the clocks of both machines (`date -u`).",
     "expired": "Compare the clocks of both machines (`date -u`), then have the expired kit renewed.",
-    "does not have the": "Dial a name that the hub's certificate has, or have one added: `renew hub --hub-name NAME`.",
+    "does not have the": "Use a name that the hub's certificate has, or have one added: `renew hub --hub-name NAME`.",
     "not speak TLS": "Something else listens at this port, or a proxy is in between.",
     "speaks HTTP": "A web server listens at this port, or a proxy is in between.",
     "not a site of": "The newest roster.json has to be copied into the hub's kit.",

@@ -70,7 +70,7 @@ class LocalSGD(HeldGradients, ReplicatedModel):
     Raises:
         ValueError: on all sites, if an option or its value is not valid at one of them, or if the optimizer has
             parameters that are not the model's.
-        PolicyError: if the kit by which this site has dialed a hub does not allow ``"localsgd"``.
+        PolicyError: if the kit by which this site is connected to a hub does not allow ``"localsgd"``.
         MismatchError: if models or options differ between sites.
         SiteError: if a site is gone or does not answer.
 

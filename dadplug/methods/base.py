@@ -346,7 +346,7 @@ def method_names() -> tuple[str, ...]:
 
 
 def check_allowed(options: MethodOptions) -> None:
-    """Check the options of a reduction against the restrictions of this site's kit, if it has dialed a hub.
+    """Check the options of a reduction against the restrictions of this site's kit, if it is connected to a hub.
 
     Args:
         options: the options.

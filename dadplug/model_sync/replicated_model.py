@@ -72,7 +72,7 @@ class ReplicatedModel:
 
     Raises:
         ValueError: if a parameter has no shape yet, or if the model is captured already.
-        PolicyError: if the kit by which this site has dialed a hub does not allow an option.
+        PolicyError: if the kit by which this site is connected to a hub does not allow an option.
         MismatchError: if models or options differ between sites.
         SiteError: if a site is gone or does not answer.
     """
@@ -107,7 +107,7 @@ class ReplicatedModel:
         return state
 
     def _check_allowed(self, options: Options) -> None:
-        """Raise PolicyError if the kit by which this site has dialed a hub does not allow the options."""
+        """Raise PolicyError if the kit by which this site is connected to a hub does not allow the options."""
         check_allowed(options)
 
     def _make_equal(self) -> None:

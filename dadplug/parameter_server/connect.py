@@ -185,7 +185,7 @@ def _accept_returning(transport: Transport, service: SequencerService, timeout: 
     """Accept sites that return, from now on, at the site that has the sequencer.
 
     Returns:
-        Host and port, where they dial this site itself; and their secret, empty where none can return.
+        Host and port, where they connect to this site itself; and their secret, empty where none can return.
     """
     names = [transport.sites.name(rank) for rank in range(transport.world_size)]
     acceptor = ReturnAcceptor(names, service.adopt)
@@ -326,7 +326,7 @@ def _return_to_hub(folder: str, rank: int, key: str, timeout: float) -> tuple[so
 
 
 def _dial_hub(folder: str, timeout: float) -> Tunnel:
-    """Dial the hub, and put the restrictions of this site's kit into force."""
+    """Connect to the hub, and put the restrictions of this site's kit into force."""
     from ..hub.pki.kits import Kit
     from ..hub.pki.project import Restrictions, impose_restrictions
     from ..hub.site import tunnel as tunnels  # only hubs need what they import

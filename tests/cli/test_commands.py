@@ -127,7 +127,7 @@ def test_without_a_command_the_help_is_shown(capsys):
     assert main([]) == 2
     help_text = capsys.readouterr().err
     assert {line.split()[0] for line in help_text.splitlines() if line.startswith("    ")} >= set(COMMANDS.choices)
-    assert "hub, which all sites dial" in help_text
+    assert "hub, which all sites connect to" in help_text
 
 
 def test_the_module_is_a_program():

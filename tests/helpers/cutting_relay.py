@@ -17,7 +17,7 @@ class CuttingRelay:
         target: address of the hub.
 
     Attributes:
-        address: address that the site dials.
+        address: address that the site connects to.
         counts: bytes that were passed on, from the site (0) and from the hub (1).
         cuts: connections that were reset.
         hold: whether bytes are held back, as on a dead link.

@@ -92,7 +92,7 @@ def accept(connection: socket.socket, kit: Kit) -> tuple[SecureSocket, str]:
 
 
 def dial(kit: Kit) -> Callable[[tuple[str, int]], SecureSocket]:
-    """Return a client that dials with a site's kit."""
+    """Return a client that connects with a site's kit."""
     return lambda address: tls.dial(kit, TIMEOUT, address)
 
 

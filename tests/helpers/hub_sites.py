@@ -40,7 +40,7 @@ def links(
     Args:
         folder: folder for the kits.
         world_size: number of sites.
-        addresses: addresses that the sites dial, by slot; those of the hub where none are given.
+        addresses: addresses that the sites connect to, by slot; those of the hub where none are given.
         options: of the hub.
     """
     with (

@@ -138,7 +138,7 @@ class TestSite:
         pings: pings of the hub.
         queue: frames to the hub.
         lost: how the connection was lost; None if it was not.
-        redials: whether `take` dials again when the connection is lost.
+        redials: whether `take` connects again when the connection is lost.
         others: sites that get on while `take` waits.
     """
 
@@ -158,13 +158,13 @@ class TestSite:
         self.dial()
 
     def dial(self) -> None:
-        """Dial the hub, again if need be, and wait for its answer."""
+        """Connect to the hub, again if need be, and wait for its answer."""
         end = time.monotonic() + TIMEOUT
         while not self._try():
             assert time.monotonic() < end, f"the hub cannot be reached: {self.lost}"
 
     def _try(self) -> bool:
-        """Dial once; return whether the hub has answered."""
+        """Connect once; return whether the hub has answered."""
         self.lost, self._answered = None, False
         try:
             self.stream = Stream(tls.dial(self.kit, TIMEOUT, self.address))

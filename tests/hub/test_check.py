@@ -65,7 +65,7 @@ def test_a_kit_that_works(hub, tmp_path, capsys):
     assert text.splitlines()[-1] == "ok: this site can take part"
     status, text = running(capsys, tmp_path / "kits" / "b", "--address", f"localhost:{hub.address[1]}")
     assert status == 1
-    assert "does not have the host name that was dialed" in text
+    assert "does not have the host name that the site connects to" in text
     assert "--hub-name" in text
 
 

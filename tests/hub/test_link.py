@@ -136,7 +136,7 @@ def test_a_hub_that_is_not_there_is_named(tmp_path, caplog):
     told = [each.getMessage() for each in caplog.records if "cannot be reached: " in each.getMessage()]
     assert len(told) == 1  # at once; reminders come after seconds
     assert f"the hub at {hub.address[0]}:{hub.address[1]}" in told[0]
-    assert "dialing again" in told[0]
+    assert "connecting again" in told[0]
 
 
 def test_two_processes_with_one_kit_are_refused(tmp_path):

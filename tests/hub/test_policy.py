@@ -91,7 +91,7 @@ def test_mistakes_in_a_policy_are_explained(tmp_path, text, reason):
         Policy.load(tmp_path / "policy.toml")
 
 
-# Restrictions of a kit, as every reduction of a process that has dialed a hub meets them
+# Restrictions of a kit, as every reduction of a process that is connected to a hub meets them
 
 
 MEMBER = Roster("study", "hub.example.org:8470", ("hub.example.org",), ("a", "b"), "a")

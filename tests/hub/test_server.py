@@ -386,7 +386,7 @@ def test_a_connection_that_is_cut_at_any_byte_loses_and_doubles_nothing(hub):
 
 
 def exchange_while_cut(a: TestSite, b: TestSite, step: int) -> None:
-    """Exchange payloads and close a step; a dials again whenever its connection is lost."""
+    """Exchange payloads and close a step; a connects again whenever its connection is lost."""
     contents = {site.slot: os.urandom(3 * PIECE + 17) for site in (a, b)}
     for site in (a, b):
         site.send(Kind.PAYLOAD, contents[site.slot], wait=False, step=step)
@@ -495,7 +495,7 @@ def test_frames_before_the_answer_are_refused(kits, serve):
 
 
 def test_many_unknown_connections_do_not_disturb_members(serve):
-    """500 connections: garbage, half handshakes and silent ones, while steps go on and a site dials again."""
+    """500 connections: garbage, half handshakes and silent ones, while steps go on and a site connects again."""
     with serve() as hub:
         a, b = together(hub)
         crowd: list[socket.socket] = []

@@ -286,7 +286,7 @@ def test_a_site_tells_that_the_hub_and_another_site_are_lost(tmp_path, caplog):
         link = HubLink.open(hub.kit("a"), timeout=60.0, address=relay.address)
         thread.join()
         relay.cut()
-        until(lambda: "is lost" in caplog.text and "dialing again" in caplog.text)
+        until(lambda: "is lost" in caplog.text and "connecting again" in caplog.text)
         until(lambda: "is connected again, after" in caplog.text)
         other[0].leave("no data\n\x1b[2Jforged")
         assert link.await_loss(60.0) is not None

@@ -149,23 +149,23 @@ def test_a_kit_is_for_one_role(kits):
 
 
 @pytest.mark.parametrize(
-    ("names", "dialed", "reason"),
+    ("names", "host", "reason"),
     [
-        ({"hub": "127.0.0.1:8470", "hub_names": []}, "localhost", "does not have the host name that was dialed"),
-        ({"hub": "localhost:8470", "hub_names": []}, "127.0.0.1", "does not have the address that was dialed"),
+        ({"hub": "127.0.0.1:8470", "hub_names": []}, "localhost", "host name that the site connects to"),
+        ({"hub": "localhost:8470", "hub_names": []}, "127.0.0.1", "address that the site connects to"),
     ],
 )
-def test_the_hub_must_have_the_name_that_was_dialed(tmp_path, names, dialed, reason):
+def test_the_hub_must_have_the_name_that_the_site_connects_to(tmp_path, names, host, reason):
     kits = hub_kits.make(tmp_path / "kits", **names)
     kit = Kit.load(kits / "a")
 
     def client(address):
-        return tls.dial(kit, TIMEOUT, (dialed, address[1]))
+        return tls.dial(kit, TIMEOUT, (host, address[1]))
 
     hub, site = meet(Kit.load(kits / "hub"), client)
-    refused(site, reason)
-    refused(hub, "does not have the name that the other end has dialed")
-    provision.renew(kits, "hub", hub_names=(dialed,))
+    refused(site, f"does not have the {reason}")
+    refused(hub, "does not have the name that the other end connects to")
+    provision.renew(kits, "hub", hub_names=(host,))
     with accepted(kits / "hub", kits / "a", client):
         pass
 

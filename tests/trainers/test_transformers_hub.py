@@ -1,4 +1,4 @@
-"""transformers' Trainer at sites that dial a hub: one is killed and started again, and returns into the run."""
+"""transformers' Trainer at sites that connect to a hub: one is killed and started again, and returns into the run."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ class Roster:
 
     Attributes:
         project: name of the project.
-        hub: address that sites dial, as HOST:PORT.
+        hub: address that sites connect to, as HOST:PORT.
         hub_names: host names and addresses in the hub's certificate; the host of `hub` is the first.
         sites: names of the sites. A site's position is its slot, which is its rank, for good.
         hub_at: name of the site that runs the hub; None where a third party does. The hub decrypts what it passes on.

@@ -8,8 +8,8 @@ Connections that stay inside one machine: their messages pass through a Unix soc
 Site and hub have proved by certificates who they are before they compare what each of them sees, over TLS. They share
 the running kernel and its network namespace, and the connection has the same pair of addresses and ports at both ends.
 A kernel has one connection with that pair. So nothing lies between the ends, neither a relay nor another machine. The
-hub then dials a Unix socket of the site, whose name and secret the site has sent over TLS, and answers there. Messages
-in it belong to no network interface, where packets could be captured.
+hub then connects to a Unix socket of the site, whose name and secret the site has sent over TLS, and answers there.
+Messages in it belong to no network interface, where packets could be captured.
 """
 
 from __future__ import annotations
@@ -407,7 +407,7 @@ def connection_mark(connection: SecureSocket, dialled: bool) -> str:
 
     Args:
         connection: the connection.
-        dialled: whether this end has dialled.
+        dialled: whether this end has connected.
 
     Returns:
         The digest; empty where the system does not tell, or the connection is lost.
@@ -426,7 +426,7 @@ def is_local(connection: SecureSocket, mark: str) -> bool:
     """Return whether both ends of a connection are in one machine and network namespace, with nothing in between.
 
     Args:
-        connection: the connection, at the end that was dialled.
+        connection: the connection, at the end that was connected to.
         mark: result of `connection_mark` at the other end.
     """
     own = connection_mark(connection, dialled=False) if mark else ""
@@ -484,7 +484,7 @@ def open_door(connection: SecureSocket) -> LocalDoor | None:
     """Return a socket for a hub that may be in the same machine; None where that cannot be.
 
     Args:
-        connection: the connection to the hub, at the end that has dialled.
+        connection: the connection to the hub, at the end that has connected.
     """
     mark = connection_mark(connection, dialled=True)
     try:

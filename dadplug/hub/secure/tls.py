@@ -49,7 +49,7 @@ _REASONS = {
     "other end's files has",
     "SSLV3_ALERT_UNSUPPORTED_CERTIFICATE": "this kit's certificate is for the other role, hub or site",
     "SSLV3_ALERT_BAD_CERTIFICATE": "this kit's certificate is not accepted: it is damaged, or not valid yet by the "
-    "other end's clock, or does not have the name that the other end has dialed",
+    "other end's clock, or does not have the name that the other end connects to",
 }
 # Reasons by OpenSSL's codes of verification, as seen by the end that verifies.
 _VERDICTS = {
@@ -64,8 +64,8 @@ _VERDICTS = {
     21: "the other end's certificate is signed by another authority",
     23: "the other end's certificate has been revoked",
     26: "the other end's certificate is for the other role, hub or site",
-    62: "the other end's certificate does not have the host name that was dialed",
-    64: "the other end's certificate does not have the address that was dialed",
+    62: "the other end's certificate does not have the host name that the site connects to",
+    64: "the other end's certificate does not have the address that the site connects to",
 }
 
 

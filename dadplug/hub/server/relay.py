@@ -94,7 +94,7 @@ class Relay:
         self._site_timeout, self._grace, self._streams = site_timeout, grace, streams
         # Messages to sites that have not opened the channel "parameters", by slot; None for those that have closed it.
         self._early: dict[int, SendQueue | None] = {}
-        self._gone: dict[tuple[str, int], tuple[int, str]] = {}  # last instance that may not dial again, and why
+        self._gone: dict[tuple[str, int], tuple[int, str]] = {}  # last instance that may not connect again, and why
         self._store = Store()
         self._recovery: Recovery | None = None  # of a run that began before the restart of the hub
 

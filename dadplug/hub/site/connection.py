@@ -1,8 +1,8 @@
 """Connection of a site to the hub, whose frames survive the loss of the TCP connection under them.
 
 The thread that sends writes as much as the kernel takes, and the thread that waits reads. A thread of its own sees to
-the rest: it pings, dials again when the connection is lost, and moves what the kernel has no room for. While nothing is
-left to move it waits for the end of the connection only, so that arriving payloads wake up no thread while backward
+the rest: it pings, connects again when the connection is lost, and moves what the kernel has no room for. While nothing
+is left to move it waits for the end of the connection only, so that arriving payloads wake up no thread while backward
 computes.
 """
 
@@ -100,7 +100,7 @@ def _read_answer(connection: SecureSocket, door: LocalDoor | None, world_size: i
 _log = get_logger(__name__)
 REDIAL_SECONDS = 30.0  # after which a hub that cannot be reached is given up
 _DIAL_SECONDS = 5.0  # for each part of the start of a connection
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds between two attempts to dial
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds between two attempts to connect
 _PING_SECONDS, _SHORTEST_SILENCE = 1.0, 2.0  # the hub pings every second, too
 KERNEL_BYTES = 1 << 20  # that the kernel is assumed to buffer
 _HELD_BYTES = 1 << 16  # that wait for the next message, at most: a line that is idle meanwhile loses more with more
@@ -182,7 +182,7 @@ class HubConnection(ABC):
         raise RefusedError(f"{self.hub} has been restarted, or has given this site up: {self.outage}")
 
     def start(self, timeout: float) -> None:
-        """Dial until the hub answers.
+        """Try to connect until the hub answers.
 
         Args:
             timeout: seconds.
@@ -399,11 +399,11 @@ class HubConnection(ABC):
     # Loss and return of the connection
 
     def _lose(self, error: OSError) -> None:
-        """Record that the connection is lost; the thread dials again."""
+        """Record that the connection is lost; the thread connects again."""
         self.outage, self._lost_at = tls.explain(error), time.monotonic()
         self._closed = self._closed or (self.left and self._frames.idle)
         if self._channel == "training" and not (self.left or self._closed):
-            self._troubles.begin(self.hub, f"the connection to {self.hub} is lost: {self.outage}; dialing again")
+            self._troubles.begin(self.hub, f"the connection to {self.hub} is lost: {self.outage}; connecting again")
         self._disconnect()
         self._pipe.wake()
 
@@ -415,7 +415,7 @@ class HubConnection(ABC):
                 connection.close()
 
     def _dial(self, seconds: float) -> None:
-        """Dial once, and go on where the last connection was lost.
+        """Connect once, and go on where the last connection was lost.
 
         Args:
             seconds: time for each part.
@@ -470,13 +470,13 @@ class HubConnection(ABC):
     def _run(self) -> None:
         try:
             self._maintain()
-        except Exception as error:  # no thread would dial again
+        except Exception as error:  # no thread would connect again
             what = f"the connection to {self.hub} has failed: {type(error).__name__}: {error}"
             with self.lock:
                 self.fail(error if isinstance(error, SiteError) else SiteError(what))
 
     def _maintain(self) -> None:
-        """Ping, dial again, and move what the kernel has no room for."""
+        """Ping, connect again, and move what the kernel has no room for."""
         ping = Deadline(_PING_SECONDS)
         while not self.closed:
             connection = self._connection
@@ -533,12 +533,12 @@ class HubConnection(ABC):
         return 0
 
     def _redial(self, seconds: float, since: float, errors: tuple[type[Exception], ...]) -> None:
-        """Dial until the hub answers, or this connection is closed.
+        """Try to connect until the hub answers, or this connection is closed.
 
         Args:
             seconds: time after which the hub is given up.
             since: when it has begun.
-            errors: errors after which to dial again.
+            errors: errors after which to connect again.
 
         Raises:
             SiteError: if the hub cannot be reached in time, or refuses this site.
@@ -558,7 +558,7 @@ class HubConnection(ABC):
                         print(f"dadplug: {self.hub}: {error}", file=sys.stderr, flush=True)
                     printed = True
                 elif self._thread is None or self._channel == "training":
-                    self._troubles.begin(self.hub, f"{self.hub} cannot be reached: {self.outage}; dialing again")
+                    self._troubles.begin(self.hub, f"{self.hub} cannot be reached: {self.outage}; connecting again")
                     self._troubles.remind()
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)

@@ -95,7 +95,7 @@ class HubLink(HubConnection):
 
     @classmethod
     def open(cls, kit: Kit, timeout: float = DEFAULT_TIMEOUT, address: tuple[str, int] | None = None) -> HubLink:
-        """Dial the hub, and wait until training starts, for which all sites have to be there.
+        """Connect to the hub, and wait until training starts, for which all sites have to be there.
 
         Args:
             kit: kit of this site.

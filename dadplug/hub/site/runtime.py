@@ -98,7 +98,7 @@ class SiteRuntime:
         return counts
 
     def _dial(self, count: int, timeout: float) -> list[int]:
-        """Dial the hub, and exchange versions and numbers of processes with the other sites.
+        """Connect to the hub, and exchange versions and numbers of processes with the other sites.
 
         Args:
             count: number of processes of this site.
@@ -312,11 +312,11 @@ def connect(
     step of SLURM, started by srun, that of SLURM. Nothing is done if it names no other site, or if a group exists
     already.
 
-    With a kit, this site dials the hub that the kit names, listens at no port, and all messages of the process group
-    and of dadplug's own transports are encrypted. Number of this site and number of sites are those of the kit. After
-    an error by which a site was lost, the sites can connect again. If the environment announces several processes on
-    this machine (``torchrun --standalone``), they are one site: the first of them dials the hub, and the others
-    exchange with it over the loopback interface.
+    With a kit, this site connects to the hub that the kit names, listens at no port, and all messages of the process
+    group and of dadplug's own transports are encrypted. Number of this site and number of sites are those of the kit.
+    After an error by which a site was lost, the sites can connect again. If the environment announces several processes
+    on this machine (``torchrun --standalone``), they are one site: the first of them connects to the hub, and the
+    others exchange with it over the loopback interface.
 
     Args:
         rank: number of this site, from 0; site 0 hosts the rendezvous.

@@ -274,11 +274,11 @@ _opening = threading.Lock()
 
 
 def tunnel_of(link: HubLink, timeout: float) -> Tunnel:
-    """Return the tunnel beside a site's training connection; it dials when first asked for.
+    """Return the tunnel beside a site's training connection; it connects when first asked for.
 
     Args:
         link: the training connection.
-        timeout: seconds to dial.
+        timeout: seconds to connect.
 
     Raises:
         RefusedError: if the hub refuses this site.

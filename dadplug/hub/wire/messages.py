@@ -483,7 +483,7 @@ class Welcome(NamedTuple):
         received: number of frames of the site that the hub has received before.
         min_sites: number of sites that must stay.
         timeout_ms: milliseconds of silence after which the hub gives a site up.
-        grace_ms: milliseconds for which the hub waits for a site to dial again after its connection was lost.
+        grace_ms: milliseconds for which the hub waits for a site to connect again after its connection was lost.
     """
 
     resumed: bool

@@ -2,8 +2,8 @@
 
 Both ends number the frames that they send, pings excluded. A frame is kept until the other end has acknowledged it (the
 field `step` of its `PING` frames is the number of frames that it has received). When the connection is lost, the site
-dials again, both ends tell how many frames they have received, and what is missing is sent again. So a short outage is
-invisible to everything above: no frame is lost, doubled or reordered.
+connects again, both ends tell how many frames they have received, and what is missing is sent again. So a short outage
+is invisible to everything above: no frame is lost, doubled or reordered.
 
 Byte streams between two sites over the hub, with flow control of their own.
 
