@@ -305,6 +305,17 @@ def run(app, exchange_one):
     return seen, sorted(counts), totals, app._predictor.state_dict()
 
 
+@contextlib.contextmanager
+def connected(app):
+    """Serve an app until the end; yield its port and a connection to it."""
+    with (
+        contextlib.closing(app._predictor),
+        served(app, partial(Connection, app, Limits())) as port,
+        socket.create_connection(("127.0.0.1", port), timeout=SECONDS) as connection,
+    ):
+        yield port, connection
+
+
 def over_sockets(app, http):
     with served(app, http) as port, socket.create_connection(("127.0.0.1", port), timeout=SECONDS) as connection:
         return run(app, lambda data: exchange(connection, data))
@@ -333,11 +344,7 @@ def test_known_requests_are_answered_as_if_they_were_parsed(policy, quick):
 def test_requests_in_pieces_and_in_a_row_are_answered_in_order():
     app, found = app_of("fixed", known=True)
     one, other = (http_request(json.dumps({"input": [x, 2.0, 0.5], "site": "n"}).encode()) for x in (1.0, 7.0))
-    with (
-        contextlib.closing(app._predictor),
-        served(app, partial(Connection, app, Limits())) as port,
-        socket.create_connection(("127.0.0.1", port), timeout=SECONDS) as connection,
-    ):
+    with connected(app) as (port, connection):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for _ in range(3):
             assert exchange(connection, one)[1]["output"] == [2.0, 4.0, 1.0]
@@ -374,11 +381,7 @@ def test_a_request_with_the_head_of_the_last_one_is_not_parsed(monkeypatch):
     monkeypatch.setattr(HttpToolsProtocol, "data_received", lambda *given: (parsed.append(given[1]), parse(*given)))
     app, _ = app_of("fixed", known=True)
     one, other = (http_request(json.dumps({"input": [x, 2.0, 0.5], "site": "n"}).encode()) for x in (1.0, 7.0))
-    with (
-        contextlib.closing(app._predictor),
-        served(app, partial(Connection, app, Limits())) as port,
-        socket.create_connection(("127.0.0.1", port), timeout=SECONDS) as connection,
-    ):
+    with connected(app) as (_, connection):
         for _ in range(5):
             assert exchange(connection, one)[1]["output"] == [2.0, 4.0, 1.0]
         assert parsed == [one] * 3  # computed, then looked up, then known
@@ -394,11 +397,7 @@ def test_known_requests_need_the_key():
     app._key = b"secret"
     body = json.dumps({"input": [1.0, 2.0, 0.5], "site": "n"}).encode()
     right, wrong = (http_request(body, head=b"X-API-Key: " + key + b"\r\n") for key in (b"secret", b"wrong"))
-    with (
-        contextlib.closing(app._predictor),
-        served(app, partial(Connection, app, Limits())) as port,
-        socket.create_connection(("127.0.0.1", port), timeout=SECONDS) as connection,
-    ):
+    with connected(app) as (_, connection):
         assert [exchange(connection, right)[0] for _ in range(3)] == [200, 200, 200]
         assert sum(found) == 1
         assert exchange(connection, wrong)[0] == 401

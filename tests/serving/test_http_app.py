@@ -440,14 +440,18 @@ def send_until_ended(connection, part):
         pytest.fail("the connection was not ended")
 
 
-def predict(connection):
-    connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY)
+def read_answer(connection):
     answer = b""
     while not answer.endswith(b"}"):
         part = connection.recv(1 << 16)
         assert part, answer
         answer += part
-    return answer.startswith(b"HTTP/1.1 200")
+    return answer
+
+
+def predict(connection):
+    connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY)
+    return read_answer(connection).startswith(b"HTTP/1.1 200")
 
 
 def test_connections_that_wait_make_room_for_others(open_server):
@@ -495,11 +499,7 @@ def test_a_client_that_sends_too_large_a_body_reads_the_reason(open_server, anno
         part = b"%x\r\n" % MEGABYTE + b"x" * MEGABYTE + b"\r\n"
     for _ in range(100):  # all of it, before anything is read
         client.sendall(part)
-    answer = b""
-    while not answer.endswith(b"}"):
-        received = client.recv(1 << 16)
-        assert received, answer
-        answer += received
+    answer = read_answer(client)
     assert answer.startswith(b"HTTP/1.1 413")
     assert b"connection: close" in answer
     assert answer.endswith(b'{"error": "the body is larger than 10000 bytes"}')

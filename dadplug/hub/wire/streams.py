@@ -5,9 +5,8 @@ field `step` of its `PING` frames is the number of frames that it has received).
 connects again, both ends tell how many frames they have received, and what is missing is sent again. So a short outage
 is invisible to everything above: no frame is lost, doubled or reordered.
 
-Byte streams between two sites over the hub, with flow control of their own.
-
-At each of the two sites a stream has two connected local sockets. The program uses one of them as if it were a TCP
+`PeerStream` is a byte stream between two sites over the hub, inside of such frames, with flow control of its own. At
+each of the two sites it has two connected local sockets. The program uses one of them as if it were a TCP
 connection; the tunnel has the other. A message frame of a stream has a kind of its own (its tag):
 
 - `DATA`: bytes; the offset of the head counts all bytes of the stream before them;
@@ -32,6 +31,14 @@ from ...exchange.sockets import send_parts
 from ..secure.sealing import OPEN_BYTES, Opener, Sealer
 from ..secure.secure_socket import SecureSocket
 from .messages import HEAD_BYTES, PIECE_BYTES, Head, Kind, frames
+
+PackedFrame = bytes | bytearray  # head and body
+
+LIMIT = 1 << 28  # bytes of frames that are kept
+_KEPT = (Kind.PAYLOAD, Kind.SUMMAND, Kind.END)
+_CHUNK = 1 << 17  # bytes that are encrypted before they are sent, or read at a time
+_PING_BYTES = 1 << 22  # received bytes after which the other end gets an acknowledgement
+_MOST_EXPECTED = 1 << 17  # bytes that may arrive before they are decrypted
 
 
 class FrameReceiver:
@@ -97,13 +104,6 @@ class FrameReceiver:
                 head, self._head = self._head, None
                 self.body, self._target = target, self.head_bytes
             return head
-
-
-PackedFrame = bytes | bytearray  # head and body
-
-LIMIT = 1 << 28  # bytes of frames that are kept
-_KEPT = (Kind.PAYLOAD, Kind.SUMMAND, Kind.END)
-_CHUNK = 1 << 17  # bytes that are encrypted before they are sent, or read at a time
 
 
 class SendQueue:
@@ -250,10 +250,6 @@ class KeptFrames:
         """
         steps = sorted(each for each in self._frames if first <= each <= (each if last is None else last))
         return [frame for step in steps for frame in self._frames[step]]
-
-
-_PING_BYTES = 1 << 22  # received bytes after which the other end gets an acknowledgement
-_MOST_EXPECTED = 1 << 17  # bytes that may arrive before they are decrypted
 
 
 class NumberedStream:
