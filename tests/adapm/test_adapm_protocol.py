@@ -261,7 +261,7 @@ def test_a_send_that_the_kernel_has_no_room_for_returns_at_once_and_arrives_whol
 
 
 def test_bytes_that_are_no_message_are_an_error(pair):
-    pair[0].outgoing.send([b"GET / HTTP/1.1\r\nHost: other\r\n\r\n"])
+    pair[0].outgoing.send([b"GET / HTTP/1.1\r\nHost: computer\r\n\r\n"])
     with pytest.raises(ProtocolError):
         pair[1].read([])
 
