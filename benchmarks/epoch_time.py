@@ -63,6 +63,7 @@ def measure(name: str, arguments: argparse.Namespace, data, epochs: int) -> floa
         options={"mode": arguments.mode, "rank": arguments.rank},
         classes=data.classes,
         seed=0,
+        steps=arguments.steps,
         history=Quiet(epochs),
     )
     dist.barrier()

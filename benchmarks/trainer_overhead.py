@@ -9,8 +9,8 @@ Each way trains a new model on the same rows, one way after the other, in severa
 the step before to its own end, with the loader, forward, backward, the exchange and the optimizer's step. The overhead
 of a way is its median step less that of the plain loop in the same round; the table has the medians of the rounds.
 
-One thread a site. A further way is a function that is registered by `way`: it trains the model of a `Task`, and calls
-its `tick` at the end of each step.
+One thread a site, MKL in all rows. A further way is a function that is registered by `way`: it trains the model of a
+`Task`, and calls its `tick` at the end of each step.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from drive import processor
+from libraries import use_library
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from workloads import LARGE, WORKLOADS, loss
@@ -233,6 +234,7 @@ def train(name: str, arguments: argparse.Namespace) -> Task:
 
 def measure(arguments: argparse.Namespace) -> dict[str, tuple[float, float]]:
     """Return for each way the median of its rounds' median steps, and of their differences to the plain loop's."""
+    use_library(arguments.mode, "mkl")
     names = ["plain", *(name for name in arguments.ways.split(",") if name != "plain")]
     found: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(arguments.rounds):
