@@ -164,6 +164,8 @@ class Options(OptionSet):
     )
 
     def __post_init__(self) -> None:
+        if isinstance(self.privacy, dict):  # from a file of settings
+            object.__setattr__(self, "privacy", DifferentialPrivacy(**self.privacy))
         super().__post_init__()
         self._check_merge()
         if self.privacy is not None:

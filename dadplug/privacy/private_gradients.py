@@ -141,6 +141,8 @@ class PrivateGradients:
         samples = inputs.shape[0]
 
         def own(activations: Tensor, deltas: Tensor, form: Form = LINEAR) -> None:
+            if not samples:
+                return
             factor = Factor(activations, deltas, form).to(layer.weight.dtype)
             self._enter(forward, samples)
             self._contributions[id(layer.weight)].append(Rows.of(factor, samples))
@@ -158,6 +160,8 @@ class PrivateGradients:
         assert normalise is not None
 
         def arrived(deltas: Tensor) -> None:
+            if not len(deltas):
+                return
             self._enter(forward, inputs.shape[0])
             normalised, first = normalise(module, inputs)
             for name, values in (("weight", deltas * normalised), ("bias", deltas)):

@@ -139,14 +139,16 @@ def _norms_of_rows(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _cross_terms(one: Rows, other: Rows) -> Tensor:
-    """Return the scalar products of two calls' gradients by sample, where at least one is of a table."""
+    """Return the scalar products of two calls' gradients by sample."""
     right = one.right @ other.right.mT  # (samples, 1, T, S)
     if one.is_table and other.is_table:
         left = (one.left[..., :, None] == other.left[..., None, :]).to(right)
     elif one.is_table:
         left = _looked_up(other.left, one.left).mT
-    else:
+    elif other.is_table:
         left = _looked_up(one.left, other.left)
+    else:
+        left = one.left @ other.left.mT
     return (left * right).sum((1, 2, 3), dtype=torch.float64)
 
 
