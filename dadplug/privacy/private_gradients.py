@@ -44,10 +44,29 @@ class LookupForm(TableForm):
 
 
 class _Lookups(Embedding):
-    """Family of embeddings whose lookups are recorded one by one."""
+    """Family of embeddings whose lookups are recorded one by one.
+
+    Numbers of positions, which are the same for all samples, are looked up for each: their deltas would be summed over
+    samples otherwise.
+
+    Args:
+        counter: counts the samples of the model's forward passes.
+    """
+
+    def __init__(self, counter: SampleCounter) -> None:
+        self._counter = counter
 
     def forward(self, module: nn.Module, record: Recorder, weight_gradients: bool, input: Tensor) -> Tensor:
         assert isinstance(module, nn.Embedding)
+        samples = self._counter.current
+        if samples > 1 and input.dim() == 1 and len(input) == samples:
+            if torch.equal(input, torch.arange(samples, device=input.device)):
+                raise RuntimeError(
+                    f"privacy cannot tell numbers of positions from one number for each of {samples} samples: give an "
+                    "embedding of positions an input of the shape (1, positions)"
+                )
+        elif samples > 1 and (input.dim() == 1 or input.shape[0] == 1):
+            input = input.expand(samples, *(input.shape if input.dim() == 1 else input.shape[1:]))
         form = LookupForm(
             width=module.embedding_dim, table_rows=module.num_embeddings, sparse=False, padding=module.padding_idx
         )
@@ -100,9 +119,7 @@ class PrivateGradients:
         covered: set[int] = set()
         for layer in self._capture.layers.values():
             if isinstance(layer.module, nn.Embedding):
-                layer.family = _Lookups()
-            elif isinstance(layer.module, nn.EmbeddingBag):
-                continue
+                layer.family = _Lookups(self._counter)
             layer.wrap_recorder = self._recorder
             for parameter in (layer.weight, layer.bias):
                 if parameter is not None and id(parameter) not in covered:
@@ -133,12 +150,13 @@ class PrivateGradients:
 
     def _recorder(self, layer: CapturedLayer, inputs: Tensor, record: Recorder) -> Recorder:
         forward, samples = self._counter.forwards, self._counter.current
-        if samples != (inputs.shape[0] if inputs.dim() > 1 or layer.family.bias == "" else 1) and samples:
-            raise RuntimeError(
-                f"privacy needs samples along the first dimension: the batch has {samples}, and the input of layer "
-                f"{layer.name!r} the shape {tuple(inputs.shape)}"
-            )
-        samples = inputs.shape[0]
+        if not isinstance(layer.module, nn.Embedding):
+            if inputs.dim() < 2 or (samples or len(inputs)) != len(inputs):
+                raise RuntimeError(
+                    f"privacy needs samples along the first dimension: the batch has {samples}, and the input of layer "
+                    f"{layer.name!r} the shape {tuple(inputs.shape)}"
+                )
+            samples = len(inputs)
 
         def own(activations: Tensor, deltas: Tensor, form: Form = LINEAR) -> None:
             if not samples:

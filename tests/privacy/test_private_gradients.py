@@ -40,17 +40,18 @@ class Twice(nn.Module):
 
 
 class Tied(nn.Module):
-    """A table that is also the output layer, with a row for padding."""
+    """A table that is also the output layer, with a row for padding; positions have one row, or no dimension more."""
 
-    def __init__(self, padding=None):
+    def __init__(self, padding=None, shape=(-1,)):
         super().__init__()
+        self.shape = shape
         self.words, self.places = nn.Embedding(11, 8, padding_idx=padding), nn.Embedding(5, 8)
         self.norm, self.middle = nn.LayerNorm(8), nn.Linear(8, 8)
         self.head = nn.Linear(8, 11, bias=False)
         self.head.weight = self.words.weight
 
     def forward(self, words):
-        places = torch.arange(words.shape[1]).expand(len(words), -1)
+        places = torch.arange(words.shape[1]).view(self.shape)
         x = self.words(words) + self.places(places)
         return self.head(x + self.middle(self.norm(x)).relu())
 
@@ -123,7 +124,7 @@ CASES = {
         by_class,
     ),
     "tied": (Tied, words, by_word),
-    "tied with padding": (lambda: Tied(3), words, by_word),
+    "tied with padding": (lambda: Tied(3, (1, -1)), words, by_word),
     "conv1d of transformers": (Turned, sequences, by_class),
 }
 
@@ -377,6 +378,10 @@ def test_what_is_seen_only_in_a_step_is_refused():
         (model(torch.randn(4, 3)) @ model[2].weight).sum().backward()
     with pytest.raises(RuntimeError, match="estimates of the gradient's noise"):
         _ = reduction.noise
+    model, draw, loss = build("tied")
+    reduction = dadplug.GradientReduction(model, mode="dsgd", privacy=DifferentialPrivacy())
+    with pytest.raises(RuntimeError, match="cannot tell numbers of positions"):
+        model(draw(5)[0])
     turned = dadplug.GradientReduction(Turns(), mode="dsgd", privacy=DifferentialPrivacy())
     with pytest.raises(RuntimeError, match="samples along the first dimension: the batch has 4"):
         turned.model(torch.randn(4, 5, 3)).sum().backward()
