@@ -24,12 +24,14 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any, Literal
 
-from ..errors import FrameError, KitError, RefusedError
+from ..errors import FrameError, KitError, ProxyError, RefusedError
 from ..exchange.deadline import within
 from .pki.certificates import current_time, revocation_list_end
 from .pki.files import REVOKED, read_file
 from .pki.kits import RENEW, SOON_DAYS, Kit, certificate_end, days_left
+from .pki.proxies import Proxy, find_proxy
 from .secure import tls
+from .secure.proxy import open_tunnel
 from .secure.secure_socket import SecureSocket
 from .site.connection import introduce
 from .wire.messages import FRESH, VERSION, Head, Hello, Kind, Leave, frames, pack_control
@@ -210,11 +212,18 @@ def _way(kit: Kit, host: str, port: int, timeout: float) -> Iterator[Finding]:
     Raises:
         _FailedError: if it ends before the hub.
     """
-    addresses = _resolve(host, port, timeout)
+    try:
+        proxy = find_proxy(kit.policy.proxy, host, port)
+    except KitError as error:
+        raise _FailedError("proxy", str(error), "Correct the address, or exempt the hub by NO_PROXY.") from error
+    name, number = (host, port) if proxy is None else (proxy.host, proxy.port)
+    addresses = _resolve(name, number, timeout)
     texts = dict.fromkeys(str(each[4][0]) for each in addresses)
-    yield Finding("name", "ok", host if host in texts else f"{host} is {', '.join(texts)}")
+    yield Finding("name", "ok", name if name in texts else f"{name} is {', '.join(texts)}")
     connection, text = _connect(addresses, timeout)
     yield Finding("port", "ok", text)
+    if proxy is not None:
+        yield _tunnel(connection, proxy, host, port)
     try:
         secure = tls.encrypt(kit, connection, host, port)
     except (RefusedError, OSError) as error:
@@ -236,6 +245,27 @@ def _way(kit: Kit, host: str, port: int, timeout: float) -> Iterator[Finding]:
         secure.close()
 
 
+def _tunnel(connection: socket.socket, proxy: Proxy, host: str, port: int) -> Finding:
+    """Go through a proxy."""
+    begin = time.monotonic()
+    try:
+        open_tunnel(connection, proxy, host, port)
+    except ProxyError as error:
+        connection.close()
+        advice = _PROXY_ADVICE.get(error.status, f"Ask the proxy's administrator to allow CONNECT {host}:{port}.")
+        raise _FailedError("proxy", str(error), advice) from error
+    took = time.monotonic() - begin
+    return Finding("proxy", "ok", f"the way goes through {proxy}, which has connected after {1e3 * took:.1f} ms")
+
+
+_PROXY_ADVICE = {  # by status of the proxy's answer
+    0: "Compare the proxy's address with that of the browsers here; NO_PROXY exempts a hub that needs no proxy.",
+    401: "Write the user and the password into the proxy's address: http://USER:PASSWORD@HOST:PORT.",
+    407: "Write the user and the password into the proxy's address: http://USER:PASSWORD@HOST:PORT.",
+    502: "Compare the hub's name and port in roster.json with the operator, and whether the hub runs.",
+    503: "Compare the hub's name and port in roster.json with the operator, and whether the hub runs.",
+    504: "Ask the operator whether the hub runs, and the proxy's administrator whether it may reach it.",
+}
 _LINK = "Repeat the check. If it fails again, a firewall or a proxy on the way may cut connections."
 
 
@@ -296,6 +326,7 @@ def _encryption(secure: SecureSocket) -> Finding:
 
 
 _ADVICE = {  # by a part of the error
+    "TLS inspection": "Ask your IT department to exempt the hub's address from TLS inspection (SSL bump, decryption).",
     "another authority": "The kits are of two projects, or of two calls of `provision`. Use kits of one.",
     "been revoked": "Ask the project's operator for a new kit.",
     "not valid yet": "Compare the clocks of both machines (`date -u`).",

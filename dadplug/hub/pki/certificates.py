@@ -27,6 +27,7 @@ Certificate = x509.Certificate
 # A machine whose clock is behind accepts a new certificate nevertheless.
 CLOCK_SKEW = timedelta(hours=1)
 _HASH = hashes.SHA256()
+AUTHORITY_SUFFIX = " authority"  # of the common name of a project's authority
 
 
 def new_key() -> Key:
@@ -107,6 +108,23 @@ def certified_name(document: Certificate | x509.CertificateSigningRequest) -> st
     return names[0].value
 
 
+def issuer_of(content: bytes) -> tuple[str, str]:
+    """Return the names of issuer and subject of a certificate: the common name, or all of the name without one.
+
+    Args:
+        content: the certificate, in DER.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    certificate = x509.load_der_x509_certificate(content)
+    issuer, subject = (
+        next((str(each.value) for each in name.get_attributes_for_oid(NameOID.COMMON_NAME)), name.rfc4514_string())
+        for name in (certificate.issuer, certificate.subject)
+    )
+    return issuer, subject
+
+
 def make_authority(project: str, key: Key, begin: datetime, end: datetime) -> Certificate:
     """Return the certificate of a project's authority, signed by itself.
 
@@ -116,7 +134,7 @@ def make_authority(project: str, key: Key, begin: datetime, end: datetime) -> Ce
         begin: start of validity; `CLOCK_SKEW` is subtracted.
         end: end of validity.
     """
-    name = _name(project, f"{project} authority")
+    name = _name(project, f"{project}{AUTHORITY_SUFFIX}")
     return _builder(name, name, key.public_key(), begin, end, authority=True).sign(key, _HASH)
 
 

@@ -459,7 +459,8 @@ def _write_kit(authority: Authority, folder: Path, name: str, certificate: bytes
         ROSTER: (authority.roster.to_json(), PUBLIC),
     }
     if name != HUB:
-        files[POLICY] = (authority.policy(name).text().encode(), PUBLIC)
+        policy = authority.policy(name)
+        files[POLICY] = (policy.text().encode(), PRIVATE if policy.proxy else PUBLIC)  # may hold a password
     if key is not None:
         files[KEY] = (key_to_pem(key), PRIVATE)
     write_folder(folder, files)

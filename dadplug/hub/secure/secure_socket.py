@@ -386,6 +386,10 @@ class SecureSocket:
         """Return the certificate of the other end; see `ssl.SSLSocket`."""
         return self._tls.getpeercert()
 
+    def certificate(self) -> bytes:
+        """Return the certificate of the other end in DER, also one that was not verified; empty without one."""
+        return self._tls.getpeercert(binary_form=True) or b""
+
     def version(self) -> str | None:
         """Return the version of TLS."""
         return self._tls.version()

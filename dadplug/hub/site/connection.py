@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 
-from ...errors import FrameError, MismatchError, RefusedError, SealingError, SiteError, TryAgainError
+from ...errors import FrameError, MismatchError, ProxyError, RefusedError, SealingError, SiteError, TryAgainError
 from ...exchange.deadline import Deadline
 from ...exchange.handshake import close_in_children
 from ...exchange.sockets import WakePipe
@@ -435,7 +435,12 @@ class HubConnection(ABC):
             release=release,
             sites=self.world_size,
         )
-        connection = tls.dial(self.kit, seconds, self.address)
+        try:
+            connection = tls.dial(self.kit, seconds, self.address)
+        except ProxyError as error:
+            if error.lasting and self._thread is None:  # later on, a proxy may be in repair
+                raise RefusedError(str(error)) from error
+            raise
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with ExitStack() as opened:
