@@ -18,7 +18,7 @@ from dadplug.hub import Project, check
 from dadplug.hub.check import MOST_BYTES, NUMBER, CheckHandler, Request
 from dadplug.hub.pki import provision
 from dadplug.hub.pki.certificates import current_time
-from dadplug.hub.server.status import Meter, snapshot, table
+from dadplug.hub.server.status import snapshot, table
 from dadplug.hub.wire.messages import Head, Kind, Refuse
 
 ITEMS = [
@@ -228,7 +228,7 @@ def test_certificates_that_end_soon_have_an_exit_status_and_are_told_by_the_hub(
         hub.await_line("run `python -m dadplug renew hub`")
         site = TestSite(hub.kit("a"), hub.address)
         hub.await_line("run `python -m dadplug renew a`")
-        found = snapshot(hub.hub, Meter())
+        found = snapshot(hub.hub)
         assert found["certificate_days"] in (9, 10)
         assert found["sites"][0]["certificate_days"] in (19, 20)
         assert any("THE CERTIFICATE OF a ENDS IN" in line for line in table(found))
@@ -302,7 +302,7 @@ def test_the_handler_answers_and_is_bounded():
     assert sum(map(len, handler.handle(*frame(Request.DOWN, NUMBER.pack(200_000))))) == 200_000 + 2 * 32
     with pytest.raises(FrameError, match="more than"):
         handler.handle(*frame(Request.DOWN, NUMBER.pack(MOST_BYTES)))
-    for wrong in (frame(3, b"x"), frame(Request.DOWN, b"1")):
+    for wrong in (frame(9, b"x"), frame(Request.DOWN, b"1")):
         with pytest.raises(FrameError, match="unknown request"):
             CheckHandler(0).handle(*wrong)
     for request, body in ((Request.UP, bytes(50_000)), (Request.TIME, b"?")):
