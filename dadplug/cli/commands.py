@@ -266,6 +266,35 @@ def revoke(arguments: argparse.Namespace) -> int:
 
 
 @command(
+    "give the key of a kit or an authority a passphrase, change or remove it",
+    argument("kit", type=Path, help="folder of the kit or the authority"),
+    argument("--file", type=Path, help="file with the new passphrase in its first line (default: type it)"),
+    argument("--remove", action="store_true", help="remove the passphrase"),
+)
+def passphrase(arguments: argparse.Namespace) -> int:
+    """Encrypt a key with another passphrase; the present one is found as at all times."""
+    import getpass
+
+    from ..hub.pki.passphrases import VARIABLE, first_line
+    from ..hub.pki.provision import protect
+
+    if arguments.remove:
+        new = None
+    elif arguments.file is not None:
+        new = first_line(arguments.file)
+    else:
+        new = getpass.getpass("new passphrase: ").encode()
+        if not new or getpass.getpass("the same again: ").encode() != new:
+            raise KitError("the passphrases differ, or are empty: nothing has changed")
+    path = protect(arguments.kit, new)
+    if new is None:
+        print(f"{path}: has no passphrase any more")
+    else:
+        print(f"{path}: has the new passphrase; programs find it by {VARIABLE}, or ask for it in a terminal")
+    return Exit.DONE
+
+
+@command(
     "check the kit of this site, and the way to the hub",
     argument("kit", type=Path, help="folder of the site's kit"),
     argument("--address", metavar="HOST:PORT", help="address of the hub (default: that of the kit)"),
@@ -343,6 +372,12 @@ def check(arguments: argparse.Namespace) -> int:
         help="encrypt messages to sites in the hub's machine, too, which do not leave its kernel",
     ),
     argument(
+        "--rate-limit",
+        type=float,
+        metavar="MBIT",
+        help="megabits per second that are sent to each site at most (default: no limit)",
+    ),
+    argument(
         "--memory",
         type=int,
         default=1024,
@@ -370,7 +405,8 @@ def hub(arguments: argparse.Namespace) -> int:
         service = SequencerHost(list(kit.roster.sites), arguments.memory << 20)
         hub = Hub(
             kit, arguments.site_timeout, listen=listen, journal=outputs.journal, grace=arguments.grace,
-            encrypt_local=arguments.encrypt_local, report=outputs.report, service=service,
+            encrypt_local=arguments.encrypt_local, rate_limit=arguments.rate_limit, report=outputs.report,
+            service=service,
         )  # fmt: skip
 
         def stop(number: int, frame: Any) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timedelta, timezone
 
 from ...errors import KitError
+from .passphrases import find_passphrase, is_encrypted
 from .project import HUB, ip_address
 
 try:
@@ -35,25 +36,31 @@ def new_key() -> Key:
     return ec.generate_private_key(ec.SECP256R1())
 
 
-def key_to_pem(key: Key) -> bytes:
-    """Return a private key in PEM (PKCS 8, without a password)."""
+def key_to_pem(key: Key, passphrase: bytes | None = None) -> bytes:
+    """Return a private key in PEM (PKCS 8), encrypted if there is a passphrase."""
     form = serialization.PrivateFormat.PKCS8
-    return key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
+    encryption: serialization.KeySerializationEncryption = serialization.NoEncryption()
+    if passphrase is not None:
+        encryption = serialization.BestAvailableEncryption(passphrase)
+    return key.private_bytes(serialization.Encoding.PEM, form, encryption)
 
 
 def key_from_pem(pem: bytes, place: str) -> Key:
-    """Return a private key of this module's kind.
+    """Return a private key of this module's kind; its passphrase, if it has one, is that of `find_passphrase`.
 
     Args:
         pem: content of the file.
         place: the file, for messages.
 
     Raises:
-        KitError: if it is something else.
+        KitError: if it is something else, or the passphrase is wrong or missing.
     """
+    passphrase = find_passphrase(place) if is_encrypted(pem) else None
     try:
-        key = serialization.load_pem_private_key(pem, None)
+        key = serialization.load_pem_private_key(pem, passphrase)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        if passphrase is not None:
+            raise KitError(f"{place} cannot be decrypted: the passphrase is wrong, or the file is damaged") from error
         raise KitError(f"{place} is not a private key: {error}") from error
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise KitError(f"{place} is not a key on an elliptic curve")

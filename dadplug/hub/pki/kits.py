@@ -22,6 +22,7 @@ from .certificates import (
     read_revocation_list,
 )
 from .files import CA, CERTIFICATE, KEY, NEXT_KEY, POLICY, REVOKED, ROSTER, read_file
+from .passphrases import CREDENTIALS
 from .project import HUB, Policy, Roster
 
 
@@ -230,19 +231,26 @@ def _with_roster(kit: Kit) -> Kit:
 
 
 def find_key(folder: Path, certificate: Certificate) -> Path:
-    """Return the path of the key in a kit that fits its certificate.
+    """Return the path of the key that fits the certificate of a kit: in the kit, or a credential of systemd.
 
     Raises:
         KitError: if there is none, or other users can read it.
     """
-    paths = [folder / name for name in (KEY, NEXT_KEY) if (folder / name).exists()]
+    paths = [folder / name for name in (KEY, NEXT_KEY) if os.access(folder / name, os.R_OK)]
+    credentials = os.environ.get(CREDENTIALS)
+    if credentials and (Path(credentials) / KEY).exists():
+        paths.append(Path(credentials) / KEY)
     if not paths:
+        if (folder / KEY).exists():
+            raise KitError(f"{folder / KEY} cannot be read by this user")
         raise KitError(f"{folder / KEY} is missing: copy the certificate to where `request` made the key")
     for path in paths:
         if key_from_pem(read_file(path), str(path)).public_key() == certificate.public_key():
             break
     else:
         raise KitError(f"{paths[0]} is not the key of {folder / CERTIFICATE}")
-    if os.name == "posix" and path.stat().st_mode & 0o077:
+    # systemd gives the service's user the right to read a credential by an entry of an access control list.
+    others = 0o007 if str(path.parent) == credentials else 0o077
+    if os.name == "posix" and path.stat().st_mode & others:
         raise KitError(f"{path} can be read by other users: chmod 600 {path}")
     return path

@@ -17,6 +17,7 @@ from ...errors import KitError, RefusedError
 from ...logs import escaped
 from ..pki.certificates import AUTHORITY_SUFFIX, issuer_of
 from ..pki.files import CA, CERTIFICATE, REVOKED
+from ..pki.passphrases import find_passphrase
 from ..pki.project import HUB
 from ..pki.proxies import find_proxy
 from .proxy import connect
@@ -130,7 +131,8 @@ def _configured(context: ssl.SSLContext, kit: Kit) -> ssl.SSLContext:
     context.set_alpn_protocols([ALPN])
     context.verify_mode = ssl.CERT_REQUIRED
     context.verify_flags |= ssl.VERIFY_CRL_CHECK_LEAF | ssl.VERIFY_X509_STRICT
-    context.load_cert_chain(kit.folder / CERTIFICATE, kit.key_file)
+    path = str(kit.key_file)
+    context.load_cert_chain(kit.folder / CERTIFICATE, path, lambda: find_passphrase(path))
     context.load_verify_locations(kit.folder / CA)
     context.load_verify_locations(kit.folder / REVOKED)
     return context

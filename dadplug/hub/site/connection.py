@@ -25,6 +25,7 @@ from ...exchange.sockets import WakePipe
 from ...logs import Troubles, get_logger
 from ..pki.kits import Kit
 from ..secure import tls
+from ..secure.rate_limit import site_bucket
 from ..secure.secure_socket import LocalDoor, SecureSocket, open_door
 from ..wire.messages import (
     FRESH,
@@ -346,7 +347,9 @@ class HubConnection(ABC):
         """Wait for a short time until something can be sent, or so many bytes received."""
         with self.lock:
             self._end_silence()
-            connection, events = self._connection, select.POLLIN | select.POLLOUT * self._frames.blocked
+            connection = self._connection
+            held = 0.0 if connection is None else connection.held
+            events = select.POLLIN | select.POLLOUT * (self._frames.blocked and not held)
             self._frames.expect(nbytes)
         if connection is None:
             time.sleep(0.005)
@@ -354,7 +357,7 @@ class HubConnection(ABC):
         poll = select.poll()
         with suppress(OSError, ValueError):  # closed meanwhile
             poll.register(connection, events)
-            poll.poll(1e3 * _POLL_SECONDS)
+            poll.poll(1e3 * (min(held, _POLL_SECONDS) if held else _POLL_SECONDS))
 
     def _end_silence(self) -> None:
         """Give the TCP connection up if nothing has arrived for too long."""
@@ -465,6 +468,7 @@ class HubConnection(ABC):
         # A dead link is left before the hub gives this site up.
         self._silence = max(_SHORTEST_SILENCE, welcome.timeout_ms / 2e3)
         connection.give_up_after(self._silence)
+        connection.limit = site_bucket(str(self.kit.folder), self.kit.policy.rate_limit)
         self._heard = time.monotonic()
         self._connection, self.outage = connection, ""
         self._troubles.end(self.hub, f"{self.hub} is connected again")
@@ -488,11 +492,14 @@ class HubConnection(ABC):
             if connection is None:
                 self._redial(REDIAL_SECONDS, self._lost_at, (OSError,))
                 continue
-            ready = self._poll(ping.left)
+            held = connection.held  # bytes wait for the cap of the rate
+            ready = self._poll(min(held, ping.left) if held else ping.left)
             with self.lock:
                 if self._connection is None:
                     continue
                 self.serve(ready)
+                if held and not self._waiting:
+                    self._flush_or_disconnect()
                 if ping.over:
                     ping = Deadline(_PING_SECONDS)
                     self._troubles.remind()
@@ -514,7 +521,7 @@ class HubConnection(ABC):
         assert self._connection is not None
         events = getattr(select, "POLLRDHUP", 0)
         if not self._waiting:
-            events |= select.POLLOUT * self._frames.blocked
+            events |= select.POLLOUT * (self._frames.blocked and not self._connection.held)
             events |= select.POLLIN * (self.expects() > KERNEL_BYTES)
             self._frames.expect(1)
         return {self._connection.fileno(): events}
