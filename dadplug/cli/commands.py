@@ -78,7 +78,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not given:
         PARSER.print_help(sys.stderr)
         return Exit.USAGE
+    further: list[str] = []
+    if given[0] == service.__name__ and "--" in given:  # argparse would look for arguments of its own after it
+        place = given.index("--")
+        given, further = given[:place], given[place + 1 :]
     parsed = PARSER.parse_args(given)
+    parsed.further = further
     try:
         status: int = parsed.run(parsed)
     except ERRORS as error:
@@ -444,6 +449,30 @@ def status(arguments: argparse.Namespace) -> int:
     found = ask_status(arguments.kit, address, arguments.timeout)
     print(json.dumps(found, indent=2) if arguments.json else "\n".join(table(found)))
     return 0
+
+
+@command(
+    "write a unit of systemd that runs the hub with further arguments, or the program of a site, which both follow --",
+    argument("kit", type=Path, help="folder of the kit of the hub or a site, at its final place"),
+    argument("--out", type=Path, default=Path(), metavar="FOLDER", help="folder of the unit (default: this one)"),
+    argument("--user", default="", help="user that it runs as (default: one that exists while it runs)"),
+    argument("--passphrase-file", type=Path, metavar="FILE", help="file with the passphrase of the kit's key"),
+    argument("--devices", action="store_true", help="allow devices, such as GPUs"),
+)
+def service(arguments: argparse.Namespace) -> int:
+    """Write a unit of systemd, and print how it is installed."""
+    from ..files import PUBLIC, write_file
+    from ..hub.pki.kits import Kit
+    from ..hub.service import Service
+
+    made = Service(
+        Kit.load(arguments.kit), arguments.further, arguments.user, arguments.passphrase_file, arguments.devices
+    )
+    path = arguments.out / f"{made.name}.service"
+    write_file(path, made.text().encode(), PUBLIC)
+    print(f"{path}: written. As root:")
+    print("\n".join(f"    {step}" for step in made.steps(path)))
+    return Exit.DONE
 
 
 @command(

@@ -83,7 +83,7 @@ class Kit:
         if name != HUB:
             roster.slot(name)
         revoked, _ = read_revocation_list(read_file(folder / REVOKED), authority, str(folder / REVOKED))
-        allowed = Policy() if name == HUB else Policy.load(folder / POLICY)
+        allowed = Policy() if name == HUB else Policy.load(_policy_file(folder))
         return cls(
             folder, name, roster, authority, certificate, find_key(folder, certificate), frozenset(revoked), allowed
         )
@@ -228,6 +228,13 @@ def _with_roster(kit: Kit) -> Kit:
     if roster.hub != old.hub:
         raise KitError(f"{path}: the address of the hub has changed: it is used once this program starts again")
     return replace(kit, roster=roster)
+
+
+def _policy_file(folder: Path) -> Path:
+    """Return the path of a kit's policy, which is a credential of systemd where this user cannot read the kit's."""
+    credential = Path(os.environ.get(CREDENTIALS, "")) / POLICY
+    own = folder / POLICY
+    return credential if own.exists() and not os.access(own, os.R_OK) and credential.is_absolute() else own
 
 
 def find_key(folder: Path, certificate: Certificate) -> Path:
