@@ -38,6 +38,8 @@ class Exit(IntEnum):
     """Wrong arguments, or none."""
     ENDS_SOON = 3
     """A certificate ends within the days of ``check --fail-before``."""
+    SITES_MISSING = 4
+    """A site of the roster is not connected, or training waits, for ``status --fail-missing``."""
 
 
 Run = Callable[[argparse.Namespace], int]
@@ -437,6 +439,11 @@ def hub(arguments: argparse.Namespace) -> int:
     argument("kit", type=Path, help="folder of the site's kit, such as kits/a"),
     argument("--address", metavar="HOST:PORT", help="address of the hub (default: that of the kit)"),
     argument("--json", action="store_true", help="print JSON in place of a table"),
+    argument(
+        "--fail-missing",
+        action="store_true",
+        help=f"exit with status {Exit.SITES_MISSING:d} if a site is not connected, or training waits",
+    ),
     argument("--timeout", type=float, default=5.0, help="seconds for each step (default: %(default)g)"),
 )
 def status(arguments: argparse.Namespace) -> int:
@@ -448,7 +455,9 @@ def status(arguments: argparse.Namespace) -> int:
     address = None if arguments.address is None else split_address(arguments.address, "--address")
     found = ask_status(arguments.kit, address, arguments.timeout)
     print(json.dumps(found, indent=2) if arguments.json else "\n".join(table(found)))
-    return 0
+    absent = any(site["state"] in ("absent", "disconnected") for site in found["sites"])
+    missing = arguments.fail_missing and (absent or found["waiting"])
+    return Exit.SITES_MISSING if missing else Exit.DONE
 
 
 @command(

@@ -19,7 +19,7 @@ import socket
 import statistics
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import IntEnum
@@ -223,6 +223,25 @@ def _way(kit: Kit, host: str, port: int, timeout: float) -> Iterator[Finding]:
     Raises:
         _FailedError: if it ends before the hub.
     """
+    secure = yield from _reach(kit, host, port, timeout)
+    try:
+        yield _encryption(secure)
+        _enter(kit, secure, host, port, timeout)
+        yield Finding("hub", "ok", f"it accepts {kit.name}")
+        try:
+            yield from _measurements(_Line(kit.slot, secure))
+        except (OSError, FrameError) as error:
+            raise _FailedError("measurements", f"the connection was lost: {error}", _LINK) from error
+    finally:
+        secure.close()
+
+
+def _reach(kit: Kit, host: str, port: int, timeout: float) -> Generator[Finding, None, SecureSocket]:
+    """Go the way to the hub until the end of the TLS handshake, and return the connection.
+
+    Raises:
+        _FailedError: if it ends before.
+    """
     try:
         proxy = find_proxy(kit.policy.proxy, host, port)
     except KitError as error:
@@ -239,16 +258,7 @@ def _way(kit: Kit, host: str, port: int, timeout: float) -> Iterator[Finding]:
         secure = tls.encrypt(kit, connection, host, port)
     except (RefusedError, OSError) as error:
         raise _FailedError("TLS", str(error), _advice(str(error), kit)) from error
-    try:
-        yield _encryption(secure)
-        _enter(kit, secure, host, port, timeout)
-        yield Finding("hub", "ok", f"it accepts {kit.name}")
-        try:
-            yield from _measurements(_Line(kit.slot, secure))
-        except (OSError, FrameError) as error:
-            raise _FailedError("measurements", f"the connection was lost: {error}", _LINK) from error
-    finally:
-        secure.close()
+    return secure
 
 
 def _tunnel(connection: socket.socket, proxy: Proxy, host: str, port: int) -> Finding:
@@ -289,6 +299,16 @@ def _enter(kit: Kit, secure: SecureSocket, host: str, port: int, timeout: float)
         raise _FailedError("hub", str(error), _advice(str(error), kit)) from error
 
 
+def _result(steps: Generator[Finding, None, SecureSocket]) -> SecureSocket:
+    """Carry out steps, and return their result."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            found: SecureSocket = end.value
+            return found
+
+
 def ask_status(folder: Path, address: tuple[str, int] | None = None, timeout: float = 5.0) -> dict[str, Any]:
     """Ask the hub for its status, as a site.
 
@@ -309,11 +329,7 @@ def ask_status(folder: Path, address: tuple[str, int] | None = None, timeout: fl
     kit.check_dates()
     host, port = address or kit.roster.address()
     try:
-        connection, _ = _connect(_resolve(host, port, timeout), timeout)
-        try:
-            secure = tls.encrypt(kit, connection, host, port)
-        except (RefusedError, OSError) as error:
-            raise _FailedError("TLS", str(error), _advice(str(error), kit)) from error
+        secure = _result(_reach(kit, host, port, timeout))
         try:
             _enter(kit, secure, host, port, timeout)
             line = _Line(kit.slot, secure)
