@@ -240,10 +240,9 @@ def check_hello(hello: Hello) -> None:
     """
     if not OLDEST_VERSION <= hello.version <= VERSION:
         first = "the hub" if hello.version > VERSION else "this site"
-        serves = f"versions {OLDEST_VERSION} to {VERSION}" if OLDEST_VERSION < VERSION else f"version {VERSION}"
         raise RefusedError(
-            f"this site speaks version {hello.version} of the protocol, and the hub serves {serves}: upgrade {first} "
-            "(the hub goes first, then the sites one by one)"
+            f"this site speaks version {hello.version} of the protocol, the hub version {VERSION} and with sites also "
+            f"{OLDEST_VERSION}: upgrade {first} (the hub goes first, then the sites one by one)"
         )
     if hello.channel not in _ALLOWED:
         raise RefusedError(f"unknown channel {hello.channel!r}")
