@@ -30,7 +30,7 @@ import torch.distributed as dist
 from drive import processor
 from libraries import use_library
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler, TensorDataset
 from workloads import LARGE, WORKLOADS, loss
 
 import dadplug
@@ -168,6 +168,10 @@ def trainer(task: Task) -> None:
         def on_step_end(self, *_: Any, **__: Any) -> None:
             task.tick()
 
+    class InOrder(transformers.Trainer):
+        def _get_train_sampler(self, *_: Any) -> SequentialSampler:
+            return SequentialSampler(task.data)
+
     transformers.logging.set_verbosity_error()
     with tempfile.TemporaryDirectory() as folder:
         settings = transformers.TrainingArguments(
@@ -184,7 +188,7 @@ def trainer(task: Task) -> None:
             ddp_broadcast_buffers=False,
             dataloader_pin_memory=False,
         )
-        training = transformers.Trainer(
+        training = InOrder(
             _WithLoss(task.model),
             settings,
             train_dataset=task.data,

@@ -19,7 +19,7 @@ import socket
 import statistics
 import struct
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import IntEnum
@@ -65,13 +65,13 @@ class CheckHandler:
         self._slot, self._clock = slot, clock
         self._bytes_in = self._bytes_out = self._requests = 0
 
-    def handle(self, head: Head, body: bytes | memoryview, status: Callable[[], dict[str, Any]] = dict) -> list[bytes]:
+    def handle(self, head: Head, body: bytes | memoryview, status: Mapping[str, Any] | None = None) -> list[bytes]:
         """Answer a frame.
 
         Args:
             head: its head.
             body: its body.
-            status: returns the hub's status.
+            status: the hub's status.
 
         Returns:
             The frames of the answer.
@@ -88,7 +88,7 @@ class CheckHandler:
         if head.tag == Request.UP:
             return []
         if head.tag == Request.STATUS:
-            content = json.dumps(status()).encode()
+            content = json.dumps(status or {}).encode()
             self._count_out(len(content))
             return self._frames(head.tag, NUMBER.pack(len(content)) + content)
         if head.tag != Request.DOWN or len(body) != NUMBER.size:

@@ -18,7 +18,7 @@ from dadplug.hub import Project, check
 from dadplug.hub.check import MOST_BYTES, NUMBER, CheckHandler, Request
 from dadplug.hub.pki import provision
 from dadplug.hub.pki.certificates import current_time
-from dadplug.hub.server.status import snapshot, table
+from dadplug.hub.server.status import Meter, snapshot, table
 from dadplug.hub.wire.messages import Head, Kind, Refuse
 
 ITEMS = [
@@ -228,7 +228,7 @@ def test_certificates_that_end_soon_have_an_exit_status_and_are_told_by_the_hub(
         hub.await_line("run `python -m dadplug renew hub`")
         site = TestSite(hub.kit("a"), hub.address)
         hub.await_line("run `python -m dadplug renew a`")
-        found = snapshot(hub.hub)
+        found = snapshot(hub.hub, Meter())
         assert found["certificate_days"] in (9, 10)
         assert found["sites"][0]["certificate_days"] in (19, 20)
         assert any("THE CERTIFICATE OF a ENDS IN" in line for line in table(found))

@@ -1,10 +1,12 @@
 """The hub's metrics, its journal as JSON and in a file that is moved, and its status at a site."""
 
 import json
+import re
 import socket
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -16,8 +18,10 @@ from dadplug.hub import check
 from dadplug.hub.server import journal, metrics
 from dadplug.hub.server.journal import Journal, JournalFile
 from dadplug.hub.server.metrics import MetricsServer
-from dadplug.hub.server.status import Outputs, snapshot
+from dadplug.hub.server.status import Meter, Outputs, for_sites, snapshot
 from dadplug.hub.wire.messages import Kind
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def read(address, path="/metrics"):
@@ -42,11 +46,12 @@ def test_metrics_are_those_of_the_status(hub, server):
     a.send(Kind.PAYLOAD, bytes(100_000))
     b.message(100_000)
     close_step([a, b])
-    snapshot(hub.hub)
-    time.sleep(1.1)  # rates and bytes are measured once a second
-    status = snapshot(hub.hub)
+    meter = Meter()
+    status = snapshot(hub.hub, meter)
     server.show(status)
     found = samples(read(server.address))
+    page = (ROOT / "docs/reference/hub.md").read_text()
+    assert {name for name, *_ in found} == set(re.findall(r"`(dadplug_\w+)`", page.partition("## Metrics")[2]))
     assert found["dadplug_hub_info", "0.2.0", status["project"]] == 1
     assert found["dadplug_hub_steps_total",] == 1
     assert found["dadplug_hub_training",] == 1
@@ -60,8 +65,8 @@ def test_metrics_are_those_of_the_status(hub, server):
     assert found["dadplug_certificate_days", "hub"] == status["certificate_days"] > 0
     assert found["dadplug_certificate_days", "b"] == status["sites"][1]["certificate_days"]
     b.cut()
-    until(lambda: snapshot(hub.hub)["sites"][1]["state"] == "disconnected")
-    server.show(snapshot(hub.hub))
+    until(lambda: snapshot(hub.hub, meter)["sites"][1]["state"] == "disconnected")
+    server.show(snapshot(hub.hub, meter))
     assert samples(read(server.address))["dadplug_site_state", "b", "disconnected"] == 1
 
 
@@ -94,6 +99,8 @@ def test_a_site_reads_the_status_and_no_journal(tmp_path, capsys):
     with running_hub(tmp_path / "kits") as hub:
         other = TestSite(hub.kit("b"), hub.address)
         address = f"{hub.address[0]}:{hub.address[1]}"
+        until(lambda: snapshot(hub.hub, Meter())["sites"][1]["state"] == "waiting")
+        hub.hub.relay.status = for_sites(snapshot(hub.hub, Meter()))
         assert main(["status", str(hub.kits / "a"), "--address", address]) == 0
         shown = capsys.readouterr().out
         assert "1 of 2 sites" in shown
@@ -113,7 +120,7 @@ def test_a_status_of_any_size_is_bounded():
     handler = check.CheckHandler(0)
     head = check.Head(Kind.PAYLOAD, 0, tag=check.Request.STATUS, length=1)
     with pytest.raises(FrameError, match="asks for more than"):
-        handler.handle(head, b"?", lambda: {"journal": "x" * check.MOST_BYTES})
+        handler.handle(head, b"?", {"journal": "x" * check.MOST_BYTES})
 
 
 def test_lines_of_the_journal_as_json_and_by_level():
@@ -151,7 +158,7 @@ def test_a_hub_goes_on_where_its_files_cannot_be_written(tmp_path, monkeypatch):
     def full(_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(file._handler, "format", full)
+    monkeypatch.setattr(file, "format", full)
     file.write_line("lost")
     file.write_line("lost, too")
     assert len(told) == 1

@@ -14,7 +14,7 @@ from running_hub import TestSite, together
 
 from dadplug.cli.commands import Exit, main
 from dadplug.hub.server.metrics import MetricsServer
-from dadplug.hub.server.status import snapshot
+from dadplug.hub.server.status import Meter, snapshot
 
 FOLDER = Path(__file__).parents[2] / "examples" / "operations"
 DOCS = Path(__file__).parents[2] / "docs"
@@ -28,7 +28,7 @@ def metrics(hub):
     sites = together(hub)
     server = MetricsServer(("127.0.0.1", 0))
     try:
-        server.show(snapshot(hub.hub) | {"step_seconds": 0.1})
+        server.show(snapshot(hub.hub, Meter()) | {"step_seconds": 0.1})
         with urllib.request.urlopen("http://{}:{}/metrics".format(*server.address), timeout=20) as answer:
             text = answer.read().decode()
     finally:

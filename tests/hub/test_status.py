@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_the_status_tells_sites_steps_and_for_whom_training_waits(hub):
     a = TestSite(hub.kit("a"), hub.address)
-    found = snapshot(hub.hub)
+    found = snapshot(hub.hub, Meter())
     assert [site["state"] for site in found["sites"]] == ["waiting", "absent"]
     assert found["waiting"] == "waiting for b"
     assert not found["started"]
@@ -41,11 +41,11 @@ def test_the_status_tells_sites_steps_and_for_whom_training_waits(hub):
     for site in (a, b):
         site.action(Start)
     close_step([a, b])
-    found = snapshot(hub.hub)
+    found = snapshot(hub.hub, Meter())
     assert [site["state"] for site in found["sites"]] == ["member", "member"]
     assert (found["step"], found["waiting"], found["started"]) == (1, "", True)
     b.cut()
-    until(lambda: snapshot(hub.hub)["sites"][1]["state"] == "disconnected")
+    until(lambda: snapshot(hub.hub, Meter())["sites"][1]["state"] == "disconnected")
     assert any("a has joined" in line for line in found["journal"])
     assert json.loads(json.dumps(found)) == found
 

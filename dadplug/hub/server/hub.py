@@ -30,7 +30,6 @@ from .acceptor import Acceptor, Arrival, ClosingConnection, PendingConnection
 from .journal import Journal
 from .relay import GRACE, Relay
 from .session import Session
-from .status import Meter, for_sites, snapshot
 from .streams import HubStream, HubStreams, NoService, StreamService, watch
 
 _log = get_logger(__name__)
@@ -62,7 +61,6 @@ class Hub:
         relay: sessions of the sites, and the membership.
         acceptor: connections that do not belong to a session.
         kit_problems: why parts of the changed kit are not used.
-        meter: rates and bytes by site.
         begun: time of its construction, on the clock of `time.monotonic`.
 
     Raises:
@@ -102,8 +100,7 @@ class Hub:
         self._pipe = WakePipe()
         self._selector.register(self._pipe, _READ)
         self.kit_problems: list[str] = []
-        self.meter, self.begun = Meter(), time.monotonic()
-        self.relay.status = lambda: for_sites(snapshot(self))
+        self.begun = time.monotonic()
         self._masks: dict[Session, int] = {}  # of registered sessions
         self._again: set[Session] = set()  # sessions with bytes that have arrived
         self._stopped: str | None = None

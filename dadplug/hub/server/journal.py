@@ -96,7 +96,7 @@ class Journal:
             self._refusals = 0
 
 
-class JournalFile:
+class JournalFile(logging.handlers.WatchedFileHandler):
     """File that lines are appended to. It may be moved away, as log rotation does: then a new one is begun.
 
     Where it cannot be written, as on a full disk, its lines are lost, and the hub goes on.
@@ -110,24 +110,19 @@ class JournalFile:
     """
 
     def __init__(self, path: Path, complain: Callable[[str], None]) -> None:
-        self._handler = logging.handlers.WatchedFileHandler(path, encoding="utf-8")
-        self._handler.handleError = lambda record: self._fail()  # type: ignore[method-assign]
+        super().__init__(path, encoding="utf-8")
         self._complain, self._failed = complain, False
-        self._path = path
 
-    def _fail(self) -> None:
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Record that a line could not be written."""
         self._failed = True
 
     def write_line(self, line: str) -> None:
         """Append a line."""
         before, self._failed = self._failed, False
         try:
-            self._handler.emit(logging.LogRecord("dadplug", logging.INFO, "", 0, line, None, None))
+            self.emit(logging.LogRecord("dadplug", logging.INFO, "", 0, line, None, None))
         except OSError:  # it was moved, and a new one cannot be opened
             self._failed = True
         if self._failed and not before:
-            self._complain(f"lines of the journal are lost, since {self._path} cannot be written")
-
-    def close(self) -> None:
-        """Close the file."""
-        self._handler.close()
+            self._complain(f"lines of the journal are lost, since {self.baseFilename} cannot be written")

@@ -195,7 +195,8 @@ class MetricsServer:
             raise KitError("--metrics needs prometheus_client: pip install 'dadplug[hub]'") from error
         except OSError as error:
             raise KitError(f"cannot serve metrics at {address[0]}:{address[1]}: {error}") from error
-        self.address: tuple[str, int] = self._server.server_address[:2]  # type: ignore[assignment]
+        host, port = self._server.server_address[:2]
+        self.address = str(host), int(port)
         self._thread = threading.Thread(target=self._server.serve_forever, name="dadplug-metrics", daemon=True)
         self._thread.start()
 

@@ -14,7 +14,7 @@ are told in this way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ...errors import FrameError, RefusedError, TryAgainError
@@ -74,7 +74,7 @@ class Relay:
         sessions: sessions by channel and slot.
         run: the run that goes on, or starts next, of the first sites of the roster.
         crowded: whether some frames may not be read, since queues are full.
-        status: returns the hub's status, which sites may ask for.
+        status: the hub's status as of its last report, which sites may ask for.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Relay:
         self.sessions: dict[tuple[str, int], Session] = {}
         self.run = Run(names, site_timeout, life, now, journal)
         self.crowded = False
-        self.status: Callable[[], dict[str, Any]] = dict
+        self.status: dict[str, Any] = {}
         self._site_timeout, self._grace, self._streams = site_timeout, grace, streams
         # Messages to sites that have not opened the channel "parameters", by slot; None for those that have closed it.
         self._early: dict[int, SendQueue | None] = {}

@@ -10,18 +10,16 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from ...files import write_file
 from ..pki.kits import RENEW, SOON_DAYS, days_left
 from ..pki.project import HUB
+from .hub import Hub
 from .journal import Journal, JournalFile
 from .membership import Phase
 from .metrics import MetricsServer
 from .relay import Relay
-
-if TYPE_CHECKING:
-    from .hub import Hub
 
 _LATE_SECONDS = 1.0  # without a frame
 _RATE_SECONDS = 1.0  # at least, over which rates are measured
@@ -58,6 +56,7 @@ class Meter:
             before = self.totals + [(0, 0)] * (len(sums) - len(self.totals))
             self.totals = [(ups + up, downs + down) for (ups, downs), (up, down) in zip(before, sums)]
             self._before = {id(each): (each.bytes_in, each.bytes_out) for each in relay.sessions.values()}
+        self.totals += [(0, 0)] * (len(relay.roster) - len(self.totals))  # sites may have been added since
         return self._rates + [(0.0, 0.0)] * (len(relay.roster) - len(self._rates))
 
 
@@ -77,11 +76,16 @@ def late_sites(relay: Relay, now: float) -> dict[int, float]:
     }
 
 
-def snapshot(hub: Hub) -> dict[str, Any]:
-    """Return the status of a hub, to be written as JSON."""
+def snapshot(hub: Hub, meter: Meter) -> dict[str, Any]:
+    """Return the status of a hub, to be written as JSON.
+
+    Args:
+        hub: the hub.
+        meter: measures the rates.
+    """
     now = time.monotonic()
     relay, kit = hub.relay, hub.kit
-    rates, late = hub.meter.rates(relay, now), late_sites(relay, now)
+    rates, late = meter.rates(relay, now), late_sites(relay, now)
     sites = []
     for slot, name in enumerate(relay.roster):
         session = relay.sessions.get(("training", slot))
@@ -94,8 +98,8 @@ def snapshot(hub: Hub) -> dict[str, Any]:
                 "connected_seconds": round(now - session.created, 1) if session else 0.0,
                 "bytes_per_second_from": round(rates[slot][0]),
                 "bytes_per_second_to": round(rates[slot][1]),
-                "bytes_from": hub.meter.totals[slot][0],
-                "bytes_to": hub.meter.totals[slot][1],
+                "bytes_from": meter.totals[slot][0],
+                "bytes_to": meter.totals[slot][1],
                 "late_seconds": round(late.get(slot, 0.0), 1),
                 "certificate_days": days_left(session.expires) if session and session.expires else None,
                 "missed_steps": relay.run.missed.counts[slot] if slot < len(relay.run.names) else 0,
@@ -232,7 +236,7 @@ class StatusFile:
 
 
 class Outputs:
-    """Where a hub writes what happens: the terminal, files, and metrics for Prometheus.
+    """Outputs of a hub: the terminal, files, metrics for Prometheus, and the status that sites may ask for.
 
     Args:
         journal: file that lines of the journal are appended to, too.
@@ -257,7 +261,7 @@ class Outputs:
         log_format: str,
         log_level: str,
     ) -> None:
-        self._terminal = Terminal()
+        self._terminal, self._meter = Terminal(), Meter()
         self._file = None if journal is None else JournalFile(journal, self._terminal.write_line)
         self.journal = Journal(self._write_line, log_format == "json", log_level)
         self._status = None if status is None else StatusFile(status, self.journal.write)
@@ -272,7 +276,8 @@ class Outputs:
 
     def report(self, hub: Hub) -> None:
         """Show the status of a hub."""
-        status = snapshot(hub)
+        status = snapshot(hub, self._meter)
+        hub.relay.status = for_sites(status)
         self._terminal.show(status)
         if self._status is not None:
             self._status.write(status)
