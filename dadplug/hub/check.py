@@ -341,6 +341,8 @@ def ask_status(folder: Path, address: tuple[str, int] | None = None, timeout: fl
         raise KitError(". ".join(filter(None, (error.finding.text, error.finding.advice)))) from error
     except (OSError, FrameError, ValueError) as error:
         raise KitError(f"the hub at {host}:{port} has not sent its status: {error}") from error
+    if "sites" not in found:
+        raise KitError(f"the hub at {host}:{port} has no status yet: ask again in a second")
     return found
 
 
