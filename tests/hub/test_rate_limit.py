@@ -105,5 +105,5 @@ def test_other_versions_are_told_which_side_to_upgrade(hub, version, first):
     site = TestSite(hub.kit("a"), hub.address, version=version)
     assert isinstance(site.answer, Refuse)
     assert f"speaks version {version} of the protocol, the hub version 8 and with sites also 7" in site.answer.reason
-    assert f"upgrade {first} (the hub goes first, then the sites one by one)" in site.answer.reason
+    assert f"upgrade {first} (the hub goes first, then the sites)" in site.answer.reason
     assert not site.answer.retry

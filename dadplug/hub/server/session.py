@@ -242,7 +242,7 @@ def check_hello(hello: Hello) -> None:
         first = "the hub" if hello.version > VERSION else "this site"
         raise RefusedError(
             f"this site speaks version {hello.version} of the protocol, the hub version {VERSION} and with sites also "
-            f"{OLDEST_VERSION}: upgrade {first} (the hub goes first, then the sites one by one)"
+            f"{OLDEST_VERSION}: upgrade {first} (the hub goes first, then the sites)"
         )
     if hello.channel not in _ALLOWED:
         raise RefusedError(f"unknown channel {hello.channel!r}")
