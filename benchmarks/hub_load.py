@@ -8,6 +8,7 @@ import select
 import time
 from pathlib import Path
 
+from dadplug.errors import RefusedError
 from dadplug.hub.pki.kits import Kit
 from dadplug.hub.secure import tls
 from dadplug.hub.secure.secure_socket import SecureSocket
@@ -44,9 +45,7 @@ class LoadSite(NumberedStream):
     def __init__(self, kit: Kit) -> None:
         super().__init__(kit.slot)
         self._world_size = len(kit.roster.sites)
-        self.connection: SecureSocket = tls.dial(kit, SECONDS)
-        hello = Hello(VERSION, next(_INSTANCES), FRESH, "training")
-        introduce(self.connection, kit, hello, kit.roster.address(), SECONDS)
+        self.connection = _connected(kit)
         self.take_over(Stream(self.connection), lambda head: memoryview(bytearray(head.length)))
         self.closed, self.started, self.nbytes = 0, False, 0
 
@@ -76,6 +75,24 @@ class LoadSite(NumberedStream):
                 self.started |= isinstance(message, Start)
             elif head.kind is Kind.PAYLOAD:
                 self.nbytes += head.length
+
+
+def _connected(kit: Kit) -> SecureSocket:
+    """Connect a site to its hub; the hub of a busy machine may give the handshake up."""
+    hello = Hello(VERSION, next(_INSTANCES), FRESH, "training")
+    deadline = time.monotonic() + SECONDS
+    while True:
+        try:
+            connection = tls.dial(kit, SECONDS)
+            introduce(connection, kit, hello, kit.roster.address(), SECONDS)
+        except RefusedError:
+            raise
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.2)
+        else:
+            return connection
 
 
 def advance(sites: list[LoadSite], done: object) -> None:

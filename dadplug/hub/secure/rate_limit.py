@@ -45,7 +45,11 @@ class TokenBucket:
             return granted
 
     def give_back(self, nbytes: int) -> None:
-        """Take back bytes that `take` has granted, and were not sent."""
+        """Take back bytes that `take` has granted, and were not sent.
+
+        Args:
+            nbytes: the number of bytes.
+        """
         with self._lock:
             self._tokens += nbytes
 
