@@ -38,6 +38,8 @@ class Exit(IntEnum):
     """Wrong arguments, or none."""
     ENDS_SOON = 3
     """A certificate ends within the days of ``check --fail-before``."""
+    SITES_MISSING = 4
+    """A site of the roster is not connected, or training waits, for ``status --fail-missing``."""
 
 
 Run = Callable[[argparse.Namespace], int]
@@ -78,7 +80,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not given:
         PARSER.print_help(sys.stderr)
         return Exit.USAGE
+    further: list[str] = []
+    if given[0] == service.__name__ and "--" in given:  # argparse would look for arguments of its own after it
+        place = given.index("--")
+        given, further = given[:place], given[place + 1 :]
     parsed = PARSER.parse_args(given)
+    parsed.further = further
     try:
         status: int = parsed.run(parsed)
     except ERRORS as error:
@@ -266,6 +273,35 @@ def revoke(arguments: argparse.Namespace) -> int:
 
 
 @command(
+    "give the key of a kit or an authority a passphrase, change or remove it",
+    argument("kit", type=Path, help="folder of the kit or the authority"),
+    argument("--file", type=Path, help="file with the new passphrase in its first line (default: type it)"),
+    argument("--remove", action="store_true", help="remove the passphrase"),
+)
+def passphrase(arguments: argparse.Namespace) -> int:
+    """Encrypt a key with another passphrase; the present one is found as at all times."""
+    import getpass
+
+    from ..hub.pki.passphrases import VARIABLE, first_line
+    from ..hub.pki.provision import protect
+
+    if arguments.remove:
+        new = None
+    elif arguments.file is not None:
+        new = first_line(arguments.file)
+    else:
+        new = getpass.getpass("new passphrase: ").encode()
+        if not new or getpass.getpass("the same again: ").encode() != new:
+            raise KitError("the passphrases differ, or are empty: nothing has changed")
+    path = protect(arguments.kit, new)
+    if new is None:
+        print(f"{path}: has no passphrase any more")
+    else:
+        print(f"{path}: has the new passphrase; programs find it by {VARIABLE}, or ask for it in a terminal")
+    return Exit.DONE
+
+
+@command(
     "check the kit of this site, and the way to the hub",
     argument("kit", type=Path, help="folder of the site's kit"),
     argument("--address", metavar="HOST:PORT", help="address of the hub (default: that of the kit)"),
@@ -343,6 +379,12 @@ def check(arguments: argparse.Namespace) -> int:
         help="encrypt messages to sites in the hub's machine, too, which do not leave its kernel",
     ),
     argument(
+        "--rate-limit",
+        type=float,
+        metavar="MBIT",
+        help="megabits per second that are sent to each site at most (default: no limit)",
+    ),
+    argument(
         "--memory",
         type=int,
         default=1024,
@@ -370,7 +412,8 @@ def hub(arguments: argparse.Namespace) -> int:
         service = SequencerHost(list(kit.roster.sites), arguments.memory << 20)
         hub = Hub(
             kit, arguments.site_timeout, listen=listen, journal=outputs.journal, grace=arguments.grace,
-            encrypt_local=arguments.encrypt_local, report=outputs.report, service=service,
+            encrypt_local=arguments.encrypt_local, rate_limit=arguments.rate_limit, report=outputs.report,
+            service=service,
         )  # fmt: skip
 
         def stop(number: int, frame: Any) -> None:
@@ -396,6 +439,11 @@ def hub(arguments: argparse.Namespace) -> int:
     argument("kit", type=Path, help="folder of the site's kit, such as kits/a"),
     argument("--address", metavar="HOST:PORT", help="address of the hub (default: that of the kit)"),
     argument("--json", action="store_true", help="print JSON in place of a table"),
+    argument(
+        "--fail-missing",
+        action="store_true",
+        help=f"exit with status {Exit.SITES_MISSING:d} if a site is not connected, or training waits",
+    ),
     argument("--timeout", type=float, default=5.0, help="seconds for each step (default: %(default)g)"),
 )
 def status(arguments: argparse.Namespace) -> int:
@@ -407,7 +455,33 @@ def status(arguments: argparse.Namespace) -> int:
     address = None if arguments.address is None else split_address(arguments.address, "--address")
     found = ask_status(arguments.kit, address, arguments.timeout)
     print(json.dumps(found, indent=2) if arguments.json else "\n".join(table(found)))
-    return 0
+    absent = any(site["state"] in ("absent", "disconnected") for site in found["sites"])
+    missing = arguments.fail_missing and (absent or found["waiting"])
+    return Exit.SITES_MISSING if missing else Exit.DONE
+
+
+@command(
+    "write a unit of systemd that runs the hub with further arguments, or the program of a site, which both follow --",
+    argument("kit", type=Path, help="folder of the kit of the hub or a site, at its final place"),
+    argument("--out", type=Path, default=Path(), metavar="FOLDER", help="folder of the unit (default: this one)"),
+    argument("--user", default="", help="user that it runs as (default: one that exists while it runs)"),
+    argument("--passphrase-file", type=Path, metavar="FILE", help="file with the passphrase of the kit's key"),
+    argument("--devices", action="store_true", help="allow devices, such as GPUs"),
+)
+def service(arguments: argparse.Namespace) -> int:
+    """Write a unit of systemd, and print how it is installed."""
+    from ..files import PUBLIC, write_file
+    from ..hub.pki.kits import Kit
+    from ..hub.service import Service
+
+    made = Service(
+        Kit.load(arguments.kit), arguments.further, arguments.user, arguments.passphrase_file, arguments.devices
+    )
+    path = arguments.out / f"{made.name}.service"
+    write_file(path, made.text().encode(), PUBLIC)
+    print(f"{path}: written. As root:")
+    print("\n".join(f"    {step}" for step in made.steps(path)))
+    return Exit.DONE
 
 
 @command(

@@ -6,12 +6,13 @@ import ipaddress
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from ...errors import KitError, PolicyError
 from .files import ROSTER, check_keys, read_file, read_toml
+from .proxies import DIRECT, Proxy
 
 
 class Restricted(Protocol):
@@ -34,11 +35,16 @@ class Policy:
         modes: modes that are allowed; None allows all.
         share_inputs: False requires the option `share_inputs=False`.
         encrypt_local: whether messages to a hub in the same machine are encrypted, too.
+        proxy: address of the proxy that connections to the hub go through, see `dadplug.hub.pki.proxies.Proxy.parse`;
+            `dadplug.hub.pki.proxies.DIRECT` for none, and empty for that of the environment.
+        rate_limit: megabits per second that this site sends at most; None without a limit.
     """
 
     modes: tuple[str, ...] | None = None
     share_inputs: bool = True
     encrypt_local: bool = False
+    proxy: str = field(default="", repr=False)  # may hold a password
+    rate_limit: float | None = None
 
     def check(self, options: Restricted) -> None:
         """Check the options of a reduction.
@@ -62,13 +68,13 @@ class Policy:
         """Build a policy from the entries of a TOML table.
 
         Args:
-            table: the entries `modes`, `share_inputs` and `encrypt_local`, all optional.
+            table: entries with the names of the attributes, all optional.
             place: file or table, for messages.
 
         Raises:
             KitError: if an entry is unknown or has a wrong type.
         """
-        check_keys(table, ("modes", "share_inputs", "encrypt_local"), place)
+        check_keys(table, tuple(each.name for each in fields(cls)), place)
         modes = table.get("modes")
         if modes is not None and not (isinstance(modes, list) and all(isinstance(mode, str) for mode in modes)):
             raise KitError(f'{place}: modes must be a list such as ["dsgd", "rankdad"], got {modes!r}')
@@ -76,7 +82,11 @@ class Policy:
         for name, value in flags.items():
             if not isinstance(value, bool):
                 raise KitError(f"{place}: {name} must be true or false, got {value!r}")
-        return cls(None if modes is None else tuple(modes), **flags)
+        rate = table.get("rate_limit")
+        if rate is not None and (isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 < rate < 1e6):
+            raise KitError(f"{place}: rate_limit must be a positive number of Mbit/s, got {rate!r}")
+        proxy = check_proxy(table.get("proxy", ""), place)
+        return cls(None if modes is None else tuple(modes), **flags, proxy=proxy, rate_limit=rate)
 
     @classmethod
     def load(cls, path: Path) -> Policy:
@@ -105,13 +115,39 @@ class Policy:
             f"share_inputs = {str(self.share_inputs).lower()}\n"
             "# encrypt_local: true encrypts messages to a hub in the same machine, too; by default they are not.\n"
             f"encrypt_local = {str(self.encrypt_local).lower()}\n"
+            "# proxy: HTTP proxy on the way to the hub, http://HOST:PORT or http://USER:PASSWORD@HOST:PORT,\n"
+            '# or "direct" for none. Without this entry the environment counts: HTTPS_PROXY and NO_PROXY.\n'
+            f"{_line('proxy', self.proxy or None, 'http://proxy.example.org:3128')}"
+            "# rate_limit: megabits per second that this site sends at most; without this entry there is no limit.\n"
+            f"{_line('rate_limit', self.rate_limit, 100)}"
         )
+
+
+def _line(name: str, value: object, example: object) -> str:
+    """Return an entry of a policy file; a comment with an example if it has no value."""
+    return f"# {name} = {json.dumps(example)}\n" if value is None else f"{name} = {json.dumps(value)}\n"
+
+
+def check_proxy(value: object, place: str) -> str:
+    """Return the entry `proxy` of a file.
+
+    Raises:
+        KitError: if it is malformed.
+    """
+    if not isinstance(value, str):
+        raise KitError(f'{place}: proxy must be a text, such as "http://proxy.example.org:3128"')
+    if value not in ("", DIRECT):
+        Proxy.parse(value, place)
+    return value
 
 
 HUB = "hub"
 AUTHORITY = "authority"
 _FORMAT = 1
-_ENTRIES = ("name", "hub", "sites", "hub_at", "sealed", "hub_names", "days", "authority_days", "own_keys", "policy")
+_ENTRIES = (
+    *("name", "hub", "sites", "hub_at", "sealed", "hub_names"),
+    *("days", "authority_days", "own_keys", "proxy", "policy"),
+)
 _LONGEST = 48  # of a common name in a certificate: 64, with a word after it
 
 
@@ -253,6 +289,9 @@ class Project:
         for site in policies:
             roster.slot(site)
         parsed = {site: Policy.parse(entries, f"policy.{site}") for site, entries in policies.items()}
+        if proxy := check_proxy(table.get("proxy", ""), "the project"):
+            common = {site: parsed.get(site, Policy()) for site in roster.sites}
+            parsed = {site: replace(each, proxy=each.proxy or proxy) for site, each in common.items()}
         days, authority_days = table.get("days", cls.days), table.get("authority_days", cls.authority_days)
         check_days("days", days)
         check_days("authority_days", authority_days)

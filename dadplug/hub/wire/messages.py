@@ -160,7 +160,9 @@ CODES = {
 }
 DTYPES = {code: dtype for dtype, code in CODES.items()}
 
-VERSION = 7
+VERSION = 8
+OLDEST_VERSION = 7
+"""Oldest version of sites that this hub serves. Since 8 a hub answers requests for its status."""
 _LONGEST_TEXT = 2000  # characters
 
 
