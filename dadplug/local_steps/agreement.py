@@ -41,7 +41,8 @@ from ..lowrank import Carry, compress_matrix, sum_of_products
 from ..methods.feedback import ErrorFeedback
 from ..model_sync import sameness
 from ..model_sync.buffers import MovingBuffers
-from .options import LocalOptions
+from .options import DEFAULT_DECAY, LocalOptions
+from .sparse_format import SparseFormat
 
 _ITERATIONS = 2  # power iterations of the first compression
 _WARM_ITERATIONS = 1  # of those that begin with the basis of the last one
@@ -222,6 +223,14 @@ class DeltaFormat:
         self._errors = ErrorFeedback(error_feedback)
         self._carries: dict[str, Tensor] = {}
 
+    def begin_round(self, number: int) -> str:
+        """Return what payloads depend on besides the tensors, as a text: nothing.
+
+        Args:
+            number: number of the round.
+        """
+        return ""
+
     def layout(self, tensors: Mapping[str, Tensor]) -> dict[torch.dtype, int]:
         """Lay out the payloads for a set of tensors.
 
@@ -329,6 +338,14 @@ class DeltaFormat:
         self._carries = {name: each.clone() for name, each in state["carries"].items()}
 
 
+def delta_format(options: LocalOptions, transport: Transport) -> DeltaFormat | SparseFormat:
+    """Return the format of payloads that options ask for."""
+    if options.density is None:
+        return DeltaFormat(options.wire, options.rank, options.error_feedback)
+    decay = DEFAULT_DECAY if options.memory_decay is None else options.memory_decay
+    return SparseFormat(options.density_at, decay, options.error_feedback, transport.sites.__getitem__)
+
+
 # Agreements
 
 
@@ -355,9 +372,9 @@ class Header(NamedTuple):
     batch: int
 
 
-def fingerprint(tensors: Mapping[str, Tensor]) -> int:
-    """Return a number of 63 bits that stands for names, shapes and types of tensors, in their order."""
-    text = repr([(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()])
+def fingerprint(tensors: Mapping[str, Tensor], setting: str = "") -> int:
+    """Return a number of 63 bits that stands for names, shapes and types of tensors, in their order, and a setting."""
+    text = repr([(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]) + setting
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
@@ -380,11 +397,11 @@ class Agreement:
         self.first_batch = sameness.FirstBatch()
         self.agreed = AgreedModel(options.outer_lr, options.outer_momentum)
         self._model, self._options, self._transport = model, options, transport
-        self._format = DeltaFormat(options.wire, options.rank, options.error_feedback)
+        self._format = delta_format(options, transport)
         self._buffers = MovingBuffers(model)
         self._headers: Gather = transport.gather([len(Header._fields)] * transport.world_size, torch.int64)
         self._tables = sameness.tables_with_max_norm(model)
-        self._fingerprint = 0
+        self._fingerprint = self._tensors = 0  # of the layout of payloads, and of the tensors alone
         self._gathers: dict[torch.dtype, Gather] = {}
         self._shares: list[float] | None = None  # of the round that is in transit
         self._means: dict[str, Tensor] | None = None  # of a round that has arrived and is not applied yet
@@ -445,7 +462,8 @@ class Agreement:
         """Exchange headers and compare them; lay the payloads out anew if parameters have come or gone."""
         finite = [bool(delta.isfinite().all()) for delta in deltas.values()]
         nonfinite = -1 if all(finite) else finite.index(False)
-        layout, batch = fingerprint(deltas), 0 if self.count else self.first_batch.take()
+        setting = self._format.begin_round(self.count)
+        layout, batch = fingerprint(deltas, setting), 0 if self.count else self.first_batch.take()
         self._headers.payload.copy_(
             torch.tensor([step, weight, layout, finished, nonfinite, bool(self._buffers.changed()), batch])
         )
@@ -465,10 +483,11 @@ class Agreement:
             raise MismatchError("the sites have changed which parameters they train in different rounds")
         self.first_batch.compare([header.batch for header in headers], self._transport)
         if layout != self._fingerprint:
-            self._check_added()
+            if (tensors := fingerprint(deltas)) != self._tensors:
+                self._check_added()
             sizes, count = self._format.layout(deltas), self._transport.world_size
             self._gathers = {dtype: self._transport.gather([size] * count, dtype) for dtype, size in sizes.items()}
-            self._fingerprint = layout
+            self._fingerprint, self._tensors = layout, tensors
         self._added = []
         return headers
 

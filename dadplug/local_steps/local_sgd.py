@@ -27,6 +27,7 @@ from ..signature import takes_keywords_of
 from .agreement import Agreement
 from .captured import CapturedGradients
 from .options import LocalOptions, Schedule
+from .sparse_format import check_memory
 
 
 class _WarmUpOver(Exception):
@@ -104,6 +105,9 @@ class LocalSGD(HeldGradients, ReplicatedModel):
         try:
             self.local_options = LocalOptions.create(every=every, **options)
             self.local_options.interval(0)
+            if self.local_options.density is not None:
+                self.local_options.density_at(0)
+                check_memory(model)
             _check_parameters(model, optimizer)
         except ValueError as error:  # raised once the other sites know
             self._problem = str(error)
@@ -145,8 +149,9 @@ class LocalSGD(HeldGradients, ReplicatedModel):
     def _describe(self) -> dict[str, str]:
         settings = dict(vars(self.local_options))
         del settings["timeout"], settings["fused"]  # a site's own
-        if callable(settings["every"]):
-            settings["every"] = f"a function, {settings['every'](0)} at first"
+        for name in ("every", "density"):
+            if callable(settings[name]):
+                settings[name] = f"a function, {settings[name](0)} at first"
         optimizer = sameness.OptimizerSettings(self.local_options.may_differ)
         optimizer.record(self.optimizer)
         optimizer.take()
@@ -534,6 +539,11 @@ def _check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> Non
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
+            if not parameter.is_floating_point() and not parameter.is_complex():
+                raise ValueError(
+                    f"parameter {names.get(id(parameter), '')!r} is of type {parameter.dtype}: local steps are for "
+                    "floating-point parameters, leave it out of the optimizer"
+                )
             if id(parameter) not in names:
                 raise ValueError(
                     f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not the model's: sites "
