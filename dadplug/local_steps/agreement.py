@@ -14,7 +14,10 @@ has done in the round that is in transit (CoCoD-SGD, arXiv:1906.12043). At the e
     d_t = x - start                                    sent; its mean arrives at the end of round t + 1
     start <- x <- a + d_t
 
-So x - a always holds what this site has done and the others do not have yet, once.
+So x - a always holds what this site has done and the others do not have yet, once. If the mean is applied in
+mid-round already, n steps after it was sent, then there
+
+    a <- a moved by the mean of round t        x <- a + (x - start)        start <- a
 
 **Deltas.** With D the delta of a site plus its error memory E, and C the encoding (rounding, or rank-r factors and
 rounding):
@@ -41,6 +44,7 @@ from ..lowrank import Carry, compress_matrix, sum_of_products
 from ..methods.feedback import ErrorFeedback
 from ..model_sync import sameness
 from ..model_sync.buffers import MovingBuffers
+from .background import BackgroundTask
 from .options import DEFAULT_DECAY, LocalOptions
 from .sparse_format import SparseFormat
 
@@ -136,12 +140,18 @@ class AgreedModel:
             outer_step(value, mean.to(value), momentum, self._lr, self._mu)
 
     @torch.no_grad()
-    def begin_round(self, model: nn.Module, in_transit: Mapping[str, Tensor] | None = None) -> None:
+    def begin_round(
+        self,
+        model: nn.Module,
+        in_transit: Mapping[str, Tensor] | None = None,
+        unsent: Mapping[str, Tensor] | None = None,
+    ) -> None:
         """Set the model to the start of the next round.
 
         Args:
             model: the model.
             in_transit: the site's deltas that the agreed values do not contain yet; None where there are none.
+            unsent: further deltas, which have not been sent, and are part of the next ones; None where there are none.
         """
         parameters = dict(model.named_parameters())
         self._starts = {}
@@ -149,7 +159,7 @@ class AgreedModel:
             start = value
             if in_transit is not None and name in in_transit:
                 start = self._starts[name] = value + in_transit[name]
-            parameters[name].copy_(start)
+            parameters[name].copy_(start if unsent is None or name not in unsent else start + unsent[name])
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the values, momenta and starts."""
@@ -216,6 +226,8 @@ class DeltaFormat:
             be smaller is sent whole.
         error_feedback: whether to add what was not sent to the next delta.
     """
+
+    keeps_deltas = False  # `encode` overwrites them
 
     def __init__(self, wire: str, rank: int | None, error_feedback: bool) -> None:
         self._wire, self._rank = wire, rank
@@ -404,6 +416,8 @@ class Agreement:
         self._fingerprint = self._tensors = 0  # of the layout of payloads, and of the tensors alone
         self._gathers: dict[torch.dtype, Gather] = {}
         self._shares: list[float] | None = None  # of the round that is in transit
+        self._sending: BackgroundTask | None = None  # encodes and sends the round that is in transit
+        self._due: int | None = None  # step at which the round in transit is applied, if not at the next agreement
         self._means: dict[str, Tensor] | None = None  # of a round that has arrived and is not applied yet
         self._added: list[str] = []  # parameters since the last agreement, whose values have to be compared
 
@@ -448,6 +462,7 @@ class Agreement:
         in_transit = None
         if total:
             in_transit = self._launch(deltas, shares, weight)
+            self._due = None if self._options.delay is None else step + self._options.delay
         if not self._options.overlap or all(header.finished for header in headers):
             self._complete()
             in_transit = None
@@ -510,23 +525,47 @@ class Agreement:
                     )
 
     def _launch(self, deltas: dict[str, Tensor], shares: list[float], weight: int) -> dict[str, Tensor] | None:
-        """Start to send the deltas of the round; return a copy of them if they will be in transit for a round."""
-        in_transit = {name: delta.clone() for name, delta in deltas.items()} if self._options.overlap else None
-        if weight:
-            self._format.encode(deltas, {dtype: gather.payload for dtype, gather in self._gathers.items()})
-        for gather in self._gathers.values():
-            gather.launch()
+        """Start to send the deltas of the round; return them if they will be in transit for a while."""
+        overlap, apart = self._options.overlap, self._format.keeps_deltas
+        in_transit = {name: each if apart else each.clone() for name, each in deltas.items()} if overlap else None
+
+        def send() -> None:
+            if weight:
+                self._format.encode(deltas, {dtype: gather.payload for dtype, gather in self._gathers.items()})
+            for gather in self._gathers.values():
+                gather.launch()
+
         self._shares = shares
+        if overlap and apart and not self._transport.elastic:
+            self._sending = BackgroundTask(send)
+        else:
+            send()
         return in_transit
+
+    def end_step(self, step: int) -> None:
+        """Apply the round that is in transit if it is due at this step; what was done since it was sent is kept.
+
+        Args:
+            step: number of this site's steps.
+        """
+        if self._due is None or step < self._due:
+            return
+        progress = self.agreed.deltas(self._model)
+        self._complete()
+        self.agreed.begin_round(self._model, unsent=progress)
 
     def _complete(self) -> None:
         """Wait for deltas that are in transit, and take the outer step."""
         self._receive()
+        self._due = None
         if self._means is not None:
             self.agreed.move(self._means)
             self._means = None
 
     def _receive(self) -> None:
+        if self._sending is not None:
+            sending, self._sending = self._sending, None
+            sending.wait()
         if self._shares is not None:
             payloads = {dtype: gather.wait() for dtype, gather in self._gathers.items()}
             self._means = self._format.decode(payloads, self._shares)
@@ -556,6 +595,7 @@ class Agreement:
             "agreed": self.agreed.state_dict(),
             "format": self._format.state_dict(),
             "means": means,
+            "due": self._due,
             "buffers": self._buffers.names,
         }
 
@@ -565,6 +605,7 @@ class Agreement:
         self.count = state["count"]
         self.agreed.load_state_dict(state["agreed"], self._model)
         self._format.load_state_dict(state["format"])
+        self._due = state.get("due")
         self._means = state["means"] and {name: each.clone() for name, each in state["means"].items()}
         self._buffers.load(state["buffers"])
         self._added = []

@@ -326,6 +326,8 @@ class LocalSGD(HeldGradients, ReplicatedModel):
                 self._count_active(True)
         if self.steps >= self._next:
             self._agree(finished)
+        else:
+            self._agreement.end_step(self.steps)
         self._transport.end_step()
         self.traffic.end_step()
 

@@ -65,7 +65,7 @@ class LocalOptions(OptionSet):
         "send the deltas of matrices as factors of this rank; None: whole",
         whole_number(1, "or None", lambda value: value is None),
     )
-    density: float | DensitySchedule | None = option(
+    density: float | DensitySchedule | None = option(  # noqa: RUF009
         None,
         "with wire=int2: share of the entries of a delta that is sent, the largest of each block, or a function of the "
         "number of agreements so far; None: all entries",
@@ -79,6 +79,12 @@ class LocalOptions(OptionSet):
         kind=float,
     )
     overlap: bool = option(True, "send deltas while the next local steps run, and correct one round later")
+    delay: int | None = option(
+        None,
+        "with overlap: steps after which a round is applied; None: at the next agreement",
+        whole_number(1, "or None", lambda value: value is None),
+        kind=int,
+    )
     error_feedback: bool = option(True, "add what rounding and rank have left out to the next delta")
     weighting: str = option(
         "samples", "share of a site in the mean over sites: by its rows, or equal", choices=WEIGHTINGS
@@ -95,6 +101,8 @@ class LocalOptions(OptionSet):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.delay is not None and not self.overlap:
+            raise ValueError(f"delay={self.delay} is for deltas that travel while steps go on: leave overlap=False out")
         if self.density is None:
             if self.wire == SPARSE_WIRE:
                 raise ValueError(

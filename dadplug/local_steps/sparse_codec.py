@@ -143,7 +143,8 @@ class _NumbaKernels:
         self, delta: Tensor, memory: Tensor, decay: float, limit: float, block: int, count: int, *sizes: Any
     ) -> None:
         *code, out = sizes
-        values, places = scratch.take("values", (block,), delta), scratch.take("places", (block + 1,), delta, torch.int64)
+        values = scratch.take("values", (block,), delta)
+        places = scratch.take("places", (block + 1,), delta, torch.int64)
         fixed = scratch.take("fixed", (count,), delta, torch.int64)
         flat = delta.contiguous().numpy()
         factors = (flat.dtype.type(decay), flat.dtype.type(limit))

@@ -23,7 +23,6 @@ from ..errors import MismatchError
 from ..methods.feedback import ErrorFeedback
 from .sparse_codec import SparseCode
 
-
 _MEMINFO = Path("/proc/meminfo")
 
 
@@ -77,6 +76,8 @@ class SparseFormat:
         error_feedback: whether to keep what is not sent.
         names: names of the sites by rank, for errors.
     """
+
+    keeps_deltas = True  # `encode` only reads them, and may do so beside the next steps
 
     def __init__(
         self, density: Callable[[int], float], decay: float, error_feedback: bool, names: Callable[[int], str] = str

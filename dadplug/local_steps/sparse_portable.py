@@ -144,7 +144,8 @@ def decode(
     wrong |= (ones.sum(1) != count) | (ones[:, room:].sum(1) > 0)
     if not bool(wrong.any()):
         order = torch.arange(count, device=payload.device)
-        index = ((ones.nonzero()[:, 1].view(-1, count) - order) << low) | _number_of(lows.reshape(len(bits), count, low))
+        high = ones.nonzero()[:, 1].view(-1, count) - order
+        index = (high << low) | _number_of(lows.reshape(len(bits), count, low))
         wrong |= (index[:, 1:] <= index[:, :-1]).any(1) | (index >= block).any(1)
     if bool(wrong.any()):
         return int(wrong.nonzero()[0])

