@@ -135,12 +135,15 @@ class AgreedModel:
             outer_step(value, mean.to(value), momentum, self._lr, self._mu)
 
     @torch.no_grad()
-    def begin_round(self, model: nn.Module, in_transit: Mapping[str, Tensor] | None = None) -> None:
+    def begin_round(
+        self, model: nn.Module, in_transit: Mapping[str, Tensor] | None = None, unsent: Mapping[str, Tensor] | None = None
+    ) -> None:
         """Set the model to the start of the next round.
 
         Args:
             model: the model.
             in_transit: the site's deltas that the agreed values do not contain yet; None where there are none.
+            unsent: further deltas, which have not been sent, and are part of the next ones; None where there are none.
         """
         parameters = dict(model.named_parameters())
         self._starts = {}
@@ -148,7 +151,27 @@ class AgreedModel:
             start = value
             if in_transit is not None and name in in_transit:
                 start = self._starts[name] = value + in_transit[name]
-            parameters[name].copy_(start)
+            parameters[name].copy_(start if unsent is None or name not in unsent else start + unsent[name])
+
+    def as_of_model(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return the agreed values in the types of the parameters, and all other parameters, by name."""
+        named = model.named_parameters()
+        return {name: self.values.get(name, each.detach()).to(each.dtype) for name, each in named}
+
+    def donate(self, model: nn.Module) -> dict[str, Any]:
+        """Return what a site needs besides `as_of_model` to go on from the agreed values."""
+        types = {name: each.dtype for name, each in model.named_parameters()}
+        wide = {name: value for name, value in self.values.items() if value.dtype != types[name]}
+        frozen = sorted(self._frozen)
+        return {"names": [*self.values], "wide": wide, "momenta": dict(self._momenta), "frozen": frozen}
+
+    def adopt(self, state: Mapping[str, Any], model: nn.Module) -> None:
+        """Take over what `donate` has returned at another site, with the parameters of `as_of_model` in the model."""
+        own = {name: each.detach() for name, each in model.named_parameters()}
+        wide = state["wide"]
+        found = {name: wide[name] if name in wide else own[name].contiguous() for name in state["names"]}
+        kept = {"values": found, "momenta": state["momenta"], "starts": {}, "frozen": state["frozen"]}
+        self.load_state_dict(kept, model)
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the values, momenta and starts."""
@@ -380,7 +403,7 @@ class Agreement:
         self.first_batch = sameness.FirstBatch()
         self.agreed = AgreedModel(options.outer_lr, options.outer_momentum)
         self._model, self._options, self._transport = model, options, transport
-        self._format = DeltaFormat(options.wire, options.rank, options.error_feedback)
+        self._format = self._new_format()
         self._buffers = MovingBuffers(model)
         self._headers: Gather = transport.gather([len(Header._fields)] * transport.world_size, torch.int64)
         self._tables = sameness.tables_with_max_norm(model)
@@ -389,6 +412,10 @@ class Agreement:
         self._shares: list[float] | None = None  # of the round that is in transit
         self._means: dict[str, Tensor] | None = None  # of a round that has arrived and is not applied yet
         self._added: list[str] = []  # parameters since the last agreement, whose values have to be compared
+
+    def _new_format(self) -> DeltaFormat:
+        """Return a format with empty memories."""
+        return DeltaFormat(self._options.wire, self._options.rank, self._options.error_feedback)
 
     def begin(self) -> None:
         """Take the model's present parameters and buffers, equal on all sites, as the agreed ones."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ..exchange import DEFAULT_TIMEOUT
 from ..exchange.deadline import check_seconds
+from ..exchange.transport import Requirements
 from ..options import WEIGHTINGS, WIRES, Options, check_mode, check_setting_names
 from ..signature import OptionSet, number, option, whole_number
 
@@ -57,7 +58,50 @@ class LocalOptions(OptionSet):
     may_differ: tuple[str, ...] = option(
         (), 'settings that may differ between sites, such as ("lr",)', check_setting_names
     )
+    min_sites: int | None = option(
+        None,
+        "with a hub: training goes on while this many sites are there; None: all must stay",
+        whole_number(1, "or None", lambda value: value is None),
+        kind=int,
+    )
+    site_timeout: float = option(
+        10.0,
+        "with min_sites: seconds of silence after which a site counts as lost, and with late=skip is late",
+        check_seconds,
+    )
+    late: str = option(
+        "wait",
+        "with min_sites: wait for late sites, or skip them, so that their steps count in a later agreement",
+        choices=("wait", "skip"),
+    )
+    round_seconds: float | None = option(
+        None,
+        "with min_sites: seconds between agreements, in which each site takes as many steps as it can, in place of every",
+        number("a positive number or None", lambda value: 0 < value < math.inf, optional=True),
+    )
     timeout: float = option(DEFAULT_TIMEOUT, "seconds after which a silent site counts as lost", check_seconds)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.min_sites is None:
+            given = {"late": self.late != "wait", "round_seconds": self.round_seconds is not None}
+            for name in [name for name, differs in given.items() if differs]:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} needs min_sites, the number of sites with which training goes on, "
+                    "and a hub: LocalSGD(..., min_sites=1) after dadplug.connect(kit=...)"
+                )
+            return
+        reasons = {
+            f"warm_up={self.warm_up}": self.warm_up > 0,
+            "sync_batchnorm=True": self.sync_batchnorm,
+        }
+        for refused in [what for what, holds in reasons.items() if holds]:
+            raise ValueError(f"{refused} needs all sites in every step: leave min_sites out")
+
+    @property
+    def requirements(self) -> Requirements | None:
+        """Requirements for the sites that are present; None where all of them have to stay."""
+        return Requirements.of(self.min_sites, self.site_timeout, self.late, patience=0.0)
 
     def interval(self, step: int) -> int:
         """Return the number of steps from a step to the next agreement.
