@@ -63,6 +63,7 @@ class ElasticAgreement(Agreement):
         unsent: weight of this site's steps that are not part of a contribution yet, after an agreement.
         spoilt: whether its steps have been dropped at the last agreement, since they hold NaN or Inf.
         admits: whether sites may join in the agreements that follow.
+        contributions: weight of all that is part of the agreed model, by rank of the site; the same at all sites.
     """
 
     def __init__(self, model: nn.Module, options: LocalOptions, transport: Transport) -> None:
@@ -71,7 +72,8 @@ class ElasticAgreement(Agreement):
         self._offered = Contribution()
         self._planned: tuple[Any, ...] = ()
         self._of_buffers: list[Gather] = []
-        self._counted: dict[int, int] = {}  # number of the last agreement with a contribution of each site
+        self.contributions: dict[int, int] = {}
+        self._last: dict[int, int] = {}  # number of the last agreement with a contribution of each site
         self._present = set(range(transport.world_size)) - transport.absent
 
     # A site that joins
@@ -79,7 +81,8 @@ class ElasticAgreement(Agreement):
     def donate(self) -> tuple[_Tensors, dict[str, Any]]:
         """Return the tensors of the agreed model, by name, and what a site that joins needs besides."""
         plan = {"count": self.count, "agreed": self.agreed.donate(self._model), "buffers": self._buffers.names}
-        return {**self.agreed.as_of_model(self._model), **self._buffers.agreed}, plan | {"counted": dict(self._counted)}
+        plan |= {"contributions": dict(self.contributions), "last": dict(self._last)}
+        return {**self.agreed.as_of_model(self._model), **self._buffers.agreed}, plan
 
     def adopt(self, plan: Mapping[str, Any], step: int) -> None:
         """Go on from the state of another site, whose tensors are in the model; the memory of errors begins empty.
@@ -94,10 +97,10 @@ class ElasticAgreement(Agreement):
         self._buffers.load(plan["buffers"])
         self._format = self._new_format()
         self._offered, self._planned, self._added = Contribution(), (), []
-        self._counted = dict(plan["counted"])
+        self.contributions, self._last = dict(plan["contributions"]), dict(plan["last"])
         self._present = set(range(self._transport.world_size)) - self._transport.absent
         rank = self._transport.rank
-        last = self._counted.get(rank)
+        last = self._last.get(rank)
         before = (
             "it has had no part in it so far"
             if last is None
@@ -232,7 +235,9 @@ class ElasticAgreement(Agreement):
             for tensor, part in zip(tensors, value.split([each.numel() for each in tensors]), strict=True):
                 tensor.copy_(part.view_as(tensor))
         self._buffers.keep()
-        self._counted.update(dict.fromkeys(weighing, self.count + 1))
+        self._last.update(dict.fromkeys(weighing, self.count + 1))
+        for rank in weighing:
+            self.contributions[rank] = self.contributions.get(rank, 0) + headers[rank].weight
 
     def _go_on(self, deltas: _Tensors | None, weight: int, counted: bool) -> None:
         """Set the model to the agreed values and the steps of this site that are not part of them.
@@ -291,7 +296,7 @@ class ElasticAgreement(Agreement):
         transport, here = self._transport, set(headers)
         sites, number = transport.sites, self.count
         for rank in sorted(self._present - here - {transport.rank}):
-            last = f"agreement {self._counted[rank]}" if rank in self._counted else "the start"
+            last = f"agreement {self._last[rank]}" if rank in self._last else "the start"
             if rank in transport.gone:
                 _log.warning(
                     "%s has left: what it had done since %s, and not sent, is lost. Agreement %d is one of %d sites",
@@ -329,6 +334,7 @@ class ElasticAgreement(Agreement):
             deltas = {name: each.clone() for name, each in offered.deltas.items()}
             transit = {"deltas": deltas, "weight": offered.weight, "before": offered.before}
         kept = {"count": self.count, "agreed": self.agreed.state_dict(), "format": self._format.state_dict()}
+        kept |= {"contributions": dict(self.contributions), "last": dict(self._last)}
         return kept | {"means": None, "buffers": self._buffers.names, "transit": transit}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -337,6 +343,7 @@ class ElasticAgreement(Agreement):
             self._receive_payloads()
         super().load_state_dict(state)
         self.unsent, self._offered, self._planned = 0, Contribution(), ()
+        self.contributions, self._last = dict(state["contributions"]), dict(state["last"])
         transit = state.get("transit")
         if transit is not None:
             self._format.load_state_dict(transit["before"])

@@ -105,8 +105,8 @@ class LocalSGD(HeldGradients, ReplicatedModel):
         process_group: the processes that are the sites; the default group where None. Without torch.distributed the
             site trains alone.
         state: objects with ``state_dict`` and ``load_state_dict`` by name, such as a scheduler, that a site gets from
-            another one when it joins in mid-training, with ``min_sites``. Where the optimizer is not among them, its
-            state is empty then.
+            another one when it joins in mid-training, with ``min_sites``. Where the optimizer is not among them, it gets
+            the settings of the other one, such as the learning rate, and its state is empty.
         in_trainer: whether a trainer calls the local steps, in which all sites take as many steps in an epoch.
         options: the other options, see `dadplug.local_steps.LocalOptions`.
 
@@ -144,6 +144,7 @@ class LocalSGD(HeldGradients, ReplicatedModel):
     _may_fuse = True  # until `stop_fusing`, which may be called in the warm-up
     _has_synchronized = False  # in this synchronous step, for `clip_grad_norm_`
     _accumulates = False
+    _of_optimizer: dict[str, str] | None = None  # settings of the optimizer at the start
 
     @takes_keywords_of(LocalOptions)
     def __init__(
@@ -219,12 +220,14 @@ class LocalSGD(HeldGradients, ReplicatedModel):
         settings["in_trainer"] = self._in_trainer
         if callable(settings["every"]):
             settings["every"] = f"a function, {settings['every'](0)} at first"
-        optimizer = sameness.OptimizerSettings(self.local_options.may_differ)
-        optimizer.record(self.optimizer)
-        optimizer.take()
+        if self._of_optimizer is None:  # of the start: a schedule changes the learning rate
+            optimizer = sameness.OptimizerSettings(self.local_options.may_differ)
+            optimizer.record(self.optimizer)
+            optimizer.take()
+            self._of_optimizer = optimizer.described()
         return (
             sameness.described(self.local_options.may_differ)
-            | optimizer.described()
+            | self._of_optimizer
             | sameness.describe(self.model, settings)
         )
 
@@ -254,6 +257,15 @@ class LocalSGD(HeldGradients, ReplicatedModel):
     def agreements(self) -> int:
         """Number of agreements so far; the same on all sites."""
         return self._agreement.count
+
+    @property
+    def contributions(self) -> dict[int, int]:
+        """Samples that are part of the agreed model so far, by rank of the site; the same at all sites.
+
+        With ``weighting="uniform"`` it is the number of each site's contributions. Empty without ``min_sites``.
+        """
+        agreement = self._agreement
+        return dict(agreement.contributions) if isinstance(agreement, ElasticAgreement) else {}
 
     @property
     def synchronous(self) -> bool:
@@ -468,6 +480,10 @@ class LocalSGD(HeldGradients, ReplicatedModel):
         """Return the state that a site needs to join: that of the agreed model, at the beginning of the last step."""
         assert isinstance(self._agreement, ElasticAgreement)
         tensors, plan = self._agreement.donate()
+        plan["groups"] = [
+            {name: value for name, value in group.items() if isinstance(value, (bool, int, float, Tensor))}
+            for group in self.optimizer.param_groups
+        ]
         return replace(self._join_state(max(self.steps - 1, 0), plan), tensors=tensors)
 
     def _adopt(self, joined: JoinState) -> None:
@@ -477,6 +493,9 @@ class LocalSGD(HeldGradients, ReplicatedModel):
         self._next = self.steps + 1
         self._round.expire()
         self._agreement.adopt(joined.plan, joined.step)
+        own = self.local_options.may_differ
+        for group, settings in zip(self.optimizer.param_groups, joined.plan["groups"], strict=True):
+            group.update({name: value for name, value in settings.items() if not {name, "optimizer"} & {*own}})
         self._join(joined)
 
     def _rejoin(self) -> None:
