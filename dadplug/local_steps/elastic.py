@@ -146,6 +146,7 @@ class ElasticAgreement(Agreement):
             deltas = self.agreed.deltas(self._model)  # encoding has overwritten them
         self._move(headers)
         self._announce(headers)
+        transport.end_step()  # what is offered with overlap belongs to the next round
         self._go_on(None if self.spoilt else deltas, own, counted)
         self.count += 1
         if transport.grows:

@@ -458,7 +458,6 @@ class LocalSGD(HeldGradients, ReplicatedModel):
                 self.world_size = self._transport.world_size
                 if agreement.spoilt:
                     self._reset_optimizer()
-            self._transport.end_step()
             if self._in_trainer or not self._transport.behind:
                 return headers
             self._weight = 0  # part of what is offered next
