@@ -148,7 +148,7 @@ def test_no_step_is_lost_or_counts_twice(tmp_path, overlap, talks):
 @pytest.mark.parametrize("overlap", [False, True])
 def test_the_steps_of_a_late_site_count_later(tmp_path, overlap):
     with running_hub(tmp_path / "kits", tuple("abc")) as hub:
-        options = {"overlap": overlap, "late": "skip", "site_timeout": 0.5}
+        options = {"overlap": overlap, "late": "skip", "site_timeout": 2.0}
         run = sites_of(tmp_path, hub, options, counts=True)
         run.start("ab")
         run.start("c", late=2, other=str(tmp_path / "a"))

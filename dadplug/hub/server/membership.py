@@ -23,7 +23,8 @@ hence any member can send the state of the last closed step until the open one c
 does. Others wait for the state to arrive also with late="skip": a joiner that never caught up would join for ever.
 
 **Late sites.** With late="skip", a training step closes without a member that has not ended it after `patience` times
-the median step, or, with a patience of 0, `site_timeout` after the first member has ended it. That member ends the step later, and the steps that have been closed since, until it has caught up.
+the median step, or, with a patience of 0, `site_timeout` after the first member has ended it. That member ends the step
+later, and the steps that have been closed since, until it has caught up.
 Once it has missed a step, others wait for it again only after it has ended one, so that a site that hangs costs them
 one step's patience. Contributors are the members that have ended the step in time; one that is behind by `max_lag`
 steps is dropped. Collectives wait for all members. A step in which all contributors are idle waits, too: the data of
