@@ -129,6 +129,7 @@ def disturb(case: Case) -> None:
             before = agreements_of(case.other)
             while agreements_of(case.other) < before + 2:
                 time.sleep(0.01)
+        self.own_buffers = sums(self._model.buffers())
         if self.count == case.spoils and weight:
             with torch.no_grad():
                 next(self._model.parameters())[0, 0] = float("nan")
@@ -157,6 +158,7 @@ class Record:
         line = {"agreement": local.agreements, "present": local.present_sites, "step": local.steps}
         line |= {"agreed": digest(values.values()), "sums": sums(values.values())}
         line |= {"contributions": local.contributions, "values": values["values"].tolist() if "values" in values else []}
+        line |= {"own": local._agreement.own_buffers}
         line |= {"buffers": sums(local.model.buffers()), "here": local.site_rank in local.present_sites}
         self.write(**line, time=time.monotonic())
 
@@ -169,8 +171,10 @@ def run(case: Case) -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, 1.0 if case.counts else 0.9)
     options = {"timeout": 200, "every": 4, "overlap": False, "min_sites": 1, "state": {"scheduler": scheduler}}
     local = dadplug.LocalSGD(model, optimizer, **(options | case.options))
-    slot, record = local.site_rank, Record(case, local)
-    restore(case, model, optimizer, local)
+    slot = local.site_rank
+    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "local": local}
+    restore(case, parts)
+    record = Record(case, local)
     record.write(joined=local.steps, state=len(optimizer.state), schedule=scheduler.last_epoch)
     while local.steps < last_step(case, local.steps):
         step, before = local.steps, local.agreements
@@ -185,7 +189,7 @@ def run(case: Case) -> None:
         if case.talks and local.steps % 3 == 0:
             local.gather_objects(slot)
         if local.steps == case.saves:
-            save(case, model, optimizer, local)
+            torch.save({name: each.state_dict() for name, each in parts.items()}, case.resumes)
             return
         time.sleep(case.pause)
     local.finish()
@@ -194,17 +198,11 @@ def run(case: Case) -> None:
     record.write(final=digest(final), first=local.first_difference(), sums=sums(final), steps=local.steps)
 
 
-def save(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, local: dadplug.LocalSGD) -> None:
-    states = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "local": local.state_dict()}
-    torch.save(states, case.resumes)
-
-
-def restore(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, local: dadplug.LocalSGD) -> None:
+def restore(case: Case, parts: dict[str, Any]) -> None:
     if case.resumes and Path(case.resumes).exists():
         states: dict[str, Any] = torch.load(case.resumes, weights_only=False)
-        model.load_state_dict(states["model"])
-        optimizer.load_state_dict(states["optimizer"])
-        local.load_state_dict(states["local"])
+        for name, part in parts.items():
+            part.load_state_dict(states[name])
 
 
 def reference(written: Sequence[list[dict]], outer: tuple[float, float] = (1.0, 0.0)) -> dict[int, list[float]]:

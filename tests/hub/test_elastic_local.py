@@ -6,6 +6,7 @@ from pathlib import Path
 
 import elastic_local
 import pytest
+import support
 import torch
 from elastic_local import reference
 from elastic_runs import ENDED, Run
@@ -160,3 +161,128 @@ def test_the_steps_of_a_late_site_count_later(tmp_path, overlap):
     assert [0, 1] in [line["present"] for line in every.values()]
     counts(run, "abc", every)
     assert "this site is late: its steps count in a later agreement" in run.processes["c"].read()[1]
+
+
+def test_a_site_with_nan_is_left_out_and_named(tmp_path):
+    with running_hub(tmp_path / "kits", tuple("abc")) as hub:
+        run = sites_of(tmp_path, hub, counts=False, steps=24)
+        run.start("ab")
+        run.start("c", spoils=2)
+        run.end("abc")
+        every = check(run, "abc")
+    contributions = [every[number]["contributions"].get("2") for number in range(1, 6)]
+    own = EVERY * elastic_local.ROWS[2]
+    assert contributions == [own, 2 * own, 2 * own, 3 * own, 4 * own]
+    for name in "abc":
+        told = run.processes[name].read()[1]
+        assert re.search(r"parameter '0.weight' holds NaN or Inf at site 2 \(c\): its steps since the last", told), told
+
+
+def test_statistics_are_those_of_the_sites_present(tmp_path):
+    """Every agreement moves the running mean to the mean of the contributors' own, by samples."""
+    with running_hub(tmp_path / "kits", tuple("abc")) as hub:
+        run = sites_of(tmp_path, hub, norm=True, pause=0.01)
+        run.start("ab")
+        run.start("c", leave=9)
+        run.end("c", -9)
+        await_agreement(run, "a", 5)
+        run.start("c")
+        await_agreement(run, "c", 8)
+        stop(run)
+        run.end("abc")
+        every = check(run, "abc")  # buffers and the final digest among them
+    for number in sorted(every)[1:]:
+        lines = [agreements(run, name).get(number) for name in "abc"]
+        own = {slot: line["own"] for slot, line in enumerate(lines) if line and line["here"]}
+        total = sum(elastic_local.ROWS[slot] for slot in own)
+        weights = {slot: elastic_local.ROWS[slot] / total for slot in own}
+        if set(own) == set(every[number]["present"]) and every[number]["step"] % EVERY == 0 and number < max(every) - 1:
+            if number - 1 in every and set(every[number - 1]["present"]) >= set(own):
+                for place in (0, 1):
+                    mean = sum(weights[slot] * own[slot][place] for slot in own)
+                    assert every[number]["buffers"][place] == pytest.approx(mean, rel=1e-9), number
+
+
+def test_in_a_timed_round_each_site_takes_as_many_steps_as_it_can(tmp_path):
+    with running_hub(tmp_path / "kits", tuple("ab")) as hub:
+        run = sites_of(tmp_path, hub, {"round_seconds": 0.3}, counts=True, steps=60)
+        run.start("a", pause=0.01)
+        run.start("b", pause=0.05)
+        run.end("ab")
+        every = check(run, "ab")
+    counts(run, "ab", every)
+    last = every[max(every)]["contributions"]
+    assert last["0"] / elastic_local.ROWS[0] > 1.5 * last["1"] / elastic_local.ROWS[1]
+
+
+def test_a_site_that_was_stopped_joins_again_in_its_process(tmp_path):
+    with running_hub(tmp_path / "kits", tuple("abc")) as hub:
+        run = sites_of(tmp_path, hub, {"site_timeout": 2.0})
+        run.start("abc")
+        await_agreement(run, "a", 2)
+        run.processes["b"].send_signal(signal.SIGSTOP)
+        hub.await_line("b has left: silent for 2 s", ENDED)
+        await_agreement(run, "a", max(agreements(run, "a")) + 2)
+        run.processes["b"].send_signal(signal.SIGCONT)
+        hub.await_line("b joins", ENDED)
+        await_agreement(run, "b", max(agreements(run, "a")) + 3)
+        stop(run)
+        run.end("abc")
+        every = check(run, "abc")
+    present = [every[number]["present"] for number in sorted(every)]
+    assert [0, 2] in present
+    assert present[-1] == [0, 1, 2]
+
+
+def test_a_site_that_is_new_in_the_roster_takes_part(tmp_path):
+    with running_hub(tmp_path / "kits", tuple("ab")) as hub:
+        run = sites_of(tmp_path, hub, counts=True)
+        run.start("ab")
+        await_agreement(run, "a", 3)
+        add_site(hub, "abc")
+        run.start("c")
+        await_agreement(run, "c", 6)
+        stop(run)
+        run.end("abc")
+        every = check(run, "abc")
+        assert "it has had no part in it so far" in run.processes["c"].read()[1]
+    counts(run, "abc", every)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_training_resumes_in_the_midst_of_a_round(tmp_path, overlap):
+    """The agreed models are those of a training that has not been interrupted, to the bit."""
+    digests = {}
+    for place, saves in (("whole", -1), ("parts", 10)):
+        folder = tmp_path / place
+        folder.mkdir()
+        options = {"overlap": overlap, "outer_lr": 0.7, "outer_momentum": 0.9, "wire": "bf16"}
+        for last in (saves, -1) if saves > 0 else (-1,):
+            with running_hub(folder / f"kits{last}", tuple("ab")) as hub:
+                run = sites_of(folder, hub, options, steps=26)
+                for name in "ab":
+                    run.start(name, saves=last, resumes=str(folder / f"{name}.pt"))
+                run.end("ab")
+        check(run, "ab")
+        digests[place] = {line["agreement"]: line["agreed"] for line in run.written("a") if "agreement" in line}
+    assert digests["whole"] == digests["parts"]
+
+
+def test_what_needs_a_hub_or_all_sites_says_so():
+    for options, name in (({"late": "skip"}, "late='skip'"), ({"round_seconds": 5.0}, "round_seconds=5.0")):
+        with pytest.raises(ValueError, match=f"{name} needs min_sites, .* and a hub: LocalSGD"):
+            LocalOptions.create(**options)
+    for options in ({"warm_up": 3}, {"sync_batchnorm": True}):
+        with pytest.raises(ValueError, match="needs all sites in every step: leave min_sites out"):
+            LocalOptions.create(min_sites=1, **options)
+    with pytest.raises(ValueError, match="round_seconds must be a positive number or None"):
+        LocalOptions.create(min_sites=1, round_seconds=0)
+
+
+@support.at_sites(2)
+def test_sites_without_a_hub_cannot_leave() -> None:
+    import torch
+
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="min_sites needs a hub"):
+        dadplug.LocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.1), min_sites=1)
