@@ -14,7 +14,10 @@ has done in the round that is in transit (CoCoD-SGD, arXiv:1906.12043). At the e
     d_t = x - start                                    sent; its mean arrives at the end of round t + 1
     start <- x <- a + d_t
 
-So x - a always holds what this site has done and the others do not have yet, once.
+So x - a always holds what this site has done and the others do not have yet, once. If the mean is applied in
+mid-round already, n steps after it was sent, then there
+
+    a <- a moved by the mean of round t        x <- a + (x - start)        start <- a
 
 **Deltas.** With D the delta of a site plus its error memory E, and C the encoding (rounding, or rank-r factors and
 rounding):
@@ -41,7 +44,9 @@ from ..lowrank import Carry, compress_matrix, sum_of_products
 from ..methods.feedback import ErrorFeedback
 from ..model_sync import sameness
 from ..model_sync.buffers import MovingBuffers
-from .options import LocalOptions
+from .background import BackgroundTask
+from .options import DEFAULT_DECAY, LocalOptions
+from .sparse_format import SparseFormat
 
 _ITERATIONS = 2  # power iterations of the first compression
 _WARM_ITERATIONS = 1  # of those that begin with the basis of the last one
@@ -136,7 +141,10 @@ class AgreedModel:
 
     @torch.no_grad()
     def begin_round(
-        self, model: nn.Module, in_transit: Mapping[str, Tensor] | None = None, unsent: Mapping[str, Tensor] | None = None
+        self,
+        model: nn.Module,
+        in_transit: Mapping[str, Tensor] | None = None,
+        unsent: Mapping[str, Tensor] | None = None,
     ) -> None:
         """Set the model to the start of the next round.
 
@@ -239,11 +247,21 @@ class DeltaFormat:
         error_feedback: whether to add what was not sent to the next delta.
     """
 
+    keeps_deltas = False  # `encode` overwrites them
+
     def __init__(self, wire: str, rank: int | None, error_feedback: bool) -> None:
         self._wire, self._rank = wire, rank
         self._slots: dict[str, _Slot] = {}
         self._errors = ErrorFeedback(error_feedback)
         self._carries: dict[str, Tensor] = {}
+
+    def begin_round(self, number: int) -> str:
+        """Return what payloads depend on besides the tensors, as a text: nothing.
+
+        Args:
+            number: number of the round.
+        """
+        return ""
 
     def layout(self, tensors: Mapping[str, Tensor]) -> dict[torch.dtype, int]:
         """Lay out the payloads for a set of tensors.
@@ -352,6 +370,14 @@ class DeltaFormat:
         self._carries = {name: each.clone() for name, each in state["carries"].items()}
 
 
+def delta_format(options: LocalOptions, transport: Transport) -> DeltaFormat | SparseFormat:
+    """Return the format of payloads that options ask for."""
+    if options.density is None:
+        return DeltaFormat(options.wire, options.rank, options.error_feedback)
+    decay = DEFAULT_DECAY if options.memory_decay is None else options.memory_decay
+    return SparseFormat(options.density_at, decay, options.error_feedback, transport.sites.__getitem__)
+
+
 # Agreements
 
 
@@ -378,9 +404,9 @@ class Header(NamedTuple):
     batch: int
 
 
-def fingerprint(tensors: Mapping[str, Tensor]) -> int:
-    """Return a number of 63 bits that stands for names, shapes and types of tensors, in their order."""
-    text = repr([(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()])
+def fingerprint(tensors: Mapping[str, Tensor], setting: str = "") -> int:
+    """Return a number of 63 bits that stands for names, shapes and types of tensors, in their order, and a setting."""
+    text = repr([(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]) + setting
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
@@ -403,19 +429,17 @@ class Agreement:
         self.first_batch = sameness.FirstBatch()
         self.agreed = AgreedModel(options.outer_lr, options.outer_momentum)
         self._model, self._options, self._transport = model, options, transport
-        self._format = self._new_format()
+        self._format = delta_format(options, transport)
         self._buffers = MovingBuffers(model)
         self._headers: Gather = transport.gather([len(Header._fields)] * transport.world_size, torch.int64)
         self._tables = sameness.tables_with_max_norm(model)
-        self._fingerprint = 0
+        self._fingerprint = self._tensors = 0  # of the layout of payloads, and of the tensors alone
         self._gathers: dict[torch.dtype, Gather] = {}
         self._shares: list[float] | None = None  # of the round that is in transit
+        self._sending: BackgroundTask | None = None  # encodes and sends the round that is in transit
+        self._due: int | None = None  # step at which the round in transit is applied, if not at the next agreement
         self._means: dict[str, Tensor] | None = None  # of a round that has arrived and is not applied yet
         self._added: list[str] = []  # parameters since the last agreement, whose values have to be compared
-
-    def _new_format(self) -> DeltaFormat:
-        """Return a format with empty memories."""
-        return DeltaFormat(self._options.wire, self._options.rank, self._options.error_feedback)
 
     def begin(self) -> None:
         """Take the model's present parameters and buffers, equal on all sites, as the agreed ones."""
@@ -458,6 +482,7 @@ class Agreement:
         in_transit = None
         if total:
             in_transit = self._launch(deltas, shares, weight)
+            self._due = None if self._options.delay is None else step + self._options.delay
         if not self._options.overlap or all(header.finished for header in headers):
             self._complete()
             in_transit = None
@@ -472,7 +497,8 @@ class Agreement:
         """Exchange headers and compare them; lay the payloads out anew if parameters have come or gone."""
         finite = [bool(delta.isfinite().all()) for delta in deltas.values()]
         nonfinite = -1 if all(finite) else finite.index(False)
-        layout, batch = fingerprint(deltas), 0 if self.count else self.first_batch.take()
+        setting = self._format.begin_round(self.count)
+        layout, batch = fingerprint(deltas, setting), 0 if self.count else self.first_batch.take()
         self._headers.payload.copy_(
             torch.tensor([step, weight, layout, finished, nonfinite, bool(self._buffers.changed()), batch])
         )
@@ -492,10 +518,11 @@ class Agreement:
             raise MismatchError("the sites have changed which parameters they train in different rounds")
         self.first_batch.compare([header.batch for header in headers], self._transport)
         if layout != self._fingerprint:
-            self._check_added()
+            if (tensors := fingerprint(deltas)) != self._tensors:
+                self._check_added()
             sizes, count = self._format.layout(deltas), self._transport.world_size
             self._gathers = {dtype: self._transport.gather([size] * count, dtype) for dtype, size in sizes.items()}
-            self._fingerprint = layout
+            self._fingerprint, self._tensors = layout, tensors
         self._added = []
         return headers
 
@@ -518,23 +545,47 @@ class Agreement:
                     )
 
     def _launch(self, deltas: dict[str, Tensor], shares: list[float], weight: int) -> dict[str, Tensor] | None:
-        """Start to send the deltas of the round; return a copy of them if they will be in transit for a round."""
-        in_transit = {name: delta.clone() for name, delta in deltas.items()} if self._options.overlap else None
-        if weight:
-            self._format.encode(deltas, {dtype: gather.payload for dtype, gather in self._gathers.items()})
-        for gather in self._gathers.values():
-            gather.launch()
+        """Start to send the deltas of the round; return them if they will be in transit for a while."""
+        overlap, apart = self._options.overlap, self._format.keeps_deltas
+        in_transit = {name: each if apart else each.clone() for name, each in deltas.items()} if overlap else None
+
+        def send() -> None:
+            if weight:
+                self._format.encode(deltas, {dtype: gather.payload for dtype, gather in self._gathers.items()})
+            for gather in self._gathers.values():
+                gather.launch()
+
         self._shares = shares
+        if overlap and apart and not self._transport.elastic:
+            self._sending = BackgroundTask(send)
+        else:
+            send()
         return in_transit
+
+    def end_step(self, step: int) -> None:
+        """Apply the round that is in transit if it is due at this step; what was done since it was sent is kept.
+
+        Args:
+            step: number of this site's steps.
+        """
+        if self._due is None or step < self._due:
+            return
+        progress = self.agreed.deltas(self._model)
+        self._complete()
+        self.agreed.begin_round(self._model, unsent=progress)
 
     def _complete(self) -> None:
         """Wait for deltas that are in transit, and take the outer step."""
         self._receive()
+        self._due = None
         if self._means is not None:
             self.agreed.move(self._means)
             self._means = None
 
     def _receive(self) -> None:
+        if self._sending is not None:
+            sending, self._sending = self._sending, None
+            sending.wait()
         if self._shares is not None:
             payloads = {dtype: gather.wait() for dtype, gather in self._gathers.items()}
             self._means = self._format.decode(payloads, self._shares)
@@ -564,6 +615,7 @@ class Agreement:
             "agreed": self.agreed.state_dict(),
             "format": self._format.state_dict(),
             "means": means,
+            "due": self._due,
             "buffers": self._buffers.names,
         }
 
@@ -573,6 +625,7 @@ class Agreement:
         self.count = state["count"]
         self.agreed.load_state_dict(state["agreed"], self._model)
         self._format.load_state_dict(state["format"])
+        self._due = state.get("due")
         self._means = state["means"] and {name: each.clone() for name, each in state["means"].items()}
         self._buffers.load(state["buffers"])
         self._added = []

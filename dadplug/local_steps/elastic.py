@@ -28,7 +28,7 @@ from ..exchange import Gather, Transport
 from ..logs import get_logger
 from ..model_sync import sameness
 from ..model_sync.buffers import agreed_value
-from .agreement import Agreement, Header, fingerprint
+from .agreement import Agreement, Header, delta_format, fingerprint
 from .options import LocalOptions
 
 _log = get_logger(__name__)
@@ -95,7 +95,7 @@ class ElasticAgreement(Agreement):
         self.first_batch.take()
         self.agreed.adopt(plan["agreed"], self._model)
         self._buffers.load(plan["buffers"])
-        self._format = self._new_format()
+        self._format = delta_format(self._options, self._transport)
         self._offered, self._planned, self._added = Contribution(), (), []
         self.contributions, self._last = dict(plan["contributions"]), dict(plan["last"])
         self._present = set(range(self._transport.world_size)) - self._transport.absent
@@ -142,13 +142,13 @@ class ElasticAgreement(Agreement):
             self._launch_payloads()
         headers = self._exchange(step, finished and not (overlap and own), nonfinite)
         counted = transport.rank in headers
-        if not (overlap or counted):
+        if not (overlap or counted or self._format.keeps_deltas):
             deltas = self.agreed.deltas(self._model)  # encoding has overwritten them
         self._move(headers)
         self._announce(headers)
+        self.count += 1
         transport.end_step()  # what is offered with overlap belongs to the next round
         self._go_on(None if self.spoilt else deltas, own, counted)
-        self.count += 1
         if transport.grows:
             transport.grow()
         self._report(headers, counted, [*deltas])
@@ -182,7 +182,7 @@ class ElasticAgreement(Agreement):
         """Prepare the gathers, if parameters, buffers or sites have come or gone."""
         transport, count = self._transport, self._transport.world_size
         added = [sameness.fingerprint(self.agreed.values[name]) for name in self._added if name in self.agreed.values]
-        planned = (fingerprint(tensors), tuple(self._buffers.names), count)
+        planned = (fingerprint(tensors, self._format.begin_round(self.count)), tuple(self._buffers.names), count)
         self._fingerprint = (planned[0] + sum(added)) % (1 << 62)
         self._added = []
         if planned == self._planned:
@@ -271,7 +271,8 @@ class ElasticAgreement(Agreement):
             rest = {name: rest[name].add_(each) if name in rest else each for name, each in lost.deltas.items()} | rest
         names = self.agreed.values
         rest = {name: rest[name] if name in rest else torch.zeros_like(value) for name, value in names.items()}
-        kept = {name: each.clone() for name, each in rest.items()} if weight else None
+        apart = self._format.keeps_deltas
+        kept = {name: each if apart else each.clone() for name, each in rest.items()} if weight else None
         self.agreed.begin_round(self._model, kept)
         self.unsent = 0
         self._offer(rest, weight, rest)

@@ -34,6 +34,7 @@ from .agreement import Agreement, Header
 from .captured import CapturedGradients
 from .elastic import ElasticAgreement
 from .options import LocalOptions, Schedule
+from .sparse_format import check_memory
 
 
 _log = get_logger(__name__)
@@ -164,6 +165,9 @@ class LocalSGD(HeldGradients, ReplicatedModel):
         try:
             self.local_options = LocalOptions.create(every=every, **options)
             self.local_options.interval(0)
+            if self.local_options.density is not None:
+                self.local_options.density_at(0)
+                check_memory(model)
             _check_parameters(model, optimizer)
             if in_trainer and self.local_options.round_seconds is not None:
                 raise ValueError(
@@ -218,8 +222,9 @@ class LocalSGD(HeldGradients, ReplicatedModel):
         settings = dict(vars(self.local_options))
         del settings["timeout"], settings["fused"]  # a site's own
         settings["in_trainer"] = self._in_trainer
-        if callable(settings["every"]):
-            settings["every"] = f"a function, {settings['every'](0)} at first"
+        for name in ("every", "density"):
+            if callable(settings[name]):
+                settings[name] = f"a function, {settings[name](0)} at first"
         if self._of_optimizer is None:  # of the start: a schedule changes the learning rate
             optimizer = sameness.OptimizerSettings(self.local_options.may_differ)
             optimizer.record(self.optimizer)
@@ -414,6 +419,8 @@ class LocalSGD(HeldGradients, ReplicatedModel):
         self._round.end_step()
         if self._round.over if self._round.is_timed else self.steps >= self._next:
             self._agree(finished)
+        else:
+            self._agreement.end_step(self.steps)
         self._transport.end_step()
         self.traffic.end_step()
 
@@ -698,6 +705,11 @@ def _check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> Non
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
+            if not parameter.is_floating_point() and not parameter.is_complex():
+                raise ValueError(
+                    f"parameter {names.get(id(parameter), '')!r} is of type {parameter.dtype}: local steps are for "
+                    "floating-point parameters, leave it out of the optimizer"
+                )
             if id(parameter) not in names:
                 raise ValueError(
                     f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not the model's: sites "
