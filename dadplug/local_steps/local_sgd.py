@@ -36,7 +36,6 @@ from .elastic import ElasticAgreement
 from .options import LocalOptions, Schedule
 from .sparse_format import check_memory
 
-
 _log = get_logger(__name__)
 
 
@@ -189,7 +188,9 @@ class LocalSGD(HeldGradients, ReplicatedModel):
             self._warm_up = GradientReduction(model, process_group=process_group, **vars(self.options))
         self._counter = SampleCounter(model, self._before_forward, lambda: None)
         self._round = RoundTime(self.local_options.round_seconds)
-        self._over_at = -1  # number of steps at which all sites had finished, and this one has not called `finish` since
+        self._over_at = (
+            -1
+        )  # number of steps at which all sites had finished, and this one has not called `finish` since
         elastic = self.local_options.min_sites is not None
         self._agreement = (ElasticAgreement if elastic else Agreement)(model, self.local_options, self._transport)
         self._further = dict(state or {})

@@ -157,7 +157,10 @@ class Record:
         values = local._agreement.agreed.values
         line = {"agreement": local.agreements, "present": local.present_sites, "step": local.steps}
         line |= {"agreed": digest(values.values()), "sums": sums(values.values())}
-        line |= {"contributions": local.contributions, "values": values["values"].tolist() if "values" in values else []}
+        line |= {
+            "contributions": local.contributions,
+            "values": values["values"].tolist() if "values" in values else [],
+        }
         line |= {"own": local._agreement.own_buffers}
         line |= {"buffers": sums(local.model.buffers()), "here": local.site_rank in local.present_sites}
         self.write(**line, time=time.monotonic())

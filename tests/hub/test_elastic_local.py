@@ -92,7 +92,9 @@ def test_a_killed_site_costs_its_part_and_returns(tmp_path, how, leave, options)
         assert [0, 1] in present
         assert present[-1] == [0, 1, 2]
         told = run.processes["a"].read()[1]
-        assert re.search(r"site 2 \(c\) has left: what it had done since agreement \d+, and not sent, is lost", told), told
+        assert re.search(r"site 2 \(c\) has left: what it had done since agreement \d+, and not sent, is lost", told), (
+            told
+        )
         assert re.search(r"site 2 \(c\) takes part from agreement \d+ on", told), told
         told = run.processes["c"].read()[1]
         assert re.search(r"its last contribution is that of agreement \d+, and what it had done since", told), told
@@ -144,6 +146,31 @@ def test_no_step_is_lost_or_counts_twice(tmp_path, overlap, talks):
         run.end("abc")
         every = check(run, "abc")
     counts(run, "abc", every, {"c": 6 if overlap else 2})
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_sparse_deltas_of_sites_that_leave_and_are_late(tmp_path, overlap):
+    """Replicas are equal to the bit, and all that a site has done is in the model, or in its memory without decay."""
+    sparse = {"density": 0.5, "wire": "int2", "memory_decay": 1.0}
+    with running_hub(tmp_path / "kits", tuple("abc")) as hub:
+        options = sparse | {"overlap": overlap, "late": "skip", "site_timeout": 2.0}
+        run = sites_of(tmp_path, hub, options)
+        run.start("a")
+        run.start("b", late=6, other=str(tmp_path / "a"))
+        run.start("c", leave=10)
+        run.end("c", -9)
+        await_agreement(run, "a", 4)
+        run.start("c")
+        await_agreement(run, "c", 10)
+        stop(run)
+        run.end("abc")
+        every = check(run, "abc")
+    present = [every[number]["present"] for number in sorted(every)]
+    assert [0, 1] in present
+    assert any(1 not in each for each in present)
+    assert present[-1] == [0, 1, 2]
+    trained = sum("batch" in line for line in run.written("b"))
+    assert every[max(every)]["contributions"]["1"] == trained * elastic_local.ROWS[1]
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -281,7 +308,6 @@ def test_what_needs_a_hub_or_all_sites_says_so():
 
 @support.at_sites(2)
 def test_sites_without_a_hub_cannot_leave() -> None:
-    import torch
 
     model = torch.nn.Linear(2, 2)
     with pytest.raises(ValueError, match="min_sites needs a hub"):
