@@ -674,7 +674,7 @@ class LocalSGD(HeldGradients, ReplicatedModel):
         elif other is not None:
             agreement = other["agreement"]
             if agreement is not None:
-                agreement = dict(agreement) | {"format": {"errors": {}, "carries": {}}}
+                agreement = dict(agreement) | {"format": {"errors": {}, "carries": {}}, "transit": None}
             self.load_state_dict(dict(other) | {"weight": 0, "agreement": agreement})
 
     def abort(self, reason: str) -> None:
