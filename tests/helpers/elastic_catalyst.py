@@ -65,6 +65,7 @@ class Steps(Callback):
     def on_batch_start(self, runner) -> None:
         if runner.is_train_loader and steps_of(runner) == self.case.leave:
             os.kill(os.getpid(), signal.SIGKILL)
+        self.before = getattr(runner.reduction, "agreements", 0)
         while runner.is_train_loader and self.case.hold and Path(self.case.hold).exists():
             time.sleep(0.01)
 
@@ -73,7 +74,7 @@ class Steps(Callback):
             return
         line = {"number": steps_of(runner), "epoch": runner.epoch_step, "batch": runner.micro_step}
         line |= {"present": runner.reduction.present_sites, "digest": digest(runner.model)}
-        line |= {"agreements": getattr(runner.reduction, "agreements", 0)}
+        line |= {"agreements": getattr(runner.reduction, "agreements", 0), "before": self.before}
         line |= {"weights": [float(each.detach().sum()) for each in runner.model.parameters()]}
         line |= {"lr": runner.optimizer.param_groups[0]["lr"], "first": float(runner.batch["features"][0, 0])}
         self.file.write(json.dumps(line) + "\n")

@@ -80,6 +80,7 @@ class Record(pl.Callback):
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx) -> None:
         self.first = float(batch[0][0, 0])
+        self.before = getattr(trainer.strategy._exchange, "agreements", 0)
         if self.case.where == "step" and trainer.global_step == self.case.leave:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -93,7 +94,7 @@ class Record(pl.Callback):
         line = {"number": number, "step": step, "epoch": trainer.current_epoch, "batch": batch_idx, "first": self.first}
         exchange = trainer.strategy._exchange
         line |= {"present": exchange.present_sites, "digest": digest(module.net)}
-        line |= {"agreements": getattr(exchange, "agreements", 0)}
+        line |= {"agreements": getattr(exchange, "agreements", 0), "before": self.before}
         line |= {"weights": [float(each.detach().sum()) for each in module.net.parameters()]}
         line |= {"zero": trainer.is_global_zero, "sites": trainer.progress_bar_metrics["sites"]}
         line |= {"loaded": module.loaded}
