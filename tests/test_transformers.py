@@ -155,14 +155,17 @@ def test_the_weights_are_those_of_one_process_with_all_rows(tmp_path):
 # Sites without a launcher, with data of their own.
 
 
-def own_data(folder: str) -> list[torch.Tensor]:
+LOCAL = {"mode": "localsgd", "every": 1, "overlap": False}  # with SGD, the mean of local steps is that of gradients
+
+
+def own_data(folder: str, options: dict[str, Any]) -> list[torch.Tensor]:
     rank = torch.distributed.get_rank()
     for name in LAUNCHER:
         os.environ.pop(name, None)
     data, settings = texts((14, 7)[rank], seed=rank), DOUBLE | {"train_sampling_strategy": "sequential"}
     settings |= {"gradient_accumulation_steps": 2, "num_train_epochs": 2}
     trainer = make("words", f"{folder}/{rank}", build("words").double(), data, **settings)
-    attach(trainer, mode="dad")
+    attach(trainer, **options)
     trainer.train()
     assert trainer.state.global_step == 6
     trainer.save_model()
@@ -192,9 +195,10 @@ def trained_on_all(epochs: int = 2, accumulation: int = 2) -> list[torch.Tensor]
     return [each.detach() for each in model.parameters()]
 
 
-def test_sites_with_data_of_their_own_count_by_their_tokens(tmp_path):
+@pytest.mark.parametrize("options", [{"mode": "dad"}, LOCAL])
+def test_sites_with_data_of_their_own_count_by_their_tokens(tmp_path, options):
     reference = trained_on_all()
-    for parameters in support.sites(2).run(own_data, str(tmp_path)):
+    for parameters in support.sites(2).run(own_data, str(tmp_path), options):
         for own, theirs in zip(parameters, reference, strict=True):
             torch.testing.assert_close(own, theirs, rtol=1e-10, atol=1e-12)
 

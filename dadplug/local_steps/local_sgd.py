@@ -144,6 +144,9 @@ class LocalSGD(HeldGradients, ReplicatedModel):
     _may_fuse = True  # until `stop_fusing`, which may be called in the warm-up
     _has_synchronized = False  # in this synchronous step, for `clip_grad_norm_`
     _accumulates = False
+    _follows = False  # whether each step of the optimizer is a local one, whoever calls it
+    _is_followed = False  # whether that of the optimizer that is running is such a step
+    _after_step: Any = None  # handle of the hook that ends such steps
     _of_optimizer: dict[str, str] | None = None  # settings of the optimizer at the start
 
     @takes_keywords_of(LocalOptions)
@@ -274,6 +277,11 @@ class LocalSGD(HeldGradients, ReplicatedModel):
         return dict(agreement.contributions) if isinstance(agreement, ElasticAgreement) else {}
 
     @property
+    def pending(self) -> bool:
+        """Whether gradients wait for other sites: never."""
+        return False
+
+    @property
     def synchronous(self) -> bool:
         """Whether the next step is a synchronous one, of the warm-up."""
         return self._warm_up is not None
@@ -330,13 +338,37 @@ class LocalSGD(HeldGradients, ReplicatedModel):
 
         For trainers that call the optimizer themselves.
         """
-        if self._warm_up is None:
-            self._agreement.follow()
-        self.calls_optimizer = True
+        self._begin_step()
         try:
             yield
         finally:
             self.calls_optimizer = False
+        self._end_step()
+
+    def follow_optimizer(self) -> None:
+        """Take each step of the optimizer as a local step, for libraries that call ``optimizer.step()`` themselves.
+
+        A step without samples changes no parameter. Steps are not fused, and none may be synchronous.
+        """
+        self.stop_fusing("another library calls the optimizer")
+        self._follows = True
+        self._after_step = self.optimizer.register_step_post_hook(_end_followed_step(self))
+
+    def _begin_step(self) -> None:
+        if self._warm_up is None:
+            self._agreement.follow()
+        self.calls_optimizer = True
+
+    def _begin_followed_step(self) -> None:
+        """Begin a step that another library takes; leave out gradients of a batch that stands for no step."""
+        self._begin_step()
+        self._is_followed = True
+        if not self._counter.of_step(True, by_samples=True, alone=True):
+            for group in self.optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+
+    def _end_step(self) -> None:
         if self._warm_up is not None:
             self._end_synchronous_step()
             return
@@ -695,6 +727,8 @@ class LocalSGD(HeldGradients, ReplicatedModel):
             self._captured = None
         self._counter.detach()
         self._guard.remove()
+        if self._after_step is not None:
+            self._after_step.remove()
         if self._warm_up is not None:
             self._warm_up.detach(discard=True)
         if self._norms is not None:
@@ -734,9 +768,25 @@ def _refuse_other_steps(local: LocalSGD) -> OwnHook:
         found = reference()
         if found is None:
             return
+        if found._follows and not found.calls_optimizer:
+            found._begin_followed_step()
+            return
         if not found.calls_optimizer:
             raise RuntimeError("optimizer.step() beside local steps: call local.step() instead, which calls it")
         if found._captured is not None and not any(callable(given) for given in (*args, *kwargs.values())):
             found._captured.collect()
 
     return OwnHook(check)
+
+
+def _end_followed_step(local: LocalSGD) -> OwnHook:
+    """Return a post-hook for the optimizer that ends a local step which another library takes."""
+    reference = weakref.ref(local)
+
+    def end(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        found = reference()
+        if found is not None and found._is_followed:
+            found.calls_optimizer = found._is_followed = False
+            found._end_step()
+
+    return OwnHook(end)

@@ -212,6 +212,26 @@ class LocalOptions(OptionSet):
             weighting=self.weighting,
             sync_batchnorm=self.sync_batchnorm,
             check_finite=self.check_finite,
+            min_sites=self.min_sites,
+            site_timeout=self.site_timeout,
             may_differ=self.may_differ,
             timeout=self.timeout,
         )
+
+
+LOCAL_MODE = "localsgd"
+"""Mode by which libraries that take a method of agreement by its name are asked for local steps."""
+
+
+def options_of(mode: str, **values: Any) -> Options | LocalOptions:
+    """Return the options of a mode: those of local steps, or those of a reduction.
+
+    Raises:
+        ValueError: if a value is not valid; the message lists the valid ones.
+    """
+    return LocalOptions.create(**values) if mode == LOCAL_MODE else Options.create(mode=mode, **values)
+
+
+def options_class(mode: str) -> type[Options] | type[LocalOptions]:
+    """Return the class of the options of a mode."""
+    return LocalOptions if mode == LOCAL_MODE else Options
