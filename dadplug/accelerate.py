@@ -285,15 +285,15 @@ class Accelerator(accelerate.Accelerator):
             device_placement: as in `prepare`.
         """
         if not getattr(optimizer, "_is_accelerate_prepared", False):
-            handle = optimizer.register_step_pre_hook(lambda *_: check())
+            due = iter((True,))  # a hook may not remove itself, where others follow it
 
-            def check() -> None:
-                if self._wrapped:
+            def check(*_: Any) -> None:
+                if next(due, False) and self._wrapped:
                     _refuse_others(optimizer, _identities(self._wrapped))
                     if any(each.reduction.world_size > 1 for each in self._wrapped):
                         _refuse_unknown(optimizer, _identities(self._wrapped))
-                handle.remove()
 
+            optimizer.register_step_pre_hook(check)
         prepared: Optimizer = super().prepare_optimizer(optimizer, device_placement)
         return prepared
 

@@ -247,7 +247,7 @@ class Stop(TrainerCallback):
         control.should_training_stop |= state.global_step == self.step
 
 
-def resumed(folder: str, own: bool) -> list[float]:
+def resumed(folder: str, own: bool, options: dict[str, Any]) -> list[float]:
     if own:
         rank = torch.distributed.get_rank()
         folder = f"{folder}/{rank}"
@@ -257,17 +257,23 @@ def resumed(folder: str, own: bool) -> list[float]:
     for callbacks, checkpoint in ([], None), ([Stop(4)], None), ([], f"{folder}/checkpoint-4"):
         settings = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 2, "callbacks": callbacks}
         trainer = make("classes", folder, **settings)
-        attach(trainer, mode="rankdad", rank=1, wire="int8")
+        attach(trainer, **options)
         trainer.train(resume_from_checkpoint=checkpoint)
         trained.append(vector(trainer.model))
-        assert trainer.reduction.step == trainer.state.global_step
+        assert trainer._wrapper.steps == trainer.state.global_step
     whole, stopped, resumed = trained
     return [float((whole - stopped).norm()), float((whole - resumed).abs().max())]
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_training_resumes_to_the_bit(tmp_path, own):
-    for missing, difference in support.sites(2).run(resumed, str(tmp_path), own):
+RANKDAD = {"mode": "rankdad", "rank": 1, "wire": "int8"}
+
+
+@pytest.mark.parametrize(
+    ("own", "options"),
+    [(False, RANKDAD), (True, RANKDAD), (True, {"mode": "localsgd", "every": 3, "rank": 1, "wire": "int8"})],
+)
+def test_training_resumes_to_the_bit(tmp_path, own, options):
+    for missing, difference in support.sites(2).run(resumed, str(tmp_path), own, options):
         assert missing > 0.01
         assert difference == 0.0
 
