@@ -1,4 +1,4 @@
-"""A process of a site for benchmarks/elastic_local_steps.py: takes local steps on its data, and writes a log of them."""
+"""A process of a site for benchmarks/elastic_local_steps.py: takes local steps on its data, and logs them."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch.distributed as dist
 
 from .hub.site.runtime import connect, current_connection
-from .logs import get_logger
 from .local_steps.options import LOCAL_MODE, LocalOptions, options_of
+from .logs import get_logger
 from .options import Options
 from .runners.loaders import check_split_data
 from .runners.site_trainer import AttachedTrainer, SiteTrainer

@@ -457,9 +457,9 @@ class SiteTrainer(AttachedTrainer):
         """Agree on one model; sites that may leave average running statistics."""
         super()._make_equal()
         reduction = self._trained
-        if not self._takes_local_steps and reduction.options.min_sites is not None:
-            if reduction.options.average_buffers:
-                reduction.average_buffers()
+        may_leave = reduction.options.min_sites is not None and not self._takes_local_steps
+        if may_leave and reduction.options.average_buffers:
+            reduction.average_buffers()
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate on the site's own data; metrics are those of all sites in training."""

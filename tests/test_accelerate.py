@@ -347,7 +347,7 @@ def test_local_steps_need_one_optimizer_and_no_synchronous_steps(monkeypatch):
     model = build()
     with pytest.raises(ValueError, match="Leave warm_up out"):
         fresh(warm_up=2, **LOCAL).prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-    with pytest.raises(ValueError, match="unknown option 'bucket_mb'|bucket_mb"):
+    with pytest.raises(ValueError, match="bucket_mb"):
         fresh(bucket_mb=1.0, **LOCAL)
 
 

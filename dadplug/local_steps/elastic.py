@@ -1,15 +1,15 @@
 """Agreements over a hub, where sites leave and return, and where a late site does not hold up the others.
 
-An agreement is one round of the hub (`dadplug.hub.site.transport`). All that belongs to a site's contribution travels in
-it: the header, the deltas and the buffers. The hub closes the round with the list of its contributors, the same at all
-sites, and only what these have sent counts:
+An agreement is one round of the hub (`dadplug.hub.site.transport`). All that belongs to a site's contribution travels
+in it: the header, the deltas and the buffers. The hub closes the round with the list of its contributors, the same at
+all sites, and only what these have sent counts:
 
     a <- a moved by the mean over contributors of  w_s sent_s        w_s: share of the site's samples
 
-With overlap, the deltas that a site sends at the end of a round belong to the next round of the hub, and are counted when
-that is closed. A site therefore knows at each close whether its contribution is part of the agreed model. If not, since
-it was late or has just joined, it keeps the steps: they are part of its next contribution. So no step counts twice, and
-none is lost but those that a site has not sent before it is killed.
+With overlap, the deltas that a site sends at the end of a round belong to the next round of the hub, and are counted
+when that is closed. A site therefore knows at each close whether its contribution is part of the agreed model. If not,
+since it was late or has just joined, it keeps the steps: they are part of its next contribution. So no step counts
+twice, and none is lost but those that a site has not sent before it is killed.
 
 Encoding updates the memory of errors before it is known whether the contribution counts. If it does not count, the
 memory is restored to its bits before.

@@ -105,8 +105,8 @@ class LocalSGD(HeldGradients, ReplicatedModel):
         process_group: the processes that are the sites; the default group where None. Without torch.distributed the
             site trains alone.
         state: objects with ``state_dict`` and ``load_state_dict`` by name, such as a scheduler, that a site gets from
-            another one when it joins in mid-training, with ``min_sites``. Where the optimizer is not among them, it gets
-            the settings of the other one, such as the learning rate, and its state is empty.
+            another one when it joins in mid-training, with ``min_sites``. Where the optimizer is not among them, it
+            gets the settings of the other one, such as the learning rate, and its state is empty.
         in_trainer: whether a trainer calls the local steps, in which all sites take as many steps in an epoch.
         options: the other options, see `dadplug.local_steps.LocalOptions`.
 
@@ -117,8 +117,8 @@ class LocalSGD(HeldGradients, ReplicatedModel):
         traffic: the meter of bytes sent and of time spent waiting.
         site_rank: number of this site, from 0.
         world_size: number of sites.
-        steps: number of steps so far, the synchronous ones included. With ``min_sites`` it becomes the largest number of
-            all contributors at each agreement, and so is the same at all sites after it.
+        steps: number of steps so far, the synchronous ones included. With ``min_sites`` it becomes the largest number
+            of all contributors at each agreement, and so is the same at all sites after it.
         calls_optimizer: whether the optimizer is being called by `step`.
         remarks: whether steps are fused, and the weights whose steps are not, with the reasons; one line each. Empty
             without ``fused``, and in the warm-up.
@@ -173,8 +173,8 @@ class LocalSGD(HeldGradients, ReplicatedModel):
             _check_parameters(model, optimizer)
             if in_trainer and self.local_options.round_seconds is not None:
                 raise ValueError(
-                    "round_seconds is for loops of your own: in a trainer all sites take as many steps in an epoch, and "
-                    "the fastest would wait at its end. Leave round_seconds out, and set every"
+                    "round_seconds is for loops of your own: in a trainer all sites take as many steps in an epoch, "
+                    "and the fastest would wait at its end. Leave round_seconds out, and set every"
                 )
         except ValueError as error:  # raised once the other sites know
             self._problem = str(error)

@@ -116,7 +116,7 @@ class LocalOptions(OptionSet):
     )
     round_seconds: float | None = option(
         None,
-        "with min_sites: seconds between agreements, in which each site takes as many steps as it can, in place of every",
+        "with min_sites: seconds between agreements, in place of every; each site takes as many steps as it can",
         number("a positive number or None", lambda value: 0 < value < math.inf, optional=True),
     )
     timeout: float = option(DEFAULT_TIMEOUT, "seconds after which a silent site counts as lost", check_seconds)
@@ -144,7 +144,8 @@ class LocalOptions(OptionSet):
         }
         if self.delay is not None:
             raise ValueError(
-                f"delay={self.delay} does not go with min_sites, where a round is applied at the next agreement: leave it out"
+                f"delay={self.delay} does not go with min_sites, where a round is applied at the next agreement: "
+                "leave delay out"
             )
         for refused in [what for what, holds in reasons.items() if holds]:
             raise ValueError(f"{refused} needs all sites in every step: leave min_sites out")

@@ -98,7 +98,10 @@ class Record(pl.Callback):
         line |= {"weights": [float(each.detach().sum()) for each in module.net.parameters()]}
         line |= {"zero": trainer.is_global_zero, "sites": trainer.progress_bar_metrics["sites"]}
         line |= {"loaded": module.loaded}
-        line |= {"lr": trainer.optimizers[0].param_groups[0]["lr"], "reduced": getattr(exchange, "step", 0) if not self.case.every else exchange.steps}
+        line |= {
+            "lr": trainer.optimizers[0].param_groups[0]["lr"],
+            "reduced": getattr(exchange, "step", 0) if not self.case.every else exchange.steps,
+        }
         self.file.write(json.dumps(line) + "\n")
         if self.case.stop and trainer.strategy.broadcast(Path(self.case.stop).exists()):
             trainer.should_stop = True

@@ -1,7 +1,7 @@
 """One site of the tests of local steps where sites leave and return: trains, and is killed or late where it is told.
 
-Run as ``elastic_local.py CASE``, where the case is JSON, see `Case`. Writes a line of JSON for each step, with its batch,
-and one for each agreement.
+Run as ``elastic_local.py CASE``, where the case is JSON, see `Case`. Writes a line of JSON for each step, with its
+batch, and one for each agreement.
 """
 
 import hashlib
