@@ -144,7 +144,7 @@ class _NumbaKernels:
     ) -> None:
         *code, out = sizes
         values = scratch.take("values", (block,), delta)
-        places = scratch.take("places", (block + 1,), delta, torch.int64)
+        places = scratch.take("places", (block + 1,), delta, torch.int32)
         fixed = scratch.take("fixed", (count,), delta, torch.int64)
         flat = delta.contiguous().numpy()
         factors = (flat.dtype.type(decay), flat.dtype.type(limit))
@@ -152,7 +152,7 @@ class _NumbaKernels:
         self._kernels.encode(flat, memory.numpy(), *factors, block, count, *code, *rooms)
 
     def decode(self, payload: Tensor, out: Tensor, share: float, limit: float, block: int, *code: int) -> int:
-        places = scratch.take("places", (block + 1,), out, torch.int64)
+        places = scratch.take("places", (block + 1,), out, torch.int32)
         code_and_sum = payload.contiguous().numpy(), out.numpy()
         wrong: int = self._kernels.decode(*code_and_sum, share, limit, block, *code, places.numpy())
         return wrong

@@ -16,7 +16,8 @@ from ..jit import njit
 _BITS = 28  # of the fixed-point numbers in which magnitudes are averaged
 _TURNS = 4  # of the search for the two magnitudes
 _SMALLEST_RATIO = 2.0**-16  # of the magnitudes; below, the small one is zero, so that the memory is exact
-_GUESS = 0.8  # share of the last block's threshold with which the search for the next one begins
+_GUESS = 0.93  # share of the last block's threshold with which the search for the next one begins
+_SMALLER = 0.75  # factor on a threshold that few entries reach
 
 
 @njit(nogil=True)
@@ -82,11 +83,11 @@ def _two_magnitudes(chosen: Any, count: int, fixed: Any) -> tuple[int, int]:
         total += fixed[i]
     small = large = total // count
     for _ in range(_TURNS):
-        above, number = 0, 0
+        above, number, middle = 0, 0, small + large
         for i in range(count):
-            if 2 * fixed[i] > small + large:
-                above += fixed[i]
-                number += 1
+            is_large = np.int64(2 * fixed[i] > middle)  # without branches, which would be guessed wrong
+            above += fixed[i] * is_large
+            number += is_large
         if number:
             large = above // number
         if number < count:
@@ -105,9 +106,11 @@ def _two_magnitudes(chosen: Any, count: int, fixed: Any) -> tuple[int, int]:
 @njit(nogil=True)
 def _put(out: Any, position: int, value: int, bits: int) -> None:
     """Write bits to memory that is zero, the lowest first."""
-    for i in range(bits):
-        if (value >> i) & 1:
-            out[(position + i) >> 3] |= np.uint8(1 << ((position + i) & 7))
+    rest, place = value << (position & 7), position >> 3
+    for _ in range(((position & 7) + bits + 7) >> 3):
+        out[place] |= np.uint8(rest & 255)
+        rest >>= 8
+        place += 1
 
 
 @njit(nogil=True)
@@ -138,28 +141,31 @@ def encode(
     guess = zero
     out[:] = 0
     for number in range(delta.shape[0] // block):
-        first = number * block
-        for i in range(first, first + block):
-            memory[i] = min(max(memory[i] * decay + delta[i], -limit), limit)
+        changed, whole = delta[number * block : (number + 1) * block], memory[number * block : (number + 1) * block]
+        for i in range(block):
+            value = whole[i] * decay + changed[i]
+            value = limit if value > limit else value
+            whole[i] = -limit if value < -limit else value
         found = 0
         while True:
             found = 0
             for i in range(block):
                 places[found] = i
-                found += abs(memory[first + i]) >= guess
+                found += np.int64(abs(whole[i]) >= guess)
             if found >= count:
                 break
-            guess = guess * delta.dtype.type(0.5) if found * 2 >= count else zero
+            smaller = guess * delta.dtype.type(_SMALLER)
+            guess = smaller if found * 2 >= count and smaller < guess else zero  # a denormal number may not shrink
         for i in range(found):
-            values[i] = abs(memory[first + places[i]])
+            values[i] = abs(whole[places[i]])
         threshold = kth_largest(values, found, count)
         guess = threshold * delta.dtype.type(_GUESS)
         equal = count
         for i in range(found):
-            equal -= abs(memory[first + places[i]]) > threshold
+            equal -= np.int64(abs(whole[places[i]]) > threshold)
         kept = 0
         for i in range(found):
-            size = abs(memory[first + places[i]])
+            size = abs(whole[places[i]])
             if size > threshold or (size == threshold and equal > 0):
                 equal -= size == threshold
                 places[kept] = places[i]
@@ -172,14 +178,14 @@ def encode(
         _put(code, 0, small_code, 16)
         _put(code, 16, large_code, 16)
         for i in range(count):
-            place = first + places[i]
-            is_large, is_negative = values[i] > middle, memory[place] < zero
+            place = np.int64(places[i])
+            is_large, is_negative = np.int64(values[i] > middle), np.int64(whole[place] < zero)
             sent = large if is_large else small
-            memory[place] -= -sent if is_negative else sent
+            whole[place] -= -sent if is_negative else sent
             _put(code, 32 + i, is_negative, 1)
             _put(code, 32 + count + i, is_large, 1)
-            _put(code, 32 + 2 * count + low * i, places[i], low)
-            _put(code, 32 + (2 + low) * count + (places[i] >> low) + i, 1, 1)
+            _put(code, 32 + 2 * count + low * i, place & ((1 << low) - 1), low)
+            _put(code, 32 + (2 + low) * count + (place >> low) + i, 1, 1)
 
 
 @njit(nogil=True)

@@ -27,6 +27,9 @@ KINDS = {
     "zeros": lambda n, g: torch.zeros(n, dtype=torch.float64),
     "rare": lambda n, g: (torch.rand(n, generator=g) < 0.01).double(),
     "denormal": lambda n, g: torch.randint(-9, 10, (n,), generator=g).double() * 2.0**-149,
+    "fewer": lambda n, g: (
+        (torch.rand(n, generator=g) < torch.where(torch.arange(n) < BLOCK, 0.03, 0.015)).double() * 2.0**-149
+    ),
     "huge": lambda n, g: torch.randn(n, generator=g, dtype=torch.float64).clamp(-1, 1) * 3e38,
 }
 
@@ -65,6 +68,7 @@ cases = given(
 @cases
 @settings(max_examples=60, deadline=None)
 @example(BLOCK, 0.02, ("heavy", "normal"), 0.95, 3, torch.float32)
+@example(3 * BLOCK, 0.02, ("fewer", "zeros"), 0.95, 3, torch.float32)
 @example(BLOCK + 1, 1.0, ("denormal", "zeros"), 1.0, 3, torch.float32)
 def test_memory_and_what_was_sent_add_up_exactly(size, density, kinds, decay, seed, dtype):
     delta, memory = made(kinds[0], size, seed, dtype), made(kinds[1], size, seed + 1, dtype)
