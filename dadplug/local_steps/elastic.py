@@ -36,7 +36,7 @@ _Tensors = dict[str, Tensor]
 
 
 class Contribution(NamedTuple):
-    """What a site offers to one agreement.
+    """Contribution of a site to one agreement.
 
     Attributes:
         deltas: the deltas by name; None where they can be computed from the model, or there are none.

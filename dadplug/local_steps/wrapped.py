@@ -59,15 +59,14 @@ class LocalModel(DistributedDataParallel):
         object.__setattr__(self, "_reduction", local)  # which holds the model, and is none of its modules
 
     @property
-    def reduction(self) -> LocalSGD:  # type: ignore[override]
-        """The local steps, with traffic and agreements."""
-        local: Any = self._reduction
-        assert isinstance(local, LocalSGD)
-        return local
+    def reduction(self) -> Any:
+        """The `LocalSGD`, with traffic and agreements."""
+        return self._reduction
 
     @property
     def steps(self) -> int:
-        return self.reduction.steps
+        steps: int = self.reduction.steps
+        return steps
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         return self.module(*inputs, **kwargs)

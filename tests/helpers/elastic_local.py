@@ -208,6 +208,54 @@ def restore(case: Case, parts: dict[str, Any]) -> None:
             part.load_state_dict(states[name])
 
 
+class Member:
+    """One site of the reference: the parameters of a process with steps that do not count yet, and their rows.
+
+    Args:
+        slot: number of the site.
+        lines: what it has written.
+    """
+
+    def __init__(self, slot: int, lines: list[dict]) -> None:
+        self._slot, self._lines = slot, lines
+        self._values: list[Tensor] | None = None
+        self._process = 0
+        self.rows = 0
+
+    def train(self, number: int, agreed: list[Tensor], present: bool) -> list[Tensor] | None:
+        """Train on what a site has trained on before an agreement; return its deltas, None if it has left."""
+        found = None
+        batches = [line for line in self._lines if line.get("after") == number - 1]
+        last = {line["pid"] for line in self._lines if line.get("agreement") == number}
+        for pid in dict.fromkeys(line["pid"] for line in batches):
+            if pid not in last and not present:  # was killed
+                self._values = None
+                continue
+            if self._process != pid:
+                self._process, self._values, self.rows = pid, None, 0
+            model = make_model()
+            parameters = [*model.parameters()]
+            with torch.no_grad():
+                for parameter, value in zip(parameters, self._values or agreed, strict=True):
+                    parameter.copy_(value)
+            for line in batches:
+                if line["pid"] == pid:
+                    model.zero_grad()
+                    train_step(model, batch(self._slot, line["batch"]))
+                    with torch.no_grad():
+                        for parameter in parameters:
+                            parameter.sub_(parameter.grad, alpha=0.02 * 0.9 ** (line["batch"] // 10))
+                    self.rows += ROWS[self._slot]
+            found = [here.detach() - there for here, there in zip(parameters, agreed, strict=True)]
+        return found
+
+    def settle(self, agreed: list[Tensor], deltas: list[Tensor], counts: bool) -> None:
+        """Go on from an agreement, with the steps that do not count in it."""
+        self._values = None if counts else [value + each for value, each in zip(agreed, deltas, strict=True)]
+        if counts:
+            self.rows = 0
+
+
 def reference(written: Sequence[list[dict]], outer: tuple[float, float] = (1.0, 0.0)) -> dict[int, list[float]]:
     """Compute the agreed model after each agreement, in one process, from what the sites have written.
 
@@ -224,54 +272,19 @@ def reference(written: Sequence[list[dict]], outer: tuple[float, float] = (1.0, 
     agreed = [each.detach().clone() for each in make_model().parameters()]
     momenta = [torch.zeros_like(each) for each in agreed]
     present = {line["agreement"]: line["present"] for lines in written for line in lines if "agreement" in line}
-    own: dict[int, list[Tensor]] = {}  # parameters of the sites that have steps that do not count yet
-    rows: dict[int, int] = {}
-    process: dict[int, int] = {}
+    members = [Member(slot, lines) for slot, lines in enumerate(written)]
     found: dict[int, list[float]] = {}
     for number in sorted(present):
-        model = make_model()
-        before = [each.clone() for each in agreed]
-        deltas: dict[int, list[Tensor]] = {}
-        for slot, lines in enumerate(written):
-            batches = [line for line in lines if line.get("after") == number - 1]
-            last = {line["pid"] for line in lines if line.get("agreement") == number}
-            for pid in {line["pid"] for line in batches}:
-                if pid not in last and slot not in present[number]:
-                    own.pop(slot, None)  # was killed
-                    continue
-                if process.get(slot) != pid:
-                    own.pop(slot, None)
-                    rows[slot] = 0
-                process[slot] = pid
-                start = own.pop(slot, None)
-                with torch.no_grad():
-                    for parameter, value in zip(model.parameters(), start or before, strict=True):
-                        parameter.copy_(value)
-                for line in batches:
-                    if line["pid"] == pid:
-                        model.zero_grad()
-                        train_step(model, batch(slot, line["batch"]))
-                        with torch.no_grad():
-                            for parameter in model.parameters():
-                                parameter.sub_(parameter.grad, alpha=0.02 * 0.9 ** (line["batch"] // 10))
-                        rows[slot] = rows.get(slot, 0) + ROWS[slot]
-                ended = [each.detach().clone() for each in model.parameters()]
-                deltas[slot] = [here - there for here, there in zip(ended, before, strict=True)]
+        done = {slot: each.train(number, agreed, slot in present[number]) for slot, each in enumerate(members)}
+        deltas = {slot: each for slot, each in done.items() if each is not None}
         counted = [slot for slot in deltas if slot in present[number]]
-        total = sum(rows[slot] for slot in counted)
-        for place, value in enumerate(agreed):
-            if not total:
-                break
-            mean = sum(deltas[slot][place] * (rows[slot] / total) for slot in counted)
-            if mu:
-                momenta[place].mul_(mu).add_(mean)
-                mean = mean + mu * momenta[place]
-            value.add_(mean, alpha=lr)
-        for slot in deltas:
-            if slot in counted:
-                rows[slot] = 0
-            else:
-                own[slot] = [value + delta for value, delta in zip(agreed, deltas[slot], strict=True)]
+        total = sum(members[slot].rows for slot in counted)
+        for place, value in enumerate(agreed if total else []):
+            mean = sum(deltas[slot][place] * (members[slot].rows / total) for slot in counted)
+            momenta[place].mul_(mu).add_(mean)
+            value.add_(mean + mu * momenta[place] if mu else mean, alpha=lr)
+        for slot, each in deltas.items():
+            members[slot].settle(agreed, each, slot in counted)
         found[number] = sums(agreed)
     return found
 
