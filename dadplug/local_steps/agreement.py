@@ -148,6 +148,26 @@ class AgreedModel:
                 start = self._starts[name] = value + in_transit[name]
             parameters[name].copy_(start if unsent is None or name not in unsent else start + unsent[name])
 
+    def as_of_model(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return the agreed values in the types of the parameters, and all other parameters, by name."""
+        named = model.named_parameters()
+        return {name: self.values.get(name, each.detach()).to(each.dtype) for name, each in named}
+
+    def donate(self, model: nn.Module) -> dict[str, Any]:
+        """Return what a site needs besides `as_of_model` to go on from the agreed values."""
+        types = {name: each.dtype for name, each in model.named_parameters()}
+        wide = {name: value for name, value in self.values.items() if value.dtype != types[name]}
+        frozen = sorted(self._frozen)
+        return {"names": [*self.values], "wide": wide, "momenta": dict(self._momenta), "frozen": frozen}
+
+    def adopt(self, state: Mapping[str, Any], model: nn.Module) -> None:
+        """Take over what `donate` has returned at another site, with the parameters of `as_of_model` in the model."""
+        own = {name: each.detach() for name, each in model.named_parameters()}
+        wide = state["wide"]
+        found = {name: wide[name] if name in wide else own[name].contiguous() for name in state["names"]}
+        kept = {"values": found, "momenta": state["momenta"], "starts": {}, "frozen": state["frozen"]}
+        self.load_state_dict(kept, model)
+
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the values, momenta and starts."""
         kept = {"values": self.values, "momenta": self._momenta, "starts": self._starts}

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..exchange import DEFAULT_TIMEOUT
 from ..exchange.deadline import check_seconds
+from ..exchange.transport import Requirements
 from ..options import AUTO, WEIGHTINGS, WIRES, Options, check_mode, check_setting_names
 from ..signature import OptionSet, number, option, whole_number
 
@@ -104,12 +105,61 @@ class LocalOptions(OptionSet):
     may_differ: tuple[str, ...] = option(
         (), 'settings that may differ between sites, such as ("lr",)', check_setting_names
     )
+    min_sites: int | None = option(
+        None,
+        "with a hub: training goes on while this many sites are there; None: all must stay",
+        whole_number(1, "or None", lambda value: value is None),
+        kind=int,
+    )
+    site_timeout: float = option(
+        10.0,
+        "with min_sites: seconds of silence after which a site counts as lost, and with late=skip is late",
+        check_seconds,
+    )
+    late: str = option(
+        "wait",
+        "with min_sites: wait for late sites, or skip them, so that their steps count in a later agreement",
+        choices=("wait", "skip"),
+    )
+    round_seconds: float | None = option(
+        None,
+        "with min_sites: seconds between agreements, in place of every; each site takes as many steps as it can",
+        number("a positive number or None", lambda value: 0 < value < math.inf, optional=True),
+    )
     timeout: float = option(DEFAULT_TIMEOUT, "seconds after which a silent site counts as lost", check_seconds)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.delay is not None and not self.overlap:
             raise ValueError(f"delay={self.delay} is for deltas that travel while steps go on: leave overlap=False out")
+        self._check_density()
+        self._check_min_sites()
+
+    def _check_min_sites(self) -> None:
+        """Refuse what needs sites that leave and return, and what does not go on without a site."""
+        if self.min_sites is None:
+            given = {"late": self.late != "wait", "round_seconds": self.round_seconds is not None}
+            for name in [name for name, differs in given.items() if differs]:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} needs min_sites, the number of sites with which training goes on, "
+                    "and a hub: LocalSGD(..., min_sites=1) after dadplug.connect(kit=...)"
+                )
+            return
+        reasons = {
+            f"warm_up={self.warm_up}": self.warm_up > 0,
+            "sync_batchnorm=True": self.sync_batchnorm,
+            "density='auto'": self.density == AUTO,
+        }
+        if self.delay is not None:
+            raise ValueError(
+                f"delay={self.delay} does not go with min_sites, where a round is applied at the next agreement: "
+                "leave delay out"
+            )
+        for refused in [what for what, holds in reasons.items() if holds]:
+            raise ValueError(f"{refused} needs all sites in every step: leave min_sites out")
+
+    def _check_density(self) -> None:
+        """Refuse what does not go with sparse deltas, or only with them."""
         if self.density is None:
             if self.wire == SPARSE_WIRE:
                 raise ValueError(
@@ -129,6 +179,11 @@ class LocalOptions(OptionSet):
                 f"outer_momentum={self.outer_momentum} with density is unstable, since the memory of what was not sent "
                 "is a momentum, too: leave outer_momentum out, and set memory_decay in its place"
             )
+
+    @property
+    def requirements(self) -> Requirements | None:
+        """Requirements for the sites that are present; None where all of them have to stay."""
+        return Requirements.of(self.min_sites, self.site_timeout, self.late, patience=0.0)
 
     def density_at(self, number: int) -> float:
         """Return the share of the entries of a delta that is sent in a round.
@@ -167,6 +222,26 @@ class LocalOptions(OptionSet):
             weighting=self.weighting,
             sync_batchnorm=self.sync_batchnorm,
             check_finite=self.check_finite,
+            min_sites=self.min_sites,
+            site_timeout=self.site_timeout,
             may_differ=self.may_differ,
             timeout=self.timeout,
         )
+
+
+LOCAL_MODE = "localsgd"
+"""Mode by which libraries that take a method of agreement by its name are asked for local steps."""
+
+
+def options_of(mode: str, **values: Any) -> Options | LocalOptions:
+    """Return the options of a mode: those of local steps, or those of a reduction.
+
+    Raises:
+        ValueError: if a value is not valid; the message lists the valid ones.
+    """
+    return LocalOptions.create(**values) if mode == LOCAL_MODE else Options.create(mode=mode, **values)
+
+
+def options_class(mode: str) -> type[Options] | type[LocalOptions]:
+    """Return the class of the options of a mode."""
+    return LocalOptions if mode == LOCAL_MODE else Options

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import socket
 from abc import abstractmethod
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -419,6 +419,14 @@ class ElasticTransport(HubTransport):
     @property
     def behind(self) -> bool:
         return self.link.rounds.behind
+
+    @property
+    def gone(self) -> Mapping[int, str]:
+        return dict(self.link.gone)
+
+    @property
+    def position(self) -> int:
+        return self.link.step
 
     @property
     def left_out(self) -> frozenset[int]:
