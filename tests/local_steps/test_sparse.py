@@ -216,6 +216,7 @@ def chosen_by_what_is_lost() -> None:
     deltas = {"a": low, "b": sparse if site else low, "small": torch.randn(4, 4), "bias": torch.randn(500)}
     local = local_steps(site, dtype=torch.float32, every=2, density="auto", wire="int2")
     form, transport = AutoFormat(0.95, True), local._transport
+    form.begin_round(0)
     form.choose(deltas, transport)
     assert form.ranks == {"a": 1}
     rooms = {dtype: torch.zeros(size, dtype=dtype) for dtype, size in form.layout(deltas).items()}
