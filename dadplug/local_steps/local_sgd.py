@@ -168,7 +168,8 @@ class LocalSGD(HeldGradients, ReplicatedModel):
             self.local_options = LocalOptions.create(every=every, **options)
             self.local_options.interval(0)
             if self.local_options.density is not None:
-                self.local_options.density_at(0)
+                if callable(self.local_options.density):
+                    self.local_options.density_at(0)
                 check_memory(model)
             _check_parameters(model, optimizer)
             if in_trainer and self.local_options.round_seconds is not None:

@@ -10,7 +10,7 @@ from typing import Any
 from ..exchange import DEFAULT_TIMEOUT
 from ..exchange.deadline import check_seconds
 from ..exchange.transport import Requirements
-from ..options import WEIGHTINGS, WIRES, Options, check_mode, check_setting_names
+from ..options import AUTO, WEIGHTINGS, WIRES, Options, check_mode, check_setting_names
 from ..signature import OptionSet, number, option, whole_number
 
 Schedule = Callable[[int], int]
@@ -28,11 +28,17 @@ DEFAULT_DECAY = 0.95
 
 def _check_density(name: str, value: Any) -> None:
     """Raise ValueError if a value is no density."""
-    if not callable(value):
+    if not callable(value) and value != AUTO:
         _DENSITY(name, value)
 
 
-_DENSITY = number("a number above 0 and up to 1, a function, or None", lambda value: 0 < value <= 1, optional=True)
+def _density_or_word(text: str) -> float | str:
+    return text if text == AUTO else float(text)
+
+
+_DENSITY = number(
+    "a number above 0 and up to 1, a function, 'auto' or None", lambda value: 0 < value <= 1, optional=True
+)
 
 
 @dataclass(frozen=True)
@@ -66,12 +72,13 @@ class LocalOptions(OptionSet):
         "send the deltas of matrices as factors of this rank; None: whole",
         whole_number(1, "or None", lambda value: value is None),
     )
-    density: float | DensitySchedule | None = option(  # noqa: RUF009
+    density: float | str | DensitySchedule | None = option(  # noqa: RUF009
         None,
-        "with wire=int2: share of the entries of a delta that is sent, the largest of each block, or a function of the "
-        "number of agreements so far; None: all entries",
+        "with wire=int2: share of the entries of a delta that is sent, the largest of each block, a function of the "
+        "number of agreements so far, or auto: entries at 0.02 or factors of no more bytes, whatever loses less of a "
+        "layer's first delta; None: all entries",
         _check_density,
-        kind=float,
+        kind=_density_or_word,
     )
     memory_decay: float | None = option(
         None,
@@ -141,6 +148,7 @@ class LocalOptions(OptionSet):
         reasons = {
             f"warm_up={self.warm_up}": self.warm_up > 0,
             "sync_batchnorm=True": self.sync_batchnorm,
+            "density='auto'": self.density == AUTO,
         }
         if self.delay is not None:
             raise ValueError(
@@ -186,6 +194,7 @@ class LocalOptions(OptionSet):
         Raises:
             ValueError: if the schedule returns something else than a number above 0 and up to 1.
         """
+        assert self.density != AUTO
         density = self.density(number) if callable(self.density) else self.density
         if not isinstance(density, (int, float)) or isinstance(density, bool) or not 0 < density <= 1:
             raise ValueError(f"density({number}) must be a number above 0 and up to 1, got {density!r}")

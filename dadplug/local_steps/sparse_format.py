@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import MismatchError
+from ..exchange import Transport
 from ..methods.feedback import ErrorFeedback
 from .sparse_codec import SparseCode
 
@@ -97,6 +98,9 @@ class SparseFormat:
         """
         self._present = self._density(number)
         return f"density {self._present!r}"
+
+    def choose(self, deltas: Mapping[str, Tensor], transport: Transport) -> None:
+        """Do nothing: all deltas are sparse."""
 
     def layout(self, tensors: Mapping[str, Tensor]) -> dict[torch.dtype, int]:
         """Lay out the payload for a set of tensors, as `DeltaFormat.layout` does."""

@@ -279,6 +279,7 @@ def resumes(options: dict, stop: int) -> None:
 def test_a_run_resumes_on_the_same_curve_to_the_bit(sites, stop):
     sites(2).run(resumes, {"rank": 2, "wire": "int8", "outer_lr": 0.7, "outer_momentum": 0.9}, stop)
     sites(2).run(resumes, {"overlap": False, "warm_up": 5, "warm_up_mode": "rankdad", "wire": "bf16"}, stop)
+    sites(2).run(resumes, {"density": "auto", "wire": "int2"}, stop)
     sites(2).run(resumes, {"density": 0.1, "wire": "int2", "delay": 3 if stop == 6 else None}, stop)
 
 
