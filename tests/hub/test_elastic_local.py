@@ -237,6 +237,21 @@ def test_statistics_are_those_of_the_sites_present(tmp_path):
     assert compared > 3
 
 
+def test_a_site_returns_into_the_first_agreement(tmp_path):
+    """The agreement pauses below min_sites, and has further rounds for buffers, in which the site only listens."""
+    with running_hub(tmp_path / "kits", tuple("ab")) as hub:
+        run = sites_of(tmp_path, hub, {"min_sites": 2}, norm=True, steps=13)
+        run.start("a")
+        run.start("b", leave=1)
+        run.end("b", -9)
+        hub.await_line("paused: 2 sites are needed and 1 is connected: waiting for b", ENDED)
+        run.start("b")
+        run.end("ab")
+        every = check(run, "ab")
+    assert [every[number]["present"] for number in (1, 2)] == [[0], [0, 1]]
+    assert all(line["buffers"][1] != 16.0 for line in every.values())  # variances that were 1 at the start
+
+
 def test_in_a_timed_round_each_site_takes_as_many_steps_as_it_can(tmp_path):
     with running_hub(tmp_path / "kits", tuple("ab")) as hub:
         run = sites_of(tmp_path, hub, {"round_seconds": 0.3}, counts=True, steps=60)
