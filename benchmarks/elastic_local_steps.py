@@ -242,7 +242,7 @@ def main() -> int:
     parser.add_argument("--data-dir")
     parser.add_argument("--model", default="small", choices=list(MODELS))
     parser.add_argument("--seconds", type=float, default=1200.0, help="time of a run")
-    parser.add_argument("--paces", type=float, nargs="+", default=[0.02, 0.03, 0.05, 0.08])
+    parser.add_argument("--paces", type=float, nargs="+", default=[0.05, 0.08, 0.12, 0.2])
     parser.add_argument("--round-seconds", type=float, default=2.0)
     parser.add_argument("--site-timeout", type=float, default=5.0)
     parser.add_argument("--away", type=float, default=2.0, help="seconds until a killed site is started again")

@@ -46,6 +46,7 @@ class AttachedTrainer(_Trainer):
     """
 
     model_wrapped: Any
+    optimizer: Any
     dadplug_options: Mapping[str, Any]
     _use: Callable[..., None]  # see `dadplug.accelerate.use`
 

@@ -135,6 +135,7 @@ class ElasticAgreement(Agreement):
         nonfinite = -1 if all(finite) else finite.index(False)
         self.spoilt = nonfinite >= 0
         own = 0 if self.spoilt else weight
+        self._drop_spoilt_buffers()
         if not overlap or not self._planned:
             self._offer({} if overlap else deltas, 0 if overlap else own, deltas)
         elif self._offered.position != transport.position:  # other rounds have been closed since: it is sent again
@@ -153,6 +154,15 @@ class ElasticAgreement(Agreement):
             transport.grow()
         self._report(headers, counted, [*deltas])
         return [*headers.values()]
+
+    def _drop_spoilt_buffers(self) -> None:
+        """Set this site's buffers to the agreed ones where its steps are dropped, or its statistics hold NaN or Inf."""
+        known = [each for each in self._buffers.known() if each.is_floating_point()]
+        if self.spoilt:
+            self._buffers.restore()
+        elif not all(bool(each.isfinite().all()) for each in known):
+            self._buffers.restore(self._buffers.names)
+            _log.warning("the statistics of this site hold NaN or Inf: they are replaced by the agreed ones")
 
     def _offer(self, deltas: _Tensors, weight: int, shapes: _Tensors) -> None:
         """Encode deltas, and start to send them.

@@ -37,6 +37,7 @@ class SiteCase:
         hold: file that makes the process wait at its next step, while it exists.
         site_timeout: option of the strategy or runner.
         every: steps between agreements of local steps; 0 for gradients that are synchronized.
+        overlap: option of local steps.
     """
 
     kit: str
@@ -52,6 +53,7 @@ class SiteCase:
     hold: str = ""
     site_timeout: float = 10.0
     every: int = 0
+    overlap: bool = False
 
     def start(self) -> list[str]:
         """Return the arguments of the interpreter that run it."""
@@ -60,7 +62,7 @@ class SiteCase:
     def options(self) -> dict[str, object]:
         """Return the options of the strategy or runner."""
         names = ("min_sites", "late", "site_timeout", *([] if self.every else ["mode"]))
-        local = {"every": self.every, "overlap": False} if self.every else {}
+        local = {"every": self.every, "overlap": self.overlap} if self.every else {}
         return local | {name: getattr(self, name) for name in names} | {"timeout": 200}
 
 

@@ -133,6 +133,8 @@ def disturb(case: Case) -> None:
         if self.count == case.spoils and weight:
             with torch.no_grad():
                 next(self._model.parameters())[0, 0] = float("nan")
+                for each in self._model.buffers():
+                    each.fill_(float("nan") if each.is_floating_point() else 1)
         return reach(self, step, weight, finished)
 
     ElasticAgreement._exchange, ElasticAgreement.reach = exchanging, reaching

@@ -1,5 +1,6 @@
 """Local steps over a hub, where sites leave, return and are late: what counts, bits that are equal, no sample twice."""
 
+import math
 import re
 import signal
 from pathlib import Path
@@ -190,16 +191,18 @@ def test_the_steps_of_a_late_site_count_later(tmp_path, overlap):
     assert "this site is late: its steps count in a later agreement" in run.processes["c"].read()[1]
 
 
-def test_a_site_with_nan_is_left_out_and_named(tmp_path):
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_site_with_nan_is_left_out_and_named(tmp_path, overlap):
     with running_hub(tmp_path / "kits", tuple("abc")) as hub:
-        run = sites_of(tmp_path, hub, counts=False, steps=24)
+        run = sites_of(tmp_path, hub, {"overlap": overlap}, norm=True, steps=24)
         run.start("ab")
         run.start("c", spoils=2)
         run.end("abc")
         every = check(run, "abc")
-    contributions = [every[number]["contributions"].get("2") for number in range(1, 6)]
+    contributions = [every[number]["contributions"].get("2") for number in range(1 + overlap, 6 + overlap)]
     own = EVERY * elastic_local.ROWS[2]
     assert contributions == [own, 2 * own, 2 * own, 3 * own, 4 * own]
+    assert all(math.isfinite(value) for line in every.values() for value in [*line["sums"], *line["buffers"]])
     for name in "abc":
         told = run.processes[name].read()[1]
         assert re.search(r"parameter '0.weight' holds NaN or Inf at site 2 \(c\): its steps since the last", told), told
@@ -232,6 +235,21 @@ def test_statistics_are_those_of_the_sites_present(tmp_path):
                 mean = sum(weights[slot] * own[slot][place] for slot in own)
                 assert every[number]["buffers"][place] == pytest.approx(mean, rel=1e-9), number
     assert compared > 3
+
+
+def test_a_site_returns_into_the_first_agreement(tmp_path):
+    """The agreement pauses below min_sites, and has further rounds for buffers, in which the site only listens."""
+    with running_hub(tmp_path / "kits", tuple("ab")) as hub:
+        run = sites_of(tmp_path, hub, {"min_sites": 2}, norm=True, steps=13)
+        run.start("a")
+        run.start("b", leave=1)
+        run.end("b", -9)
+        hub.await_line("paused: 2 sites are needed and 1 is connected: waiting for b", ENDED)
+        run.start("b")
+        run.end("ab")
+        every = check(run, "ab")
+    assert [every[number]["present"] for number in (1, 2)] == [[0], [0, 1]]
+    assert all(line["buffers"][1] != 16.0 for line in every.values())  # variances that were 1 at the start
 
 
 def test_in_a_timed_round_each_site_takes_as_many_steps_as_it_can(tmp_path):

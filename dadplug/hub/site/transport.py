@@ -158,7 +158,8 @@ class CollectiveTransport(Transport):
         lengths = [int(size) for size in (sizes.wait() if self._in_step else sizes.collect())]
         check_lengths(lengths)
         gather = self.gather_once(lengths, torch.uint8)
-        gather.payload.copy_(torch.frombuffer(bytearray(b"\0" + own), dtype=torch.uint8))
+        if lengths[self.rank]:  # else nothing that this site sends counts
+            gather.payload.copy_(torch.frombuffer(bytearray(b"\0" + own), dtype=torch.uint8))
         gather.launch()
         self.close_round()
         payloads = gather.wait()
