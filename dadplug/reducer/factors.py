@@ -140,6 +140,8 @@ class GatheredHandler(BucketHandler):
         complete = unit.complete([each.to(device, self.dtype) for each in payloads], context.complete_payloads)
         if complete is None:
             return
+        if context.transport.observe is not None:
+            context.transport.observe(unit.name, complete)
         if traits.recomputes_deltas:  # not otherwise: it is as large as the payloads
             context.complete_payloads[unit.name] = complete
         weights = self._weights(samples)

@@ -1,0 +1,6 @@
+"""Attacks on what a site sends, a file each; their order is that of the imports."""
+
+from . import rows, span  # noqa: F401
+from .base import ATTACKS, RECOVERED, Attack, Budget, Result, register_attack
+
+__all__ = ["ATTACKS", "RECOVERED", "Attack", "Budget", "Result", "register_attack"]

@@ -1,0 +1,77 @@
+"""Span of the rows of a layer's inputs, which a gradient and low-rank factors of it show.
+
+``G = D^T A ~ L^T R``: the rows of R, and the right singular vectors of G, are mixtures of the rows of A. With P the
+projection on their span, an observer who has a candidate x, such as the record of a patient, compares x with P x by
+least squares. A similarity of 1 confirms the candidate; the attacks that separate the mixtures start here.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..capture import LayerView, Observation
+from ..similarity import centre
+from .base import Attack, Budget, Result, register_attack
+from .rows import row_result
+
+_MOST = 4096  # rows and columns of a gradient whose singular vectors are computed
+_TOLERANCE = 1e-5
+
+
+@register_attack("span")
+class Span(Attack):
+    """Least squares of the samples on the span of what is seen."""
+
+    source = "DAGER, arXiv:2405.15586; Cocktail Party, arXiv:2209.05578"
+
+    def applies(self, seen: Observation, view: LayerView | None) -> str:
+        assert view is not None
+        if view.sends_rows:
+            return "the rows themselves are sent"
+        return why_not_mixed(view) or ("the layer's input is not data" if not view.fed_by_data else "")
+
+    def run(self, seen: Observation, view: LayerView | None, budget: Budget) -> Result:
+        assert view is not None
+        basis, truth = basis_of(view), view.rows_of_truth().double()
+        width = truth.shape[1]
+        mean = centre(truth)
+        own = truth - mean
+        inside = own @ basis @ basis.T
+        scores = inside.norm(dim=1) / own.norm(dim=1).clamp_min(1e-30)
+        chance = (basis.shape[1] / width) ** 0.5
+        note = "a candidate is confirmed, not found"
+        if basis.shape[1] > width // 2:
+            scores, note = torch.zeros_like(scores), "the span is most of the space, and tells nothing"
+        return row_result(self.name, seen, view, truth @ basis @ basis.T, scores, chance, note)
+
+
+def why_not_mixed(view: LayerView) -> str:
+    """Return why mixtures of rows cannot be had from a layer's message; empty if they can."""
+    if not view.is_linear or view.truth is None:
+        return "no layer whose gradient is a product of rows"
+    if view.inputs is None and view.formed is None:
+        return "nothing of it is sent"
+    shape = (view.deltas.shape[1], view.inputs.shape[1]) if view.inputs is not None and view.deltas is not None else None
+    largest = max(shape or view.formed.shape)  # type: ignore[union-attr]
+    return "" if largest <= _MOST else f"its matrix is larger than {_MOST}, and was left out"
+
+
+def singular(view: LayerView) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the singular values and vectors of what is seen of a gradient, U S V^T, of as many as the layer has rows."""
+    if view.inputs is not None and view.deltas is not None:
+        left, right = view.deltas.double(), view.inputs.double()
+        q, r = torch.linalg.qr(left.T)
+        p, s = torch.linalg.qr(right.T)
+        u, values, v = torch.linalg.svd(r @ s.T)
+        u, v = q @ u, v @ p.T
+    else:
+        u, values, v = torch.linalg.svd(view.gradient().double(), full_matrices=False)
+    rank = int((values > _TOLERANCE * values.max().clamp_min(1e-300)).sum())
+    count = min(rank, view.rows)
+    return u[:, :count], values[:count], v[:count]
+
+
+def basis_of(view: LayerView) -> Tensor:
+    """Return an orthonormal basis of the span, of shape (in, k)."""
+    return singular(view)[2].T
