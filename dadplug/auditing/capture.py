@@ -75,6 +75,10 @@ class Batch:
 
         return replace(self, inputs=_mapped(self.inputs, cut), targets=_mapped(self.targets, cut))
 
+    def with_inputs(self, inputs: Any) -> Batch:
+        """Return the batch with other inputs."""
+        return replace(self, inputs=inputs)
+
     def loss(self, model: nn.Module) -> Tensor:
         """Compute the loss of a copy of the model."""
         return self.criterion(call(model, self.inputs), self.targets)
@@ -204,6 +208,7 @@ class Observation:
         bytes_sent: payload of the site.
         private: whether the gradients were made by a differentially private mechanism.
         remarks: what the capture has left out of consideration.
+        again: captures the same step with another batch; None where that is not possible.
     """
 
     batch: Batch
@@ -213,6 +218,7 @@ class Observation:
     bytes_sent: int
     private: bool = False
     remarks: tuple[str, ...] = ()
+    again: Callable[[Batch], Observation] | None = None
 
 
 class _Twins:
@@ -297,7 +303,10 @@ def capture(batch: Batch, mode: str, *, fused: bool = False, seed: int = 0, **op
         torch.manual_seed(seed)
         model = copy.deepcopy(batch.model)
         seen = _local_steps(batch, model, **own) if mode == LOCAL else _step(batch, model, mode, fused, **own)
-    return replace(seen, remarks=left_out)
+    def again(other: Batch) -> Observation:
+        return capture(other, mode, fused=fused, seed=seed, **options)
+
+    return replace(seen, remarks=left_out, again=again)
 
 
 def _step(batch: Batch, model: nn.Module, mode: str, fused: bool, **options: Any) -> Observation:

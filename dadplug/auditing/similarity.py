@@ -15,18 +15,12 @@ from torch import Tensor
 from .attacks.base import Result
 from .capture import Batch, LayerView, call
 
-_MOST_PICTURES = 8
+_BLOCK = 1024  # true rows that are compared at a time
 
 
 def centre(rows: Tensor) -> Tensor:
     """Return the mean of rows, of shape (1, width); of a single row its own mean."""
     return rows.mean(0, keepdim=True) if len(rows) > 1 else rows.mean().expand(1, rows.shape[1])
-
-
-def cosines(rows: Tensor, others: Tensor) -> Tensor:
-    """Return the cosines between rows and others, of shape (rows, others); 0 for rows of zeros."""
-    first, second = (each / each.norm(dim=1, keepdim=True).clamp_min(1e-30) for each in (rows, others))
-    return first @ second.T
 
 
 def matched(found: Tensor, truth: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,10 +37,16 @@ def matched(found: Tensor, truth: Tensor) -> tuple[Tensor, Tensor]:
     mean = centre(truth)
     if not len(found):
         return mean.expand_as(truth), truth.new_zeros(len(truth))
-    scores = torch.maximum(cosines(truth, found).abs(), cosines(truth - mean, found - centre(found)).abs())
-    best = found[scores.argmax(1)]
-    scale = (best * truth).sum(1, keepdim=True) / best.square().sum(1, keepdim=True).clamp_min(1e-30)
-    best = best * scale
+    squares, along, length = found.square().sum(1).clamp_min(1e-30), found @ mean[0], mean.square().sum()
+    best = torch.empty_like(truth)
+    for start in range(0, len(truth), _BLOCK):
+        rows = truth[start : start + _BLOCK]
+        products = rows @ found.T
+        scales = products / squares  # of each recovered row for each true one, by least squares
+        inner = scales * (products - along) - (rows @ mean[0])[:, None] + length
+        norms = (scales.square() * squares - 2 * scales * along + length).clamp_min(1e-30).sqrt()
+        place = (inner / norms).argmax(1, keepdim=True)
+        best[start : start + _BLOCK] = found[place[:, 0]] * scales.gather(1, place)
     return best, correlations(best, truth)
 
 
@@ -109,14 +109,16 @@ class _Reached(Exception):
     """The forward pass has reached a layer."""
 
 
-def layer_input(batch: Batch, layer: str, inputs: object, *, grad: bool = False) -> Tensor | None:
-    """Compute the input of a layer in evaluation mode; None if the forward pass fails or does not reach it.
+def layer_input(batch: Batch, layer: str, inputs: object, *, differentiable: bool = False) -> Tensor | None:
+    """Compute the input of a layer; None if the forward pass fails or does not reach it.
+
+    The model is in evaluation mode, but in its own where the result is to be differentiated.
 
     Args:
         batch: the batch, with the model.
         layer: name of the layer.
         inputs: inputs of the model.
-        grad: whether the result can be differentiated.
+        differentiable: whether the result can be differentiated.
     """
     model, reached = batch.model, []
 
@@ -127,8 +129,9 @@ def layer_input(batch: Batch, layer: str, inputs: object, *, grad: bool = False)
     training = {module: module.training for module in model.modules()}
     handle = model.get_submodule(layer).register_forward_pre_hook(stop)
     try:
-        model.eval()
-        with torch.set_grad_enabled(grad):
+        if not differentiable:
+            model.eval()
+        with torch.set_grad_enabled(differentiable):
             call(model, inputs)
     except _Reached:
         return reached[0]

@@ -245,6 +245,7 @@ class SiteFactorHandler(GatheredHandler):
 
     def _encode(self, unit: FactorUnit) -> FactorPayload | None:
         """Encode what has arrived; record NaN and Inf, and send NaN for them."""
+        unit.last_rows = unit.rows or unit.last_rows
         factor = unit.take()
         if factor is None:
             return None
