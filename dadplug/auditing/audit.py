@@ -127,7 +127,9 @@ def run_attacks(
             continue
         for view in _views(attack, seen):
             name = "" if view is None else view.name
-            reason = attack.applies(seen, view) or _needless(attack, results) or ("" if budget.left else "no time was left")
+            reason = (
+                attack.applies(seen, view) or _needless(attack, results) or ("" if budget.left else "no time was left")
+            )
             if view is not None and not reason and _is_extra(attack, view, results):
                 reason = "as other layers, of which some were attacked"
             if reason:

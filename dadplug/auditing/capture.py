@@ -108,7 +108,9 @@ def tensors_of(inputs: Any) -> list[Tensor]:
 def _first(inputs: Any) -> Tensor:
     found = [each for each in tensors_of(inputs) if each.dim()]
     if not found:
-        raise ValueError("inputs must be a tensor, or a tuple, list or mapping of tensors, with samples as first dimension")
+        raise ValueError(
+            "inputs must be a tensor, or a tuple, list or mapping of tensors, with samples as first dimension"
+        )
     return found[0]
 
 
@@ -297,12 +299,15 @@ def capture(batch: Batch, mode: str, *, fused: bool = False, seed: int = 0, **op
         ValueError: if an option or its value is not valid.
     """
     own = {name: value for name, value in options.items() if name not in _PLACE}
-    left_out = tuple(f"{name}= does not change what a site sends, and was left out" for name in options if name in _PLACE)
+    left_out = tuple(
+        f"{name}= does not change what a site sends, and was left out" for name in options if name in _PLACE
+    )
     devices = [batch.data.device] if batch.data.is_cuda else []
     with torch.random.fork_rng(devices):
         torch.manual_seed(seed)
         model = copy.deepcopy(batch.model)
         seen = _local_steps(batch, model, **own) if mode == LOCAL else _step(batch, model, mode, fused, **own)
+
     def again(other: Batch) -> Observation:
         return capture(other, mode, fused=fused, seed=seed, **options)
 
@@ -355,7 +360,9 @@ def _local_steps(batch: Batch, model: nn.Module, *, lr: float = 0.1, **options: 
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     steps = local.local_options.interval(0)
     if steps > len(batch):
-        raise ValueError(f"every={steps} needs a batch of at least as many samples, a part for each step, got {len(batch)}")
+        raise ValueError(
+            f"every={steps} needs a batch of at least as many samples, a part for each step, got {len(batch)}"
+        )
     inputs = _Inputs(model)
     try:
         bounds = [len(batch) * number // steps for number in range(steps + 1)]
@@ -402,4 +409,3 @@ def _fill(view: LayerView, payload: FactorPayload | None, form: Form | None, gra
     view.form, view.deltas, view.inputs = form, payload.left, payload.right
     if view.transposed and not getattr(form, "transposed", False):  # as a matrix, the weight's rows are its inputs
         view.deltas, view.inputs = payload.right, payload.left
-

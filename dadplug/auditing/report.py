@@ -154,12 +154,21 @@ class Report:
     def _further(self) -> str:
         notes = []
         for target, text in (("words", "row numbers of tables"), ("labels", "labels"), ("membership", "who took part")):
-            most = max((each.recovered if target != "words" else each.similarity for each in self.results if each.target == target), default=0.0)
+            most = max(
+                (
+                    each.recovered if target != "words" else each.similarity
+                    for each in self.results
+                    if each.target == target
+                ),
+                default=0.0,
+            )
             if most >= 0.5:
                 notes.append(text)
         kinds = [each for each in self.results if each.target == "activations" and each.recovered >= 0.5]
         if kinds:
-            notes.append(f"activations of {kinds[0].layer}" + (f" and {len(kinds) - 1} further layers" if kinds[1:] else ""))
+            notes.append(
+                f"activations of {kinds[0].layer}" + (f" and {len(kinds) - 1} further layers" if kinds[1:] else "")
+            )
         return f"Also visible: {', '.join(notes)}." if notes else ""
 
     def _advice(self) -> str:
@@ -203,7 +212,11 @@ class Report:
         return "\n".join([title, *text, *self._notes(), *textwrap.wrap(self.verdict, _WIDTH)])
 
     def _notes(self) -> list[str]:
-        notes = [f"{each.attack}{f' on {each.layer}' if each.layer else ''}: {each.note}" for each in self.results if each.note]
+        notes = [
+            f"{each.attack}{f' on {each.layer}' if each.layer else ''}: {each.note}"
+            for each in self.results
+            if each.note
+        ]
         grouped: dict[tuple[str, str], int] = defaultdict(int)
         for each in self.untried:
             grouped[each.attack, each.reason] += 1
@@ -231,7 +244,8 @@ class Report:
             "verdict": self.verdict,
             "remedy": None if self.remedy is None else str(self.remedy),
             "tried": [
-                {"options": str(each), "recovered": each.recovered, "bytes_sent": each.bytes_sent} for each in self.tried
+                {"options": str(each), "recovered": each.recovered, "bytes_sent": each.bytes_sent}
+                for each in self.tried
             ],
             "layers": [
                 {
@@ -319,7 +333,11 @@ class Report:
 
 
 def _who(report: Report) -> str:
-    return ("a hub that cannot read payloads" if report.sealed else "the hub") if report.observer == "hub" else "another site"
+    return (
+        ("a hub that cannot read payloads" if report.sealed else "the hub")
+        if report.observer == "hub"
+        else "another site"
+    )
 
 
 def _plain(value: Any) -> bool:
@@ -350,7 +368,9 @@ def _cells(layer: LayerReport, result: Result | None) -> tuple[str, ...]:
 
 def _result_dict(result: Result) -> dict[str, Any]:
     kept = ("attack", "target", "recovered", "similarity", "measure", "chance", "psnr", "ssim", "note", "seconds")
-    return {name: getattr(result, name) for name in kept} | {"scores": [round(each, 4) for each in result.scores.tolist()]}
+    return {name: getattr(result, name) for name in kept} | {
+        "scores": [round(each, 4) for each in result.scores.tolist()]
+    }
 
 
 def _pictures(figure_type: Any, data: Tensor, shown: Sequence[Result]) -> Any:

@@ -164,5 +164,7 @@ def judge_pictures(result: Result, data: Tensor) -> None:
         return
     window = min(11, min(data.shape[2:]) - 1) // 2 * 2 + 1
     window = window if window <= min(data.shape[2:]) else window - 2
-    value = structural_similarity_index_measure(found.float(), data.float(), data_range=max(high - low, 1e-12), kernel_size=window)
+    value = structural_similarity_index_measure(
+        found.float(), data.float(), data_range=max(high - low, 1e-12), kernel_size=window
+    )
     result.ssim = float(value)  # type: ignore[arg-type]

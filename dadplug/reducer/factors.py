@@ -258,6 +258,7 @@ class SiteFactorHandler(GatheredHandler):
         method.samples = min(1, self.context.samples())
         try:
             if factor.form.encoded:
+                method.check_rank(unit.name, unit.last_rows)
                 payload = method.encode(unit.name, factor, unit.bias is not None)
                 if method.traits.detects_nonfinite and not payload.left.is_cuda:
                     return payload

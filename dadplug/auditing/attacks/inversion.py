@@ -76,7 +76,10 @@ class Inversion(Attack):
         batch = seen.batch
         model = copy.deepcopy(batch.model)
         trained = {name: each for name, each in model.named_parameters() if name in seen.gradients}
-        targets = [seen.gradients[name].to_dense() if seen.gradients[name].is_sparse else seen.gradients[name] for name in trained]
+        targets = [
+            seen.gradients[name].to_dense() if seen.gradients[name].is_sparse else seen.gradients[name]
+            for name in trained
+        ]
         norm = math.sqrt(sum(float(each.square().sum()) for each in targets))
 
         def objective(data: Tensor) -> Tensor:
@@ -123,7 +126,9 @@ def search(
     start = torch.randn(like.shape, generator=generator, dtype=like.dtype).to(like.device)
     data = nn.Parameter((mean + spread * start).clamp(low, high))
     optimizer = torch.optim.Adam([data], lr=0.1 * spread)
-    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [int(_ITERATIONS * part) for part in (0.4, 0.65, 0.85)], 0.1)
+    schedule = torch.optim.lr_scheduler.MultiStepLR(
+        optimizer, [int(_ITERATIONS * part) for part in (0.4, 0.65, 0.85)], 0.1
+    )
     best, least, steps = data.detach().clone(), math.inf, 0
     for number in budget.rounds():
         if number >= _ITERATIONS:
@@ -146,7 +151,9 @@ def search(
 
 def variation(pictures: Tensor) -> Tensor:
     """Return the mean total variation of pictures of shape (samples, channels, height, width)."""
-    return (pictures[..., 1:] - pictures[..., :-1]).abs().mean() + (pictures[..., 1:, :] - pictures[..., :-1, :]).abs().mean()
+    return (pictures[..., 1:] - pictures[..., :-1]).abs().mean() + (
+        pictures[..., 1:, :] - pictures[..., :-1, :]
+    ).abs().mean()
 
 
 def _judged(name: str, seen: Observation, found: Tensor, note: str) -> Result:

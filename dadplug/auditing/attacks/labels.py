@@ -31,7 +31,9 @@ class Labels(Attack):
         if view.rows != len(seen.batch):
             return "the last linear layer has several rows a sample"
         classes = view.gradient().shape[0]
-        return "" if 1 < classes and int(targets.max()) < classes else "the last linear layer has no output for each class"
+        return (
+            "" if 1 < classes and int(targets.max()) < classes else "the last linear layer has no output for each class"
+        )
 
     def run(self, seen: Observation, view: LayerView | None, budget: Budget) -> Result:
         assert view is not None
@@ -51,7 +53,13 @@ class Labels(Attack):
         found = _whole(estimate.clamp_min(0), count)
         similarity = float(torch.minimum(own, found).sum()) / count
         return Result(
-            self.name, view.name, "labels", similarity, "label accuracy", chance, note="how many of each class, not whose"
+            self.name,
+            view.name,
+            "labels",
+            similarity,
+            "label accuracy",
+            chance,
+            note="how many of each class, not whose",
         )
 
 

@@ -41,7 +41,13 @@ def chance_of_rows(count: int, width: int) -> float:
 
 
 def row_result(
-    name: str, seen: Observation, view: LayerView, found: torch.Tensor, scores: torch.Tensor, chance: float, note: str = ""
+    name: str,
+    seen: Observation,
+    view: LayerView,
+    found: torch.Tensor,
+    scores: torch.Tensor,
+    chance: float,
+    note: str = "",
 ) -> Result:
     """Return the result of an attack that has recovered rows of a layer's input.
 

@@ -52,7 +52,9 @@ def why_not_mixed(view: LayerView) -> str:
         return "no layer whose gradient is a product of rows"
     if view.inputs is None and view.formed is None:
         return "nothing of it is sent"
-    shape = (view.deltas.shape[1], view.inputs.shape[1]) if view.inputs is not None and view.deltas is not None else None
+    shape = (
+        (view.deltas.shape[1], view.inputs.shape[1]) if view.inputs is not None and view.deltas is not None else None
+    )
     largest = max(shape or view.formed.shape)  # type: ignore[union-attr]
     return "" if largest <= _MOST else f"its matrix is larger than {_MOST}, and was left out"
 

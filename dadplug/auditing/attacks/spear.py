@@ -59,7 +59,9 @@ class Spear(Attack):
         truth = view.rows_of_truth()
         mixed = values[:, None] * v
         directions, exact = find_directions(u, budget, lambda found: _agreement(view, u, mixed, found) >= _AGREES)
-        note = "" if exact else f"{len(directions)} of {len(v)} directions found, which do not explain the layer's outputs"
+        note = (
+            "" if exact else f"{len(directions)} of {len(v)} directions found, which do not explain the layer's outputs"
+        )
         found = rows_of(view, u, mixed, directions) if len(directions) == len(v) else v[:0]
         best, scores = matched(found, truth)
         return row_result(self.name, seen, view, best, scores, chance_of_rows(len(v), truth.shape[1]), note)

@@ -68,7 +68,14 @@ class Tokens(Attack):
             notes.append(f"which of the {len(texts)} texts a token belongs to is left open")
         chance = min(1.0, len(texts) / size)
         return Result(
-            self.name, view.name, "data", float(scores.mean()), "token accuracy", chance, scores.float(), note="; ".join(notes)
+            self.name,
+            view.name,
+            "data",
+            float(scores.mean()),
+            "token accuracy",
+            chance,
+            scores.float(),
+            note="; ".join(notes),
         )
 
     def _correct(self, texts: Tensor, candidates: Tensor, distances: Tensor, view: LayerView) -> Tensor:
@@ -103,7 +110,10 @@ def _table(seen: Observation) -> LayerView | None:
     tables = [
         view
         for view in seen.layers
-        if view.module is not None and kind_of(view.module) == "table" and view.truth is not None and view.truth.shape == shape
+        if view.module is not None
+        and kind_of(view.module) == "table"
+        and view.truth is not None
+        and view.truth.shape == shape
     ]
     return max(tables, key=lambda view: int(view.module.weight.shape[0]), default=None)  # type: ignore[union-attr, index]
 

@@ -35,7 +35,9 @@ class Words(Attack):
         values = torch.tensor(scores) * precision
         chance = len(everything) / table
         note = f"{len(found)} of {table} rows of the table" if len(found) else "no rows can be told from others"
-        return Result(self.name, view.name, "words", float(values.mean()), "share of row numbers", chance, values, note=note)
+        return Result(
+            self.name, view.name, "words", float(values.mean()), "share of row numbers", chance, values, note=note
+        )
 
 
 def numbers_of(view: LayerView) -> Tensor:
