@@ -1,4 +1,4 @@
-"""Audits: what other sites and a hub can recover of a site's data, measured by attacks; see docs/guides/privacy-audit.md."""
+"""Audits: what other sites and a hub can recover of a site's data, measured by attacks on what it sends."""
 
 from .attacks import ATTACKS, Attack, Budget, Result, register_attack
 from .audit import audit

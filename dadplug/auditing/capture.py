@@ -1,8 +1,9 @@
-"""Capture of one step as other sites see it: the real exchange of a model, with twins in the place of the other sites."""
+"""Capture of one step as other sites see it: the real exchange of a model, with twins in place of the other sites."""
 
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -124,7 +125,8 @@ def _mapped(inputs: Any, change: Callable[[Any], Any]) -> Any:
 
 def kind_of(module: nn.Module) -> str:
     """Return ``"linear"``, ``"transposed"`` (a linear layer whose weight has the shape (in, out)), ``"table"`` or
-    ``"convolution"``; empty for a layer without factors."""
+    ``"convolution"``; empty for a layer without factors.
+    """
     family = family_of(module)
     if family is None:
         return ""
@@ -366,7 +368,7 @@ def _local_steps(batch: Batch, model: nn.Module, *, lr: float = 0.1, **options: 
     inputs = _Inputs(model)
     try:
         bounds = [len(batch) * number // steps for number in range(steps + 1)]
-        for start, end in zip(bounds, bounds[1:], strict=False):
+        for start, end in itertools.pairwise(bounds):
             optimizer.zero_grad()
             batch.part(slice(start, end)).loss(model).backward()
             local.step()

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..files import write_file
@@ -136,8 +135,8 @@ class Report:
         who = "The hub" if self.observer == "hub" else "Another site"
         if self.observer == "hub" and self.sealed:
             return (
-                "The hub sees sizes and times of messages alone, since sites encrypt for each other. The other sites see "
-                "all: repeat the audit with observer='site'."
+                "The hub sees sizes and times of messages alone, since sites encrypt for each other. The other sites "
+                "see all: repeat the audit with observer='site'."
             )
         best = self.best
         if self.recovered > 0 and best is not None:
@@ -147,8 +146,8 @@ class Report:
         if best is None:
             return "No attack on the data applies to this model and mode; that is no proof that none exists."
         return (
-            f"No attack that was tried has recovered a sample (best similarity {best.similarity:.2f}, by {best.attack}, "
-            f"with {RECOVERED} counted as recovered). That is no proof."
+            f"No attack that was tried has recovered a sample (best similarity {best.similarity:.2f}, by "
+            f"{best.attack}; {RECOVERED} counts as recovered). That is no proof."
         )
 
     def _further(self) -> str:
@@ -177,7 +176,8 @@ class Report:
         if self.remedy is None:
             if not self.tried:
                 return ""
-            return f"None of {len(self.tried)} settings that were tried stops these attacks: use differential privacy."
+            tried = ", ".join(str(each) for each in self.tried)
+            return f"None of the settings that were tried ({tried}) stops these attacks: use differential privacy."
         if self.remedy.options == {"sealed": True}:
             return "Cheapest remedy: sealed = true in the project file, so that the hub cannot read payloads."
         size = f"{self.remedy.bytes_sent:,} bytes a step, {self.bytes_sent:,} now"
@@ -222,8 +222,10 @@ class Report:
             grouped[each.attack, each.reason] += 1
         ran = {each.attack for each in self.results}
         for (attack, reason), count in grouped.items():
-            if attack not in ran or Untried(attack, "", reason).is_limit:
+            if Untried(attack, "", reason).is_limit:
                 notes.append(f"not tried: {attack}{f' ({count} layers)' if count > 1 else ''}: {reason}")
+        if other := sorted({attack for attack, _ in grouped} - ran):
+            notes.append(f"do not apply, or are not needed: {', '.join(other)}; report.untried has the reasons")
         return [*notes, *self.seen.remarks]
 
     def __str__(self) -> str:
@@ -324,7 +326,7 @@ class Report:
         if is_picture(data) and shown:
             figure = _pictures(Figure, data, shown)
         else:
-            figure = _bars(Figure, [result for result in self.results])
+            figure = _bars(Figure, list(self.results))
         figure.suptitle("\n".join(textwrap.wrap(self._finding(), 95)), fontsize=10)
         FigureCanvasAgg(figure)
         buffer = io.BytesIO()

@@ -21,6 +21,7 @@ from .base import Attack, Budget, Result, register_attack
 from .rows import chance_of_rows
 
 _ITERATIONS = 1000
+_FEW = 200
 _VARIATION = 1e-3
 _MOST_SAMPLES = 16
 
@@ -92,7 +93,8 @@ class Inversion(Attack):
             return 1 - product / (square.clamp_min(1e-30).sqrt() * max(norm, 1e-30))
 
         found, loss, steps = search(objective, batch.data, budget, signs=True)
-        return _judged(self.name, seen, found, f"{steps} iterations, objective {loss:.2f}; labels known")
+        few = ", too few to tell" if steps < _FEW else ""
+        return _judged(self.name, seen, found, f"{steps} iterations{few}, objective {loss:.2f}; labels known")
 
 
 def _visible(seen: Observation) -> LayerView | None:

@@ -1,4 +1,4 @@
-"""Labels from the last layer: with cross-entropy the gradient of the bias is the mean of p - y (iDLG, arXiv:2001.02610).
+"""Labels from the last layer, whose bias has the mean of p - y as gradient with cross-entropy (iDLG, arXiv:2001.02610).
 
 A delta of a sample is ``softmax - one-hot``: its only negative entry is the label. Where sums are seen, the number of
 samples of a class is estimated as ``b (1/C - g_c)``, with g the gradient of the bias, which is exact for a model whose
@@ -32,7 +32,7 @@ class Labels(Attack):
             return "the last linear layer has several rows a sample"
         classes = view.gradient().shape[0]
         return (
-            "" if 1 < classes and int(targets.max()) < classes else "the last linear layer has no output for each class"
+            "" if classes > 1 and int(targets.max()) < classes else "the last linear layer has no output for each class"
         )
 
     def run(self, seen: Observation, view: LayerView | None, budget: Budget) -> Result:

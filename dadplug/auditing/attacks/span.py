@@ -60,7 +60,7 @@ def why_not_mixed(view: LayerView) -> str:
 
 
 def singular(view: LayerView) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the singular values and vectors of what is seen of a gradient, U S V^T, of as many as the layer has rows."""
+    """Return U, S and V^T of what is seen of a gradient, for as many singular values as the layer has rows."""
     if view.inputs is not None and view.deltas is not None:
         left, right = view.deltas.double(), view.inputs.double()
         q, r = torch.linalg.qr(left.T)

@@ -86,7 +86,7 @@ def rows_of(view: LayerView, u: Tensor, mixed: Tensor, directions: Tensor) -> Te
 
 
 def _agreement(view: LayerView, u: Tensor, mixed: Tensor, directions: Tensor) -> float:
-    """Return the share of neurons and samples for which recovered inputs are active where recovered deltas are not 0."""
+    """Return the share of neurons whose activity by recovered inputs fits recovered deltas, of the worst sample."""
     weight = view.module.weight.detach().double()  # type: ignore[union-attr, operator]
     bias = getattr(view.module, "bias", None)
     found = rows_of(view, u, mixed, directions)

@@ -7,6 +7,8 @@ gradient shows. Where rows are sent as they are, each is compared with these vec
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,9 @@ from ..similarity import layer_input
 from .base import Attack, Budget, Result, register_attack
 from .span import basis_of, why_not_mixed
 from .words import numbers_of
+
+Distance = Callable[[Tensor], Tensor]
+"""Function from the vectors of tokens at all positions, (c, positions, width), to distances."""
 
 _NEAR = 0.1  # of the distance that a wrong token has on average
 _BLOCK = 64  # candidates at a time
@@ -135,7 +140,7 @@ def _candidates(seen: Observation) -> tuple[Tensor, int]:
     return (shown if len(shown) else torch.arange(size, device=seen.batch.data.device)), size
 
 
-def _in_span(view: LayerView):  # type: ignore[no-untyped-def]
+def _in_span(view: LayerView) -> Distance:
     """Return a function from vectors (c, positions, width) to their distance from the span, 1 for a wrong token."""
     basis = basis_of(view)
     usual = max(1e-6, 1 - basis.shape[1] / basis.shape[0]) ** 0.5
@@ -148,7 +153,7 @@ def _in_span(view: LayerView):  # type: ignore[no-untyped-def]
     return distance
 
 
-def _nearest(view: LayerView, shape: torch.Size):  # type: ignore[no-untyped-def]
+def _nearest(view: LayerView, shape: torch.Size) -> Distance:
     """Return a function from vectors (c, positions, width) to their distance from the row of each place."""
     assert view.inputs is not None
     rows = view.inputs.double().reshape(*shape, -1)

@@ -11,7 +11,7 @@ from .base import Attack, Budget, Result, register_attack
 
 @register_attack("words")
 class Words(Attack):
-    """Set of the row numbers of a batch, without their order: those sent, or the rows of a gradient that are not zero."""
+    """Set of the row numbers of a batch, without order: those sent, or the rows of a gradient that are not zero."""
 
     def applies(self, seen: Observation, view: LayerView | None) -> str:
         assert view is not None

@@ -81,8 +81,8 @@ class Policy:
         if sent > self.max_rank_share * rows:
             raise PolicyError(
                 f"the policy of this site's kit has max_rank_share = {self.max_rank_share:g}: of {rows} rows of the "
-                f"layer of {name!r}, {int(self.max_rank_share * rows)} may be sent, and {sent} would be. Lower rank=, or "
-                "take a larger batch; nothing of the layer has been sent"
+                f"layer of {name!r}, {int(self.max_rank_share * rows)} may be sent, and {sent} would be. Lower rank=, "
+                "or take a larger batch; nothing of the layer has been sent"
             )
 
     @classmethod
@@ -138,7 +138,7 @@ class Policy:
             f"share_inputs = {str(self.share_inputs).lower()}\n"
             "# encrypt_local: true encrypts messages to a hub in the same machine, too; by default they are not.\n"
             f"encrypt_local = {str(self.encrypt_local).lower()}\n"
-            "# max_rank_share: most rows that are sent of a layer, such as 0.25 of the rows of its input; 1 allows all.\n"
+            "# max_rank_share: most rows that are sent of a layer, such as 0.25 of those of its input; 1 allows all.\n"
             f"max_rank_share = {self.max_rank_share!r}\n"
             "# require_privacy: true refuses runs without differential privacy.\n"
             f"require_privacy = {str(self.require_privacy).lower()}\n"
