@@ -30,7 +30,7 @@ MODES = [
 @pytest.fixture
 def batch():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 24), nn.ReLU(), nn.Linear(24, 10))
+    model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 24), nn.ReLU(), nn.Linear(24, 10))
     return Batch(model, nn.CrossEntropyLoss(), torch.randn(8, 20), torch.randint(0, 10, (8,)))
 
 
@@ -45,9 +45,7 @@ def test_the_gradient_that_is_seen_is_that_of_the_site(batch, mode, options, tol
     own, seen = gradients(batch), capture(batch, mode, **options)
     assert seen.bytes_sent > 0
     assert set(seen.gradients) == set(own)
-    errors = [
-        float((view.gradient() - own[view.name]).norm() / own[view.name].norm()) for view in seen.layers
-    ]
+    errors = [float((view.gradient() - own[view.name]).norm() / own[view.name].norm()) for view in seen.layers]
     assert max(errors) <= tolerance
     if tolerance > 1e-4:
         assert max(errors) > 1e-5  # the formats of the network have taken their part
