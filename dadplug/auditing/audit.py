@@ -135,10 +135,10 @@ def run_attacks(
             if reason:
                 untried.append(Untried(attack.name, name, reason))
                 continue
-            bar.show(f"{attack.name} {name}")
-            begin = time.monotonic()
+            begin, own = time.monotonic(), budget.part(attack.share)
             try:
-                result = attack.run(seen, view, budget.part(attack.share))
+                with bar.span(bar.elapsed, own.left, f"{attack.name} {name}"):
+                    result = attack.run(seen, view, own)
             except (RuntimeError, ValueError, NotImplementedError) as error:
                 untried.append(Untried(attack.name, name, f"it failed: {type(error).__name__}: {error}"))
                 continue

@@ -240,11 +240,11 @@ class _Twins:
         self._transport.observe = function  # type: ignore[attr-defined]
 
 
-class _TwinReduction(_Twins, GradientReduction):  # type: ignore[misc]
+class _TwinReduction(_Twins, GradientReduction):
     """Gradient reduction between twins."""
 
 
-class _TwinSteps(_Twins, LocalSGD):  # type: ignore[misc]
+class _TwinSteps(_Twins, LocalSGD):
     """Local steps of twins."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -322,8 +322,8 @@ def _step(batch: Batch, model: nn.Module, mode: str, fused: bool, **options: Any
     payloads: dict[str, FactorPayload] = {}
 
     def observe(name: str, arrived: list[FactorPayload]) -> None:
-        own = arrived[0]
-        payloads[name] = FactorPayload(*(None if part is None else part.clone() for part in own))
+        left, right, bias = arrived[0]
+        payloads[name] = FactorPayload(left.clone(), right.clone(), None if bias is None else bias.clone())
 
     reduction.observe(observe)
     inputs = _Inputs(model)

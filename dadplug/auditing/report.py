@@ -193,10 +193,7 @@ class Report:
     def table(self) -> str:
         """Format the results as a table, with the verdict and what was not tried."""
         head = ("layer", "path", "class", "attack", "of", "recovered", "similarity", "chance", "PSNR", "SSIM")
-        lines = [head]
-        for layer in self.layers:
-            for result in layer.results or [None]:
-                lines.append(_cells(layer, result))
+        lines = [head, *self._lines()]
         widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
         text = [
             "  ".join(
@@ -210,6 +207,14 @@ class Report:
         count = len(self.seen.batch)
         title = f"mode {self.mode}{options}; {count} samples, {self.bytes_sent:,} bytes sent; seen by {_who(self)}"
         return "\n".join([title, *text, *self._notes(), *textwrap.wrap(self.verdict, _WIDTH)])
+
+    def _lines(self) -> list[tuple[str, ...]]:
+        """Return the cells of each result, and a line for all weights of a path and class without any."""
+        lines = [_cells(layer, result) for layer in self.layers for result in layer.results]
+        others: dict[tuple[str, str], int] = defaultdict(int)
+        for layer in self.layers:
+            others[layer.path, layer.exposure] += not layer.results
+        return lines + [(f"{count} further", *kind, *[""] * 7) for kind, count in others.items() if count]
 
     def _notes(self) -> list[str]:
         notes = [
@@ -293,11 +298,7 @@ class Report:
         head = "<th>" + "</th><th>".join(
             ("layer", "path", "class", "attack", "of", "recovered", "similarity", "chance", "PSNR", "SSIM")
         )
-        rows = [
-            "<tr><td>" + "</td><td>".join(map(html.escape, _cells(layer, result))) + "</td></tr>"
-            for layer in self.layers
-            for result in (layer.results or [None])
-        ]
+        rows = ["<tr><td>" + "</td><td>".join(map(html.escape, cells)) + "</td></tr>" for cells in self._lines()]
         notes = "".join(f"<li>{html.escape(note)}</li>" for note in self._notes())
         options = "".join(f", {name}={value!r}" for name, value in self.options.items())
         picture = base64.b64encode(self._drawn()).decode()
@@ -350,12 +351,9 @@ def _number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
 
 
-def _cells(layer: LayerReport, result: Result | None) -> tuple[str, ...]:
-    name = layer.name or "(all)"
-    if result is None:
-        return name, layer.path, layer.exposure, "", "", "", "", "", "", ""
+def _cells(layer: LayerReport, result: Result) -> tuple[str, ...]:
     return (
-        name,
+        layer.name or "(all)",
         layer.path,
         layer.exposure,
         result.attack,
@@ -382,7 +380,8 @@ def _pictures(figure_type: Any, data: Tensor, shown: Sequence[Result]) -> Any:
     rows: list[tuple[str, Tensor, Tensor | None]] = [("original", data, None)]
     for result in shown:
         assert result.pictures is not None
-        rows.append((f"{result.attack}\n{result.recovered:.0%} recovered", result.pictures, result.scores))
+        kind = "confirmed" if result.attack == "span" else "recovered"
+        rows.append((f"{result.attack}\n{result.recovered:.0%} {kind}", result.pictures, result.scores))
     figure = figure_type(figsize=(1.15 * count + 1.4, 1.3 * len(rows) + 0.7), layout="constrained")
     panels = figure.subplots(len(rows), count, squeeze=False)
     for line, (label, pictures, scores) in zip(panels, rows, strict=True):

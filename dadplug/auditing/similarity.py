@@ -69,10 +69,10 @@ class Places(NamedTuple):
     """Place of each number of the data in the rows of a layer's input.
 
     Attributes:
-        index: for each number of one sample's data, its place among the numbers of one sample's rows.
+        order: for each number of one sample's data, its place among the numbers of one sample's rows.
     """
 
-    index: Tensor
+    order: Tensor
 
     def data(self, rows: Tensor, shape: torch.Size) -> Tensor:
         """Return rows in the shape of the data.
@@ -81,7 +81,7 @@ class Places(NamedTuple):
             rows: the rows of all samples.
             shape: shape of the data.
         """
-        return rows.reshape(shape[0], -1)[:, self.index].reshape(shape)
+        return rows.reshape(shape[0], -1)[:, self.order].reshape(shape)
 
 
 def places(batch: Batch, view: LayerView) -> Places | None:

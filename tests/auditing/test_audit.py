@@ -216,3 +216,27 @@ def test_bad_batches_are_refused(digits):
         dadplug.audit(make(), "mean", images, labels)
     with pytest.raises(ValueError, match="no parameter"):
         dadplug.audit(make().requires_grad_(False), CRITERION, images, labels)
+
+
+def test_optimisation_searches_the_span_of_the_first_layer():
+    torch.manual_seed(0)
+    batch = torch.randn(3, 60), torch.randint(0, 10, (3,))
+    model = nn.Sequential(nn.Linear(60, 40), nn.Tanh(), nn.Linear(40, 10))
+    found = of(audit(batch, "dsgd", model, attacks=("inversion",), seconds=20.0), "inversion")
+    assert "within the span" in found.note
+    assert found.similarity > 0.9
+    assert (
+        "within the span" not in of(audit(batch, "topk", model, attacks=("inversion",), seconds=1.0), "inversion").note
+    )
+
+
+def test_pictures_that_a_convolution_sends():
+    torch.manual_seed(0)
+    batch = torch.rand(2, 1, 12, 12), torch.randint(0, 10, (2,))
+    model = nn.Sequential(nn.Conv2d(1, 64, 9), nn.ReLU(), nn.Flatten(), nn.Linear(1024, 10))
+    report = audit(batch, "dad", model, attacks=("rows",))
+    assert (report.layers[0].path, report.layers[0].exposure) == ("factors", "raw inputs")
+    rows = report.layers[0].results[0]
+    assert rows.recovered == report.recovered == 1.0
+    assert torch.allclose(rows.pictures, batch[0], atol=1e-5)
+    assert audit(batch, "dad", model, attacks=("rows",), share_inputs=False).recovered == 0.0

@@ -68,4 +68,5 @@ def separate(mixed: Tensor, budget: Budget, seed: int = 0) -> Tensor:
         before, weights = weights, left @ right
         if number + 1 >= _ITERATIONS or bool((1 - (weights * before).sum(1).abs() < 1e-9).all()):
             break
-    return weights @ whitening @ mixed
+    found: Tensor = weights @ whitening @ mixed
+    return found

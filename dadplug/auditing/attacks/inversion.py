@@ -1,8 +1,9 @@
 """Data by optimisation: inputs are searched whose messages are those that are seen.
 
 Inverting gradients (Geiping et al., arXiv:2003.14053) minimises ``1 - cos(g(x), g)``, for pictures plus their total
-variation, by Adam on signs of gradients. Where rows of a later layer are seen, as with ``share_inputs=False``, inputs
-are searched that have these activations, which is far easier.
+variation, by Adam on signs of gradients. Where the span of the first layer's rows is seen, the search is for the
+coefficients in it, which are few. Where rows of a later layer are seen, as with ``share_inputs=False``, inputs are
+searched that have these activations.
 """
 
 from __future__ import annotations
@@ -10,15 +11,17 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..capture import LayerView, Observation, kind_of
-from ..similarity import is_picture, judge_pictures, layer_input, matched
+from ..similarity import Places, is_picture, judge_pictures, layer_input, matched, places
 from .base import Attack, Budget, Result, register_attack
 from .rows import chance_of_rows
+from .span import basis_of, why_not_mixed
 
 _ITERATIONS = 1000
 _FEW = 200
@@ -92,9 +95,32 @@ class Inversion(Attack):
             square = sum((each.square().sum() for each, _ in pairs), torch.zeros(()))
             return 1 - product / (square.clamp_min(1e-30).sqrt() * max(norm, 1e-30))
 
-        found, loss, steps = search(objective, batch.data, budget, signs=True)
-        few = ", too few to tell" if steps < _FEW else ""
-        return _judged(self.name, seen, found, f"{steps} iterations{few}, objective {loss:.2f}; labels known")
+        expand, width = _in_span(seen) or (None, 0)
+        shape = batch.data.shape if expand is None else torch.Size((len(batch), width))
+        found, loss, steps = search(objective, batch.data, budget, signs=True, shape=shape, expand=expand)
+        notes = [
+            f"{steps} iterations{', too few to tell' if steps < _FEW else ''}, objective {loss:.2g}",
+            "labels known",
+        ]
+        if expand is not None:
+            notes.append("within the span of the first layer")
+        return _judged(self.name, seen, found, "; ".join(notes))
+
+
+def _in_span(seen: Observation) -> tuple[Callable[[Tensor], Tensor], int] | None:
+    """Return a function from coefficients in the span of a first layer's rows to data, and their number a sample."""
+    for view in seen.layers:
+        if not view.fed_by_data or why_not_mixed(view) or view.rows != len(seen.batch):
+            continue
+        basis, known = basis_of(view), places(seen.batch, view)
+        if known is not None and 0 < basis.shape[1] <= basis.shape[0] // 2:
+            scaled = basis.shape[0] ** 0.5 * basis.T.to(seen.batch.data)
+            return partial(_expanded, scaled, known, seen.batch.data.shape), len(scaled)
+    return None
+
+
+def _expanded(basis: Tensor, known: Places, shape: torch.Size, coefficients: Tensor) -> Tensor:
+    return known.data(coefficients @ basis, shape)
 
 
 def _visible(seen: Observation) -> LayerView | None:
@@ -108,7 +134,14 @@ def _visible(seen: Observation) -> LayerView | None:
 
 
 def search(
-    objective: Callable[[Tensor], Tensor], like: Tensor, budget: Budget, *, signs: bool, seed: int = 0
+    objective: Callable[[Tensor], Tensor],
+    like: Tensor,
+    budget: Budget,
+    *,
+    signs: bool,
+    shape: torch.Size | None = None,
+    expand: Callable[[Tensor], Tensor] | None = None,
+    seed: int = 0,
 ) -> tuple[Tensor, float, int]:
     """Minimise a function of data, within the range of the originals, which an observer is assumed to know.
 
@@ -117,6 +150,8 @@ def search(
         like: the originals, for shape, range and statistics.
         budget: time limit.
         signs: whether Adam steps by the signs of gradients.
+        shape: shape of what is varied; that of the data where None.
+        expand: function from it to the data; None where these are varied themselves, within their range.
         seed: seed of the start.
 
     Returns:
@@ -125,26 +160,29 @@ def search(
     generator = torch.Generator().manual_seed(seed)
     mean, spread = float(like.mean()), float(like.std().nan_to_num(1.0)) or 1.0
     low, high = float(like.min()), float(like.max())
-    start = torch.randn(like.shape, generator=generator, dtype=like.dtype).to(like.device)
-    data = nn.Parameter((mean + spread * start).clamp(low, high))
-    optimizer = torch.optim.Adam([data], lr=0.1 * spread)
+    start = torch.randn(shape or like.shape, generator=generator, dtype=like.dtype).to(like.device)
+    if expand is not None:
+        mean, low, high = 0.0, -math.inf, math.inf
+    varied = nn.Parameter((mean + spread * start).clamp(low, high))
+    optimizer = torch.optim.Adam([varied], lr=0.1 * spread)
     schedule = torch.optim.lr_scheduler.MultiStepLR(
         optimizer, [int(_ITERATIONS * part) for part in (0.4, 0.65, 0.85)], 0.1
     )
-    best, least, steps = data.detach().clone(), math.inf, 0
+    best, least, steps = like, math.inf, 0
     for number in budget.rounds():
         if number >= _ITERATIONS:
             break
+        data = varied if expand is None else expand(varied)
         value = objective(data)
         if float(value.detach()) < least:
             least, best = float(value.detach()), data.detach().clone()
         total = value + _VARIATION * variation(data) / spread if signs and is_picture(like) else value
-        (gradient,) = torch.autograd.grad(total, data)
-        data.grad = gradient.sign() if signs else gradient
+        (gradient,) = torch.autograd.grad(total, varied)
+        varied.grad = gradient.sign() if signs else gradient
         optimizer.step()
         schedule.step()
         with torch.no_grad():
-            data.clamp_(low, high)
+            varied.clamp_(low, high)
         steps = number + 1
         if least < 1e-10:
             break

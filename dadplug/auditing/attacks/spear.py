@@ -78,11 +78,12 @@ def rows_of(view: LayerView, u: Tensor, mixed: Tensor, directions: Tensor) -> Te
     """
     if not len(directions):
         return mixed
-    found = torch.linalg.lstsq(directions.T, mixed).solution
+    found: Tensor = torch.linalg.lstsq(directions.T, mixed).solution
     if view.bias is None:
         return found
     scale = torch.linalg.lstsq(u @ directions.T, view.bias.double()[:, None]).solution[:, 0]
-    return found / torch.where(scale.abs() < 1e-12, torch.ones_like(scale), scale)[:, None]
+    scaled: Tensor = found / torch.where(scale.abs() < 1e-12, torch.ones_like(scale), scale)[:, None]
+    return scaled
 
 
 def _agreement(view: LayerView, u: Tensor, mixed: Tensor, directions: Tensor) -> float:

@@ -98,7 +98,8 @@ class Tokens(Attack):
         order = distances.argsort(0)[: len(texts)]  # as many as there are texts, at most
         near = distances.gather(0, order) < _NEAR
         found = torch.where(near, candidates[order], torch.full_like(order, -1))
-        return (found[:, None, :] == texts[None]).any(0)
+        correct: Tensor = (found[:, None, :] == texts[None]).any(0)
+        return correct
 
 
 def first_linear(seen: Observation) -> str:
