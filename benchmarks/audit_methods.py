@@ -221,17 +221,12 @@ def main() -> int:
         for number, (mode, options) in enumerate(chosen):
             if arguments.modes and mode not in arguments.modes.split(","):
                 continue
-            report = dadplug.audit(
-                task.model,
-                nn.CrossEntropyLoss(),
-                task.inputs,
-                task.targets,
-                mode,
-                seconds=arguments.seconds,
-                remedies=False,
-                seed=arguments.seed,
-                **options,
-            )
+            how = {"seconds": arguments.seconds, "remedies": False, "seed": arguments.seed} | options
+            try:
+                report = dadplug.audit(task.model, nn.CrossEntropyLoss(), task.inputs, task.targets, mode, **how)
+            except ValueError as error:  # edad needs chains of layers
+                print(f"| {named(mode, options)} | does not apply | {str(error).partition(':')[0]} |", flush=True)
+                continue
             figures = line(report)
             found.append({"data": name, "setting": named(mode, options), **figures})
             print(

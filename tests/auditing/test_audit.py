@@ -225,9 +225,6 @@ def test_optimisation_searches_the_span_of_the_first_layer():
     found = of(audit(batch, "dsgd", model, attacks=("inversion",), seconds=20.0), "inversion")
     assert "within the span" in found.note
     assert found.similarity > 0.9
-    assert (
-        "within the span" not in of(audit(batch, "topk", model, attacks=("inversion",), seconds=1.0), "inversion").note
-    )
 
 
 def test_pictures_that_a_convolution_sends():

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..capture import LayerView, Observation, kind_of
 from ..similarity import layer_input
 from .base import Attack, Budget, Result, register_attack
-from .span import basis_of, why_not_mixed
+from .span import why_not_mixed
 from .words import numbers_of
 
 Distance = Callable[[Tensor], Tensor]
@@ -23,6 +23,7 @@ Distance = Callable[[Tensor], Tensor]
 
 _NEAR = 0.1  # of the distance that a wrong token has on average
 _BLOCK = 64  # candidates at a time
+_TOLERANCE = 1e-6  # singular values up to this share of the largest are rounding
 
 
 @register_attack("tokens")
@@ -48,7 +49,7 @@ class Tokens(Attack):
         assert view is not None
         texts, counts = seen.batch.data, seen.batch.data != -1
         candidates, size = _candidates(seen)
-        compare = _nearest(view, texts.shape) if view.sends_rows else _in_span(view)
+        compare = _nearest(view, texts.shape) if view.sends_rows else _in_span(_common_basis(seen, view))
         distances = []
         tried = 0
         for number in budget.rounds():
@@ -64,13 +65,16 @@ class Tokens(Attack):
             tried += len(block)
         if not distances:
             return Result(self.name, view.name, "data", 0.0, "token accuracy", 1 / size, torch.zeros(len(texts)))
-        correct = self._correct(texts, candidates[:tried], torch.cat(distances), view)
+        found = torch.cat(distances)
+        correct = self._correct(texts, candidates[:tried], found, view)
         ignored = padding_of(seen)
         counts = counts if ignored is None else texts != ignored
         scores = (correct & counts).sum(1) / counts.sum(1).clamp_min(1)
         notes = [] if tried == len(candidates) else [f"{tried} of {len(candidates)} tokens tried"]
         if not view.sends_rows and len(texts) > 1:
             notes.append(f"which of the {len(texts)} texts a token belongs to is left open")
+        if not view.sends_rows and float((found < _NEAR).sum(0).float().mean()) > len(texts):
+            notes.append("more tokens than texts lie in the span at a position, and the nearest were taken")
         chance = min(1.0, len(texts) / size)
         return Result(
             self.name,
@@ -141,9 +145,27 @@ def _candidates(seen: Observation) -> tuple[Tensor, int]:
     return (shown if len(shown) else torch.arange(size, device=seen.batch.data.device)), size
 
 
-def _in_span(view: LayerView) -> Distance:
-    """Return a function from vectors (c, positions, width) to their distance from the span, 1 for a wrong token."""
-    basis = basis_of(view)
+def _common_basis(seen: Observation, view: LayerView) -> Tensor:
+    """Return a basis of the span of a layer's input by all layers that have the same, such as query, key and value."""
+    same = [each for each in seen.layers if each.is_linear and each.truth is not None and not why_not_mixed(each)]
+    same = [each for each in same if each.truth is view.truth or _equal(each.truth, view.truth)]
+    gradients = [each.gradient().double() for each in same]
+    stacked = torch.cat([each / each.norm().clamp_min(1e-300) for each in gradients])
+    _, values, vectors = torch.linalg.svd(stacked, full_matrices=False)
+    rank = int((values > _TOLERANCE * values[0].clamp_min(1e-300)).sum())
+    return vectors[: min(rank, view.rows)].T
+
+
+def _equal(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is not None and other is not None and torch.equal(one, other)
+
+
+def _in_span(basis: Tensor) -> Distance:
+    """Return a function from vectors (c, positions, width) to their distance from a span, 1 for a wrong token.
+
+    Args:
+        basis: orthonormal basis of shape (width, k).
+    """
     usual = max(1e-6, 1 - basis.shape[1] / basis.shape[0]) ** 0.5
 
     def distance(vectors: Tensor) -> Tensor:
