@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from ..local_steps import LocalOptions
 from ..options import Options
 from ..progress import Progress
-from .attacks import ATTACKS, RECOVERED, Attack, Budget, Result
+from .attacks import ATTACKS, Attack, Budget, Result
 from .capture import LOCAL, Batch, LayerView, Observation, capture, tensors_of
 from .remedies import Remedy, candidates
-from .report import Report, Untried
+from .report import Report, Untried, share_recovered
 
 OBSERVERS = ("site", "hub")
 _OTHERS = 4  # layers that are not fed by data on which an attack is tried
@@ -24,6 +24,7 @@ _REMEDY_SHARE = 0.35  # of the time
 _SOLVED = 0.99  # share of the samples from which no slow attack is needed
 
 
+# Long: most of it describes the arguments.
 def audit(
     model: nn.Module,
     criterion: Callable[[Any, Any], Tensor],
@@ -197,17 +198,6 @@ def _find_remedy(
             return tried[-1], tried
         longest, begin = max(longest, time.monotonic() - begin), time.monotonic()
     return None, tried
-
-
-def share_recovered(results: Sequence[Result]) -> float:
-    """Return the share of samples whose data some attack has recovered."""
-    scores = [result.scores for result in results if result.target == "data" and len(result.scores)]
-    if not scores:
-        return 0.0
-    found = scores[0].cpu() >= RECOVERED
-    for each in scores[1:]:
-        found = found | (each.cpu() >= RECOVERED) if len(each) == len(found) else found
-    return float(found.float().mean())
 
 
 def _checked(observer: str, seconds: float, attacks: Sequence[str] | None) -> list[Attack]:

@@ -140,7 +140,7 @@ def kind_of(module: nn.Module) -> str:
 
 @dataclass(eq=False)
 class LayerView:
-    """What is seen of one weight, and what an attack on it is judged by.
+    """View of one weight by an observer, with the truth that attacks on it are judged by.
 
     Attributes:
         name: name of the weight.
@@ -177,6 +177,19 @@ class LayerView:
         return self.module is not None and kind_of(self.module) in ("linear", "transposed")
 
     @property
+    def is_table(self) -> bool:
+        """Whether the layer looks rows of a table up."""
+        return self.module is not None and kind_of(self.module) == "table"
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight, which an observer has, too."""
+        assert self.module is not None
+        weight = self.module.weight
+        assert isinstance(weight, Tensor)
+        return weight.detach()
+
+    @property
     def sends_rows(self) -> bool:
         """Whether the rows that are seen are those of the samples, and not mixtures of them."""
         return self.path in (GradientPath.FACTORS, GradientPath.ACTIVATIONS) and self.inputs is not None
@@ -202,7 +215,7 @@ class LayerView:
 
 @dataclass(frozen=True, eq=False)
 class Observation:
-    """What an observer has seen of one step.
+    """Messages of one step, as an observer has them.
 
     Attributes:
         batch: the batch, for judging, with the model that the observer has, too.
@@ -230,6 +243,7 @@ class _Twins:
 
     model: nn.Module
     traffic: Any
+    _transport: Transport
 
     def _open_transport(self, process_group: dist.ProcessGroup | None) -> Transport:
         device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
@@ -237,7 +251,7 @@ class _Twins:
 
     def observe(self, function: Callable[[str, list[FactorPayload]], None]) -> None:
         """Call a function with the rows of each unit that arrive from now on."""
-        self._transport.observe = function  # type: ignore[attr-defined]
+        self._transport.observe = function
 
 
 class _TwinReduction(_Twins, GradientReduction):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -62,9 +63,7 @@ def candidates(mode: str, options: Mapping[str, Any], rows: int) -> Iterator[Rem
 
 def _privacy(rows: int) -> Any:
     """Return a usual setting of differential privacy; None where that is not part of the package."""
-    import dadplug
-
-    make = getattr(dadplug, "DifferentialPrivacy", None)
+    make = getattr(importlib.import_module("dadplug"), "DifferentialPrivacy", None)
     if make is None:
         return None
     return make(noise_multiplier=1.0, max_grad_norm=1.0, sample_rate=0.01, expected_batch=rows)

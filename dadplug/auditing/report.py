@@ -98,8 +98,6 @@ class Report:
     @property
     def recovered(self) -> float:
         """Share of the batch's samples whose data at least one attack has recovered, from 0 to 1."""
-        from .audit import share_recovered
-
         return share_recovered(self.results)
 
     @property
@@ -128,7 +126,7 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """What the attacks have recovered, what stops them, and what was not tried."""
+        """Summary in words: the share that was recovered, a setting that stops the attacks, and the limits."""
         return " ".join(filter(None, [self._finding(), self._further(), self._advice(), self._limits()]))
 
     def _finding(self) -> str:
@@ -333,6 +331,17 @@ class Report:
         buffer = io.BytesIO()
         figure.savefig(buffer, dpi=120, format="png")
         return buffer.getvalue()
+
+
+def share_recovered(results: Sequence[Result]) -> float:
+    """Return the share of samples whose data some attack has recovered."""
+    scores = [result.scores for result in results if result.target == "data" and len(result.scores)]
+    if not scores:
+        return 0.0
+    found = scores[0].cpu() >= RECOVERED
+    for each in scores[1:]:
+        found = found | (each.cpu() >= RECOVERED) if len(each) == len(found) else found
+    return float(found.float().mean())
 
 
 def _who(report: Report) -> str:

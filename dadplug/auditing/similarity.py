@@ -167,4 +167,5 @@ def judge_pictures(result: Result, data: Tensor) -> None:
     value = structural_similarity_index_measure(
         found.float(), data.float(), data_range=max(high - low, 1e-12), kernel_size=window
     )
-    result.ssim = float(value)  # type: ignore[arg-type]
+    assert isinstance(value, Tensor)
+    result.ssim = float(value)

@@ -106,7 +106,12 @@ class Attack(ABC):
 
     @abstractmethod
     def applies(self, seen: Observation, view: LayerView | None) -> str:
-        """Return why the attack does not apply; empty where it does."""
+        """Return why the attack does not apply; empty where it does.
+
+        Args:
+            seen: what the observer has seen.
+            view: the layer; None for attacks on all layers together.
+        """
 
     @abstractmethod
     def run(self, seen: Observation, view: LayerView | None, budget: Budget) -> Result:

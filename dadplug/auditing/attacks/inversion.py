@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..capture import LayerView, Observation, kind_of
+from ..capture import LayerView, Observation
 from ..similarity import Places, is_picture, judge_pictures, layer_input, matched, places
 from .base import Attack, Budget, Result, register_attack
 from .rows import chance_of_rows
@@ -126,10 +126,10 @@ def _expanded(basis: Tensor, known: Places, shape: torch.Size, coefficients: Ten
 def _visible(seen: Observation) -> LayerView | None:
     """Return the first layer whose rows are sent, with a part of them for each sample."""
     for view in seen.layers:
-        if view.sends_rows and view.truth is not None and view.inputs is not None and view.truth.is_floating_point():
-            table = view.module is not None and kind_of(view.module) == "table"
-            if not table and not view.fed_by_data and view.inputs.numel() == view.truth.numel():
-                return view
+        if not view.sends_rows or view.is_table or view.fed_by_data or view.truth is None or view.inputs is None:
+            continue
+        if view.inputs.numel() == view.truth.numel():
+            return view
     return None
 
 

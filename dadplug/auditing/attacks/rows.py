@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..capture import LayerView, Observation, kind_of
+from ..capture import LayerView, Observation
 from ..similarity import by_sample, judge_pictures, matched, places
 from .base import Attack, Budget, Result, register_attack
 
@@ -17,7 +17,7 @@ class Rows(Attack):
 
     def applies(self, seen: Observation, view: LayerView | None) -> str:
         assert view is not None
-        if not view.sends_rows or view.truth is None or kind_of(view.module or torch.nn.Identity()) == "table":
+        if not view.sends_rows or view.truth is None or view.is_table:
             return "no rows of inputs are sent"
         return ""
 
@@ -66,7 +66,7 @@ def row_result(
     result = Result(name, view.name, target, float(samples.mean()), "correlation", chance, samples, note=note)
     if target == "data" and found.numel() and found.numel() % len(data) == 0:
         known = places(seen.batch, view)
-        if known is not None and found.numel() // len(data) == view.truth[0].numel():  # type: ignore[index]
+        if known is not None and view.truth is not None and found.numel() == view.truth.numel():
             result.pictures = known.data(found, data.shape)
             judge_pictures(result, data)
     return result

@@ -55,7 +55,7 @@ def why_not_mixed(view: LayerView) -> str:
     shape = (
         (view.deltas.shape[1], view.inputs.shape[1]) if view.inputs is not None and view.deltas is not None else None
     )
-    largest = max(shape or view.formed.shape)  # type: ignore[union-attr]
+    largest = max(shape or view.weight.shape)
     return "" if largest <= _MOST else f"its matrix is larger than {_MOST}, and was left out"
 
 

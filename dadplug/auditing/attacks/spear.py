@@ -88,7 +88,7 @@ def rows_of(view: LayerView, u: Tensor, mixed: Tensor, directions: Tensor) -> Te
 
 def _agreement(view: LayerView, u: Tensor, mixed: Tensor, directions: Tensor) -> float:
     """Return the share of neurons whose activity by recovered inputs fits recovered deltas, of the worst sample."""
-    weight = view.module.weight.detach().double()  # type: ignore[union-attr, operator]
+    weight = view.weight.double()
     bias = getattr(view.module, "bias", None)
     found = rows_of(view, u, mixed, directions)
     outputs = found @ (weight if view.transposed else weight.T)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..capture import LayerView, Observation, kind_of
+from ..capture import LayerView, Observation
 from ..similarity import layer_input
 from .base import Attack, Budget, Result, register_attack
 from .span import why_not_mixed
@@ -117,15 +117,8 @@ def first_linear(seen: Observation) -> str:
 
 def _table(seen: Observation) -> LayerView | None:
     shape = seen.batch.data.shape
-    tables = [
-        view
-        for view in seen.layers
-        if view.module is not None
-        and kind_of(view.module) == "table"
-        and view.truth is not None
-        and view.truth.shape == shape
-    ]
-    return max(tables, key=lambda view: int(view.module.weight.shape[0]), default=None)  # type: ignore[union-attr, index]
+    tables = [view for view in seen.layers if view.is_table and view.truth is not None and view.truth.shape == shape]
+    return max(tables, key=lambda view: len(view.weight), default=None)
 
 
 def padding_of(seen: Observation) -> int | None:
@@ -140,7 +133,7 @@ def _candidates(seen: Observation) -> tuple[Tensor, int]:
     if table is None:
         size = int(seen.batch.data.max()) + 1
         return torch.arange(size, device=seen.batch.data.device), size
-    size = int(table.module.weight.shape[0])  # type: ignore[union-attr, index]
+    size = len(table.weight)
     shown = numbers_of(table).to(seen.batch.data.device)
     return (shown if len(shown) else torch.arange(size, device=seen.batch.data.device)), size
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..capture import LayerView, Observation, kind_of
+from ..capture import LayerView, Observation
 from .base import Attack, Budget, Result, register_attack
 
 
@@ -15,7 +15,7 @@ class Words(Attack):
 
     def applies(self, seen: Observation, view: LayerView | None) -> str:
         assert view is not None
-        if view.module is None or kind_of(view.module) != "table" or view.truth is None:
+        if not view.is_table or view.truth is None:
             return "no table"
         same = len(view.truth) > 1 and bool((view.truth == view.truth[:1]).all())
         return "it looks up the same rows for all samples" if same else ""
@@ -23,7 +23,7 @@ class Words(Attack):
     def run(self, seen: Observation, view: LayerView | None, budget: Budget) -> Result:
         assert view is not None
         assert view.truth is not None
-        table = int(view.module.weight.shape[0])  # type: ignore[union-attr, index]
+        table = len(view.weight)
         found, ignored = numbers_of(view), getattr(view.module, "padding_idx", None)
         samples = view.truth.reshape(len(view.truth), -1)
         scores = []
