@@ -149,6 +149,11 @@ def settings(rows: int) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "localsgd", {"every": 1}
     yield "localsgd", {"every": 4}
     yield "localsgd", {"every": 4, "rank": 1, "wire": "int8"}
+    yield from private_settings(rows)
+
+
+def private_settings(rows: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield settings with differential privacy; none where the package has none."""
     for noise in (0.5, 1.0):
         for mode, options in (("dsgd", {}), ("rankdad", {"rank": 8})):
             if (privacy := private(noise, rows)) is not None:
@@ -204,7 +209,9 @@ def main() -> int:
     parser.add_argument("--photos", help="train.zip of the dogs-vs-cats challenge")
     parser.add_argument("--rows", type=int, help="samples of a batch")
     parser.add_argument("--modes", help="modes, separated by commas (default: all)")
-    parser.add_argument("--only", choices=["hospitals"], help="the recommended setting for two hospitals alone")
+    parser.add_argument(
+        "--only", choices=SELECTIONS, help="the recommended settings for two hospitals, or private ones"
+    )
     parser.add_argument("--seconds", type=float, default=30.0, help="time limit of an audit")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="file for all figures")
@@ -217,7 +224,7 @@ def main() -> int:
         print(f"\n{name}, {rows} samples\n")
         print("| mode | data recovered | similarity | best attack | PSNR | labels | words | membership | bytes |")
         print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
-        chosen = recommended(rows) if arguments.only else settings(rows)
+        chosen = SELECTIONS[arguments.only](rows) if arguments.only else settings(rows)
         for number, (mode, options) in enumerate(chosen):
             if arguments.modes and mode not in arguments.modes.split(","):
                 continue
@@ -251,6 +258,8 @@ def recommended(rows: int) -> Iterator[tuple[str, dict[str, Any]]]:
     if privacy is not None:
         yield "rankdad", {"rank": 8, "privacy": privacy}
 
+
+SELECTIONS = {"hospitals": recommended, "private": private_settings}
 
 if __name__ == "__main__":
     sys.exit(main())

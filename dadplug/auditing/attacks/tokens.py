@@ -146,7 +146,8 @@ def _common_basis(seen: Observation, view: LayerView) -> Tensor:
     stacked = torch.cat([each / each.norm().clamp_min(1e-300) for each in gradients])
     _, values, vectors = torch.linalg.svd(stacked, full_matrices=False)
     rank = int((values > _TOLERANCE * values[0].clamp_min(1e-300)).sum())
-    return vectors[: min(rank, view.rows)].T
+    basis: Tensor = vectors[: min(rank, view.rows)].T
+    return basis
 
 
 def _equal(one: Tensor | None, other: Tensor | None) -> bool:
@@ -164,7 +165,8 @@ def _in_span(basis: Tensor) -> Distance:
     def distance(vectors: Tensor) -> Tensor:
         norms = vectors.norm(dim=2).clamp_min(1e-30)
         inside = (vectors @ basis).norm(dim=2) / norms
-        return (1 - inside.square()).clamp_min(0).sqrt() / usual
+        found: Tensor = (1 - inside.square()).clamp_min(0).sqrt() / usual
+        return found
 
     return distance
 
