@@ -237,6 +237,13 @@ class Observation:
     remarks: tuple[str, ...] = ()
     again: Callable[[Batch], Observation] | None = None
 
+    @cached_property
+    def half(self) -> Observation | None:
+        """The same step with the first half of the batch, in which the other samples are strangers; None below 4."""
+        if self.again is None or len(self.batch) < 4:
+            return None
+        return self.again(self.batch.part(slice(0, len(self.batch) // 2)))
+
 
 class _Twins:
     """Mixin that puts twins in the place of the other sites."""

@@ -326,7 +326,8 @@ class Report:
             figure = _pictures(Figure, data, shown)
         else:
             figure = _bars(Figure, list(self.results))
-        figure.suptitle("\n".join(textwrap.wrap(self._finding(), 95)), fontsize=10)
+        characters = int(9 * figure.get_figwidth())
+        figure.suptitle("\n".join(textwrap.wrap(self._finding(), characters)), fontsize=10)
         FigureCanvasAgg(figure)
         buffer = io.BytesIO()
         figure.savefig(buffer, dpi=120, format="png")

@@ -237,3 +237,14 @@ def test_pictures_that_a_convolution_sends():
     assert rows.recovered == report.recovered == 1.0
     assert torch.allclose(rows.pictures, batch[0], atol=1e-5)
     assert audit(batch, "dad", model, attacks=("rows",), share_inputs=False).recovered == 0.0
+
+
+@pytest.mark.skipif(not hasattr(dadplug, "DifferentialPrivacy"), reason="this version has no differential privacy")
+@pytest.mark.parametrize(("mode", "rank"), [("rankdad", 8), ("rankdad", 20), ("dsgd", 8)])
+def test_private_gradients_are_at_chance(digits, mode, rank):
+    privacy = dadplug.DifferentialPrivacy(noise_multiplier=1.1, max_grad_norm=1.0, sample_rate=0.01, expected_batch=16)
+    report = audit(digits, mode, rank=rank, privacy=privacy, attacks=("rows", "span", "spear", "components"))
+    assert report.recovered == 0.0
+    assert of(report, "span").similarity < of(report, "span").chance + 0.3
+    assert {layer.exposure for layer in report.layers} == {"private"}
+    assert audit(digits, mode, rank=20).recovered == 1.0

@@ -27,16 +27,14 @@ class Membership(Attack):
     whole = True
 
     def applies(self, seen: Observation, view: LayerView | None) -> str:
-        if seen.again is None:
-            return "the step cannot be repeated"
-        if len(seen.batch) < 4:
+        if seen.again is None or len(seen.batch) < 4:
             return "fewer than 4 samples"
         return "" if _chosen(seen) else "no linear layer"
 
     def run(self, seen: Observation, view: LayerView | None, budget: Budget) -> Result:
-        assert seen.again is not None
-        half = len(seen.batch) // 2
-        other = seen.again(seen.batch.part(slice(0, half)))
+        other = seen.half
+        assert other is not None
+        half = len(other.batch)
         views = _chosen(other)
         pairs = _own_gradients(seen, [each.layer for each in views])
         scores = torch.zeros(len(seen.batch), dtype=torch.float64)

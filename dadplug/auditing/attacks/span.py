@@ -2,7 +2,8 @@
 
 ``G = D^T A ~ L^T R``: the rows of R, and the right singular vectors of G, are mixtures of the rows of A. With P the
 projection on their span, an observer who has a candidate x, such as the record of a patient, compares x with P x by
-least squares. A similarity of 1 confirms the candidate; the attacks that separate the mixtures start here.
+least squares. A similarity of 1 confirms the candidate, if strangers have less: these are the other half of the batch,
+in a step with its first half. The attacks that separate the mixtures start here.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from .rows import row_result
 
 _MOST = 4096  # rows and columns of a gradient whose singular vectors are computed
 _TOLERANCE = 1e-5
+_TELLING = 0.85  # similarity of strangers up to which the span tells samples apart
 
 
 @register_attack("span")
@@ -35,15 +37,33 @@ class Span(Attack):
         assert view is not None
         basis, truth = basis_of(view), view.rows_of_truth().double()
         width = truth.shape[1]
-        mean = centre(truth)
-        own = truth - mean
-        inside = own @ basis @ basis.T
-        scores = inside.norm(dim=1) / own.norm(dim=1).clamp_min(1e-30)
-        chance = (basis.shape[1] / width) ** 0.5
+        scores = _inside(truth - centre(truth), basis)
+        chance = _of_strangers(seen, view) or (basis.shape[1] / width) ** 0.5
         note = "a candidate is confirmed, not found"
-        if basis.shape[1] > width // 2:
-            scores, note = torch.zeros_like(scores), "the span is most of the space, and tells nothing"
-        return row_result(self.name, seen, view, truth @ basis @ basis.T, scores, chance, note)
+        if basis.shape[1] > width // 2 or chance > _TELLING:
+            scores, note = (
+                torch.zeros_like(scores),
+                f"it tells nothing: strangers have {chance:.2f}",
+            )
+        result = row_result(self.name, seen, view, truth @ basis @ basis.T, scores, chance, note)
+        if not scores.any():
+            result.pictures = result.psnr = result.ssim = None
+        return result
+
+
+def _inside(rows: Tensor, basis: Tensor) -> Tensor:
+    """Return the share of each row's length that lies in a span."""
+    return (rows @ basis).norm(dim=1) / rows.norm(dim=1).clamp_min(1e-30)
+
+
+def _of_strangers(seen: Observation, view: LayerView) -> float:
+    """Return the similarity of samples that had no part in a step with the span that it shows; 0 if not known."""
+    same = [] if seen.half is None else [each for each in seen.half.layers if each.name == view.name]
+    if not same or why_not_mixed(same[0]) or same[0].truth is None or view.truth is None:
+        return 0.0
+    count = len(same[0].rows_of_truth())
+    strangers = view.rows_of_truth().double()[count:]
+    return float(_inside(strangers - centre(strangers), basis_of(same[0])).mean()) if len(strangers) else 0.0
 
 
 def why_not_mixed(view: LayerView) -> str:

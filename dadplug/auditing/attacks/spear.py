@@ -64,7 +64,10 @@ class Spear(Attack):
         )
         found = rows_of(view, u, mixed, directions) if len(directions) == len(v) else v[:0]
         best, scores = matched(found, truth)
-        return row_result(self.name, seen, view, best, scores, chance_of_rows(len(v), truth.shape[1]), note)
+        result = row_result(self.name, seen, view, best, scores, chance_of_rows(len(v), truth.shape[1]), note)
+        if not len(found):
+            result.pictures = result.psnr = result.ssim = None
+        return result
 
 
 def rows_of(view: LayerView, u: Tensor, mixed: Tensor, directions: Tensor) -> Tensor:
