@@ -248,3 +248,16 @@ def test_private_gradients_are_at_chance(digits, mode, rank):
     assert of(report, "span").similarity < of(report, "span").chance + 0.3
     assert {layer.exposure for layer in report.layers} == {"private"}
     assert audit(digits, mode, rank=20).recovered == 1.0
+
+
+def test_a_span_that_holds_strangers_confirms_nothing():
+    torch.manual_seed(0)
+    batch = torch.randn(8, 3) @ torch.randn(3, 60), torch.randint(0, 10, (8,))
+    model = nn.Sequential(nn.Linear(60, 40), nn.Tanh(), nn.Linear(40, 10))
+    report = audit(batch, "dsgd", model, attacks=("span",))
+    assert report.recovered == 0.0
+    assert of(report, "span").chance > 0.99
+    assert "strangers" in of(report, "span").note
+    assert of(report, "span").pictures is None
+    other = torch.randn(8, 60), batch[1]
+    assert audit(other, "dsgd", model, attacks=("span",)).recovered == 1.0
