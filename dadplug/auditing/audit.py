@@ -37,7 +37,7 @@ def audit(
     fused: bool = False,
     attacks: Sequence[str] | None = None,
     remedies: bool = True,
-    seconds: float = 480.0,
+    seconds: float = 240.0,
     progress: bool | None = None,
     seed: int = 0,
     **options: Any,
@@ -78,6 +78,8 @@ def audit(
         >>> report.picture("audit.png")
     """
     chosen = _checked(observer, seconds, attacks)
+    if options.get("privacy") is None:
+        options.pop("privacy", None)
     _check_batch(model, criterion, inputs, targets)
     _check_options(mode, options)
     batch = Batch(copy.deepcopy(model), criterion, inputs, targets)

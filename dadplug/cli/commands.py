@@ -540,7 +540,7 @@ def compare(arguments: argparse.Namespace) -> int:
     argument(
         "--sealed", action="store_true", help="sites encrypt for each other, so that the hub cannot read payloads"
     ),
-    argument("--seconds", type=float, default=480.0, help="time limit, about (default: %(default)g)"),
+    argument("--seconds", type=float, default=240.0, help="time limit, about (default: %(default)g)"),
     argument("--picture", type=picture_file, metavar="FILE.png", help="draw originals beside reconstructions"),
     argument("--html", type=Path, metavar="FILE.html", help="write the report as one page"),
     argument("--json", type=Path, metavar="FILE.json", help="write the report as JSON"),

@@ -25,6 +25,7 @@ from .span import basis_of, why_not_mixed
 
 _ITERATIONS = 1000
 _FEW = 200
+_PATIENCE, _PROGRESS = 200, 0.02  # iterations in which the objective has to fall by a share
 _VARIATION = 1e-3
 _MOST_SAMPLES = 16
 
@@ -168,7 +169,7 @@ def search(
     schedule = torch.optim.lr_scheduler.MultiStepLR(
         optimizer, [int(_ITERATIONS * part) for part in (0.4, 0.65, 0.85)], 0.1
     )
-    best, least, steps = like, math.inf, 0
+    best, least, before, steps = like, math.inf, math.inf, 0
     for number in budget.rounds():
         if number >= _ITERATIONS:
             break
@@ -184,8 +185,10 @@ def search(
         with torch.no_grad():
             varied.clamp_(low, high)
         steps = number + 1
-        if least < 1e-10:
-            break
+        if number % _PATIENCE == _PATIENCE - 1:
+            if least < 1e-10 or least > (1 - _PROGRESS) * before:
+                break
+            before = least
     return best, least, steps
 
 
