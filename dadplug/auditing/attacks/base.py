@@ -102,7 +102,7 @@ class Attack(ABC):
     share: ClassVar[float] = 0.1
     """Share of the time left that one run may take."""
     slow: ClassVar[bool] = False
-    """Whether it is left out where remedies are tried."""
+    """Whether it is left out where remedies are tried, since it takes long, and `span` recovers as much or more."""
 
     @abstractmethod
     def applies(self, seen: Observation, view: LayerView | None) -> str:

@@ -24,6 +24,7 @@ class Components(Attack):
     """Samples from mixtures of them, by independent component analysis."""
 
     source = "arXiv:2209.05578"
+    slow = True
 
     def applies(self, seen: Observation, view: LayerView | None) -> str:
         assert view is not None

@@ -38,6 +38,7 @@ class Spear(Attack):
 
     source = "arXiv:2403.03945"
     share = 0.15
+    slow = True
 
     def applies(self, seen: Observation, view: LayerView | None) -> str:
         assert view is not None
