@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from .hub.site.runtime import connect
     from .local_steps import LocalSGD
     from .parameter_server import ParameterServer
+    from .privacy import DifferentialPrivacy, PoissonLoader
     from .reduction import GradientReduction
     from .runners import (
         AdaPMRunner,
@@ -54,6 +55,8 @@ if TYPE_CHECKING:
     from .tuning import tune
 
 _LAZY = {
+    "DifferentialPrivacy": "privacy",
+    "PoissonLoader": "privacy",
     "Accumulator": "adaptive",
     "AdaPMRunner": "runners",
     "AdaPMStrategy": "runners",

@@ -31,6 +31,7 @@ from .options import Options
 from .planning.merging import check_merge
 from .planning.plan import Plan
 from .planning.planner import Planner
+from .privacy.private_gradients import PrivateGradients
 from .reducer.reducer import AttachedGradients, StepRequest
 from .reducer.step_header import StepHeader
 from .signature import takes_keywords_of, whole_number
@@ -100,7 +101,10 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self._method = make_method(self.options)
         self._attached: AttachedGradients | None = None
         self.stopped = False
-        self._counter = SampleCounter(model, lambda: self._planner.before_forward(), self._drop_cleared)
+        self._counter = SampleCounter(model, lambda: self._planner.before_forward(), self._begin_backward)
+        self._private: PrivateGradients | None = None
+        if self.options.privacy is not None:
+            self._private = PrivateGradients(model, self.options.privacy, self._counter)
         self._norms: SyncedBatchNorms | None = None
         if self.options.sync_batchnorm:
             counter = self._counter if self.options.weighting == "samples" else None
@@ -118,7 +122,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self._has_warned = False  # of gradients that were changed before they were synchronized
         self._weights = Weights(model, self.options.compare_every)
         self._compares = True
-        self._first_batch = FirstBatch() if self.world_size > 1 and self._joined is None else None
+        compares_data = self.world_size > 1 and self._joined is None and self._private is None
+        self._first_batch = FirstBatch() if compares_data else None
         self._counter.first_batch = self._first_batch
         self._guard = register_optimizer_step_pre_hook(refuse_unsynchronised(self))
         self._remembers = False  # the loss scales of gradients
@@ -149,11 +154,17 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         with _as_written(unit.lead.device.type):
             if isinstance(unit, FactorUnit):
                 unit.prepare(self._counter.owned, exact=self._method.traits.exact)
-            self._planner.record_arrival(unit, self._syncing)
+            self._planner.record_arrival(unit, self._syncing and self._private is None)
         if isinstance(unit, FactorUnit):
             unit.show_arrival()
             unit.keep(self._counter.owned)
         self.on_arrival()
+
+    def _begin_backward(self) -> None:
+        """Prepare for a backward pass that has reached the outputs of the model."""
+        self._drop_cleared()
+        if self._private is not None:
+            self._private.begin_backward()
 
     def _drop_cleared(self) -> None:
         """Discard what has arrived for parameters whose gradients the program has cleared since."""
@@ -169,6 +180,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
     def _samples(self) -> int:
         """Return the samples that this site's gradients stand for so far in the step."""
         by_samples = self.options.weighting == "samples"
+        if self.options.privacy is not None:  # how many samples a batch has is private
+            return self.options.privacy.expected_batch if by_samples else 1
         return self._counter.of_step(self._pending, by_samples=by_samples, alone=self.world_size == 1)
 
     def _open_transport(self, process_group: dist.ProcessGroup | None) -> Transport:
@@ -192,6 +205,22 @@ class GradientReduction(FusedSteps, ReplicatedModel):
     def plan(self) -> Plan:
         """The path of every parameter and the bytes that it costs; final after the first step. Prints as a table."""
         return self._planner.plan.with_remarks(self.remarks)
+
+    def epsilon(self, delta: float) -> float:
+        """Return what all steps so far have cost the records of this site, by Opacus's PRV accountant.
+
+        It holds for each record of this site by itself: sites whose records are their own do not add up theirs.
+
+        Args:
+            delta: the delta, below one over the number of the site's records.
+
+        Raises:
+            ValueError: if it is not between 0 and 1, or the reduction has no `privacy`.
+            ImportError: if Opacus is not installed.
+        """
+        if self._private is None:
+            raise ValueError("epsilon() needs privacy=DifferentialPrivacy(...)")
+        return self._private.ledger.epsilon(delta)
 
     @property
     def quality(self) -> dict[str, Quality]:
@@ -256,6 +285,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         planner = self._planner
         self._drop_cleared()
         self._warn_of_changes()
+        if self._private is not None:
+            self._private.privatise()
         planner.before_synchronization()
         if self._norms is not None:
             self._norms.end_micro_batches()
@@ -298,7 +329,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
 
     def _warn_of_changes(self) -> None:
         """Warn, once, if the program has changed gradients in place between backward and `synchronize`."""
-        if self.world_size == 1 or self._has_warned:
+        if self.world_size == 1 or self._has_warned or self._private is not None:
             return
         name = next((unit.name for unit in self._planner.units if unit.changed), None)
         if name is not None:
@@ -364,6 +395,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
 
         Reading it at one site or more turns the estimates on at all of them, from the next step on.
         """
+        if self._private is not None:
+            raise RuntimeError("privacy: estimates of the gradient's noise show more than private gradients do")
         noise = self._make_noise()
         noise.turn_on()
         return noise
@@ -508,7 +541,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         """
         own = {"step": self._step, "mode": self.options.mode, "method": self._method.state_dict()}
         noise = {} if self._noise is None else {"noise": self._noise.state_dict()}
-        return own | self._planner.state_dict() | noise
+        private = {} if self._private is None else {"privacy": self._private.ledger.state_dict()}
+        return own | self._planner.state_dict() | noise | private
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned.
@@ -528,6 +562,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self._planner.load_state_dict(state)
         if state.get("noise") is not None:
             self._make_noise().load_state_dict(state["noise"])
+        if self._private is not None and "privacy" in state:
+            self._private.ledger.load_state_dict(state["privacy"])
 
     def load_states(self, states: Sequence[dict[str, Any] | None]) -> None:
         """Restore this site's state from those of all sites, as a checkpoint contains them.
@@ -546,9 +582,9 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         if own is not None:
             self.load_state_dict(own)
         elif other is not None:
-            self.load_state_dict(
-                other | {"method": self._method.state_dict(), "rounding": ErrorFeedback(True).state_dict()}
-            )
+            empty = {"method": self._method.state_dict(), "rounding": ErrorFeedback(True).state_dict()}
+            self.load_state_dict({name: value for name, value in other.items() if name != "privacy"} | empty)
+            self._count_earlier_steps(other["step"])
         self._method.load_from_all([each["method"] for each in states if each is not None])
 
     def attach(self, gradients: AttachedGradients) -> None:
@@ -567,9 +603,15 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         """Go on from the state of another site."""
         if joined.noise is not None:
             self._make_noise().load_state_dict(joined.noise)
+        self._count_earlier_steps(joined.step - self._step)
         self._step = joined.step
         self._planner.adopt(joined.plan)
         self._join(joined)
+
+    def _count_earlier_steps(self, steps: int) -> None:
+        """Count steps in which this site may have taken part by an earlier process, whose ledger is lost."""
+        if self._private is not None and steps > 0:
+            self._private.ledger.spend(self._private.privacy, steps)
 
     def _rejoin(self) -> None:
         """Join again after this site was dropped: its gradients of this step are lost, and its compressor begins anew.
@@ -619,6 +661,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self._planner.release(discard=discard)
         self._pending = False
         self._counter.detach()
+        if self._private is not None:
+            self._private.detach()
         if self._norms is not None:
             self._norms.detach()
         if self._remembers:

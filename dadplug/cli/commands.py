@@ -11,11 +11,13 @@ import argparse
 import ast
 import importlib
 import importlib.util
+import json
 import os
 import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +27,29 @@ from ..registry import import_named
 from .arguments import Declaration, add_kit_argument, argument, group, place_of, plain_errors
 
 ERRORS = (KitError, SiteError, ImportError, OSError)  # errors that a user can fix: no traceback
-ENDS_SOON = 3  # exit status of `check`
+
+
+class Exit(IntEnum):
+    """Exit statuses of the commands."""
+
+    DONE = 0
+    FAILED = 1
+    """An error that the message explains, or a failed item of `check`."""
+    USAGE = 2
+    """Wrong arguments, or none."""
+    ENDS_SOON = 3
+    """A certificate ends within the days of ``check --fail-before``."""
 
 
 Run = Callable[[argparse.Namespace], int]
 """Function of the parsed arguments that returns the exit status."""
 
 
-PARSER = argparse.ArgumentParser(prog="python -m dadplug", description="Distributed training between sites.")
+PROGRAM = "dadplug" if Path(sys.argv[0]).stem == "dadplug" else "python -m dadplug"
+PARSER = argparse.ArgumentParser(prog=PROGRAM, description="Distributed training between sites.")
+PARSER.add_argument(
+    "--version", action="version", version=f"dadplug {sys.modules[__name__.partition('.')[0]].__version__}"
+)
 COMMANDS = PARSER.add_subparsers(required=True, metavar="COMMAND")
 
 
@@ -56,18 +73,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the command and its arguments; None for those of this process.
 
     Returns:
-        The exit status: 0, or 1 after an error of `ERRORS`, or 2 without a command.
+        An `Exit` status.
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
     if not given:
         PARSER.print_help(sys.stderr)
-        return 2
+        return Exit.USAGE
     parsed = PARSER.parse_args(given)
     try:
         status: int = parsed.run(parsed)
     except ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return Exit.FAILED
     return status
 
 
@@ -268,16 +285,16 @@ def revoke(arguments: argparse.Namespace) -> int:
         "--fail-before",
         type=_days,
         metavar="DAYS",
-        help=f"exit with status {ENDS_SOON} if a certificate ends within this time, such as 14d",
+        help=f"exit with status {Exit.ENDS_SOON:d} if a certificate ends within this time, such as 14d",
     ),
     argument("--timeout", type=float, default=5.0, help="seconds for each step (default: %(default)g)"),
 )
 def check(arguments: argparse.Namespace) -> int:
-    """Print the findings as they are made; return 1 if something has failed, `ENDS_SOON` if a certificate ends soon."""
+    """Print the findings as they are made; return an `Exit` status."""
     from ..hub.check import check_kit
     from ..hub.pki.project import split_address
 
-    address = None if arguments.address is None else split_address(arguments.address)
+    address = None if arguments.address is None else split_address(arguments.address, "--address")
     failed = 0
     ends: list[str] = []
     for finding in check_kit(arguments.kit, address, arguments.timeout):
@@ -290,7 +307,7 @@ def check(arguments: argparse.Namespace) -> int:
     print("failed" if failed else "ok: this site can take part")
     if ends:
         print(f"these end within {arguments.fail_before} days: {', '.join(ends)}")
-    return 1 if failed else ENDS_SOON if ends else 0
+    return Exit.FAILED if failed else Exit.ENDS_SOON if ends else Exit.DONE
 
 
 # Servers
@@ -305,7 +322,19 @@ def check(arguments: argparse.Namespace) -> int:
         help="address of this machine to listen at, such as 0.0.0.0:8470 (default: the address that sites connect to)",
     ),
     argument("--status", type=Path, metavar="FILE", help="file for the status, as JSON, twice a second"),
-    argument("--journal", type=Path, metavar="FILE", help="file to append to: who joins, leaves, is refused"),
+    argument("--journal", type=Path, metavar="FILE", help="file to append to: which sites join, leave, are refused"),
+    argument("--log-format", choices=("text", "json"), default="text", help="form of these lines (default: text)"),
+    argument(
+        "--log-level",
+        choices=("info", "warning", "error"),
+        default="info",
+        help="least level of these lines (default: info)",
+    ),
+    argument(
+        "--metrics",
+        metavar="HOST:PORT",
+        help="address to serve metrics for Prometheus at, such as 127.0.0.1:9464, with /metrics and /healthz",
+    ),
     argument(
         "--site-timeout",
         type=float,
@@ -338,54 +367,58 @@ def hub(arguments: argparse.Namespace) -> int:
     from ..hub.pki.kits import Kit
     from ..hub.pki.project import split_address
     from ..hub.server.hub import Hub
-    from ..hub.server.journal import Journal
-    from ..hub.server.status import Meter, StatusFile, Terminal, snapshot
+    from ..hub.server.status import Outputs
     from ..parameter_server.service import SequencerHost
 
-    terminal = Terminal()
-    file = open(arguments.journal, "a", buffering=1) if arguments.journal else None  # noqa: SIM115
+    if arguments.grace <= 0:
+        raise KitError(f"grace={arguments.grace}: it has to be positive")
+    if arguments.memory < 1:
+        raise KitError(f"memory={arguments.memory}: it has to be positive")
     kit = Kit.load(arguments.kit)
-
-    def write_line(line: str) -> None:
-        terminal.write_line(line)
-        if file is not None:
-            file.write(line + "\n")
-
-    def report(hub: Hub) -> None:
-        status = snapshot(hub, meter)
-        terminal.show(status)
-        if status_file is not None:
-            status_file.write(status)
-
-    meter, journal = Meter(), Journal(write_line)
-    status_file = StatusFile(arguments.status, journal.write) if arguments.status else None
+    listen = split_address(arguments.listen, "--listen") if arguments.listen else None
+    metrics = split_address(arguments.metrics, "--metrics") if arguments.metrics else None
+    outputs = Outputs(arguments.journal, arguments.status, metrics, arguments.log_format, arguments.log_level)
     try:
-        if arguments.grace <= 0:
-            raise ValueError(f"grace={arguments.grace}: it has to be positive")
-        if arguments.memory < 1:
-            raise ValueError(f"memory={arguments.memory}: it has to be positive")
-        listen = split_address(arguments.listen) if arguments.listen else None
         service = SequencerHost(list(kit.roster.sites), arguments.memory << 20)
         hub = Hub(
-            kit, arguments.site_timeout, listen=listen, journal=journal, grace=arguments.grace,
-            encrypt_local=arguments.encrypt_local, report=report, service=service,
+            kit, arguments.site_timeout, listen=listen, journal=outputs.journal, grace=arguments.grace,
+            encrypt_local=arguments.encrypt_local, report=outputs.report, service=service,
         )  # fmt: skip
+
+        def stop(number: int, frame: Any) -> None:
+            hub.stop(f"it has received {signal.Signals(number).name}")
+
+        before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            hub.run()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
     except KitError:
         raise
     except ValueError as error:
         raise KitError(str(error)) from error
-
-    def stop(number: int, frame: Any) -> None:
-        hub.stop(f"it has received {signal.Signals(number).name}")
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        hub.run()
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        if file is not None:
-            file.close()
+        outputs.close()
+    return 0
+
+
+@command(
+    "show the status of the hub, as a site",
+    argument("kit", type=Path, help="folder of the site's kit, such as kits/a"),
+    argument("--address", metavar="HOST:PORT", help="address of the hub (default: that of the kit)"),
+    argument("--json", action="store_true", help="print JSON in place of a table"),
+    argument("--timeout", type=float, default=5.0, help="seconds for each step (default: %(default)g)"),
+)
+def status(arguments: argparse.Namespace) -> int:
+    """Print the hub's status."""
+    from ..hub.check import ask_status
+    from ..hub.pki.project import split_address
+    from ..hub.server.status import table
+
+    address = None if arguments.address is None else split_address(arguments.address, "--address")
+    found = ask_status(arguments.kit, address, arguments.timeout)
+    print(json.dumps(found, indent=2) if arguments.json else "\n".join(table(found)))
     return 0
 
 

@@ -6,18 +6,20 @@ The frames are of the kind `PAYLOAD`, with the request as their tag:
 
 - `TIME`: answered with the hub's time, in nanoseconds since 1970 (8 bytes);
 - `UP`: bytes that the hub takes and forgets;
-- `DOWN`: 8 bytes with a number; answered with as many bytes, in frames of the same tag.
+- `DOWN`: 8 bytes with a number; answered with as many bytes, in frames of the same tag;
+- `STATUS`: answered with the hub's status as JSON, after 8 bytes with its size.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import secrets
 import socket
 import statistics
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import IntEnum
@@ -46,6 +48,7 @@ class Request(IntEnum):
     TIME = 0
     UP = 1
     DOWN = 2
+    STATUS = 3
 
 
 class CheckHandler:
@@ -60,12 +63,13 @@ class CheckHandler:
         self._slot, self._clock = slot, clock
         self._bytes_in = self._bytes_out = self._requests = 0
 
-    def handle(self, head: Head, body: bytes | memoryview) -> list[bytes]:
+    def handle(self, head: Head, body: bytes | memoryview, status: Mapping[str, Any] | None = None) -> list[bytes]:
         """Answer a frame.
 
         Args:
             head: its head.
             body: its body.
+            status: the hub's status.
 
         Returns:
             The frames of the answer.
@@ -81,13 +85,20 @@ class CheckHandler:
             return self._frames(head.tag, NUMBER.pack(self._clock()))
         if head.tag == Request.UP:
             return []
+        if head.tag == Request.STATUS:
+            content = json.dumps(status or {}).encode()
+            self._count_out(len(content))
+            return self._frames(head.tag, NUMBER.pack(len(content)) + content)
         if head.tag != Request.DOWN or len(body) != NUMBER.size:
             raise FrameError(f"an unknown request {head.tag} of {len(body)} bytes in a check")
         count = NUMBER.unpack(body)[0]
+        self._count_out(count)
+        return self._frames(head.tag, bytes(count))
+
+    def _count_out(self, count: int) -> None:
         self._bytes_out += count
         if self._bytes_out > MOST_BYTES:
             raise FrameError(f"a check that asks for more than {MOST_BYTES} bytes")
-        return self._frames(head.tag, bytes(count))
 
     def _frames(self, tag: int, content: bytes) -> list[bytes]:
         head = Head(Kind.PAYLOAD, self._slot, tag=tag)
@@ -224,12 +235,7 @@ def _way(kit: Kit, host: str, port: int, timeout: float) -> Iterator[Finding]:
         raise _FailedError("TLS", str(error), _advice(str(error), kit)) from error
     try:
         yield _encryption(secure)
-        try:
-            tls.read_verdict(kit, secure, host, port)
-            hello = Hello(VERSION, secrets.randbits(62), FRESH, "check")
-            introduce(secure, kit, hello, (host, port), timeout)
-        except (RefusedError, OSError, FrameError) as error:
-            raise _FailedError("hub", str(error), _advice(str(error), kit)) from error
+        _enter(kit, secure, host, port, timeout)
         yield Finding("hub", "ok", f"it accepts {kit.name}")
         try:
             yield from _measurements(_Line(kit.slot, secure))
@@ -240,6 +246,59 @@ def _way(kit: Kit, host: str, port: int, timeout: float) -> Iterator[Finding]:
 
 
 _LINK = "Repeat the check. If it fails again, a firewall or a proxy on the way may cut connections."
+
+
+def _enter(kit: Kit, secure: SecureSocket, host: str, port: int, timeout: float) -> None:
+    """Open the channel "check" on a connection.
+
+    Raises:
+        _FailedError: if the hub refuses it.
+    """
+    try:
+        tls.read_verdict(kit, secure, host, port)
+        hello = Hello(VERSION, secrets.randbits(62), FRESH, "check")
+        introduce(secure, kit, hello, (host, port), timeout)
+    except (RefusedError, OSError, FrameError) as error:
+        raise _FailedError("hub", str(error), _advice(str(error), kit)) from error
+
+
+def ask_status(folder: Path, address: tuple[str, int] | None = None, timeout: float = 5.0) -> dict[str, Any]:
+    """Ask the hub for its status, as a site.
+
+    Args:
+        folder: folder of the site's kit.
+        address: host and port of the hub; None for those of the kit.
+        timeout: seconds for each step.
+
+    Returns:
+        The status, see `server.status.for_sites`.
+
+    Raises:
+        KitError: if the kit cannot be used, or the hub cannot be reached; the message says what to do.
+    """
+    kit = Kit.load(folder)
+    if kit.is_hub:
+        raise KitError(f"{folder} is the kit of the hub: a site asks for the status, by its own kit")
+    kit.check_dates()
+    host, port = address or kit.roster.address()
+    try:
+        connection, _ = _connect(_resolve(host, port, timeout), timeout)
+        try:
+            secure = tls.encrypt(kit, connection, host, port)
+        except (RefusedError, OSError) as error:
+            raise _FailedError("TLS", str(error), _advice(str(error), kit)) from error
+        try:
+            _enter(kit, secure, host, port, timeout)
+            line = _Line(kit.slot, secure)
+            found = line.status()
+            line.close()
+        finally:
+            secure.close()
+    except _FailedError as error:
+        raise KitError(". ".join(filter(None, (error.finding.text, error.finding.advice)))) from error
+    except (OSError, FrameError, ValueError) as error:
+        raise KitError(f"the hub at {host}:{port} has not sent its status: {error}") from error
+    return found
 
 
 def _resolve(host: str, port: int, timeout: float) -> list[Any]:
@@ -332,11 +391,11 @@ class _Line:
             self._connection.sendall(packed + bytes(body))
 
     def answer(self, request: Request, nbytes: int) -> bytes:
-        """Receive the answer to a request.
+        """Receive frames of the answer to a request.
 
         Args:
             request: the request.
-            nbytes: size of the answer.
+            nbytes: bytes that are received at least, up to the end of a frame.
         """
         content = bytearray()
         while len(content) < nbytes:
@@ -355,6 +414,19 @@ class _Line:
         theirs = NUMBER.unpack(self.answer(Request.TIME, NUMBER.size))[0] / 1e9
         took = time.monotonic() - sent
         return took, theirs - begin - took / 2
+
+    def status(self) -> dict[str, Any]:
+        """Return the hub's status."""
+        self.request(Request.STATUS, b"?")
+        content = self.answer(Request.STATUS, NUMBER.size)
+        size = NUMBER.unpack(content[: NUMBER.size])[0]
+        if size > MOST_BYTES:
+            raise FrameError(f"a status of {size} bytes, more than {MOST_BYTES}")
+        content += self.answer(Request.STATUS, NUMBER.size + size - len(content))
+        found = json.loads(content[NUMBER.size :])
+        if not isinstance(found, dict):
+            raise FrameError("a status that is no table")
+        return found
 
     def upload(self, size: int) -> None:
         """Send bytes, and wait until they have arrived."""

@@ -372,7 +372,8 @@ class Planner:
         """Partition the parameters into units, and watch for their gradients."""
         check_allowed(self._options)
         compress_dense = self._options.dense == "lowrank"
-        found = partition_parameters(self._model, self._method, self._reasons.keys(), compress_dense)
+        private = self._options.privacy is not None
+        found = partition_parameters(self._model, self._method, self._reasons.keys(), compress_dense, private)
         self._capture, self.units, self._paths, self._notices = found
         self._order: list[Unit] = []  # in which gradients arrive
         self._earlier = dict(self._reasons)

@@ -296,15 +296,19 @@ class Project:
         return cls(roster, days, authority_days, own_keys, parsed)
 
 
-def split_address(address: str) -> tuple[str, int]:
+def split_address(address: str, name: str = "hub") -> tuple[str, int]:
     """Return host and port of HOST:PORT; an IPv6 address is in brackets.
+
+    Args:
+        address: the text.
+        name: what an error calls it.
 
     Raises:
         KitError: if it is not of this form.
     """
     found = re.fullmatch(r"(\[[^\[\]]+\]|[^:\[\]]+):(\d{1,5})", address)
     if not found or not 0 < int(found[2]) < 65536:
-        raise KitError(f"hub must be HOST:PORT, such as hub.example.org:8470 or [2001:db8::1]:8470, got {address!r}")
+        raise KitError(f"{name} must be HOST:PORT, such as hub.example.org:8470 or [2001:db8::1]:8470, got {address!r}")
     host = canonical(found[1].strip("[]"))
     _check_host(host)
     return host, int(found[2])

@@ -58,6 +58,7 @@ class Hub:
         relay: sessions of the sites, and the membership.
         acceptor: connections that do not belong to a session.
         kit_problems: why parts of the changed kit are not used.
+        begun: time of its construction, on the clock of `time.monotonic`.
 
     Raises:
         KitError: if the kit is not that of a hub, is not valid now, or the address cannot be listened at.
@@ -94,6 +95,7 @@ class Hub:
         self._pipe = WakePipe()
         self._selector.register(self._pipe, _READ)
         self.kit_problems: list[str] = []
+        self.begun = time.monotonic()
         self._masks: dict[Session, int] = {}  # of registered sessions
         self._again: set[Session] = set()  # sessions with bytes that have arrived
         self._stopped: str | None = None

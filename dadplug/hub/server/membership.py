@@ -139,6 +139,11 @@ class StepTimes:
         """Whether enough steps have been timed to know when one is late."""
         return len(self._durations) >= _MEDIAN_NEEDS
 
+    @property
+    def median(self) -> float | None:
+        """Median seconds of the last steps whose time counts; None before there is one."""
+        return statistics.median(self._durations) if self._durations else None
+
     def late_at(self, patience: float) -> float:
         """Return when members that have not ended the open step are late.
 
@@ -317,6 +322,11 @@ class Membership:
                 what = "not received its state" if joins else f"not ended step {self.open_step}"
                 self._drop(slot, f"alive, but has {what} for {self._rules.progress_timeout:g} s")
         return self._advance(now)
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Median seconds of the last steps; None before one has closed."""
+        return self._times.median
 
     # What follows
 

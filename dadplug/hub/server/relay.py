@@ -74,6 +74,7 @@ class Relay:
         sessions: sessions by channel and slot.
         run: the run that goes on, or starts next, of the first sites of the roster.
         crowded: whether some frames may not be read, since queues are full.
+        status: the hub's status as of its last report, which sites may ask for.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Relay:
         self.sessions: dict[tuple[str, int], Session] = {}
         self.run = Run(names, site_timeout, life, now, journal)
         self.crowded = False
+        self.status: dict[str, Any] = {}
         self._site_timeout, self._grace, self._streams = site_timeout, grace, streams
         # Messages to sites that have not opened the channel "parameters", by slot; None for those that have closed it.
         self._early: dict[int, SendQueue | None] = {}
@@ -378,7 +380,7 @@ class Relay:
         elif session.channel == "store":
             self._serve(session, bytes(body))
         elif session.channel == "check":
-            for answer in session.check.handle(head, body):
+            for answer in session.check.handle(head, body, self.status):
                 session.send(answer)
         elif head.kind is Kind.MESSAGE:
             self._pass_on(session, head, body)
