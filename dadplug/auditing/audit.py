@@ -239,8 +239,7 @@ def _check_options(mode: str, options: dict[str, Any]) -> None:
         if not isinstance(lr, (int, float)) or not lr > 0:
             raise ValueError(f"lr must be a positive number, got {lr!r}")
         return
-    known = set(Options.names())
-    Options.create(mode=mode, **{name: value for name, value in options.items() if name in known or name != "privacy"})
+    Options.create(mode=mode, **options)
 
 
 def _in_terminal() -> bool:

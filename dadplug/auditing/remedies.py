@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..privacy import DifferentialPrivacy
 from .capture import LOCAL
 
 _RANKS = (8, 4, 2, 1)
@@ -57,13 +57,6 @@ def candidates(mode: str, options: Mapping[str, Any], rows: int) -> Iterator[Rem
     for smaller in _RANKS:
         if mode not in ("rankdad", "powersgd") or smaller < present:
             yield Remedy({"mode": name, "rank": smaller} if name != mode else {"rank": smaller}, 1)
-    if mode != LOCAL and (privacy := _privacy(rows)) is not None:
+    if mode != LOCAL and options.get("privacy") is None:
+        privacy = DifferentialPrivacy(noise_multiplier=1.0, expected_batch=rows)
         yield Remedy({"mode": "rankdad", "rank": 8, "privacy": privacy}, 2)
-
-
-def _privacy(rows: int) -> Any:
-    """Return a usual setting of differential privacy; None where that is not part of the package."""
-    make = getattr(importlib.import_module("dadplug"), "DifferentialPrivacy", None)
-    if make is None:
-        return None
-    return make(noise_multiplier=1.0, max_grad_norm=1.0, sample_rate=0.01, expected_batch=rows)

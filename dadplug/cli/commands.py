@@ -587,6 +587,7 @@ def audit(arguments: argparse.Namespace) -> int:
     from torch.utils.data import default_collate
 
     from ..auditing import audit
+    from ..privacy import DifferentialPrivacy
 
     with plain_errors(ValueError, TypeError):
         model, _, criterion = import_named(arguments.build)()
@@ -597,7 +598,7 @@ def audit(arguments: argparse.Namespace) -> int:
         *inputs, targets = default_collate([dataset[index] for index in order.tolist()])
         options = dict(arguments.option)
         if arguments.noise_multiplier is not None:
-            options["privacy"] = importlib.import_module("dadplug").DifferentialPrivacy(
+            options["privacy"] = DifferentialPrivacy(
                 noise_multiplier=arguments.noise_multiplier,
                 max_grad_norm=arguments.max_grad_norm,
                 sample_rate=arguments.sample_rate,

@@ -209,7 +209,7 @@ class PayloadCosts:
         return handler_type(unit.path, self._transport).payload_bytes(unit, self._method, wire, self._transport)
 
     def _exposure(self, unit: Unit | None, path: str, shape: tuple[int, ...]) -> str:
-        private = getattr(self._options, "privacy", None) is not None
+        private = self._options.privacy is not None
         fed, count, sent = False, self._samples, None
         if isinstance(unit, FactorUnit):
             table = unit.form is not None and bool(unit.form.table_rows)

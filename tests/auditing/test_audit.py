@@ -239,7 +239,6 @@ def test_pictures_that_a_convolution_sends():
     assert audit(batch, "dad", model, attacks=("rows",), share_inputs=False).recovered == 0.0
 
 
-@pytest.mark.skipif(not hasattr(dadplug, "DifferentialPrivacy"), reason="this version has no differential privacy")
 @pytest.mark.parametrize(("mode", "rank"), [("rankdad", 8), ("rankdad", 20), ("dsgd", 8)])
 def test_private_gradients_are_at_chance(digits, mode, rank):
     privacy = dadplug.DifferentialPrivacy(noise_multiplier=1.1, max_grad_norm=1.0, sample_rate=0.01, expected_batch=16)
