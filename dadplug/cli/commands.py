@@ -8,6 +8,7 @@ made without torch.
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib
 import importlib.util
 import json
@@ -144,6 +145,17 @@ def picture_file(text: str) -> Path:
     if importlib.util.find_spec("matplotlib") is None:
         raise argparse.ArgumentTypeError("a picture needs matplotlib: pip install 'dadplug[examples]'")
     return path
+
+
+def _option(text: str) -> tuple[str, Any]:
+    """Return name and value of an option that is given as NAME=VALUE; a value that is no Python literal is a word."""
+    name, separator, value = text.partition("=")
+    if not separator or not name.isidentifier():
+        raise argparse.ArgumentTypeError(f"{text!r} is no option such as share_inputs=False")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
 
 
 def _days(text: str) -> int:
@@ -553,8 +565,7 @@ BETWEEN_SITES = group(
 )
 
 
-@command(
-    "train a model in several ways, and say which is fastest",
+TASK = (
     argument(
         "build",
         metavar="BUILD",
@@ -567,6 +578,24 @@ BETWEEN_SITES = group(
         "such as digits",
     ),
     argument("--data-dir", help="folder of the files of a data set that is given by its name"),
+)
+
+
+def _dataset(arguments: argparse.Namespace) -> Any:
+    """Return the data set of the arguments `TASK`."""
+    from ..data import DATASETS, load_dataset
+
+    if arguments.dataset in DATASETS:
+        return load_dataset(arguments.dataset, arguments.data_dir).train
+    if arguments.data_dir is not None:
+        raise ValueError(f"--data-dir is for a data set of {', '.join(DATASETS)}: leave it out")
+    dataset = import_named(arguments.dataset)
+    return dataset if hasattr(dataset, "__getitem__") else dataset()
+
+
+@command(
+    "train a model in several ways, and say which is fastest",
+    *TASK,
     argument("--seconds", type=float, default=60.0, help="training time of all runs (default: %(default)g)"),
     argument("--batch-size", type=int, default=32, help="samples a process (default: %(default)d)"),
     argument("--processes", type=int, help="processes of this machine (default: one a core, at most 4)"),
@@ -577,18 +606,10 @@ BETWEEN_SITES = group(
 def compare(arguments: argparse.Namespace) -> int:
     """Compare ways of training for a model and its data."""
     from ..comparison import compare
-    from ..data import DATASETS, load_dataset
 
     with plain_errors(ValueError, TypeError):
         build = import_named(arguments.build)
-        if arguments.dataset in DATASETS:
-            dataset: Any = load_dataset(arguments.dataset, arguments.data_dir).train
-        else:
-            if arguments.data_dir is not None:
-                raise ValueError(f"--data-dir is for a data set of {', '.join(DATASETS)}: leave it out")
-            dataset = import_named(arguments.dataset)
-            if not hasattr(dataset, "__getitem__"):
-                dataset = dataset()
+        dataset = _dataset(arguments)
         if arguments.kit or arguments.dist_url or "RANK" in os.environ:
             place_of(arguments).connect(timeout=60.0)
         result = compare(
@@ -604,6 +625,80 @@ def compare(arguments: argparse.Namespace) -> int:
         result.picture(arguments.picture)
         print(f"picture: {arguments.picture}")
     return 0 if result.finalists else 1
+
+
+@command(
+    "attack what a site would send, and say what is recovered of its data",
+    *TASK,
+    argument("--mode", default="rankdad", help="a mode, or localsgd (default: %(default)s)"),
+    argument(
+        "--option",
+        type=_option,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="option of the mode, such as rank=8, wire=int8, share_inputs=False or every=4; can be repeated",
+    ),
+    argument("--noise-multiplier", type=float, help="differential privacy with this noise"),
+    argument("--max-grad-norm", type=float, default=1.0, help="its clipping norm (default: %(default)g)"),
+    argument("--sample-rate", type=float, default=0.01, help="its sample rate (default: %(default)g)"),
+    argument("--batch-size", type=int, default=16, help="samples of the batch (default: %(default)d)"),
+    argument("--observer", default="site", help="who attacks: site or hub (default: %(default)s)"),
+    argument(
+        "--sealed", action="store_true", help="sites encrypt for each other, so that the hub cannot read payloads"
+    ),
+    argument("--seconds", type=float, default=240.0, help="time limit, about (default: %(default)g)"),
+    argument("--picture", type=picture_file, metavar="FILE.png", help="draw originals beside reconstructions"),
+    argument("--html", type=Path, metavar="FILE.html", help="write the report as one page"),
+    argument("--json", type=Path, metavar="FILE.json", help="write the report as JSON"),
+    argument(
+        "--fail-above", type=float, metavar="SHARE", help="exit with status 1 if more of the samples are recovered"
+    ),
+)
+def audit(arguments: argparse.Namespace) -> int:
+    """Audit what a site would send of a batch."""
+    import torch
+    from torch.utils.data import default_collate
+
+    from ..auditing import audit
+    from ..privacy import DifferentialPrivacy
+
+    with plain_errors(ValueError, TypeError):
+        model, _, criterion = import_named(arguments.build)()
+        dataset, count = _dataset(arguments), arguments.batch_size
+        if not 0 < count <= len(dataset):
+            raise ValueError(f"batch-size must lie in 1 to {len(dataset)}, the size of the data set, got {count}")
+        order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0))[:count]
+        *inputs, targets = default_collate([dataset[index] for index in order.tolist()])
+        options = dict(arguments.option)
+        if arguments.noise_multiplier is not None:
+            options["privacy"] = DifferentialPrivacy(
+                noise_multiplier=arguments.noise_multiplier,
+                max_grad_norm=arguments.max_grad_norm,
+                sample_rate=arguments.sample_rate,
+                expected_batch=count,
+            )
+        report = audit(
+            model,
+            criterion,
+            inputs[0] if len(inputs) == 1 else tuple(inputs),
+            targets,
+            arguments.mode,
+            observer=arguments.observer,
+            sealed=arguments.sealed,
+            seconds=arguments.seconds,
+            **options,
+        )
+    print(report)
+    for path, write in (
+        (arguments.picture, report.picture),
+        (arguments.html, report.html),
+        (arguments.json, report.json),
+    ):
+        if path:
+            write(path)
+            print(f"written: {path}")
+    return 1 if arguments.fail_above is not None and report.recovered > arguments.fail_above else 0
 
 
 @command(

@@ -158,6 +158,8 @@ class Transport(ABC):
     elastic = joins = listens = False
     more_follows = False
     absent: frozenset[int] = frozenset()
+    observe: Callable[[str, list[Any]], None] | None = None
+    """Called with the name of a unit and the rows of all senders as they were decoded, for audits; None for none."""
     donate: Callable[[], Any] | None = None
     """Returns what a site that joins in mid-training needs; called while this site waits for the end of a round that
     admits sites."""

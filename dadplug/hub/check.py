@@ -187,6 +187,9 @@ def _files(kit: Kit) -> Iterator[Finding]:
     modes = "all modes" if kit.policy.modes is None else "modes " + (", ".join(kit.policy.modes) or "none")
     inputs = "" if kit.policy.share_inputs else ", share_inputs=False"
     inputs += ", encrypt_local" if kit.policy.encrypt_local else ""
+    share = kit.policy.max_rank_share
+    inputs += f", at most {share:g} of a layer's rows" if share < 1 else ""
+    inputs += ", differential privacy" if kit.policy.require_privacy else ""
     place = kit.roster.hub_at
     where = f"site {place} runs the hub" if place else "a third party runs the hub"
     if kit.roster.sealed:
