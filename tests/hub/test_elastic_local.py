@@ -10,7 +10,7 @@ import pytest
 import support
 import torch
 from elastic_local import reference
-from elastic_runs import ENDED, Run
+from elastic_runs import ENDED, MortalHub, Run
 from running_hub import RunningHub, add_site, running_hub, until
 
 import dadplug
@@ -296,6 +296,24 @@ def test_a_site_that_is_new_in_the_roster_takes_part(tmp_path):
         every = check(run, "abc")
         assert "it has had no part in it so far" in run.processes["c"].read()[1]
     counts(run, "abc", every)
+
+
+def test_a_hub_that_is_killed_costs_nothing(tmp_path):
+    hub = MortalHub(tmp_path, "ab")
+    process = hub.start()
+    run = sites_of(tmp_path, hub, {"overlap": True}, counts=True, pause=0.02)
+    run.start("ab")
+    await_agreement(run, "a", 3)
+    process.kill()
+    process.wait(ENDED)
+    hub.start()
+    await_agreement(run, "b", max(agreements(run, "a")) + 3)
+    stop(run)
+    run.end("ab")
+    hub.process.kill()
+    every = check(run, "ab")
+    assert {tuple(line["present"]) for line in every.values()} == {(0, 1)}
+    counts(run, "ab", every)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
