@@ -100,7 +100,11 @@ class Run:
             for rank in range(len(self._names)):
                 self._start(rank)
             self._drive()
-        return judge([self._lines(name) for name in self._names], self._arguments)
+        outcome = judge([self._lines(name) for name in self._names], self._arguments)
+        for rank in range(len(self._names)):
+            if "joins again" in self._messages(rank):
+                outcome.faults.insert(0, f"site {rank} was dropped as silent: the machine is too busy for this run")
+        return outcome
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
         text = (self._folder / f"{name}.log").read_text()
