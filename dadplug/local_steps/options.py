@@ -150,11 +150,6 @@ class LocalOptions(OptionSet):
             "sync_batchnorm=True": self.sync_batchnorm,
             "density='auto'": self.density == AUTO,
         }
-        if self.density == AUTO:
-            raise ValueError(
-                "density='auto' needs all sites, which choose together how each layer is sent: give a number, such as "
-                "density=0.02, with min_sites"
-            )
         if self.delay is not None:
             raise ValueError(
                 f"delay={self.delay} does not go with min_sites, where a round is applied at the next agreement: "
