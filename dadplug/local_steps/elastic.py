@@ -98,8 +98,8 @@ class ElasticAgreement(Agreement):
         self._format = delta_format(self._options, self._transport)
         self._offered, self._planned, self._added = Contribution(), (), []
         self.contributions, self._last = dict(plan["contributions"]), dict(plan["last"])
-        self._present = set(range(self._transport.world_size)) - self._transport.absent
         rank = self._transport.rank
+        self._present = set(range(self._transport.world_size)) - self._transport.absent - {rank}
         last = self._last.get(rank)
         before = (
             "it has had no part in it so far"
@@ -320,7 +320,7 @@ class ElasticAgreement(Agreement):
             _log.info("%s takes part from agreement %d on", sites[rank], number)
         if not counted and transport.rank in self._present:
             _log.info("this site is late: its steps count in a later agreement than number %d", number)
-        self._present = here | ({transport.rank} if not counted else set())
+        self._present = here | (self._present & {transport.rank})
         spoilt = {rank: header for rank, header in headers.items() if header.nonfinite >= 0}
         for rank, header in spoilt.items():
             _log.warning(
