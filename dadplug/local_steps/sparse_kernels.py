@@ -124,6 +124,40 @@ def _get(payload: Any, position: int, bits: int) -> int:
 
 
 @njit(nogil=True)
+def _find_largest(whole: Any, block: int, count: int, guess: Any, values: Any, places: Any) -> Any:
+    """Write places and sizes of the largest entries of a block, the first of equal ones; return the least size.
+
+    Entries below a guess of that size are not looked at again, unless it was too large.
+    """
+    zero = whole.dtype.type(0)
+    found: Any = 0
+    while True:
+        found = 0
+        for i in range(block):
+            places[found] = i
+            found += np.int64(abs(whole[i]) >= guess)
+        if found >= count:
+            break
+        smaller = guess * whole.dtype.type(_SMALLER)
+        guess = smaller if found * 2 >= count and smaller < guess else zero  # a denormal number may not shrink
+    for i in range(found):
+        values[i] = abs(whole[places[i]])
+    threshold = kth_largest(values, found, count)
+    equal: Any = count
+    for i in range(found):
+        equal -= np.int64(abs(whole[places[i]]) > threshold)
+    kept = 0
+    for i in range(found):
+        size = abs(whole[places[i]])
+        if size > threshold or (size == threshold and equal > 0):
+            equal -= size == threshold
+            places[kept] = places[i]
+            values[kept] = size
+            kept += 1
+    return threshold
+
+
+@njit(nogil=True)
 def encode(
     delta: Any,
     memory: Any,
@@ -148,31 +182,7 @@ def encode(
             value = whole[i] * decay + changed[i]
             value = limit if value > limit else value
             whole[i] = -limit if value < -limit else value
-        found: Any = 0
-        while True:
-            found = 0
-            for i in range(block):
-                places[found] = i
-                found += np.int64(abs(whole[i]) >= guess)
-            if found >= count:
-                break
-            smaller = guess * delta.dtype.type(_SMALLER)
-            guess = smaller if found * 2 >= count and smaller < guess else zero  # a denormal number may not shrink
-        for i in range(found):
-            values[i] = abs(whole[places[i]])
-        threshold = kth_largest(values, found, count)
-        guess = threshold * delta.dtype.type(_GUESS)
-        equal: Any = count
-        for i in range(found):
-            equal -= np.int64(abs(whole[places[i]]) > threshold)
-        kept = 0
-        for i in range(found):
-            size = abs(whole[places[i]])
-            if size > threshold or (size == threshold and equal > 0):
-                equal -= size == threshold
-                places[kept] = places[i]
-                values[kept] = size
-                kept += 1
+        guess = _find_largest(whole, block, count, guess, values, places) * delta.dtype.type(_GUESS)
         small_code, large_code = _two_magnitudes(values, count, fixed)
         small, large = delta.dtype.type(magnitude(small_code)), delta.dtype.type(magnitude(large_code))
         middle = np.float64(small) * 0.5 + np.float64(large) * 0.5
