@@ -31,7 +31,7 @@ from .options import Options
 from .planning.merging import check_merge
 from .planning.plan import Plan
 from .planning.planner import Planner
-from .privacy.private_gradients import PrivateGradients
+from .private_gradients import PrivateGradients
 from .reducer.reducer import AttachedGradients, StepRequest
 from .reducer.step_header import StepHeader
 from .signature import takes_keywords_of, whole_number

@@ -74,7 +74,8 @@ class Rows(Contribution):
         form = factor.form
         deltas, activations = factor.deltas, factor.activations
         if form.table_rows:
-            return cls(factor, samples, activations.view(samples, 1, -1), deltas.view(samples, 1, -1, form.width))  # type: ignore[attr-defined]
+            width = deltas.shape[1]
+            return cls(factor, samples, activations.view(samples, 1, -1), deltas.view(samples, 1, -1, width))
         found = form.by_row(deltas, activations)
         assert found is not None
         left, right = (_by_sample(each, samples) for each in (found[::-1] if form.transposed else found))

@@ -17,15 +17,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..errors import PrivacyError
-from ..hooks import LINEAR, CapturedLayer, Factor, Form, LayerCapture, OwnHook, Recorder, capturable_layers
-from ..hooks.embedding import Embedding, TableForm, _embedding
-from ..logs import get_logger
-from ..model_sync.samples import SampleCounter
-from ..units.lazy_gradient import Placeholders, accumulated
-from .mechanism import DifferentialPrivacy, Ledger, NoiseSource
-from .normalisations import Arrived, NormalisationBySample, normalisation_of
-from .rows import Contribution, Formed, Rows, squared_norms
+from .errors import PrivacyError
+from .hooks import LINEAR, CapturedLayer, Factor, Form, LayerCapture, OwnHook, Recorder, capturable_layers
+from .hooks.embedding import Embedding, TableForm, _embedding
+from .logs import get_logger
+from .model_sync.samples import SampleCounter
+from .privacy.mechanism import DifferentialPrivacy, Ledger, NoiseSource
+from .privacy.normalisations import Arrived, NormalisationBySample, normalisation_of
+from .privacy.rows import Contribution, Formed, Rows, squared_norms
+from .units.lazy_gradient import Placeholders, accumulated
 
 _log = get_logger(__name__)
 _SYNCHRONIZED = "_dadplug_private"  # attribute of a gradient that is that of an earlier step
