@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..hooks import CapturedLayer, Factor, Form, LayerCapture, OwnHook, Recorder, capturable_layers
+from ..hooks import LINEAR, CapturedLayer, Factor, Form, LayerCapture, OwnHook, Recorder, capturable_layers
 from ..hooks.embedding import Embedding, TableForm, _embedding
-from ..hooks.linear import LINEAR
 from ..logs import get_logger
 from ..model_sync.samples import SampleCounter
 from ..units.base import add_gradient
