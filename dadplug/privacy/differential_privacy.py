@@ -23,7 +23,8 @@ class DifferentialPrivacy:
         max_grad_norm: largest norm of a sample's gradient over all parameters.
         sample_rate: probability with which each record is in a batch; `dadplug.PoissonLoader` draws such batches.
         expected_batch: expected number of samples in a step, ``sample_rate`` times the number of records: the divisor
-            of this site's sum and its weight in the mean over sites, whatever a batch really holds.
+            of this site's sum and its weight in the mean over sites, whatever a batch really holds. None is for
+            settings that are only asked for their epsilon.
         loss_reduction: whether the loss is the ``"mean"`` or the ``"sum"`` over the samples of a batch.
         secure: whether the noise comes from the operating system's cryptographic generator, which is slower.
 
@@ -40,14 +41,14 @@ class DifferentialPrivacy:
         noise_multiplier: float,
         max_grad_norm: float,
         sample_rate: float,
-        expected_batch: int,
+        expected_batch: int | None = None,
         loss_reduction: str = "mean",
         secure: bool = False,
     ) -> None:
         number("a number of at least 0", lambda value: 0 <= value < math.inf)("noise_multiplier", noise_multiplier)
         number("a positive number", lambda value: 0 < value < math.inf)("max_grad_norm", max_grad_norm)
         number("a number above 0 and up to 1", lambda value: 0 < value <= 1)("sample_rate", sample_rate)
-        whole_number(1)("expected_batch", expected_batch)
+        whole_number(1, "or None", lambda value: value is None)("expected_batch", expected_batch)
         check_choice("loss_reduction", loss_reduction, REDUCTIONS)
         if not isinstance(secure, bool):
             raise ValueError(f"secure must be True or False, got {secure!r}")
@@ -66,7 +67,7 @@ class DifferentialPrivacy:
         sample_rate: float,
         steps: int,
         max_grad_norm: float = 1.0,
-        expected_batch: int = 1,
+        expected_batch: int | None = None,
         loss_reduction: str = "mean",
         secure: bool = False,
     ) -> DifferentialPrivacy:
@@ -110,7 +111,7 @@ class DifferentialPrivacy:
             name, _, value = part.partition("=")
             check_choice("part of privacy", name.strip(), _FIELDS)
             values[name.strip()] = _value(value.strip())
-        missing = [name for name in _FIELDS[:4] if name not in values]
+        missing = [name for name in _FIELDS[:3] if name not in values]
         if missing:
             raise ValueError(f"privacy needs {', '.join(missing)}, got {text!r}")
         return cls(**values)

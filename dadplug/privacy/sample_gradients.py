@@ -63,7 +63,6 @@ class SampleGradients:
         left, right = blocks
         if _forms_samples(left, right) and not lookups:
             self._formed = left.transpose(2, 3) @ right
-            self._block_shape = self._formed.shape[1:]
             return _squares(self._formed)
         norms = _ghost_norms(left, right)
         if lookups:
@@ -77,7 +76,7 @@ class SampleGradients:
             weights: of shape (samples,).
             shape: shape of the parameter.
         """
-        if self._formed is not None and not (self._factors and self._factors[0].form.transposed):
+        if self._formed is not None:
             return (weights @ self._formed.flatten(1)).view(tuple(shape))
         scaled = [_scaled(factor, weights) for factor in self._factors]
         total: Tensor | None = None
