@@ -62,9 +62,7 @@ class PoissonLoader(DataLoader[Any]):
         >>> privacy = dadplug.DifferentialPrivacy(1.1, 1.0, 0.01, expected_batch=loader.expected_batch)
     """
 
-    def __init__(
-        self, dataset: Dataset[Any], sample_rate: float, *, steps: int | None = None, **options: Any
-    ) -> None:
+    def __init__(self, dataset: Dataset[Any], sample_rate: float, *, steps: int | None = None, **options: Any) -> None:
         number("a number above 0 and up to 1", lambda value: 0 < value <= 1)("sample_rate", sample_rate)
         whole_number(1, "or None", lambda value: value is None)("steps", steps)
         for name in ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"):

@@ -69,6 +69,20 @@ class SampleGradients:
             norms = norms + _table_norms(lookups, self.samples) + 2 * _cross(left, right, lookups, self.samples)
         return norms
 
+    def clear(self, samples: Tensor) -> None:
+        """Replace the gradients of some samples by zeros.
+
+        Args:
+            samples: whether to, of shape (samples,).
+        """
+        if self._formed is not None:
+            self._formed = self._formed.masked_fill(samples.view(-1, *[1] * (self._formed.dim() - 1)), 0)
+        for place, factor in enumerate(self._factors):
+            rows = _of_rows(factor, samples)[:, None]
+            table = factor.form.table_rows
+            activations = factor.activations if table else factor.activations.masked_fill(rows, 0)
+            self._factors[place] = Factor(activations, factor.deltas.masked_fill(rows, 0), factor.form)
+
     def weighted_sum(self, weights: Tensor, shape: Sequence[int]) -> Tensor:
         """Compute the sum of the samples' gradients times their weights.
 
@@ -77,7 +91,7 @@ class SampleGradients:
             shape: shape of the parameter.
         """
         if self._formed is not None:
-            return (weights @ self._formed.flatten(1)).view(tuple(shape))
+            return (weights.to(self._formed.dtype) @ self._formed.flatten(1)).view(tuple(shape))
         scaled = [_scaled(factor, weights) for factor in self._factors]
         total: Tensor | None = None
         for factor in stack_by_form(scaled):
@@ -168,7 +182,7 @@ def _cross(left: Tensor, right: Tensor, lookups: Sequence[Factor], samples: int)
 
 def _padded(factor: Factor, samples: int) -> tuple[Tensor, Tensor]:
     """Return row numbers of shape (samples, most lookups) and deltas of shape (samples, most lookups, width)."""
-    numbers, owners = factor.activations.long().unbind(1)
+    numbers, owners = factor.activations.unbind(1)
     order = torch.argsort(owners, stable=True)
     counts = torch.bincount(owners, minlength=samples)
     most, first = int(counts.max()) if len(owners) else 0, counts.cumsum(0) - counts
@@ -180,10 +194,14 @@ def _padded(factor: Factor, samples: int) -> tuple[Tensor, Tensor]:
     return padded, deltas
 
 
+def _of_rows(factor: Factor, values: Tensor) -> Tensor:
+    """Return for each row of a factor the value of its sample."""
+    if factor.form.table_rows:
+        return values[factor.activations[:, 1]]
+    return values if len(values) == factor.rows else values.repeat_interleave(factor.rows // len(values))
+
+
 def _scaled(factor: Factor, weights: Tensor) -> Factor:
     """Return factors with the deltas of each sample times its weight."""
-    if factor.form.table_rows:
-        of_rows = weights[factor.activations[:, 1].long()]
-    else:
-        of_rows = weights.repeat_interleave(factor.rows // max(1, len(weights)))
+    of_rows = _of_rows(factor, weights).to(factor.deltas.dtype)
     return Factor(factor.activations, factor.deltas * of_rows[:, None], factor.form)
