@@ -32,12 +32,11 @@ if TYPE_CHECKING:
     from .callbacks.trackers import Tracker, track
     from .comparison import compare
     from .ddp import DistributedDataParallel
-    from .errors import DadplugError, MismatchError, NonFiniteError, PrivacyError, ProcessFailedError, SiteError
+    from .errors import DadplugError, MismatchError, NonFiniteError, ProcessFailedError, SiteError
     from .hogwild import Hogwild
     from .hub.site.runtime import connect
     from .local_steps import LocalSGD
     from .parameter_server import ParameterServer
-    from .privacy import DifferentialPrivacy, PoissonLoader
     from .privacy import DifferentialPrivacy, PoissonLoader
     from .reduction import GradientReduction
     from .runners import (
@@ -65,7 +64,6 @@ _LAZY = {
     "AdaptiveDataLoader": "adaptive",
     "DADStrategy": "runners",
     "DadplugError": "errors",
-    "DifferentialPrivacy": "privacy",
     "DistributedDataParallel": "ddp",
     "DistributedRunner": "runners",
     "ElasticDataLoader": "adaptive",
@@ -82,8 +80,6 @@ _LAZY = {
     "ParameterServer": "parameter_server.server",
     "ParameterServerRunner": "runners",
     "ParameterServerStrategy": "runners",
-    "PoissonLoader": "privacy",
-    "PrivacyError": "errors",
     "ProcessFailedError": "errors",
     "SiteError": "errors",
     "Tracker": "callbacks.trackers",
@@ -118,7 +114,6 @@ __all__ = [
     "AdaptiveDataLoader",
     "DADStrategy",
     "DadplugError",
-    "DifferentialPrivacy",
     "DistributedDataParallel",
     "DistributedRunner",
     "ElasticDataLoader",
@@ -135,8 +130,6 @@ __all__ = [
     "ParameterServer",
     "ParameterServerRunner",
     "ParameterServerStrategy",
-    "PoissonLoader",
-    "PrivacyError",
     "ProcessFailedError",
     "SiteError",
     "Tracker",

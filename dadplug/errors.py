@@ -45,10 +45,6 @@ class DataError(DadplugError, RuntimeError):
     """A data set cannot be loaded: a file is missing, damaged or of another format; the message has the remedy."""
 
 
-class PrivacyError(DadplugError, ValueError):
-    """Something cannot be trained with differential privacy: a layer, an option, a way to call; the message has why."""
-
-
 # The hub and its kits.
 
 

@@ -13,7 +13,6 @@ from .exchange.transport import Requirements
 from .exchange.wire import FORMATS, wire_format
 from .methods import METHODS, method_names
 from .methods.base import GradientPath
-from .privacy.differential_privacy import DifferentialPrivacy, check_privacy
 from .privacy.mechanism import DifferentialPrivacy
 from .signature import OptionSet, check_choice, number, option, whole_number
 
@@ -143,13 +142,6 @@ class Options(OptionSet):
         "with late=skip: time after which a site is late, in median steps",
         number("a number above 1", lambda value: 1 < value < math.inf),
     )
-    privacy: DifferentialPrivacy | None = option(
-        None,
-        "differential privacy: clip each sample's gradient, and add noise before anything leaves the site; on a command "
-        "line noise_multiplier=1.1,max_grad_norm=1,sample_rate=0.01,expected_batch=64",
-        check_privacy,
-        kind=DifferentialPrivacy.parse,
-    )
     compare_every: int = option(100, "steps between comparisons of the sites' weights; 0: never", whole_number(0))
     may_differ: tuple[str, ...] = option(
         (),
@@ -176,8 +168,6 @@ class Options(OptionSet):
             object.__setattr__(self, "privacy", DifferentialPrivacy(**self.privacy))
         super().__post_init__()
         self._check_merge()
-        if self.privacy is not None:
-            check_options(self)
         if self.privacy is not None:
             self._follow_privacy()
         if self.budget is not None and (self.mode, self.rank, self.merge) != ("rankdad", AUTO, "all"):

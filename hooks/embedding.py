@@ -71,30 +71,17 @@ def _sum_by_number(numbers: Tensor, deltas: Tensor) -> tuple[Tensor, Tensor]:
     return unique, deltas.new_zeros(len(unique), deltas.shape[1]).index_add_(0, places, deltas)
 
 
-def _table_gradient(
-    ctx: Any, numbers: Tensor, deltas: Tensor, places: Tensor | None = None, outputs: int | None = None
-) -> Tensor | None:
+def _table_gradient(ctx: Any, numbers: Tensor, deltas: Tensor) -> Tensor | None:
     """Record the factors of lookups, or form the table's gradient, as the running backward pass needs them.
 
     Args:
         ctx: context of the layer's `torch.autograd.Function`, whose first input is the table.
         numbers: row numbers, of any shape.
         deltas: deltas of each lookup, of shape (…, width).
-        places: index of each lookup in the first dimension of the output; by default that of `numbers`.
-        outputs: this dimension.
     """
     form: TableForm = ctx.form
     use = gradient_use(ctx, ctx.weight_gradients, weight=0, bias=None)
-    outputs = max(1, numbers.shape[0] if numbers.dim() else 1) if outputs is None else outputs
     numbers, deltas = numbers.reshape(-1), deltas.reshape(-1, form.width)
-    if use.record and getattr(ctx.record, "by_sample", False):
-        if places is None:
-            places = torch.arange(outputs, device=numbers.device).repeat_interleave(len(numbers) // outputs)
-        if ctx.padding_idx is not None:
-            deltas = deltas * (numbers != ctx.padding_idx)[:, None]
-        columns = numbers.long(), places, torch.full_like(places, outputs)
-        ctx.record(torch.stack(columns, 1), deltas.detach(), form)
-        return None
     if ctx.padding_idx is not None:
         real = numbers != ctx.padding_idx
         numbers, deltas = numbers[real], deltas[real]
@@ -212,17 +199,7 @@ class _BagsWithFactors(torch.autograd.Function):
             real = torch.ones_like(bags) if ctx.padding_idx is None else (numbers != ctx.padding_idx).long()
             sizes = torch.zeros(deltas.shape[0], dtype=torch.long, device=bags.device).index_add_(0, bags, real)
             of_lookups = of_lookups / sizes.clamp(min=1)[bags, None].to(deltas.dtype)
-        return (
-            _table_gradient(ctx, numbers, of_lookups, bags, len(deltas)),
-            None,
-            None,
-            None,
-            grad_scales,
-            None,
-            None,
-            None,
-            None,
-        )
+        return _table_gradient(ctx, numbers, of_lookups), None, None, None, grad_scales, None, None, None, None
 
 
 _embedding_bag: Callable[..., Tensor] = _BagsWithFactors.apply

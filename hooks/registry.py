@@ -73,12 +73,7 @@ def _due(node: Any, index: int) -> _Due:
 
 
 class Recorder(Protocol):
-    """Function that receives a layer's factors in backward.
-
-    With an attribute ``by_sample = True`` it receives the lookups of tables one by one, and not added up: activations
-    of shape (lookups, 3), with the number of the row, the index in the first dimension of the layer's output, and that
-    dimension.
-    """
+    """Function that receives a layer's factors in backward."""
 
     def __call__(self, activations: Tensor, deltas: Tensor, form: Form = LINEAR) -> None:
         """Receive the factors of one call of the layer.

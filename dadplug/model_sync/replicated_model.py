@@ -156,7 +156,6 @@ class ReplicatedModel:
 
     def _describe(self) -> dict[str, str]:
         settings = {name: getattr(self.options, name) for name in Options.names() if name != "timeout"}
-        settings["privacy"] = self.options.privacy and self.options.privacy.max_grad_norm  # the rest is of each site
         settings["privacy"] = self.options.privacy is not None  # sites may have other numbers of records
         return sameness.described(self.options.may_differ) | sameness.describe(self.model, settings)
 

@@ -74,11 +74,6 @@ class SampleCounter:
         """Samples that backward has reached since the last `reset`: by calls of the model, else of its children."""
         return self._of_model or self._of_parts
 
-    @property
-    def batch(self) -> int | None:
-        """Samples of the forward pass that is running; None outside of one, and where they are not known."""
-        return self.current if self._depth and self._known else None
-
     @contextmanager
     def fixed(self, samples: int) -> Iterator[None]:
         """Count a stated number of samples, once, for all forward passes inside a ``with`` block.

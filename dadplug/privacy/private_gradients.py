@@ -1,319 +1,299 @@
-"""Private gradients of a model: captured per sample, clipped over the whole model, summed and noised."""
+"""Private gradients of a model: those of the samples of each backward pass are clipped, and noise is added for a step.
+
+Layers are captured as for the exchange of factors, so that autograd forms no gradient of a weight. At the end of each
+backward pass the norms follow from the factors; then the sum of the clipped gradients is formed, once, and added to
+``.grad``, which so holds nothing but sums of clipped gradients at any time: accumulation and ``zero_grad`` work.
+"""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
+from collections import defaultdict
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import PrivacyError
-from ..hooks import LINEAR, CapturedLayer, Factor, Form, LayerCapture, OwnHook, overridden
-from ..hooks.affine import SampleNorm, has_sample_gradients
-from ..methods.feedback import LossScales
+from ..hooks import CapturedLayer, Factor, Form, LayerCapture, OwnHook, Recorder, capturable_layers
+from ..hooks.embedding import Embedding, TableForm, _embedding
+from ..hooks.linear import LINEAR
+from ..logs import get_logger
 from ..model_sync.samples import SampleCounter
-from ..units.lazy_gradient import Placeholders
-from .clipping import Batch, clipped_sums
-from .differential_privacy import DifferentialPrivacy
-from .noise import NoiseSource
-from .refusals import check_model
+from .mechanism import DifferentialPrivacy, Ledger, NoiseSource
+from .normalisations import by_sample, normalisation_of
+from .rows import Contribution, Formed, Rows, squared_norms
+
+_log = get_logger(__name__)
 
 
-class _Call:
-    """Recorder of one call of a captured layer; see `dadplug.hooks.Recorder`."""
+@dataclass(frozen=True, kw_only=True)
+class LookupForm(TableForm):
+    """Form of a table's lookups that are not added up, so that each belongs to a sample.
 
-    by_sample = True
+    Attributes:
+        padding: number of the row whose lookups have no gradient; None for none.
+    """
 
-    def __init__(self, owner: PrivateGradients, layer: CapturedLayer, inputs: Tensor) -> None:
-        self._owner = weakref.ref(owner)
-        self._layer = layer
-        self._origin = owner.origin()
+    padding: int | None = None
 
-    def __call__(self, activations: Tensor, deltas: Tensor, form: Form = LINEAR) -> None:
-        owner = self._owner()
-        if owner is not None and not owner.released:
-            batch = owner.batch(self._origin)
-            batch.factors.append((self._layer, Factor(activations, deltas, form)))
+    def merge(self, deltas: Tensor, activations: Tensor) -> tuple[Tensor, Tensor]:
+        if self.padding is not None:
+            deltas = deltas * (activations != self.padding)
+        return deltas, activations
+
+
+class _Lookups(Embedding):
+    """Family of embeddings whose lookups are recorded one by one.
+
+    Numbers of positions, which are the same for all samples, are looked up for each: their deltas would be summed over
+    samples otherwise.
+
+    Args:
+        counter: counts the samples of the model's forward passes.
+    """
+
+    def __init__(self, counter: SampleCounter) -> None:
+        self._counter = counter
+
+    def forward(self, module: nn.Module, record: Recorder, weight_gradients: bool, input: Tensor) -> Tensor:
+        assert isinstance(module, nn.Embedding)
+        samples = self._counter.current
+        if samples > 1 and input.dim() == 1 and len(input) == samples:
+            if torch.equal(input, torch.arange(samples, device=input.device)):
+                raise RuntimeError(
+                    f"privacy cannot tell numbers of positions from one number for each of {samples} samples: give an "
+                    "embedding of positions an input of the shape (1, positions)"
+                )
+        elif samples > 1 and (input.dim() == 1 or input.shape[0] == 1):
+            input = input.expand(samples, *(input.shape if input.dim() == 1 else input.shape[1:]))
+        form = LookupForm(
+            width=module.embedding_dim, table_rows=module.num_embeddings, sparse=False, padding=module.padding_idx
+        )
+        return _embedding(module._parameters["weight"], input, None, form, record, weight_gradients)
 
 
 class PrivateGradients:
-    """The gradients of a site's samples, each clipped to a norm, their sum, and noise.
-
-    All rows that one backward pass records for the i-th sample count together, over all calls of all layers, before
-    the norm is taken. So each sample may be in one backward pass of a step. Sums of the backward passes of a step, as
-    with accumulation, add up; `release` adds the noise once, and writes ``.grad``.
+    """Private gradients of a model's parameters in ``.grad``.
 
     Args:
         model: the model.
-        privacy: the setting.
-        counter: counts the samples of forward passes.
-        scales: the loss scales of backward passes.
-        arrived: called at the end of each backward pass that has recorded anything.
-        fastest: whether linear layers may compute by a faster library, whose rounding differs.
+        privacy: the settings.
+        counter: counts the samples of the model's forward passes.
 
     Attributes:
-        reduction: marks placeholders, see `dadplug.units.lazy_gradient`.
-        released: whether the hooks have been removed.
+        privacy: the settings.
+        ledger: the steps that have been made.
 
     Raises:
-        PrivacyError: if the model has parameters or layers that cannot be trained privately; the message names them.
+        ValueError: if a trained parameter belongs to no layer whose gradients by sample are known, or a layer mixes
+            the samples of a batch; the message names it.
     """
 
-    reduction = -2
-
-    def __init__(
-        self,
-        model: nn.Module,
-        privacy: DifferentialPrivacy,
-        counter: SampleCounter,
-        scales: LossScales,
-        arrived: Callable[[], None],
-        *,
-        fastest: bool,
-    ) -> None:
-        self._model = model
-        self.privacy = privacy
-        self._counter = counter
-        self._scales = scales
-        self._on_arrival = arrived
-        self._fastest = fastest
-        self.released = False
-        self._source = NoiseSource(privacy.secure)
-        self._batches: dict[int, Batch] = {}  # by backward pass that is running
-        self._parents: dict[int, int] = {}  # of backward passes within others, as for reentrant checkpoints
-        self._done: list[Batch] = []
-        self._used: set[int] = set()  # forward passes of this step through which backward has run
-        self._sums: dict[str, Tensor] = {}
-        self._last_size: int | None = None
-        self._trained: tuple[int, ...] = ()
-        self._attach()
-
-    # Hooks
-
-    def _attach(self) -> None:
-        check_model(self._model)
-        parameters = {name: each for name, each in self._model.named_parameters() if each.requires_grad}
-        self._trained = tuple(id(each) for each in parameters.values())
-        self._capture = LayerCapture(self._model, weight_gradients=False, fastest=self._fastest)
-        for layer in self._capture.layers.values():
-            layer.wrap_recorder = lambda layer, inputs, record: _Call(self, layer, inputs)
-        norms = [each for each in self._model.modules() if has_sample_gradients(each) and not overridden(each)]
-        self._norms = [SampleNorm(each, self._record_norm) for each in norms]
-        self._parameters = parameters
-        self._placeholders = Placeholders(parameters, self)
-        self._hooks = [each.register_hook(OwnHook(partial(self._outside, name))) for name, each in parameters.items()]
-        self._buffers = {name: (each, each._version) for name, each in self._model.named_buffers()}
-
-    def _detach_hooks(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        for norm in self._norms:
-            norm.restore()
-        self._capture.detach()
-
-    def _outside(self, name: str, gradient: Tensor | None) -> None:
-        """Refuse a gradient that autograd forms, which is the sum over samples."""
-        if gradient is not None:
-            self._batches.clear()
-            raise PrivacyError(
-                f"autograd formed a gradient of {name!r}, which cannot be clipped by sample: the parameter is used "
-                "outside of its layer's forward, or has hooks of its own, or backward(create_graph=True) was called. "
-                "Call the layer itself, or freeze the parameter"
+    def __init__(self, model: nn.Module, privacy: DifferentialPrivacy, counter: SampleCounter) -> None:
+        self.ledger = Ledger()
+        self.privacy, self._model, self._counter = privacy, model, counter
+        self._noise = NoiseSource(privacy.secure)
+        self._contributions: dict[int, list[Contribution]] = defaultdict(list)  # by id of the parameter
+        self._samples = 0  # of the running backward pass
+        self._forward = -1  # number of the forward pass that it runs through
+        self._stray: set[str] = set()  # captured parameters whose gradients autograd has formed
+        self._warned = False
+        _refuse_mixing(model)
+        self._parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
+        names = {id(each): name for name, each in self._parameters.items()}
+        self._capture = LayerCapture(model, _trained_layers(model), weight_gradients=False)
+        self._handles: list[Any] = []
+        covered = self._watch_layers(names) | self._watch_normalisations()
+        if missing := [name for key, name in names.items() if key not in covered]:
+            self.detach()
+            raise ValueError(
+                f"privacy needs the gradient of each sample, which is not known for {', '.join(missing[:5])}"
+                f"{' and others' if len(missing) > 5 else ''}: freeze it, or use linear layers, convolutions, "
+                "embeddings and normalisations of torch.nn, called one by one (no nn.MultiheadAttention, no recurrent "
+                "layers, no parameters of your own)"
             )
 
-    def _record_norm(self, module: nn.Module, inputs: Tensor) -> Callable[[Tensor | None, Tensor | None], None]:
-        origin, owner = self.origin(), weakref.ref(self)
+    def _watch_layers(self, names: dict[int, str]) -> set[int]:
+        """Capture layers with factors; return the ids of their parameters."""
+        covered: set[int] = set()
+        for layer in self._capture.layers.values():
+            if isinstance(layer.module, nn.Embedding):
+                layer.family = _Lookups(self._counter)
+            layer.wrap_recorder = self._recorder
+            for parameter in (layer.weight, layer.bias):
+                if parameter is not None and id(parameter) not in covered:
+                    covered.add(id(parameter))
+                    stray = partial(self._replace, names[id(parameter)])
+                    self._handles.append(parameter.register_hook(OwnHook(stray)))
+        return covered
 
-        def record(of_scale: Tensor | None, of_shift: Tensor | None) -> None:
-            private = owner()
-            if private is None or private.released:
+    def _watch_normalisations(self) -> set[int]:
+        covered: set[int] = set()
+        for module in self._model.modules():
+            trained = [each for each in module._parameters.values() if each is not None and each.requires_grad]
+            if trained and normalisation_of(module) is not None:
+                self._handles.append(module.register_forward_hook(self._record_normalisation))
+                for parameter in trained:
+                    covered.add(id(parameter))
+                    self._handles.append(parameter.register_hook(OwnHook(torch.zeros_like)))
+        return covered
+
+    def _replace(self, name: str, gradient: Tensor | None) -> Tensor | None:
+        """Keep a gradient that autograd has formed out of ``.grad``; there is none where the layer has recorded it."""
+        if gradient is None:
+            return None
+        self._stray.add(name)
+        return torch.zeros_like(gradient)
+
+    # A backward pass
+
+    def _recorder(self, layer: CapturedLayer, inputs: Tensor, record: Recorder) -> Recorder:
+        forward, samples = self._counter.forwards, self._counter.current
+        if not isinstance(layer.module, nn.Embedding):
+            if inputs.dim() < 2 or (samples or len(inputs)) != len(inputs):
+                raise RuntimeError(
+                    f"privacy needs samples along the first dimension: the batch has {samples}, and the input of layer "
+                    f"{layer.name!r} the shape {tuple(inputs.shape)}"
+                )
+            samples = len(inputs)
+
+        def own(activations: Tensor, deltas: Tensor, form: Form = LINEAR) -> None:
+            if not samples:
                 return
-            formed = private.batch(origin).formed
-            for name, gradients in (("weight", of_scale), ("bias", of_shift)):
+            factor = Factor(activations, deltas, form).to(layer.weight.dtype)
+            self._enter(forward, samples)
+            self._contributions[id(layer.weight)].append(Rows.of(factor, samples))
+            if layer.bias is not None:
+                rows = form.bias_rows(factor.deltas)
+                self._contributions[id(layer.bias)].append(Formed(rows.view(samples, -1, rows.shape[1]).sum(1)))
+
+        return own
+
+    def _record_normalisation(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        if not torch.is_grad_enabled() or not output.requires_grad:
+            return
+        inputs, forward = args[0].detach(), self._counter.forwards
+        normalise = normalisation_of(module)
+        assert normalise is not None
+
+        def arrived(deltas: Tensor) -> None:
+            if not len(deltas):
+                return
+            self._enter(forward, inputs.shape[0])
+            normalised, first = normalise(module, inputs)
+            for name, values in (("weight", deltas * normalised), ("bias", deltas)):
                 parameter = module._parameters.get(name)
-                if gradients is not None and parameter is not None:
-                    formed.append((parameter, gradients))
+                if parameter is not None and parameter.requires_grad:
+                    gradients = by_sample(values.detach(), parameter, first).to(parameter.dtype)
+                    self._contributions[id(parameter)].append(Formed(gradients))
 
-        return record
+        output.register_hook(arrived)
 
-    def origin(self) -> tuple[int, int | None, int]:
-        """Return forward pass, samples and backward pass in which a layer is called; the last is -1 outside of one."""
-        within = torch._C._current_graph_task_id()
-        if within != -1:  # a checkpoint computes anew
-            self._open(self._root(within))
-        return self._counter.forwards, self._counter.batch, within
+    def _enter(self, forward: int, samples: int) -> None:
+        """Record that the running backward pass goes through a forward pass."""
+        if not self._contributions:
+            self._forward, self._samples = forward, samples
+        if (forward, samples) != (self._forward, self._samples):
+            raise RuntimeError(
+                "privacy needs a backward pass for each forward pass: one that goes through two forward passes mixes "
+                "their samples. Call backward() after each; gradients add up"
+            )
 
-    def _root(self, backward_pass: int) -> int:
-        while backward_pass in self._parents:
-            backward_pass = self._parents[backward_pass]
-        return backward_pass
+    def begin_backward(self) -> None:
+        """Queue the clipping for the end of the running backward pass."""
+        torch.autograd.Variable._execution_engine.queue_callback(self.clip)
 
-    def _open(self, root: int) -> Batch:
-        """Return the batch of a backward pass, made at the first call in it, where this is running."""
-        if root not in self._batches:
-            self._batches[root] = Batch(self._scales.present().value)
-            torch.autograd.Variable._execution_engine.queue_callback(partial(self._finish, root))
-        return self._batches[root]
-
-    def batch(self, origin: tuple[int, int | None, int]) -> Batch:
-        """Return the batch of the running backward pass, and add a call to it.
-
-        Args:
-            origin: where the layer was called, as `origin` has returned it.
+    @torch.no_grad()
+    def clip(self) -> None:
+        """Add the clipped gradients of the last backward pass to ``.grad``.
 
         Raises:
-            PrivacyError: if two batches of different sizes meet, or backward has run through the forward pass before.
+            RuntimeError: if a gradient has come by another way than through its layer.
         """
-        forward, samples, within = origin
-        now = torch._C._current_graph_task_id()
-        if within not in (-1, now):
-            self._parents[now] = within
-        batch = self._open(self._root(now))
-        if within == -1:
-            if forward in self._used:
-                raise PrivacyError(
-                    "two backward passes ran through one forward pass, so that a sample's gradient would be clipped in "
-                    "parts: add up the losses, and call backward() once"
-                )
-            batch.forwards.add(forward)
-            if samples is not None and batch.samples not in (None, samples):
-                raise PrivacyError(
-                    f"one backward pass has batches of {batch.samples} and {samples} samples: the rows of a sample "
-                    "must have the same place in all calls"
-                )
-            batch.samples = batch.samples if samples is None else samples
-        return batch
-
-    def _finish(self, root: int) -> None:
-        """Hold what a backward pass has recorded, at its end; not called where it fails."""
-        batch = self._batches.pop(root, None)
-        self._parents.clear()
-        if batch is None:
+        contributions, stray = dict(self._contributions), sorted(self._stray)
+        self._contributions.clear()
+        self._stray.clear()
+        if stray:
+            raise RuntimeError(
+                f"the gradient of {stray[0]!r} has not come through a call of its layer alone, so that those of "
+                "samples are not known: call the layer, and not its weight by other functions"
+            )
+        if not contributions:
             return
-        self._used |= batch.forwards
-        self._done.append(batch)
-        self._placeholders.put()
-        self._on_arrival()
+        norms = sum((squared_norms(each) for each in contributions.values()), torch.zeros(())).sqrt()
+        factor = float(self._samples) if self.privacy.loss_reduction == "mean" else 1.0
+        scales = factor * (self.privacy.max_grad_norm / (factor * norms)).clamp(max=1.0)
+        finite = torch.isfinite(norms)
+        scales = torch.where(finite, scales, 0.0)
+        if not self._warned and not bool(finite.all()):
+            self._warned = True
+            _log.warning("samples whose gradients hold NaN or Inf are left out, here and in further steps")
+        for parameter in self._parameters.values():
+            if (of_parameter := contributions.get(id(parameter))) is None:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+            for each in of_parameter:
+                _drop_spoilt(each, finite).add_clipped(parameter.grad, scales)
 
     # A step
 
-    @property
-    def holds_gradients(self) -> bool:
-        """Whether backward passes of this step have delivered anything."""
-        return bool(self._done or self._sums)
+    @torch.no_grad()
+    def privatise(self) -> None:
+        """Add noise to the sums in ``.grad``, and divide them by the expected batch.
 
-    def before_forward(self) -> None:
-        """Clip and add up what earlier backward passes have recorded, before another forward pass takes memory."""
-        if torch._C._current_graph_task_id() != -1:
-            return
-        self._batches.clear()
-        self._parents.clear()
-        trained = tuple(id(each) for each in self._model.parameters() if each.requires_grad)
-        if trained != self._trained:
-            if self.holds_gradients:
-                raise PrivacyError("parameters were frozen or freed within a step: call synchronize() before")
-            self._detach_hooks()
-            self._attach()
-        self._clip()
-
-    def drop_cleared(self) -> bool:
-        """Discard what has arrived if the program has cleared it since; return whether that was all of it.
-
-        Raises:
-            PrivacyError: if only some gradients have been cleared.
+        The step is counted before anything is sent, whatever becomes of it.
         """
-        gone = self._placeholders.gone()
-        if not gone:
-            return False
-        if len(gone) < len(self._parameters):
-            rest = next(name for name in self._parameters if name not in gone)
-            raise PrivacyError(
-                f"the gradient of {gone[0]!r} was cleared or replaced before synchronize(), that of {rest!r} was not: "
-                "gradients are clipped over the whole model. Clear all of them, and change gradients after "
-                "synchronize()"
-            )
-        self.discard()
-        return True
+        self.clip()
+        self.ledger.spend(self.privacy)
+        for parameter in self._parameters.values():
+            given = parameter.grad
+            gradient = torch.zeros_like(parameter) if given is None else given.detach().clone()
+            self._noise.add(gradient, self.privacy.deviation)
+            parameter.grad = gradient.div_(self.privacy.expected_batch)
 
     def discard(self) -> None:
-        """Forget the backward passes of this step; their noise has not been drawn."""
-        self._placeholders.drop(self._placeholders.names, None)
-        self._done.clear()
-        self._sums.clear()
-        self._batches.clear()
-        self._used.clear()
-
-    @torch.no_grad()
-    def _clip(self) -> None:
-        """Clip the gradients of each sample, and add them up."""
-        while self._done:
-            batch = self._done[0]
-            for name, value in clipped_sums(batch, self._parameters, self.privacy).items():
-                self._sums[name] = self._sums[name].add_(value) if name in self._sums else value
-            del self._done[0]
-
-    @torch.no_grad()
-    def release(self, scale: float) -> None:
-        """Add the noise to this step's sum, and write the site's private gradient to ``.grad``.
-
-        Args:
-            scale: the loss scale that gradients have to contain.
-
-        Raises:
-            PrivacyError: if ``.grad`` holds something else, or a buffer has been changed by data.
-        """
-        self._check_buffers()
-        self._batches.clear()
-        self._clip()
-        self._placeholders.resolve()
-        for name, parameter in self._parameters.items():
-            if parameter.grad is not None and bool(parameter.grad.any()):
-                raise PrivacyError(
-                    f".grad of {name!r} holds a gradient that is not of this step: call zero_grad() before backward"
-                )
-        expected = self.privacy.expected_batch
-        assert expected is not None
-        deviation = self.privacy.noise_multiplier * self.privacy.max_grad_norm
-        for name, parameter in self._parameters.items():
-            total = self._sums.pop(name, None)
-            if total is None:
-                total = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-            parameter.grad = self._source.add_to(total, deviation).mul_(scale / expected)
-        self._sums.clear()
-        self._used.clear()
-
-    def end_step(self) -> None:
-        """Give programs that have kept a placeholder the agreed gradient."""
-        self._placeholders.end_step()
-
-    def _check_buffers(self) -> None:
-        for name, (buffer, version) in self._buffers.items():
-            if buffer._version != version and buffer.is_floating_point() and self.holds_gradients:
-                raise PrivacyError(
-                    f"buffer {name!r} was changed in training, so that it may show data: the noise does not protect it"
-                )
+        """Forget what the running backward pass has recorded."""
+        self._contributions.clear()
+        self._stray.clear()
 
     def detach(self) -> None:
-        """Remove all hooks; gradients that have not been released are dropped."""
-        if not self.released:
-            self.discard()
-            self.released = True
-            self._detach_hooks()
+        """Remove the hooks from the model."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._capture.detach()
 
-    # The source of placeholders
 
-    def read_gradient(self, name: str) -> Tensor:
-        """Refuse to show a gradient without noise."""
-        raise PrivacyError(
-            f"the gradient of {name!r} is private, and has no noise yet: read it after reduction.synchronize()"
-        )
+def _drop_spoilt(contribution: Contribution, finite: Tensor) -> Contribution:
+    """Return a contribution without NaN and Inf, which a scale of 0 would not remove."""
+    if bool(finite.all()):
+        return contribution
+    if isinstance(contribution, Formed):
+        shape = (-1, *[1] * (contribution.gradients.dim() - 1))
+        return Formed(torch.where(finite.view(shape), contribution.gradients, 0.0))
+    assert isinstance(contribution, Rows)
+    factor = contribution.factor
+    rows = finite.repeat_interleave(factor.deltas.shape[0] // max(1, contribution.samples))[:, None]
+    activations = factor.activations
+    if activations.is_floating_point():
+        activations = torch.where(rows, activations, 0.0)
+    cleaned = replace(factor, deltas=torch.where(rows, factor.deltas, 0.0), activations=activations)
+    return replace(contribution, factor=cleaned)
 
-    def own_gradient(self, name: str) -> Tensor:
-        """Refuse to change a gradient before it is clipped by sample."""
-        return self.read_gradient(name)
 
-    def may_change(self) -> bool:
-        """Return whether the gradient may be changed: never before it is private."""
-        return False
+def _trained_layers(model: nn.Module) -> list[str]:
+    """Return the names of the layers that are captured."""
+    return [name for name, module in capturable_layers(model).items() if not isinstance(module, nn.EmbeddingBag)]
+
+
+def _refuse_mixing(model: nn.Module) -> None:
+    """Raise ValueError for layers that normalise by statistics of the batch."""
+    for name, module in model.named_modules():
+        batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
+        if batch_norm or (isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats):
+            raise ValueError(
+                f"privacy: {name} ({type(module).__name__}) mixes the samples of a batch, whose gradients then depend "
+                "on each other; use nn.GroupNorm or nn.LayerNorm"
+            )
