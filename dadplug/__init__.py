@@ -55,8 +55,6 @@ if TYPE_CHECKING:
     from .tuning import tune
 
 _LAZY = {
-    "DifferentialPrivacy": "privacy",
-    "PoissonLoader": "privacy",
     "Accumulator": "adaptive",
     "AdaPMRunner": "runners",
     "AdaPMStrategy": "runners",
@@ -64,6 +62,7 @@ _LAZY = {
     "AdaptiveDataLoader": "adaptive",
     "DADStrategy": "runners",
     "DadplugError": "errors",
+    "DifferentialPrivacy": "privacy",
     "DistributedDataParallel": "ddp",
     "DistributedRunner": "runners",
     "ElasticDataLoader": "adaptive",
@@ -80,6 +79,7 @@ _LAZY = {
     "ParameterServer": "parameter_server.server",
     "ParameterServerRunner": "runners",
     "ParameterServerStrategy": "runners",
+    "PoissonLoader": "privacy",
     "ProcessFailedError": "errors",
     "SiteError": "errors",
     "Tracker": "callbacks.trackers",
@@ -114,6 +114,7 @@ __all__ = [
     "AdaptiveDataLoader",
     "DADStrategy",
     "DadplugError",
+    "DifferentialPrivacy",
     "DistributedDataParallel",
     "DistributedRunner",
     "ElasticDataLoader",
@@ -130,6 +131,7 @@ __all__ = [
     "ParameterServer",
     "ParameterServerRunner",
     "ParameterServerStrategy",
+    "PoissonLoader",
     "ProcessFailedError",
     "SiteError",
     "Tracker",

@@ -150,7 +150,7 @@ class Options(OptionSet):
         check_setting_names,
         kind=lambda text: tuple(text.split(",")),
     )
-    privacy: DifferentialPrivacy | None = option(
+    privacy: DifferentialPrivacy | None = option(  # noqa: RUF009
         None,
         "differential privacy of each site's records, for dsgd and rankdad; on command lines as "
         "noise_multiplier=1.1,sample_rate=0.01,expected_batch=64",

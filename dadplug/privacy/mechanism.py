@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 import os
 import secrets
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,6 +117,8 @@ class DifferentialPrivacy:
 class NoiseSource:
     """Gaussian noise whose seed comes from the operating system, and is neither saved nor shared.
 
+    On processors the noise of the next step is drawn in a thread while the present one computes.
+
     Args:
         secure: whether every number comes from the operating system's cryptographic generator.
     """
@@ -122,22 +126,51 @@ class NoiseSource:
     def __init__(self, secure: bool) -> None:
         self._secure = secure
         self._generators: dict[torch.device, torch.Generator] = {}
+        self._rooms: list[Tensor] = []  # for the noise of a step
+        self._drawing: threading.Thread | None = None
+        self._process = os.getpid()
 
-    def add(self, tensor: Tensor, deviation: float) -> None:
-        """Add independent noise to each element of a tensor.
+    def add(self, tensors: Sequence[Tensor], deviation: float) -> None:
+        """Add independent noise to each element of some tensors.
 
         Args:
-            tensor: the tensor, changed in place.
+            tensors: the tensors, changed in place.
             deviation: the standard deviation.
         """
         if deviation == 0:
             return
-        if self._secure:
-            noise = torch.from_numpy(_secure_normal(tensor.numel())).to(tensor).view(tensor.shape)
+        rooms = self._drawn(tensors)
+        for tensor, noise in zip(tensors, rooms, strict=True):
+            tensor.add_(noise, alpha=deviation)
+        if all(each.device.type == "cpu" for each in tensors):
+            self._drawing = threading.Thread(target=self._draw, name="dadplug-noise", daemon=True)
+            self._drawing.start()
+
+    def _drawn(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return noise in the shapes of tensors, which is used once."""
+        drawing, self._drawing = self._drawing, None
+        if drawing is not None and self._process == os.getpid():
+            drawing.join()
         else:
-            noise = torch.randn(tensor.shape, generator=self._generator(tensor.device), device=tensor.device,
-                                dtype=tensor.dtype)  # fmt: skip
-        tensor.add_(noise, alpha=deviation)
+            drawing = None
+        if self._process != os.getpid():  # a forked process draws other noise
+            self._process, self._generators, self._rooms = os.getpid(), {}, []
+        fits = [(each.shape, each.dtype, each.device) for each in self._rooms] == [
+            (each.shape, each.dtype, each.device) for each in tensors
+        ]
+        if not fits:
+            self._rooms = [torch.empty_like(each, memory_format=torch.contiguous_format) for each in tensors]
+        if not fits or drawing is None:
+            self._draw()
+        return self._rooms
+
+    @torch.no_grad()
+    def _draw(self) -> None:
+        for room in self._rooms:
+            if self._secure:
+                room.copy_(torch.from_numpy(_secure_normal(room.numel())).view(room.shape))
+            else:
+                room.normal_(generator=self._generator(room.device))
 
     def _generator(self, device: torch.device) -> torch.Generator:
         if device not in self._generators:
@@ -146,7 +179,10 @@ class NoiseSource:
         return self._generators[device]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_secure": self._secure, "_generators": {}}  # a copy draws other noise
+        return {"_secure": self._secure}  # a copy draws other noise
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(vars(NoiseSource(state["_secure"])))
 
 
 def _secure_normal(count: int) -> np.ndarray[Any, np.dtype[np.float64]]:

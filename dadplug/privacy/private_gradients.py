@@ -8,6 +8,7 @@ backward pass the norms follow from the factors; then the sum of the clipped gra
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,6 +21,8 @@ from ..hooks.embedding import Embedding, TableForm, _embedding
 from ..hooks.linear import LINEAR
 from ..logs import get_logger
 from ..model_sync.samples import SampleCounter
+from ..units.base import add_gradient
+from ..units.lazy_gradient import unmark_agreed
 from .mechanism import DifferentialPrivacy, Ledger, NoiseSource
 from .normalisations import by_sample, normalisation_of
 from .rows import Contribution, Formed, Rows, squared_norms
@@ -133,7 +136,7 @@ class PrivateGradients:
         for module in self._model.modules():
             trained = [each for each in module._parameters.values() if each is not None and each.requires_grad]
             if trained and normalisation_of(module) is not None:
-                self._handles.append(module.register_forward_hook(self._record_normalisation))
+                self._handles.append(module.register_forward_hook(_Watch(self._record_normalisation)))
                 for parameter in trained:
                     covered.add(id(parameter))
                     self._handles.append(parameter.register_hook(OwnHook(torch.zeros_like)))
@@ -226,16 +229,15 @@ class PrivateGradients:
         scales = factor * (self.privacy.max_grad_norm / (factor * norms)).clamp(max=1.0)
         finite = torch.isfinite(norms)
         scales = torch.where(finite, scales, 0.0)
-        if not self._warned and not bool(finite.all()):
+        some = not bool(finite.all())
+        if some and not self._warned:
             self._warned = True
             _log.warning("samples whose gradients hold NaN or Inf are left out, here and in further steps")
         for parameter in self._parameters.values():
             if (of_parameter := contributions.get(id(parameter))) is None:
                 continue
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
             for each in of_parameter:
-                _drop_spoilt(each, finite).add_clipped(parameter.grad, scales)
+                add_gradient(parameter, _drop_spoilt(each, finite, bool(some)).clipped(scales))
 
     # A step
 
@@ -248,10 +250,17 @@ class PrivateGradients:
         self.clip()
         self.ledger.spend(self.privacy)
         for parameter in self._parameters.values():
-            given = parameter.grad
-            gradient = torch.zeros_like(parameter) if given is None else given.detach().clone()
-            self._noise.add(gradient, self.privacy.deviation)
-            parameter.grad = gradient.div_(self.privacy.expected_batch)
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            elif not parameter.grad.is_contiguous():
+                parameter.grad = parameter.grad.contiguous()
+            unmark_agreed(parameter.grad)
+        self._noise.add(
+            [each.grad for each in self._parameters.values() if each.grad is not None], self.privacy.deviation
+        )
+        for parameter in self._parameters.values():
+            assert parameter.grad is not None
+            parameter.grad.div_(self.privacy.expected_batch)
 
     def discard(self) -> None:
         """Forget what the running backward pass has recorded."""
@@ -266,9 +275,26 @@ class PrivateGradients:
         self._capture.detach()
 
 
-def _drop_spoilt(contribution: Contribution, finite: Tensor) -> Contribution:
-    """Return a contribution without NaN and Inf, which a scale of 0 would not remove."""
-    if bool(finite.all()):
+class _Watch:
+    """Forward hook of a layer; a copied or pickled model has one without effect in its place.
+
+    Args:
+        function: called with the layer, its inputs and its output.
+    """
+
+    def __init__(self, function: Callable[[nn.Module, Any, Any], None] = lambda module, args, output: None) -> None:
+        self._function = function
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._function(module, args, output)
+
+    def __reduce__(self) -> Any:
+        return _Watch, ()
+
+
+def _drop_spoilt(contribution: Contribution, finite: Tensor, some: bool) -> Contribution:
+    """Return a contribution without NaN and Inf, if there are some, which a scale of 0 would not remove."""
+    if not some:
         return contribution
     if isinstance(contribution, Formed):
         shape = (-1, *[1] * (contribution.gradients.dim() - 1))

@@ -24,11 +24,10 @@ class Contribution(ABC):
     """Contribution of each sample to the gradient of a parameter, by one call of a layer."""
 
     @abstractmethod
-    def add_clipped(self, gradient: Tensor, scales: Tensor) -> None:
-        """Add the sum over samples, each multiplied by a scale.
+    def clipped(self, scales: Tensor) -> Tensor:
+        """Return the sum over samples, each multiplied by a scale, with the parameter's number of elements.
 
         Args:
-            gradient: what is added to, in the parameter's shape.
             scales: of shape (samples,).
         """
 
@@ -43,9 +42,8 @@ class Formed(Contribution):
 
     gradients: Tensor
 
-    def add_clipped(self, gradient: Tensor, scales: Tensor) -> None:
-        total = torch.einsum("i,i...->...", scales.to(self.gradients.dtype), self.gradients)
-        gradient.add_(total.view(gradient.shape))
+    def clipped(self, scales: Tensor) -> Tensor:
+        return torch.einsum("i,i...->...", scales.to(self.gradients.dtype), self.gradients)
 
 
 @dataclass(frozen=True)
@@ -87,10 +85,10 @@ class Rows(Contribution):
         """Whether `left` holds numbers of rows."""
         return bool(self.factor.form.table_rows)
 
-    def add_clipped(self, gradient: Tensor, scales: Tensor) -> None:
+    def clipped(self, scales: Tensor) -> Tensor:
         deltas = self.factor.deltas
         rows = scales.to(deltas.dtype).repeat_interleave(deltas.shape[0] // max(1, self.samples))
-        self.factor.form.add_to(gradient, deltas * rows[:, None], self.factor.activations)
+        return self.factor.form.gradient(deltas * rows[:, None], self.factor.activations)
 
 
 def _by_sample(blocks: Tensor, samples: int) -> Tensor:

@@ -414,8 +414,7 @@ class LowrankUnit(FactorUnit):
         out, width = self.shape
         if name == self.name:
             zeros = None if self.bias is None else gradient.new_zeros(self.parameters[self.bias].shape)
-            formed = Factor.formed(gradient)
-            factor = Factor(formed.activations, formed.deltas, formed.form, zeros)
+            factor = replace(Factor.formed(gradient), bias=zeros)
         else:
             factor = Factor(gradient.new_empty(0, width), gradient.new_empty(0, out), LINEAR, gradient)
         self._held.append(factor)
