@@ -23,7 +23,7 @@ from ..hooks.embedding import Embedding, TableForm, _embedding
 from ..hooks.linear import LINEAR
 from ..logs import get_logger
 from ..model_sync.samples import SampleCounter
-from ..units.lazy_gradient import Placeholders, accumulated, unmark_agreed
+from ..units.lazy_gradient import Placeholders, accumulated
 from .mechanism import DifferentialPrivacy, Ledger, NoiseSource
 from .normalisations import Arrived, NormalisationBySample, normalisation_of
 from .rows import Contribution, Formed, Rows, squared_norms
@@ -146,7 +146,7 @@ class PrivateGradients:
         self._frozen_norms = _refuse_mixing(self._model)
         self._handles: list[Any] = []
         self._normalisations: list[NormalisationBySample] = []
-        self._modules = [*self._model.modules()]
+        self._modules: list[nn.Module] = []  # until all are known to be private: a failure is found again
         self._parameters = {name: each for name, each in self._model.named_parameters() if each.requires_grad}
         self._placeholders = Placeholders(self._parameters, self)
         self._buffers = [(name, each) for name, each in self._model.named_buffers() if each.is_floating_point()]
@@ -163,6 +163,7 @@ class PrivateGradients:
                 "embeddings and normalisations of torch.nn, called one by one (no nn.MultiheadAttention, no recurrent "
                 "layers, no parameters of your own)"
             )
+        self._modules = [*self._model.modules()]
 
     def _watch_layers(self) -> set[int]:
         """Capture layers with factors; return the ids of their parameters."""
@@ -211,6 +212,7 @@ class PrivateGradients:
             if self._sums:
                 raise PrivacyError("the model was changed within a step: call synchronize() before")
             self._release_hooks()
+            self._modules = []
             self._attach()
         if name := next((name for name, each in self._frozen_norms if each.training), None):
             raise PrivacyError(
@@ -385,9 +387,18 @@ class PrivateGradients:
 
         Args:
             loss_scale: what gradients are multiplied by, for a scaler to divide them.
+
+        Raises:
+            PrivacyError: if ``.grad`` holds something else.
         """
-        self.ledger.spend(self.privacy)
         self._placeholders.resolve()
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None and bool(parameter.grad.any()):
+                raise PrivacyError(
+                    f".grad of {name!r} holds a gradient that is not of this step, and may not be private: call "
+                    "zero_grad() before backward()"
+                )
+        self.ledger.spend(self.privacy)
         sums = []
         for name, parameter in self._parameters.items():
             own = self._sums.pop(name, None)
@@ -395,8 +406,7 @@ class PrivateGradients:
         self._noise.add(sums, self.privacy.deviation)
         scale = loss_scale / self.privacy.expected_batch
         for parameter, gradient in zip(self._parameters.values(), sums, strict=True):
-            parameter.grad = accumulated(parameter.grad, gradient.mul_(scale), parameter)
-            unmark_agreed(parameter.grad)
+            parameter.grad = gradient.mul_(scale)
         self._sums.clear()
         self._used.clear()
 
