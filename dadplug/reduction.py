@@ -427,6 +427,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
 
     def _end_step(self) -> None:
         self._end_probe()
+        if self._private is not None:
+            self._private.end_step()
         self._planner.end_step()
         self._counter.reset()
         self._method.loss_scales.end_step()

@@ -29,6 +29,7 @@ from .normalisations import Arrived, NormalisationBySample, normalisation_of
 from .rows import Contribution, Formed, Rows, squared_norms
 
 _log = get_logger(__name__)
+_SYNCHRONIZED = "_dadplug_private"  # attribute of a gradient that is that of an earlier step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -393,7 +394,8 @@ class PrivateGradients:
         """
         self._placeholders.resolve()
         for name, parameter in self._parameters.items():
-            if parameter.grad is not None and bool(parameter.grad.any()):
+            gradient = parameter.grad
+            if gradient is not None and not hasattr(gradient, _SYNCHRONIZED) and bool(gradient.any()):
                 raise PrivacyError(
                     f".grad of {name!r} holds a gradient that is not of this step, and may not be private: call "
                     "zero_grad() before backward()"
@@ -406,9 +408,15 @@ class PrivateGradients:
         self._noise.add(sums, self.privacy.deviation)
         scale = loss_scale / self.privacy.expected_batch
         for parameter, gradient in zip(self._parameters.values(), sums, strict=True):
-            parameter.grad = gradient.mul_(scale)
+            parameter.grad = gradient.mul_(scale) if parameter.grad is None else gradient.mul_(scale) + parameter.grad
         self._sums.clear()
         self._used.clear()
+
+    def end_step(self) -> None:
+        """Mark the gradients that are synchronized, which all sites have."""
+        for parameter in self._parameters.values():
+            if parameter.grad is not None:
+                setattr(parameter.grad, _SYNCHRONIZED, True)
 
     def discard(self) -> None:
         """Forget what the running backward pass has recorded."""
