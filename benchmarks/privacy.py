@@ -17,6 +17,7 @@ in one process with all rows and the noise of two sites. Bytes are the payload t
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import statistics
 import sys
@@ -148,9 +149,19 @@ def perceptron() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 10))
 
 
+@functools.cache
+def digits(folder: str) -> Any:
+    return load_dataset("mnist", folder)
+
+
+@functools.cache
+def noise_multiplier(epsilon: float, sample_rate: float, steps: int) -> float:
+    return dadplug.DifferentialPrivacy.for_epsilon(epsilon, 1e-5, sample_rate, steps).noise_multiplier
+
+
 def train(arguments: argparse.Namespace, way: str, epsilon: float, rate: float, seed: int) -> tuple[float, int]:
     """Train by a way; return the accuracy, and the bytes that a site sends in a step. Sites call it together."""
-    data = load_dataset("mnist", arguments.data_dir)
+    data = digits(arguments.data_dir)
     rank, sites = dist.get_rank(), dist.get_world_size()
     mine = torch.arange(rank, len(data.train.labels), sites)
     rows = data.train.subset(mine)
@@ -158,8 +169,8 @@ def train(arguments: argparse.Namespace, way: str, epsilon: float, rate: float, 
     targets = torch.tensor([int(rows[number][1]) for number in range(len(rows))])
     sample_rate = arguments.batch / len(data.train.labels)
     expected = arguments.batch // sites
-    settings = {"max_grad_norm": NORM, "expected_batch": expected}
-    privacy = dadplug.DifferentialPrivacy.for_epsilon(epsilon, 1e-5, sample_rate, arguments.steps, **settings)
+    noise = noise_multiplier(epsilon, sample_rate, arguments.steps)
+    privacy = dadplug.DifferentialPrivacy(noise, NORM, sample_rate, expected)
     model = perceptron()
     optimizer = torch.optim.SGD(model.parameters(), rate, momentum=0.9)
     mode = {"mode": "dsgd"} if way == "dsgd" else {"mode": "rankdad", "rank": 8, "wire": "int8"}

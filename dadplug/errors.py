@@ -72,6 +72,19 @@ class TryAgainError(DadplugError, ConnectionError):
     """The hub refuses this site at present, and may accept it later."""
 
 
+class ProxyError(DadplugError, ConnectionError):
+    """The HTTP proxy between a site and the hub cannot be reached or refuses; the message names it and its status.
+
+    Attributes:
+        status: HTTP status of its answer; 0 without one.
+        lasting: whether to connect again is of no use, as long as nobody changes a setting.
+    """
+
+    def __init__(self, message: str, status: int = 0, lasting: bool = False) -> None:
+        super().__init__(message)
+        self.status, self.lasting = status, lasting
+
+
 class StoreError(DadplugError):
     """A request to the hub's store cannot be fulfilled; the message is sent to the site."""
 

@@ -8,6 +8,7 @@ made without torch.
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib
 import importlib.util
 import json
@@ -38,6 +39,8 @@ class Exit(IntEnum):
     """Wrong arguments, or none."""
     ENDS_SOON = 3
     """A certificate ends within the days of ``check --fail-before``."""
+    SITES_MISSING = 4
+    """A site of the roster is not connected, or training waits, for ``status --fail-missing``."""
 
 
 Run = Callable[[argparse.Namespace], int]
@@ -78,7 +81,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not given:
         PARSER.print_help(sys.stderr)
         return Exit.USAGE
+    further: list[str] = []
+    if given[0] == service.__name__ and "--" in given:  # argparse would look for arguments of its own after it
+        place = given.index("--")
+        given, further = given[:place], given[place + 1 :]
     parsed = PARSER.parse_args(given)
+    parsed.further = further
     try:
         status: int = parsed.run(parsed)
     except ERRORS as error:
@@ -137,6 +145,17 @@ def picture_file(text: str) -> Path:
     if importlib.util.find_spec("matplotlib") is None:
         raise argparse.ArgumentTypeError("a picture needs matplotlib: pip install 'dadplug[examples]'")
     return path
+
+
+def _option(text: str) -> tuple[str, Any]:
+    """Return name and value of an option that is given as NAME=VALUE; a value that is no Python literal is a word."""
+    name, separator, value = text.partition("=")
+    if not separator or not name.isidentifier():
+        raise argparse.ArgumentTypeError(f"{text!r} is no option such as share_inputs=False")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
 
 
 def _days(text: str) -> int:
@@ -266,6 +285,35 @@ def revoke(arguments: argparse.Namespace) -> int:
 
 
 @command(
+    "give the key of a kit or an authority a passphrase, change or remove it",
+    argument("kit", type=Path, help="folder of the kit or the authority"),
+    argument("--file", type=Path, help="file with the new passphrase in its first line (default: type it)"),
+    argument("--remove", action="store_true", help="remove the passphrase"),
+)
+def passphrase(arguments: argparse.Namespace) -> int:
+    """Encrypt a key with another passphrase; the present one is found as at all times."""
+    import getpass
+
+    from ..hub.pki.passphrases import VARIABLE, first_line
+    from ..hub.pki.provision import protect
+
+    if arguments.remove:
+        new = None
+    elif arguments.file is not None:
+        new = first_line(arguments.file)
+    else:
+        new = getpass.getpass("new passphrase: ").encode()
+        if not new or getpass.getpass("the same again: ").encode() != new:
+            raise KitError("the passphrases differ, or are empty: nothing has changed")
+    path = protect(arguments.kit, new)
+    if new is None:
+        print(f"{path}: has no passphrase any more")
+    else:
+        print(f"{path}: has the new passphrase; programs find it by {VARIABLE}, or ask for it in a terminal")
+    return Exit.DONE
+
+
+@command(
     "check the kit of this site, and the way to the hub",
     argument("kit", type=Path, help="folder of the site's kit"),
     argument("--address", metavar="HOST:PORT", help="address of the hub (default: that of the kit)"),
@@ -343,6 +391,12 @@ def check(arguments: argparse.Namespace) -> int:
         help="encrypt messages to sites in the hub's machine, too, which do not leave its kernel",
     ),
     argument(
+        "--rate-limit",
+        type=float,
+        metavar="MBIT",
+        help="megabits per second that are sent to each site at most (default: no limit)",
+    ),
+    argument(
         "--memory",
         type=int,
         default=1024,
@@ -370,7 +424,8 @@ def hub(arguments: argparse.Namespace) -> int:
         service = SequencerHost(list(kit.roster.sites), arguments.memory << 20)
         hub = Hub(
             kit, arguments.site_timeout, listen=listen, journal=outputs.journal, grace=arguments.grace,
-            encrypt_local=arguments.encrypt_local, report=outputs.report, service=service,
+            encrypt_local=arguments.encrypt_local, rate_limit=arguments.rate_limit, report=outputs.report,
+            service=service,
         )  # fmt: skip
 
         def stop(number: int, frame: Any) -> None:
@@ -396,6 +451,11 @@ def hub(arguments: argparse.Namespace) -> int:
     argument("kit", type=Path, help="folder of the site's kit, such as kits/a"),
     argument("--address", metavar="HOST:PORT", help="address of the hub (default: that of the kit)"),
     argument("--json", action="store_true", help="print JSON in place of a table"),
+    argument(
+        "--fail-missing",
+        action="store_true",
+        help=f"exit with status {Exit.SITES_MISSING:d} if a site is not connected, or training waits",
+    ),
     argument("--timeout", type=float, default=5.0, help="seconds for each step (default: %(default)g)"),
 )
 def status(arguments: argparse.Namespace) -> int:
@@ -407,7 +467,33 @@ def status(arguments: argparse.Namespace) -> int:
     address = None if arguments.address is None else split_address(arguments.address, "--address")
     found = ask_status(arguments.kit, address, arguments.timeout)
     print(json.dumps(found, indent=2) if arguments.json else "\n".join(table(found)))
-    return 0
+    absent = any(site["state"] in ("absent", "disconnected") for site in found["sites"])
+    missing = arguments.fail_missing and (absent or found["waiting"])
+    return Exit.SITES_MISSING if missing else Exit.DONE
+
+
+@command(
+    "write a unit of systemd that runs the hub with further arguments, or the program of a site, which both follow --",
+    argument("kit", type=Path, help="folder of the kit of the hub or a site, at its final place"),
+    argument("--out", type=Path, default=Path(), metavar="FOLDER", help="folder of the unit (default: this one)"),
+    argument("--user", default="", help="user that it runs as (default: one that exists while it runs)"),
+    argument("--passphrase-file", type=Path, metavar="FILE", help="file with the passphrase of the kit's key"),
+    argument("--devices", action="store_true", help="allow devices, such as GPUs"),
+)
+def service(arguments: argparse.Namespace) -> int:
+    """Write a unit of systemd, and print how it is installed."""
+    from ..files import PUBLIC, write_file
+    from ..hub.pki.kits import Kit
+    from ..hub.service import Service
+
+    made = Service(
+        Kit.load(arguments.kit), arguments.further, arguments.user, arguments.passphrase_file, arguments.devices
+    )
+    path = arguments.out / f"{made.name}.service"
+    write_file(path, made.text().encode(), PUBLIC)
+    print(f"{path}: written. As root:")
+    print("\n".join(f"    {step}" for step in made.steps(path)))
+    return Exit.DONE
 
 
 @command(
@@ -479,8 +565,7 @@ BETWEEN_SITES = group(
 )
 
 
-@command(
-    "train a model in several ways, and say which is fastest",
+TASK = (
     argument(
         "build",
         metavar="BUILD",
@@ -493,6 +578,24 @@ BETWEEN_SITES = group(
         "such as digits",
     ),
     argument("--data-dir", help="folder of the files of a data set that is given by its name"),
+)
+
+
+def _dataset(arguments: argparse.Namespace) -> Any:
+    """Return the data set of the arguments `TASK`."""
+    from ..data import DATASETS, load_dataset
+
+    if arguments.dataset in DATASETS:
+        return load_dataset(arguments.dataset, arguments.data_dir).train
+    if arguments.data_dir is not None:
+        raise ValueError(f"--data-dir is for a data set of {', '.join(DATASETS)}: leave it out")
+    dataset = import_named(arguments.dataset)
+    return dataset if hasattr(dataset, "__getitem__") else dataset()
+
+
+@command(
+    "train a model in several ways, and say which is fastest",
+    *TASK,
     argument("--seconds", type=float, default=60.0, help="training time of all runs (default: %(default)g)"),
     argument("--batch-size", type=int, default=32, help="samples a process (default: %(default)d)"),
     argument("--processes", type=int, help="processes of this machine (default: one a core, at most 4)"),
@@ -503,18 +606,10 @@ BETWEEN_SITES = group(
 def compare(arguments: argparse.Namespace) -> int:
     """Compare ways of training for a model and its data."""
     from ..comparison import compare
-    from ..data import DATASETS, load_dataset
 
     with plain_errors(ValueError, TypeError):
         build = import_named(arguments.build)
-        if arguments.dataset in DATASETS:
-            dataset: Any = load_dataset(arguments.dataset, arguments.data_dir).train
-        else:
-            if arguments.data_dir is not None:
-                raise ValueError(f"--data-dir is for a data set of {', '.join(DATASETS)}: leave it out")
-            dataset = import_named(arguments.dataset)
-            if not hasattr(dataset, "__getitem__"):
-                dataset = dataset()
+        dataset = _dataset(arguments)
         if arguments.kit or arguments.dist_url or "RANK" in os.environ:
             place_of(arguments).connect(timeout=60.0)
         result = compare(
@@ -530,6 +625,80 @@ def compare(arguments: argparse.Namespace) -> int:
         result.picture(arguments.picture)
         print(f"picture: {arguments.picture}")
     return 0 if result.finalists else 1
+
+
+@command(
+    "attack what a site would send, and say what is recovered of its data",
+    *TASK,
+    argument("--mode", default="rankdad", help="a mode, or localsgd (default: %(default)s)"),
+    argument(
+        "--option",
+        type=_option,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="option of the mode, such as rank=8, wire=int8, share_inputs=False or every=4; can be repeated",
+    ),
+    argument("--noise-multiplier", type=float, help="differential privacy with this noise"),
+    argument("--max-grad-norm", type=float, default=1.0, help="its clipping norm (default: %(default)g)"),
+    argument("--sample-rate", type=float, default=0.01, help="its sample rate (default: %(default)g)"),
+    argument("--batch-size", type=int, default=16, help="samples of the batch (default: %(default)d)"),
+    argument("--observer", default="site", help="who attacks: site or hub (default: %(default)s)"),
+    argument(
+        "--sealed", action="store_true", help="sites encrypt for each other, so that the hub cannot read payloads"
+    ),
+    argument("--seconds", type=float, default=240.0, help="time limit, about (default: %(default)g)"),
+    argument("--picture", type=picture_file, metavar="FILE.png", help="draw originals beside reconstructions"),
+    argument("--html", type=Path, metavar="FILE.html", help="write the report as one page"),
+    argument("--json", type=Path, metavar="FILE.json", help="write the report as JSON"),
+    argument(
+        "--fail-above", type=float, metavar="SHARE", help="exit with status 1 if more of the samples are recovered"
+    ),
+)
+def audit(arguments: argparse.Namespace) -> int:
+    """Audit what a site would send of a batch."""
+    import torch
+    from torch.utils.data import default_collate
+
+    from ..auditing import audit
+    from ..privacy import DifferentialPrivacy
+
+    with plain_errors(ValueError, TypeError):
+        model, _, criterion = import_named(arguments.build)()
+        dataset, count = _dataset(arguments), arguments.batch_size
+        if not 0 < count <= len(dataset):
+            raise ValueError(f"batch-size must lie in 1 to {len(dataset)}, the size of the data set, got {count}")
+        order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0))[:count]
+        *inputs, targets = default_collate([dataset[index] for index in order.tolist()])
+        options = dict(arguments.option)
+        if arguments.noise_multiplier is not None:
+            options["privacy"] = DifferentialPrivacy(
+                noise_multiplier=arguments.noise_multiplier,
+                max_grad_norm=arguments.max_grad_norm,
+                sample_rate=arguments.sample_rate,
+                expected_batch=count,
+            )
+        report = audit(
+            model,
+            criterion,
+            inputs[0] if len(inputs) == 1 else tuple(inputs),
+            targets,
+            arguments.mode,
+            observer=arguments.observer,
+            sealed=arguments.sealed,
+            seconds=arguments.seconds,
+            **options,
+        )
+    print(report)
+    for path, write in (
+        (arguments.picture, report.picture),
+        (arguments.html, report.html),
+        (arguments.json, report.json),
+    ):
+        if path:
+            write(path)
+            print(f"written: {path}")
+    return 1 if arguments.fail_above is not None and report.recovered > arguments.fail_above else 0
 
 
 @command(

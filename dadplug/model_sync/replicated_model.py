@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..errors import DroppedError, MismatchError
 from ..exchange import Traffic, Transport, open_transport
 from ..exchange.codec import register
+from ..exchange.transport import Requirements
 from ..methods import check_allowed
 from ..methods.base import warm_up
 from ..options import Options
@@ -118,8 +119,14 @@ class ReplicatedModel:
         """Open a transport of its own over a process group."""
         device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
         options = self.options
-        hierarchy, rules = options.hierarchy, options.requirements
-        return open_transport(process_group, self.traffic, device, options.timeout, hierarchy, rules)
+        return open_transport(
+            process_group, self.traffic, device, options.timeout, options.hierarchy, self._requirements
+        )
+
+    @property
+    def _requirements(self) -> Requirements | None:
+        """Requirements of training to go on without a site that leaves; None where all must stay."""
+        return self.options.requirements
 
     @property
     def present_sites(self) -> list[int]:

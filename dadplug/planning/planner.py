@@ -132,7 +132,8 @@ class Planner:
     def plan(self) -> Plan:
         """The path and the costs of every parameter; final after the first step."""
         reducer, owners = self._reducer if self._complete else None, self._merging.owners(self.units)
-        costs = PayloadCosts(self._method, self._options, self._transport, reducer, owners)
+        samples = max(1, self._planned_for)
+        costs = PayloadCosts(self._method, self._options, self._transport, reducer, owners, samples)
         return costs.plan(self._model, self.units, self._paths, self._notices | self._reasons)
 
     @property

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PrivacyError
-from ..hooks import CapturedLayer, Factor, Form, LayerCapture, OwnHook, Recorder, capturable_layers
+from ..hooks import LINEAR, CapturedLayer, Factor, Form, LayerCapture, OwnHook, Recorder, capturable_layers
 from ..hooks.embedding import Embedding, TableForm, _embedding
-from ..hooks.linear import LINEAR
 from ..logs import get_logger
 from ..model_sync.samples import SampleCounter
 from ..units.lazy_gradient import Placeholders, accumulated

@@ -46,6 +46,7 @@ LAYERS = (
     "hogwild",
     "parameter_server",
     "progress",
+    "auditing",
     "comparison",
     "racing",
     "serving",

@@ -66,6 +66,17 @@ class StatusMetrics:
                 family = _family(kind, name, text)
                 family.add_metric([], float(status[key]))
                 yield family
+        here = sum(site["state"] not in ("absent", "disconnected") for site in sites)
+        late = sum(site["late_seconds"] > 0 for site in sites)
+        for name, text, value in (
+            ("hub_sites_expected", "Sites of the roster", len(sites)),
+            ("hub_sites_present", "Sites that are connected", here),
+            ("hub_late_sites", "Sites that others wait for", late),
+            ("hub_kit_problems", "Parts of the changed kit that are not used", len(status["kit_problems"])),
+        ):
+            family = _family("gauge", name, text)
+            family.add_metric([], float(value))
+            yield family
         paused = _family("gauge", "hub_paused", "Whether training waits for sites")
         paused.add_metric([], float(bool(status["waiting"])))
         yield paused

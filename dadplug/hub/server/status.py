@@ -56,6 +56,7 @@ class Meter:
             before = self.totals + [(0, 0)] * (len(sums) - len(self.totals))
             self.totals = [(ups + up, downs + down) for (ups, downs), (up, down) in zip(before, sums)]
             self._before = {id(each): (each.bytes_in, each.bytes_out) for each in relay.sessions.values()}
+        self.totals += [(0, 0)] * (len(relay.roster) - len(self.totals))  # sites may have been added since
         return self._rates + [(0.0, 0.0)] * (len(relay.roster) - len(self._rates))
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import socket
 from abc import abstractmethod
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -158,7 +158,8 @@ class CollectiveTransport(Transport):
         lengths = [int(size) for size in (sizes.wait() if self._in_step else sizes.collect())]
         check_lengths(lengths)
         gather = self.gather_once(lengths, torch.uint8)
-        gather.payload.copy_(torch.frombuffer(bytearray(b"\0" + own), dtype=torch.uint8))
+        if lengths[self.rank]:  # else nothing that this site sends counts
+            gather.payload.copy_(torch.frombuffer(bytearray(b"\0" + own), dtype=torch.uint8))
         gather.launch()
         self.close_round()
         payloads = gather.wait()
@@ -419,6 +420,14 @@ class ElasticTransport(HubTransport):
     @property
     def behind(self) -> bool:
         return self.link.rounds.behind
+
+    @property
+    def gone(self) -> Mapping[int, str]:
+        return dict(self.link.gone)
+
+    @property
+    def position(self) -> int:
+        return self.link.step
 
     @property
     def left_out(self) -> frozenset[int]:

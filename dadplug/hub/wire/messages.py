@@ -160,7 +160,9 @@ CODES = {
 }
 DTYPES = {code: dtype for dtype, code in CODES.items()}
 
-VERSION = 7
+VERSION = 8
+OLDEST_VERSION = 7
+"""Oldest version of sites that this hub serves. Since 8 a hub answers requests for its status."""
 _LONGEST_TEXT = 2000  # characters
 
 
@@ -206,7 +208,8 @@ class Rules:
     Attributes:
         min_sites: number of sites below which no step closes.
         late: "wait": every member's END is waited for; "skip": a late member misses the step and stays a member.
-        patience: with "skip", how many times the median step a member may take.
+        patience: with "skip", how many times the median step a member may take; 0: until `site_timeout` after the first
+            one.
         site_timeout: seconds without any bytes after which a site counts as lost.
         progress_timeout: seconds for which others wait for a site that is alive and does not get on.
         max_lag: with "skip", number of steps by which a member may be behind.
@@ -227,8 +230,8 @@ class Rules:
             raise ValueError(f"min_sites={self.min_sites}: at least one site has to stay")
         if self.late not in ("wait", "skip"):
             raise ValueError(f"late={self.late!r}: choose 'wait' or 'skip'")
-        if not self.patience > 1:
-            raise ValueError(f"patience={self.patience}: it has to exceed 1, the median step")
+        if self.patience and not self.patience > 1:
+            raise ValueError(f"patience={self.patience}: it has to exceed 1, the median step, or be 0")
         for name in ("site_timeout", "progress_timeout", "max_lag"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)}: it has to be positive")
