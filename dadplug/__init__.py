@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .callbacks.trackers import Tracker, track
     from .comparison import compare
     from .ddp import DistributedDataParallel
-    from .errors import DadplugError, MismatchError, NonFiniteError, ProcessFailedError, SiteError
+    from .errors import DadplugError, MismatchError, NonFiniteError, PrivacyError, ProcessFailedError, SiteError
     from .hogwild import Hogwild
     from .hub.site.runtime import connect
     from .local_steps import LocalSGD
@@ -80,6 +80,7 @@ _LAZY = {
     "ParameterServerRunner": "runners",
     "ParameterServerStrategy": "runners",
     "PoissonLoader": "privacy",
+    "PrivacyError": "errors",
     "ProcessFailedError": "errors",
     "SiteError": "errors",
     "Tracker": "callbacks.trackers",
@@ -133,6 +134,7 @@ __all__ = [
     "ParameterServerRunner",
     "ParameterServerStrategy",
     "PoissonLoader",
+    "PrivacyError",
     "ProcessFailedError",
     "SiteError",
     "Tracker",

@@ -45,6 +45,10 @@ class DataError(DadplugError, RuntimeError):
     """A data set cannot be loaded: a file is missing, damaged or of another format; the message has the remedy."""
 
 
+class PrivacyError(DadplugError, RuntimeError):
+    """A step cannot be made private, since gradients of single samples are not known, or were changed."""
+
+
 # The hub and its kits.
 
 

@@ -101,10 +101,12 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self._method = make_method(self.options)
         self._attached: AttachedGradients | None = None
         self.stopped = False
-        self._counter = SampleCounter(model, lambda: self._planner.before_forward(), self._begin_backward)
+        self._counter = SampleCounter(model, self._before_forward, self._drop_cleared)
         self._private: PrivateGradients | None = None
         if self.options.privacy is not None:
-            self._private = PrivateGradients(model, self.options.privacy, self._counter)
+            begin, arrived = self._begin_private, self._private_arrived
+            self._private = PrivateGradients(model, self.options.privacy, self._counter, begin, arrived)
+        self._abstains = False  # in a step without data that is not to be a private one
         self._norms: SyncedBatchNorms | None = None
         if self.options.sync_batchnorm:
             counter = self._counter if self.options.weighting == "samples" else None
@@ -127,7 +129,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self._counter.first_batch = self._first_batch
         self._guard = register_optimizer_step_pre_hook(refuse_unsynchronised(self))
         self._remembers = False  # the loss scales of gradients
-        if self._method.keeps_errors:
+        if self._method.keeps_errors or self._private is not None:
             self._watch_loss_scales()
         self._further = dict(state or {})
         if self._joined is not None:
@@ -145,6 +147,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
 
     def _arrived(self, unit: Unit) -> None:
         """Record that a backward pass has delivered a unit's gradient; send the gradient if it is complete."""
+        if self._private is not None:  # gradients arrive all together
+            return
         if self._held is not None:
             raise RuntimeError("backward() between clip_grad_norm_() and apply(optimizer)")
         unit.arrivals += 1
@@ -154,21 +158,35 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         with _as_written(unit.lead.device.type):
             if isinstance(unit, FactorUnit):
                 unit.prepare(self._counter.owned, exact=self._method.traits.exact)
-            self._planner.record_arrival(unit, self._syncing and self._private is None)
+            self._planner.record_arrival(unit, self._syncing)
         if isinstance(unit, FactorUnit):
             unit.show_arrival()
             unit.keep(self._counter.owned)
         self.on_arrival()
 
-    def _begin_backward(self) -> None:
-        """Prepare for a backward pass that has reached the outputs of the model."""
-        self._drop_cleared()
+    def _before_forward(self) -> None:
+        self._planner.before_forward()
         if self._private is not None:
-            self._private.begin_backward()
+            self._private.before_forward()
+
+    def _begin_private(self) -> float:
+        """Record the loss scale of a backward pass whose gradients are to be private, and return it."""
+        if self._held is not None:
+            raise RuntimeError("backward() between clip_grad_norm_() and apply(optimizer)")
+        scales = self._method.loss_scales
+        for unit in self._planner.units:
+            scales.record(unit.name)
+        return scales.present().value
+
+    def _private_arrived(self) -> None:
+        self._pending = True
+        self.on_arrival()
 
     def _drop_cleared(self) -> None:
         """Discard what has arrived for parameters whose gradients the program has cleared since."""
         cleared = [unit.drop_cleared() for unit in self._planner.units if unit.arrivals]
+        if self._private is not None and self._private.holds_gradients:
+            cleared.append(self._private.drop_cleared())
         if self._attached is not None and self._attached.arrived:
             cleared.append(self._attached.cleared)
         if cleared and all(cleared):
@@ -181,7 +199,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         """Return the samples that this site's gradients stand for so far in the step."""
         by_samples = self.options.weighting == "samples"
         if self.options.privacy is not None:  # how many samples a batch has is private
-            return self.options.privacy.expected_batch if by_samples else 1
+            return 0 if self._abstains else self.options.privacy.expected_batch if by_samples else 1
         return self._counter.of_step(self._pending, by_samples=by_samples, alone=self.world_size == 1)
 
     def _open_transport(self, process_group: dist.ProcessGroup | None) -> Transport:
@@ -288,8 +306,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         planner = self._planner
         self._drop_cleared()
         self._warn_of_changes()
-        if self._private is not None:
-            self._private.privatise()
+        if self._private is not None and not self._abstains:
+            self._private.privatise(self._method.loss_scales.of(planner.units[0].name) if planner.units else 1.0)
         planner.before_synchronization()
         if self._norms is not None:
             self._norms.end_micro_batches()
@@ -324,7 +342,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
                 self._attached.fill_with_inf()
             self._measure_noise(headers)
         finally:
-            self._epoch_samples += self._counter.count
+            private = self.options.privacy
+            self._epoch_samples += self._counter.count if private is None else private.expected_batch
             self._end_step()
         planner.follow_sizes([header.samples for header in headers])
         if self._noise is not None:
@@ -411,6 +430,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
 
     def _end_step(self) -> None:
         self._end_probe()
+        if self._private is not None:
+            self._private.end_step()
         self._planner.end_step()
         self._counter.reset()
         self._method.loss_scales.end_step()
@@ -428,7 +449,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         """Take part in a step without data: contribute nothing, and get the agreed gradients.
 
         For a site that has run out of batches while others have not. The optimizer's step follows it. Inside `no_sync`
-        it stands for one micro-batch.
+        it stands for one micro-batch. With `privacy` it is a step with an empty batch, whose noise is sent and counted:
+        others cannot tell whether a batch was empty.
 
         Args:
             stop: whether to ask all sites to stop, as in `synchronize`.
@@ -455,13 +477,17 @@ class GradientReduction(FusedSteps, ReplicatedModel):
             ...     train(inputs, targets)
             >>> reduction.join(optimizer.step)
         """
-        while True:
-            self.model.zero_grad()
-            self.idle()
-            if not self._agreed_samples:
-                return
-            if step is not None:
-                step()
+        self._abstains = True
+        try:
+            while True:
+                self.model.zero_grad()
+                self.idle()
+                if not self._agreed_samples:
+                    return
+                if step is not None:
+                    step()
+        finally:
+            self._abstains = False
 
     @contextmanager
     def without_comparison(self) -> Iterator[None]:
@@ -596,6 +622,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         Args:
             gradients: gradients of parameters that are managed elsewhere.
         """
+        if self._private is not None:
+            raise ValueError("privacy: gradients of parameters that are managed elsewhere are not clipped by sample")
         self._attached = gradients
 
     def _join_state(self, step: int, plan: Any) -> JoinState:
@@ -623,6 +651,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
             SiteError: if the others do not let it join.
         """
         self._transport.rejoin()
+        if self._private is not None:
+            self._private.forget()
         self._planner.release(discard=True)
         joined = self._receive_state()
         assert joined is not None

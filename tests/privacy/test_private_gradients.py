@@ -378,7 +378,7 @@ def test_what_is_seen_only_in_a_step_is_refused():
         (model(torch.randn(4, 3)) @ model[2].weight).sum().backward()
     with pytest.raises(RuntimeError, match="estimates of the gradient's noise"):
         _ = reduction.noise
-    model, draw, loss = build("tied")
+    model, draw, _ = build("tied")
     reduction = dadplug.GradientReduction(model, mode="dsgd", privacy=DifferentialPrivacy())
     with pytest.raises(RuntimeError, match="cannot tell numbers of positions"):
         model(draw(5)[0])
