@@ -78,7 +78,7 @@ class _Lookups(Embedding):
 
 
 class _Origin(NamedTuple):
-    """Where a layer has been called.
+    """Place of a call of a layer.
 
     Attributes:
         forward: number of the outermost forward pass.

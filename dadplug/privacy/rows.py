@@ -1,4 +1,4 @@
-"""What the samples of a pass contribute to the gradient of one parameter, and the norms of these contributions.
+"""Contributions of the samples of a pass to the gradient of one parameter, and the norms of these contributions.
 
 For a layer whose factors are rows of A and D, the gradient of sample i is ``D_i^T A_i``, with T rows of the sample in
 each. Its squared norm is ``sum (D_i D_i^T) * (A_i A_i^T)`` by elements (ghost norms, arXiv:2009.03106), which takes no
