@@ -214,6 +214,7 @@ def main() -> int:
     parser.add_argument(
         "--only", choices=SELECTIONS, help="the recommended settings for two hospitals, or private ones"
     )
+    parser.add_argument("--attacks", help="names of attacks, separated by commas (default: all)")
     parser.add_argument("--seconds", type=float, default=30.0, help="time limit of an audit")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="file for all figures")
@@ -231,6 +232,7 @@ def main() -> int:
             if arguments.modes and mode not in arguments.modes.split(","):
                 continue
             how = {"seconds": arguments.seconds, "remedies": False, "seed": arguments.seed} | options
+            how["attacks"] = arguments.attacks and arguments.attacks.split(",")
             try:
                 report = dadplug.audit(task.model, nn.CrossEntropyLoss(), task.inputs, task.targets, mode, **how)
             except ValueError as error:  # edad needs chains of layers

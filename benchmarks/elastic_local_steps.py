@@ -1,7 +1,7 @@
 """Local steps over a hub while each site is killed once and returns: what is in the model, waits, and bits.
 
     python benchmarks/elastic_local_steps.py                  four sites, 20 minutes with a kill of each, and 20 without
-    python benchmarks/elastic_local_steps.py --quick          the same in one minute each
+    python benchmarks/elastic_local_steps.py --quick          the same in a minute and a half each
 
 The sites have different paces (`--paces`, seconds that a site waits after each step), so that in a round of
 `--round-seconds` each takes as many steps as it can. They train for a time, first without kills. In the second run each
@@ -100,7 +100,11 @@ class Run:
             for rank in range(len(self._names)):
                 self._start(rank)
             self._drive()
-        return judge([self._lines(name) for name in self._names], self._arguments)
+        outcome = judge([self._lines(name) for name in self._names], self._arguments)
+        for rank in range(len(self._names)):
+            if "joins again" in self._messages(rank):
+                outcome.faults.insert(0, f"site {rank} was dropped as silent: the machine is too busy for this run")
+        return outcome
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
         text = (self._folder / f"{name}.log").read_text()
@@ -251,11 +255,11 @@ def main() -> int:
     parser.add_argument("--no-overlap", action="store_true")
     parser.add_argument("--share", type=float, default=0.88)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="one minute a run")
+    parser.add_argument("--quick", action="store_true", help="a minute and a half a run")
     parser.add_argument("--out", help="folder for kits and logs; by default they are removed")
     arguments = parser.parse_args()
     if arguments.quick:
-        arguments.seconds = 60.0
+        arguments.seconds = 90.0
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])  # forkserver
     outcomes = []

@@ -28,6 +28,7 @@ OURS = "localsgd:every=32+density=0.02+wire=int2+delay=8"
 WIDTH, DEPTH, VOCABULARY = 512, 6, 11600
 DENSITIES = (0.02, 1 / 64)
 REPEATS = 5
+SETTLED = 2.0  # seconds in which a round has arrived
 
 
 def model_and_batch(length: int, rows: int) -> tuple[torch.nn.Module, torch.Tensor]:
@@ -104,13 +105,17 @@ def main() -> None:
             bare.append(take(model, words, steps, optimizer, optimizer.step))
         take(model, words, options["every"] - 1, optimizer, local.step)
         dist.barrier()
-        before = sent_by_interface()
+        time.sleep(SETTLED)
+        before, waited = sent_by_interface(), local.traffic.wait_in_steps
         shared.append(take(model, words, steps, optimizer, local.step))
+        waited = local.traffic.wait_in_steps - waited
+        dist.barrier()
+        time.sleep(SETTLED)
         sent = sent_by_interface() - before
     if dist.get_rank() == 0:
         print(f"{numel / 1e6:.1f} million parameters, {arguments.method}")
         print(f"ms a step: {1e3 * min(bare) / steps:.1f} alone, {1e3 * min(shared) / steps:.1f} with rounds")
-        print(f"utilisation: {min(bare) / min(shared):.3f}")
+        print(f"utilisation: {min(bare) / min(shared):.3f}; waiting for the other site {waited / shared[-1]:.3f}")
         print(f"a round by the interface's counter: {sent / arguments.rounds / 1e6:.3f} MB", end="")
         print(f", {4 * numel * arguments.rounds / sent:.0f} times less than the parameters in fp32" if sent else "")
         time_code(numel)

@@ -142,6 +142,8 @@ class Report:
             where = f"{best.attack} on {best.layer}" if best.layer else best.attack
             return f"{who} can {what} {self.recovered:.0%} of the samples of this batch (attack {where})."
         if best is None:
+            if any("time" in each.reason for each in self.untried):
+                return "The time was over before an attack on the data was made: raise seconds. That says nothing."
             return "No attack on the data applies to this model and mode; that is no proof that none exists."
         return (
             f"No attack that was tried has recovered a sample (best similarity {best.similarity:.2f}, by "

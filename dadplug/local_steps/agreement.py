@@ -33,10 +33,11 @@ from ..errors import MismatchError, NonFiniteError
 from ..exchange import Gather, Transport
 from ..model_sync import sameness
 from ..model_sync.buffers import MovingBuffers
+from ..options import AUTO
 from .auto_format import AutoFormat
 from .background import BackgroundTask
 from .delta_format import DeltaFormat
-from .options import AUTO, DEFAULT_DECAY, LocalOptions
+from .options import DEFAULT_DECAY, LocalOptions
 from .sparse_format import SparseFormat
 
 # The agreed model
@@ -198,6 +199,11 @@ def delta_format(options: LocalOptions, transport: Transport) -> DeltaFormat | S
     return SparseFormat(options.density_at, decay, options.error_feedback, transport.sites.__getitem__)
 
 
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether a tensor holds neither NaN nor Inf; one pass without a copy, unless its sum overflows."""
+    return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
+
+
 class Header(NamedTuple):
     """A site's statement before an agreement.
 
@@ -312,7 +318,7 @@ class Agreement:
 
     def _exchange_headers(self, step: int, weight: int, finished: bool, deltas: Mapping[str, Tensor]) -> list[Header]:
         """Exchange headers and compare them; lay the payloads out anew if parameters have come or gone."""
-        finite = [bool(delta.isfinite().all()) for delta in deltas.values()]
+        finite = [is_finite(delta) for delta in deltas.values()]
         nonfinite = -1 if all(finite) else finite.index(False)
         setting = self._format.begin_round(self.count)
         layout, batch = fingerprint(deltas, setting), 0 if self.count else self.first_batch.take()

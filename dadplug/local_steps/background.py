@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class BackgroundTask:
-    """Task in a thread of its own, from now on.
+    """Task in a thread of its own, from now on; the program ends after it.
 
     Args:
         run: the task; most of it must run without the GIL.
@@ -16,7 +16,7 @@ class BackgroundTask:
     def __init__(self, run: Callable[[], None]) -> None:
         self._run = run
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._main, name="dadplug-round", daemon=True)
+        self._thread = threading.Thread(target=self._main, name="dadplug-round")
         self._thread.start()
 
     def _main(self) -> None:

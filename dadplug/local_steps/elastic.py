@@ -28,7 +28,7 @@ from ..exchange import Gather, Transport
 from ..logs import get_logger
 from ..model_sync import sameness
 from ..model_sync.buffers import agreed_value
-from .agreement import Agreement, Header, delta_format, fingerprint
+from .agreement import Agreement, Header, delta_format, fingerprint, is_finite
 from .options import LocalOptions
 
 _log = get_logger(__name__)
@@ -98,8 +98,8 @@ class ElasticAgreement(Agreement):
         self._format = delta_format(self._options, self._transport)
         self._offered, self._planned, self._added = Contribution(), (), []
         self.contributions, self._last = dict(plan["contributions"]), dict(plan["last"])
-        self._present = set(range(self._transport.world_size)) - self._transport.absent
         rank = self._transport.rank
+        self._present = set(range(self._transport.world_size)) - self._transport.absent - {rank}
         last = self._last.get(rank)
         before = (
             "it has had no part in it so far"
@@ -131,7 +131,7 @@ class ElasticAgreement(Agreement):
         transport, overlap = self._transport, self._options.overlap
         self.agreed.drop_untrained(self._model)
         deltas = self.agreed.deltas(self._model)
-        finite = [bool(delta.isfinite().all()) for delta in deltas.values()]
+        finite = [is_finite(delta) for delta in deltas.values()]
         nonfinite = -1 if all(finite) else finite.index(False)
         self.spoilt = nonfinite >= 0
         own = 0 if self.spoilt else weight
@@ -160,7 +160,7 @@ class ElasticAgreement(Agreement):
         known = [each for each in self._buffers.known() if each.is_floating_point()]
         if self.spoilt:
             self._buffers.restore()
-        elif not all(bool(each.isfinite().all()) for each in known):
+        elif not all(is_finite(each) for each in known):
             self._buffers.restore(self._buffers.names)
             _log.warning("the statistics of this site hold NaN or Inf: they are replaced by the agreed ones")
 
@@ -320,7 +320,7 @@ class ElasticAgreement(Agreement):
             _log.info("%s takes part from agreement %d on", sites[rank], number)
         if not counted and transport.rank in self._present:
             _log.info("this site is late: its steps count in a later agreement than number %d", number)
-        self._present = here | ({transport.rank} if not counted else set())
+        self._present = here | (self._present & {transport.rank})
         spoilt = {rank: header for rank, header in headers.items() if header.nonfinite >= 0}
         for rank, header in spoilt.items():
             _log.warning(

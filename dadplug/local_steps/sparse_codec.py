@@ -32,13 +32,13 @@ class BlockCode(NamedTuple):
 
     Attributes:
         size: entries of the block.
-        count: entries that are sent.
+        sent: entries that are sent.
         low: bits of an index that are stored as they are; of the rest, differences are stored.
         nbytes: bytes of the code.
     """
 
     size: int
-    count: int
+    sent: int
     low: int
     nbytes: int
 
@@ -57,13 +57,13 @@ class BlockCode(NamedTuple):
     @property
     def index_bits(self) -> float:
         """Bits of an index, without those that fill the last byte."""
-        return self.low + 1 + ((self.size - 1) >> self.low) / self.count
+        return self.low + 1 + ((self.size - 1) >> self.low) / self.sent
 
     @property
     def entropy_bits(self) -> float:
         """Bits of an index in the best possible code."""
-        natural = math.lgamma(self.size + 1) - math.lgamma(self.count + 1) - math.lgamma(self.size - self.count + 1)
-        return natural / math.log(2) / self.count
+        natural = math.lgamma(self.size + 1) - math.lgamma(self.sent + 1) - math.lgamma(self.size - self.sent + 1)
+        return natural / math.log(2) / self.sent
 
 
 class SparseCode:
@@ -88,7 +88,7 @@ class SparseCode:
                 end = self.nbytes + number * code.nbytes
                 self._parts.append((slice(first, first + number * size), slice(self.nbytes, end), code))
                 self.nbytes = end
-                self.count += number * code.count
+                self.count += number * code.sent
 
     def encode(self, delta: Tensor, memory: Tensor, decay: float, out: Tensor) -> None:
         """Code the largest entries of ``delta + decay * memory``, and keep the rest in the memory.
@@ -139,23 +139,21 @@ class _NumbaKernels:
         self._kernels = sparse_kernels
         sparse_kernels.magnitude(sparse_kernels.magnitude_code(1.0))
 
-    def encode(
-        self, delta: Tensor, memory: Tensor, decay: float, limit: float, block: int, count: int, *sizes: Any
-    ) -> None:
-        *code, out = sizes
+    def encode(self, delta: Tensor, memory: Tensor, decay: float, limit: float, *code_and_out: Any) -> None:
+        block, count, low, nbytes, out = code_and_out
         values = scratch.take("values", (block,), delta)
         places = scratch.take("places", (block + 1,), delta, torch.int32)
         fixed = scratch.take("fixed", (count,), delta, torch.int64)
         flat = delta.contiguous().numpy()
         factors = (flat.dtype.type(decay), flat.dtype.type(limit))
         rooms = (each.numpy() for each in (out, values, places, fixed))
-        self._kernels.encode(flat, memory.numpy(), *factors, block, count, *code, *rooms)
+        self._kernels.encode(flat, memory.numpy(), *factors, block, count, low, nbytes, *rooms)
 
-    def decode(self, payload: Tensor, out: Tensor, share: float, limit: float, block: int, *code: int) -> int:
-        places = scratch.take("places", (block + 1,), out, torch.int32)
-        code_and_sum = payload.contiguous().numpy(), out.numpy()
-        wrong: int = self._kernels.decode(*code_and_sum, share, limit, block, *code, places.numpy())
-        return wrong
+    def decode(self, payload: Tensor, out: Tensor, share: float, limit: float, *code: int) -> int:
+        block, count, low, nbytes = code
+        places = scratch.take("places", (block + 1,), out, torch.int32).numpy()
+        flat = payload.contiguous().numpy()
+        return int(self._kernels.decode(flat, out.numpy(), share, limit, block, count, low, nbytes, places))
 
 
 def _kernels_for(tensor: Tensor) -> Any:

@@ -88,6 +88,7 @@ class SparseFormat:
         self._keeps = error_feedback
         self._slots: dict[str, _Slot] = {}
         self._changed: dict[str, Tensor] = {}  # memories, by the last call of `encode`
+        self._means: dict[str, Tensor] = {}  # room for the next ones
         self._present = 0.0  # density of the layout
 
     def begin_round(self, number: int) -> str:
@@ -148,13 +149,17 @@ class SparseFormat:
     def decode(self, payloads: Mapping[torch.dtype, Sequence[Tensor]], weights: Sequence[float]) -> dict[str, Tensor]:
         """Compute the mean of what all sites have sent, as `DeltaFormat.decode` does.
 
+        The memory of the means is that of the last call.
+
         Raises:
             MismatchError: if a payload is not what `encode` makes; it names the site and the tensor.
         """
-        means = {}
+        means, parts = {}, payloads[torch.uint8]
         for name, slot in self._slots.items():
-            parts = payloads[torch.uint8]
-            mean = torch.zeros(slot.shape, dtype=slot.dtype, device=parts[0].device)
+            mean = self._means.get(name)
+            if mean is None or (mean.shape, mean.dtype, mean.device) != (slot.shape, slot.dtype, parts[0].device):
+                mean = torch.empty(slot.shape, dtype=slot.dtype, device=parts[0].device)
+            mean.zero_()
             for rank, weight in enumerate(weights):
                 if weight:
                     try:
@@ -165,7 +170,8 @@ class SparseFormat:
                             "is not applied: check that all sites run one version of dadplug, and the network between"
                         ) from None
             means[name] = mean
-        return means
+        self._means = means
+        return {**means}
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the memory."""

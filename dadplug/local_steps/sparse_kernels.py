@@ -83,7 +83,9 @@ def _two_magnitudes(chosen: Any, count: int, fixed: Any) -> tuple[int, int]:
         total += fixed[i]
     small = large = total // count
     for _ in range(_TURNS):
-        above, number, middle = 0, 0, small + large
+        above: Any = 0
+        number: Any = 0
+        middle = small + large
         for i in range(count):
             is_large = np.int64(2 * fixed[i] > middle)  # without branches, which would be guessed wrong
             above += fixed[i] * is_large
@@ -104,7 +106,7 @@ def _two_magnitudes(chosen: Any, count: int, fixed: Any) -> tuple[int, int]:
 
 
 @njit(nogil=True)
-def _put(out: Any, position: int, value: int, bits: int) -> None:
+def _put(out: Any, position: Any, value: Any, bits: int) -> None:
     """Write bits to memory that is zero, the lowest first."""
     rest, place = value << (position & 7), position >> 3
     for _ in range(((position & 7) + bits + 7) >> 3):
@@ -146,7 +148,7 @@ def encode(
             value = whole[i] * decay + changed[i]
             value = limit if value > limit else value
             whole[i] = -limit if value < -limit else value
-        found = 0
+        found: Any = 0
         while True:
             found = 0
             for i in range(block):
@@ -160,7 +162,7 @@ def encode(
             values[i] = abs(whole[places[i]])
         threshold = kth_largest(values, found, count)
         guess = threshold * delta.dtype.type(_GUESS)
-        equal = count
+        equal: Any = count
         for i in range(found):
             equal -= np.int64(abs(whole[places[i]]) > threshold)
         kept = 0

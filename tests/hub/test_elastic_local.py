@@ -10,7 +10,7 @@ import pytest
 import support
 import torch
 from elastic_local import reference
-from elastic_runs import ENDED, Run
+from elastic_runs import ENDED, MortalHub, Run
 from running_hub import RunningHub, add_site, running_hub, until
 
 import dadplug
@@ -298,6 +298,24 @@ def test_a_site_that_is_new_in_the_roster_takes_part(tmp_path):
     counts(run, "abc", every)
 
 
+def test_a_hub_that_is_killed_costs_nothing(tmp_path):
+    hub = MortalHub(tmp_path, "ab")
+    process = hub.start()
+    run = sites_of(tmp_path, hub, {"overlap": True}, counts=True, pause=0.02)
+    run.start("ab")
+    await_agreement(run, "a", 3)
+    process.kill()
+    process.wait(ENDED)
+    hub.start()
+    await_agreement(run, "b", max(agreements(run, "a")) + 3)
+    stop(run)
+    run.end("ab")
+    hub.process.kill()
+    every = check(run, "ab")
+    assert {tuple(line["present"]) for line in every.values()} == {(0, 1)}
+    counts(run, "ab", every)
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_training_resumes_in_the_midst_of_a_round(tmp_path, overlap):
     """The agreed models are those of a training that has not been interrupted, to the bit."""
@@ -324,6 +342,10 @@ def test_what_needs_a_hub_or_all_sites_says_so():
     for options in ({"warm_up": 3}, {"sync_batchnorm": True}):
         with pytest.raises(ValueError, match="needs all sites in every step: leave min_sites out"):
             LocalOptions.create(min_sites=1, **options)
+    with pytest.raises(ValueError, match="density='auto' needs all sites"):
+        LocalOptions.create(min_sites=1, density="auto", wire="int2")
+    with pytest.raises(ValueError, match="delay=2 does not go with min_sites"):
+        LocalOptions.create(min_sites=1, delay=2)
     with pytest.raises(ValueError, match="round_seconds must be a positive number or None"):
         LocalOptions.create(min_sites=1, round_seconds=0)
 

@@ -315,7 +315,7 @@ def agree_after_rounds(lines: dict[str, dict[int, dict]]) -> list[list[int]]:
                 if ended.setdefault(line["agreements"], found) != found:  # of a site that has joined in it
                     assert own is lines["c"]
                     assert 2 not in line["present"]
-    assert len(ended) > 4
+    assert len(ended) >= 3
     return [ended[number][1] for number in sorted(ended)]
 
 
