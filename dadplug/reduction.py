@@ -227,7 +227,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
     def epsilon(self, delta: float) -> float:
         """Return what all steps so far have cost the records of this site, by Opacus's PRV accountant.
 
-        It holds for each record of this site by itself: sites whose records are their own do not add up theirs.
+        It holds for each record of this site by itself: sites whose records are their own do not add up theirs. A hub
+        shows the last value in its status.
 
         Args:
             delta: the delta, below one over the number of the site's records.
@@ -238,7 +239,9 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         """
         if self._private is None:
             raise ValueError("epsilon() needs privacy=DifferentialPrivacy(...)")
-        return self._private.ledger.epsilon(delta)
+        epsilon = self._private.ledger.epsilon(delta)
+        self._transport.show_epsilon(epsilon, delta)
+        return epsilon
 
     @property
     def quality(self) -> dict[str, Quality]:

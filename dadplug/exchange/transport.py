@@ -262,6 +262,14 @@ class Transport(ABC):
     def end_step(self) -> None:  # noqa: B027  (most networks need not know)
         """End a training step, whose exchanges are over at this site."""
 
+    def show_epsilon(self, epsilon: float, delta: float) -> None:  # noqa: B027  (only hubs have a status)
+        """Show in the status of a hub what training has cost the records of this site.
+
+        Args:
+            epsilon: the epsilon of differential privacy.
+            delta: the delta.
+        """
+
     @abstractmethod
     def all_reduce(self, tensor: Tensor) -> PendingSum:
         """Start the sum of a tensor over sites, in place.

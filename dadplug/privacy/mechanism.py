@@ -96,6 +96,9 @@ class DifferentialPrivacy:
     def parse(cls, text: str) -> DifferentialPrivacy:
         """Return the settings that a command line names, such as ``noise_multiplier=1.1,sample_rate=0.01``.
 
+        Args:
+            text: names and values.
+
         Raises:
             ValueError: if a name is unknown, or a value out of its range.
         """

@@ -89,6 +89,7 @@ def snapshot(hub: Hub, meter: Meter) -> dict[str, Any]:
     sites = []
     for slot, name in enumerate(relay.roster):
         session = relay.sessions.get(("training", slot))
+        spent = relay.spent.get(slot)
         sites.append(
             {
                 "name": name,
@@ -102,6 +103,8 @@ def snapshot(hub: Hub, meter: Meter) -> dict[str, Any]:
                 "bytes_to": meter.totals[slot][1],
                 "late_seconds": round(late.get(slot, 0.0), 1),
                 "certificate_days": days_left(session.expires) if session and session.expires else None,
+                "epsilon": f"{spent.epsilon:.4g}" if spent else None,  # as text: JSON has no infinity
+                "delta": spent.delta if spent else None,
                 "missed_steps": relay.run.missed.counts[slot] if slot < len(relay.run.names) else 0,
             }
         )
@@ -159,6 +162,8 @@ def table(status: dict[str, Any]) -> list[str]:
         late = f"{site['late_seconds']:.0f} s" if site["late_seconds"] else ""
         if site["missed_steps"]:
             late += f"{', ' * bool(late)}{site['missed_steps']} steps missed"
+        if site.get("epsilon"):
+            late += f"{', ' * bool(late)}epsilon {site['epsilon']}, delta {site['delta']:g}"
         lines.append(
             f"{site['name']:{width}}  {site['state']:12}  {site['step']:8}  {up:9.2f}  {down:9.2f}  {late}".rstrip()
         )

@@ -19,6 +19,7 @@ from __future__ import annotations
 import socket
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from ...exchange.failure_reports import PeerNames, watch_exit
 from ...exchange.framing import bytes_of
 from ...exchange.traffic import Traffic
 from ...exchange.transport import Gather, PendingSum, Requirements, StreamToHub, Transport
-from ..wire.messages import CODES, Kind, RoundKind
+from ..wire.messages import CODES, Kind, RoundKind, Spent
 from .inbox import Incoming
 from .link import CHANNEL_BITS, HubLink
 from .tunnel import check_tunnel, stream_to_hub, tunnel_of
@@ -213,6 +214,10 @@ class HubTransport(CollectiveTransport):
 
     def end_step(self) -> None:
         self.link.end_step()
+
+    def show_epsilon(self, epsilon: float, delta: float) -> None:
+        with suppress(SiteError):  # the training has ended
+            self.link.post_control(Spent(epsilon, delta))
 
     def next_collective(self) -> int:
         """Return the number of an exchange that takes place once."""

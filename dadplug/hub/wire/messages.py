@@ -162,7 +162,7 @@ DTYPES = {code: dtype for dtype, code in CODES.items()}
 
 VERSION = 8
 OLDEST_VERSION = 7
-"""Oldest version of sites that this hub serves. Since 8 a hub answers requests for its status."""
+"""Oldest version of sites that this hub serves. Since 8 a hub answers requests for its status, and takes `Spent`."""
 _LONGEST_TEXT = 2000  # characters
 
 
@@ -516,13 +516,25 @@ class Leave(NamedTuple):
     reason: str
 
 
+class Spent(NamedTuple):
+    """What a site's training has cost its records so far, for the status.
+
+    Attributes:
+        epsilon: the epsilon of differential privacy; infinity for steps without noise.
+        delta: the delta.
+    """
+
+    epsilon: float
+    delta: float
+
+
 # Names on the wire: versions that differ still understand each other's `Hello` and `Refuse`.
 _NAMES: dict[str, tuple[Any, ...]] = {
     "dadplug.hub.actions": (
         *(Accept, Refuse, Start, Grow, Join, SendState, Drop, Close, Pause, Resume),
         Position,
     ),
-    "dadplug.hub.frames": (Hello, Welcome, Joined, Leave),
+    "dadplug.hub.frames": (Hello, Welcome, Joined, Leave, Spent),
     "dadplug.hub.restart_messages": (Report, Repeat, Continue),
     "dadplug.exchange.requirements": (Requirements,),
 }
@@ -539,7 +551,7 @@ def pack_control(message: Any, slot: int) -> bytes:
     """Return the frame of a control message.
 
     Args:
-        message: an action, or `Hello`, `Joined` or `Leave`.
+        message: an action, or `Hello`, `Joined`, `Leave` or `Spent`.
         slot: slot of the sender; of any site where the hub sends.
 
     Raises:
@@ -591,6 +603,8 @@ def _fits(value: Any, hint: Any, end: int = 1 << 63) -> bool:
     """Return whether a field has the type of its hint, and its numbers are below an end."""
     if hint is int:
         return type(value) is int and 0 <= value < end
+    if hint is float:
+        return type(value) is float and value >= 0
     if hint is str:
         return type(value) is str and len(value) <= _LONGEST_TEXT
     if hint in (bool, NoneType):
