@@ -2,7 +2,7 @@
 
     python tests/distribution.py dist/dadplug-0.3.0-py3-none-any.whl
 
-Installs the wheel with its extras hub, lightning and transformers, checks that requirements agree (`pip check`), runs the
+Installs the wheel with its extras hub, lightning and transformers, checks requirements (`pip check`), runs the
 README's snippets at two sites, checks a user's script by mypy, and prints the wheel's size and the time of an import.
 PIP_CONSTRAINT and PIP_EXTRA_INDEX_URL are pip's, for a build of torch without CUDA.
 """

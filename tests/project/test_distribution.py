@@ -38,7 +38,8 @@ def test_a_wheel_holds_every_module_and_nothing_else(packages):
 
 def test_an_sdist_holds_what_make_needs(packages):
     (sdist,) = packages.glob("*.tar.gz")
-    names = {name.partition("/")[2] for name in tarfile.open(sdist).getnames()}
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
         pytest.skip("not a git repository")
