@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-BUILD = "import sys, setuptools.build_meta as b; print(b.build_sdist(sys.argv[1])); print(b.build_wheel(sys.argv[1]))"
+BUILD = "import sys, setuptools.build_meta as b; folder = sys.argv[1]; b.build_sdist(folder); b.build_wheel(folder)"
 
 
 @pytest.fixture(scope="module")
