@@ -1,14 +1,13 @@
-"""The result of a comparison as one HTML file that needs no other file and no network."""
+"""Report of a comparison as one HTML file that needs no other file and no network."""
 
 from __future__ import annotations
 
 import html
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .result import Row
     from .trial import Point
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 460, 280, 52, 36  # of a plot, in its own units
@@ -49,23 +48,25 @@ p {{ color: var(--faint); }}
 """
 
 
-def page(rows: Sequence[Row], title: str, cells: Sequence[Sequence[str]], notes: Sequence[str]) -> str:
+def page(
+    runs: Mapping[str, Sequence[Sequence[Point]]], title: str, cells: Sequence[Sequence[str]], notes: Sequence[str]
+) -> str:
     """Format a report.
 
     Args:
-        rows: rows with at least one run, which are plotted.
+        runs: runs of each way by its label, which are plotted.
         title: heading, the verdict.
         cells: the table, its head first.
         notes: sentences below the table.
     """
     head, *body = cells
     key = "".join(
-        f'<span><b style="color:{_COLOURS[number % len(_COLOURS)]}">&#9632;</b> {html.escape(row.label)}</span>'
-        for number, row in enumerate(rows)
+        f'<span><b style="color:{_COLOURS[number % len(_COLOURS)]}">&#9632;</b> {html.escape(label)}</span>'
+        for number, label in enumerate(runs)
     )
-    plots = _plot(rows, "seconds of training", lambda point: point.seconds)
-    if any(row.megabytes_a_step > 0 for row in rows):
-        plots += _plot(rows, "megabytes sent by a process", lambda point: point.megabytes)
+    plots = _plot(runs, "seconds of training", lambda point: point.seconds)
+    if any(run[-1].megabytes > 0 for each in runs.values() for run in each):
+        plots += _plot(runs, "megabytes sent by a process", lambda point: point.megabytes)
     return _PAGE.format(
         title=html.escape(title),
         plots=plots,
@@ -76,12 +77,12 @@ def page(rows: Sequence[Row], title: str, cells: Sequence[Sequence[str]], notes:
     )
 
 
-def _plot(rows: Sequence[Row], label: str, axis: Callable[[Point], float]) -> str:
+def _plot(runs: Mapping[str, Sequence[Sequence[Point]]], label: str, axis: Callable[[Point], float]) -> str:
     """Draw the held-out loss against a quantity as SVG, a line for each run, of its finite points."""
     lines = [
         (number, [(axis(point), point.loss) for point in run if math.isfinite(point.loss)])
-        for number, row in enumerate(rows)
-        for run in row.runs
+        for number, each in enumerate(runs.values())
+        for run in each
     ]
     points = [point for _, line in lines for point in line]
     if not points:

@@ -187,7 +187,7 @@ class Comparison:
         Args:
             path: path of the HTML file.
         """
-        text = page([row for row in self.rows if row.runs], self.verdict, self._lines(), self._notes())
+        text = page({row.label: row.runs for row in self.rows if row.runs}, self.verdict, self._lines(), self._notes())
         Path(path).write_text(text, encoding="utf-8")
 
     def picture(self, path: str | Path) -> None:
