@@ -150,7 +150,7 @@ class Comparison:
         return [head, *(self._cells(row, goal) for row in self.rows if row.runs)]
 
     def _notes(self) -> list[str]:
-        """What failed, and what the figures are."""
+        """Reasons of failures, and the meaning of the figures."""
         failures = [f"{row.label}: failed, {row.failure}" for row in self.rows if row.failure]
         where = "connected sites" if self.connected else "processes of this machine"
         note = (
