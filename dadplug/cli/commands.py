@@ -137,11 +137,7 @@ def picture_file(text: str) -> Path:
     Raises:
         ArgumentTypeError: if no picture could be written there.
     """
-    path = Path(text)
-    if path.suffix.lower() != ".png":
-        raise argparse.ArgumentTypeError(f"{text!r} should end in .png")
-    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"there is no folder {str(path.parent)!r} that may be written to")
+    path = _output_file(text, ".png")
     if importlib.util.find_spec("matplotlib") is None:
         raise argparse.ArgumentTypeError("a picture needs matplotlib: pip install 'dadplug[examples]'")
     return path
@@ -156,6 +152,27 @@ def _option(text: str) -> tuple[str, Any]:
         return name, ast.literal_eval(value)
     except (ValueError, SyntaxError):
         return name, value
+
+
+def page_file(text: str) -> Path:
+    """Return the path of an HTML file that is written at the end of a long run.
+
+    Args:
+        text: value of a command-line argument.
+
+    Raises:
+        ArgumentTypeError: if no file could be written there.
+    """
+    return _output_file(text, ".html")
+
+
+def _output_file(text: str, suffix: str) -> Path:
+    path = Path(text)
+    if path.suffix.lower() != suffix:
+        raise argparse.ArgumentTypeError(f"{text!r} should end in {suffix}")
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"there is no folder {str(path.parent)!r} that may be written to")
+    return path
 
 
 def _days(text: str) -> int:
@@ -601,6 +618,7 @@ def _dataset(arguments: argparse.Namespace) -> Any:
     argument("--processes", type=int, help="processes of this machine (default: one a core, at most 4)"),
     argument("--ways", help="names of ways, separated by commas (default: all that apply)"),
     argument("--picture", type=picture_file, metavar="FILE.png", help="plot the loss against seconds and megabytes"),
+    argument("--html", type=page_file, metavar="FILE.html", help="write table and pictures as one HTML file"),
     BETWEEN_SITES,
 )
 def compare(arguments: argparse.Namespace) -> int:
@@ -624,6 +642,9 @@ def compare(arguments: argparse.Namespace) -> int:
     if arguments.picture:
         result.picture(arguments.picture)
         print(f"picture: {arguments.picture}")
+    if arguments.html:
+        result.html(arguments.html)
+        print(f"report: {arguments.html}")
     return 0 if result.finalists else 1
 
 
