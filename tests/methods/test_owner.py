@@ -250,14 +250,14 @@ def test_auto_predicts_by_latency_and_bytes():
     assert not owner_is_faster(8, 10.0, 1e12)
 
 
-def chooses(merge: str) -> str:
+def chooses(merge: str) -> tuple[tuple[str, str, int], ...]:
     model = network(torch.float32, SMALL)
     reduction = dadplug.GradientReduction(model, mode="rankdad", merge=merge, rank=2)
     for step in range(2):
         backward(model, dist.get_rank(), step)
         reduction.synchronize()
     assert reduction.first_difference() is None
-    return str(reduction.plan)
+    return tuple((row.parameter, row.path, row.bytes) for row in reduction.plan)
 
 
 def refuses(options: dict, message: str) -> None:
