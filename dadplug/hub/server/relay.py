@@ -24,11 +24,13 @@ from ..wire.messages import (
     Action,
     Close,
     Drop,
+    Exclude,
     Grow,
     Head,
     Hello,
     Join,
     Joined,
+    KeyMessage,
     Kind,
     Leave,
     Pause,
@@ -438,6 +440,8 @@ class Relay:
         for session in waiting if self.run.admits else ():
             session.waits = False
             self.journal.write(f"{session.name} joins")
+            if session.offer:
+                self._announce(KeyMessage(session.slot, session.offer))
             self._act(self.run.membership.dial(session.slot, now), now)
 
     def _pass_state(self, session: Session, head: Head, body: memoryview, now: float) -> None:
@@ -463,10 +467,25 @@ class Relay:
                 self._admit(now)
             elif self._recovery is not None:
                 self._recovery.require(session, message)
+        elif isinstance(message, KeyMessage) and session.channel == "training":
+            self._pass_key(session, message)
+        elif isinstance(message, Exclude) and session.channel == "training":
+            excluded = self.sessions.get(("training", message.slot))
+            if excluded is not None and not session.waits:
+                self.drop(excluded, f"{session.name} refuses it: {message.reason}", now)
         elif isinstance(message, Joined) and session.channel == "training" and not session.waits:
             self._act(self.run.membership.joined(session.slot, message.position, now), now)
         else:
             raise FrameError(f"a control message {type(message).__name__} is not expected")
+
+    def _pass_key(self, session: Session, message: KeyMessage) -> None:
+        """Keep the offer of a site that waits to join, or pass a message on to one other site."""
+        if message.slot == session.slot:
+            session.offer = message.content
+            return
+        receiver = self.sessions.get(("training", message.slot))
+        if receiver is not None and not receiver.waits:
+            receiver.send(pack_control(KeyMessage(session.slot, message.content), 0))
 
     def _serve(self, session: Session, request: bytes) -> None:
         for slot, reply in self._store.handle(session.slot, request):

@@ -513,6 +513,33 @@ class Leave(NamedTuple):
     reason: str
 
 
+@dataclass(frozen=True)
+class KeyMessage:
+    """Message about keys, which the hub passes on; see `dadplug.hub.secure.epochs`.
+
+    Attributes:
+        slot: in what a site sends, the receiver, or the site itself in an offer to all members, which the hub announces
+            before the `Join` of the site. In what the hub sends, the sender.
+        content: the message.
+    """
+
+    slot: int
+    content: bytes
+
+
+@dataclass(frozen=True)
+class Exclude:
+    """Request of a site to end another one, which it refuses.
+
+    Attributes:
+        slot: the other site.
+        reason: the reason.
+    """
+
+    slot: int
+    reason: str
+
+
 # Names on the wire: versions that differ still understand each other's `Hello` and `Refuse`.
 _NAMES: dict[str, tuple[Any, ...]] = {
     "dadplug.hub.actions": (
@@ -521,6 +548,7 @@ _NAMES: dict[str, tuple[Any, ...]] = {
     ),
     "dadplug.hub.frames": (Hello, Welcome, Joined, Leave),
     "dadplug.hub.restart_messages": (Report, Repeat, Continue),
+    "dadplug.hub.key_messages": (KeyMessage, Exclude),
     "dadplug.exchange.requirements": (Requirements,),
 }
 _HINTS: dict[type, dict[str, Any]] = {}
@@ -590,6 +618,8 @@ def _fits(value: Any, hint: Any, end: int = 1 << 63) -> bool:
         return type(value) is int and 0 <= value < end
     if hint is str:
         return type(value) is str and len(value) <= _LONGEST_TEXT
+    if hint is bytes:
+        return type(value) is bytes
     if hint in (bool, NoneType):
         return type(value) is hint
     if hint is Position:
