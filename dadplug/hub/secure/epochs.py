@@ -260,8 +260,8 @@ class Epochs:
             slot: the site.
             step: the open step, of which it is sent all frames.
         """
-        if self._listens:
-            return  # it joined before this site, which it welcomes
+        if self._listens or not (self.members or self._expected):
+            return  # it joined before this site, which it welcomes, or both start together
         offer = self._offered.pop(slot, None)
         if offer is None:
             if slot not in self.members and slot not in self._expected:
