@@ -1,6 +1,6 @@
 """Keys of the members of a run, which change with them: the state machine of one site, without input and output.
 
-`docs/reference/sealed-protocol.md` states the protocol. In short: each sender has a chain of keys of its own (Sender
+Each sender has a chain of keys of its own (Sender
 Keys, as in group messengers), which it gives to every other member over a secret of the pair.
 
 - **A site leaves.** Each sender draws a new chain before it sends anything further, and sends a *rekey*: the new key,
