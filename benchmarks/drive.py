@@ -105,8 +105,10 @@ def may_begin(deadline: float) -> bool:
     return bool(before)
 
 
-def run_sites(program: list[str], loopback: bool, results: Path, limit: float, round_trip: float = 0.0) -> str:
-    """Run a program of this folder on two sites, joined by benchmarks/link.py or on loopback.
+def run_sites(
+    program: list[str], loopback: bool, results: Path, limit: float, round_trip: float = 0.0, sites: int = 2
+) -> str:
+    """Run a program of this folder on two sites, joined by benchmarks/link.py, or on some sites on loopback.
 
     Args:
         program: the program and its arguments.
@@ -114,6 +116,7 @@ def run_sites(program: list[str], loopback: bool, results: Path, limit: float, r
         results: file that grows as the program gets on.
         limit: seconds in which it must have grown; else the program is ended.
         round_trip: milliseconds of the link's round trip; 0 for that of the kernel.
+        sites: number of sites; two unless they meet on loopback.
 
     Returns:
         Why the program has failed; an empty string if it has not.
@@ -121,7 +124,7 @@ def run_sites(program: list[str], loopback: bool, results: Path, limit: float, r
     link = ["--round-trip", str(round_trip), "none"]
     command = [sys.executable, str(HERE / "link.py"), *link, sys.executable]
     if loopback:
-        launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(sites)]
         command = [sys.executable, *launch, "--master-port", str(free_port())]
     with tempfile.TemporaryFile("w+") as said:
         process = subprocess.Popen(

@@ -3,8 +3,8 @@
     sudo python benchmarks/link.py 100mbit python benchmarks/epoch_time.py
     torchrun --nproc-per-node 2 benchmarks/epoch_time.py                    unshaped, on loopback
 
-One thread a site. The trainers alternate epoch by epoch, since a machine's pace varies; medians over rounds. The
-first epoch of each is not counted: kernels compile, payloads find their sizes.
+One thread a site, MKL in all rows. The trainers alternate epoch by epoch, since a machine's pace varies; medians over
+rounds. The first epoch of each is not counted: kernels compile, payloads find their sizes.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from libraries import use_library
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -62,6 +63,7 @@ def measure(name: str, arguments: argparse.Namespace, data, epochs: int) -> floa
         options={"mode": arguments.mode, "rank": arguments.rank},
         classes=data.classes,
         seed=0,
+        steps=arguments.steps,
         history=Quiet(epochs),
     )
     dist.barrier()
@@ -81,6 +83,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    use_library(arguments.mode, "mkl")
     dadplug.connect()
     data = load_dataset(arguments.dataset, arguments.data_dir)
     names = ("ddp", "plain", "catalyst", "lightning")

@@ -98,14 +98,20 @@ def dense_bytes(model: nn.Module) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 
-def start_weights(arguments: argparse.Namespace, untrained: nn.Module) -> nn.Module:
-    """Return the model that is fine-tuned: trained on the first text, or as an earlier run has stored it."""
+def start_weights(arguments: argparse.Namespace, untrained: nn.Module, rate: float = 2e-3) -> nn.Module:
+    """Return the model that is fine-tuned: trained on the first text, or as an earlier run has stored it.
+
+    Args:
+        arguments: the program's.
+        untrained: the model with random weights.
+        rate: learning rate of Adam.
+    """
     trained, file = deepcopy(untrained), Path(f"{arguments.out}.pt")
     if arguments.keep and file.exists():
         trained.load_state_dict(torch.load(file))
         return trained
     prose = [text("*.md", ("docs",), part) for part in ("site", "held out")]
-    curve, _ = train(trained, "dsgd", *prose, arguments, steps=arguments.pretraining, seed=0, rate=2e-3)
+    curve, _ = train(trained, "dsgd", *prose, arguments, steps=arguments.pretraining, seed=0, rate=rate)
     dist.barrier()  # the other site may still look for the file
     if dist.get_rank() == 0:
         print(f"training: held-out loss from {curve[0]:.2f} to {curve[-1]:.2f} nats a byte", flush=True)

@@ -20,7 +20,7 @@ DEALT = 60
 
 def batches(data: DataPair, split: str, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield this site's batches, epoch after epoch, from memory."""
-    share = site_indices(data.train.labels, dist.get_rank(), 2, split, seed)
+    share = site_indices(data.train.labels, dist.get_rank(), dist.get_world_size(), split, seed)
     inputs, labels = next(iter(DataLoader(data.train.subset(share), len(share))))
     generator = torch.Generator().manual_seed(seed)
     while True:

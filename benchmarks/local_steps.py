@@ -1,12 +1,14 @@
 """Seconds until held-out accuracy is reached by local steps, against peers, by rate of the link and split of the data.
 
     sudo python benchmarks/local_steps.py --data-dir FOLDER            MNIST's files; half an hour or more
+    sudo python benchmarks/local_steps.py --data-dir FOLDER --round-trip 40     with the latency of a long link
+    python benchmarks/local_steps.py --data-dir FOLDER --sites 4       steps, accuracy and MB alone, on loopback
     sudo python benchmarks/local_steps.py --data-dir FOLDER --quick    one seed, few ways, a low target
     python benchmarks/local_steps.py --quick                           scikit-learn's digits; without root, unshaped
 
-MNISTNet, Adam, batches of 32 on each of two sites with one thread. The target is reached when the mean of two
-evaluations in succession is. All ways are evaluated at the same steps, every 64, after agreements: site 0's model, or
-with average=160 in a way's name the running average of its models.
+MNISTNet, Adam, batches of 32 on each of two (or --sites) sites with one thread. The target is reached when the mean of
+two evaluations in succession is. All ways are evaluated at the same steps, every 64, after agreements: site 0's model,
+or with average=160 in a way's name the running average of its models.
 
 1. On an unshaped link: how many steps a way takes to the target, for each split and seed. Each way computes the same
    bits at every rate, so that these are the steps there, too.
@@ -47,7 +49,13 @@ from dadplug.models import build_for
 OURS = "localsgd:every=32+outer_lr=0.7+outer_momentum=0.9+rank=32+wire=int8+overlap=false"
 SYNCHRONOUS = "rankdad:rank=8+wire=bf16+error_feedback=true+sync_batchnorm=true"
 AVERAGED = ",".join(f"{name}+average=160" for name in ("diloco:every=32", "diloco:every=64", OURS, SYNCHRONOUS))
-METHODS = f"ddp,ddp-powersgd,mean:every=16,mean:every=64,diloco:every=32,diloco:every=64,{OURS},{AVERAGED}"
+SPARSE = "localsgd:every=32+density=0.02+wire=int2+outer_lr=2+overlap=false+fused=true"
+SPARSELOCO = "localsgd:every=32+density=0.015625+wire=int2+overlap=false"
+"""The published setting: 64 of 4,096 entries, decay 0.95, outer rate 1."""
+FP32 = "localsgd:every=32+outer_lr=0.7+outer_momentum=0.9+overlap=false"
+"""DiLoCo whose deltas travel in fp32."""
+PEERS = "ddp,ddp-powersgd,mean:every=16,mean:every=64,diloco:every=32,diloco:every=64"
+METHODS = f"{SPARSE},{SPARSELOCO},{FP32},{PEERS},{OURS},{AVERAGED}"
 TARGETS = {"mnist": 0.955, "digits": 0.95}
 LAP = 64
 """Steps between two evaluations, of every way."""
@@ -227,7 +235,8 @@ def measure(arguments: argparse.Namespace, results: Path) -> None:
         program = ["local_steps.py", *sys.argv[1:], "--method", method, "--result", str(results)]
         program += ["--loopback", "--rates", "none"] if arguments.loopback else []
         program += ["--deadline", str(arguments.deadline)]
-        if reason := run_sites(program, arguments.loopback, results, arguments.patience):
+        how = {"round_trip": arguments.round_trip, "sites": arguments.sites}
+        if reason := run_sites(program, arguments.loopback, results, arguments.patience, **how):
             print(f"{method} failed: {reason}", flush=True)
             with results.open("a") as file:
                 file.write(json.dumps({"method": method, "error": reason}) + "\n")
@@ -241,6 +250,8 @@ def main() -> int:
     parser.add_argument("--methods", default=METHODS, help="as benchmarks/local_ways.py names them")
     parser.add_argument("--splits", default="iid", help="iid, by-class")
     parser.add_argument("--rates", default="100mbit,10mbit", help="may be empty: steps alone")
+    parser.add_argument("--round-trip", type=float, default=0.0, help="milliseconds of the link's round trip")
+    parser.add_argument("--sites", type=int, default=2, help="more than two meet on loopback, unshaped")
     parser.add_argument("--rank", type=int, default=8, help="of the methods of gradients")
     parser.add_argument("--steps", type=int, default=1500, help="steps after which a run is given up")
     parser.add_argument("--limit", type=float, default=30.0, help="seconds in which steps are timed at a rate")
@@ -260,7 +271,7 @@ def main() -> int:
     if arguments.method is not None and "RANK" in os.environ:
         run_site(arguments)
         return 0
-    arguments.loopback = not may_make_links()
+    arguments.loopback = arguments.sites != 2 or not may_make_links()
     if arguments.loopback:
         arguments.rates = "none"
     check_rates(parser, arguments.rates or "none", arguments.loopback)

@@ -42,6 +42,7 @@ import torch.distributed as dist
 from attach import parse
 from drive import add_pieces, begin, check_rates, may_begin, read, run_sites, title
 from held_out import accuracy, batches, dealt_batches
+from libraries import use_library
 from link import may_make_links, reshape
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook
@@ -258,6 +259,7 @@ def run_once(arguments: argparse.Namespace, data: DataPair, case: str, seed: int
 def run_site(arguments: argparse.Namespace) -> None:
     """Measure one way in all cases; site 0 writes the results."""
     torch.set_num_threads(1)
+    use_library(arguments.method, "mkl")
     dadplug.connect()
     data = load_dataset(arguments.dataset, arguments.data_dir)
     runs = missing(arguments, arguments.method)

@@ -178,7 +178,7 @@ def draw(rows: list[dict], rates: list[str], file: Path) -> None:
         panel.grid(alpha=0.3)
     panels[0].set(ylabel=f"test accuracy on {curves[0]['dataset']}")
     known = {text: handle for panel in panels for handle, text in zip(*panel.get_legend_handles_labels(), strict=True)}
-    figure.legend(known.values(), known, loc="outside lower center", frameon=False, ncols=4)
+    figure.legend(known.values(), known, loc="outside lower center", frameon=False, ncols=4 if len(panels) > 1 else 2)
     figure.savefig(file, dpi=110)
 
 

@@ -1,7 +1,8 @@
 """Time to the held-out loss that DDP has after some steps, at two sites, by method and rate of the link.
 
     sudo python benchmarks/time_to_loss.py                                   the small transformer, about ten minutes
-    sudo python benchmarks/time_to_loss.py --model bert --seeds 1 --steps 64 --methods ddp,ddp-powersgd,rankdad
+    sudo python benchmarks/time_to_loss.py --model bert --pretraining 120 --seeds 1 --steps 48 --every 8 --most 1.6 \
+        --limit 3600 --methods ddp,ddp-powersgd,rankdad:rank=auto+dense=lowrank
     python benchmarks/time_to_loss.py --rates none                           without root, on loopback
     python benchmarks/time_to_loss.py --draw-only                            table and picture of an earlier run
 
@@ -11,8 +12,8 @@ straight lines between evaluations every --every steps), for --most times as man
 of steps times the median time of a step at the rate: no evaluation is counted. A median of local steps is over whole
 intervals between agreements. All methods multiply by MKL, unless a name asks for oneDNN (benchmarks/libraries.py).
 
-Models: `bytes`, the small transformer of benchmarks/fine_tuning.py, trained on the documentation and fine-tuned on the
-sources; `bert`, a transformer of BERT-base's size on the bytes of the sources, from random weights. Where a step would
+Models: `bytes`, the small transformer of benchmarks/fine_tuning.py, and `bert`, a transformer of BERT-base's size; both
+are trained on the bytes of the documentation (--pretraining) and fine-tuned on those of the sources. Where a step would
 take longer than --longest seconds at a rate, its time is predicted as the time unshaped plus bytes over rate, and
 marked by ~. Writes OUT.json, a line a curve, OUT.pt, OUT.md and OUT.png.
 """
@@ -48,7 +49,7 @@ METHODS = (
     "ddp,ddp-fp16,ddp-powersgd,diloco:every=16,rankdad:rank=auto,rankdad:rank=auto+dense=lowrank,"
     "rankdad:rank=8+error_feedback=false,alone"
 )
-FINE_TUNING, FROM_SCRATCH = 5e-4, 1e-4  # learning rates of Adam
+TRAINING, FINE_TUNING, FROM_SCRATCH = 2e-3, 5e-4, 1e-4  # learning rates of Adam
 WARM_UP = 3
 
 
@@ -114,7 +115,7 @@ def run_site(arguments: argparse.Namespace) -> None:
     dadplug.connect()
     torch.manual_seed(0)
     small = arguments.model == "bytes"
-    start = start_weights(arguments, tied_model()) if small else bert()
+    start = start_weights(arguments, *((tied_model(), TRAINING) if small else (bert(), FROM_SCRATCH)))
     data, held_out = (text("*.py", ("dadplug", "hooks", "runners"), part) for part in ("site", "held out"))
     rate = FINE_TUNING if small else FROM_SCRATCH
     for seed in range(arguments.seeds):

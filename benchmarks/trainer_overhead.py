@@ -2,15 +2,15 @@
 
     torchrun --nproc-per-node 2 benchmarks/trainer_overhead.py                      MNISTNet
     torchrun --nproc-per-node 2 benchmarks/trainer_overhead.py --model bert --steps 10
-    torchrun --nproc-per-node 2 benchmarks/trainer_overhead.py --mode dad --ways plain,accelerate
+    torchrun --nproc-per-node 2 benchmarks/trainer_overhead.py --mode dad --ways plain,accelerate,trainer
     python benchmarks/trainer_overhead.py --ray --ways plain,drop-in                in workers of Ray Train
 
 Each way trains a new model on the same rows, one way after the other, in several rounds. A step lasts from the end of
 the step before to its own end, with the loader, forward, backward, the exchange and the optimizer's step. The overhead
 of a way is its median step less that of the plain loop in the same round; the table has the medians of the rounds.
 
-One thread a site. A further way is a function that is registered by `way`: it trains the model of a `Task`, and calls
-its `tick` at the end of each step.
+One thread a site, MKL in all rows. A further way is a function that is registered by `way`: it trains the model of a
+`Task`, and calls its `tick` at the end of each step.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,8 +28,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from drive import processor
+from libraries import use_library
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler, TensorDataset
 from workloads import LARGE, WORKLOADS, loss
 
 import dadplug
@@ -118,12 +120,21 @@ def drop_in(task: Task, **arguments: bool) -> None:
     model.reduction.detach()
 
 
+@way("accelerate-own-buffers")
+def accelerator_with_own_buffers(task: Task) -> None:
+    """Train by Accelerate, at sites that keep buffers of their own."""
+    accelerator(task, broadcast_buffers=False)
+
+
 @way("accelerate")
-def accelerator(task: Task) -> None:
-    """Train by Accelerate."""
+def accelerator(task: Task, **arguments: bool) -> None:
+    """Train by Accelerate; buffers of rank 0 are sent before each forward pass."""
+    from accelerate import DistributedDataParallelKwargs
+
     from dadplug.accelerate import Accelerator
 
-    accelerator = Accelerator(cpu=True, **task.options)
+    handlers = [DistributedDataParallelKwargs(**arguments)]
+    accelerator = Accelerator(cpu=True, kwargs_handlers=handlers, **task.options)
     model, optimizer, loader = accelerator.prepare(task.model, task.optimizer(), task.loader())
     for inputs, targets in loader:
         with accelerator.accumulate(model):
@@ -132,6 +143,67 @@ def accelerator(task: Task) -> None:
             optimizer.step()
         task.tick()
     accelerator.free_memory()
+
+
+class _WithLoss(nn.Module):
+    """A model that returns its loss, as transformers' Trainer expects it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        outputs = self.model(inputs)
+        return {"loss": loss(outputs, labels), "logits": outputs}
+
+
+@way("trainer")
+def trainer(task: Task) -> None:
+    """Train by transformers' Trainer, at sites that keep buffers of their own."""
+    import transformers
+
+    from dadplug.transformers import attach
+
+    class Tick(transformers.TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            task.tick()
+
+    class InOrder(transformers.Trainer):
+        def _get_train_sampler(self, *_: Any) -> SequentialSampler:
+            return SequentialSampler(task.data)
+
+    transformers.logging.set_verbosity_error()
+    with tempfile.TemporaryDirectory() as folder:
+        settings = transformers.TrainingArguments(
+            folder,
+            use_cpu=True,
+            per_device_train_batch_size=task.batch_size,
+            num_train_epochs=1,
+            max_grad_norm=0.0,
+            lr_scheduler_type="constant",
+            logging_strategy="no",
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            ddp_broadcast_buffers=False,
+            dataloader_pin_memory=False,
+        )
+        training = InOrder(
+            _WithLoss(task.model),
+            settings,
+            train_dataset=task.data,
+            data_collator=_collate,
+            optimizers=(task.optimizer(), None),
+            callbacks=[Tick()],
+        )
+        attach(training, **task.options)
+        training.train()
+        training.reduction.detach()
+
+
+def _collate(rows: list[tuple[torch.Tensor, ...]]) -> dict[str, torch.Tensor]:
+    inputs, labels = zip(*rows)
+    return {"inputs": torch.stack(inputs), "labels": torch.stack(labels)}
 
 
 class Strided(DistributedSampler):
@@ -166,6 +238,7 @@ def train(name: str, arguments: argparse.Namespace) -> Task:
 
 def measure(arguments: argparse.Namespace) -> dict[str, tuple[float, float]]:
     """Return for each way the median of its rounds' median steps, and of their differences to the plain loop's."""
+    use_library(arguments.mode, "mkl")
     names = ["plain", *(name for name in arguments.ways.split(",") if name != "plain")]
     found: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(arguments.rounds):
@@ -187,8 +260,6 @@ def table(found: dict[str, tuple[float, float]]) -> str:
 
 def measure_in_ray(arguments: argparse.Namespace) -> dict[str, tuple[float, float]]:
     """Measure at two workers of Ray Train on this machine, which stand for the processes of torchrun."""
-    import tempfile
-
     import ray
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
@@ -208,7 +279,8 @@ def measure_in_ray(arguments: argparse.Namespace) -> dict[str, tuple[float, floa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ways", default=",".join(WAYS), help=", ".join(WAYS))
+    usual = [name for name in WAYS if name != "trainer"]  # transformers may be absent
+    parser.add_argument("--ways", default=",".join(usual), help=", ".join(WAYS))
     parser.add_argument("--model", choices=list(MODELS), default="mnistnet")
     parser.add_argument("--mode", default="rankdad")
     parser.add_argument("--batch-size", type=int, help="rows of a site; by default each model's own")

@@ -89,12 +89,12 @@ def _cell(row: dict | None, ddp: dict | None, reasons: list[str]) -> str:
 
 
 def draw(rows: list[dict], rates: list[str], file: Path) -> None:
-    """Draw step times, a panel a model, a group of bars a rate; those marked as a ``guess`` hatched."""
+    """Draw step times by MKL, a panel a model, a group of bars a rate; those marked as a ``guess`` hatched."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     models, methods = (list(dict.fromkeys(row[key] for row in rows)) for key in ("model", "method"))
-    bars = [method for method in methods if not method.startswith("alone")]
+    bars = [method for method in methods if not method.startswith("alone") and "library=" not in method]
     high = math.ceil(len(models) / 2)
     figure = Figure(figsize=(13 if len(models) > 1 else 7, 3.1 * high + 0.8), layout="constrained")
     FigureCanvasAgg(figure)

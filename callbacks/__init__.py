@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .catalyst import (
         AdaptiveBatchSizeCallback,
         BatchTimerCallback,
+        PrivacyMonitorCallback,
         RankMonitorCallback,
         RankScheduleCallback,
         ReplicaCheckCallback,
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from .pytorch_lightning import (
         AdaptiveBatchSize,
         BatchTimer,
+        PrivacyMonitor,
         RankMonitor,
         RankSchedule,
         ReplicaCheck,
@@ -33,6 +35,8 @@ __all__ = [
     "AdaptiveBatchSizeCallback",
     "BatchTimer",
     "BatchTimerCallback",
+    "PrivacyMonitor",
+    "PrivacyMonitorCallback",
     "RankMonitor",
     "RankMonitorCallback",
     "RankSchedule",

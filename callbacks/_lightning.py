@@ -172,6 +172,7 @@ class ChangingLoader:
 _MONITORS: dict[type[monitors.Monitor], str] = {
     monitors.BatchTimer: "BatchTimer()",
     monitors.TrafficMonitor: "TrafficMonitor()",
+    monitors.PrivacyMonitor: "PrivacyMonitor(delta=1e-5)",
     monitors.RankMonitor: "RankMonitor()",
     monitors.RankSchedule: "RankSchedule({0: 16, 1000: 8})",
     monitors.ReplicaCheck: "ReplicaCheck(every=100)",

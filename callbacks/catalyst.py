@@ -39,7 +39,7 @@ class MonitorCallback(Callback):
         for monitor in self._monitors:
             if runner.is_train_loader or monitor.on_every_batch:
                 values = monitor.end(runner.engine.reduction if runner.is_train_loader else None, runner.batch_size)
-                self._means.add(values)
+                self._means.add(values, totals=monitor.totals)
                 if not monitor.of_layers:
                     runner.batch_metrics.update(values)
 
@@ -69,6 +69,19 @@ class TrafficMonitorCallback(MonitorCallback):
     """
 
     kinds = (monitors.TrafficMonitor, monitors.RankMonitor)
+
+
+class PrivacyMonitorCallback(MonitorCallback):
+    """Monitor of differential privacy for Catalyst.
+
+    The arguments, values and errors are those of `dadplug.callbacks.monitors.PrivacyMonitor`. Loader metrics have the
+    last value.
+
+    Example:
+        >>> runner.train(loaders=loaders, num_epochs=5, callbacks=[PrivacyMonitorCallback(delta=1e-5)])
+    """
+
+    kinds = (monitors.PrivacyMonitor,)
 
 
 class RankMonitorCallback(MonitorCallback):

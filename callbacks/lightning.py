@@ -6,7 +6,7 @@ from lightning.pytorch.callbacks import Callback
 
 from ._lightning import build_adapters, by_environment
 
-BatchTimer, TrafficMonitor, RankMonitor, RankSchedule, ReplicaCheck, AdaptiveBatchSize = build_adapters(
+BatchTimer, TrafficMonitor, PrivacyMonitor, RankMonitor, RankSchedule, ReplicaCheck, AdaptiveBatchSize = build_adapters(
     Callback, __name__
 )
 factory = functools.partial(by_environment, __name__)  # an entry point

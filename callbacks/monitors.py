@@ -12,6 +12,7 @@ from typing import Any
 from ..adaptive import AdaptiveDataLoader
 from ..adaptive.adaptive_loader import adaptive_loader
 from ..errors import MismatchError
+from ..privacy.mechanism import check_delta
 from ..reduction import GradientReduction
 
 
@@ -22,9 +23,16 @@ class Means:
         self._sums: dict[str, float] = defaultdict(float)
         self._counts: dict[str, int] = defaultdict(int)
 
-    def add(self, values: Mapping[str, float]) -> None:
-        """Add one value for each name."""
+    def add(self, values: Mapping[str, float], *, totals: bool = False) -> None:
+        """Add one value for each name.
+
+        Args:
+            values: the values.
+            totals: whether they replace earlier ones, in place of a mean.
+        """
         for name, value in values.items():
+            if totals:
+                self._sums[name], self._counts[name] = 0.0, 0
             self._sums[name] += value
             self._counts[name] += 1
 
@@ -42,11 +50,13 @@ class Monitor:
     Attributes:
         on_every_batch: whether `end` is called for batches outside of training, too.
         of_layers: whether there are values for each layer, too many for a progress bar.
+        totals: whether values grow over training, so that the last one counts, and no mean.
         shown: names of the values that the progress bar shows.
     """
 
     on_every_batch = False
     of_layers = False
+    totals = False
     shown: tuple[str, ...] = ()
 
     def __init__(self) -> None:
@@ -160,6 +170,37 @@ class TrafficMonitor(Monitor):
             "traffic/wait": wait / steps,
             "traffic/mb_per_s": nbytes / 1e6 / max(self._ended - before, 1e-9),
         }
+
+
+class PrivacyMonitor(Monitor):
+    """Monitor of what training has cost the records of this site, by `GradientReduction.epsilon`.
+
+    Value: ``privacy/epsilon``, after the first step and every some steps. The status of a hub gets it, too.
+
+    Args:
+        delta: the delta, below one over the number of the site's records.
+        every: number of steps between two values; one takes up to some tenths of a second.
+
+    Raises:
+        ValueError: if a value is out of its range; in training, if the reduction has no `privacy`.
+    """
+
+    totals = True
+    shown = ("privacy/epsilon",)
+
+    def __init__(self, delta: float, every: int = 100) -> None:
+        super().__init__()
+        check_delta(delta)
+        if every < 1:
+            raise ValueError(f"every must be at least 1, got {every}")
+        self._delta, self._every = delta, every
+        self._measured: GradientReduction | None = None
+
+    def end_steps(self, reduction: GradientReduction, steps: int, nbytes: int, wait: float) -> dict[str, float]:
+        if reduction is self._measured and reduction.step % self._every >= steps:
+            return {}
+        self._measured = reduction
+        return {"privacy/epsilon": reduction.epsilon(self._delta)}
 
 
 class RankMonitor(Monitor):

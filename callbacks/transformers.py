@@ -49,7 +49,7 @@ class MonitorCallback(TrainerCallback):
         for monitor in self._monitors:
             values = monitor.end(reduction, samples)
             if self._shows_layers or not monitor.of_layers:
-                self._means.add(values)
+                self._means.add(values, totals=monitor.totals)
             else:
                 self._means.add({name: value for name, value in values.items() if name.endswith("/mean")})
 
@@ -99,6 +99,18 @@ class TrafficMonitor(MonitorCallback):
 
     kinds = (monitors.TrafficMonitor, monitors.RankMonitor)
     at_logs = True
+
+
+class PrivacyMonitor(MonitorCallback):
+    """Monitor of differential privacy for transformers.
+
+    The arguments, values and errors are those of `dadplug.callbacks.monitors.PrivacyMonitor`.
+
+    Example:
+        >>> trainer = Trainer(model, args, callbacks=[PrivacyMonitor(delta=1e-5)])
+    """
+
+    kinds = (monitors.PrivacyMonitor,)
 
 
 class RankMonitor(MonitorCallback):

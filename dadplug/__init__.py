@@ -32,11 +32,12 @@ if TYPE_CHECKING:
     from .callbacks.trackers import Tracker, track
     from .comparison import compare
     from .ddp import DistributedDataParallel
-    from .errors import DadplugError, MismatchError, NonFiniteError, ProcessFailedError, SiteError
+    from .errors import DadplugError, MismatchError, NonFiniteError, PrivacyError, ProcessFailedError, SiteError
     from .hogwild import Hogwild
     from .hub.site.runtime import connect
     from .local_steps import LocalSGD
     from .parameter_server import ParameterServer
+    from .privacy import DifferentialPrivacy, PoissonLoader
     from .reduction import GradientReduction
     from .runners import (
         AdaPMRunner,
@@ -61,6 +62,7 @@ _LAZY = {
     "AdaptiveDataLoader": "adaptive",
     "DADStrategy": "runners",
     "DadplugError": "errors",
+    "DifferentialPrivacy": "privacy",
     "DistributedDataParallel": "ddp",
     "DistributedRunner": "runners",
     "ElasticDataLoader": "adaptive",
@@ -77,9 +79,12 @@ _LAZY = {
     "ParameterServer": "parameter_server.server",
     "ParameterServerRunner": "runners",
     "ParameterServerStrategy": "runners",
+    "PoissonLoader": "privacy",
+    "PrivacyError": "errors",
     "ProcessFailedError": "errors",
     "SiteError": "errors",
     "Tracker": "callbacks.trackers",
+    "audit": "auditing",
     "compare": "comparison",
     "connect": "hub.site.runtime",
     "remaining_epochs_until": "adaptive",
@@ -111,6 +116,7 @@ __all__ = [
     "AdaptiveDataLoader",
     "DADStrategy",
     "DadplugError",
+    "DifferentialPrivacy",
     "DistributedDataParallel",
     "DistributedRunner",
     "ElasticDataLoader",
@@ -127,10 +133,13 @@ __all__ = [
     "ParameterServer",
     "ParameterServerRunner",
     "ParameterServerStrategy",
+    "PoissonLoader",
+    "PrivacyError",
     "ProcessFailedError",
     "SiteError",
     "Tracker",
     "adapm",
+    "audit",
     "compare",
     "connect",
     "errors",

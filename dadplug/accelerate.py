@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 from .ddp import DistributedDataParallel
 from .errors import MismatchError
 from .hub.site.runtime import connect, current_connection
+from .local_steps.options import LOCAL_MODE, LocalOptions, options_class, options_of
 from .logs import get_logger
 from .options import Options
 from .runners.loaders import check_split_data
@@ -43,7 +44,7 @@ if tuple(map(int, accelerate.__version__.split(".")[:2])) < (1, 1):
     raise ImportError(f"dadplug.accelerate needs accelerate 1.1 or newer, got {accelerate.__version__}")
 
 _log = get_logger(__name__)
-_OF_WRAPPER = ("broadcast_buffers", "state")  # arguments of `DistributedDataParallel` that are no options
+_OF_WRAPPER = ("broadcast_buffers", "state", "in_trainer")  # arguments of `DistributedDataParallel` that are no options
 _SHARDING = {
     "fsdp_plugin": ("ACCELERATE_USE_FSDP", "FSDP"),
     "deepspeed_plugin": ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"),
@@ -63,7 +64,9 @@ class Accelerator(accelerate.Accelerator):
 
     Args:
         arguments: arguments of accelerate's class, by position.
-        mode: name of a method, as in `dadplug.GradientReduction`.
+        mode: name of a method, as in `dadplug.GradientReduction`, or ``"localsgd"`` for local steps, as in
+            `dadplug.LocalSGD`, with the options of `dadplug.local_steps.LocalOptions`. ``model.reduction`` is the
+            `LocalSGD` then: call its ``finish()`` before evaluations and at the end.
         kit: folder of this site's kit, by which it connects to a hub first, see `dadplug.connect`.
         split_data: True: all sites hold the same data, and prepared loaders divide them, as accelerate does. False:
             each site has data of its own, and its loaders keep all of them. ``"auto"``: False over a hub, else True.
@@ -96,7 +99,7 @@ class Accelerator(accelerate.Accelerator):
         split_data: bool | str = "auto",
         **keywords: Any,
     ) -> None:
-        options, rest = split_keywords(Options, keywords)
+        options, rest = split_keywords(options_class(mode), keywords)
         options = {"mode": mode} | options
         _check_options(options)
         known = signature(accelerate.Accelerator.__init__).parameters
@@ -104,7 +107,7 @@ class Accelerator(accelerate.Accelerator):
         _refuse_sharding(given)
         for name in rest:
             if name not in known:
-                raise Options.unknown(name)
+                raise options_class(mode).unknown(name)
         if kit is not None:
             connect(kit=kit)
         _check_place(given)
@@ -136,9 +139,9 @@ class Accelerator(accelerate.Accelerator):
             options.setdefault("broadcast_buffers", self.ddp_handler.broadcast_buffers)
         self._options = options
         self._split_data = current_connection() is None if split_data == "auto" else bool(split_data)
-        self._wrapped, self._joining = [], {}
+        self._wrapped, self._joining, self._loads_from = [], {}, ""
         self.register_save_state_pre_hook(lambda models, weights, folder: self.save_memories(folder))
-        self.register_load_state_pre_hook(lambda models, folder: self.load_memories(folder))
+        self.register_load_state_pre_hook(lambda models, folder: self._before_loading(folder))
 
     @property
     def _elastic(self) -> bool:
@@ -214,6 +217,8 @@ class Accelerator(accelerate.Accelerator):
 
     def _wrap(self, model: nn.Module) -> DistributedDataParallel:
         options = self._options
+        if self._takes_local_steps:
+            return self._wrap_for_local_steps(model)
         if self._elastic:
             if self._wrapped:
                 raise ValueError(
@@ -226,6 +231,24 @@ class Accelerator(accelerate.Accelerator):
                     "and optimizer in one call"
                 )
         return DistributedDataParallel(model, **options)
+
+    @property
+    def _takes_local_steps(self) -> bool:
+        return bool(self._options["mode"] == LOCAL_MODE)
+
+    def _wrap_for_local_steps(self, model: nn.Module) -> DistributedDataParallel:
+        from .local_steps.wrapped import LocalModel
+
+        found = [each for name, each in self._joining.items() if name.startswith("optimizer")]
+        if len(found) != 1 or self._wrapped:
+            raise ValueError(
+                "mode='localsgd' is for one model with one optimizer: prepare both in one call, and put further models "
+                "into one module"
+            )
+        own = {name: value for name, value in self._options.items() if name in LocalOptions.names()}
+        own |= {name: value for name, value in self._options.items() if name == "in_trainer"}
+        state = self._options.get("state") or (self._joining if self._elastic else None)
+        return LocalModel(model, getattr(found[0], "optimizer", found[0]), state=state, **own)
 
     def _is_prepared(self, model: nn.Module) -> bool:
         prepared = isinstance(model, DistributedDataParallel) and getattr(model, "_is_accelerate_prepared", False)
@@ -262,15 +285,15 @@ class Accelerator(accelerate.Accelerator):
             device_placement: as in `prepare`.
         """
         if not getattr(optimizer, "_is_accelerate_prepared", False):
-            handle = optimizer.register_step_pre_hook(lambda *_: check())
+            due = iter((True,))  # a hook may not remove itself, where others follow it
 
-            def check() -> None:
-                if self._wrapped:
+            def check(*_: Any) -> None:
+                if next(due, False) and self._wrapped:
                     _refuse_others(optimizer, _identities(self._wrapped))
                     if any(each.reduction.world_size > 1 for each in self._wrapped):
                         _refuse_unknown(optimizer, _identities(self._wrapped))
-                handle.remove()
 
+            optimizer.register_step_pre_hook(check)
         prepared: Optimizer = super().prepare_optimizer(optimizer, device_placement)
         return prepared
 
@@ -390,8 +413,24 @@ class Accelerator(accelerate.Accelerator):
                 "save_state while gradients are accumulated, which checkpoints do not contain: save where "
                 "accelerator.sync_gradients is True"
             )
-        states = [each.reduction.state_dict() for each in self._wrapped]
+        states = [each.site_state() for each in self._wrapped]
         torch.save({"sites": first.world_size, "states": states}, _memory_path(output_dir, first.site_rank))
+
+    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+        """Write a checkpoint; see accelerate. With local steps, all sites agree on one model before.
+
+        Args:
+            args: as in accelerate.
+            kwargs: as in accelerate.
+        """
+        for each in self._wrapped:
+            each.make_equal()
+        return super().save_state(*args, **kwargs)
+
+    def _before_loading(self, folder: str) -> None:
+        self._loads_from = folder
+        if not self._takes_local_steps:
+            self.load_memories(folder)
 
     def load_memories(self, input_dir: str) -> None:
         """Restore what `save_memories` has written, as `load_state` does; all sites must call it.
@@ -406,10 +445,10 @@ class Accelerator(accelerate.Accelerator):
         for number, each in enumerate(self._wrapped):
             reduction = each.reduction
             rank, count = reduction.site_rank, reduction.world_size
-            if self._elastic and reduction.step:
+            if self._elastic and each.steps:
                 raise RuntimeError(
                     "this site has joined a running training and has the state of the others: call load_state() only "
-                    "where model.reduction.step is 0"
+                    "where model.steps is 0"
                 )
             saved = _read_memory(input_dir, rank)
             if saved is not None and len(saved["states"]) != len(self._wrapped):
@@ -422,12 +461,12 @@ class Accelerator(accelerate.Accelerator):
             found = [each for each in reduction.gather_objects(sites) if each is not None]
             if all(each == count for each in found):
                 assert own is not None
-                reduction.load_state_dict(own)
+                each.load_site_state(own)
             elif any(found):
                 further = [_read_memory(input_dir, other) for other in range(count, max(found))] if rank == 0 else []
                 parts = [own, *(None if part is None else part["states"][number] for part in further)]
                 gathered = reduction.gather_objects(parts)
-                reduction.load_states([*(part[0] if part else None for part in gathered), *(gathered[0] or [None])[1:]])
+                each.load_site_states([*(part[0] if part else None for part in gathered), *(gathered[0] or [None])[1:]])
             elif rank == 0:
                 _log.warning(
                     "%s has no state of dadplug: training goes on, and what the compressors keep from step to step "
@@ -446,6 +485,8 @@ class Accelerator(accelerate.Accelerator):
             MismatchError: if sites have loaded different weights.
         """
         super().load_state(input_dir, **kwargs)
+        if self._takes_local_steps:  # after those of model and optimizer
+            self.load_memories(self._loads_from)
         for each in self._wrapped:
             differs = None if self._elastic else each.reduction.first_difference()
             if differs is not None:
@@ -507,7 +548,7 @@ def use(accelerator: accelerate.Accelerator, mode: str = "rankdad", **options: A
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    Options.create(**{name: value for name, value in options.items() if name not in _OF_WRAPPER})
+    options_of(**{name: value for name, value in options.items() if name not in _OF_WRAPPER})
 
 
 def _refuse_sharding(given: Mapping[str, Any]) -> None:

@@ -352,6 +352,28 @@ class DistributedDataParallel(TorchDDP):
     def join_process_group(self) -> Any:
         return self.process_group
 
+    # What the Accelerator calls
+
+    @property
+    def steps(self) -> int:
+        """Number of steps so far."""
+        return self.reduction.step
+
+    def make_equal(self) -> None:
+        """Make what may differ between the sites' models equal, before an evaluation or a checkpoint: nothing."""
+
+    def site_state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of this site, besides the model."""
+        return self.reduction.state_dict()
+
+    def load_site_state(self, state: dict[str, Any]) -> None:
+        """Restore what `site_state` has returned."""
+        self.reduction.load_state_dict(state)
+
+    def load_site_states(self, states: Sequence[dict[str, Any] | None]) -> None:
+        """Restore this site's state from those of all sites, by rank, as a checkpoint of other sites holds them."""
+        self.reduction.load_states(states)
+
     # Copies
 
     def __getstate__(self) -> dict[str, Any]:

@@ -45,6 +45,10 @@ class DataError(DadplugError, RuntimeError):
     """A data set cannot be loaded: a file is missing, damaged or of another format; the message has the remedy."""
 
 
+class PrivacyError(DadplugError, RuntimeError):
+    """A step cannot be made private, since gradients of single samples are not known, or were changed."""
+
+
 # The hub and its kits.
 
 
@@ -66,6 +70,19 @@ class SealingError(SiteError):
 
 class TryAgainError(DadplugError, ConnectionError):
     """The hub refuses this site at present, and may accept it later."""
+
+
+class ProxyError(DadplugError, ConnectionError):
+    """The HTTP proxy between a site and the hub cannot be reached or refuses; the message names it and its status.
+
+    Attributes:
+        status: HTTP status of its answer; 0 without one.
+        lasting: whether to connect again is of no use, as long as nobody changes a setting.
+    """
+
+    def __init__(self, message: str, status: int = 0, lasting: bool = False) -> None:
+        super().__init__(message)
+        self.status, self.lasting = status, lasting
 
 
 class StoreError(DadplugError):

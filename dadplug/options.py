@@ -13,12 +13,14 @@ from .exchange.transport import Requirements
 from .exchange.wire import FORMATS, wire_format
 from .methods import METHODS, method_names
 from .methods.base import GradientPath
+from .privacy.mechanism import DifferentialPrivacy
 from .signature import OptionSet, check_choice, number, option, whole_number
 
 WEIGHTINGS = ("samples", "uniform")
 WIRES = tuple(FORMATS)
 DENSES = ("allreduce", "lowrank")
 MERGES = ("all", "owner", "auto")
+PRIVATE_MODES = ("dsgd", "rankdad")
 AUTO = "auto"
 _ROW_BYTES = 32  # of each column of a low-rank factor, with rank="auto": a rank of 8 in fp32 has as many
 
@@ -36,6 +38,11 @@ def check_setting_names(name: str, value: Any) -> None:
     """Raise ValueError if a value is no tuple of names."""
     if not isinstance(value, (tuple, list)) or not all(isinstance(each, str) for each in value):
         raise ValueError(f"{name} must be a tuple of names, such as ('lr',), got {value!r}")
+
+
+def _check_privacy(name: str, value: object) -> None:
+    if value is not None and not isinstance(value, DifferentialPrivacy):
+        raise ValueError(f"{name} must be a DifferentialPrivacy or None, got {value!r}")
 
 
 def _check_optional_boolean(name: str, value: object) -> None:
@@ -143,6 +150,13 @@ class Options(OptionSet):
         check_setting_names,
         kind=lambda text: tuple(text.split(",")),
     )
+    privacy: DifferentialPrivacy | None = option(  # noqa: RUF009
+        None,
+        "differential privacy of each site's records, for dsgd and rankdad; on command lines as "
+        "noise_multiplier=1.1,sample_rate=0.01,expected_batch=64",
+        _check_privacy,
+        kind=DifferentialPrivacy.parse,
+    )
     timeout: float = option(
         DEFAULT_TIMEOUT,
         "seconds after which a silent site counts as lost",
@@ -150,8 +164,12 @@ class Options(OptionSet):
     )
 
     def __post_init__(self) -> None:
+        if isinstance(self.privacy, dict):  # from a file of settings
+            object.__setattr__(self, "privacy", DifferentialPrivacy(**self.privacy))
         super().__post_init__()
         self._check_merge()
+        if self.privacy is not None:
+            self._follow_privacy()
         if self.budget is not None and (self.mode, self.rank, self.merge) != ("rankdad", AUTO, "all"):
             raise ValueError("budget= needs mode='rankdad' with rank='auto' and merge='all'")
         if self.min_sites is not None:
@@ -202,6 +220,20 @@ class Options(OptionSet):
             raise ValueError("merge='owner' needs all sites in every step: leave min_sites out")
         if self.merge == "owner" and self.hierarchy is not None:
             raise ValueError("merge='owner' does not work with hierarchy, which merges the gradients of a node")
+
+    def _follow_privacy(self) -> None:
+        """Refuse what would show more than private gradients, and compress these, which are formed."""
+        if self.mode not in PRIVATE_MODES:
+            raise ValueError(
+                f"privacy= goes with mode={' or '.join(map(repr, PRIVATE_MODES))}, got mode={self.mode!r}, which sends "
+                "what has not been made private, or chooses by it"
+            )
+        if self.sync_batchnorm:
+            raise ValueError("privacy= does not go with sync_batchnorm=True, which shares statistics of the samples")
+        if self.mode == "rankdad":  # a frozen instance is changed before anything has read it
+            object.__setattr__(self, "dense", "lowrank")
+            if self.error_feedback is None:
+                object.__setattr__(self, "error_feedback", True)
 
     def _check_min_sites(self) -> None:
         """Refuse what does not go on without a site."""

@@ -42,9 +42,14 @@ class Progress:
         self._start = clock()
         self._drawn = -_INTERVAL
 
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the beginning."""
+        return self._clock() - self._start
+
     def show(self, text: str) -> None:
         """Draw the bar for the time since the beginning, with a text behind it."""
-        now = self._clock() - self._start
+        now = self.elapsed
         if now - self._drawn >= _INTERVAL:
             self._drawn = now
             self._draw(now, text)

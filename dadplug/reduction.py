@@ -31,6 +31,7 @@ from .options import Options
 from .planning.merging import check_merge
 from .planning.plan import Plan
 from .planning.planner import Planner
+from .private_gradients import PrivateGradients
 from .reducer.reducer import AttachedGradients, StepRequest
 from .reducer.step_header import StepHeader
 from .signature import takes_keywords_of, whole_number
@@ -100,7 +101,12 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self._method = make_method(self.options)
         self._attached: AttachedGradients | None = None
         self.stopped = False
-        self._counter = SampleCounter(model, lambda: self._planner.before_forward(), self._drop_cleared)
+        self._counter = SampleCounter(model, self._before_forward, self._drop_cleared)
+        self._private: PrivateGradients | None = None
+        if self.options.privacy is not None:
+            begin, arrived = self._begin_private, self._private_arrived
+            self._private = PrivateGradients(model, self.options.privacy, self._counter, begin, arrived)
+        self._abstains = False  # in a step without data that is not to be a private one
         self._norms: SyncedBatchNorms | None = None
         if self.options.sync_batchnorm:
             counter = self._counter if self.options.weighting == "samples" else None
@@ -118,11 +124,12 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self._has_warned = False  # of gradients that were changed before they were synchronized
         self._weights = Weights(model, self.options.compare_every)
         self._compares = True
-        self._first_batch = FirstBatch() if self.world_size > 1 and self._joined is None else None
+        compares_data = self.world_size > 1 and self._joined is None and self._private is None
+        self._first_batch = FirstBatch() if compares_data else None
         self._counter.first_batch = self._first_batch
         self._guard = register_optimizer_step_pre_hook(refuse_unsynchronised(self))
         self._remembers = False  # the loss scales of gradients
-        if self._method.keeps_errors:
+        if self._method.keeps_errors or self._private is not None:
             self._watch_loss_scales()
         self._further = dict(state or {})
         if self._joined is not None:
@@ -140,6 +147,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
 
     def _arrived(self, unit: Unit) -> None:
         """Record that a backward pass has delivered a unit's gradient; send the gradient if it is complete."""
+        if self._private is not None:  # gradients arrive all together
+            return
         if self._held is not None:
             raise RuntimeError("backward() between clip_grad_norm_() and apply(optimizer)")
         unit.arrivals += 1
@@ -155,9 +164,29 @@ class GradientReduction(FusedSteps, ReplicatedModel):
             unit.keep(self._counter.owned)
         self.on_arrival()
 
+    def _before_forward(self) -> None:
+        self._planner.before_forward()
+        if self._private is not None:
+            self._private.before_forward()
+
+    def _begin_private(self) -> float:
+        """Record the loss scale of a backward pass whose gradients are to be private, and return it."""
+        if self._held is not None:
+            raise RuntimeError("backward() between clip_grad_norm_() and apply(optimizer)")
+        scales = self._method.loss_scales
+        for unit in self._planner.units:
+            scales.record(unit.name)
+        return scales.present().value
+
+    def _private_arrived(self) -> None:
+        self._pending = True
+        self.on_arrival()
+
     def _drop_cleared(self) -> None:
         """Discard what has arrived for parameters whose gradients the program has cleared since."""
         cleared = [unit.drop_cleared() for unit in self._planner.units if unit.arrivals]
+        if self._private is not None and self._private.holds_gradients:
+            cleared.append(self._private.drop_cleared())
         if self._attached is not None and self._attached.arrived:
             cleared.append(self._attached.cleared)
         if cleared and all(cleared):
@@ -169,6 +198,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
     def _samples(self) -> int:
         """Return the samples that this site's gradients stand for so far in the step."""
         by_samples = self.options.weighting == "samples"
+        if self.options.privacy is not None:  # how many samples a batch has is private
+            return 0 if self._abstains else self.options.privacy.expected_batch if by_samples else 1
         return self._counter.of_step(self._pending, by_samples=by_samples, alone=self.world_size == 1)
 
     def _open_transport(self, process_group: dist.ProcessGroup | None) -> Transport:
@@ -192,6 +223,25 @@ class GradientReduction(FusedSteps, ReplicatedModel):
     def plan(self) -> Plan:
         """The path of every parameter and the bytes that it costs; final after the first step. Prints as a table."""
         return self._planner.plan.with_remarks(self.remarks)
+
+    def epsilon(self, delta: float) -> float:
+        """Return what all steps so far have cost the records of this site, by Opacus's PRV accountant.
+
+        It holds for each record of this site by itself: sites whose records are their own do not add up theirs. A hub
+        shows the last value in its status.
+
+        Args:
+            delta: the delta, below one over the number of the site's records.
+
+        Raises:
+            ValueError: if it is not between 0 and 1, or the reduction has no `privacy`.
+            ImportError: if Opacus is not installed.
+        """
+        if self._private is None:
+            raise ValueError("epsilon() needs privacy=DifferentialPrivacy(...)")
+        epsilon = self._private.ledger.epsilon(delta)
+        self._transport.show_epsilon(epsilon, delta)
+        return epsilon
 
     @property
     def quality(self) -> dict[str, Quality]:
@@ -256,6 +306,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         planner = self._planner
         self._drop_cleared()
         self._warn_of_changes()
+        if self._private is not None and not self._abstains:
+            self._private.privatise(self._method.loss_scales.of(planner.units[0].name) if planner.units else 1.0)
         planner.before_synchronization()
         if self._norms is not None:
             self._norms.end_micro_batches()
@@ -290,7 +342,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
                 self._attached.fill_with_inf()
             self._measure_noise(headers)
         finally:
-            self._epoch_samples += self._counter.count
+            private = self.options.privacy
+            self._epoch_samples += self._counter.count if private is None else private.expected_batch
             self._end_step()
         planner.follow_sizes([header.samples for header in headers])
         if self._noise is not None:
@@ -298,7 +351,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
 
     def _warn_of_changes(self) -> None:
         """Warn, once, if the program has changed gradients in place between backward and `synchronize`."""
-        if self.world_size == 1 or self._has_warned:
+        if self.world_size == 1 or self._has_warned or self._private is not None:
             return
         name = next((unit.name for unit in self._planner.units if unit.changed), None)
         if name is not None:
@@ -364,6 +417,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
 
         Reading it at one site or more turns the estimates on at all of them, from the next step on.
         """
+        if self._private is not None:
+            raise RuntimeError("privacy: estimates of the gradient's noise show more than private gradients do")
         noise = self._make_noise()
         noise.turn_on()
         return noise
@@ -375,6 +430,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
 
     def _end_step(self) -> None:
         self._end_probe()
+        if self._private is not None:
+            self._private.end_step()
         self._planner.end_step()
         self._counter.reset()
         self._method.loss_scales.end_step()
@@ -392,7 +449,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         """Take part in a step without data: contribute nothing, and get the agreed gradients.
 
         For a site that has run out of batches while others have not. The optimizer's step follows it. Inside `no_sync`
-        it stands for one micro-batch.
+        it stands for one micro-batch. With `privacy` it is a step with an empty batch, whose noise is sent and counted:
+        others cannot tell whether a batch was empty.
 
         Args:
             stop: whether to ask all sites to stop, as in `synchronize`.
@@ -419,13 +477,17 @@ class GradientReduction(FusedSteps, ReplicatedModel):
             ...     train(inputs, targets)
             >>> reduction.join(optimizer.step)
         """
-        while True:
-            self.model.zero_grad()
-            self.idle()
-            if not self._agreed_samples:
-                return
-            if step is not None:
-                step()
+        self._abstains = True
+        try:
+            while True:
+                self.model.zero_grad()
+                self.idle()
+                if not self._agreed_samples:
+                    return
+                if step is not None:
+                    step()
+        finally:
+            self._abstains = False
 
     @contextmanager
     def without_comparison(self) -> Iterator[None]:
@@ -508,7 +570,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         """
         own = {"step": self._step, "mode": self.options.mode, "method": self._method.state_dict()}
         noise = {} if self._noise is None else {"noise": self._noise.state_dict()}
-        return own | self._planner.state_dict() | noise
+        private = {} if self._private is None else {"privacy": self._private.ledger.state_dict()}
+        return own | self._planner.state_dict() | noise | private
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned.
@@ -528,6 +591,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self._planner.load_state_dict(state)
         if state.get("noise") is not None:
             self._make_noise().load_state_dict(state["noise"])
+        if self._private is not None and "privacy" in state:
+            self._private.ledger.load_state_dict(state["privacy"])
 
     def load_states(self, states: Sequence[dict[str, Any] | None]) -> None:
         """Restore this site's state from those of all sites, as a checkpoint contains them.
@@ -546,9 +611,9 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         if own is not None:
             self.load_state_dict(own)
         elif other is not None:
-            self.load_state_dict(
-                other | {"method": self._method.state_dict(), "rounding": ErrorFeedback(True).state_dict()}
-            )
+            empty = {"method": self._method.state_dict(), "rounding": ErrorFeedback(True).state_dict()}
+            self.load_state_dict({name: value for name, value in other.items() if name != "privacy"} | empty)
+            self._count_earlier_steps(other["step"])
         self._method.load_from_all([each["method"] for each in states if each is not None])
 
     def attach(self, gradients: AttachedGradients) -> None:
@@ -557,6 +622,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         Args:
             gradients: gradients of parameters that are managed elsewhere.
         """
+        if self._private is not None:
+            raise ValueError("privacy: gradients of parameters that are managed elsewhere are not clipped by sample")
         self._attached = gradients
 
     def _join_state(self, step: int, plan: Any) -> JoinState:
@@ -567,9 +634,15 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         """Go on from the state of another site."""
         if joined.noise is not None:
             self._make_noise().load_state_dict(joined.noise)
+        self._count_earlier_steps(joined.step - self._step)
         self._step = joined.step
         self._planner.adopt(joined.plan)
         self._join(joined)
+
+    def _count_earlier_steps(self, steps: int) -> None:
+        """Count steps in which this site may have taken part by an earlier process, whose ledger is lost."""
+        if self._private is not None and steps > 0:
+            self._private.ledger.spend(self._private.privacy, steps)
 
     def _rejoin(self) -> None:
         """Join again after this site was dropped: its gradients of this step are lost, and its compressor begins anew.
@@ -578,6 +651,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
             SiteError: if the others do not let it join.
         """
         self._transport.rejoin()
+        if self._private is not None:
+            self._private.forget()
         self._planner.release(discard=True)
         joined = self._receive_state()
         assert joined is not None
@@ -619,6 +694,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self._planner.release(discard=discard)
         self._pending = False
         self._counter.detach()
+        if self._private is not None:
+            self._private.detach()
         if self._norms is not None:
             self._norms.detach()
         if self._remembers:

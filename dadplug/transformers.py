@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from .hub.site.runtime import connect, current_connection
+from .local_steps.options import LOCAL_MODE, LocalOptions, options_of
 from .logs import get_logger
 from .options import Options
 from .runners.loaders import check_split_data
@@ -47,7 +48,9 @@ def attach(
 
     Args:
         trainer: the Trainer.
-        mode: name of a method, as in `dadplug.GradientReduction`.
+        mode: name of a method, as in `dadplug.GradientReduction`, or ``"localsgd"`` for local steps, as in
+            `dadplug.LocalSGD`, with the options of `dadplug.local_steps.LocalOptions`. ``trainer.reduction`` is the
+            `LocalSGD` then; the sites agree on one model before evaluations and checkpoints, and after each epoch.
         kit: folder of this site's kit, by which it connects to a hub, see `dadplug.connect`. With ``min_sites`` sites
             may then leave; one whose program is started again goes on at the step of the others.
         split_data: whether to split the training data over the sites: True; False, where each brings its own; or
@@ -70,7 +73,7 @@ def attach(
     own = _check(trainer, {"mode": mode} | options, kit, split_data)
     launched = trainer.args.world_size > 1
     if kit is not None and not launched:
-        connect(kit=kit, timeout=Options.create(**own).timeout)
+        connect(kit=kit, timeout=options_of(**own).timeout)
     if not launched and not _has_others():
         _log.warning(
             "no other site: this Trainer trains alone, without dadplug. Start the script by torchrun, one process for "
@@ -91,7 +94,7 @@ def _check(trainer: Any, options: dict[str, Any], kit: str | Path | None, split_
         raise ValueError(reason)
     check_split_data(split_data)
     own = _complete(trainer, options)
-    _check_place(trainer, kit, Options.create(**own))
+    _check_place(trainer, kit, options_of(**own))
     if trainer.args.world_size == 1:
         _check_alone(trainer)
     return own
@@ -199,6 +202,11 @@ def _complete(trainer: Any, options: dict[str, Any]) -> dict[str, Any]:
     if trainer.args.world_size == 1:
         return options
     by_tokens = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+    if options["mode"] == LOCAL_MODE and by_tokens and trainer.args.average_tokens_across_devices:
+        raise ValueError(
+            "local steps do not wait for other processes, and the Trainer divides each loss by the tokens of all of "
+            "them: set average_tokens_across_devices=False in the TrainingArguments"
+        )
     if options.setdefault("weighting", "uniform") != "uniform" and (
         by_tokens and trainer.args.average_tokens_across_devices
     ):
@@ -209,7 +217,7 @@ def _complete(trainer: Any, options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _check_place(trainer: Any, kit: str | Path | None, options: Options) -> None:
+def _check_place(trainer: Any, kit: str | Path | None, options: Options | LocalOptions) -> None:
     """Raise ValueError if the processes are started in a way in which they would not train together."""
     launched, announced = trainer.args.world_size > 1, int(os.environ.get("WORLD_SIZE", "1"))
     if not launched and announced > 1:

@@ -88,7 +88,7 @@ def _own_forward(module: nn.Module) -> Any:
     return types.MethodType(type(module).forward, module)
 
 
-class OwnHook(partial[None]):
+class OwnHook(partial[Any]):
     """Hook of this package on a tensor or an optimizer, as opposed to a hook of the user.
 
     Args:

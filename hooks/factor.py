@@ -171,6 +171,8 @@ class Factor:
         bias: gradient of the bias, if it does not follow from the deltas.
         trace: trace of the layer's output, if chains are traced.
         exchanged: whether the two have exchanged their roles, since the weight has the shape (in, out).
+        whole: the gradient as a matrix, if it has been formed: one of the factors is it, or its transpose, beside an
+            identity.
 
     Example:
         >>> factor = Factor(activations=torch.randn(16, 784), deltas=torch.randn(16, 10))
@@ -184,6 +186,7 @@ class Factor:
     bias: Tensor | None = None
     trace: Trace | None = None
     exchanged: bool = False
+    whole: Tensor | None = None
 
     @property
     def inputs(self) -> Tensor:
@@ -221,7 +224,7 @@ class Factor:
         Returns:
             A factor with deltas of shape (rows, shape[0]) and activations of shape (rows, product of the others).
         """
-        if self.form is LINEAR or self.form == LINEAR:
+        if self.whole is not None or self.form is LINEAR or self.form == LINEAR:
             return self
         if self.form.transposed:
             return Factor(self.deltas, self.activations, LINEAR, self.bias_gradient(), exchanged=True)
@@ -244,7 +247,7 @@ class Factor:
         out, width = flat.shape
         identity = torch.eye(min(out, width), dtype=gradient.dtype, device=gradient.device)
         pair = (flat, identity) if out <= width else (identity, flat.T)
-        return Factor(*pair, Flattened(tuple(gradient.shape)))
+        return Factor(*pair, Flattened(tuple(gradient.shape)), whole=flat)
 
     def to(self, dtype: torch.dtype) -> Factor:
         """Convert the floating-point tensors to a dtype; return the factor itself if none changes.
@@ -256,7 +259,7 @@ class Factor:
             return self
         activations = self.activations.to(dtype) if self.activations.is_floating_point() else self.activations
         bias = None if self.bias is None else self.bias.to(dtype)
-        return replace(self, activations=activations, deltas=self.deltas.to(dtype), bias=bias)
+        return replace(self, activations=activations, deltas=self.deltas.to(dtype), bias=bias, whole=None)
 
     def _has(self, dtype: torch.dtype) -> bool:
         activations, bias = self.activations, self.bias

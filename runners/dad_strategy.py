@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..files import replacing
 from ..options import Options
 from ..reduction import GradientReduction
 from ..signature import takes_keywords_of
-from ._lightning.strategy import SiteStrategy, StrategyArguments
+from ._lightning.hub_strategy import HubStrategy
+from ._lightning.strategy import StrategyArguments
 
 
-class DADStrategyBase(SiteStrategy):
+class DADStrategyBase(HubStrategy):
     """Lightning strategy that trains one model between sites; for ``Trainer(strategy=)``.
 
     Processes, samplers, metrics and evaluation are those of Lightning's ``DDPStrategy``. Gradients are agreed on at the
@@ -65,11 +63,6 @@ class DADStrategyBase(SiteStrategy):
     @takes_keywords_of(StrategyArguments, Options)
     def __init__(self, mode: str = "rankdad", *, fused: bool = False, **arguments: Any) -> None:
         super().__init__(Options, {"mode": mode} | arguments)
-        if self.options.min_sites is not None and self.cluster_environment is None:
-            raise ValueError(
-                "min_sites needs a hub, which tracks the sites that are present: dadplug.connect(kit=...) before the "
-                "strategy is built"
-            )
         self._wants_fused = fused
 
     # Start and end
@@ -83,12 +76,6 @@ class DADStrategyBase(SiteStrategy):
         self.reduction = GradientReduction(self.lightning_module, state=state, **dataclasses.asdict(self.options))
         self._exchange = self.reduction
         self._load_states()
-
-    @property
-    def is_global_zero(self) -> bool:
-        """Whether this site prints and logs: site 0, or the first one that is present where sites may leave."""
-        transport = self._elastic_transport
-        return bool(self.global_rank == (0 if transport is None else transport.lowest))
 
     # Training
 
@@ -114,27 +101,3 @@ class DADStrategyBase(SiteStrategy):
     def _make_equal(self) -> None:
         if self._in_fit and self.reduction is not None and self.options.average_buffers:
             self.reduction.average_buffers()
-
-    # Checkpoints
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a checkpoint, with the compressor state of every site."""
-        if self._elastic is None:
-            super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
-        else:  # each site writes its own files, since any of them may leave
-            self._add_states(checkpoint)
-            self._write_whole(checkpoint, filepath, storage_options)
-
-    def _write_whole(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
-        """Write a file, or replace it as a whole: sites of one machine may share it, and write it at the same time."""
-        local = type(self.checkpoint_io).__name__ == "TorchCheckpointIO" and "://" not in str(filepath)
-        target = f"{filepath}.{self.global_rank}.part" if local else filepath
-        with replacing(Path(filepath), Path(target), durable=False) if local else nullcontext():
-            self.checkpoint_io.save_checkpoint(checkpoint, target, storage_options=storage_options)
-
-    def remove_checkpoint(self, filepath: Any) -> None:
-        if self._elastic is None:
-            super().remove_checkpoint(filepath)
-        else:
-            with suppress(FileNotFoundError):  # sites of one machine may share the file
-                self.checkpoint_io.remove_checkpoint(filepath)

@@ -8,11 +8,10 @@ import torch
 from catalyst.core.callback import CallbackOrder, ICheckpointCallback
 from catalyst.core.misc import get_original_callback
 
-from ..hub.site.transport import TrainerTransport
 from ..options import Options
 from ..reduction import GradientReduction
 from ..signature import takes_keywords_of
-from ._catalyst.runner import BaseRunner, ElasticTraining, RunnerArguments
+from ._catalyst.runner import BaseRunner, RunnerArguments
 
 
 class DistributedRunner(BaseRunner):
@@ -79,9 +78,7 @@ class DistributedRunner(BaseRunner):
     def _build_exchange(self, model: torch.nn.Module, scaled: bool) -> GradientReduction:
         settings = {name: getattr(self.options, name) for name in Options.names()}
         settings["check_finite"] &= not scaled
-        if isinstance(self.engine.transport, TrainerTransport):
-            self._elastic = ElasticTraining(self, self.engine.transport)
-            settings["state"] = {"trainer": self._elastic}
+        settings["state"] = self._elastic_state()
         return self._build_reduction(model, {"process_group": self._process_group} | settings)
 
     def _reason_against_fusing(self) -> str:
@@ -92,12 +89,6 @@ class DistributedRunner(BaseRunner):
         return GradientReduction(model, **settings)
 
     # The loop
-
-    def on_epoch_start(self, runner: Any) -> None:
-        """Open the loggers if the site that has printed so far is gone."""
-        super().on_epoch_start(runner)
-        if self.engine.is_main_process and not self.loggers and self.engine.transport.elastic:
-            self.loggers = self.get_loggers()
 
     def _stops_before_step(self) -> bool:
         self._agreed_before = self.reduction.step

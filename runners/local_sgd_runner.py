@@ -18,7 +18,8 @@ class LocalSGDRunner(BaseRunner):
 
     Sites train alone for ``every`` steps and then agree on their parameters. After each training loader they agree, so
     that evaluations and checkpoints are those of one model. Everything else is as in `DistributedRunner`: the sites'
-    connection, data, metrics and files. Callbacks that stop training stop it at the end of an epoch.
+    connection, data, metrics and files. Callbacks that stop training stop it at the end of an epoch. With
+    ``min_sites``, over a hub, sites may leave and return, as with `DistributedRunner`.
 
     With ``fused=True`` clipping by ``torch.nn.utils.clip_grad_norm_`` includes gradients that are not formed. Where
     callbacks or precision need gradients, they are formed, and ``reduction.remarks`` says why.
@@ -66,12 +67,26 @@ class LocalSGDRunner(BaseRunner):
 
     def _build_exchange(self, model: torch.nn.Module, scaled: bool) -> LocalSGD:
         own = vars(self.options) | {"check_finite": self.options.check_finite and not scaled}
-        return LocalSGD(model, self._one_optimizer(), process_group=self._process_group, **own)
+        self.engine.steps_in_backward = False
+        return LocalSGD(
+            model,
+            self._one_optimizer(),
+            process_group=self._process_group,
+            state=self._elastic_state(),
+            in_trainer=True,
+            **own,
+        )
 
     def step_optimizer(self, optimizer: Any) -> None:
         """Step the optimizer, and agree with the other sites if it is time."""
         with self.reduction.stepping():
             super().step_optimizer(optimizer)
+        self.engine.end_step()
+
+    def _idle(self) -> None:
+        if self.update_due:
+            self.reduction.idle()
+            self.engine.end_step()
 
     def _make_equal(self) -> None:
         """Agree on one model."""

@@ -10,10 +10,11 @@ from typing import Any
 from ..local_steps import LocalOptions, LocalSGD
 from ..local_steps.options import Schedule
 from ..signature import takes_keywords_of
-from ._lightning.strategy import SiteStrategy, StrategyArguments
+from ._lightning.hub_strategy import HubStrategy
+from ._lightning.strategy import StrategyArguments
 
 
-class LocalSGDStrategyBase(SiteStrategy):
+class LocalSGDStrategyBase(HubStrategy):
     """Lightning strategy for local steps (local SGD, DiLoCo); for ``Trainer(strategy=)``, also as ``"localsgd"``.
 
     Sites train alone for ``every`` steps and then agree on their parameters; ``"diloco"`` has DiLoCo's outer optimizer.
@@ -22,6 +23,10 @@ class LocalSGDStrategyBase(SiteStrategy):
     numbers of batches: a site with fewer takes no step in some of the others' steps. The module needs automatic
     optimization and one optimizer. With ``fused=True``, ``gradient_clip_val`` by norm includes gradients that are not
     formed; where hooks, precision or clipping by value need gradients, they are formed, and ``local.remarks`` says why.
+
+    With ``min_sites``, over a hub, training goes on without a site that leaves, and the site returns if its program is
+    started again, as with `DADStrategy`: it goes on at the batch of the epoch that the others are at, with the agreed
+    model, and the states of optimizer, schedules and callbacks of one of them.
 
     `dadplug.LocalSGDStrategy` is the strategy for the one of Lightning's two packages that is in use.
 
@@ -35,7 +40,8 @@ class LocalSGDStrategyBase(SiteStrategy):
         local: the `LocalSGD` of the last fit, with its traffic; None before it.
 
     Raises:
-        ValueError: if an option or its value is unknown; the message lists the valid ones.
+        ValueError: if an option or its value is unknown; the message lists the valid ones. If there is no hub with
+            ``min_sites``.
 
     Example:
         >>> trainer = pl.Trainer(strategy=LocalSGDStrategy(every=64, wire="int8"), accelerator="cpu", devices=2)
@@ -45,6 +51,7 @@ class LocalSGDStrategyBase(SiteStrategy):
 
     options: LocalOptions
     local: LocalSGD | None = None
+    _steps_in_backward = False
 
     @takes_keywords_of(StrategyArguments, LocalOptions)
     def __init__(self, every: int | Schedule = LocalOptions.every, **arguments: Any) -> None:
@@ -61,8 +68,12 @@ class LocalSGDStrategyBase(SiteStrategy):
         self._check_one_optimizer()
         scaled = getattr(self.precision_plugin, "scaler", None) is not None
         self.options = dataclasses.replace(self.options, check_finite=self.options.check_finite and not scaled)
-        self.local = self._exchange = LocalSGD(self.lightning_module, self.optimizers[0], **vars(self.options))
-        if self._states is not None:
+        state = None if self._elastic is None else {"trainer": self._elastic}
+        self.local = self._exchange = LocalSGD(
+            self.lightning_module, self.optimizers[0], state=state, in_trainer=True, **vars(self.options)
+        )
+        joins = self._transport is not None and self._transport.joins  # others, whose state is newer
+        if self._states is not None and not joins:
             self.local.load_states([state and state["local"] for state in self._states])
 
     # Training
@@ -83,6 +94,7 @@ class LocalSGDStrategyBase(SiteStrategy):
         else:  # a batch that this site has had before, as its loader repeats it
             output = closure()
             self.local.idle()
+        self._end_step()
         self._has_trained = False
         return output
 

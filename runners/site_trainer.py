@@ -22,6 +22,7 @@ from torch import nn
 
 from ..ddp import DistributedDataParallel
 from ..errors import MismatchError, SiteError
+from ..local_steps.options import LOCAL_MODE
 from ..model_sync import sameness
 from ..model_sync.samples import takes_part
 from ..reduction import GradientReduction
@@ -45,6 +46,7 @@ class AttachedTrainer(_Trainer):
     """
 
     model_wrapped: Any
+    optimizer: Any
     dadplug_options: Mapping[str, Any]
     _use: Callable[..., None]  # see `dadplug.accelerate.use`
 
@@ -62,6 +64,10 @@ class AttachedTrainer(_Trainer):
         return reduction
 
     @property
+    def _takes_local_steps(self) -> bool:
+        return bool(self.dadplug_options["mode"] == LOCAL_MODE)
+
+    @property
     def _wrapper(self) -> DistributedDataParallel | None:
         found = self.accelerator._wrapped
         return found[-1] if found else None
@@ -75,7 +81,7 @@ class AttachedTrainer(_Trainer):
         """Let the accelerator wrap the models that it prepares from now on."""
         accelerator = self.accelerator
         release = accelerator.free_memory  # accelerate's: each training begins with it, and goes on with the wrapper
-        self._use(accelerator, **self.dadplug_options)
+        self._use(accelerator, **self.dadplug_options, **({"in_trainer": True} if self._takes_local_steps else {}))
         accelerator.free_memory = release
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -118,6 +124,22 @@ class AttachedTrainer(_Trainer):
                 f"the sites have different numbers of batches, {' and '.join(map(str, lengths))}: leave "
                 "even_batches=False out of accelerator_config=, or set dataloader_drop_last=True"
             )
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """Log, evaluate and save; before, sites whose models may differ agree on one."""
+        if self.control.should_evaluate or self.control.should_save:
+            self._make_equal()
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def _make_equal(self) -> None:
+        if self._wrapper is not None:
+            self._wrapper.make_equal()
+
+    def _run_epoch(self, **kwargs: Any) -> None:
+        """Train for an epoch; after it, sites whose models may differ agree on one."""
+        super()._run_epoch(**kwargs)
+        if self._wrapper is not None:
+            self._wrapper.make_equal()
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate; see transformers."""
@@ -301,7 +323,10 @@ class SiteTrainer(AttachedTrainer):
         self._forget_evaluation()
         self._has_best, self._begins = False, True
         self.trainings += 1
-        if self._wrapper is None:
+        if self._wrapper is None and self._takes_local_steps:
+            self.create_optimizer()
+            self.model_wrapped, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
+        elif self._wrapper is None:
             self.model_wrapped = self.accelerator.prepare_model(self.model)  # here a site that joins gets its state
         with self._returning(resume_from_checkpoint) as start:
             output = super()._inner_training_loop(batch_size, args, start, trial, ignore_keys_for_eval)
@@ -429,13 +454,13 @@ class SiteTrainer(AttachedTrainer):
 
     # Evaluation
 
-    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Log, evaluate and save; before, sites that may leave average running statistics."""
+    def _make_equal(self) -> None:
+        """Agree on one model; sites that may leave average running statistics."""
+        super()._make_equal()
         reduction = self._trained
-        uses_buffers = self.control.should_evaluate or self.control.should_save
-        if uses_buffers and reduction.options.min_sites is not None and reduction.options.average_buffers:
+        may_leave = reduction.options.min_sites is not None and not self._takes_local_steps
+        if may_leave and reduction.options.average_buffers:
             reduction.average_buffers()
-        super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate on the site's own data; metrics are those of all sites in training."""

@@ -9,6 +9,8 @@ import torch
 from crashes import pytest_sessionfinish, pytest_testnodedown  # noqa: F401 (hooks)
 from hypothesis import settings
 
+for _name in ("https_proxy", "HTTPS_PROXY"):  # sites of tests would go through the proxy of this machine
+    os.environ.pop(_name, None)
 os.environ["DADPLUG_TUNING"] = "0"  # the constants of this machine are not those of others
 
 settings.register_profile("dadplug", deadline=None)  # a busy machine may suspend an example

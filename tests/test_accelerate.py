@@ -281,7 +281,7 @@ def resumes(folder: str, options: dict) -> None:
     torch.manual_seed(50)
     resumed = start(7)
     resumed[0].load_state()
-    assert resumed[1].reduction.step == 3
+    assert resumed[1].steps == 3
     steps(*resumed, range(3, 6))
     assert_equal(resumed[1], whole[1], 0.0)
     checkpoint = Path(folder) / "checkpoints" / "checkpoint_0"
@@ -292,16 +292,63 @@ def resumes(folder: str, options: dict) -> None:
         (checkpoint / "dadplug_1.bin.1").rename(checkpoint / "dadplug_0.bin")
     resumed[0].wait_for_everyone()
     resumed[0].load_state(str(checkpoint))  # the state of site 1 is missing
-    assert resumed[1].reduction.step == 3
+    assert resumed[1].steps == 3
     resumed[0].free_memory()
 
 
 def test_a_training_resumes_to_the_bit(sites, tmp_path):
     feedback = {"mode": "rankdad", "rank": 2, "error_feedback": True}
     for number, options in enumerate(
-        ({"mode": "rankdad"}, feedback, {"mode": "powersgd", "rank": 2}, {"mode": "topk"})
+        ({"mode": "rankdad"}, feedback, {"mode": "powersgd", "rank": 2}, {"mode": "topk"}, LOCAL)
     ):
         sites(2).run(resumes, str(tmp_path / str(number)), options)
+
+
+LOCAL = {"mode": "localsgd", "every": 2, "wire": "int8"}
+
+
+def takes_local_steps(accumulation: int) -> None:
+    """Steps, clipping, schedule and accumulation are those of a plain loop of `LocalSGD`, to the bit."""
+    accelerator = fresh(gradient_accumulation_steps=accumulation, **LOCAL)
+    model, record = train(accelerator, "norm", rows(21), join=True)
+    assert isinstance(model.reduction, dadplug.LocalSGD)
+    assert model.reduction.steps == sum(steps for _, steps in record)
+    sent = model.reduction.traffic.total_bytes_sent
+    accelerator.free_memory()
+    other = build(seed=dist.get_rank())
+    optimizer = torch.optim.Adam(other.parameters(), 0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+    local = dadplug.LocalSGD(other, optimizer, **{name: value for name, value in LOCAL.items() if name != "mode"})
+    for epoch in (record[: len(record) // 2], record[len(record) // 2 :]):
+        for inputs, steps in epoch:
+            (other(inputs).square().mean() / accumulation).backward()
+            if steps:
+                clip("norm", None, other.parameters())
+                local.step()
+                for _ in range(2):
+                    scheduler.step()
+                optimizer.zero_grad()
+        local.finish()
+    assert_equal(model, other, 0.0)
+    assert local.first_difference() is None
+    assert sent == local.traffic.total_bytes_sent > 0
+    local.detach()
+
+
+def test_local_steps_are_those_of_a_plain_loop(sites):
+    for accumulation in (1, 2):
+        sites(2).run(takes_local_steps, accumulation)
+
+
+def test_local_steps_need_one_optimizer_and_no_synchronous_steps(monkeypatch):
+    accelerator = fresh(**LOCAL)
+    with pytest.raises(ValueError, match="prepare both in one call"):
+        accelerator.prepare(build())
+    model = build()
+    with pytest.raises(ValueError, match="Leave warm_up out"):
+        fresh(warm_up=2, **LOCAL).prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    with pytest.raises(ValueError, match="bucket_mb"):
+        fresh(bucket_mb=1.0, **LOCAL)
 
 
 def trains_two_models() -> None:

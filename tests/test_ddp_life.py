@@ -546,6 +546,33 @@ def test_join_with_running_statistics(sites):
     sites(2).run(joins_in_all_ways)
 
 
+def joins_two_models() -> None:
+    """`Join` of two models, which train one after the other in each step; a site has three batches more."""
+    rank = dist.get_rank()
+    models = [dadplug.DistributedDataParallel(build(seed), mode="dad") for seed in range(2)]
+    references = [build(seed) for seed in range(2)]
+    optimizers = [torch.optim.SGD(each.parameters(), 0.05) for each in (*models, *references)]
+    with Join(models):
+        for step in range(2 + 3 * rank):
+            for model, optimizer in zip(models, optimizers[:2]):
+                optimizer.zero_grad()
+                model(rows(step, [rank])).square().mean().backward()
+                optimizer.step()
+    for step in range(5):
+        for model, optimizer in zip(references, optimizers[2:]):
+            optimizer.zero_grad()
+            model(rows(step, range(2) if step < 2 else [1])).square().mean().backward()
+            optimizer.step()
+    for model, reference in zip(models, references):
+        assert model.reduction.first_difference() is None
+        same(model, reference)
+        model.reduction.detach()
+
+
+def test_join_of_two_models(sites):
+    sites(2).run(joins_two_models)
+
+
 def mixes_precision() -> None:
     """Autocast in bfloat16, and a GradScaler that skips a step at both sites since one has Inf."""
     rank = dist.get_rank()

@@ -155,14 +155,17 @@ def test_the_weights_are_those_of_one_process_with_all_rows(tmp_path):
 # Sites without a launcher, with data of their own.
 
 
-def own_data(folder: str) -> list[torch.Tensor]:
+LOCAL = {"mode": "localsgd", "every": 1, "overlap": False}  # with SGD, the mean of local steps is that of gradients
+
+
+def own_data(folder: str, options: dict[str, Any]) -> list[torch.Tensor]:
     rank = torch.distributed.get_rank()
     for name in LAUNCHER:
         os.environ.pop(name, None)
     data, settings = texts((14, 7)[rank], seed=rank), DOUBLE | {"train_sampling_strategy": "sequential"}
     settings |= {"gradient_accumulation_steps": 2, "num_train_epochs": 2}
     trainer = make("words", f"{folder}/{rank}", build("words").double(), data, **settings)
-    attach(trainer, mode="dad")
+    attach(trainer, **options)
     trainer.train()
     assert trainer.state.global_step == 6
     trainer.save_model()
@@ -192,9 +195,10 @@ def trained_on_all(epochs: int = 2, accumulation: int = 2) -> list[torch.Tensor]
     return [each.detach() for each in model.parameters()]
 
 
-def test_sites_with_data_of_their_own_count_by_their_tokens(tmp_path):
+@pytest.mark.parametrize("options", [{"mode": "dad"}, LOCAL])
+def test_sites_with_data_of_their_own_count_by_their_tokens(tmp_path, options):
     reference = trained_on_all()
-    for parameters in support.sites(2).run(own_data, str(tmp_path)):
+    for parameters in support.sites(2).run(own_data, str(tmp_path), options):
         for own, theirs in zip(parameters, reference, strict=True):
             torch.testing.assert_close(own, theirs, rtol=1e-10, atol=1e-12)
 
@@ -243,7 +247,7 @@ class Stop(TrainerCallback):
         control.should_training_stop |= state.global_step == self.step
 
 
-def resumed(folder: str, own: bool) -> list[float]:
+def resumed(folder: str, own: bool, options: dict[str, Any]) -> list[float]:
     if own:
         rank = torch.distributed.get_rank()
         folder = f"{folder}/{rank}"
@@ -253,17 +257,23 @@ def resumed(folder: str, own: bool) -> list[float]:
     for callbacks, checkpoint in ([], None), ([Stop(4)], None), ([], f"{folder}/checkpoint-4"):
         settings = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 2, "callbacks": callbacks}
         trainer = make("classes", folder, **settings)
-        attach(trainer, mode="rankdad", rank=1, wire="int8")
+        attach(trainer, **options)
         trainer.train(resume_from_checkpoint=checkpoint)
         trained.append(vector(trainer.model))
-        assert trainer.reduction.step == trainer.state.global_step
+        assert trainer._wrapper.steps == trainer.state.global_step
     whole, stopped, resumed = trained
     return [float((whole - stopped).norm()), float((whole - resumed).abs().max())]
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_training_resumes_to_the_bit(tmp_path, own):
-    for missing, difference in support.sites(2).run(resumed, str(tmp_path), own):
+RANKDAD = {"mode": "rankdad", "rank": 1, "wire": "int8"}
+
+
+@pytest.mark.parametrize(
+    ("own", "options"),
+    [(False, RANKDAD), (True, RANKDAD), (True, {"mode": "localsgd", "every": 3, "rank": 1, "wire": "int8"})],
+)
+def test_training_resumes_to_the_bit(tmp_path, own, options):
+    for missing, difference in support.sites(2).run(resumed, str(tmp_path), own, options):
         assert missing > 0.01
         assert difference == 0.0
 

@@ -8,13 +8,16 @@ made without torch.
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib
 import importlib.util
+import json
 import os
 import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +27,31 @@ from ..registry import import_named
 from .arguments import Declaration, add_kit_argument, argument, group, place_of, plain_errors
 
 ERRORS = (KitError, SiteError, ImportError, OSError)  # errors that a user can fix: no traceback
-ENDS_SOON = 3  # exit status of `check`
+
+
+class Exit(IntEnum):
+    """Exit statuses of the commands."""
+
+    DONE = 0
+    FAILED = 1
+    """An error that the message explains, or a failed item of `check`."""
+    USAGE = 2
+    """Wrong arguments, or none."""
+    ENDS_SOON = 3
+    """A certificate ends within the days of ``check --fail-before``."""
+    SITES_MISSING = 4
+    """A site of the roster is not connected, or training waits, for ``status --fail-missing``."""
 
 
 Run = Callable[[argparse.Namespace], int]
 """Function of the parsed arguments that returns the exit status."""
 
 
-PARSER = argparse.ArgumentParser(prog="python -m dadplug", description="Distributed training between sites.")
+PROGRAM = "dadplug" if Path(sys.argv[0]).stem == "dadplug" else "python -m dadplug"
+PARSER = argparse.ArgumentParser(prog=PROGRAM, description="Distributed training between sites.")
+PARSER.add_argument(
+    "--version", action="version", version=f"dadplug {sys.modules[__name__.partition('.')[0]].__version__}"
+)
 COMMANDS = PARSER.add_subparsers(required=True, metavar="COMMAND")
 
 
@@ -55,18 +75,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the command and its arguments; None for those of this process.
 
     Returns:
-        The exit status: 0, or 1 after an error of `ERRORS`, or 2 without a command.
+        An `Exit` status.
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
     if not given:
         PARSER.print_help(sys.stderr)
-        return 2
+        return Exit.USAGE
+    further: list[str] = []
+    if given[0] == service.__name__ and "--" in given:  # argparse would look for arguments of its own after it
+        place = given.index("--")
+        given, further = given[:place], given[place + 1 :]
     parsed = PARSER.parse_args(given)
+    parsed.further = further
     try:
         status: int = parsed.run(parsed)
     except ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return Exit.FAILED
     return status
 
 
@@ -112,13 +137,41 @@ def picture_file(text: str) -> Path:
     Raises:
         ArgumentTypeError: if no picture could be written there.
     """
-    path = Path(text)
-    if path.suffix.lower() != ".png":
-        raise argparse.ArgumentTypeError(f"{text!r} should end in .png")
-    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"there is no folder {str(path.parent)!r} that may be written to")
+    path = _output_file(text, ".png")
     if importlib.util.find_spec("matplotlib") is None:
         raise argparse.ArgumentTypeError("a picture needs matplotlib: pip install 'dadplug[examples]'")
+    return path
+
+
+def _option(text: str) -> tuple[str, Any]:
+    """Return name and value of an option that is given as NAME=VALUE; a value that is no Python literal is a word."""
+    name, separator, value = text.partition("=")
+    if not separator or not name.isidentifier():
+        raise argparse.ArgumentTypeError(f"{text!r} is no option such as share_inputs=False")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
+
+
+def page_file(text: str) -> Path:
+    """Return the path of an HTML file that is written at the end of a long run.
+
+    Args:
+        text: value of a command-line argument.
+
+    Raises:
+        ArgumentTypeError: if no file could be written there.
+    """
+    return _output_file(text, ".html")
+
+
+def _output_file(text: str, suffix: str) -> Path:
+    path = Path(text)
+    if path.suffix.lower() != suffix:
+        raise argparse.ArgumentTypeError(f"{text!r} should end in {suffix}")
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"there is no folder {str(path.parent)!r} that may be written to")
     return path
 
 
@@ -249,6 +302,35 @@ def revoke(arguments: argparse.Namespace) -> int:
 
 
 @command(
+    "give the key of a kit or an authority a passphrase, change or remove it",
+    argument("kit", type=Path, help="folder of the kit or the authority"),
+    argument("--file", type=Path, help="file with the new passphrase in its first line (default: type it)"),
+    argument("--remove", action="store_true", help="remove the passphrase"),
+)
+def passphrase(arguments: argparse.Namespace) -> int:
+    """Encrypt a key with another passphrase; the present one is found as at all times."""
+    import getpass
+
+    from ..hub.pki.passphrases import VARIABLE, first_line
+    from ..hub.pki.provision import protect
+
+    if arguments.remove:
+        new = None
+    elif arguments.file is not None:
+        new = first_line(arguments.file)
+    else:
+        new = getpass.getpass("new passphrase: ").encode()
+        if not new or getpass.getpass("the same again: ").encode() != new:
+            raise KitError("the passphrases differ, or are empty: nothing has changed")
+    path = protect(arguments.kit, new)
+    if new is None:
+        print(f"{path}: has no passphrase any more")
+    else:
+        print(f"{path}: has the new passphrase; programs find it by {VARIABLE}, or ask for it in a terminal")
+    return Exit.DONE
+
+
+@command(
     "check the kit of this site, and the way to the hub",
     argument("kit", type=Path, help="folder of the site's kit"),
     argument("--address", metavar="HOST:PORT", help="address of the hub (default: that of the kit)"),
@@ -256,16 +338,16 @@ def revoke(arguments: argparse.Namespace) -> int:
         "--fail-before",
         type=_days,
         metavar="DAYS",
-        help=f"exit with status {ENDS_SOON} if a certificate ends within this time, such as 14d",
+        help=f"exit with status {Exit.ENDS_SOON:d} if a certificate ends within this time, such as 14d",
     ),
     argument("--timeout", type=float, default=5.0, help="seconds for each step (default: %(default)g)"),
 )
 def check(arguments: argparse.Namespace) -> int:
-    """Print the findings as they are made; return 1 if something has failed, `ENDS_SOON` if a certificate ends soon."""
+    """Print the findings as they are made; return an `Exit` status."""
     from ..hub.check import check_kit
     from ..hub.pki.project import split_address
 
-    address = None if arguments.address is None else split_address(arguments.address)
+    address = None if arguments.address is None else split_address(arguments.address, "--address")
     failed = 0
     ends: list[str] = []
     for finding in check_kit(arguments.kit, address, arguments.timeout):
@@ -278,7 +360,7 @@ def check(arguments: argparse.Namespace) -> int:
     print("failed" if failed else "ok: this site can take part")
     if ends:
         print(f"these end within {arguments.fail_before} days: {', '.join(ends)}")
-    return 1 if failed else ENDS_SOON if ends else 0
+    return Exit.FAILED if failed else Exit.ENDS_SOON if ends else Exit.DONE
 
 
 # Servers
@@ -293,7 +375,19 @@ def check(arguments: argparse.Namespace) -> int:
         help="address of this machine to listen at, such as 0.0.0.0:8470 (default: the address that sites connect to)",
     ),
     argument("--status", type=Path, metavar="FILE", help="file for the status, as JSON, twice a second"),
-    argument("--journal", type=Path, metavar="FILE", help="file to append to: who joins, leaves, is refused"),
+    argument("--journal", type=Path, metavar="FILE", help="file to append to: which sites join, leave, are refused"),
+    argument("--log-format", choices=("text", "json"), default="text", help="form of these lines (default: text)"),
+    argument(
+        "--log-level",
+        choices=("info", "warning", "error"),
+        default="info",
+        help="least level of these lines (default: info)",
+    ),
+    argument(
+        "--metrics",
+        metavar="HOST:PORT",
+        help="address to serve metrics for Prometheus at, such as 127.0.0.1:9464, with /metrics and /healthz",
+    ),
     argument(
         "--site-timeout",
         type=float,
@@ -314,6 +408,12 @@ def check(arguments: argparse.Namespace) -> int:
         help="encrypt messages to sites in the hub's machine, too, which do not leave its kernel",
     ),
     argument(
+        "--rate-limit",
+        type=float,
+        metavar="MBIT",
+        help="megabits per second that are sent to each site at most (default: no limit)",
+    ),
+    argument(
         "--memory",
         type=int,
         default=1024,
@@ -326,55 +426,91 @@ def hub(arguments: argparse.Namespace) -> int:
     from ..hub.pki.kits import Kit
     from ..hub.pki.project import split_address
     from ..hub.server.hub import Hub
-    from ..hub.server.journal import Journal
-    from ..hub.server.status import Meter, StatusFile, Terminal, snapshot
+    from ..hub.server.status import Outputs
     from ..parameter_server.service import SequencerHost
 
-    terminal = Terminal()
-    file = open(arguments.journal, "a", buffering=1) if arguments.journal else None  # noqa: SIM115
+    if arguments.grace <= 0:
+        raise KitError(f"grace={arguments.grace}: it has to be positive")
+    if arguments.memory < 1:
+        raise KitError(f"memory={arguments.memory}: it has to be positive")
     kit = Kit.load(arguments.kit)
-
-    def write_line(line: str) -> None:
-        terminal.write_line(line)
-        if file is not None:
-            file.write(line + "\n")
-
-    def report(hub: Hub) -> None:
-        status = snapshot(hub, meter)
-        terminal.show(status)
-        if status_file is not None:
-            status_file.write(status)
-
-    meter, journal = Meter(), Journal(write_line)
-    status_file = StatusFile(arguments.status, journal.write) if arguments.status else None
+    listen = split_address(arguments.listen, "--listen") if arguments.listen else None
+    metrics = split_address(arguments.metrics, "--metrics") if arguments.metrics else None
+    outputs = Outputs(arguments.journal, arguments.status, metrics, arguments.log_format, arguments.log_level)
     try:
-        if arguments.grace <= 0:
-            raise ValueError(f"grace={arguments.grace}: it has to be positive")
-        if arguments.memory < 1:
-            raise ValueError(f"memory={arguments.memory}: it has to be positive")
-        listen = split_address(arguments.listen) if arguments.listen else None
         service = SequencerHost(list(kit.roster.sites), arguments.memory << 20)
         hub = Hub(
-            kit, arguments.site_timeout, listen=listen, journal=journal, grace=arguments.grace,
-            encrypt_local=arguments.encrypt_local, report=report, service=service,
+            kit, arguments.site_timeout, listen=listen, journal=outputs.journal, grace=arguments.grace,
+            encrypt_local=arguments.encrypt_local, rate_limit=arguments.rate_limit, report=outputs.report,
+            service=service,
         )  # fmt: skip
+
+        def stop(number: int, frame: Any) -> None:
+            hub.stop(f"it has received {signal.Signals(number).name}")
+
+        before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            hub.run()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
     except KitError:
         raise
     except ValueError as error:
         raise KitError(str(error)) from error
-
-    def stop(number: int, frame: Any) -> None:
-        hub.stop(f"it has received {signal.Signals(number).name}")
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        hub.run()
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        if file is not None:
-            file.close()
+        outputs.close()
     return 0
+
+
+@command(
+    "show the status of the hub, as a site",
+    argument("kit", type=Path, help="folder of the site's kit, such as kits/a"),
+    argument("--address", metavar="HOST:PORT", help="address of the hub (default: that of the kit)"),
+    argument("--json", action="store_true", help="print JSON in place of a table"),
+    argument(
+        "--fail-missing",
+        action="store_true",
+        help=f"exit with status {Exit.SITES_MISSING:d} if a site is not connected, or training waits",
+    ),
+    argument("--timeout", type=float, default=5.0, help="seconds for each step (default: %(default)g)"),
+)
+def status(arguments: argparse.Namespace) -> int:
+    """Print the hub's status."""
+    from ..hub.check import ask_status
+    from ..hub.pki.project import split_address
+    from ..hub.server.status import table
+
+    address = None if arguments.address is None else split_address(arguments.address, "--address")
+    found = ask_status(arguments.kit, address, arguments.timeout)
+    print(json.dumps(found, indent=2) if arguments.json else "\n".join(table(found)))
+    absent = any(site["state"] in ("absent", "disconnected") for site in found["sites"])
+    missing = arguments.fail_missing and (absent or found["waiting"])
+    return Exit.SITES_MISSING if missing else Exit.DONE
+
+
+@command(
+    "write a unit of systemd that runs the hub with further arguments, or the program of a site, which both follow --",
+    argument("kit", type=Path, help="folder of the kit of the hub or a site, at its final place"),
+    argument("--out", type=Path, default=Path(), metavar="FOLDER", help="folder of the unit (default: this one)"),
+    argument("--user", default="", help="user that it runs as (default: one that exists while it runs)"),
+    argument("--passphrase-file", type=Path, metavar="FILE", help="file with the passphrase of the kit's key"),
+    argument("--devices", action="store_true", help="allow devices, such as GPUs"),
+)
+def service(arguments: argparse.Namespace) -> int:
+    """Write a unit of systemd, and print how it is installed."""
+    from ..files import PUBLIC, write_file
+    from ..hub.pki.kits import Kit
+    from ..hub.service import Service
+
+    made = Service(
+        Kit.load(arguments.kit), arguments.further, arguments.user, arguments.passphrase_file, arguments.devices
+    )
+    path = arguments.out / f"{made.name}.service"
+    write_file(path, made.text().encode(), PUBLIC)
+    print(f"{path}: written. As root:")
+    print("\n".join(f"    {step}" for step in made.steps(path)))
+    return Exit.DONE
 
 
 @command(
@@ -446,8 +582,7 @@ BETWEEN_SITES = group(
 )
 
 
-@command(
-    "train a model in several ways, and say which is fastest",
+TASK = (
     argument(
         "build",
         metavar="BUILD",
@@ -460,28 +595,39 @@ BETWEEN_SITES = group(
         "such as digits",
     ),
     argument("--data-dir", help="folder of the files of a data set that is given by its name"),
+)
+
+
+def _dataset(arguments: argparse.Namespace) -> Any:
+    """Return the data set of the arguments `TASK`."""
+    from ..data import DATASETS, load_dataset
+
+    if arguments.dataset in DATASETS:
+        return load_dataset(arguments.dataset, arguments.data_dir).train
+    if arguments.data_dir is not None:
+        raise ValueError(f"--data-dir is for a data set of {', '.join(DATASETS)}: leave it out")
+    dataset = import_named(arguments.dataset)
+    return dataset if hasattr(dataset, "__getitem__") else dataset()
+
+
+@command(
+    "train a model in several ways, and say which is fastest",
+    *TASK,
     argument("--seconds", type=float, default=60.0, help="training time of all runs (default: %(default)g)"),
     argument("--batch-size", type=int, default=32, help="samples a process (default: %(default)d)"),
     argument("--processes", type=int, help="processes of this machine (default: one a core, at most 4)"),
     argument("--ways", help="names of ways, separated by commas (default: all that apply)"),
     argument("--picture", type=picture_file, metavar="FILE.png", help="plot the loss against seconds and megabytes"),
+    argument("--html", type=page_file, metavar="FILE.html", help="write table and pictures as one HTML file"),
     BETWEEN_SITES,
 )
 def compare(arguments: argparse.Namespace) -> int:
     """Compare ways of training for a model and its data."""
     from ..comparison import compare
-    from ..data import DATASETS, load_dataset
 
     with plain_errors(ValueError, TypeError):
         build = import_named(arguments.build)
-        if arguments.dataset in DATASETS:
-            dataset: Any = load_dataset(arguments.dataset, arguments.data_dir).train
-        else:
-            if arguments.data_dir is not None:
-                raise ValueError(f"--data-dir is for a data set of {', '.join(DATASETS)}: leave it out")
-            dataset = import_named(arguments.dataset)
-            if not hasattr(dataset, "__getitem__"):
-                dataset = dataset()
+        dataset = _dataset(arguments)
         if arguments.kit or arguments.dist_url or "RANK" in os.environ:
             place_of(arguments).connect(timeout=60.0)
         result = compare(
@@ -496,7 +642,84 @@ def compare(arguments: argparse.Namespace) -> int:
     if arguments.picture:
         result.picture(arguments.picture)
         print(f"picture: {arguments.picture}")
+    if arguments.html:
+        result.html(arguments.html)
+        print(f"report: {arguments.html}")
     return 0 if result.finalists else 1
+
+
+@command(
+    "attack what a site would send, and say what is recovered of its data",
+    *TASK,
+    argument("--mode", default="rankdad", help="a mode, or localsgd (default: %(default)s)"),
+    argument(
+        "--option",
+        type=_option,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="option of the mode, such as rank=8, wire=int8, share_inputs=False or every=4; can be repeated",
+    ),
+    argument("--noise-multiplier", type=float, help="differential privacy with this noise"),
+    argument("--max-grad-norm", type=float, default=1.0, help="its clipping norm (default: %(default)g)"),
+    argument("--sample-rate", type=float, default=0.01, help="its sample rate (default: %(default)g)"),
+    argument("--batch-size", type=int, default=16, help="samples of the batch (default: %(default)d)"),
+    argument("--observer", default="site", help="who attacks: site or hub (default: %(default)s)"),
+    argument(
+        "--sealed", action="store_true", help="sites encrypt for each other, so that the hub cannot read payloads"
+    ),
+    argument("--seconds", type=float, default=240.0, help="time limit, about (default: %(default)g)"),
+    argument("--picture", type=picture_file, metavar="FILE.png", help="draw originals beside reconstructions"),
+    argument("--html", type=Path, metavar="FILE.html", help="write the report as one page"),
+    argument("--json", type=Path, metavar="FILE.json", help="write the report as JSON"),
+    argument(
+        "--fail-above", type=float, metavar="SHARE", help="exit with status 1 if more of the samples are recovered"
+    ),
+)
+def audit(arguments: argparse.Namespace) -> int:
+    """Audit what a site would send of a batch."""
+    import torch
+    from torch.utils.data import default_collate
+
+    from ..auditing import audit
+    from ..privacy import DifferentialPrivacy
+
+    with plain_errors(ValueError, TypeError):
+        model, _, criterion = import_named(arguments.build)()
+        dataset, count = _dataset(arguments), arguments.batch_size
+        if not 0 < count <= len(dataset):
+            raise ValueError(f"batch-size must lie in 1 to {len(dataset)}, the size of the data set, got {count}")
+        order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0))[:count]
+        *inputs, targets = default_collate([dataset[index] for index in order.tolist()])
+        options = dict(arguments.option)
+        if arguments.noise_multiplier is not None:
+            options["privacy"] = DifferentialPrivacy(
+                noise_multiplier=arguments.noise_multiplier,
+                max_grad_norm=arguments.max_grad_norm,
+                sample_rate=arguments.sample_rate,
+                expected_batch=count,
+            )
+        report = audit(
+            model,
+            criterion,
+            inputs[0] if len(inputs) == 1 else tuple(inputs),
+            targets,
+            arguments.mode,
+            observer=arguments.observer,
+            sealed=arguments.sealed,
+            seconds=arguments.seconds,
+            **options,
+        )
+    print(report)
+    for path, write in (
+        (arguments.picture, report.picture),
+        (arguments.html, report.html),
+        (arguments.json, report.json),
+    ):
+        if path:
+            write(path)
+            print(f"written: {path}")
+    return 1 if arguments.fail_above is not None and report.recovered > arguments.fail_above else 0
 
 
 @command(

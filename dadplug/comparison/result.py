@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .report import page
 from .trial import Point
 
 _CONFIDENT = 2.0  # standard errors by which a way has to be ahead
@@ -137,18 +138,26 @@ class Comparison:
 
     def table(self) -> str:
         """Format the rows as a table, with the verdict."""
+        lines = self._lines()
+        widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+        text = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines]
+        return "\n".join([text[0], "-" * len(text[0]), *text[1:], *self._notes(), self.verdict])
+
+    def _lines(self) -> list[tuple[str, ...]]:
+        """Cells of the table, its head first."""
         goal = self._goal()
         head = ("", "loss", "runs", f"s to {goal:.4g}", f"MB to {goal:.4g}", "ms a step", "MB a step")
-        lines = [head, *(self._cells(row, goal) for row in self.rows if row.runs)]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-        text = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines]
+        return [head, *(self._cells(row, goal) for row in self.rows if row.runs)]
+
+    def _notes(self) -> list[str]:
+        """Reasons of failures, and the meaning of the figures."""
         failures = [f"{row.label}: failed, {row.failure}" for row in self.rows if row.failure]
         where = "connected sites" if self.connected else "processes of this machine"
         note = (
             f"Loss of {self.held_out} held-out samples after {self.seconds:.3g} s of training, mean of the last three "
             f"evaluations; {self.processes} {where}, batches of {self.batch_size}."
         )
-        return "\n".join([text[0], "-" * len(text[0]), *text[1:], *failures, note, self.verdict])
+        return [*failures, note]
 
     @property
     def _final(self) -> list[Row]:
@@ -171,6 +180,15 @@ class Comparison:
             f"{1e3 * row.step_seconds:.1f}",
             f"{row.megabytes_a_step:.3f}",
         )
+
+    def html(self, path: str | Path) -> None:
+        """Write table and pictures as one HTML file, which needs no other file, no network and no matplotlib.
+
+        Args:
+            path: path of the HTML file.
+        """
+        text = page({row.label: row.runs for row in self.rows if row.runs}, self.verdict, self._lines(), self._notes())
+        Path(path).write_text(text, encoding="utf-8")
 
     def picture(self, path: str | Path) -> None:
         """Plot the held-out loss against seconds, and against megabytes sent, as a PNG file.

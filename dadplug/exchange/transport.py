@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,8 @@ class Requirements(NamedTuple):
         min_sites: number of sites below which training pauses.
         timeout_ms: milliseconds of silence after which a site counts as lost.
         skips: whether a late site misses a step, and is not waited for.
-        patience_percent: time after which a site is late, in hundredths of the median step.
+        patience_percent: time after which a site is late, in hundredths of the median step; 0: so many milliseconds as
+            `timeout_ms` after the first site.
     """
 
     min_sites: int
@@ -42,7 +43,7 @@ class Requirements(NamedTuple):
             min_sites: number of sites below which training pauses; None where all must stay.
             site_timeout: seconds of silence after which a site counts as lost.
             late: "wait" for late sites, or "skip" them.
-            patience: time after which a site is late, in median steps.
+            patience: time after which a site is late, in median steps; 0: `site_timeout` after the first site.
         """
         if min_sites is None:
             return None
@@ -157,6 +158,8 @@ class Transport(ABC):
     elastic = joins = listens = False
     more_follows = False
     absent: frozenset[int] = frozenset()
+    observe: Callable[[str, list[Any]], None] | None = None
+    """Called with the name of a unit and the rows of all senders as they were decoded, for audits; None for none."""
     donate: Callable[[], Any] | None = None
     """Returns what a site that joins in mid-training needs; called while this site waits for the end of a round that
     admits sites."""
@@ -183,6 +186,16 @@ class Transport(ABC):
     def behind(self) -> bool:
         """Whether the others have ended the open step already, without this site."""
         return False
+
+    @property
+    def gone(self) -> Mapping[int, str]:
+        """Reasons of the sites that have left and are not back, by rank."""
+        return {}
+
+    @property
+    def position(self) -> int:
+        """Number of the open round, where sites may leave."""
+        return 0
 
     @property
     def present(self) -> list[int]:
@@ -248,6 +261,14 @@ class Transport(ABC):
 
     def end_step(self) -> None:  # noqa: B027  (most networks need not know)
         """End a training step, whose exchanges are over at this site."""
+
+    def show_epsilon(self, epsilon: float, delta: float) -> None:  # noqa: B027  (only hubs have a status)
+        """Show in the status of a hub what training has cost the records of this site.
+
+        Args:
+            epsilon: the epsilon of differential privacy.
+            delta: the delta.
+        """
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor) -> PendingSum:

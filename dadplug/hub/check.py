@@ -6,30 +6,34 @@ The frames are of the kind `PAYLOAD`, with the request as their tag:
 
 - `TIME`: answered with the hub's time, in nanoseconds since 1970 (8 bytes);
 - `UP`: bytes that the hub takes and forgets;
-- `DOWN`: 8 bytes with a number; answered with as many bytes, in frames of the same tag.
+- `DOWN`: 8 bytes with a number; answered with as many bytes, in frames of the same tag;
+- `STATUS`: answered with the hub's status as JSON, after 8 bytes with its size.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import secrets
 import socket
 import statistics
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, Literal
 
-from ..errors import FrameError, KitError, RefusedError
+from ..errors import FrameError, KitError, ProxyError, RefusedError
 from ..exchange.deadline import within
 from .pki.certificates import current_time, revocation_list_end
 from .pki.files import REVOKED, read_file
 from .pki.kits import RENEW, SOON_DAYS, Kit, certificate_end, days_left
+from .pki.proxies import Proxy, find_proxy
 from .secure import tls
+from .secure.proxy import open_tunnel
 from .secure.secure_socket import SecureSocket
 from .site.connection import introduce
 from .wire.messages import FRESH, VERSION, Head, Hello, Kind, Leave, frames, pack_control
@@ -46,6 +50,7 @@ class Request(IntEnum):
     TIME = 0
     UP = 1
     DOWN = 2
+    STATUS = 3
 
 
 class CheckHandler:
@@ -60,12 +65,13 @@ class CheckHandler:
         self._slot, self._clock = slot, clock
         self._bytes_in = self._bytes_out = self._requests = 0
 
-    def handle(self, head: Head, body: bytes | memoryview) -> list[bytes]:
+    def handle(self, head: Head, body: bytes | memoryview, status: Mapping[str, Any] | None = None) -> list[bytes]:
         """Answer a frame.
 
         Args:
             head: its head.
             body: its body.
+            status: the hub's status.
 
         Returns:
             The frames of the answer.
@@ -81,13 +87,20 @@ class CheckHandler:
             return self._frames(head.tag, NUMBER.pack(self._clock()))
         if head.tag == Request.UP:
             return []
+        if head.tag == Request.STATUS:
+            content = json.dumps(status or {}).encode()
+            self._count_out(len(content))
+            return self._frames(head.tag, NUMBER.pack(len(content)) + content)
         if head.tag != Request.DOWN or len(body) != NUMBER.size:
             raise FrameError(f"an unknown request {head.tag} of {len(body)} bytes in a check")
         count = NUMBER.unpack(body)[0]
+        self._count_out(count)
+        return self._frames(head.tag, bytes(count))
+
+    def _count_out(self, count: int) -> None:
         self._bytes_out += count
         if self._bytes_out > MOST_BYTES:
             raise FrameError(f"a check that asks for more than {MOST_BYTES} bytes")
-        return self._frames(head.tag, bytes(count))
 
     def _frames(self, tag: int, content: bytes) -> list[bytes]:
         head = Head(Kind.PAYLOAD, self._slot, tag=tag)
@@ -174,6 +187,9 @@ def _files(kit: Kit) -> Iterator[Finding]:
     modes = "all modes" if kit.policy.modes is None else "modes " + (", ".join(kit.policy.modes) or "none")
     inputs = "" if kit.policy.share_inputs else ", share_inputs=False"
     inputs += ", encrypt_local" if kit.policy.encrypt_local else ""
+    share = kit.policy.max_rank_share
+    inputs += f", at most {share:g} of a layer's rows" if share < 1 else ""
+    inputs += ", differential privacy" if kit.policy.require_privacy else ""
     place = kit.roster.hub_at
     where = f"site {place} runs the hub" if place else "a third party runs the hub"
     if kit.roster.sealed:
@@ -210,23 +226,10 @@ def _way(kit: Kit, host: str, port: int, timeout: float) -> Iterator[Finding]:
     Raises:
         _FailedError: if it ends before the hub.
     """
-    addresses = _resolve(host, port, timeout)
-    texts = dict.fromkeys(str(each[4][0]) for each in addresses)
-    yield Finding("name", "ok", host if host in texts else f"{host} is {', '.join(texts)}")
-    connection, text = _connect(addresses, timeout)
-    yield Finding("port", "ok", text)
-    try:
-        secure = tls.encrypt(kit, connection, host, port)
-    except (RefusedError, OSError) as error:
-        raise _FailedError("TLS", str(error), _advice(str(error), kit)) from error
+    secure = yield from _reach(kit, host, port, timeout)
     try:
         yield _encryption(secure)
-        try:
-            tls.read_verdict(kit, secure, host, port)
-            hello = Hello(VERSION, secrets.randbits(62), FRESH, "check")
-            introduce(secure, kit, hello, (host, port), timeout)
-        except (RefusedError, OSError, FrameError) as error:
-            raise _FailedError("hub", str(error), _advice(str(error), kit)) from error
+        _enter(kit, secure, host, port, timeout)
         yield Finding("hub", "ok", f"it accepts {kit.name}")
         try:
             yield from _measurements(_Line(kit.slot, secure))
@@ -236,7 +239,114 @@ def _way(kit: Kit, host: str, port: int, timeout: float) -> Iterator[Finding]:
         secure.close()
 
 
+def _reach(kit: Kit, host: str, port: int, timeout: float) -> Generator[Finding, None, SecureSocket]:
+    """Go the way to the hub until the end of the TLS handshake, and return the connection.
+
+    Raises:
+        _FailedError: if it ends before.
+    """
+    try:
+        proxy = find_proxy(kit.policy.proxy, host, port)
+    except KitError as error:
+        raise _FailedError("proxy", str(error), "Correct the address, or exempt the hub by NO_PROXY.") from error
+    name, number = (host, port) if proxy is None else (proxy.host, proxy.port)
+    addresses = _resolve(name, number, timeout)
+    texts = dict.fromkeys(str(each[4][0]) for each in addresses)
+    yield Finding("name", "ok", name if name in texts else f"{name} is {', '.join(texts)}")
+    connection, text = _connect(addresses, timeout)
+    yield Finding("port", "ok", text)
+    if proxy is not None:
+        yield _tunnel(connection, proxy, host, port)
+    try:
+        secure = tls.encrypt(kit, connection, host, port)
+    except (RefusedError, OSError) as error:
+        raise _FailedError("TLS", str(error), _advice(str(error), kit)) from error
+    return secure
+
+
+def _tunnel(connection: socket.socket, proxy: Proxy, host: str, port: int) -> Finding:
+    """Go through a proxy."""
+    begin = time.monotonic()
+    try:
+        open_tunnel(connection, proxy, host, port)
+    except ProxyError as error:
+        connection.close()
+        advice = _PROXY_ADVICE.get(error.status, f"Ask the proxy's administrator to allow CONNECT {host}:{port}.")
+        raise _FailedError("proxy", str(error), advice) from error
+    took = time.monotonic() - begin
+    return Finding("proxy", "ok", f"the way goes through {proxy}, which has connected after {1e3 * took:.1f} ms")
+
+
+_PROXY_ADVICE = {  # by status of the proxy's answer
+    0: "Compare the proxy's address with that of the browsers here; NO_PROXY exempts a hub that needs no proxy.",
+    401: "Write the user and the password into the proxy's address: http://USER:PASSWORD@HOST:PORT.",
+    407: "Write the user and the password into the proxy's address: http://USER:PASSWORD@HOST:PORT.",
+    502: "Compare the hub's name and port in roster.json with the operator, and whether the hub runs.",
+    503: "Compare the hub's name and port in roster.json with the operator, and whether the hub runs.",
+    504: "Ask the operator whether the hub runs, and the proxy's administrator whether it may reach it.",
+}
 _LINK = "Repeat the check. If it fails again, a firewall or a proxy on the way may cut connections."
+
+
+def _enter(kit: Kit, secure: SecureSocket, host: str, port: int, timeout: float) -> None:
+    """Open the channel "check" on a connection.
+
+    Raises:
+        _FailedError: if the hub refuses it.
+    """
+    try:
+        tls.read_verdict(kit, secure, host, port)
+        hello = Hello(VERSION, secrets.randbits(62), FRESH, "check")
+        introduce(secure, kit, hello, (host, port), timeout)
+    except (RefusedError, OSError, FrameError) as error:
+        raise _FailedError("hub", str(error), _advice(str(error), kit)) from error
+
+
+def _result(steps: Generator[Finding, None, SecureSocket]) -> SecureSocket:
+    """Carry out steps, and return their result."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            found: SecureSocket = end.value
+            return found
+
+
+def ask_status(folder: Path, address: tuple[str, int] | None = None, timeout: float = 5.0) -> dict[str, Any]:
+    """Ask the hub for its status, as a site.
+
+    Args:
+        folder: folder of the site's kit.
+        address: host and port of the hub; None for those of the kit.
+        timeout: seconds for each step.
+
+    Returns:
+        The status, see `server.status.for_sites`.
+
+    Raises:
+        KitError: if the kit cannot be used, or the hub cannot be reached; the message says what to do.
+    """
+    kit = Kit.load(folder)
+    if kit.is_hub:
+        raise KitError(f"{folder} is the kit of the hub: a site asks for the status, by its own kit")
+    kit.check_dates()
+    host, port = address or kit.roster.address()
+    try:
+        secure = _result(_reach(kit, host, port, timeout))
+        try:
+            _enter(kit, secure, host, port, timeout)
+            line = _Line(kit.slot, secure)
+            found = line.status()
+            line.close()
+        finally:
+            secure.close()
+    except _FailedError as error:
+        raise KitError(". ".join(filter(None, (error.finding.text, error.finding.advice)))) from error
+    except (OSError, FrameError, ValueError) as error:
+        raise KitError(f"the hub at {host}:{port} has not sent its status: {error}") from error
+    if "sites" not in found:
+        raise KitError(f"the hub at {host}:{port} has no status yet: ask again in a second")
+    return found
 
 
 def _resolve(host: str, port: int, timeout: float) -> list[Any]:
@@ -296,6 +406,7 @@ def _encryption(secure: SecureSocket) -> Finding:
 
 
 _ADVICE = {  # by a part of the error
+    "TLS inspection": "Ask your IT department to exempt the hub's address from TLS inspection (SSL bump, decryption).",
     "another authority": "The kits are of two projects, or of two calls of `provision`. Use kits of one.",
     "been revoked": "Ask the project's operator for a new kit.",
     "not valid yet": "Compare the clocks of both machines (`date -u`).",
@@ -329,11 +440,11 @@ class _Line:
             self._connection.sendall(packed + bytes(body))
 
     def answer(self, request: Request, nbytes: int) -> bytes:
-        """Receive the answer to a request.
+        """Receive frames of the answer to a request.
 
         Args:
             request: the request.
-            nbytes: size of the answer.
+            nbytes: bytes that are received at least, up to the end of a frame.
         """
         content = bytearray()
         while len(content) < nbytes:
@@ -352,6 +463,19 @@ class _Line:
         theirs = NUMBER.unpack(self.answer(Request.TIME, NUMBER.size))[0] / 1e9
         took = time.monotonic() - sent
         return took, theirs - begin - took / 2
+
+    def status(self) -> dict[str, Any]:
+        """Return the hub's status."""
+        self.request(Request.STATUS, b"?")
+        content = self.answer(Request.STATUS, NUMBER.size)
+        size = NUMBER.unpack(content[: NUMBER.size])[0]
+        if size > MOST_BYTES:
+            raise FrameError(f"a status of {size} bytes, more than {MOST_BYTES}")
+        content += self.answer(Request.STATUS, NUMBER.size + size - len(content))
+        found = json.loads(content[NUMBER.size :])
+        if not isinstance(found, dict):
+            raise FrameError("a status that is no table")
+        return found
 
     def upload(self, size: int) -> None:
         """Send bytes, and wait until they have arrived."""

@@ -14,20 +14,15 @@ has done in the round that is in transit (CoCoD-SGD, arXiv:1906.12043). At the e
     d_t = x - start                                    sent; its mean arrives at the end of round t + 1
     start <- x <- a + d_t
 
-So x - a always holds what this site has done and the others do not have yet, once.
+So x - a always holds what this site has done and the others do not have yet, once. If the mean is applied in
+mid-round already, n steps after it was sent, then there
 
-**Deltas.** With D the delta of a site plus its error memory E, and C the encoding (rounding, or rank-r factors and
-rounding):
-
-    sent = C(D)            E <- D - sent            mean = sum over sites of w_s sent_s
-
-All sites decode the same payloads in the order of ranks, so that they get the same bits.
+    a <- a moved by the mean of round t        x <- a + (x - start)        start <- a
 """
 
 from __future__ import annotations
 
 import hashlib
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -36,16 +31,14 @@ from torch import Tensor, nn
 
 from ..errors import MismatchError, NonFiniteError
 from ..exchange import Gather, Transport
-from ..exchange.wire import WireFormat, wire_format
-from ..lowrank import Carry, compress_matrix, sum_of_products
-from ..methods.feedback import ErrorFeedback
 from ..model_sync import sameness
 from ..model_sync.buffers import MovingBuffers
-from .options import LocalOptions
-
-_ITERATIONS = 2  # power iterations of the first compression
-_WARM_ITERATIONS = 1  # of those that begin with the basis of the last one
-
+from ..options import AUTO
+from .auto_format import AutoFormat
+from .background import BackgroundTask
+from .delta_format import DeltaFormat
+from .options import DEFAULT_DECAY, LocalOptions
+from .sparse_format import SparseFormat
 
 # The agreed model
 
@@ -135,12 +128,18 @@ class AgreedModel:
             outer_step(value, mean.to(value), momentum, self._lr, self._mu)
 
     @torch.no_grad()
-    def begin_round(self, model: nn.Module, in_transit: Mapping[str, Tensor] | None = None) -> None:
+    def begin_round(
+        self,
+        model: nn.Module,
+        in_transit: Mapping[str, Tensor] | None = None,
+        unsent: Mapping[str, Tensor] | None = None,
+    ) -> None:
         """Set the model to the start of the next round.
 
         Args:
             model: the model.
             in_transit: the site's deltas that the agreed values do not contain yet; None where there are none.
+            unsent: further deltas, which have not been sent, and are part of the next ones; None where there are none.
         """
         parameters = dict(model.named_parameters())
         self._starts = {}
@@ -148,7 +147,27 @@ class AgreedModel:
             start = value
             if in_transit is not None and name in in_transit:
                 start = self._starts[name] = value + in_transit[name]
-            parameters[name].copy_(start)
+            parameters[name].copy_(start if unsent is None or name not in unsent else start + unsent[name])
+
+    def as_of_model(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return the agreed values in the types of the parameters, and all other parameters, by name."""
+        named = model.named_parameters()
+        return {name: self.values.get(name, each.detach()).to(each.dtype) for name, each in named}
+
+    def donate(self, model: nn.Module) -> dict[str, Any]:
+        """Return what a site needs besides `as_of_model` to go on from the agreed values."""
+        types = {name: each.dtype for name, each in model.named_parameters()}
+        wide = {name: value for name, value in self.values.items() if value.dtype != types[name]}
+        frozen = sorted(self._frozen)
+        return {"names": [*self.values], "wide": wide, "momenta": dict(self._momenta), "frozen": frozen}
+
+    def adopt(self, state: Mapping[str, Any], model: nn.Module) -> None:
+        """Take over what `donate` has returned at another site, with the parameters of `as_of_model` in the model."""
+        own = {name: each.detach() for name, each in model.named_parameters()}
+        wide = state["wide"]
+        found = {name: wide[name] if name in wide else own[name].contiguous() for name in state["names"]}
+        kept = {"values": found, "momenta": state["momenta"], "starts": {}, "frozen": state["frozen"]}
+        self.load_state_dict(kept, model)
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the values, momenta and starts."""
@@ -167,169 +186,22 @@ class AgreedModel:
         self._frozen = set(state["frozen"])
 
 
-# Payloads of deltas
-
-
-class _Slot(NamedTuple):
-    """Place of a tensor in a payload.
-
-    Attributes:
-        shape: shape of the tensor.
-        dtype: type of its delta.
-        wire: wire format.
-        rank: rank of the factors; None where the tensor is sent whole.
-        start: first element of the payload.
-        size: number of elements.
-    """
-
-    shape: torch.Size
-    dtype: torch.dtype
-    wire: WireFormat
-    rank: int | None
-    start: int
-    size: int
-
-    @property
-    def matrix(self) -> tuple[int, int]:
-        """The shape as a matrix: the first dimension times all others."""
-        return self.shape[0], self.shape.numel() // self.shape[0]
-
-    def whole(self, part: Tensor) -> Tensor:
-        """Decode a tensor that has been sent whole."""
-        return self.wire.decode_flat(part, self.shape.numel()).to(self.dtype).view(self.shape)
-
-    def factors(self, part: Tensor) -> tuple[Tensor, Tensor]:
-        """Decode the factors of a tensor, of shapes (rank, out) and (rank, width)."""
-        rank, between = self.rank or 0, (self.rank or 0) * self.wire.row_size(self.shape[0])
-        left = self.wire.decode(part[:between].view(rank, -1))
-        right = self.wire.decode(part[between:].view(rank, -1))
-        return left.to(self.dtype), right.to(self.dtype)
-
-
-class DeltaFormat:
-    """Format of the payloads of a model's deltas, with the error memory of this site.
-
-    Args:
-        wire: value of the option ``wire``.
-        rank: rank of the factors of matrices; None where all tensors are sent whole. A matrix whose factors would not
-            be smaller is sent whole.
-        error_feedback: whether to add what was not sent to the next delta.
-    """
-
-    def __init__(self, wire: str, rank: int | None, error_feedback: bool) -> None:
-        self._wire, self._rank = wire, rank
-        self._slots: dict[str, _Slot] = {}
-        self._errors = ErrorFeedback(error_feedback)
-        self._carries: dict[str, Tensor] = {}
-
-    def layout(self, tensors: Mapping[str, Tensor]) -> dict[torch.dtype, int]:
-        """Lay out the payloads for a set of tensors.
-
-        Args:
-            tensors: tensors of the shapes and types of the deltas, by name, in an order that is the same on all sites.
-
-        Returns:
-            The number of elements of each payload, by type.
-        """
-        sizes: dict[torch.dtype, int] = {}
-        self._slots = {}
-        for name, tensor in tensors.items():
-            wire = wire_format(self._wire, tensor.dtype)
-            rank = self._rank_of(tensor)
-            size = wire.flat_size(tensor.numel())
-            if rank is not None:
-                size = rank * (wire.row_size(len(tensor)) + wire.row_size(tensor.numel() // len(tensor)))
-            start = sizes.get(wire.dtype, 0)
-            self._slots[name] = _Slot(tensor.shape, tensor.dtype, wire, rank, start, size)
-            sizes[wire.dtype] = start + size
-        self._errors.retain(self._slots)
-        self._carries = {name: carry for name, carry in self._carries.items() if name in self._slots}
-        return sizes
-
-    def _rank_of(self, tensor: Tensor) -> int | None:
-        if self._rank is None or tensor.dim() < 2 or not tensor.numel():
-            return None
-        out, width = tensor.shape[0], tensor.numel() // tensor.shape[0]
-        rank = min(self._rank, out, width)
-        return rank if rank * (out + width) < out * width else None
-
-    def encode(self, deltas: Mapping[str, Tensor], payloads: Mapping[torch.dtype, Tensor]) -> None:
-        """Encode this site's deltas, and update its error memory.
-
-        Args:
-            deltas: the deltas by name; they may be overwritten.
-            payloads: room for the payloads, by type.
-        """
-        for name, slot in self._slots.items():
-            delta = deltas[name]
-            if not delta.numel():
-                continue
-            error = self._errors.find(name, delta)
-            if error is not None:
-                delta = delta.add_(error)
-            place = payloads[slot.wire.dtype][slot.start : slot.start + slot.size]
-            if slot.rank is not None:
-                sent = self._encode_factors(name, slot, slot.rank, delta, place)
-            else:
-                place.copy_(slot.wire.encode_flat(delta.reshape(-1)))
-                sent = slot.whole(place)
-            if self._errors.enabled and (slot.rank is not None or slot.wire.dtype != slot.dtype):
-                torch.sub(delta, sent, out=self._errors.of(name, delta))
-
-    def _encode_factors(self, name: str, slot: _Slot, rank: int, delta: Tensor, place: Tensor) -> Tensor:
-        """Write the factors of a delta to their place in the payload; return the values that are decoded from them."""
-        out, width = slot.matrix
-        carry = self._carries.get(name)
-        start = None if carry is None or carry.shape[1] != width else Carry(carry.to(delta))
-        iterations = _ITERATIONS if start is None else _WARM_ITERATIONS
-        compressed = compress_matrix(
-            delta.view(out, width), rank, iterations=iterations, warm_start=start, seed=zlib.crc32(name.encode())
-        )
-        kept = compressed.effective_rank
-        if kept:
-            self._carries[name] = compressed.carry.right.clone()
-        left, right = delta.new_zeros(rank, out), delta.new_zeros(rank, width)
-        left[:kept], right[:kept] = compressed.left.T[:kept], compressed.right.T[:kept]
-        torch.cat([slot.wire.encode(each).reshape(-1) for each in (left, right)], out=place)
-        left, right = slot.factors(place)
-        return (left.T @ right).view(slot.shape)
-
-    def decode(self, payloads: Mapping[torch.dtype, Sequence[Tensor]], weights: Sequence[float]) -> dict[str, Tensor]:
-        """Compute the mean delta of all sites.
-
-        Args:
-            payloads: the payloads of all sites by rank, by type.
-            weights: share of each site in the mean; payloads of sites without a share are not read.
-
-        Returns:
-            The mean deltas by name, on the device of the payloads.
-        """
-        counted = [rank for rank, weight in enumerate(weights) if weight]
-        shares = [weights[rank] for rank in counted]
-        means = {}
-        for name, slot in self._slots.items():
-            parts = [payloads[slot.wire.dtype][rank][slot.start : slot.start + slot.size] for rank in counted]
-            if slot.rank is not None:
-                lefts, rights = zip(*map(slot.factors, parts), strict=True)
-                means[name] = sum_of_products(lefts, rights, shares).view(slot.shape)
-                continue
-            means[name] = parts[0].new_zeros(slot.shape, dtype=slot.dtype)
-            for part, share in zip(parts, shares, strict=True):
-                means[name].add_(slot.whole(part), alpha=share)
-        return means
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the error memory and of the bases from which compression starts."""
-        carries = {name: each.clone() for name, each in self._carries.items()}
-        return {"errors": self._errors.state_dict()["errors"], "carries": carries}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        self._errors.load_state_dict({"reference": 0, "errors": state["errors"]})
-        self._carries = {name: each.clone() for name, each in state["carries"].items()}
-
-
 # Agreements
+
+
+def delta_format(options: LocalOptions, transport: Transport) -> DeltaFormat | SparseFormat | AutoFormat:
+    """Return the format of payloads that options ask for."""
+    if options.density is None:
+        return DeltaFormat(options.wire, options.rank, options.error_feedback)
+    decay = DEFAULT_DECAY if options.memory_decay is None else options.memory_decay
+    if options.density == AUTO:
+        return AutoFormat(decay, options.error_feedback, transport.sites.__getitem__)
+    return SparseFormat(options.density_at, decay, options.error_feedback, transport.sites.__getitem__)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether a tensor holds neither NaN nor Inf; one pass without a copy, unless its sum overflows."""
+    return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
 
 
 class Header(NamedTuple):
@@ -355,9 +227,9 @@ class Header(NamedTuple):
     batch: int
 
 
-def fingerprint(tensors: Mapping[str, Tensor]) -> int:
-    """Return a number of 63 bits that stands for names, shapes and types of tensors, in their order."""
-    text = repr([(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()])
+def fingerprint(tensors: Mapping[str, Tensor], setting: str = "") -> int:
+    """Return a number of 63 bits that stands for names, shapes and types of tensors, in their order, and a setting."""
+    text = repr([(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]) + setting
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
@@ -380,13 +252,15 @@ class Agreement:
         self.first_batch = sameness.FirstBatch()
         self.agreed = AgreedModel(options.outer_lr, options.outer_momentum)
         self._model, self._options, self._transport = model, options, transport
-        self._format = DeltaFormat(options.wire, options.rank, options.error_feedback)
+        self._format = delta_format(options, transport)
         self._buffers = MovingBuffers(model)
         self._headers: Gather = transport.gather([len(Header._fields)] * transport.world_size, torch.int64)
         self._tables = sameness.tables_with_max_norm(model)
-        self._fingerprint = 0
+        self._fingerprint = self._tensors = 0  # of the layout of payloads, and of the tensors alone
         self._gathers: dict[torch.dtype, Gather] = {}
         self._shares: list[float] | None = None  # of the round that is in transit
+        self._sending: BackgroundTask | None = None  # encodes and sends the round that is in transit
+        self._due: int | None = None  # step at which the round in transit is applied, if not at the next agreement
         self._means: dict[str, Tensor] | None = None  # of a round that has arrived and is not applied yet
         self._added: list[str] = []  # parameters since the last agreement, whose values have to be compared
 
@@ -431,6 +305,7 @@ class Agreement:
         in_transit = None
         if total:
             in_transit = self._launch(deltas, shares, weight)
+            self._due = None if self._options.delay is None else step + self._options.delay
         if not self._options.overlap or all(header.finished for header in headers):
             self._complete()
             in_transit = None
@@ -443,9 +318,10 @@ class Agreement:
 
     def _exchange_headers(self, step: int, weight: int, finished: bool, deltas: Mapping[str, Tensor]) -> list[Header]:
         """Exchange headers and compare them; lay the payloads out anew if parameters have come or gone."""
-        finite = [bool(delta.isfinite().all()) for delta in deltas.values()]
+        finite = [is_finite(delta) for delta in deltas.values()]
         nonfinite = -1 if all(finite) else finite.index(False)
-        layout, batch = fingerprint(deltas), 0 if self.count else self.first_batch.take()
+        setting = self._format.begin_round(self.count)
+        layout, batch = fingerprint(deltas, setting), 0 if self.count else self.first_batch.take()
         self._headers.payload.copy_(
             torch.tensor([step, weight, layout, finished, nonfinite, bool(self._buffers.changed()), batch])
         )
@@ -465,10 +341,12 @@ class Agreement:
             raise MismatchError("the sites have changed which parameters they train in different rounds")
         self.first_batch.compare([header.batch for header in headers], self._transport)
         if layout != self._fingerprint:
-            self._check_added()
+            if (tensors := fingerprint(deltas)) != self._tensors:
+                self._check_added()
+            self._format.choose(deltas, self._transport)
             sizes, count = self._format.layout(deltas), self._transport.world_size
             self._gathers = {dtype: self._transport.gather([size] * count, dtype) for dtype, size in sizes.items()}
-            self._fingerprint = layout
+            self._fingerprint, self._tensors = layout, tensors
         self._added = []
         return headers
 
@@ -491,23 +369,47 @@ class Agreement:
                     )
 
     def _launch(self, deltas: dict[str, Tensor], shares: list[float], weight: int) -> dict[str, Tensor] | None:
-        """Start to send the deltas of the round; return a copy of them if they will be in transit for a round."""
-        in_transit = {name: delta.clone() for name, delta in deltas.items()} if self._options.overlap else None
-        if weight:
-            self._format.encode(deltas, {dtype: gather.payload for dtype, gather in self._gathers.items()})
-        for gather in self._gathers.values():
-            gather.launch()
+        """Start to send the deltas of the round; return them if they will be in transit for a while."""
+        overlap, apart = self._options.overlap, self._format.keeps_deltas
+        in_transit = {name: each if apart else each.clone() for name, each in deltas.items()} if overlap else None
+
+        def send() -> None:
+            if weight:
+                self._format.encode(deltas, {dtype: gather.payload for dtype, gather in self._gathers.items()})
+            for gather in self._gathers.values():
+                gather.launch()
+
         self._shares = shares
+        if overlap and apart and not self._transport.elastic:
+            self._sending = BackgroundTask(send)
+        else:
+            send()
         return in_transit
+
+    def end_step(self, step: int) -> None:
+        """Apply the round that is in transit if it is due at this step; what was done since it was sent is kept.
+
+        Args:
+            step: number of this site's steps.
+        """
+        if self._due is None or step < self._due:
+            return
+        progress = self.agreed.deltas(self._model)
+        self._complete()
+        self.agreed.begin_round(self._model, unsent=progress)
 
     def _complete(self) -> None:
         """Wait for deltas that are in transit, and take the outer step."""
         self._receive()
+        self._due = None
         if self._means is not None:
             self.agreed.move(self._means)
             self._means = None
 
     def _receive(self) -> None:
+        if self._sending is not None:
+            sending, self._sending = self._sending, None
+            sending.wait()
         if self._shares is not None:
             payloads = {dtype: gather.wait() for dtype, gather in self._gathers.items()}
             self._means = self._format.decode(payloads, self._shares)
@@ -537,6 +439,7 @@ class Agreement:
             "agreed": self.agreed.state_dict(),
             "format": self._format.state_dict(),
             "means": means,
+            "due": self._due,
             "buffers": self._buffers.names,
         }
 
@@ -546,6 +449,7 @@ class Agreement:
         self.count = state["count"]
         self.agreed.load_state_dict(state["agreed"], self._model)
         self._format.load_state_dict(state["format"])
+        self._due = state.get("due")
         self._means = state["means"] and {name: each.clone() for name, each in state["means"].items()}
         self._buffers.load(state["buffers"])
         self._added = []

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,25 +15,68 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..errors import DroppedError
 from ..exchange import Gather, Transport
+from ..exchange.transport import Requirements
 from ..fused import Deferral, GradientProduct, HeldGradients, clip_norm, reasons_against
 from ..hooks import OwnHook
 from ..hub.pki.project import check_restrictions
+from ..logs import get_logger
 from ..model_sync import sameness
 from ..model_sync.batchnorm import SyncedBatchNorms
-from ..model_sync.replicated_model import ReplicatedModel
+from ..model_sync.replicated_model import JoinState, ReplicatedModel, Stateful
 from ..model_sync.sameness import raise_problems
 from ..model_sync.samples import SampleCounter
 from ..model_sync.structure import is_managed
 from ..reduction import GradientReduction
 from ..signature import takes_keywords_of
-from .agreement import Agreement
+from .agreement import Agreement, Header
 from .captured import CapturedGradients
+from .elastic import ElasticAgreement
 from .options import LocalOptions, Schedule
+from .sparse_format import check_memory
+
+_log = get_logger(__name__)
 
 
 class _WarmUpOver(Exception):
     """End of the last synchronous step."""
+
+
+class RoundTime:
+    """Time of a round in which each site takes as many steps as it can.
+
+    Args:
+        seconds: the time; None where rounds are not timed.
+    """
+
+    def __init__(self, seconds: float | None) -> None:
+        self._seconds = seconds
+        self.begin()
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether rounds are timed."""
+        return self._seconds is not None
+
+    def begin(self) -> None:
+        """Begin a round."""
+        self._start = self._last = time.monotonic()
+        self._step = 0.0
+
+    def expire(self) -> None:
+        """Let the round be over after the next step."""
+        self._start = -math.inf
+
+    def end_step(self) -> None:
+        """Take the end of a step."""
+        now = time.monotonic()
+        self._step, self._last = now - self._last, now
+
+    @property
+    def over(self) -> bool:
+        """Whether the next step would end after the time of the round."""
+        return self._seconds is not None and self._last + self._step - self._start > self._seconds
 
 
 class LocalSGD(HeldGradients, ReplicatedModel):
@@ -47,12 +93,21 @@ class LocalSGD(HeldGradients, ReplicatedModel):
     With ``overlap`` the changes travel while the next steps run, and are applied one round later. Parameters then
     differ between sites until `finish`, without it until the next agreement.
 
+    With ``min_sites``, over a hub, training goes on without a site that leaves, and a site whose program is started
+    again gets the agreed model from another one. What a site does between two agreements is lost only where it ends
+    before it has sent it: a site that is late, with ``late="skip"``, sends it later. See
+    `dadplug.local_steps.elastic`.
+
     Args:
         model: the model, on its device, the same on all sites but for the values of its parameters.
         optimizer: the site's optimizer of the model's parameters; `step` calls it, the program does not.
         every: steps between two agreements, or a function of the number of steps so far that returns them.
         process_group: the processes that are the sites; the default group where None. Without torch.distributed the
             site trains alone.
+        state: objects with ``state_dict`` and ``load_state_dict`` by name, such as a scheduler, that a site gets from
+            another one when it joins in mid-training, with ``min_sites``. Where the optimizer is not among them, it
+            gets the settings of the other one, such as the learning rate, and its state is empty.
+        in_trainer: whether a trainer calls the local steps, in which all sites take as many steps in an epoch.
         options: the other options, see `dadplug.local_steps.LocalOptions`.
 
     Attributes:
@@ -62,7 +117,8 @@ class LocalSGD(HeldGradients, ReplicatedModel):
         traffic: the meter of bytes sent and of time spent waiting.
         site_rank: number of this site, from 0.
         world_size: number of sites.
-        steps: number of steps so far, the synchronous ones included.
+        steps: number of steps so far, the synchronous ones included. With ``min_sites`` it becomes the largest number
+            of all contributors at each agreement, and so is the same at all sites after it.
         calls_optimizer: whether the optimizer is being called by `step`.
         remarks: whether steps are fused, and the weights whose steps are not, with the reasons; one line each. Empty
             without ``fused``, and in the warm-up.
@@ -88,6 +144,10 @@ class LocalSGD(HeldGradients, ReplicatedModel):
     _may_fuse = True  # until `stop_fusing`, which may be called in the warm-up
     _has_synchronized = False  # in this synchronous step, for `clip_grad_norm_`
     _accumulates = False
+    _follows = False  # whether each step of the optimizer is a local one, whoever calls it
+    _is_followed = False  # whether that of the optimizer that is running is such a step
+    _after_step: Any = None  # handle of the hook that ends such steps
+    _of_optimizer: dict[str, str] | None = None  # settings of the optimizer at the start
 
     @takes_keywords_of(LocalOptions)
     def __init__(
@@ -97,14 +157,26 @@ class LocalSGD(HeldGradients, ReplicatedModel):
         every: int | Schedule = LocalOptions.every,
         *,
         process_group: dist.ProcessGroup | None = None,
+        state: Mapping[str, Stateful] | None = None,
+        in_trainer: bool = False,
         **options: Any,
     ) -> None:
         self.optimizer = optimizer
+        self._in_trainer = in_trainer
         self._problem = ""  # of the arguments
         try:
             self.local_options = LocalOptions.create(every=every, **options)
             self.local_options.interval(0)
+            if self.local_options.density is not None:
+                if callable(self.local_options.density):
+                    self.local_options.density_at(0)
+                check_memory(model)
             _check_parameters(model, optimizer)
+            if in_trainer and self.local_options.round_seconds is not None:
+                raise ValueError(
+                    "round_seconds is for loops of your own: in a trainer all sites take as many steps in an epoch, "
+                    "and the fastest would wait at its end. Leave round_seconds out, and set every"
+                )
         except ValueError as error:  # raised once the other sites know
             self._problem = str(error)
             self.local_options = LocalOptions()
@@ -119,7 +191,13 @@ class LocalSGD(HeldGradients, ReplicatedModel):
         if self.local_options.warm_up:
             self._warm_up = GradientReduction(model, process_group=process_group, **vars(self.options))
         self._counter = SampleCounter(model, self._before_forward, lambda: None)
-        self._agreement = Agreement(model, self.local_options, self._transport)
+        self._round = RoundTime(self.local_options.round_seconds)
+        self._over_at = (
+            -1
+        )  # number of steps at which all sites had finished, and this one has not called `finish` since
+        elastic = self.local_options.min_sites is not None
+        self._agreement = (ElasticAgreement if elastic else Agreement)(model, self.local_options, self._transport)
+        self._further = dict(state or {})
         if self._warm_up is None:
             self._begin_local_steps()
         self._guard = optimizer.register_step_pre_hook(_refuse_other_steps(self))
@@ -135,7 +213,10 @@ class LocalSGD(HeldGradients, ReplicatedModel):
 
     def _open_transport(self, process_group: dist.ProcessGroup | None) -> Transport:
         transport = super()._open_transport(process_group)
-        raise_problems(self._problem, transport)
+        if not transport.joins:
+            raise_problems(self._problem, transport)
+        elif self._problem:
+            raise ValueError(self._problem)
         return transport
 
     def _make_equal(self) -> None:
@@ -145,14 +226,18 @@ class LocalSGD(HeldGradients, ReplicatedModel):
     def _describe(self) -> dict[str, str]:
         settings = dict(vars(self.local_options))
         del settings["timeout"], settings["fused"]  # a site's own
-        if callable(settings["every"]):
-            settings["every"] = f"a function, {settings['every'](0)} at first"
-        optimizer = sameness.OptimizerSettings(self.local_options.may_differ)
-        optimizer.record(self.optimizer)
-        optimizer.take()
+        settings["in_trainer"] = self._in_trainer
+        for name in ("every", "density"):
+            if callable(settings[name]):
+                settings[name] = f"a function, {settings[name](0)} at first"
+        if self._of_optimizer is None:  # of the start: a schedule changes the learning rate
+            optimizer = sameness.OptimizerSettings(self.local_options.may_differ)
+            optimizer.record(self.optimizer)
+            optimizer.take()
+            self._of_optimizer = optimizer.described()
         return (
             sameness.described(self.local_options.may_differ)
-            | optimizer.described()
+            | self._of_optimizer
             | sameness.describe(self.model, settings)
         )
 
@@ -164,9 +249,14 @@ class LocalSGD(HeldGradients, ReplicatedModel):
             self._norms = SyncedBatchNorms(self.model, transport, counter)
             self._active = transport.gather([1] * self.world_size, torch.int64)
         self._agreement.begin()
+        if isinstance(self._agreement, ElasticAgreement):
+            self._transport.donate = self._donate
         if self.world_size > 1 and not self.local_options.warm_up:  # whose reduction compares them
             self._counter.first_batch = self._agreement.first_batch
         self._next = self.steps + self.local_options.interval(self.steps)
+        self._round.begin()
+        if self._joined is not None:
+            self._adopt(self._joined)
         if self.local_options.fused and self._may_fuse:
             self._captured = CapturedGradients(self.model, self.optimizer, self._counter.owned)
             self.remarks = self._captured.remarks
@@ -177,6 +267,20 @@ class LocalSGD(HeldGradients, ReplicatedModel):
     def agreements(self) -> int:
         """Number of agreements so far; the same on all sites."""
         return self._agreement.count
+
+    @property
+    def contributions(self) -> dict[int, int]:
+        """Samples that are part of the agreed model so far, by rank of the site; the same at all sites.
+
+        With ``weighting="uniform"`` it is the number of each site's contributions. Empty without ``min_sites``.
+        """
+        agreement = self._agreement
+        return dict(agreement.contributions) if isinstance(agreement, ElasticAgreement) else {}
+
+    @property
+    def pending(self) -> bool:
+        """Whether gradients wait for other sites: never."""
+        return False
 
     @property
     def synchronous(self) -> bool:
@@ -235,13 +339,37 @@ class LocalSGD(HeldGradients, ReplicatedModel):
 
         For trainers that call the optimizer themselves.
         """
-        if self._warm_up is None:
-            self._agreement.follow()
-        self.calls_optimizer = True
+        self._begin_step()
         try:
             yield
         finally:
             self.calls_optimizer = False
+        self._end_step()
+
+    def follow_optimizer(self) -> None:
+        """Take each step of the optimizer as a local step, for libraries that call ``optimizer.step()`` themselves.
+
+        A step without samples changes no parameter. Steps are not fused, and none may be synchronous.
+        """
+        self.stop_fusing("another library calls the optimizer")
+        self._follows = True
+        self._after_step = self.optimizer.register_step_post_hook(_end_followed_step(self))
+
+    def _begin_step(self) -> None:
+        if self._warm_up is None:
+            self._agreement.follow()
+        self.calls_optimizer = True
+
+    def _begin_followed_step(self) -> None:
+        """Begin a step that another library takes; leave out gradients of a batch that stands for no step."""
+        self._begin_step()
+        self._is_followed = True
+        if not self._counter.of_step(True, by_samples=True, alone=True):
+            for group in self.optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+
+    def _end_step(self) -> None:
         if self._warm_up is not None:
             self._end_synchronous_step()
             return
@@ -291,6 +419,9 @@ class LocalSGD(HeldGradients, ReplicatedModel):
             if not self._count_active(False):
                 break
             self._end_local_step(0, finished=True, counted=True)
+        if self.steps == self._over_at:  # the others have called it, and this site was not among the contributors
+            self._over_at = -1
+            return
         while not self._agree(finished=True):
             pass
 
@@ -319,8 +450,11 @@ class LocalSGD(HeldGradients, ReplicatedModel):
             self._norms.end_step()
             if not counted:
                 self._count_active(True)
-        if self.steps >= self._next:
+        self._round.end_step()
+        if self._round.over if self._round.is_timed else self.steps >= self._next:
             self._agree(finished)
+        else:
+            self._agreement.end_step(self.steps)
         self._transport.end_step()
         self.traffic.end_step()
 
@@ -336,14 +470,85 @@ class LocalSGD(HeldGradients, ReplicatedModel):
         weight, self._weight = self._weight, 0
         self._epoch_samples += weight
         try:
-            headers = self._agreement.reach(self.steps, weight, finished)
+            headers = self._reach(weight, finished)
         finally:
             self._next = self.steps + self.local_options.interval(self.steps)
+            self._round.begin()
         over = all(header.finished for header in headers)
-        if over:  # from here on all sites count alike
+        if over or self.local_options.min_sites is not None:  # from here on all sites count alike
             self.steps = max(header.step for header in headers)
             self._next = self.steps + self.local_options.interval(self.steps)
+        self._over_at = self.steps if over and not finished else -1
         return over
+
+    def _reach(self, weight: int, finished: bool) -> list[Header]:
+        """Reach an agreement, and those that the others have reached since; return the headers of the last one."""
+        agreement = self._agreement
+        if not isinstance(agreement, ElasticAgreement):
+            return agreement.reach(self.steps, weight, finished)
+        agreement.admits = not (finished and self._in_trainer)
+        while True:
+            try:
+                headers = agreement.reach(self.steps, weight, finished)
+            except DroppedError:
+                self._rejoin()
+                weight = 0
+                continue
+            finally:
+                self._weight, weight = agreement.unsent, agreement.unsent
+                self.world_size = self._transport.world_size
+                if agreement.spoilt:
+                    self._reset_optimizer()
+            if self._in_trainer or not self._transport.behind:
+                return headers
+            self._weight = 0  # part of what is offered next
+
+    def _reset_optimizer(self) -> None:
+        """Clear the optimizer's state if it holds NaN or Inf, which would spoil all further steps."""
+        tensors = [each for own in self.optimizer.state.values() for each in own.values() if isinstance(each, Tensor)]
+        if not all(bool(each.isfinite().all()) for each in tensors):
+            self.optimizer.state.clear()
+            _log.warning("the state of this site's optimizer holds NaN or Inf, too: it begins anew")
+
+    # Sites that leave and return
+
+    @property
+    def _requirements(self) -> Requirements | None:
+        return self.local_options.requirements
+
+    def _donate(self) -> JoinState:
+        """Return the state that a site needs to join: that of the agreed model, at the beginning of the last step."""
+        assert isinstance(self._agreement, ElasticAgreement)
+        tensors, plan = self._agreement.donate()
+        plan["groups"] = [
+            {name: value for name, value in group.items() if isinstance(value, (bool, int, float, Tensor))}
+            for group in self.optimizer.param_groups
+        ]
+        return replace(self._join_state(max(self.steps - 1, 0), plan), tensors=tensors)
+
+    def _adopt(self, joined: JoinState) -> None:
+        """Go on from the state of another site: with one step, and then with the agreement that the others are in."""
+        assert isinstance(self._agreement, ElasticAgreement)
+        self.steps, self._weight, self._over_at = joined.step, 0, -1
+        self._next = self.steps + 1
+        self._round.expire()
+        self._agreement.adopt(joined.plan, joined.step)
+        own = self.local_options.may_differ
+        for group, settings in zip(self.optimizer.param_groups, joined.plan["groups"], strict=True):
+            group.update({name: value for name, value in settings.items() if not {name, "optimizer"} & {*own}})
+        self._join(joined)
+
+    def _rejoin(self) -> None:
+        """Join again after this site was dropped: what it had not sent is lost, and its error memory begins anew.
+
+        Raises:
+            SiteError: if the others do not let it join.
+        """
+        self._transport.rejoin()
+        joined = self._receive_state()
+        assert joined is not None
+        self._epoch_samples = 0
+        self._adopt(joined)
 
     # Gradients
 
@@ -502,7 +707,7 @@ class LocalSGD(HeldGradients, ReplicatedModel):
         elif other is not None:
             agreement = other["agreement"]
             if agreement is not None:
-                agreement = dict(agreement) | {"format": {"errors": {}, "carries": {}}}
+                agreement = dict(agreement) | {"format": {"errors": {}, "carries": {}}, "transit": None}
             self.load_state_dict(dict(other) | {"weight": 0, "agreement": agreement})
 
     def abort(self, reason: str) -> None:
@@ -523,6 +728,8 @@ class LocalSGD(HeldGradients, ReplicatedModel):
             self._captured = None
         self._counter.detach()
         self._guard.remove()
+        if self._after_step is not None:
+            self._after_step.remove()
         if self._warm_up is not None:
             self._warm_up.detach(discard=True)
         if self._norms is not None:
@@ -534,6 +741,11 @@ def _check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> Non
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
+            if not parameter.is_floating_point() and not parameter.is_complex():
+                raise ValueError(
+                    f"parameter {names.get(id(parameter), '')!r} is of type {parameter.dtype}: local steps are for "
+                    "floating-point parameters, leave it out of the optimizer"
+                )
             if id(parameter) not in names:
                 raise ValueError(
                     f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not the model's: sites "
@@ -557,9 +769,25 @@ def _refuse_other_steps(local: LocalSGD) -> OwnHook:
         found = reference()
         if found is None:
             return
+        if found._follows and not found.calls_optimizer:
+            found._begin_followed_step()
+            return
         if not found.calls_optimizer:
             raise RuntimeError("optimizer.step() beside local steps: call local.step() instead, which calls it")
         if found._captured is not None and not any(callable(given) for given in (*args, *kwargs.values())):
             found._captured.collect()
 
     return OwnHook(check)
+
+
+def _end_followed_step(local: LocalSGD) -> OwnHook:
+    """Return a post-hook for the optimizer that ends a local step which another library takes."""
+    reference = weakref.ref(local)
+
+    def end(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        found = reference()
+        if found is not None and found._is_followed:
+            found.calls_optimizer = found._is_followed = False
+            found._end_step()
+
+    return OwnHook(end)

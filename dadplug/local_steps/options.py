@@ -5,14 +5,40 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from ..exchange import DEFAULT_TIMEOUT
 from ..exchange.deadline import check_seconds
-from ..options import WEIGHTINGS, WIRES, Options, check_mode, check_setting_names
+from ..exchange.transport import Requirements
+from ..options import AUTO, WEIGHTINGS, WIRES, Options, check_mode, check_setting_names
 from ..signature import OptionSet, number, option, whole_number
 
 Schedule = Callable[[int], int]
 """Function of the number of steps so far that returns the number of steps until the next agreement."""
+
+DensitySchedule = Callable[[int], float]
+"""Function of the number of agreements so far that returns the share of a delta's entries that the next one sends."""
+
+SPARSE_WIRE = "int2"
+"""Value of the option ``wire`` for deltas whose largest entries are sent in 2 bits."""
+
+DEFAULT_DECAY = 0.95
+"""Factor on the memory of sparse deltas in each round."""
+
+
+def _check_density(name: str, value: Any) -> None:
+    """Raise ValueError if a value is no density."""
+    if not callable(value) and value != AUTO:
+        _DENSITY(name, value)
+
+
+def _density_or_word(text: str) -> float | str:
+    return text if text == AUTO else float(text)
+
+
+_DENSITY = number(
+    "a number above 0 and up to 1, a function, 'auto' or None", lambda value: 0 < value <= 1, optional=True
+)
 
 
 @dataclass(frozen=True)
@@ -37,14 +63,36 @@ class LocalOptions(OptionSet):
         number("a number from 0 up to, but not, 1", lambda value: 0 <= value < 1),
     )
     wire: str = option(
-        "fp32", "number format of deltas on the network; fp32 stands for the parameters' own", choices=WIRES
+        "fp32",
+        "number format of deltas on the network; fp32 stands for the parameters' own, int2 is that of sparse deltas",
+        choices=(*WIRES, SPARSE_WIRE),
     )
     rank: int | None = option(
         None,
         "send the deltas of matrices as factors of this rank; None: whole",
         whole_number(1, "or None", lambda value: value is None),
     )
+    density: float | str | DensitySchedule | None = option(  # noqa: RUF009
+        None,
+        "with wire=int2: share of the entries of a delta that is sent, the largest of each block, a function of the "
+        "number of agreements so far, or auto: entries at 0.02 or factors of no more bytes, whatever loses less of a "
+        "layer's first delta; None: all entries",
+        _check_density,
+        kind=_density_or_word,
+    )
+    memory_decay: float | None = option(
+        None,
+        "with density: factor in each round on the memory of what was not sent; None: 0.95",
+        number("a number from 0 to 1 or None", lambda value: 0 <= value <= 1, optional=True),
+        kind=float,
+    )
     overlap: bool = option(True, "send deltas while the next local steps run, and correct one round later")
+    delay: int | None = option(
+        None,
+        "with overlap: steps after which a round is applied; None: at the next agreement",
+        whole_number(1, "or None", lambda value: value is None),
+        kind=int,
+    )
     error_feedback: bool = option(True, "add what rounding and rank have left out to the next delta")
     weighting: str = option(
         "samples", "share of a site in the mean over sites: by its rows, or equal", choices=WEIGHTINGS
@@ -57,7 +105,100 @@ class LocalOptions(OptionSet):
     may_differ: tuple[str, ...] = option(
         (), 'settings that may differ between sites, such as ("lr",)', check_setting_names
     )
+    min_sites: int | None = option(
+        None,
+        "with a hub: training goes on while this many sites are there; None: all must stay",
+        whole_number(1, "or None", lambda value: value is None),
+        kind=int,
+    )
+    site_timeout: float = option(
+        10.0,
+        "with min_sites: seconds of silence after which a site counts as lost, and with late=skip is late",
+        check_seconds,
+    )
+    late: str = option(
+        "wait",
+        "with min_sites: wait for late sites, or skip them, so that their steps count in a later agreement",
+        choices=("wait", "skip"),
+    )
+    round_seconds: float | None = option(
+        None,
+        "with min_sites: seconds between agreements, in place of every; each site takes as many steps as it can",
+        number("a positive number or None", lambda value: 0 < value < math.inf, optional=True),
+    )
     timeout: float = option(DEFAULT_TIMEOUT, "seconds after which a silent site counts as lost", check_seconds)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.delay is not None and not self.overlap:
+            raise ValueError(f"delay={self.delay} is for deltas that travel while steps go on: leave overlap=False out")
+        self._check_density()
+        self._check_min_sites()
+
+    def _check_min_sites(self) -> None:
+        """Refuse what needs sites that leave and return, and what does not go on without a site."""
+        if self.min_sites is None:
+            given = {"late": self.late != "wait", "round_seconds": self.round_seconds is not None}
+            for name in [name for name, differs in given.items() if differs]:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} needs min_sites, the number of sites with which training goes on, "
+                    "and a hub: LocalSGD(..., min_sites=1) after dadplug.connect(kit=...)"
+                )
+            return
+        reasons = {
+            f"warm_up={self.warm_up}": self.warm_up > 0,
+            "sync_batchnorm=True": self.sync_batchnorm,
+            "density='auto'": self.density == AUTO,
+        }
+        if self.delay is not None:
+            raise ValueError(
+                f"delay={self.delay} does not go with min_sites, where a round is applied at the next agreement: "
+                "leave delay out"
+            )
+        for refused in [what for what, holds in reasons.items() if holds]:
+            raise ValueError(f"{refused} needs all sites in every step: leave min_sites out")
+
+    def _check_density(self) -> None:
+        """Refuse what does not go with sparse deltas, or only with them."""
+        if self.density is None:
+            if self.wire == SPARSE_WIRE:
+                raise ValueError(
+                    "wire='int2' is the format of sparse deltas: add density=0.02, or take wire='int8' for whole deltas"
+                )
+            if self.memory_decay is not None:
+                raise ValueError("memory_decay is the decay of the memory of sparse deltas: add density=0.02")
+            return
+        if self.wire != SPARSE_WIRE:
+            raise ValueError(f"density sends the largest entries in 2 bits, got wire={self.wire!r}: add wire='int2'")
+        if self.rank is not None:
+            raise ValueError(
+                f"density and rank={self.rank} are two ways to send less of a delta: leave one of them out"
+            )
+        if self.outer_momentum:
+            raise ValueError(
+                f"outer_momentum={self.outer_momentum} with density is unstable, since the memory of what was not sent "
+                "is a momentum, too: leave outer_momentum out, and set memory_decay in its place"
+            )
+
+    @property
+    def requirements(self) -> Requirements | None:
+        """Requirements for the sites that are present; None where all of them have to stay."""
+        return Requirements.of(self.min_sites, self.site_timeout, self.late, patience=0.0)
+
+    def density_at(self, number: int) -> float:
+        """Return the share of the entries of a delta that is sent in a round.
+
+        Args:
+            number: number of agreements so far.
+
+        Raises:
+            ValueError: if the schedule returns something else than a number above 0 and up to 1.
+        """
+        assert self.density != AUTO
+        density = self.density(number) if callable(self.density) else self.density
+        if not isinstance(density, (int, float)) or isinstance(density, bool) or not 0 < density <= 1:
+            raise ValueError(f"density({number}) must be a number above 0 and up to 1, got {density!r}")
+        return float(density)
 
     def interval(self, step: int) -> int:
         """Return the number of steps from a step to the next agreement.
@@ -77,10 +218,30 @@ class LocalOptions(OptionSet):
         return Options(
             mode=self.warm_up_mode,
             rank=self.rank or Options.rank,
-            wire=self.wire,
+            wire="bf16" if self.wire == SPARSE_WIRE else self.wire,
             weighting=self.weighting,
             sync_batchnorm=self.sync_batchnorm,
             check_finite=self.check_finite,
+            min_sites=self.min_sites,
+            site_timeout=self.site_timeout,
             may_differ=self.may_differ,
             timeout=self.timeout,
         )
+
+
+LOCAL_MODE = "localsgd"
+"""Mode by which libraries that take a method of agreement by its name are asked for local steps."""
+
+
+def options_of(mode: str, **values: Any) -> Options | LocalOptions:
+    """Return the options of a mode: those of local steps, or those of a reduction.
+
+    Raises:
+        ValueError: if a value is not valid; the message lists the valid ones.
+    """
+    return LocalOptions.create(**values) if mode == LOCAL_MODE else Options.create(mode=mode, **values)
+
+
+def options_class(mode: str) -> type[Options] | type[LocalOptions]:
+    """Return the class of the options of a mode."""
+    return LocalOptions if mode == LOCAL_MODE else Options

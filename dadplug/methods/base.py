@@ -14,7 +14,7 @@ from torch import Tensor
 from ..exchange.factor_buckets import FactorPayload
 from ..exchange.wire import wire_format
 from ..hooks import LINEAR, Factor, Form
-from ..hub.pki.project import check_restrictions
+from ..hub.pki.project import check_restricted_rank, check_restrictions
 from ..lowrank import sum_of_products, sum_one_by_one
 from ..registry import Registry
 from ..schedules import Decoding
@@ -198,6 +198,19 @@ class Method(ABC):
             FloatingPointError: if the method finds NaN or Inf in the factors.
         """
         raise NotImplementedError(f"mode {self.name!r} has no factor path")
+
+    def check_rank(self, name: str, rows: int) -> None:
+        """Check how many rows would be sent for those of a layer's input, against this site's kit; before `encode`.
+
+        Args:
+            name: the name of the weight.
+            rows: rows of the layer's input in the step.
+
+        Raises:
+            PolicyError: if they are more than the kit allows.
+        """
+        if getattr(self.options, "privacy", None) is None:
+            check_restricted_rank(name, rows if self.max_rank is None else min(self.max_rank, rows), rows)
 
     def commit(self, name: str) -> None:  # noqa: B027  (most methods carry nothing)
         """Keep what this step has changed in the state of a weight."""

@@ -61,9 +61,13 @@ class LossScales:
         self._known: dict[str, LossScale] = {}
         self._arrived: set[str] = set()
 
+    def present(self) -> LossScale:
+        """Return the scale of the backward pass that is running."""
+        return self._stated or running()
+
     def record(self, name: str) -> None:
         """Record that a unit's gradient has arrived in the backward pass that is running."""
-        self._last = self._known[name] = self._stated or running()
+        self._last = self._known[name] = self.present()
         self._arrived.add(name)
 
     def of(self, name: str) -> float:

@@ -213,6 +213,9 @@ class RankDAD(Method):
         """
         like = factor.deltas.new_empty(1).expand(factor.deltas.shape[1], factor.activations.shape[1])
         error, whole = self.errors.find(name, like), self.errors.prepare(name, like)
+        if factor.whole is not None:
+            torch.mul(factor.whole, 1 / loss_scale, out=whole)
+            return whole if error is None else whole.add_(error, alpha=share)
         before, beta = (whole, 0.0) if error is None else (error, share)
         return torch.addmm(before, factor.deltas.T, factor.activations, beta=beta, alpha=1 / loss_scale, out=whole)
 

@@ -146,10 +146,19 @@ class MovingBuffers:
             if name not in self.names and not (name in self._agreed and torch.equal(buffer, self._agreed[name]))
         ]
 
-    def announce(self, transport: Transport) -> None:
-        """Exchange the names of buffers that have changed; all sites must call it together."""
-        names = {name for changed in transport.gather_objects(self.changed()) for name in changed}
+    def announce(self, transport: Transport, shares: Mapping[int, float] | None = None) -> None:
+        """Exchange the names of buffers that have changed; all sites must call it together.
+
+        Args:
+            transport: the transport.
+            shares: share of each site, by rank, with which the means of these buffers are taken now; None for later.
+        """
+        names = {name for changed in transport.gather_present(self.changed()).values() for name in changed}
+        new = [buffer for name, buffer in sorted(self._model.named_buffers()) if name in names and buffer.numel()]
         self.names = sorted({*self.names, *names})
+        if shares is not None:
+            average_tensors(new, transport, shares)
+            self.keep()
 
     def average(self, transport: Transport, shares: Mapping[int, float]) -> None:
         """Replace the known buffers by their weighted mean over sites, counters by their maximum.
@@ -158,15 +167,34 @@ class MovingBuffers:
             transport: the transport.
             shares: share in the mean of each site, by rank.
         """
-        buffers = {name: buffer for name, buffer in self._model.named_buffers() if name in self.names}
-        found = [buffers[name] for name in self.names if name in buffers and buffers[name].numel()]
+        found = self.known()
         if found and transport.world_size > 1:
             average_tensors(found, transport, shares)
-        self._agreed.update({name: buffer.detach().clone() for name, buffer in buffers.items()})
+        self.keep()
+
+    def known(self) -> list[Tensor]:
+        """Return the known buffers that have elements, in the order of their names."""
+        buffers = dict(self._model.named_buffers())
+        return [buffers[name] for name in self.names if name in buffers and buffers[name].numel()]
+
+    def keep(self) -> None:
+        """Take the present values of the known buffers as the agreed ones."""
+        buffers = dict(self._model.named_buffers())
+        self._agreed.update({name: buffers[name].detach().clone() for name in self.names if name in buffers})
+
+    @property
+    def agreed(self) -> dict[str, Tensor]:
+        """The agreed values of all buffers, by name."""
+        return self._agreed
 
     @torch.no_grad()
-    def restore(self) -> None:
-        """Set the buffers to their values at the last agreement."""
+    def restore(self, names: Iterable[str] | None = None) -> None:
+        """Set the buffers to their values at the last agreement.
+
+        Args:
+            names: names of the buffers; None for all.
+        """
+        wanted = self._agreed if names is None else {*names}
         for name, buffer in self._model.named_buffers():
-            if name in self._agreed and self._agreed[name].shape == buffer.shape:
+            if name in wanted and name in self._agreed and self._agreed[name].shape == buffer.shape:
                 buffer.copy_(self._agreed[name])

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..errors import DroppedError, MismatchError
 from ..exchange import Traffic, Transport, open_transport
 from ..exchange.codec import register
+from ..exchange.transport import Requirements
 from ..methods import check_allowed
 from ..methods.base import warm_up
 from ..options import Options
@@ -118,8 +119,14 @@ class ReplicatedModel:
         """Open a transport of its own over a process group."""
         device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
         options = self.options
-        hierarchy, rules = options.hierarchy, options.requirements
-        return open_transport(process_group, self.traffic, device, options.timeout, hierarchy, rules)
+        return open_transport(
+            process_group, self.traffic, device, options.timeout, options.hierarchy, self._requirements
+        )
+
+    @property
+    def _requirements(self) -> Requirements | None:
+        """Requirements of training to go on without a site that leaves; None where all must stay."""
+        return self.options.requirements
 
     @property
     def present_sites(self) -> list[int]:
@@ -156,6 +163,7 @@ class ReplicatedModel:
 
     def _describe(self) -> dict[str, str]:
         settings = {name: getattr(self.options, name) for name in Options.names() if name != "timeout"}
+        settings["privacy"] = self.options.privacy is not None  # sites may have other numbers of records
         return sameness.described(self.options.may_differ) | sameness.describe(self.model, settings)
 
     @property

@@ -34,6 +34,7 @@ class SampleCounter:
     Attributes:
         current: samples of the forward pass that is running; 0 outside of one, and where they are not known.
         forwards: number of outermost forward passes so far.
+        called: the module that the last of them has called.
         backward_pass: number of the last backward pass that has been counted; -1 before.
         stated: samples that the last `fixed` of the step has stated; None where there was none.
         owned: addresses of the memory of inputs since the last `reset`, which a program may overwrite.
@@ -45,6 +46,7 @@ class SampleCounter:
         self._on_backward = on_backward
         self.current = 0
         self.forwards = 0
+        self.called: nn.Module = model
         self.backward_pass = -1
         self.owned: set[int] = set()
         self.first_batch: FirstBatch | None = None
@@ -138,6 +140,7 @@ class SampleCounter:
         self._depth += 1
         if self._depth == 1:
             self.forwards += 1
+            self.called = module
             only_tensors = not kwargs and _TENSORS.issuperset(map(type, args))
             inputs = list(args if only_tensors else tensors_of((args, kwargs)))
             if torch.is_grad_enabled():

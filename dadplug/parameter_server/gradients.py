@@ -364,6 +364,7 @@ class ContributionCodec:
             return None
         try:
             if factor.form.encoded:
+                self._method.check_rank(unit.name, factor.rows)
                 payload = self._method.encode(unit.name, factor, unit.bias is not None)
             else:
                 payload = FactorPayload(factor.deltas, factor.activations)

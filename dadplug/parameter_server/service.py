@@ -193,27 +193,39 @@ class ReturnAcceptor:
         self._admit(rank, connected)
 
 
+class _Request(NamedTuple):
+    """Request for a state: the site that is asked, since when, and the seconds until another one is asked."""
+
+    donor: int
+    since: float
+    patience: float
+
+
 class Donors:
     """Requests for the state of present sites.
 
     A site that is asked answers its requests in order, at different places of its log. An answer is of use only if it
-    belongs to the last request for its receiver: the log that the receiver gets begins there.
+    belongs to the last request for its receiver: the log that the receiver gets begins there. A site whose program is
+    held up does not answer: after some time another one is asked, and each time the next one after twice that time.
 
     Args:
         choose: returns the site that is to be asked among some, in ascending order.
+        patience: seconds until a first request is overdue.
     """
 
-    def __init__(self, choose: Callable[[list[int]], int]) -> None:
-        self._choose = choose
+    def __init__(self, choose: Callable[[list[int]], int], patience: float) -> None:
+        self._choose, self._patience = choose, patience
+        self._requests: dict[int, _Request] = {}  # by receiver
         self._returning: set[int] = set()  # sites that have no state yet
         self._asked: dict[int, list[int | None]] = {}  # receivers of unanswered requests; None if of no use any more
 
-    def ask(self, receiver: int, present: Iterable[int]) -> int | None:
+    def ask(self, receiver: int, present: Iterable[int], now: float) -> int | None:
         """Choose the site that is asked for its state.
 
         Args:
             receiver: the site that returns.
             present: the connected sites.
+            now: the time.
 
         Returns:
             The site, which is to be sent the request; None if there is none.
@@ -223,9 +235,24 @@ class Donors:
         able = sorted(set(present) - self._returning)
         if not able:
             return None
-        donor = self._choose(able)
+        last = self._requests.get(receiver)
+        donor = self._choose([each for each in able if last is None or each != last.donor] or able)
+        patience = self._patience if last is None else 2 * last.patience
+        self._requests[receiver] = _Request(donor, now, patience)
         self._asked.setdefault(donor, []).append(receiver)
         return donor
+
+    def overdue(self, now: float, present: Iterable[int], sends: Callable[[int], bool]) -> list[int]:
+        """Return the receivers for which another site is to be asked.
+
+        Args:
+            now: the time.
+            present: the connected sites.
+            sends: returns whether a part of a site's state has arrived.
+        """
+        able = set(present) - self._returning
+        late = [receiver for receiver, each in self._requests.items() if now > each.since + each.patience]
+        return [receiver for receiver in late if able - {donor := self._requests[receiver].donor} and not sends(donor)]
 
     def _withdraw(self, receiver: int) -> None:
         for requests in self._asked.values():
@@ -239,7 +266,10 @@ class Donors:
         """
         if not self._asked.get(donor):
             raise ValueError("it has sent its state, and was not asked for it")
-        return self._asked[donor].pop(0) == receiver
+        valid = self._asked[donor].pop(0) == receiver
+        if valid:
+            self._requests.pop(receiver, None)
+        return valid
 
     def ready(self, site: int) -> None:
         """Record that a site that has returned has loaded the state."""
@@ -248,6 +278,7 @@ class Donors:
     def leave(self, site: int) -> list[int]:
         """Record that a site has left; return the sites that wait for its state."""
         self._returning.discard(site)
+        self._requests.pop(site, None)
         self._withdraw(site)
         return [receiver for receiver in self._asked.pop(site, []) if receiver is not None]
 
@@ -287,7 +318,7 @@ class SequencerService(FrameLoop):
         self._dealer = SharedDealer(workers, settings.in_trainer) if shared else OwnDealer(workers)
         self._contributors = set(workers)
         self._connected = set(sockets)
-        self._donors = Donors(self._choose_donor)
+        self._donors = Donors(self._choose_donor, silence / 2 if own == HUB else math.inf)
         self._on_end = on_end
         self._resumed_at: int | None = None  # epochs of the checkpoint that the sites have loaded
         self._in_trainer = settings.in_trainer
@@ -327,6 +358,8 @@ class SequencerService(FrameLoop):
 
     def on_due(self) -> float | None:
         """Make a commit that has waited for others long enough; return the time until which the next one waits."""
+        for receiver in self._donors.overdue(time.monotonic(), self._connected, self._sends_state):
+            self._send_state(receiver)
         due = self._sequencer.due
         if due is not None and (now := time.monotonic()) >= due:
             self._sequencer.advance(now)
@@ -476,7 +509,7 @@ class SequencerService(FrameLoop):
 
     def _send_state(self, site: int) -> None:
         """Let a site that returns begin with the present place of the log, and with the state of another one there."""
-        donor = self._donors.ask(site, self._connected)
+        donor = self._donors.ask(site, self._connected, time.monotonic())
         if donor is None:
             self._leave(site, "it has returned, and no other site is left whose state it could take over")
             return
@@ -484,6 +517,10 @@ class SequencerService(FrameLoop):
         for frame in [*self._open.values(), *self._ends.values(), *self._left.values()]:
             self.post(site, frame)
         self.post(donor, Frame(Kind.SNAPSHOT, donor, site))
+
+    def _sends_state(self, site: int) -> bool:
+        frame = self.arriving(site)
+        return frame is not None and frame.kind is Kind.SNAPSHOT
 
     def _choose_donor(self, able: list[int]) -> int:
         if self._own != HUB:

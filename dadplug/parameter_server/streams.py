@@ -119,6 +119,7 @@ class _Stream:
     Attributes:
         outgoing: frames on their way to the other end.
         heard: time of the last received bytes, on the clock of `time.monotonic`.
+        arriving: frame whose head has arrived, and a part of its body at most.
     """
 
     def __init__(self, connected: socket.socket, limit: int) -> None:
@@ -129,14 +130,14 @@ class _Stream:
         self.heard = time.monotonic()
         self._limit = limit
         self._head = bytearray(_HEAD.size)
-        self._frame: Frame | None = None  # of which a part has arrived
+        self.arriving: Frame | None = None
         self._missing = memoryview(self._head)
         self._wakes_at = 1
 
     @property
     def nbytes(self) -> int:
         """Bytes of messages that are to be sent, or of which a part has arrived."""
-        arrived = 0 if self._frame is None else len(self._frame.body) - self._missing.nbytes
+        arrived = 0 if self.arriving is None else len(self.arriving.body) - self._missing.nbytes
         return arrived + self.outgoing.nbytes
 
     def send(self, frame: Frame) -> int:
@@ -172,7 +173,7 @@ class _Stream:
 
     def _set_wake(self) -> None:
         """Let the socket count as readable when a part of the body is there that is worth waking up for."""
-        count = 1 if self._frame is None else min(_WAKE, self._missing.nbytes)
+        count = 1 if self.arriving is None else min(_WAKE, self._missing.nbytes)
         if count != self._wakes_at and self.socket.family in (socket.AF_INET, socket.AF_INET6):
             self._wakes_at = count
             with suppress(OSError):  # where the system has no such option
@@ -180,18 +181,18 @@ class _Stream:
 
     def _advance(self, frames: list[Frame]) -> None:
         """Go on after the head or the body of a frame has arrived."""
-        if self._frame is None:
+        if self.arriving is None:
             kind, site, number, base, reached, samples, used, size = _HEAD.unpack(self._head)
             if kind not in Kind._value2member_map_ or size > self._limit:
                 raise StreamError(f"a frame of kind {kind} with {size} bytes: at most {self._limit} are possible")
             if max(number, base, reached, samples, used) > _LARGEST:
                 raise StreamError(f"a frame of kind {kind} with a number above {_LARGEST}")
-            self._frame = Frame(Kind(kind), site, number, base, reached, samples, used, bytearray(size))
+            self.arriving = Frame(Kind(kind), site, number, base, reached, samples, used, bytearray(size))
             if size:
-                self._missing = memoryview(self._frame.body)
+                self._missing = memoryview(self.arriving.body)
                 return
-        frames.append(self._frame)
-        self._frame, self._missing = None, memoryview(self._head)
+        frames.append(self.arriving)
+        self.arriving, self._missing = None, memoryview(self._head)
 
 
 def _limit_unsent(connected: socket.socket) -> None:
@@ -316,6 +317,11 @@ class FrameLoop:
         """Return whether a frame to a site has not left yet."""
         stream = self._streams.get(peer)
         return stream is not None and stream.outgoing.blocked
+
+    def arriving(self, peer: int) -> Frame | None:
+        """Return the frame of a site whose head has arrived, and a part of its body at most."""
+        stream = self._streams.get(peer)
+        return None if stream is None else stream.arriving
 
     def blocks_others(self) -> bool:
         """Return whether a frame for each of the other sites still waits to be sent; False if there are none."""

@@ -55,7 +55,7 @@ class _WeightGroup(NamedTuple):
 
 
 def partition_parameters(
-    model: nn.Module, method: Method, keep_dense: Collection[str], compress_dense: bool
+    model: nn.Module, method: Method, keep_dense: Collection[str], compress_dense: bool, forms_all: bool = False
 ) -> Partition:
     """Partition a model's trained parameters into units, each parameter into exactly one.
 
@@ -68,12 +68,13 @@ def partition_parameters(
         method: chooses the path of a layer from its widths.
         keep_dense: names of weights that are all-reduced in any case.
         compress_dense: whether gradients of weights without factors are compressed, if the method compresses.
+        forms_all: whether all gradients are formed before they are sent, so that none has factors.
     """
     parameters = dict(model.named_parameters())
     reasons = _refusals(model, parameters) if method.traits.takes_factors else {}
     paths: dict[str, str] = {}
     factored: dict[str, _WeightGroup] = {}
-    for group in _weight_groups(model, parameters):
+    for group in () if forms_all else _weight_groups(model, parameters):
         path = _layer_path(group.layer, method) if group.separable else GradientPath.ALLREDUCE
         if compress_dense and group.tied and _is_compressed(parameters[group.name], method):
             path, reasons[group.name] = GradientPath.LOWRANK, "dense='lowrank'"
@@ -97,7 +98,7 @@ def partition_parameters(
             paths[name] = GradientPath.FROZEN
         elif compress_dense and name not in keep_dense and _is_compressed(parameter, method):
             paths[name] = GradientPath.LOWRANK
-            reasons[name] = "dense='lowrank'"
+            reasons[name] = "privacy" if forms_all else "dense='lowrank'"
             units.append(LowrankUnit(name, None, {name: parameter}, []))
         else:
             paths[name] = GradientPath.ALLREDUCE if name in keep_dense else _dense_path(parameter, method)

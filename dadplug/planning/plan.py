@@ -19,6 +19,7 @@ from ..reducer.owners import Owners
 from ..reducer.reducer import Reducer
 from ..units.base import Unit
 from ..units.factor import FactorUnit
+from .exposure import exposure
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class PlanRow:
             it depends on the rows of a batch, it is for those of the last steps, and for one row before the first.
         dense_bytes: payload of an all-reduce of its gradient, in bytes.
         reason: why it takes this path, where that is not what the method does with every layer; else empty.
+        exposure: what its messages show of the data, see `dadplug.planning.exposure`.
     """
 
     parameter: str
@@ -42,6 +44,7 @@ class PlanRow:
     bytes: int
     dense_bytes: int
     reason: str = ""
+    exposure: str = ""
 
 
 class Plan(Sequence[PlanRow]):
@@ -104,7 +107,7 @@ class Plan(Sequence[PlanRow]):
         return iter(self._rows)
 
     def __str__(self) -> str:
-        head = ("parameter", "shape", "path", "bytes a step", "dense bytes", "")
+        head = ("parameter", "shape", "path", "bytes a step", "dense bytes", "data", "")
         body = [
             (
                 row.parameter,
@@ -112,12 +115,13 @@ class Plan(Sequence[PlanRow]):
                 row.path,
                 f"{row.bytes:,}",
                 f"{row.dense_bytes:,}",
+                row.exposure,
                 row.reason,
             )
             for row in self._rows
         ]
         fewer = f"{self.dense_bytes / self.bytes:.1f} times fewer" if self.bytes else ""
-        body.append(("total", "", "", f"{self.bytes:,}", f"{self.dense_bytes:,}", fewer))
+        body.append(("total", "", "", f"{self.bytes:,}", f"{self.dense_bytes:,}", "", fewer))
         widths = [max(len(line[column]) for line in [head, *body]) for column in range(len(head))]
         lines = []
         for line in [head, *body]:
@@ -149,11 +153,19 @@ class PayloadCosts:
         reducer: the reducer, which has the rows and buckets of the last steps; None before the first step, when a
             batch of one row is assumed.
         owners: the sites that merge each unit that has an owner, by its name.
+        samples: samples of the site that has most in a step.
     """
 
     def __init__(
-        self, method: Method, options: Options, transport: Transport, reducer: Reducer | None, owners: Owners
+        self,
+        method: Method,
+        options: Options,
+        transport: Transport,
+        reducer: Reducer | None,
+        owners: Owners,
+        samples: int = 1,
     ) -> None:
+        self._samples = samples
         self._method = method
         self._options = options
         self._transport = transport
@@ -182,7 +194,8 @@ class PayloadCosts:
             path, reason = paths.get(name), reasons.get(name, "")
             if path is None:  # the next step makes a new plan
                 path, reason = GradientPath.ALLREDUCE, "added since the last step"
-            rows.append(PlanRow(name, tuple(parameter.shape), path, nbytes, dense, reason))
+            shape = tuple(parameter.shape)
+            rows.append(PlanRow(name, shape, path, nbytes, dense, reason, self._exposure(unit, path, shape)))
         nodes = None if self._transport.nodes is None else self._transport.nodes.count
         return Plan(rows, self._options.mode, self._transport.world_size, nodes)
 
@@ -194,6 +207,17 @@ class PayloadCosts:
             return self._reducer.sent_bytes(unit)
         wire = wire_format(self._options.wire_of(unit.path), unit.lead.dtype)
         return handler_type(unit.path, self._transport).payload_bytes(unit, self._method, wire, self._transport)
+
+    def _exposure(self, unit: Unit | None, path: str, shape: tuple[int, ...]) -> str:
+        private = self._options.privacy is not None
+        fed, count, sent = False, self._samples, None
+        if isinstance(unit, FactorUnit):
+            table = unit.form is not None and bool(unit.form.table_rows)
+            fed, count = unit.fed_by_data or table, max(unit.last_rows, 1)
+            sent = min(self._method.max_rank or count, count) if path == GradientPath.LOWRANK else None
+        elif path == GradientPath.POWERSGD:
+            sent = self._options.largest_rank
+        return exposure(path, shape, fed_by_data=fed, rows=count, sent=sent, private=private)
 
     def _factor_bytes(self, unit: FactorUnit, name: str) -> int:
         rows = None if self._reducer is None else self._reducer.room(unit)

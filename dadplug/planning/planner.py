@@ -132,7 +132,8 @@ class Planner:
     def plan(self) -> Plan:
         """The path and the costs of every parameter; final after the first step."""
         reducer, owners = self._reducer if self._complete else None, self._merging.owners(self.units)
-        costs = PayloadCosts(self._method, self._options, self._transport, reducer, owners)
+        samples = max(1, self._planned_for)
+        costs = PayloadCosts(self._method, self._options, self._transport, reducer, owners, samples)
         return costs.plan(self._model, self.units, self._paths, self._notices | self._reasons)
 
     @property
@@ -371,7 +372,8 @@ class Planner:
         """Partition the parameters into units, and watch for their gradients."""
         check_allowed(self._options)
         compress_dense = self._options.dense == "lowrank"
-        found = partition_parameters(self._model, self._method, self._reasons.keys(), compress_dense)
+        private = self._options.privacy is not None
+        found = partition_parameters(self._model, self._method, self._reasons.keys(), compress_dense, private)
         self._capture, self.units, self._paths, self._notices = found
         self._order: list[Unit] = []  # in which gradients arrive
         self._earlier = dict(self._reasons)

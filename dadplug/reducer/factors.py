@@ -140,6 +140,8 @@ class GatheredHandler(BucketHandler):
         complete = unit.complete([each.to(device, self.dtype) for each in payloads], context.complete_payloads)
         if complete is None:
             return
+        if context.transport.observe is not None:
+            context.transport.observe(unit.name, complete)
         if traits.recomputes_deltas:  # not otherwise: it is as large as the payloads
             context.complete_payloads[unit.name] = complete
         weights = self._weights(samples)
@@ -243,6 +245,7 @@ class SiteFactorHandler(GatheredHandler):
 
     def _encode(self, unit: FactorUnit) -> FactorPayload | None:
         """Encode what has arrived; record NaN and Inf, and send NaN for them."""
+        unit.last_rows = unit.rows or unit.last_rows
         factor = unit.take()
         if factor is None:
             return None
@@ -255,6 +258,7 @@ class SiteFactorHandler(GatheredHandler):
         method.samples = min(1, self.context.samples())
         try:
             if factor.form.encoded:
+                method.check_rank(unit.name, unit.last_rows)
                 payload = method.encode(unit.name, factor, unit.bias is not None)
                 if method.traits.detects_nonfinite and not payload.left.is_cuda:
                     return payload

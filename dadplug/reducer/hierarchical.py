@@ -144,6 +144,7 @@ class NodeFactorHandler(KeptPayloadsHandler):
 
     def _compress(self, unit: FactorUnit, whole: FactorPayload, all_finite: bool) -> FactorPayload:
         factor = Factor(whole.right, whole.left, bias=whole.bias)
+        self.context.method.check_rank(unit.name, factor.rows)
         try:
             return self.context.method.encode(unit.name, factor, bool(self._bias_size(unit)))
         except FloatingPointError:

@@ -65,6 +65,7 @@ class PowerSGDHandler(SummedHandler):
 
     def _put(self, unit: Unit, weight: float) -> bool:
         slot, method = self._slots[unit.name], self._method
+        method.check_rank(unit.name, self.context.samples())
         error = method.errors.find(unit.name, unit.lead)
         matrix = self._matrices[slot] = WeightedGradient(
             gradient_matrix(unit) if weight else None,

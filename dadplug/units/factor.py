@@ -36,9 +36,12 @@ class FactorUnit(Unit):
         outside: whether the weight has been used outside of its layer in this step, or in a second derivative.
         reduction: number of the reduction that the unit belongs to.
         sent_gradient: returns what has been sent of a parameter's gradient in this step, in parts; None before.
+        last_rows: rows of the layers' inputs in the last step in which there were any; of matrices where those are
+            compressed.
     """
 
     reduction = -1
+    last_rows = 0
 
     def __init__(
         self,
@@ -414,8 +417,7 @@ class LowrankUnit(FactorUnit):
         out, width = self.shape
         if name == self.name:
             zeros = None if self.bias is None else gradient.new_zeros(self.parameters[self.bias].shape)
-            formed = Factor.formed(gradient)
-            factor = Factor(formed.activations, formed.deltas, formed.form, zeros)
+            factor = replace(Factor.formed(gradient), bias=zeros)
         else:
             factor = Factor(gradient.new_empty(0, width), gradient.new_empty(0, out), LINEAR, gradient)
         self._held.append(factor)

@@ -61,6 +61,7 @@ class SiteEngine(Engine):
     Attributes:
         transport: transport for everything but gradients.
         reduction: gradient reduction of the model in training; None before it is built.
+        steps_in_backward: whether a step ends with the backward pass; if not, the runner calls `end_step` later.
         loader_samples: number of samples of the current loader so far, on this site.
         seed: seed of the order of samples.
         splits: fingerprints of the data sets that are split over the sites, by the names of loaders; None for others.
@@ -76,6 +77,7 @@ class SiteEngine(Engine):
         self._split_data = split_data
         self._prepared: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self.reduction: GradientReduction | None = None
+        self.steps_in_backward = True
         self.loader_samples = 1
         self.seed = 0
         self.splits: dict[str, str | None] = {}
@@ -218,7 +220,8 @@ class SiteEngine(Engine):
             self.reduction.hold(*fused)
         else:
             self.reduction.synchronize()
-        self.end_step()
+        if self.steps_in_backward:
+            self.end_step()
 
     def end_step(self) -> None:
         """Count a step of the reduction, where sites may leave and return."""

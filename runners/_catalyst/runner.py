@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from ...errors import MismatchError
 from ...exchange import Traffic, Transport, connect, open_transport
 from ...exchange.transport import Requirements
+from ...hub.site.transport import TrainerTransport
 from ...model_sync.samples import batches_before, takes_part
 from ...signature import split_keywords
 from ..loaders import batches_from, check_split_data
@@ -209,6 +210,13 @@ class BaseRunner(SupervisedRunner):
     def _joined(self) -> dict[str, Any] | None:
         """State of the other sites that this one joins in mid-training, up to the end of its first step; else None."""
         return None if self._elastic is None else self._elastic.joined
+
+    def _elastic_state(self) -> dict[str, ElasticTraining] | None:
+        """Return the state that a site gets which joins in mid-training; None where all sites have to stay."""
+        if not isinstance(self.engine.transport, TrainerTransport):
+            return None
+        self._elastic = ElasticTraining(self, self.engine.transport)
+        return {"trainer": self._elastic}
 
     def _build_exchange(self, model: torch.nn.Module, scaled: bool) -> Any:
         """Build what the sites exchange in training.
@@ -431,6 +439,12 @@ class BaseRunner(SupervisedRunner):
             optimizer.step()
 
     # The loop
+
+    def on_epoch_start(self, runner: Any) -> None:
+        """Open the loggers if the site that has printed so far is gone."""
+        super().on_epoch_start(runner)
+        if self.engine.is_main_process and not self.loggers and self.engine.transport.elastic:
+            self.loggers = self.get_loggers()
 
     def _run_epoch(self) -> None:
         loaders = self.loaders

@@ -155,6 +155,7 @@ class SiteStrategy(_DDPStrategy):
     _elastic: ElasticFit | None = None  # of a run in which sites leave and return
     _elastic_class = ElasticFit
     _in_step_with_others = True  # if not, sites are at different steps within an epoch
+    _steps_in_backward = True  # if not, the subclass calls `_end_step` after the optimizer's step
     _wants_fused = False  # whether the user asks for steps on gradients that are held, and not formed
     _fuses = False  # whether optimizer steps of this fit are such ones
     _stepping: Any = None  # the optimizer whose fused step is being taken
@@ -412,6 +413,11 @@ class SiteStrategy(_DDPStrategy):
             self._exchange.synchronize()
         else:
             self._exchange.hold(self._stepping)
+        if self._steps_in_backward:
+            self._end_step()
+
+    def _end_step(self) -> None:
+        """Count a step of the exchange, where sites may leave and return."""
         if self._elastic is not None:
             self._elastic.end_step()
 

@@ -1,6 +1,7 @@
 """The commands of `python -m dadplug`."""
 
 import io
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -179,3 +180,33 @@ def test_other_sites_show_nothing(capsys, monkeypatch, stream):
     run_progress(shown=False)
     assert capsys.readouterr().out == ""
     assert sys.stderr.getvalue() == ""
+
+
+AUDIT_TASK = """
+import torch
+from torch import nn
+
+
+def build():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, 10))
+    return model, torch.optim.SGD(model.parameters(), 0.1), nn.CrossEntropyLoss()
+"""
+
+
+def test_audit_prints_a_table_and_writes_reports(tmp_path, capsys):
+    (tmp_path / "audited.py").write_text(AUDIT_TASK)
+    given = ["audit", f"{tmp_path}/audited.py:build", "digits", "--mode", "dad", "--batch-size", "4", "--seconds", "5"]
+    files = [
+        f"--{kind}={tmp_path}/report.{end}" for kind, end in (("json", "json"), ("html", "html"), ("picture", "png"))
+    ]
+    assert main([*given, *files, "--option", "wire=int8"]) == 0
+    assert "100%" in capsys.readouterr().out
+    assert json.loads((tmp_path / "report.json").read_text())["options"] == {"wire": "int8"}
+    assert (tmp_path / "report.html").stat().st_size > 1000
+    assert (tmp_path / "report.png").stat().st_size > 1000
+    assert main([*given, "--fail-above", "0.5"]) == 1
+    for wrong, message in (("rank=0", "rank must be"), ("banana=1", "unknown option")):
+        with pytest.raises(SystemExit):
+            main([*given, "--option", wrong])
+        assert message in capsys.readouterr().err

@@ -55,6 +55,17 @@ def comparison(*rows, finalists=None):
     return Comparison(list(rows), finalists, 2.0, 100, 2, 32, False)
 
 
+def test_a_report_is_one_html_file_with_the_figures_of_the_table(tmp_path):
+    found = comparison(row("a", 0.5, 0.6, 0.4), row("<b>", 0.7, 0.8, 0.6), Row("c", "C", failure="no such <thing>"))
+    found.html(tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text()
+    shown = (found.verdict, "C: failed, no such &lt;thing&gt;", "<td>0.5000</td>", "<td>0.7000</td>")
+    assert [word for word in shown if word not in text] == []
+    assert "<B>" not in text
+    assert (text.count("<svg"), text.count("<path")) == (2, 12)  # two plots of two ways with three runs
+    assert not [word for word in ("http:", "https:", "src=", "@import", "<script") if word in text]
+
+
 def test_the_strategy_that_is_ahead_in_every_run_is_the_best():
     found = comparison(row("a", 0.5, 0.6, 0.4), row("b", 0.7, 0.8, 0.6), Row("c", "C", failure="no such thing"))
     assert found.best == "a"
@@ -235,7 +246,13 @@ def test_a_comparison_on_this_machine_by_the_command(tmp_path):
         """)
     )
     program = ["-m", "dadplug", "compare", "task.py:build"]
-    options = ["--seconds=2", "--processes=2", "--ways=alone,ddp,hogwild", "--picture=comparison.png"]
+    options = [
+        "--seconds=2",
+        "--processes=2",
+        "--ways=alone,ddp,hogwild",
+        "--picture=comparison.png",
+        "--html=report.html",
+    ]
     commands = [[*program, "task.py:dataset", *options], [*program, "task.py:missing"]]
     commands += [[*program, "digits", "--ways=none"], [*program, "task.py:dataset", "--data-dir=photos"]]
     commands += [
@@ -249,6 +266,7 @@ def test_a_comparison_on_this_machine_by_the_command(tmp_path):
     assert sorted(labels) == ["DDP", "Hogwild!", "alone, 1 thread"]
     assert lines[6].startswith(("fastest: ", "no difference beyond noise between "))
     assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
+    assert lines[6] in (tmp_path / "report.html").read_text()
     assert "Exception" not in found.errors
     assert (wrong.status, wrong.errors) == (1, "error: task.py has no missing\n")
     assert embedded.errors.startswith("error: unknown way to train 'none'")

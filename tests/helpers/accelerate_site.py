@@ -60,9 +60,10 @@ def compare() -> None:
     accelerator.end_training()
 
 
-def train_over_hub(kit: str, folder: Path, leaves: int) -> None:
+def train_over_hub(kit: str, folder: Path, leaves: int, mode: str = "rankdad") -> None:
     """Train on data of this site, and write a line for each step."""
-    accelerator = Accelerator(cpu=True, mode="rankdad", kit=kit, min_sites=1, timeout=200)
+    local = {"every": 3, "overlap": False} if mode == "localsgd" else {}
+    accelerator = Accelerator(cpu=True, mode=mode, kit=kit, min_sites=1, timeout=200, **local)
     site, model = accelerator.process_index, build()
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9)
@@ -72,23 +73,27 @@ def train_over_hub(kit: str, folder: Path, leaves: int) -> None:
     assert sum(len(inputs) for (inputs,) in loader) == 10 + 5 * site  # which is not divided
     batches = (inputs for _ in itertools.count() for (inputs,) in loader)
     missed = False
-    with (folder / f"{site}-{reduction.step}.jsonl").open("w") as file:
-        while not (end.exists() and reduction.step >= int(end.read_text())):
-            if reduction.step == leaves:
+    with (folder / f"{site}-{model.steps}.jsonl").open("w") as file:
+        while not (end.exists() and model.steps >= int(end.read_text())):
+            before = getattr(reduction, "agreements", 0)
+            if model.steps == leaves:
                 os.kill(os.getpid(), signal.SIGKILL)
             accelerator.backward(model(next(batches)).square().mean())
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
             content = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
-            line = {"step": reduction.step, "present": reduction.present_sites, "lr": scheduler.get_last_lr()[0]}
+            line = {"agreed": getattr(reduction, "agreements", 1) > before} if local else {}
+            line |= {"step": model.steps, "present": reduction.present_sites, "lr": scheduler.get_last_lr()[0]}
             print(json.dumps(line | {"digest": hashlib.sha256(content).hexdigest()}), file=file, flush=True)
             missed |= len(reduction.present_sites) == 1
             if len(reduction.present_sites) == 1:
                 time.sleep(0.05)
             elif missed and not end.exists():
-                (folder / "part").write_text(str(reduction.step + MORE))
+                (folder / "part").write_text(str(model.steps + MORE))
                 (folder / "part").rename(end)
+        model.make_equal()
+        assert reduction.first_difference() is None
 
 
 if __name__ == "__main__":
@@ -96,6 +101,6 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["--fork"]:
         accelerate.debug_launcher(compare, num_processes=2)
     elif sys.argv[1:]:
-        train_over_hub(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
+        train_over_hub(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])
     else:
         compare()

@@ -10,13 +10,14 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import elastic_data
 import torch
 from catalyst import dl
 from catalyst.core.callback import Callback
 from catalyst_training import data, metrics_callbacks, net
-from dadplug.runners import DistributedRunner
+from dadplug.runners import DistributedRunner, LocalSGDRunner
 from elastic_data import SiteCase, die_in_round, digest
 from torch import nn
 from torch.utils.data import DataLoader
@@ -49,6 +50,10 @@ def valid_data(slot: int):
     return data(20 + 7 * slot, seed=100 + slot)
 
 
+def steps_of(runner: Any) -> int:
+    return runner.reduction.steps if isinstance(runner.reduction, dadplug.LocalSGD) else runner.reduction.step
+
+
 class Steps(Callback):
     """Record of each step; kills the process."""
 
@@ -58,16 +63,18 @@ class Steps(Callback):
         self.file = (Path(case.folder) / "log.jsonl").open("a", buffering=1)
 
     def on_batch_start(self, runner) -> None:
-        if runner.is_train_loader and runner.reduction.step == self.case.leave:
+        if runner.is_train_loader and steps_of(runner) == self.case.leave:
             os.kill(os.getpid(), signal.SIGKILL)
+        self.before = getattr(runner.reduction, "agreements", 0)
         while runner.is_train_loader and self.case.hold and Path(self.case.hold).exists():
             time.sleep(0.01)
 
     def on_batch_end(self, runner) -> None:
         if not runner.is_train_loader:
             return
-        line = {"number": runner.reduction.step, "epoch": runner.epoch_step, "batch": runner.micro_step}
+        line = {"number": steps_of(runner), "epoch": runner.epoch_step, "batch": runner.micro_step}
         line |= {"present": runner.reduction.present_sites, "digest": digest(runner.model)}
+        line |= {"agreements": getattr(runner.reduction, "agreements", 0), "before": self.before}
         line |= {"weights": [float(each.detach().sum()) for each in runner.model.parameters()]}
         line |= {"lr": runner.optimizer.param_groups[0]["lr"], "first": float(runner.batch["features"][0, 0])}
         self.file.write(json.dumps(line) + "\n")
@@ -89,7 +96,7 @@ class Record(Callback):
 
     def on_epoch_end(self, runner) -> None:
         scalars = {key: dict(runner.epoch_metrics[key]) for key in ("train", "valid")}
-        self.epochs[-1] |= {"metrics": scalars, "step": runner.reduction.step, "digest": digest(runner.model)}
+        self.epochs[-1] |= {"metrics": scalars, "step": steps_of(runner), "digest": digest(runner.model)}
         self.epochs[-1]["present"] = runner.reduction.present_sites
         self.epochs[-1]["main"] = runner.engine.is_main_process
 
@@ -105,7 +112,7 @@ def run(case: Case) -> None:
     optimizer, scheduler = torch.optim.Adam(model.parameters(), lr=0.01), None
     if case.returns:
         optimizer, scheduler = elastic_data.optimisation(model)
-    runner = DistributedRunner(**case.options(), split_data=False)
+    runner = (LocalSGDRunner if case.every else DistributedRunner)(**case.options(), split_data=False)
     loaders = {
         "train": DataLoader(train_data(slot), batch_size=BATCH, shuffle=True),
         "valid": DataLoader(valid_data(slot), batch_size=BATCH),

@@ -36,6 +36,8 @@ class SiteCase:
         late: option of the strategy or runner.
         hold: file that makes the process wait at its next step, while it exists.
         site_timeout: option of the strategy or runner.
+        every: steps between agreements of local steps; 0 for gradients that are synchronized.
+        overlap: option of local steps.
     """
 
     kit: str
@@ -50,6 +52,8 @@ class SiteCase:
     late: str = "wait"
     hold: str = ""
     site_timeout: float = 10.0
+    every: int = 0
+    overlap: bool = False
 
     def start(self) -> list[str]:
         """Return the arguments of the interpreter that run it."""
@@ -57,8 +61,9 @@ class SiteCase:
 
     def options(self) -> dict[str, object]:
         """Return the options of the strategy or runner."""
-        names = ("mode", "min_sites", "late", "site_timeout")
-        return {name: getattr(self, name) for name in names} | {"timeout": 200}
+        names = ("min_sites", "late", "site_timeout", *([] if self.every else ["mode"]))
+        local = {"every": self.every, "overlap": self.overlap} if self.every else {}
+        return local | {name: getattr(self, name) for name in names} | {"timeout": 200}
 
 
 def die_in_round(case: SiteCase, in_round: Callable[[object], bool], ended: bool = False) -> None:

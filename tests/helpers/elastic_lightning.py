@@ -80,6 +80,7 @@ class Record(pl.Callback):
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx) -> None:
         self.first = float(batch[0][0, 0])
+        self.before = getattr(trainer.strategy._exchange, "agreements", 0)
         if self.case.where == "step" and trainer.global_step == self.case.leave:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -91,11 +92,16 @@ class Record(pl.Callback):
         step = trainer.global_step
         number = trainer.fit_loop.epoch_loop.total_batch_idx
         line = {"number": number, "step": step, "epoch": trainer.current_epoch, "batch": batch_idx, "first": self.first}
-        line |= {"present": trainer.strategy.reduction.present_sites, "digest": digest(module.net)}
+        exchange = trainer.strategy._exchange
+        line |= {"present": exchange.present_sites, "digest": digest(module.net)}
+        line |= {"agreements": getattr(exchange, "agreements", 0), "before": self.before}
         line |= {"weights": [float(each.detach().sum()) for each in module.net.parameters()]}
         line |= {"zero": trainer.is_global_zero, "sites": trainer.progress_bar_metrics["sites"]}
         line |= {"loaded": module.loaded}
-        line |= {"lr": trainer.optimizers[0].param_groups[0]["lr"], "reduced": trainer.strategy.reduction.step}
+        line |= {
+            "lr": trainer.optimizers[0].param_groups[0]["lr"],
+            "reduced": getattr(exchange, "step", 0) if not self.case.every else exchange.steps,
+        }
         self.file.write(json.dumps(line) + "\n")
         if self.case.stop and trainer.strategy.broadcast(Path(self.case.stop).exists()):
             trainer.should_stop = True
@@ -118,7 +124,7 @@ def run(case: Case) -> None:
     if case.where == "validation":
         die_in_round(case, lambda answer: record.validations == 2 and answer is None)
     trainer = pl.Trainer(
-        strategy=dadplug.DADStrategy(**case.options()),
+        strategy=(dadplug.LocalSGDStrategy if case.every else dadplug.DADStrategy)(**case.options()),
         accelerator="cpu",
         devices=1,
         max_epochs=case.epochs,
@@ -138,7 +144,7 @@ def run(case: Case) -> None:
     module = Module()
     loaders = DataLoader(train_data(slot), BATCH), DataLoader(valid_data(slot), BATCH)
     trainer.fit(module, *loaders)
-    assert trainer.strategy.reduction.first_difference() is None
+    assert trainer.strategy._exchange.first_difference() is None
     torch.save(module.net.state_dict(), f"{case.folder}/model.pth")
     tested = trainer.validate(module, loaders[1], verbose=False)
     result = {"digest": digest(module.net), "tested": tested[0], "best": trainer.checkpoint_callback.best_model_path}

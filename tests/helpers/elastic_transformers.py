@@ -59,12 +59,14 @@ class Steps(TrainerCallback):
         self.file = (Path(case.folder) / "log.jsonl").open("a", buffering=1)
 
     def on_step_begin(self, args, state, control, **kwargs) -> None:
+        self.before = getattr(self.trainer.reduction, "agreements", 0)
         if state.global_step == self.case.leave:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def on_step_end(self, args, state, control, model=None, optimizer=None, **kwargs) -> None:
         line = {"step": state.global_step, "present": self.trainer.reduction.present_sites, "digest": digest(model)}
-        line |= {"lr": optimizer.param_groups[0]["lr"], "epoch": state.epoch, "reduction": self.trainer.reduction.step}
+        line |= {"lr": optimizer.param_groups[0]["lr"], "epoch": state.epoch, "reduction": self.trainer._wrapper.steps}
+        line |= {"agreements": getattr(self.trainer.reduction, "agreements", 0), "before": self.before}
         self.file.write(json.dumps(line) + "\n")
         time.sleep(self.case.pause)
 
@@ -104,7 +106,8 @@ def run(case: Case) -> None:
         eval_dataset=texts(100 + slot, 20 + 4 * slot),
         callbacks=[EarlyStoppingCallback(50)],
     )
-    attach(trainer, case.mode, kit=case.kit, min_sites=case.min_sites, timeout=200)
+    local = {"every": 3, "overlap": False} if case.mode == "localsgd" else {}
+    attach(trainer, case.mode, kit=case.kit, min_sites=case.min_sites, timeout=200, **local)
     trainer.add_callback(Steps(case, trainer))
     trainer.train()
     evaluations = {log["step"]: log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log}

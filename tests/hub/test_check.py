@@ -302,7 +302,7 @@ def test_the_handler_answers_and_is_bounded():
     assert sum(map(len, handler.handle(*frame(Request.DOWN, NUMBER.pack(200_000))))) == 200_000 + 2 * 32
     with pytest.raises(FrameError, match="more than"):
         handler.handle(*frame(Request.DOWN, NUMBER.pack(MOST_BYTES)))
-    for wrong in (frame(3, b"x"), frame(Request.DOWN, b"1")):
+    for wrong in (frame(9, b"x"), frame(Request.DOWN, b"1")):
         with pytest.raises(FrameError, match="unknown request"):
             CheckHandler(0).handle(*wrong)
     for request, body in ((Request.UP, bytes(50_000)), (Request.TIME, b"?")):

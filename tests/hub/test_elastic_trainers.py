@@ -302,6 +302,80 @@ def test_a_site_that_returns_to_catalyst_goes_on_where_the_others_are(tmp_path, 
     assert results[0]["epochs"][-1]["metrics"]["train"]["sites"] == len(names)
 
 
+# Local steps in trainers over a hub
+
+
+def agree_after_rounds(lines: dict[str, dict[int, dict]]) -> list[list[int]]:
+    """Check that sites that take part in an agreement are equal after it; return who did, by agreement."""
+    ended: dict[int, tuple[str, list[int]]] = {}
+    for own in lines.values():
+        for line in own.values():
+            if line["agreements"] == line["before"] + 1:
+                found = line["digest"], line["present"]
+                if ended.setdefault(line["agreements"], found) != found:  # of a site that has joined in it
+                    assert own is lines["c"]
+                    assert 2 not in line["present"]
+    assert len(ended) >= 3
+    return [ended[number][1] for number in sorted(ended)]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_local_steps_in_lightning_go_on_and_a_site_returns(tmp_path, overlap):
+    with running_hub(tmp_path / "kits", tuple("abc")) as hub:
+        run = sites_of(tmp_path, hub, epochs=10000, pause=0.01, every=4, overlap=overlap)
+        for name in "abc":
+            run.start(name, leave=7 if name == "c" else -1)
+        run.end("c", -9)
+        before = len(steps(run, "c"))
+        run.start("c")
+        until(lambda: len(steps(run, "c")) >= before + MORE or run.processes["c"].poll() is not None, run.state, ENDED)
+        run.stop()
+        run.end("abc")
+    lines = {name: steps(run, name) for name in "abc"}
+    for name in "bc":
+        for number, line in lines[name].items():
+            for what in ("step", "epoch", "batch", "lr"):
+                assert line[what] == lines["a"][number][what], (name, what, line)
+    for line in lines["c"].values():  # the position in its data, too
+        (inputs, _), _ = batch_of(2, line["batch"], len(batches_of(0)))
+        assert line["first"] == float(inputs[0, 0])
+    if not overlap:  # with it, each site has steps beside the agreed model
+        present = agree_after_rounds(lines)
+        assert [0, 1] in present
+        assert [present[0], present[-1]] == [[0, 1, 2]] * 2
+    results = [json.loads((run.folder / name / "result.json").read_text()) for name in "abc"]
+    assert all(result == results[0] for result in results)
+    last = max(validations(run, "a"))
+    assert validations(run, "c")[last] == validations(run, "a")[last]
+    checkpoint = torch.load(tmp_path / "a" / "checkpoints" / "last.ckpt", weights_only=False)
+    assert all(state["local"]["steps"] for state in checkpoint["dadplug"])
+
+
+def test_local_steps_in_catalyst_go_on_and_a_site_returns(tmp_path):
+    with running_hub(tmp_path / "kits", tuple("abc")) as hub:
+        run = catalyst_sites_of(tmp_path, hub, epochs=10000, returns=True, every=4)
+        for name in "abc":
+            run.start(name, leave=9 if name == "c" else -1)
+        run.end("c", -9)
+        before = len(run.lines("c"))
+        run.start("c")
+        until(lambda: len(run.lines("c")) > before + 10 or run.processes["c"].poll(), run.state, ENDED)
+        run.stop(name="c")
+        run.end("abc")
+    lines = {name: run.lines(name) for name in "abc"}
+    for number, line in lines["c"].items():
+        for what in ("epoch", "batch", "lr"):
+            assert line[what] == lines["a"][number][what], (what, line)
+        (inputs, _), _ = elastic_data.batch_of(2, line["batch"], 6)
+        assert line["first"] == float(inputs[0, 0])
+    present = agree_after_rounds(lines)
+    assert [0, 1] in present
+    assert present[-1] == [0, 1, 2]
+    results = [json.loads((tmp_path / name / "result.json").read_text()) for name in "abc"]
+    assert all(result["digest"] == results[0]["digest"] for result in results)
+    assert all(result["epochs"][-1]["metrics"] == results[0]["epochs"][-1]["metrics"] for result in results)
+
+
 # Trainers over a hub that is killed and started again, with a late site, and one that the hub gives up
 
 

@@ -308,6 +308,19 @@ def test_skip_does_not_skip_before_the_median_is_known():
     assert kinds(passing(membership, now + 100.0), Skip) == []
 
 
+def test_without_patience_a_member_is_late_after_the_site_timeout():
+    membership = hub(2, late="skip", patience=0.0, site_timeout=5.0)
+    assert membership.end(0, 1, 20.0) == []
+    assert membership.tick(24.9) == []
+    actions = membership.tick(25.0)
+    assert kinds(actions, Close) == [Close(1, (0,))]
+    assert membership.end(0, 2, 26.0) != []  # not awaited until it has ended a step
+    membership.end(1, 1, 27.0)
+    membership.end(1, 2, 27.0)
+    assert membership.end(0, 3, 28.0) == []
+    assert kinds(membership.end(1, 3, 30.0), Close) == [Close(3, (0, 1))]
+
+
 def test_a_joiner_is_not_skipped():
     membership, _ = late()
     membership.close(2, "killed", 11.0)

@@ -12,7 +12,7 @@ from running_hub import running_hub
 from support import free_port
 from torch import nn
 
-from dadplug import GradientReduction
+from dadplug import GradientReduction, LocalSGD
 from dadplug.errors import KitError, PolicyError
 from dadplug.exchange.factory import SingleSite
 from dadplug.hub import Policy, Roster
@@ -37,11 +37,78 @@ def test_a_policy_allows_what_it_names():
         (STRICT, {"mode": "auto", "share_inputs": False}, "does not allow mode='auto'"),
         (STRICT, {"mode": "rankdad"}, "requires share_inputs=False, got share_inputs=True"),
         (Policy(()), {}, "does not allow mode='rankdad'; allowed: none"),
+        (Policy(require_privacy=True), {}, r"policy of this site's kit has require_privacy = true"),
     ],
 )
 def test_a_policy_refuses_everything_else(policy, options, reason):
     with pytest.raises(PolicyError, match=reason):
         policy.check(Options(**options))
+
+
+@pytest.fixture
+def in_force():
+    """Return a function that puts a policy into force until the end of the test."""
+    imposed = []
+
+    def impose(policy):
+        restrictions = Restrictions(policy, Roster("trial", "127.0.0.1:1", (), ("a",), hub_at="a"))
+        impose_restrictions(restrictions)
+        imposed.append(restrictions)
+
+    yield impose
+    for restrictions in imposed:
+        lift_restrictions(restrictions)
+
+
+def _step(rows, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 30), nn.ReLU(), nn.Linear(30, 40))
+    reduction = GradientReduction(model, **options)
+    try:
+        model(torch.randn(rows, 40)).square().mean().backward()
+        reduction.synchronize()
+        return model[0].weight.grad
+    finally:
+        reduction.detach(discard=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "allowed", "refused"),
+    [
+        ({"mode": "rankdad", "rank": 4}, 16, 15),
+        ({"mode": "powersgd", "rank": 4}, 16, 15),
+        ({"mode": "rankdad", "rank": 1}, 4, 3),
+    ],
+    ids=str,
+)
+def test_a_policy_limits_the_rank_by_the_rows_of_a_batch(in_force, options, allowed, refused):
+    in_force(Policy(max_rank_share=0.25))
+    assert _step(allowed, **options).any()
+    with pytest.raises(PolicyError, match=r"policy of this site's kit has max_rank_share = 0.25: of \d+ rows"):
+        _step(refused, **options)
+
+
+def test_a_policy_on_rank_refuses_rows_and_allows_sums(in_force):
+    in_force(Policy(max_rank_share=0.5))
+    assert _step(2, mode="dsgd").any()
+    with pytest.raises(PolicyError, match="4 may be sent, and 8 would be"):
+        _step(8, mode="dad")
+
+
+def test_runs_without_privacy_are_refused_before_anything_is_sent(in_force):
+    in_force(Policy(require_privacy=True))
+    model = nn.Linear(4, 2)
+    for mode in ("dsgd", "rankdad"):
+        with pytest.raises(PolicyError, match="require_privacy = true"):
+            GradientReduction(model, mode=mode)
+    with pytest.raises(PolicyError, match="require_privacy = true"):
+        LocalSGD(model, torch.optim.SGD(model.parameters(), 0.1))
+
+
+@pytest.mark.parametrize("share", [0, -1, 1.5, "half", True])
+def test_a_share_out_of_range_is_refused(share):
+    with pytest.raises(KitError, match="max_rank_share must be a number above 0 and up to 1"):
+        Policy.parse({"max_rank_share": share}, "policy.a")
 
 
 def test_only_the_value_false_counts_as_false():
@@ -68,7 +135,16 @@ def test_a_program_cannot_loosen_a_policy(tmp_path):
     assert Kit.load(kits / "b").policy == Policy()
 
 
-@pytest.mark.parametrize("policy", [Policy(), STRICT, Policy(()), Policy(('with "quotes" \\',), share_inputs=True)])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Policy(),
+        STRICT,
+        Policy(()),
+        Policy(('with "quotes" \\',), share_inputs=True),
+        Policy(max_rank_share=0.25, require_privacy=True),
+    ],
+)
 def test_a_policy_is_read_as_it_was_written(tmp_path, policy):
     (tmp_path / "policy.toml").write_text(policy.text())
     assert Policy.load(tmp_path / "policy.toml") == policy

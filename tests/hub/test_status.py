@@ -88,7 +88,15 @@ EXAMPLE = {
     "sites": [
         {"name": "bavaria", "state": "member", "step": 12, "late_seconds": 0.0, "missed_steps": 3}
         | {"bytes_per_second_from": 1_500_000, "bytes_per_second_to": 0},
-        {"name": "b", "state": "absent", "step": 0, "late_seconds": 7.4, "missed_steps": 0}
+        {
+            "name": "b",
+            "state": "absent",
+            "step": 0,
+            "late_seconds": 7.4,
+            "missed_steps": 0,
+            "epsilon": "1.2",
+            "delta": 1e-5,
+        }
         | {"bytes_per_second_from": 0, "bytes_per_second_to": 0},
     ],
 }
@@ -99,7 +107,7 @@ def test_the_table_has_a_line_for_each_site():
     assert lines[0] == "study at 127.0.0.1:8470: step 12, 1 of 2 sites"
     assert lines[1].split() == ["site", "state", "step", "from", "MB/s", "to", "MB/s", "late"]
     assert lines[2].split() == ["bavaria", "member", "12", "1.50", "0.00", "3", "steps", "missed"]
-    assert lines[3].split() == ["b", "absent", "0", "0.00", "0.00", "7", "s"]
+    assert lines[3].split() == ["b", "absent", "0", "0.00", "0.00", "7", "s,", "epsilon", "1.2,", "delta", "1e-05"]
     assert table(EXAMPLE | {"waiting": "waiting for b"})[4:] == ["waiting for b"]
 
 

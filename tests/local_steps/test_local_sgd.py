@@ -63,6 +63,34 @@ def test_parameters_are_those_of_a_simulation_in_one_process(sites):
     sites(3).run(equals_reference, CASES[2:4])
 
 
+def a_round_may_be_applied_after_some_steps_of_the_next() -> None:
+    """The mean arrives two steps after it was sent, and keeps what has been done since."""
+    site = dist.get_rank()
+    sites = reference_of({}).sites
+    local = local_steps(site, every=4, delay=2)
+    agreed, pending = sites[0].vector(), None
+    for step in range(15):
+        for rank, each in enumerate(sites):
+            each.train(batch(step, rank, ROWS[rank]))
+        if step % 4 == 3:
+            done = [each.vector() - each.start for each in sites]
+            pending = (8 * done[0] + 5 * done[1]) / 13
+            for each, own in zip(sites, done):
+                each.begin(agreed + own)
+        if step % 4 == 1 and pending is not None:
+            agreed, pending = agreed + pending, None
+            for each in sites:
+                progress = each.vector() - each.start
+                each.begin(agreed + progress)
+                each.start = agreed.clone()
+        train(local, [step], site, ROWS[site])
+        assert off_by(vector(local.model), sites[site].vector()) < 1e-12, step
+    local.finish()
+    expected = agreed + sum(w * (each.vector() - each.start) for w, each in zip((8 / 13, 5 / 13), sites))
+    assert off_by(vector(local.model), expected) < 1e-12
+    ends_equal(local)
+
+
 def a_site_that_runs_out_of_batches_takes_part_without_weight() -> None:
     """Site 0 has 13 batches, site 1 has 5."""
     site = dist.get_rank()
@@ -251,6 +279,8 @@ def resumes(options: dict, stop: int) -> None:
 def test_a_run_resumes_on_the_same_curve_to_the_bit(sites, stop):
     sites(2).run(resumes, {"rank": 2, "wire": "int8", "outer_lr": 0.7, "outer_momentum": 0.9}, stop)
     sites(2).run(resumes, {"overlap": False, "warm_up": 5, "warm_up_mode": "rankdad", "wire": "bf16"}, stop)
+    sites(2).run(resumes, {"density": "auto", "wire": "int2"}, stop)
+    sites(2).run(resumes, {"density": 0.1, "wire": "int2", "delay": 3 if stop == 6 else None}, stop)
 
 
 def a_round_with_nan_is_discarded_on_all_sites() -> None:
@@ -468,6 +498,7 @@ def what_a_schedule_returns_is_checked() -> None:
 @pytest.mark.parametrize(
     "program",
     [
+        a_round_may_be_applied_after_some_steps_of_the_next,
         a_site_that_runs_out_of_batches_takes_part_without_weight,
         the_interval_may_be_a_function_of_the_step,
         running_statistics_are_averaged_at_each_agreement,

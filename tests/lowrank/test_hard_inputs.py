@@ -196,11 +196,12 @@ def test_eigenvectors_of_a_matrix_of_low_rank(rows, rank):
 @pytest.mark.parametrize("rows", [2, 16, 47, 79])
 @pytest.mark.parametrize("rank", [1, 5])
 def test_kernels_converge_without_lapack(rows, rank):
-    generator = torch.Generator().manual_seed(rows)
-    root, other = torch.randn(2, rows, rank, generator=generator, dtype=torch.float64)
+    """A test of convergence against neighbouring diagonal elements alone fails for a tenth of those of 79 rows."""
     values, vectors = torch.empty(rows, dtype=torch.float64), torch.empty(rows, rows, dtype=torch.float64)
-    for scale in (1.0, 1e-30, 1e30):
-        gram = root @ root.T * scale
+    for seed in range(100):
+        generator = torch.Generator().manual_seed(seed)
+        root, other = torch.randn(2, rows, rank, generator=generator, dtype=torch.float64)
+        gram = root @ root.T * (1.0, 1e-30, 1e30)[seed % 3]
         assert kernels.eigh(gram.clone().numpy(), values.numpy(), vectors.numpy())
         assert math.isfinite(kernels.gram_vectors(gram.numpy(), (other @ other.T).numpy(), 1e-14, vectors.numpy()))
 
@@ -233,6 +234,9 @@ def test_lapack_takes_the_place_of_a_kernel_that_fails(monkeypatch):
     monkeypatch.setattr(kernels, "gram_vectors", lambda *_: math.nan)
     test_eigenvectors_of_a_matrix_of_low_rank(16, 5)
     test_no_gradient_is_lost("gram", graded, torch.float32)
+    gram, found = torch.eye(16, dtype=torch.float64), torch.zeros(2, 16, dtype=torch.float64)
+    assert dispatch.kernels_for(gram).gram_vectors(gram, gram, 1e-14, found) == pytest.approx(1.0)
+    assert bool(found.any())
 
 
 def test_products_beyond_the_range_of_the_type_raise():

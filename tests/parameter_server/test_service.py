@@ -55,10 +55,10 @@ def serve():
     """Function that starts a service, by default as at the hub, without a site of its own."""
     with contextlib.ExitStack() as stack:
 
-        def start(peers: list[Peer], own=HUB, staleness=100, gather=0.0, in_trainer=False, **options):
+        def start(peers: list[Peer], own=HUB, staleness=100, gather=0.0, in_trainer=False, silence=SECONDS, **options):
             ranks = tuple(each.rank for each in peers)
             rules = {"staleness": staleness, "quorum": 1, "late": "keep", "gather": gather}
-            settings = Settings(ranks, rules, "own", in_trainer, 1 << 16, SECONDS, SECONDS)
+            settings = Settings(ranks, rules, "own", in_trainer, 1 << 16, silence, SECONDS)
             sockets = {each.rank: each.theirs for each in peers}
             service = SequencerService(sockets, settings, Traffic(), own, **options)
             stack.callback(service.close)
@@ -138,16 +138,64 @@ def test_another_site_is_asked_for_its_state_if_the_first_one_is_lost(serve, pee
     assert ended.wait(SECONDS)
 
 
+def test_another_site_is_asked_for_its_state_if_the_first_one_does_not_answer(serve, peer):
+    peers, back = [peer(rank) for rank in range(3)], peer(2)
+    first, second, third = peers
+    service = serve(peers, silence=4.0)
+    third.send(Kind.BYE, body=b"it was killed")
+    assert first.wait_for(Kind.LEFT).site == 2
+    service.adopt(2, back.theirs)
+    assert first.wait_for(Kind.SNAPSHOT).number == 2
+    assert back.wait_for(Kind.RETURNED).site == 2
+    deadline = time.monotonic() + SECONDS
+    while Kind.SNAPSHOT not in second.kinds():  # the program of the first one is held up, and its heart beats
+        assert time.monotonic() < deadline
+        for each in (first, second, back):
+            each.send(Kind.ALIVE)
+        time.sleep(0.05)
+    assert back.wait_for(Kind.RETURNED).site == 2  # its log begins anew
+    second.send(Kind.SNAPSHOT, number=2, body=b"state")
+    first.send(Kind.SNAPSHOT, number=2, body=b"late state")
+    assert back.wait_for(Kind.SNAPSHOT).body == b"state"
+    back.send(Kind.READY)
+    assert back.wait_for(Kind.READY).number == 0
+    assert [each.body for each in back.frames if each.kind is Kind.SNAPSHOT] == []
+    assert [each.site for each in second.frames if each.kind is Kind.LEFT] == [2]
+
+
 def test_a_late_answer_to_an_earlier_request_is_of_no_use():
-    donors = Donors(min)
-    assert donors.ask(2, [0, 1, 2]) == 0
+    donors = Donors(min, 10.0)
+    assert donors.ask(2, [0, 1, 2], 0.0) == 0
     assert donors.leave(2) == []
-    assert donors.ask(2, [0, 1, 2]) == 0
+    assert donors.ask(2, [0, 1, 2], 0.0) == 0
     assert not donors.answer(0, 2)  # the first request's: the log of the second process begins later
     assert donors.answer(0, 2)
-    assert donors.ask(1, [1, 2]) is None  # site 2 has not loaded its state
+    assert donors.ask(1, [1, 2], 0.0) is None  # site 2 has not loaded its state
     donors.ready(2)
-    assert donors.ask(1, [1, 2]) == 2
+    assert donors.ask(1, [1, 2], 0.0) == 2
+
+
+def test_requests_are_overdue_after_longer_and_longer_times():
+    donors, present, sending = Donors(min, 10.0), [0, 1, 2], set()
+    assert donors.ask(2, present, 100.0) == 0
+
+    def overdue(now):
+        return donors.overdue(now, present, sending.__contains__)
+
+    assert overdue(110.0) == []
+    assert overdue(110.1) == [2]
+    sending.add(0)  # a part of its state has arrived
+    assert overdue(200.0) == []
+    sending.clear()
+    assert donors.ask(2, present, 200.0) == 1
+    assert overdue(219.0) == []
+    assert overdue(220.1) == [2]
+    assert donors.ask(2, present, 220.1) == 0
+    assert not donors.answer(0, 2)  # to the first request
+    assert overdue(261.0) == [2]
+    assert donors.overdue(261.0, [0, 2], sending.__contains__) == []  # there is no other one
+    assert donors.answer(0, 2)
+    assert overdue(1000.0) == []
 
 
 def test_beyond_the_memory_the_site_that_does_not_read_is_dropped(serve, peer):

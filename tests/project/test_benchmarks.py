@@ -504,3 +504,26 @@ def test_tests_of_others_run_with_the_drop_in(tmp_path):
         "  b: AssertionError: x",
         "1 tests fail with torch's class here",
     ]
+
+
+def test_a_soak_over_a_hub_finds_what_grows_and_what_differs(tmp_path):
+    soak = program("hub_soak")
+    process = soak.Process("hub", [], tmp_path / "out")
+    process.samples = [(0.0, 100_000, 3, 8)] * 10 + [(0.0, 104_000, 3, 8)] * 10
+    assert process.verdict() == ""
+    process.samples += [(0.0, 106_000, 4, 9)] * 5
+    assert process.verdict() == "memory from 100.0 to 106.0 MB, threads from 3 to 4, descriptors from 8 to 9"
+    found = soak.Soak.__new__(soak.Soak)
+    found.hashes, found.problems = {}, []
+    found._compare("a", 20, "same")
+    found._compare("b", 20, "same")
+    assert found.problems == []
+    found._compare("c", 20, "other")
+    assert found.problems == ["step 20: the parameters of c differ from those of a, b"]
+
+
+def test_a_load_of_a_hub_moves_what_it_says(tmp_path):
+    size = program("hub_size")
+    empty, memory, each, whole = size.measure(2, 0.2)
+    assert 0 < empty <= memory
+    assert 0 < each < whole

@@ -56,3 +56,30 @@ def test_a_site_that_was_killed_returns_into_the_run(tmp_path):
     undisturbed = [trained(tmp_path / str(seed), seed=seed)[1]["a"]["best"] for seed in range(3)]
     spread = max(undisturbed) - min(undisturbed)
     assert abs(first["best"] - statistics.mean(undisturbed)) <= max(2 * spread, 0.02)
+
+
+def test_a_site_returns_into_local_steps(tmp_path):
+    run, results = trained(tmp_path, "c", mode="localsgd")
+    first, *others = results.values()
+    assert first["step"] == 32
+    for other in others:
+        assert (other["digest"], other["step"]) == (first["digest"], first["step"])
+    lines = {name: run.lines(name) for name in NAMES}
+    assert all(sorted(lines[name]) == list(range(1, 33)) for name in "abd")
+    returned = [step for step in lines["c"] if step > 12]
+    assert len(returned) > 5, "the site has come back too late to tell"
+    for step, line in lines["c"].items():
+        for what in ("lr", "epoch", "reduction"):
+            assert line[what] == lines["a"][step][what], (step, what)
+    agreed = {step: line for step, line in lines["a"].items() if line["agreements"] == line["before"] + 1}
+    assert len(agreed) >= 5
+    for step, line in agreed.items():
+        for name in "bcd":
+            other = lines[name].get(step)
+            if other is not None and NAMES.index(name) in line["present"]:
+                assert (other["digest"], other["present"]) == (line["digest"], line["present"]), (step, name)
+    assert [0, 1, 3] in [line["present"] for line in agreed.values()]
+    assert lines["a"][32]["present"] == [0, 1, 2, 3]
+    for step, loss in results["c"]["evaluations"].items():
+        if int(step) > min(returned):
+            assert loss == first["evaluations"][step]

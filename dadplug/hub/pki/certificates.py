@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timedelta, timezone
 
 from ...errors import KitError
+from .passphrases import find_passphrase, is_encrypted
 from .project import HUB, ip_address
 
 try:
@@ -27,6 +28,7 @@ Certificate = x509.Certificate
 # A machine whose clock is behind accepts a new certificate nevertheless.
 CLOCK_SKEW = timedelta(hours=1)
 _HASH = hashes.SHA256()
+AUTHORITY_SUFFIX = " authority"  # of the common name of a project's authority
 
 
 def new_key() -> Key:
@@ -34,25 +36,31 @@ def new_key() -> Key:
     return ec.generate_private_key(ec.SECP256R1())
 
 
-def key_to_pem(key: Key) -> bytes:
-    """Return a private key in PEM (PKCS 8, without a password)."""
+def key_to_pem(key: Key, passphrase: bytes | None = None) -> bytes:
+    """Return a private key in PEM (PKCS 8), encrypted if there is a passphrase."""
     form = serialization.PrivateFormat.PKCS8
-    return key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
+    encryption: serialization.KeySerializationEncryption = serialization.NoEncryption()
+    if passphrase is not None:
+        encryption = serialization.BestAvailableEncryption(passphrase)
+    return key.private_bytes(serialization.Encoding.PEM, form, encryption)
 
 
 def key_from_pem(pem: bytes, place: str) -> Key:
-    """Return a private key of this module's kind.
+    """Return a private key of this module's kind; its passphrase, if it has one, is that of `find_passphrase`.
 
     Args:
         pem: content of the file.
         place: the file, for messages.
 
     Raises:
-        KitError: if it is something else.
+        KitError: if it is something else, or the passphrase is wrong or missing.
     """
+    passphrase = find_passphrase(place) if is_encrypted(pem) else None
     try:
-        key = serialization.load_pem_private_key(pem, None)
+        key = serialization.load_pem_private_key(pem, passphrase)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        if passphrase is not None:
+            raise KitError(f"{place} cannot be decrypted: the passphrase is wrong, or the file is damaged") from error
         raise KitError(f"{place} is not a private key: {error}") from error
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise KitError(f"{place} is not a key on an elliptic curve")
@@ -107,6 +115,23 @@ def certified_name(document: Certificate | x509.CertificateSigningRequest) -> st
     return names[0].value
 
 
+def issuer_of(content: bytes) -> tuple[str, str]:
+    """Return the names of issuer and subject of a certificate: the common name, or all of the name without one.
+
+    Args:
+        content: the certificate, in DER.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    certificate = x509.load_der_x509_certificate(content)
+    issuer, subject = (
+        next((str(each.value) for each in name.get_attributes_for_oid(NameOID.COMMON_NAME)), name.rfc4514_string())
+        for name in (certificate.issuer, certificate.subject)
+    )
+    return issuer, subject
+
+
 def make_authority(project: str, key: Key, begin: datetime, end: datetime) -> Certificate:
     """Return the certificate of a project's authority, signed by itself.
 
@@ -116,7 +141,7 @@ def make_authority(project: str, key: Key, begin: datetime, end: datetime) -> Ce
         begin: start of validity; `CLOCK_SKEW` is subtracted.
         end: end of validity.
     """
-    name = _name(project, f"{project} authority")
+    name = _name(project, f"{project}{AUTHORITY_SUFFIX}")
     return _builder(name, name, key.public_key(), begin, end, authority=True).sign(key, _HASH)
 
 

@@ -22,6 +22,7 @@ from .certificates import (
     read_revocation_list,
 )
 from .files import CA, CERTIFICATE, KEY, NEXT_KEY, POLICY, REVOKED, ROSTER, read_file
+from .passphrases import CREDENTIALS
 from .project import HUB, Policy, Roster
 
 
@@ -82,7 +83,7 @@ class Kit:
         if name != HUB:
             roster.slot(name)
         revoked, _ = read_revocation_list(read_file(folder / REVOKED), authority, str(folder / REVOKED))
-        allowed = Policy() if name == HUB else Policy.load(folder / POLICY)
+        allowed = Policy() if name == HUB else Policy.load(_policy_file(folder))
         return cls(
             folder, name, roster, authority, certificate, find_key(folder, certificate), frozenset(revoked), allowed
         )
@@ -229,20 +230,34 @@ def _with_roster(kit: Kit) -> Kit:
     return replace(kit, roster=roster)
 
 
+def _policy_file(folder: Path) -> Path:
+    """Return the path of a kit's policy, which is a credential of systemd where this user cannot read the kit's."""
+    credential = Path(os.environ.get(CREDENTIALS, "")) / POLICY
+    own = folder / POLICY
+    return credential if own.exists() and not os.access(own, os.R_OK) and credential.is_absolute() else own
+
+
 def find_key(folder: Path, certificate: Certificate) -> Path:
-    """Return the path of the key in a kit that fits its certificate.
+    """Return the path of the key that fits the certificate of a kit: in the kit, or a credential of systemd.
 
     Raises:
         KitError: if there is none, or other users can read it.
     """
-    paths = [folder / name for name in (KEY, NEXT_KEY) if (folder / name).exists()]
+    paths = [folder / name for name in (KEY, NEXT_KEY) if os.access(folder / name, os.R_OK)]
+    credentials = os.environ.get(CREDENTIALS)
+    if credentials and (Path(credentials) / KEY).exists():
+        paths.append(Path(credentials) / KEY)
     if not paths:
+        if (folder / KEY).exists():
+            raise KitError(f"{folder / KEY} cannot be read by this user")
         raise KitError(f"{folder / KEY} is missing: copy the certificate to where `request` made the key")
     for path in paths:
         if key_from_pem(read_file(path), str(path)).public_key() == certificate.public_key():
             break
     else:
         raise KitError(f"{paths[0]} is not the key of {folder / CERTIFICATE}")
-    if os.name == "posix" and path.stat().st_mode & 0o077:
+    # systemd gives the service's user the right to read a credential by an entry of an access control list.
+    others = 0o007 if str(path.parent) == credentials else 0o077
+    if os.name == "posix" and path.stat().st_mode & others:
         raise KitError(f"{path} can be read by other users: chmod 600 {path}")
     return path

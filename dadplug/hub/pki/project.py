@@ -6,12 +6,13 @@ import ipaddress
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from ...errors import KitError, PolicyError
 from .files import ROSTER, check_keys, read_file, read_toml
+from .proxies import DIRECT, Proxy
 
 
 class Restricted(Protocol):
@@ -34,11 +35,21 @@ class Policy:
         modes: modes that are allowed; None allows all.
         share_inputs: False requires the option `share_inputs=False`.
         encrypt_local: whether messages to a hub in the same machine are encrypted, too.
+        max_rank_share: largest number of rows that are sent of a layer, as a share of the rows of its input; 1 allows
+            all. A private gradient has no such limit.
+        require_privacy: True requires differential privacy, the option `privacy`.
+        proxy: address of the proxy that connections to the hub go through, see `dadplug.hub.pki.proxies.Proxy.parse`;
+            `dadplug.hub.pki.proxies.DIRECT` for none, and empty for that of the environment.
+        rate_limit: megabits per second that this site sends at most; None without a limit.
     """
 
     modes: tuple[str, ...] | None = None
     share_inputs: bool = True
     encrypt_local: bool = False
+    max_rank_share: float = 1.0
+    require_privacy: bool = False
+    proxy: str = field(default="", repr=False)  # may hold a password
+    rate_limit: float | None = None
 
     def check(self, options: Restricted) -> None:
         """Check the options of a reduction.
@@ -56,27 +67,64 @@ class Policy:
             raise PolicyError(
                 f"the policy of this site's kit requires share_inputs=False, got share_inputs={options.share_inputs!r}"
             )
+        if self.require_privacy and getattr(options, "privacy", None) is None:
+            raise PolicyError(
+                "the policy of this site's kit has require_privacy = true: pass privacy=DifferentialPrivacy(...) to "
+                f"dadplug.GradientReduction; mode={options.mode!r} without it is refused"
+            )
+
+    def check_rank(self, name: str, sent: int, rows: int) -> None:
+        """Check how many rows leave this site for those of a layer's input.
+
+        Args:
+            name: name of the weight.
+            sent: number of rows that would be sent.
+            rows: number of rows of the layer's input in the step.
+
+        Raises:
+            PolicyError: if these are more than the share that is allowed.
+        """
+        if sent > self.max_rank_share * rows:
+            raise PolicyError(
+                f"the policy of this site's kit has max_rank_share = {self.max_rank_share:g}: of {rows} rows of the "
+                f"layer of {name!r}, {int(self.max_rank_share * rows)} may be sent, and {sent} would be. Lower rank=, "
+                "or take a larger batch; nothing of the layer has been sent"
+            )
 
     @classmethod
     def parse(cls, table: Mapping[str, Any], place: str) -> Policy:
         """Build a policy from the entries of a TOML table.
 
         Args:
-            table: the entries `modes`, `share_inputs` and `encrypt_local`, all optional.
+            table: entries with the names of the attributes, all optional.
             place: file or table, for messages.
 
         Raises:
             KitError: if an entry is unknown or has a wrong type.
         """
-        check_keys(table, ("modes", "share_inputs", "encrypt_local"), place)
+        check_keys(table, tuple(each.name for each in fields(cls)), place)
         modes = table.get("modes")
         if modes is not None and not (isinstance(modes, list) and all(isinstance(mode, str) for mode in modes)):
             raise KitError(f'{place}: modes must be a list such as ["dsgd", "rankdad"], got {modes!r}')
-        flags = {name: table.get(name, getattr(cls, name)) for name in ("share_inputs", "encrypt_local")}
+        flag_names = ("share_inputs", "encrypt_local", "require_privacy")
+        flags = {name: table.get(name, getattr(cls, name)) for name in flag_names}
         for name, value in flags.items():
             if not isinstance(value, bool):
                 raise KitError(f"{place}: {name} must be true or false, got {value!r}")
-        return cls(None if modes is None else tuple(modes), **flags)
+        share = table.get("max_rank_share", cls.max_rank_share)
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
+            raise KitError(f"{place}: max_rank_share must be a number above 0 and up to 1, got {share!r}")
+        rate = table.get("rate_limit")
+        if rate is not None and (isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 < rate < 1e6):
+            raise KitError(f"{place}: rate_limit must be a positive number of Mbit/s, got {rate!r}")
+        proxy = check_proxy(table.get("proxy", ""), place)
+        return cls(
+            None if modes is None else tuple(modes),
+            max_rank_share=float(share),
+            proxy=proxy,
+            rate_limit=rate,
+            **flags,
+        )
 
     @classmethod
     def load(cls, path: Path) -> Policy:
@@ -105,13 +153,43 @@ class Policy:
             f"share_inputs = {str(self.share_inputs).lower()}\n"
             "# encrypt_local: true encrypts messages to a hub in the same machine, too; by default they are not.\n"
             f"encrypt_local = {str(self.encrypt_local).lower()}\n"
+            "# max_rank_share: most rows that are sent of a layer, such as 0.25 of those of its input; 1 allows all.\n"
+            f"max_rank_share = {self.max_rank_share!r}\n"
+            "# require_privacy: true refuses runs without differential privacy.\n"
+            f"require_privacy = {str(self.require_privacy).lower()}\n"
+            "# proxy: HTTP proxy on the way to the hub, http://HOST:PORT or http://USER:PASSWORD@HOST:PORT,\n"
+            '# or "direct" for none. Without this entry the environment counts: HTTPS_PROXY and NO_PROXY.\n'
+            f"{_line('proxy', self.proxy or None, 'http://proxy.example.org:3128')}"
+            "# rate_limit: megabits per second that this site sends at most; without this entry there is no limit.\n"
+            f"{_line('rate_limit', self.rate_limit, 100)}"
         )
+
+
+def _line(name: str, value: object, example: object) -> str:
+    """Return an entry of a policy file; a comment with an example if it has no value."""
+    return f"# {name} = {json.dumps(example)}\n" if value is None else f"{name} = {json.dumps(value)}\n"
+
+
+def check_proxy(value: object, place: str) -> str:
+    """Return the entry `proxy` of a file.
+
+    Raises:
+        KitError: if it is malformed.
+    """
+    if not isinstance(value, str):
+        raise KitError(f'{place}: proxy must be a text, such as "http://proxy.example.org:3128"')
+    if value not in ("", DIRECT):
+        Proxy.parse(value, place)
+    return value
 
 
 HUB = "hub"
 AUTHORITY = "authority"
 _FORMAT = 1
-_ENTRIES = ("name", "hub", "sites", "hub_at", "sealed", "hub_names", "days", "authority_days", "own_keys", "policy")
+_ENTRIES = (
+    *("name", "hub", "sites", "hub_at", "sealed", "hub_names"),
+    *("days", "authority_days", "own_keys", "proxy", "policy"),
+)
 _LONGEST = 48  # of a common name in a certificate: 64, with a word after it
 
 
@@ -253,21 +331,28 @@ class Project:
         for site in policies:
             roster.slot(site)
         parsed = {site: Policy.parse(entries, f"policy.{site}") for site, entries in policies.items()}
+        if proxy := check_proxy(table.get("proxy", ""), "the project"):
+            common = {site: parsed.get(site, Policy()) for site in roster.sites}
+            parsed = {site: replace(each, proxy=each.proxy or proxy) for site, each in common.items()}
         days, authority_days = table.get("days", cls.days), table.get("authority_days", cls.authority_days)
         check_days("days", days)
         check_days("authority_days", authority_days)
         return cls(roster, days, authority_days, own_keys, parsed)
 
 
-def split_address(address: str) -> tuple[str, int]:
+def split_address(address: str, name: str = "hub") -> tuple[str, int]:
     """Return host and port of HOST:PORT; an IPv6 address is in brackets.
+
+    Args:
+        address: the text.
+        name: what an error calls it.
 
     Raises:
         KitError: if it is not of this form.
     """
     found = re.fullmatch(r"(\[[^\[\]]+\]|[^:\[\]]+):(\d{1,5})", address)
     if not found or not 0 < int(found[2]) < 65536:
-        raise KitError(f"hub must be HOST:PORT, such as hub.example.org:8470 or [2001:db8::1]:8470, got {address!r}")
+        raise KitError(f"{name} must be HOST:PORT, such as hub.example.org:8470 or [2001:db8::1]:8470, got {address!r}")
     host = canonical(found[1].strip("[]"))
     _check_host(host)
     return host, int(found[2])
@@ -409,3 +494,18 @@ def check_restrictions(options: Restricted, *, sends_factors: bool) -> None:
     """
     for restrictions in _in_force:
         restrictions.check(options, sends_factors=sends_factors)
+
+
+def check_restricted_rank(name: str, sent: int, rows: int) -> None:
+    """Check how many rows leave this site for those of a layer's input, against all restrictions in force.
+
+    Args:
+        name: name of the weight.
+        sent: number of rows that would be sent.
+        rows: number of rows of the layer's input in the step.
+
+    Raises:
+        PolicyError: if these are more than one of them allows.
+    """
+    for restrictions in _in_force:
+        restrictions.policy.check_rank(name, sent, rows)

@@ -36,6 +36,7 @@ from .certificates import (
 )
 from .files import CA, CERTIFICATE, KEY, NEXT_KEY, POLICY, REVOKED, ROSTER, read_file, write_folder
 from .kits import find_key
+from .passphrases import find_passphrase, forget_passphrase, is_encrypted
 from .project import AUTHORITY, HUB, Policy, Project, Roster, canonical, check_days, check_name
 
 _ISSUED = ".issued.pem"  # SERIAL.issued.pem: the record of a certificate
@@ -419,6 +420,28 @@ def revoke(out: Path, name: str, serial: int | None = None) -> list[int]:
     return chosen
 
 
+def protect(folder: Path, passphrase: bytes | None) -> Path:
+    """Give the key of a kit or of an authority another passphrase. What uses it meanwhile is not affected.
+
+    Args:
+        folder: the folder.
+        passphrase: the passphrase; None for none.
+
+    Returns:
+        Path of the key.
+
+    Raises:
+        KitError: if there is no key, or its present passphrase is not known.
+        OSError: if it cannot be written. The old file is then as it was.
+    """
+    path = folder / KEY
+    if (folder / NEXT_KEY).exists():
+        raise KitError(f"{folder / NEXT_KEY} waits for its certificate: give the key a passphrase after the renewal")
+    write_file(path, key_to_pem(key_from_pem(read_file(path), str(path)), passphrase), PRIVATE)
+    forget_passphrase(str(path))
+    return path
+
+
 def _load_authority(out: Path, member: str = HUB) -> Authority:
     """Read the authority, and record certificates of kits which an interrupted call has made and not recorded.
 
@@ -459,7 +482,8 @@ def _write_kit(authority: Authority, folder: Path, name: str, certificate: bytes
         ROSTER: (authority.roster.to_json(), PUBLIC),
     }
     if name != HUB:
-        files[POLICY] = (authority.policy(name).text().encode(), PUBLIC)
+        policy = authority.policy(name)
+        files[POLICY] = (policy.text().encode(), PRIVATE if policy.proxy else PUBLIC)  # may hold a password
     if key is not None:
         files[KEY] = (key_to_pem(key), PRIVATE)
     write_folder(folder, files)
@@ -471,9 +495,10 @@ def _renew_with_key(authority: Authority, folder: Path, name: str, days: int, no
     if not (folder / KEY).exists():
         raise KitError(f"the key of {folder} was not made here: use `request` where it was, and `sign`")
     _finish_renewal(folder)
-    key = new_key()
+    key, path = new_key(), folder / KEY
+    passphrase = find_passphrase(str(path)) if is_encrypted(read_file(path)) else None
     certificate = authority.issue(name, key.public_key(), days, now)
-    write_file(folder / NEXT_KEY, key_to_pem(key), PRIVATE)
+    write_file(folder / NEXT_KEY, key_to_pem(key, passphrase), PRIVATE)
     write_file(folder / CERTIFICATE, certificate)
     _finish_renewal(folder)
 

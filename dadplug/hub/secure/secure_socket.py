@@ -30,6 +30,7 @@ from typing import Any
 
 from ...exchange.sockets import send_parts
 from ..wire.messages import Hello
+from .rate_limit import TokenBucket
 
 _READ_BYTES = 144 << 10  # received by one system call, at most: more than a full frame
 _RECORD_CONTENT = 1 << 14  # bytes of a full record's content
@@ -88,6 +89,10 @@ class SecureSocket:
         context: the TLS context.
         server_side: whether this end is the server.
         server_hostname: name that the server's certificate has to have, at the client.
+
+    Attributes:
+        limit: cap of what is sent, once the connection does not block; None without one.
+        held: seconds for which bytes have to wait for the cap, as of the last `flush`; 0 where they do not.
     """
 
     def __init__(
@@ -111,6 +116,8 @@ class SecureSocket:
         self._content: deque[memoryview] = deque()  # to be sent as it is
         self._arrived = self._buffer[:0]  # bytes that were not encrypted, not taken yet
         self._mark = 1  # low-water mark of the socket
+        self.limit: TokenBucket | None = None
+        self.held = 0.0
 
     def __enter__(self) -> SecureSocket:
         return self
@@ -183,12 +190,21 @@ class SecureSocket:
                 if not self._outgoing.pending:
                     return True
                 unsent = memoryview(self._outgoing.read())
+            granted, self.held = len(unsent), 0.0
+            limit = None if self._blocks else self.limit
+            if limit is not None:
+                granted = limit.take(granted)
+                if not granted:
+                    self._unsent, self.held = unsent, max(0.001, limit.delay())
+                    return False
             try:
-                count = self._socket.send(unsent)
+                count = self._socket.send(unsent[:granted])
             except BlockingIOError:
                 count = 0
+            if limit is not None:
+                limit.give_back(granted - count)
             self._unsent = unsent[count:]
-            if count < len(unsent) and not self._blocks:
+            if count < granted and not self._blocks:
                 return False
 
     def _send_content(self) -> bool:
@@ -385,6 +401,10 @@ class SecureSocket:
     def getpeercert(self) -> dict[str, Any] | None:
         """Return the certificate of the other end; see `ssl.SSLSocket`."""
         return self._tls.getpeercert()
+
+    def certificate(self) -> bytes:
+        """Return the certificate of the other end in DER, also one that was not verified; empty without one."""
+        return self._tls.getpeercert(binary_form=True) or b""
 
     def version(self) -> str | None:
         """Return the version of TLS."""

@@ -13,16 +13,22 @@ import ssl
 import time
 from typing import TYPE_CHECKING, Any
 
-from ...errors import RefusedError
-from ...exchange.handshake import explain_unresolved
+from ...errors import KitError, RefusedError
+from ...logs import escaped
+from ..pki.certificates import AUTHORITY_SUFFIX, issuer_of
 from ..pki.files import CA, CERTIFICATE, REVOKED
+from ..pki.passphrases import find_passphrase
 from ..pki.project import HUB
+from ..pki.proxies import find_proxy
+from .proxy import connect
 from .secure_socket import SecureSocket, read_exactly
 
 if TYPE_CHECKING:
     from ..pki.kits import Kit
 
 ACCEPTED = b"\0\0"
+ALPN = "dadplug"
+"""Name of the protocol in TLS (RFC 7301), by which a port can be shared with other services."""
 _LONGEST_REASON = 1000  # bytes; a longer one is cut at the hub and refused at a site
 _DRAIN = 0.2  # seconds for which the end of a refused connection is awaited
 
@@ -69,6 +75,29 @@ _VERDICTS = {
 }
 
 
+_OTHER_AUTHORITY = (18, 19, 20, 21)  # codes of verification
+_INSPECTION_SECONDS = 2.0
+
+
+def _inspector(kit: Kit, host: str, port: int) -> str:
+    """Return who has issued the certificate that an end shows which is no hub of dadplug; empty if that is not known.
+
+    A failed verification does not tell the certificate. Therefore a second connection looks at it, without a
+    certificate of this site, and sends nothing.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols([ALPN])
+    try:
+        with connect(host, port, find_proxy(kit.policy.proxy, host, port), _INSPECTION_SECONDS) as connection:
+            secure = SecureSocket(connection, context, server_hostname=host)
+            secure.do_handshake()
+            issuer, subject = issuer_of(secure.certificate())
+    except (OSError, KitError, ValueError):
+        return ""
+    return "" if subject == HUB and issuer.endswith(AUTHORITY_SUFFIX) else escaped(issuer)
+
+
 def hub_context(kit: Kit) -> ssl.SSLContext:
     """Return the TLS context of a hub, which requires certificates of its project's authority.
 
@@ -99,9 +128,11 @@ def site_context(kit: Kit) -> ssl.SSLContext:
 
 def _configured(context: ssl.SSLContext, kit: Kit) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.set_alpn_protocols([ALPN])
     context.verify_mode = ssl.CERT_REQUIRED
     context.verify_flags |= ssl.VERIFY_CRL_CHECK_LEAF | ssl.VERIFY_X509_STRICT
-    context.load_cert_chain(kit.folder / CERTIFICATE, kit.key_file)
+    path = str(kit.key_file)
+    context.load_cert_chain(kit.folder / CERTIFICATE, path, lambda: find_passphrase(path))
     context.load_verify_locations(kit.folder / CA)
     context.load_verify_locations(kit.folder / REVOKED)
     return context
@@ -152,10 +183,7 @@ def dial(kit: Kit, timeout: float, address: tuple[str, int] | None = None) -> Se
         OSError: if the hub cannot be reached, or the connection is lost.
     """
     host, port = address or kit.roster.address()
-    try:
-        connection = socket.create_connection((host, port), timeout)
-    except socket.gaierror as error:
-        raise ConnectionError(explain_unresolved(host, error)) from error
+    connection = connect(host, port, find_proxy(kit.policy.proxy, host, port), timeout)
     secure = encrypt(kit, connection, host, port)
     read_verdict(kit, secure, host, port)
     return secure
@@ -182,6 +210,14 @@ def encrypt(kit: Kit, connection: socket.socket, host: str, port: int) -> Secure
         context = site_context(kit)
         secure = SecureSocket(connection, context, server_hostname=host)
         secure.do_handshake()
+    except ssl.SSLCertVerificationError as error:
+        given_up = _given_up(secure or connection, error, host, port)
+        if error.verify_code in _OTHER_AUTHORITY and (inspector := _inspector(kit, host, port)):
+            raise RefusedError(
+                f"{host}:{port}: TLS inspection: {explain(error)}: {inspector!r} has issued it. A proxy or firewall on "
+                f"the way decrypts connections; it has to pass those to {host}:{port} on unchanged"
+            ) from error
+        raise given_up from error
     except OSError as error:
         raise _given_up(secure or connection, error, host, port) from error
     return secure

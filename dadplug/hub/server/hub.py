@@ -10,6 +10,7 @@ go to is full (`session.FULL_BYTES`). Nothing is allocated by a size that the wi
 
 from __future__ import annotations
 
+import math
 import secrets
 import selectors
 import socket
@@ -23,6 +24,7 @@ from ...logs import get_logger
 from ..pki.kits import Kit, KitWatch, renewal_warning
 from ..pki.project import HUB
 from ..secure import tls
+from ..secure.rate_limit import TokenBucket
 from ..secure.secure_socket import dial_back
 from .acceptor import Acceptor, Arrival, ClosingConnection, PendingConnection
 from .journal import Journal
@@ -48,6 +50,7 @@ class Hub:
         journal: log of who comes and goes; None to write to the standard error stream.
         grace: seconds for which a site whose connection is lost may connect again.
         encrypt_local: whether messages to sites in the same machine are encrypted, too.
+        rate_limit: megabits per second that are sent to each site at most; None without a limit.
         report: called twice a second, and at the end.
         service: service at the hub that sites open streams to, such as the sequencers of parameter servers.
 
@@ -58,6 +61,7 @@ class Hub:
         relay: sessions of the sites, and the membership.
         acceptor: connections that do not belong to a session.
         kit_problems: why parts of the changed kit are not used.
+        begun: time of its construction, on the clock of `time.monotonic`.
 
     Raises:
         KitError: if the kit is not that of a hub, is not valid now, or the address cannot be listened at.
@@ -73,6 +77,7 @@ class Hub:
         journal: Journal | None = None,
         grace: float = GRACE,
         encrypt_local: bool = False,
+        rate_limit: float | None = None,
         report: Callable[[Hub], None] = lambda hub: None,
         service: StreamService | None = None,
     ) -> None:
@@ -90,10 +95,12 @@ class Hub:
         self.address = self.acceptor.address
         self._watch = KitWatch(kit)
         self._report = report
-        self._encrypt_local = encrypt_local
+        self._encrypt_local, self._rate_limit = encrypt_local, rate_limit
+        self._limits = {} if rate_limit is None else {0: TokenBucket(rate_limit)}  # by slot
         self._pipe = WakePipe()
         self._selector.register(self._pipe, _READ)
         self.kit_problems: list[str] = []
+        self.begun = time.monotonic()
         self._masks: dict[Session, int] = {}  # of registered sessions
         self._again: set[Session] = set()  # sessions with bytes that have arrived
         self._stopped: str | None = None
@@ -130,7 +137,8 @@ class Hub:
     def _turn(self) -> None:
         """Wait for something to do, and do it."""
         ready = bool(self._again) and any(self._reads(session) for session in self._again)
-        events = self._selector.select(0 if ready else self._tick_seconds)
+        held = self._end_holds()
+        events = self._selector.select(0 if ready else min(self._tick_seconds, held))
         now = time.monotonic()
         pending: list[PendingConnection] = []
         streams: dict[HubStream, int] = {}
@@ -164,6 +172,15 @@ class Hub:
             self._tick_seconds = _SHORT_TICK if awaits else _TICK
             self._next_tick = now + self._tick_seconds
         self._update_masks()
+
+    def _end_holds(self) -> float:
+        """Let sessions send that the cap of the rate has held up; return the seconds until the next may."""
+        waits = math.inf
+        for session in self._masks if self._limits else ():
+            if session.stream is not None and session.stream.connection.held:
+                session.blocked = False
+                waits = min(waits, session.stream.connection.held)
+        return waits
 
     # Members.
 
@@ -238,7 +255,7 @@ class Hub:
             if mask == _READ and not session.blocked and not crowded and session.ended is None:
                 continue
             assert session.stream is not None
-            wanted = _WRITE if session.blocked else 0
+            wanted = _WRITE if session.blocked and not session.stream.connection.held else 0
             if session.ended is None and self.relay.readable(session):
                 wanted |= _READ
             if wanted != mask:
@@ -273,6 +290,8 @@ class Hub:
         connection = arrival.stream.connection
         if not self._encrypt_local and (local := dial_back(connection, arrival.hello)) is not None:
             connection.continue_over(local)
+        if self._rate_limit is not None:
+            connection.limit = self._limits.setdefault(session.slot, TokenBucket(self._rate_limit))
         session.attach(arrival.stream, welcome, now)
         session.expires = arrival.expires
         self._masks[session] = _READ

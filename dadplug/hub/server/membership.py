@@ -23,7 +23,8 @@ hence any member can send the state of the last closed step until the open one c
 does. Others wait for the state to arrive also with late="skip": a joiner that never caught up would join for ever.
 
 **Late sites.** With late="skip", a training step closes without a member that has not ended it after `patience` times
-the median step. That member ends the step later, and the steps that have been closed since, until it has caught up.
+the median step, or, with a patience of 0, `site_timeout` after the first member has ended it. That member ends the step
+later, and the steps that have been closed since, until it has caught up.
 Once it has missed a step, others wait for it again only after it has ended one, so that a site that hangs costs them
 one step's patience. Contributors are the members that have ended the step in time; one that is behind by `max_lag`
 steps is dropped. Collectives wait for all members. A step in which all contributors are idle waits, too: the data of
@@ -138,6 +139,11 @@ class StepTimes:
     def known(self) -> bool:
         """Whether enough steps have been timed to know when one is late."""
         return len(self._durations) >= _MEDIAN_NEEDS
+
+    @property
+    def median(self) -> float | None:
+        """Median seconds of the last steps whose time counts; None before there is one."""
+        return statistics.median(self._durations) if self._durations else None
 
     def late_at(self, patience: float) -> float:
         """Return when members that have not ended the open step are late.
@@ -318,6 +324,11 @@ class Membership:
                 self._drop(slot, f"alive, but has {what} for {self._rules.progress_timeout:g} s")
         return self._advance(now)
 
+    @property
+    def step_seconds(self) -> float | None:
+        """Median seconds of the last steps; None before one has closed."""
+        return self._times.median
+
     # What follows
 
     def _drop(self, slot: int, reason: str) -> None:
@@ -402,7 +413,7 @@ class Membership:
         """Return whether the open step can close without its late members once they are late."""
         return (
             self._rules.late == "skip"
-            and self._times.known
+            and (self._times.known or not self._rules.patience)
             and self.round is not RoundKind.COLLECTIVE
             and any(not self._sites[slot].idle for slot in ended)
         )
@@ -412,7 +423,13 @@ class Membership:
         if self.round is RoundKind.FURTHER:
             return any(not self.behind(slot) for slot in missing)
         awaited = any(self._sites[slot].awaited for slot in missing)
-        return awaited and now < self._times.late_at(self._rules.patience)
+        return awaited and now < self._late_at()
+
+    def _late_at(self) -> float:
+        """Return when members that have not ended the open step are late."""
+        if self._rules.patience:
+            return self._times.late_at(self._rules.patience)
+        return self._times.first_end + self._rules.site_timeout
 
     def _progress_deadline(self, slot: int) -> float | None:
         """Return when a participant is lost though it is alive; None while no site waits for it."""

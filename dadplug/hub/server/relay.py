@@ -37,6 +37,7 @@ from ..wire.messages import (
     Report,
     Resume,
     Skip,
+    Spent,
     Start,
     Welcome,
     pack_control,
@@ -76,6 +77,8 @@ class Relay:
         sessions: sessions by channel and slot.
         run: the run that goes on, or starts next, of the first sites of the roster.
         crowded: whether some frames may not be read, since queues are full.
+        status: the hub's status as of its last report, which sites may ask for.
+        spent: what training has cost the records of sites, by slot, as they have last said.
     """
 
     def __init__(
@@ -93,6 +96,8 @@ class Relay:
         self.sessions: dict[tuple[str, int], Session] = {}
         self.run = Run(names, site_timeout, life, now, journal)
         self.crowded = False
+        self.status: dict[str, Any] = {}
+        self.spent: dict[int, Spent] = {}
         self._site_timeout, self._grace, self._streams = site_timeout, grace, streams
         # Messages to sites that have not opened the channel "parameters", by slot; None for those that have closed it.
         self._early: dict[int, SendQueue | None] = {}
@@ -380,7 +385,7 @@ class Relay:
         elif session.channel == "store":
             self._serve(session, bytes(body))
         elif session.channel == "check":
-            for answer in session.check.handle(head, body):
+            for answer in session.check.handle(head, body, self.status):
                 session.send(answer)
         elif head.kind is Kind.MESSAGE:
             self._pass_on(session, head, body)
@@ -455,6 +460,8 @@ class Relay:
         message = read_control(body, len(self.roster))
         if isinstance(message, Leave):
             self.drop(session, message.reason, now)
+        elif isinstance(message, Spent) and session.channel == "training":
+            self.spent[session.slot] = message
         elif isinstance(message, Report) and session.channel == "training":
             if self._recovery is not None:
                 self._recovery.report(session, message)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ...errors import FrameError, RefusedError
 from ..check import CheckHandler
-from ..wire.messages import HEAD_BYTES, VERSION, Head, Hello, Kind, Welcome, pack_control
+from ..wire.messages import HEAD_BYTES, OLDEST_VERSION, VERSION, Head, Hello, Kind, Welcome, pack_control
 from ..wire.streams import HUB_SLOT, NumberedStream, PackedFrame, Stream
 
 FULL_BYTES = 8 << 20  # unsent bytes of a queue at which those who fill it are no longer read
@@ -58,6 +58,7 @@ class Session(NumberedStream):
         recovers: whether it took part in a run when it connected.
         serial: serial number of its certificate.
         release: version of dadplug at the site.
+        version: version of the protocol that it speaks.
         sites: number of sites that it knows, with which it can train.
         world_size: number of sites of the project.
         check: the hub's part in a check of the site, on the channel for it.
@@ -79,7 +80,7 @@ class Session(NumberedStream):
         super().__init__(slot)
         self.name, self.serial = name, serial
         self.channel, self.instance = hello.channel, hello.instance
-        self.release = hello.release
+        self.release, self.version = hello.release, hello.version
         self.rival = 0, now
         self.waits = self.ready = False
         self.offer = b""
@@ -239,9 +240,11 @@ def check_hello(hello: Hello) -> None:
     Raises:
         RefusedError: if the site speaks another version of the protocol, or wants an unknown channel.
     """
-    if hello.version != VERSION:
+    if not OLDEST_VERSION <= hello.version <= VERSION:
+        first = "the hub" if hello.version > VERSION else "this site"
         raise RefusedError(
-            f"this site speaks version {hello.version} of the protocol, the hub version {VERSION}: upgrade one"
+            f"this site speaks version {hello.version} of the protocol, the hub version {VERSION} and with sites also "
+            f"{OLDEST_VERSION}: upgrade {first} (the hub goes first, then the sites)"
         )
     if hello.channel not in _ALLOWED:
         raise RefusedError(f"unknown channel {hello.channel!r}")

@@ -1,4 +1,4 @@
-"""Status of the hub: which sites are here, the step, rates and who is late, as JSON and as a table."""
+"""Status of the hub: which sites are here, the step, rates and which site is late, as JSON and as a table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from ...files import write_file
 from ..pki.kits import RENEW, SOON_DAYS, days_left
 from ..pki.project import HUB
 from .hub import Hub
+from .journal import Journal, JournalFile
 from .membership import Phase
+from .metrics import MetricsServer
 from .relay import Relay
 
 _LATE_SECONDS = 1.0  # without a frame
@@ -24,9 +26,14 @@ _RATE_SECONDS = 1.0  # at least, over which rates are measured
 
 
 class Meter:
-    """Rates by site, from numbers of bytes."""
+    """Rates by site, from numbers of bytes.
+
+    Attributes:
+        totals: bytes from and to each site in all of its sessions, as of the last measurement.
+    """
 
     def __init__(self) -> None:
+        self.totals: list[tuple[int, int]] = []
         self._since = -math.inf  # the last measurement
         self._before: dict[int, tuple[int, int]] = {}  # bytes from and to each session until then, by identity
         self._rates: list[tuple[float, float]] = []
@@ -46,7 +53,10 @@ class Meter:
                 sums[session.slot][1] += max(0, session.bytes_out - sent)
             took, self._since = now - self._since, now
             self._rates = [(up / took, down / took) for up, down in sums]
+            before = self.totals + [(0, 0)] * (len(sums) - len(self.totals))
+            self.totals = [(ups + up, downs + down) for (ups, downs), (up, down) in zip(before, sums)]
             self._before = {id(each): (each.bytes_in, each.bytes_out) for each in relay.sessions.values()}
+        self.totals += [(0, 0)] * (len(relay.roster) - len(self.totals))  # sites may have been added since
         return self._rates + [(0.0, 0.0)] * (len(relay.roster) - len(self._rates))
 
 
@@ -79,6 +89,7 @@ def snapshot(hub: Hub, meter: Meter) -> dict[str, Any]:
     sites = []
     for slot, name in enumerate(relay.roster):
         session = relay.sessions.get(("training", slot))
+        spent = relay.spent.get(slot)
         sites.append(
             {
                 "name": name,
@@ -88,17 +99,24 @@ def snapshot(hub: Hub, meter: Meter) -> dict[str, Any]:
                 "connected_seconds": round(now - session.created, 1) if session else 0.0,
                 "bytes_per_second_from": round(rates[slot][0]),
                 "bytes_per_second_to": round(rates[slot][1]),
+                "bytes_from": meter.totals[slot][0],
+                "bytes_to": meter.totals[slot][1],
                 "late_seconds": round(late.get(slot, 0.0), 1),
                 "certificate_days": days_left(session.expires) if session and session.expires else None,
+                "epsilon": f"{spent.epsilon:.4g}" if spent else None,  # as text: JSON has no infinity
+                "delta": spent.delta if spent else None,
                 "missed_steps": relay.run.missed.counts[slot] if slot < len(relay.run.names) else 0,
             }
         )
     return {
         "project": kit.roster.project,
+        "version": sys.modules[__name__.partition(".")[0]].__version__,
+        "up_seconds": round(now - hub.begun, 1),
         "address": f"{hub.address[0]}:{hub.address[1]}",
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "started": relay.run.membership.started,
         "step": relay.run.membership.step,
+        "step_seconds": relay.run.membership.step_seconds,
         "waiting": relay.run.pause,
         "refused": hub.acceptor.refused,
         "certificate_days": days_left(kit.certificate.not_valid_after_utc),
@@ -106,6 +124,15 @@ def snapshot(hub: Hub, meter: Meter) -> dict[str, Any]:
         "sites": sites,
         "journal": list(hub.journal.recent),
     }
+
+
+def for_sites(status: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a status that sites may read: neither the journal, with addresses of strangers, nor the kit.
+
+    Args:
+        status: what `snapshot` has returned.
+    """
+    return {name: value for name, value in status.items() if name not in ("journal", "kit_problems", "refused")}
 
 
 def _state(relay: Relay, slot: int) -> str:
@@ -135,6 +162,8 @@ def table(status: dict[str, Any]) -> list[str]:
         late = f"{site['late_seconds']:.0f} s" if site["late_seconds"] else ""
         if site["missed_steps"]:
             late += f"{', ' * bool(late)}{site['missed_steps']} steps missed"
+        if site.get("epsilon"):
+            late += f"{', ' * bool(late)}epsilon {site['epsilon']}, delta {site['delta']:g}"
         lines.append(
             f"{site['name']:{width}}  {site['state']:12}  {site['step']:8}  {up:9.2f}  {down:9.2f}  {late}".rstrip()
         )
@@ -209,3 +238,60 @@ class StatusFile:
             if not self._failed:
                 self._complain(f"the status cannot be written to {self._path}: {error}")
             self._failed = True
+
+
+class Outputs:
+    """Outputs of a hub: the terminal, files, metrics for Prometheus, and the status that sites may ask for.
+
+    Args:
+        journal: file that lines of the journal are appended to, too.
+        status: file for the status as JSON.
+        metrics: host and port to serve metrics at.
+        log_format: "text" or "json", for the lines.
+        log_level: least level of the lines.
+
+    Attributes:
+        journal: the journal.
+
+    Raises:
+        KitError: if metrics cannot be served.
+        OSError: if the file of the journal cannot be opened.
+    """
+
+    def __init__(
+        self,
+        journal: Path | None,
+        status: Path | None,
+        metrics: tuple[str, int] | None,
+        log_format: str,
+        log_level: str,
+    ) -> None:
+        self._terminal, self._meter = Terminal(), Meter()
+        self._file = None if journal is None else JournalFile(journal, self._terminal.write_line)
+        self.journal = Journal(self._write_line, log_format == "json", log_level)
+        self._status = None if status is None else StatusFile(status, self.journal.write)
+        self._metrics = None if metrics is None else MetricsServer(metrics)
+        if self._metrics is not None:
+            self.journal.write("metrics at http://{}:{}/metrics".format(*self._metrics.address))
+
+    def _write_line(self, line: str) -> None:
+        self._terminal.write_line(line)
+        if self._file is not None:
+            self._file.write_line(line)
+
+    def report(self, hub: Hub) -> None:
+        """Show the status of a hub."""
+        status = snapshot(hub, self._meter)
+        hub.relay.status = for_sites(status)
+        self._terminal.show(status)
+        if self._status is not None:
+            self._status.write(status)
+        if self._metrics is not None:
+            self._metrics.show(status)
+
+    def close(self) -> None:
+        """Close the file, and stop serving metrics."""
+        if self._metrics is not None:
+            self._metrics.close()
+        if self._file is not None:
+            self._file.close()

@@ -18,13 +18,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 
-from ...errors import FrameError, MismatchError, RefusedError, SealingError, SiteError, TryAgainError
+from ...errors import FrameError, MismatchError, ProxyError, RefusedError, SealingError, SiteError, TryAgainError
 from ...exchange.deadline import Deadline
 from ...exchange.handshake import close_in_children
 from ...exchange.sockets import WakePipe
 from ...logs import Troubles, get_logger
 from ..pki.kits import Kit
 from ..secure import tls
+from ..secure.rate_limit import site_bucket
 from ..secure.secure_socket import LocalDoor, SecureSocket, open_door
 from ..wire.messages import (
     FRESH,
@@ -346,7 +347,9 @@ class HubConnection(ABC):
         """Wait for a short time until something can be sent, or so many bytes received."""
         with self.lock:
             self._end_silence()
-            connection, events = self._connection, select.POLLIN | select.POLLOUT * self._frames.blocked
+            connection = self._connection
+            held = 0.0 if connection is None else connection.held
+            events = select.POLLIN | select.POLLOUT * (self._frames.blocked and not held)
             self._frames.expect(nbytes)
         if connection is None:
             time.sleep(0.005)
@@ -354,7 +357,7 @@ class HubConnection(ABC):
         poll = select.poll()
         with suppress(OSError, ValueError):  # closed meanwhile
             poll.register(connection, events)
-            poll.poll(1e3 * _POLL_SECONDS)
+            poll.poll(1e3 * (min(held, _POLL_SECONDS) if held else _POLL_SECONDS))
 
     def _end_silence(self) -> None:
         """Give the TCP connection up if nothing has arrived for too long."""
@@ -435,7 +438,12 @@ class HubConnection(ABC):
             release=release,
             sites=self.world_size,
         )
-        connection = tls.dial(self.kit, seconds, self.address)
+        try:
+            connection = tls.dial(self.kit, seconds, self.address)
+        except ProxyError as error:
+            if error.lasting and self._thread is None:  # later on, a proxy may be in repair
+                raise RefusedError(str(error)) from error
+            raise
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with ExitStack() as opened:
@@ -460,6 +468,7 @@ class HubConnection(ABC):
         # A dead link is left before the hub gives this site up.
         self._silence = max(_SHORTEST_SILENCE, welcome.timeout_ms / 2e3)
         connection.give_up_after(self._silence)
+        connection.limit = site_bucket(str(self.kit.folder), self.kit.policy.rate_limit)
         self._heard = time.monotonic()
         self._connection, self.outage = connection, ""
         self._troubles.end(self.hub, f"{self.hub} is connected again")
@@ -483,11 +492,14 @@ class HubConnection(ABC):
             if connection is None:
                 self._redial(REDIAL_SECONDS, self._lost_at, (OSError,))
                 continue
-            ready = self._poll(ping.left)
+            held = connection.held  # bytes wait for the cap of the rate
+            ready = self._poll(min(held, ping.left) if held else ping.left)
             with self.lock:
                 if self._connection is None:
                     continue
                 self.serve(ready)
+                if held and not self._waiting:
+                    self._flush_or_disconnect()
                 if ping.over:
                     ping = Deadline(_PING_SECONDS)
                     self._troubles.remind()
@@ -509,7 +521,7 @@ class HubConnection(ABC):
         assert self._connection is not None
         events = getattr(select, "POLLRDHUP", 0)
         if not self._waiting:
-            events |= select.POLLOUT * self._frames.blocked
+            events |= select.POLLOUT * (self._frames.blocked and not self._connection.held)
             events |= select.POLLIN * (self.expects() > KERNEL_BYTES)
             self._frames.expect(1)
         return {self._connection.fileno(): events}

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import socket
 from abc import abstractmethod
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from ...exchange.failure_reports import PeerNames, watch_exit
 from ...exchange.framing import bytes_of
 from ...exchange.traffic import Traffic
 from ...exchange.transport import Gather, PendingSum, Requirements, StreamToHub, Transport
-from ..wire.messages import CODES, Kind, RoundKind
+from ..wire.messages import CODES, Kind, RoundKind, Spent
 from .inbox import Incoming
 from .link import CHANNEL_BITS, HubLink
 from .tunnel import check_tunnel, stream_to_hub, tunnel_of
@@ -158,7 +159,8 @@ class CollectiveTransport(Transport):
         lengths = [int(size) for size in (sizes.wait() if self._in_step else sizes.collect())]
         check_lengths(lengths)
         gather = self.gather_once(lengths, torch.uint8)
-        gather.payload.copy_(torch.frombuffer(bytearray(b"\0" + own), dtype=torch.uint8))
+        if lengths[self.rank]:  # else nothing that this site sends counts
+            gather.payload.copy_(torch.frombuffer(bytearray(b"\0" + own), dtype=torch.uint8))
         gather.launch()
         self.close_round()
         payloads = gather.wait()
@@ -212,6 +214,10 @@ class HubTransport(CollectiveTransport):
 
     def end_step(self) -> None:
         self.link.end_step()
+
+    def show_epsilon(self, epsilon: float, delta: float) -> None:
+        with suppress(SiteError):  # the training has ended
+            self.link.post_control(Spent(epsilon, delta))
 
     def next_collective(self) -> int:
         """Return the number of an exchange that takes place once."""
@@ -411,6 +417,14 @@ class ElasticTransport(HubTransport):
     @property
     def behind(self) -> bool:
         return self.link.rounds.behind
+
+    @property
+    def gone(self) -> Mapping[int, str]:
+        return dict(self.link.gone)
+
+    @property
+    def position(self) -> int:
+        return self.link.step
 
     @property
     def left_out(self) -> frozenset[int]:

@@ -160,7 +160,9 @@ CODES = {
 }
 DTYPES = {code: dtype for dtype, code in CODES.items()}
 
-VERSION = 7
+VERSION = 8
+OLDEST_VERSION = 7
+"""Oldest version of sites that this hub serves. Since 8 a hub answers requests for its status, and takes `Spent`."""
 _LONGEST_TEXT = 2000  # characters
 
 
@@ -206,7 +208,8 @@ class Rules:
     Attributes:
         min_sites: number of sites below which no step closes.
         late: "wait": every member's END is waited for; "skip": a late member misses the step and stays a member.
-        patience: with "skip", how many times the median step a member may take.
+        patience: with "skip", how many times the median step a member may take; 0: until `site_timeout` after the first
+            one.
         site_timeout: seconds without any bytes after which a site counts as lost.
         progress_timeout: seconds for which others wait for a site that is alive and does not get on.
         max_lag: with "skip", number of steps by which a member may be behind.
@@ -227,8 +230,8 @@ class Rules:
             raise ValueError(f"min_sites={self.min_sites}: at least one site has to stay")
         if self.late not in ("wait", "skip"):
             raise ValueError(f"late={self.late!r}: choose 'wait' or 'skip'")
-        if not self.patience > 1:
-            raise ValueError(f"patience={self.patience}: it has to exceed 1, the median step")
+        if self.patience and not self.patience > 1:
+            raise ValueError(f"patience={self.patience}: it has to exceed 1, the median step, or be 0")
         for name in ("site_timeout", "progress_timeout", "max_lag"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)}: it has to be positive")
@@ -540,13 +543,25 @@ class Exclude:
     reason: str
 
 
+class Spent(NamedTuple):
+    """What a site's training has cost its records so far, for the status.
+
+    Attributes:
+        epsilon: the epsilon of differential privacy; infinity for steps without noise.
+        delta: the delta.
+    """
+
+    epsilon: float
+    delta: float
+
+
 # Names on the wire: versions that differ still understand each other's `Hello` and `Refuse`.
 _NAMES: dict[str, tuple[Any, ...]] = {
     "dadplug.hub.actions": (
         *(Accept, Refuse, Start, Grow, Join, SendState, Drop, Close, Pause, Resume),
         Position,
     ),
-    "dadplug.hub.frames": (Hello, Welcome, Joined, Leave),
+    "dadplug.hub.frames": (Hello, Welcome, Joined, Leave, Spent),
     "dadplug.hub.restart_messages": (Report, Repeat, Continue),
     "dadplug.hub.key_messages": (KeyMessage, Exclude),
     "dadplug.exchange.requirements": (Requirements,),
@@ -564,7 +579,7 @@ def pack_control(message: Any, slot: int) -> bytes:
     """Return the frame of a control message.
 
     Args:
-        message: an action, or `Hello`, `Joined` or `Leave`.
+        message: an action, or `Hello`, `Joined`, `Leave` or `Spent`.
         slot: slot of the sender; of any site where the hub sends.
 
     Raises:
@@ -616,6 +631,8 @@ def _fits(value: Any, hint: Any, end: int = 1 << 63) -> bool:
     """Return whether a field has the type of its hint, and its numbers are below an end."""
     if hint is int:
         return type(value) is int and 0 <= value < end
+    if hint is float:
+        return type(value) is float and value >= 0
     if hint is str:
         return type(value) is str and len(value) <= _LONGEST_TEXT
     if hint is bytes:

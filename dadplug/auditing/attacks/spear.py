@@ -1,0 +1,196 @@
+"""Exact separation of the rows behind a ReLU (SPEAR, arXiv:2403.03945).
+
+With ``G = L R`` of rank b there is a matrix Q with ``D^T = L Q`` and ``A = Q^-1 R``. Behind a ReLU the columns of D^T
+have zeros, one for each inactive neuron. So: draw b - 1 rows of L, find the vector q that they are orthogonal to, and
+keep it if L q has many more zeros than these. It is a column of Q then, up to its scale, which does not change a
+picture; with a bias, ``grad b = D^T 1`` gives the scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from ..capture import LayerView, Observation
+from ..similarity import matched
+from .base import Attack, Budget, Result, register_attack
+from .rows import chance_of_rows, row_result
+from .span import singular, why_not_mixed
+
+MOST_ROWS = 24
+"""Rows up to which the attack is tried: the draws that it takes double with each row."""
+
+_DRAWS = 4096  # at a time
+_ZERO = 1e-3  # cosine up to which a neuron counts as inactive
+_SURPLUS = 0.05  # of the neurons: zeros beyond those that were drawn
+_KEPT = 32  # draws of each round that are looked at, those with most zeros
+_SAME = 0.9999  # cosine of equal directions
+_AGREES = 0.97  # share of neurons whose activity recovered inputs explain
+_ROUNDS = 400
+_UNIQUE = 1e-5  # least eigenvalue, of the largest, from which a direction is determined
+
+
+@register_attack("spear")
+class Spear(Attack):
+    """Exact rows of a linear layer that a ReLU follows, from its gradient or factors of it."""
+
+    source = "arXiv:2403.03945"
+    share = 0.15
+    slow = True
+
+    def applies(self, seen: Observation, view: LayerView | None) -> str:
+        assert view is not None
+        if view.sends_rows:
+            return "the rows themselves are sent"
+        if reason := why_not_mixed(view):
+            return reason
+        if not view.fed_by_data:
+            return "the layer's input is not data"
+        if view.rows > MOST_ROWS:
+            return f"more than {MOST_ROWS} rows"
+        if view.rows > 1 and not any(isinstance(module, nn.ReLU) for module in seen.batch.model.modules()):
+            return "" if uses_function(seen.batch.model) else "the model has no ReLU"
+        return ""
+
+    def run(self, seen: Observation, view: LayerView | None, budget: Budget) -> Result:
+        assert view is not None
+        u, values, v = singular(view)
+        truth = view.rows_of_truth()
+        mixed = values[:, None] * v
+        directions, exact = find_directions(u, budget, lambda found: _agreement(view, u, mixed, found) >= _AGREES)
+        note = (
+            "" if exact else f"{len(directions)} of {len(v)} directions found, which do not explain the layer's outputs"
+        )
+        found = rows_of(view, u, mixed, directions) if len(directions) == len(v) else v[:0]
+        best, scores = matched(found, truth)
+        result = row_result(self.name, seen, view, best, scores, chance_of_rows(len(v), truth.shape[1]), note)
+        if not len(found):
+            result.pictures = result.psnr = result.ssim = None
+        return result
+
+
+def rows_of(view: LayerView, u: Tensor, mixed: Tensor, directions: Tensor) -> Tensor:
+    """Return the rows of the layer's inputs that follow from all directions, in the right scale if there is a bias.
+
+    Args:
+        view: the layer.
+        u: L of shape (out, b).
+        mixed: R of shape (b, in).
+        directions: the columns of Q, as rows of shape (b, b).
+    """
+    if not len(directions):
+        return mixed
+    found: Tensor = torch.linalg.lstsq(directions.T, mixed).solution
+    if view.bias is None:
+        return found
+    scale = torch.linalg.lstsq(u @ directions.T, view.bias.double()[:, None]).solution[:, 0]
+    scaled: Tensor = found / torch.where(scale.abs() < 1e-12, torch.ones_like(scale), scale)[:, None]
+    return scaled
+
+
+def _agreement(view: LayerView, u: Tensor, mixed: Tensor, directions: Tensor) -> float:
+    """Return the share of neurons whose activity by recovered inputs fits recovered deltas, of the worst sample."""
+    weight = view.weight.double()
+    bias = getattr(view.module, "bias", None)
+    found = rows_of(view, u, mixed, directions)
+    outputs = found @ (weight if view.transposed else weight.T)
+    if isinstance(bias, Tensor):
+        outputs = outputs + bias.detach().double()
+    deltas = (u @ directions.T).T
+    active = deltas.abs() > _ZERO * deltas.abs().amax(1, keepdim=True)
+    alike = ((outputs > 0) == active).double().mean(1)
+    if view.bias is None:  # the sign is not known
+        alike = torch.maximum(alike, ((outputs < 0) == active).double().mean(1))
+    return float(alike.min())
+
+
+def uses_function(model: nn.Module) -> bool:
+    """Return whether a model may call ReLU as a function, since it is not a sequence of modules alone."""
+    return any(type(module).__module__.split(".")[0] != "torch" for module in model.modules())
+
+
+def find_directions(
+    mixtures: Tensor, budget: Budget, accept: Callable[[Tensor], bool], seed: int = 0
+) -> tuple[Tensor, bool]:
+    """Find the vectors q for which ``mixtures @ q`` has many zeros.
+
+    Args:
+        mixtures: L of shape (out, b).
+        budget: time limit.
+        accept: returns whether b vectors explain what else is known.
+        seed: seed of the draws.
+
+    Returns:
+        Independent vectors, of shape (up to b, b), and whether they were accepted.
+    """
+    norms = mixtures.norm(dim=1)
+    rows = mixtures[norms > 1e-9 * norms.max().clamp_min(1e-300)]
+    rows = rows / rows.norm(dim=1, keepdim=True)
+    count = mixtures.shape[1]
+    if count == 1:
+        return torch.ones(1, 1, dtype=mixtures.dtype, device=mixtures.device), True
+    least = count - 1 + max(4, int(_SURPLUS * len(rows)))
+    generator = torch.Generator().manual_seed(seed)
+    found: list[tuple[int, Tensor]] = []
+    chosen = rows[:0]
+    if len(rows) < least:
+        return chosen, False
+    for number in budget.rounds():
+        drawn = torch.rand(_DRAWS, len(rows), generator=generator).topk(count - 1, 1).indices.to(rows.device)
+        systems = rows[drawn]
+        solution = torch.linalg.solve_ex(systems[:, :, :-1], -systems[:, :, -1:])[0][:, :, 0]
+        candidates = torch.cat([solution, torch.ones_like(solution[:, :1])], 1)
+        candidates = candidates[candidates.isfinite().all(1)]
+        candidates = candidates / candidates.norm(dim=1, keepdim=True)
+        zeros = ((candidates @ rows.T).abs() < _ZERO).sum(1)
+        candidates, zeros = candidates[zeros >= least], zeros[zeros >= least]
+        before = len(found)
+        for _ in range(_KEPT):
+            if found and len(candidates):
+                far = (candidates @ torch.stack([each for _, each in found]).T).abs().amax(1) < _SAME
+                candidates, zeros = candidates[far], zeros[far]
+            if not len(candidates):
+                break
+            place = int(zeros.argmax())
+            refined = _refined(rows, candidates[place])
+            if refined is not None and all(abs(float(refined[1] @ known)) < _SAME for _, known in found):
+                found.append(refined)
+            zeros[place] = 0
+            if int(zeros.max()) < least:
+                break
+        if len(found) > before:
+            found = sorted(found, key=lambda each: -each[0])[: _KEPT * count]
+            chosen = _independent(found, count)
+            if len(chosen) == count and accept(chosen):
+                return chosen, True
+        if number >= _ROUNDS:
+            break
+    return chosen, False
+
+
+def _refined(rows: Tensor, direction: Tensor) -> tuple[int, Tensor] | None:
+    """Return the vector that all rows with a zero are orthogonal to, and their number; None if there are several."""
+    inactive = rows[(rows @ direction).abs() < _ZERO]
+    values, vectors = torch.linalg.eigh(inactive.T @ inactive)
+    if float(values[1]) < _UNIQUE * float(values[-1]):  # also mixtures of two columns are orthogonal to them
+        return None
+    direction = vectors[:, 0]
+    return int(((rows @ direction).abs() < _ZERO).sum()), direction
+
+
+def _independent(found: list[tuple[int, Tensor]], count: int) -> Tensor:
+    """Choose up to `count` independent vectors, those with most zeros first: mixtures of two have fewer."""
+    chosen: list[Tensor] = []
+    basis: list[Tensor] = []
+    for _, direction in sorted(found, key=lambda each: -each[0]):
+        rest = direction.clone()
+        for each in basis:
+            rest = rest - (rest @ each) * each
+        if float(rest.norm()) > 1e-3:
+            chosen.append(direction)
+            basis.append(rest / rest.norm())
+        if len(chosen) == count:
+            break
+    return torch.stack(chosen) if chosen else torch.empty(0, count)

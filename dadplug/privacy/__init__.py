@@ -1,0 +1,13 @@
+"""Differential privacy of each site's records: per-sample clipping from factors, noise, and the accounting of epsilon.
+
+`DifferentialPrivacy` says how, `PrivateGradients` makes a site's gradients private before anything is sent, and
+`PoissonLoader` draws the batches that the accounting assumes. What is compressed and kept afterwards is a function of
+private numbers, which costs no privacy.
+"""
+
+from __future__ import annotations
+
+from .loader import PoissonLoader
+from .mechanism import DifferentialPrivacy, Ledger
+
+__all__ = ["DifferentialPrivacy", "Ledger", "PoissonLoader"]

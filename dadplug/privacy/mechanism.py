@@ -1,0 +1,263 @@
+"""The Gaussian mechanism of a site, and what it has spent: settings, noise, and the ledger of steps.
+
+The accountant is Opacus's, by privacy loss random variables (arXiv:2106.02848).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..signature import check_choice, number, whole_number
+
+LOSS_REDUCTIONS = ("mean", "sum")
+_SUMMED = 4  # Gaussian numbers that are added up for one with secure=True: the low bits of a single one betray others
+
+
+@dataclass(frozen=True)
+class DifferentialPrivacy:
+    """Differential privacy of the records of a site: what each of its gradients is clipped to, and its noise.
+
+    A step's gradient of a site is ``(sum of clipped gradients of its samples + noise) / expected_batch``. It is private
+    for each record of the site, against the other sites, a hub and whoever gets the model.
+
+    Attributes:
+        noise_multiplier: standard deviation of the noise, in units of `max_grad_norm`; 0 for clipping alone, which is
+            not private.
+        max_grad_norm: norm that the gradient of a sample is clipped to, over all parameters together.
+        sample_rate: probability with which a record is in a batch, as of `PoissonLoader`.
+        expected_batch: expected number of samples of a site's step, the divisor: the number of records times
+            `sample_rate`. The number that a batch has in fact stays private.
+        loss_reduction: how the loss of a batch is made of those of its samples: "mean" or "sum".
+        secure: whether noise comes from the operating system's cryptographic generator. It takes about a microsecond a
+            parameter.
+
+    Raises:
+        ValueError: if a value is out of its range.
+
+    Example:
+        >>> privacy = DifferentialPrivacy(noise_multiplier=1.1, sample_rate=0.01, expected_batch=64)
+        >>> reduction = GradientReduction(model, mode="rankdad", rank=8, privacy=privacy)
+    """
+
+    noise_multiplier: float = 1.0
+    max_grad_norm: float = 1.0
+    sample_rate: float = 0.01
+    expected_batch: int = 64
+    loss_reduction: str = "mean"
+    secure: bool = False
+
+    def __post_init__(self) -> None:
+        number("a number of at least 0", lambda value: 0 <= value < math.inf)("noise_multiplier", self.noise_multiplier)
+        number("a number above 0", lambda value: 0 < value < math.inf)("max_grad_norm", self.max_grad_norm)
+        number("a number above 0 and up to 1", lambda value: 0 < value <= 1)("sample_rate", self.sample_rate)
+        whole_number(1)("expected_batch", self.expected_batch)
+        check_choice("loss_reduction", self.loss_reduction, LOSS_REDUCTIONS)
+        if not isinstance(self.secure, bool):
+            raise ValueError(f"secure must be True or False, got {self.secure!r}")
+
+    @classmethod
+    def for_epsilon(
+        cls, epsilon: float, delta: float, sample_rate: float, steps: int, **settings: Any
+    ) -> DifferentialPrivacy:
+        """Return the settings with the least noise for which a number of steps costs at most an epsilon.
+
+        Args:
+            epsilon: the epsilon.
+            delta: the delta.
+            sample_rate: as `sample_rate`.
+            steps: number of steps.
+            settings: the other attributes.
+
+        Raises:
+            ValueError: if a value is out of its range.
+            ImportError: if Opacus is not installed.
+        """
+        number("a number above 0", lambda value: 0 < value < math.inf)("epsilon", epsilon)
+        check_delta(delta)
+        whole_number(1)("steps", steps)
+        made = cls(sample_rate=sample_rate, **settings)
+        search = _opacus("utils").get_noise_multiplier
+        noise = search(
+            target_epsilon=epsilon, target_delta=delta, sample_rate=sample_rate, steps=steps, accountant="prv"
+        )
+        return cls(**vars(made) | {"noise_multiplier": float(noise)})
+
+    @classmethod
+    def parse(cls, text: str) -> DifferentialPrivacy:
+        """Return the settings that a command line names, such as ``noise_multiplier=1.1,sample_rate=0.01``.
+
+        Args:
+            text: names and values.
+
+        Raises:
+            ValueError: if a name is unknown, or a value out of its range.
+        """
+        kinds = {name: type(value) for name, value in vars(cls()).items()}
+        given: dict[str, Any] = {}
+        for part in text.split(","):
+            name, _, value = part.strip().partition("=")
+            if name not in kinds:
+                raise ValueError(f"unknown setting {name!r} of privacy; valid ones are {', '.join(kinds)}")
+            given[name] = value == "True" if kinds[name] is bool else kinds[name](value)
+        return cls(**given)
+
+    @property
+    def deviation(self) -> float:
+        """Standard deviation of the noise in each element of a sum of gradients."""
+        return self.noise_multiplier * self.max_grad_norm
+
+
+class NoiseSource:
+    """Gaussian noise whose seed comes from the operating system, and is neither saved nor shared.
+
+    On processors the noise of the next step is drawn in a thread while the present one computes.
+
+    Args:
+        secure: whether every number comes from the operating system's cryptographic generator.
+    """
+
+    def __init__(self, secure: bool) -> None:
+        self._secure = secure
+        self._generators: dict[torch.device, torch.Generator] = {}
+        self._rooms: list[Tensor] = []  # for the noise of a step
+        self._drawing: threading.Thread | None = None
+        self._process = os.getpid()
+
+    def add(self, tensors: Sequence[Tensor], deviation: float) -> None:
+        """Add independent noise to each element of some tensors.
+
+        Args:
+            tensors: the tensors, changed in place.
+            deviation: the standard deviation.
+        """
+        if deviation == 0:
+            return
+        rooms = self._drawn(tensors)
+        for tensor, noise in zip(tensors, rooms, strict=True):
+            tensor.add_(noise, alpha=deviation)
+        if all(each.device.type == "cpu" for each in tensors):
+            self._drawing = threading.Thread(target=self._draw, name="dadplug-noise", daemon=True)
+            self._drawing.start()
+
+    def _drawn(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return noise in the shapes of tensors, which is used once."""
+        drawing, self._drawing = self._drawing, None
+        if drawing is not None and self._process == os.getpid():
+            drawing.join()
+        else:
+            drawing = None
+        if self._process != os.getpid():  # a forked process draws other noise
+            self._process, self._generators, self._rooms = os.getpid(), {}, []
+        fits = [(each.shape, each.dtype, each.device) for each in self._rooms] == [
+            (each.shape, each.dtype, each.device) for each in tensors
+        ]
+        if not fits:
+            self._rooms = [torch.empty_like(each, memory_format=torch.contiguous_format) for each in tensors]
+        if not fits or drawing is None:
+            self._draw()
+        return self._rooms
+
+    @torch.no_grad()
+    def _draw(self) -> None:
+        for room in self._rooms:
+            if self._secure:
+                room.copy_(torch.from_numpy(_secure_normal(room.numel())).view(room.shape))
+            else:
+                room.normal_(generator=self._generator(room.device))
+
+    def _generator(self, device: torch.device) -> torch.Generator:
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device)
+            self._generators[device].manual_seed(secrets.randbits(63))
+        return self._generators[device]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_secure": self._secure}  # a copy draws other noise
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(vars(NoiseSource(state["_secure"])))
+
+
+def _secure_normal(count: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Return standard normal numbers from the operating system's generator, each the sum of some (Box-Muller)."""
+    bits = np.frombuffer(os.urandom(16 * _SUMMED * count), np.uint64).reshape(2, _SUMMED, count)
+    uniform = ((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53  # inside (0, 1)
+    normal = np.sqrt(-2.0 * np.log(uniform[0])) * np.cos(2.0 * np.pi * uniform[1])
+    return np.asarray(normal.sum(0) / math.sqrt(_SUMMED))
+
+
+class Ledger:
+    """Steps that a site has made with its records, and the epsilon that they cost.
+
+    Attributes:
+        entries: noise multiplier, sample rate and number of steps, in order.
+    """
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[float, float, int]] = []
+
+    def spend(self, privacy: DifferentialPrivacy, steps: int = 1) -> None:
+        """Count steps.
+
+        Args:
+            privacy: their settings.
+            steps: their number.
+        """
+        key = privacy.noise_multiplier, privacy.sample_rate
+        if self.entries and self.entries[-1][:2] == key:
+            steps += self.entries.pop()[2]
+        self.entries.append((*key, steps))
+
+    def epsilon(self, delta: float) -> float:
+        """Return the epsilon that all steps cost together; infinity where one had no noise.
+
+        Args:
+            delta: the delta; below one over the number of records.
+
+        Raises:
+            ValueError: if it is not between 0 and 1.
+            ImportError: if Opacus is not installed.
+        """
+        check_delta(delta)
+        if not self.entries:
+            return 0.0
+        if any(noise == 0 for noise, *_ in self.entries):
+            return math.inf
+        accountant = _opacus("").PRVAccountant()
+        accountant.history = list(self.entries)
+        return float(accountant.get_epsilon(delta=delta))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the entries."""
+        return {"entries": [list(each) for each in self.entries]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from the entries of `state_dict`."""
+        self.entries = [(float(noise), float(rate), int(steps)) for noise, rate, steps in state["entries"]]
+
+
+def check_delta(delta: float) -> None:
+    """Raise ValueError if a value is no delta."""
+    number("a number above 0 and below 1", lambda value: 0 < value < 1)("delta", delta)
+
+
+def _opacus(module: str) -> Any:
+    import importlib
+    import warnings
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return importlib.import_module("opacus.accountants" + (f".{module}" if module else ""))
+    except ImportError as error:
+        raise ImportError("the accounting of epsilon needs Opacus: pip install 'dadplug[privacy]'") from error

@@ -1,0 +1,508 @@
+"""Private gradients of a model: those of the samples of each backward pass are clipped, and noise is added for a step.
+
+Layers are captured as for the exchange of factors, so that autograd forms no gradient of a weight. At the end of each
+backward pass the norms follow from the factors; then the sum of the clipped gradients is formed, once, and held until
+the step is made private.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .errors import PrivacyError
+from .hooks import LINEAR, CapturedLayer, Factor, Form, LayerCapture, OwnHook, Recorder, capturable_layers
+from .hooks.embedding import Embedding, TableForm, _embedding
+from .logs import get_logger
+from .model_sync.samples import SampleCounter
+from .privacy.mechanism import DifferentialPrivacy, Ledger, NoiseSource
+from .privacy.normalisations import Arrived, NormalisationBySample, normalisation_of
+from .privacy.rows import Contribution, Formed, Rows, squared_norms
+from .units.lazy_gradient import Placeholders, accumulated
+
+_log = get_logger(__name__)
+_SYNCHRONIZED = "_dadplug_private"  # attribute of a gradient that is that of an earlier step
+
+
+@dataclass(frozen=True, kw_only=True)
+class LookupForm(TableForm):
+    """Form of a table's lookups that are not added up, so that each belongs to a sample.
+
+    Attributes:
+        padding: number of the row whose lookups have no gradient; None for none.
+    """
+
+    padding: int | None = None
+
+    def merge(self, deltas: Tensor, activations: Tensor) -> tuple[Tensor, Tensor]:
+        if self.padding is not None:
+            deltas = deltas * (activations != self.padding)
+        return deltas, activations
+
+
+class _Lookups(Embedding):
+    """Family of embeddings whose lookups are recorded one by one.
+
+    Numbers of positions, which are the same for all samples, are looked up for each: their deltas would be summed over
+    samples otherwise.
+
+    Args:
+        counter: counts the samples of the model's forward passes.
+    """
+
+    def __init__(self, counter: SampleCounter) -> None:
+        self._counter = counter
+
+    def forward(self, module: nn.Module, record: Recorder, weight_gradients: bool, input: Tensor) -> Tensor:
+        assert isinstance(module, nn.Embedding)
+        samples = self._counter.current
+        if samples > 1 and input.dim() == 1 and len(input) == samples:
+            if torch.equal(input, torch.arange(samples, device=input.device)):
+                raise RuntimeError(
+                    f"privacy cannot tell numbers of positions from one number for each of {samples} samples: give an "
+                    "embedding of positions an input of the shape (1, positions)"
+                )
+        elif samples > 1 and (input.dim() == 1 or input.shape[0] == 1):
+            input = input.expand(samples, *(input.shape if input.dim() == 1 else input.shape[1:]))
+        form = LookupForm(
+            width=module.embedding_dim, table_rows=module.num_embeddings, sparse=False, padding=module.padding_idx
+        )
+        return _embedding(module._parameters["weight"], input, None, form, record, weight_gradients)
+
+
+class _Origin(NamedTuple):
+    """Place of a call of a layer.
+
+    Attributes:
+        forward: number of the outermost forward pass.
+        part: the module that this pass has called: the model, or a direct child of it.
+        within: number of the backward pass that it runs in, as in a checkpoint that computes anew; else -1.
+    """
+
+    forward: int
+    part: nn.Module
+    within: int
+
+
+class PrivateGradients:
+    """Private gradients of a model's parameters.
+
+    Until a step is made private, its sums are held here, and ``.grad`` has placeholders. Clearing these discards the
+    sums. Reading or changing them is an error, since neither would be private.
+
+    Args:
+        model: the model.
+        privacy: the settings.
+        counter: counts the samples of the model's forward passes.
+        begin: called at the beginning of each backward pass that reaches a layer; returns the pass's loss scale.
+        arrived: called at the end of such a backward pass.
+
+    Attributes:
+        privacy: the settings.
+        ledger: the steps that have been made.
+        reduction: marks placeholders, see `dadplug.units.lazy_gradient`.
+
+    Raises:
+        ValueError: if a trained parameter belongs to no layer whose gradients by sample are known, or a layer mixes
+            the samples of a batch; the message names it.
+    """
+
+    reduction = -2
+
+    def __init__(
+        self,
+        model: nn.Module,
+        privacy: DifferentialPrivacy,
+        counter: SampleCounter,
+        begin: Callable[[], float],
+        arrived: Callable[[], None],
+    ) -> None:
+        self.ledger = Ledger()
+        self.privacy, self._model, self._counter = privacy, model, counter
+        self._begin, self._arrived = begin, arrived
+        self._noise = NoiseSource(privacy.secure)
+        self._contributions: dict[int, list[Contribution]] = defaultdict(list)  # by id of the parameter
+        self._sums: dict[str, Tensor] = {}  # of this step, without loss scale
+        self._samples = 0  # of the running backward pass
+        self._root = -1  # number of this pass; those within it, as of reentrant checkpoints, belong to it
+        self._parents: dict[int, int] = {}
+        self._scale = 1.0
+        self._forwards: dict[int, nn.Module] = {}  # that it runs through
+        self._used: set[int] = set()  # numbers of forward passes that this step has run backward through
+        self._warned = False
+        self._attach()
+
+    # Hooks
+
+    def _attach(self) -> None:
+        """Capture the layers of the model."""
+        self._frozen_norms = _refuse_mixing(self._model)
+        self._handles: list[Any] = []
+        self._normalisations: list[NormalisationBySample] = []
+        self._modules: list[nn.Module] = []  # until all are known to be private: a failure is found again
+        self._parameters = {name: each for name, each in self._model.named_parameters() if each.requires_grad}
+        self._placeholders = Placeholders(self._parameters, self)
+        self._buffers = [(name, each) for name, each in self._model.named_buffers() if each.is_floating_point()]
+        self._versions = [each._version for _, each in self._buffers]
+        self._capture = LayerCapture(self._model, _trained_layers(self._model), weight_gradients=False)
+        covered = self._watch_layers() | self._watch_normalisations()
+        for name, parameter in self._parameters.items():
+            self._handles.append(parameter.register_hook(OwnHook(partial(self._replace, name))))
+        if missing := [name for name, each in self._parameters.items() if id(each) not in covered]:
+            self.detach()
+            raise ValueError(
+                f"privacy needs the gradient of each sample, which is not known for {', '.join(missing[:5])}"
+                f"{' and others' if len(missing) > 5 else ''}: freeze it, or use linear layers, convolutions, "
+                "embeddings and normalisations of torch.nn, called one by one (no nn.MultiheadAttention, no recurrent "
+                "layers, no parameters of your own)"
+            )
+        self._modules = [*self._model.modules()]
+
+    def _watch_layers(self) -> set[int]:
+        """Capture layers with factors; return the ids of their parameters."""
+        covered: set[int] = set()
+        for layer in self._capture.layers.values():
+            if isinstance(layer.module, nn.Embedding):
+                layer.family = _Lookups(self._counter)
+            layer.wrap_recorder = self._recorder
+            covered |= {id(layer.weight), id(layer.bias)}
+        return covered
+
+    def _watch_normalisations(self) -> set[int]:
+        covered: set[int] = set()
+        for name, module in self._model.named_modules():
+            trained = {id(each) for each in module._parameters.values() if each is not None and each.requires_grad}
+            if trained and normalisation_of(module) is not None:
+                recorder = partial(self._normalisation_recorder, name, module)
+                self._normalisations.append(NormalisationBySample(module, recorder))
+                covered |= trained
+        return covered
+
+    def _replace(self, name: str, gradient: Tensor | None) -> Tensor | None:
+        """Refuse a gradient that autograd has formed; there is none where the layer has recorded it."""
+        if gradient is None:
+            return None
+        self.discard()
+        raise PrivacyError(
+            f"the gradient of {name!r} has not come through a call of its layer alone, so that those of samples are "
+            "not known: call the layer, and not its weight by other functions"
+        )
+
+    # A forward and a backward pass
+
+    def before_forward(self) -> None:
+        """Prepare for an outermost forward pass: follow changes of the model, and release what a failed pass has left.
+
+        Raises:
+            PrivacyError: if parameters or layers have changed within a step, or a batch normalisation is in training.
+        """
+        if torch._C._current_graph_task_id() != -1:  # a checkpoint computes anew
+            return
+        self.discard()
+        modules = [*self._model.modules()]
+        trained = [each for each in self._model.parameters() if each.requires_grad]
+        if not (_are(trained, [*self._parameters.values()]) and _are(modules, self._modules)):
+            if self._sums:
+                raise PrivacyError("the model was changed within a step: call synchronize() before")
+            self._release_hooks()
+            self._modules = []
+            self._attach()
+        if name := next((name for name, each in self._frozen_norms if each.training), None):
+            raise PrivacyError(
+                f"{name} mixes the samples of a batch in training: call eval() on it after model.train()"
+            )
+        self._versions = [each._version for _, each in self._buffers]
+
+    def _origin(self) -> _Origin:
+        within = torch._C._current_graph_task_id()
+        if within != -1:
+            self._open(self._root_of(within))
+        return _Origin(self._counter.forwards, self._counter.called, within)
+
+    def _root_of(self, backward_pass: int) -> int:
+        while backward_pass in self._parents:
+            backward_pass = self._parents[backward_pass]
+        return backward_pass
+
+    def _open(self, root: int) -> None:
+        """Begin a backward pass that has no other around it, and queue the clipping for its end."""
+        if root != self._root:
+            self.discard()
+            self._root, self._scale = root, self._begin()
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_backward, root))
+
+    def _enter(self, origin: _Origin, samples: int) -> None:
+        """Record that the running backward pass goes through a call of a layer."""
+        now = torch._C._current_graph_task_id()
+        if origin.within not in (-1, now):
+            self._parents[now] = origin.within
+        self._open(self._root_of(now))
+        if origin.within == -1 and origin.forward not in self._forwards:
+            self._enter_forward(origin)
+        if not self._contributions:
+            self._samples = samples
+        if samples != self._samples:
+            raise PrivacyError(
+                f"privacy needs the rows of a sample in the same place in all layers: one backward pass has batches of "
+                f"{self._samples} and of {samples}"
+            )
+
+    def _enter_forward(self, origin: _Origin) -> None:
+        if origin.forward in self._used:
+            raise PrivacyError(
+                "privacy needs one backward pass for each forward pass: by two, a sample counts twice. Add up the "
+                "losses, and call backward() once"
+            )
+        parts = list(self._forwards.values())
+        if parts and (self._model in (origin.part, *parts) or origin.part in parts):
+            raise PrivacyError(
+                "privacy needs a backward pass for each forward pass: one that goes through two forward passes mixes "
+                "their samples. Call backward() after each; gradients add up"
+            )
+        self._forwards[origin.forward] = origin.part
+
+    def _recorder(self, layer: CapturedLayer, inputs: Tensor, record: Recorder) -> Recorder:
+        samples, origin = self._counter.current, self._origin()
+        if not isinstance(layer.module, nn.Embedding):
+            samples = self._checked(layer.name, inputs, 2)
+
+        def own(activations: Tensor, deltas: Tensor, form: Form = LINEAR) -> None:
+            if not samples:
+                return
+            factor = Factor(activations, deltas, form).to(layer.weight.dtype)
+            self._enter(origin, samples)
+            self._contributions[id(layer.weight)].append(Rows.of(factor, samples))
+            if layer.bias is not None:
+                rows = form.bias_rows(factor.deltas)
+                self._contributions[id(layer.bias)].append(Formed(rows.view(samples, -1, rows.shape[1]).sum(1)))
+
+        return own
+
+    def _checked(self, name: str, inputs: Tensor, least: int) -> int:
+        """Return the samples of a layer's input, which are those of the batch where these are known."""
+        samples = self._counter.current
+        if inputs.dim() < least or (samples or len(inputs)) != len(inputs):
+            raise PrivacyError(
+                f"privacy needs samples along the first dimension: the batch has {samples}, and the input of layer "
+                f"{name!r} the shape {tuple(inputs.shape)}"
+            )
+        return len(inputs)
+
+    def _normalisation_recorder(self, name: str, module: nn.Module, inputs: Tensor) -> Arrived:
+        origin, samples = self._origin(), self._checked(name, inputs, 1)
+
+        def arrived(gradients: dict[str, Tensor]) -> None:
+            if not samples:
+                return
+            self._enter(origin, samples)
+            for key, each in gradients.items():
+                self._contributions[id(module._parameters[key])].append(Formed(each))
+
+        return arrived
+
+    @torch.no_grad()
+    def _end_backward(self, root: int) -> None:
+        """Clip what a backward pass has recorded, and add it to the sums of the step."""
+        if root != self._root:
+            return
+        contributions, forwards = dict(self._contributions), set(self._forwards)
+        self.discard()
+        if contributions and not forwards:
+            raise PrivacyError(
+                "all layers are within checkpoints that run a backward pass of their own: use use_reentrant=False"
+            )
+        self._check_buffers()
+        self._clip(contributions)
+        self._used |= forwards
+        self._placeholders.put()
+        self._arrived()
+
+    def _check_buffers(self) -> None:
+        for (name, buffer), version in zip(self._buffers, self._versions, strict=True):
+            if buffer._version != version:
+                raise PrivacyError(
+                    f"buffer {name!r} was changed in training, so that it may show data, and is averaged over sites: "
+                    "no noise protects it"
+                )
+
+    def _clip(self, contributions: Mapping[int, Sequence[Contribution]]) -> None:
+        if not contributions:
+            return
+        norms = sum((squared_norms(each) for each in contributions.values()), torch.zeros(())).sqrt()
+        factor = (self._samples if self.privacy.loss_reduction == "mean" else 1) / self._scale
+        scales = factor * (self.privacy.max_grad_norm / (factor * norms)).clamp(max=1.0)
+        finite = torch.isfinite(norms)
+        scales = torch.where(finite, scales, 0.0)
+        some = not bool(finite.all())
+        if some and not self._warned:
+            self._warned = True
+            _log.warning("samples whose gradients hold NaN or Inf are left out, here and in further steps")
+        for name, parameter in self._parameters.items():
+            for each in contributions.get(id(parameter), ()):
+                part = _drop_spoilt(each, finite, some).clipped(scales)
+                self._sums[name] = accumulated(self._sums.get(name), part, parameter)
+
+    # A step
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether backward passes of this step have arrived, and have not been cleared."""
+        return bool(self._used)
+
+    def drop_cleared(self) -> bool:
+        """Discard the sums if the program has cleared their placeholders since; return whether it has.
+
+        Raises:
+            PrivacyError: if it has put something else in their place.
+        """
+        gone = self._placeholders.gone()
+        for name in gone:
+            gradient = self._parameters[name].grad
+            if gradient is not None and bool(gradient.any()):
+                raise PrivacyError(
+                    f"the gradient of {name!r} was changed between backward() and synchronize(), where it is not "
+                    "private yet. Clip and unscale after synchronize()"
+                )
+        self._placeholders.drop(gone, None)
+        for name in gone:
+            self._sums.pop(name, None)
+        if gone and not self._placeholders:
+            self._sums.clear()
+            self._used.clear()
+            return True
+        return False
+
+    @torch.no_grad()
+    def privatise(self, loss_scale: float) -> None:
+        """Add noise to the sums, divide them by the expected batch, and write them to ``.grad``.
+
+        The step is counted before anything is sent, whatever becomes of it.
+
+        Args:
+            loss_scale: what gradients are multiplied by, for a scaler to divide them.
+
+        Raises:
+            PrivacyError: if ``.grad`` holds something else.
+        """
+        self._placeholders.resolve()
+        for name, parameter in self._parameters.items():
+            gradient = parameter.grad
+            if gradient is not None and not hasattr(gradient, _SYNCHRONIZED) and bool(gradient.any()):
+                raise PrivacyError(
+                    f".grad of {name!r} holds a gradient that is not of this step, and may not be private: call "
+                    "zero_grad() before backward()"
+                )
+        self.ledger.spend(self.privacy)
+        sums = []
+        for name, parameter in self._parameters.items():
+            own = self._sums.pop(name, None)
+            sums.append(torch.zeros_like(parameter) if own is None else own.contiguous())
+        self._noise.add(sums, self.privacy.deviation)
+        scale = loss_scale / self.privacy.expected_batch
+        for parameter, gradient in zip(self._parameters.values(), sums, strict=True):
+            parameter.grad = gradient.mul_(scale) if parameter.grad is None else gradient.mul_(scale) + parameter.grad
+        self._sums.clear()
+        self._used.clear()
+
+    def end_step(self) -> None:
+        """Mark the gradients that are synchronized, which all sites have."""
+        for parameter in self._parameters.values():
+            if parameter.grad is not None:
+                setattr(parameter.grad, _SYNCHRONIZED, True)
+
+    def discard(self) -> None:
+        """Forget what the running backward pass has recorded."""
+        self._contributions.clear()
+        self._forwards.clear()
+        self._parents.clear()
+        self._root = -1
+
+    def forget(self) -> None:
+        """Forget the sums of this step."""
+        self.discard()
+        self._placeholders.resolve()
+        self._sums.clear()
+        self._used.clear()
+
+    def _release_hooks(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for normalisation in self._normalisations:
+            normalisation.restore()
+        self._handles.clear()
+        self._normalisations.clear()
+        self._capture.detach()
+
+    def detach(self) -> None:
+        """Remove the hooks from the model; sums of a step that was not synchronized are dropped."""
+        self.forget()
+        self._release_hooks()
+
+    # Placeholders
+
+    def read_gradient(self, name: str) -> Tensor:
+        """Refuse to show a gradient that is not private yet."""
+        raise PrivacyError(f"the gradient of {name!r} is not private yet: read it after synchronize()")
+
+    def own_gradient(self, name: str) -> Tensor:
+        """Refuse to let a gradient be changed that is not private yet."""
+        raise PrivacyError(
+            f"the gradient of {name!r} was changed between backward() and synchronize(), where it is not private yet. "
+            "Clip and unscale after synchronize()"
+        )
+
+    def may_change(self) -> bool:
+        """Return that gradients may not be changed."""
+        return False
+
+
+def _drop_spoilt(contribution: Contribution, finite: Tensor, some: bool) -> Contribution:
+    """Return a contribution without NaN and Inf, if there are some, which a scale of 0 would not remove."""
+    if not some:
+        return contribution
+    if isinstance(contribution, Formed):
+        shape = (-1, *[1] * (contribution.gradients.dim() - 1))
+        return Formed(torch.where(finite.view(shape), contribution.gradients, 0.0))
+    assert isinstance(contribution, Rows)
+    factor = contribution.factor
+    rows = finite.repeat_interleave(factor.deltas.shape[0] // max(1, contribution.samples))[:, None]
+    activations = factor.activations
+    if activations.is_floating_point():
+        activations = torch.where(rows, activations, 0.0)
+    cleaned = replace(factor, deltas=torch.where(rows, factor.deltas, 0.0), activations=activations)
+    return replace(contribution, factor=cleaned)
+
+
+def _are(these: Sequence[Any], those: Sequence[Any]) -> bool:
+    """Return whether two sequences hold the same objects."""
+    return len(these) == len(those) and all(map(operator.is_, these, those))
+
+
+def _trained_layers(model: nn.Module) -> list[str]:
+    """Return the names of the layers that are captured."""
+    return [name for name, module in capturable_layers(model).items() if not isinstance(module, nn.EmbeddingBag)]
+
+
+def _refuse_mixing(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Raise ValueError for layers that normalise by statistics of the batch; return those that are frozen by eval()."""
+    frozen = []
+    for name, module in model.named_modules():
+        kept = isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats
+        if not kept and not isinstance(module, nn.modules.batchnorm._BatchNorm):
+            continue
+        described = f"{name} ({type(module).__name__})"
+        trained = any(each.requires_grad for each in module.parameters(recurse=False))
+        if module.training or trained or not module.track_running_stats:
+            raise ValueError(
+                f"privacy: {described} mixes the samples of a batch, whose gradients then depend "
+                "on each other; use nn.GroupNorm or nn.LayerNorm, or freeze it and call eval() on it"
+            )
+        frozen.append((described, module))
+    return frozen

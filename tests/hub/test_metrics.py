@@ -1,0 +1,172 @@
+"""The hub's metrics, its journal as JSON and in a file that is moved, and its status at a site."""
+
+import json
+import re
+import socket
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from running_hub import TestSite, close_step, running_hub, together, until
+
+from dadplug.cli.commands import main
+from dadplug.errors import FrameError, KitError
+from dadplug.hub import check
+from dadplug.hub.server import journal, metrics
+from dadplug.hub.server.journal import Journal, JournalFile
+from dadplug.hub.server.metrics import MetricsServer
+from dadplug.hub.server.status import Meter, Outputs, for_sites, snapshot
+from dadplug.hub.wire.messages import Kind
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def read(address, path="/metrics"):
+    with urllib.request.urlopen(f"http://{address[0]}:{address[1]}{path}", timeout=20) as answer:
+        return answer.read().decode()
+
+
+def samples(text):
+    families = text_string_to_metric_families(text)
+    return {(each.name, *sorted(each.labels.values())): each.value for family in families for each in family.samples}
+
+
+@pytest.fixture
+def server():
+    made = MetricsServer(("127.0.0.1", 0))
+    yield made
+    made.close()
+
+
+def test_metrics_are_those_of_the_status(hub, server):
+    a, b = together(hub)
+    a.send(Kind.PAYLOAD, bytes(100_000))
+    b.message(100_000)
+    close_step([a, b])
+    meter = Meter()
+    status = snapshot(hub.hub, meter)
+    server.show(status)
+    found = samples(read(server.address))
+    page = (ROOT / "docs/reference/hub.md").read_text()
+    assert {name for name, *_ in found} == set(re.findall(r"`(dadplug_\w+)`", page.partition("## Metrics")[2]))
+    assert found["dadplug_hub_info", "0.2.0", status["project"]] == 1
+    assert found["dadplug_hub_steps_total",] == 1
+    assert found["dadplug_hub_training",] == 1
+    assert found["dadplug_hub_paused",] == 0
+    assert 0 < found["dadplug_hub_step_seconds",] < 60
+    assert found["dadplug_hub_up_seconds",] == status["up_seconds"] > 0
+    assert 100_000 < found["dadplug_site_received_bytes_total", "a"] < 110_000
+    assert found["dadplug_site_sent_bytes_total", "b"] == status["sites"][1]["bytes_to"] > 100_000
+    assert found["dadplug_site_state", "a", "member"] == 1
+    assert found["dadplug_site_state", "a", "absent"] == 0
+    assert found["dadplug_certificate_days", "hub"] == status["certificate_days"] > 0
+    assert found["dadplug_certificate_days", "b"] == status["sites"][1]["certificate_days"]
+    b.cut()
+    until(lambda: snapshot(hub.hub, meter)["sites"][1]["state"] == "disconnected")
+    server.show(snapshot(hub.hub, meter))
+    assert samples(read(server.address))["dadplug_site_state", "b", "disconnected"] == 1
+
+
+def test_the_hub_is_healthy_while_it_gives_a_status(server, monkeypatch):
+    assert read(server.address, "/healthz") == "ok\n"
+    assert read(server.address) == ""
+    monkeypatch.setattr(metrics, "_HEALTHY_SECONDS", 0.0)
+    with pytest.raises(urllib.error.HTTPError, match="503"):
+        read(server.address, "/healthz")
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        read(server.address, "/status")
+    with pytest.raises(KitError, match=r"cannot serve metrics at 127\.0\.0\.1"):
+        MetricsServer(server.address)
+
+
+def test_slow_readers_of_metrics_are_few_and_end(monkeypatch):
+    monkeypatch.setattr(metrics, "_SECONDS", 0.5)
+    monkeypatch.setattr(metrics._Handler, "timeout", 0.5)
+    server = MetricsServer(("127.0.0.1", 0))
+    held = [socket.create_connection(server.address, 20) for _ in range(metrics._MOST_REQUESTS + 4)]
+    for each in held:
+        assert each.recv(1) == b""
+        each.close()
+    until(lambda: server._server._free._value == metrics._MOST_REQUESTS)
+    assert read(server.address, "/healthz") == "ok\n"
+    server.close()
+
+
+def test_a_site_reads_the_status_and_no_journal(tmp_path, capsys):
+    with running_hub(tmp_path / "kits") as hub:
+        other = TestSite(hub.kit("b"), hub.address)
+        address = f"{hub.address[0]}:{hub.address[1]}"
+        until(lambda: snapshot(hub.hub, Meter())["sites"][1]["state"] == "waiting")
+        hub.hub.relay.status = for_sites(snapshot(hub.hub, Meter()))
+        assert main(["status", str(hub.kits / "a"), "--address", address]) == 0
+        shown = capsys.readouterr().out
+        assert "1 of 2 sites" in shown
+        assert "waiting for a" in shown
+        assert main(["status", str(hub.kits / "a"), "--address", address, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert [site["state"] for site in found["sites"]] == ["absent", "waiting"]
+        assert not {"journal", "kit_problems", "refused"} & set(found)
+        assert main(["status", str(hub.kits / "hub"), "--address", address]) == 1
+        assert "is the kit of the hub" in capsys.readouterr().err
+        other.leave("")
+    assert main(["status", str(hub.kits / "a"), "--address", address]) == 1
+    assert "refuses connections. The machine is up" in capsys.readouterr().err
+
+
+def test_a_status_of_any_size_is_bounded():
+    handler = check.CheckHandler(0)
+    head = check.Head(Kind.PAYLOAD, 0, tag=check.Request.STATUS, length=1)
+    with pytest.raises(FrameError, match="asks for more than"):
+        handler.handle(head, b"?", {"journal": "x" * check.MOST_BYTES})
+
+
+def test_lines_of_the_journal_as_json_and_by_level():
+    lines: list[str] = []
+    log = Journal(lines.append, as_json=True, level="warning")
+    log.write("a has joined")
+    log.refuse("198.51.100.7:1", "no TLS\n", 1.0)
+    log.fault("b cannot be served", ValueError("x"))
+    found = [json.loads(line) for line in lines]
+    assert found[0]["level"] == "warning"
+    assert found[0]["event"] == r"refused 198.51.100.7:1: no TLS\n"
+    assert time.strptime(found[0]["time"], "%Y-%m-%dT%H:%M:%SZ")
+    assert found[1] == found[1] | {"level": "error", "event": "fault of the hub: b cannot be served: ValueError: x"}
+    assert log.recent[0].endswith("UTC  a has joined")
+    with pytest.raises(ValueError, match="level must be one of info, warning, error"):
+        Journal(lines.append, level="loud")
+
+
+def test_a_file_of_the_journal_that_is_moved_is_begun_anew(tmp_path):
+    told: list[str] = []
+    file = JournalFile(tmp_path / "hub.log", told.append)
+    file.write_line("first")
+    (tmp_path / "hub.log").rename(tmp_path / "hub.log.1")
+    file.write_line("second")
+    assert (tmp_path / "hub.log.1").read_text() == "first\n"
+    assert (tmp_path / "hub.log").read_text() == "second\n"
+    file.close()
+    assert told == []
+
+
+def test_a_hub_goes_on_where_its_files_cannot_be_written(tmp_path, monkeypatch):
+    told: list[str] = []
+    file = JournalFile(tmp_path / "hub.log", told.append)
+
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(file, "format", full)
+    file.write_line("lost")
+    file.write_line("lost, too")
+    assert len(told) == 1
+    assert "hub.log cannot be written" in told[0]
+    monkeypatch.undo()
+    file.write_line("written")
+    assert (tmp_path / "hub.log").read_text() == "written\n"
+    file.close()
+    with pytest.raises(OSError, match="No such file"):
+        Outputs(tmp_path / "missing" / "hub.log", None, None, "text", "info")
+    assert journal.LEVELS[0] == "info"

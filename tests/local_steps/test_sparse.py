@@ -1,0 +1,355 @@
+"""Sparse deltas of local steps: the code of blocks and its memory, bytes, mean over sites, options, resuming."""
+
+import math
+from contextlib import suppress
+from fractions import Fraction
+
+import pytest
+import support
+import torch
+import torch.distributed as dist
+from comparison import off_by
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from local_reference import adam, batch, build, ends_equal, local_steps, loss_of, train, vector
+from torch import Tensor, nn
+
+from dadplug import LocalSGD, MismatchError
+from dadplug.local_steps import sparse_codec, sparse_format, sparse_portable
+from dadplug.local_steps.auto_format import AutoFormat
+from dadplug.local_steps.sparse_codec import BLOCK, BlockCode, SparseCode
+from dadplug.local_steps.sparse_format import SparseFormat
+
+KINDS = {
+    "normal": lambda n, g: torch.randn(n, generator=g, dtype=torch.float64),
+    "heavy": lambda n, g: torch.exp(20 * torch.randn(n, generator=g, dtype=torch.float64)).clamp(max=1e37),
+    "ties": lambda n, g: torch.randint(-2, 3, (n,), generator=g).double(),
+    "ones": lambda n, g: torch.ones(n, dtype=torch.float64),
+    "zeros": lambda n, g: torch.zeros(n, dtype=torch.float64),
+    "rare": lambda n, g: (torch.rand(n, generator=g) < 0.01).double(),
+    "denormal": lambda n, g: torch.randint(-9, 10, (n,), generator=g).double() * 2.0**-149,
+    "fewer": lambda n, g: (
+        (torch.rand(n, generator=g) < torch.where(torch.arange(n) < BLOCK, 0.03, 0.015)).double() * 2.0**-149
+    ),
+    "huge": lambda n, g: torch.randn(n, generator=g, dtype=torch.float64).clamp(-1, 1) * 3e38,
+}
+
+
+def made(kind: str, size: int, seed: int, dtype: torch.dtype) -> Tensor:
+    return KINDS[kind](size, torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def is_exact_sum(whole: Tensor, memory: Tensor, sent: Tensor) -> bool:
+    """Return whether memory and what was sent add up without any rounding."""
+    apart = (memory != whole).nonzero().view(-1)  # elsewhere nothing was sent
+    parts = zip(whole[apart].tolist(), memory[apart].tolist(), sent[apart].tolist(), strict=True)
+    untouched = torch.equal(sent[memory == whole], torch.zeros_like(sent[memory == whole]))
+    return untouched and all(Fraction(w) == Fraction(m) + Fraction(s) for w, m, s in parts)
+
+
+def coded(delta: Tensor, memory: Tensor, density: float, decay: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Encode and decode; return the code, the memory afterwards, and what was sent."""
+    code = SparseCode(delta.numel(), density)
+    after, out, sent = memory.clone(), torch.full((code.nbytes,), 255, dtype=torch.uint8), torch.zeros_like(delta)
+    code.encode(delta, after, decay, out)
+    code.decode(out, sent, 1.0)
+    return out, after, sent
+
+
+cases = given(
+    size=st.sampled_from([1, 2, 5, 33, 700, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 100]),
+    density=st.one_of(st.sampled_from([1e-9, 1 / 64, 0.02, 0.5, 1.0]), st.floats(1e-4, 1.0)),
+    kinds=st.tuples(*[st.sampled_from(sorted(KINDS))] * 2),
+    decay=st.sampled_from([0.0, 0.95, 1.0]),
+    seed=st.integers(0, 1000),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+
+
+@cases
+@settings(max_examples=60, deadline=None)
+@example(BLOCK, 0.02, ("heavy", "normal"), 0.95, 3, torch.float32)
+@example(3 * BLOCK, 0.02, ("fewer", "zeros"), 0.95, 3, torch.float32)
+@example(BLOCK + 1, 1.0, ("denormal", "zeros"), 1.0, 3, torch.float32)
+def test_memory_and_what_was_sent_add_up_exactly(size, density, kinds, decay, seed, dtype):
+    delta, memory = made(kinds[0], size, seed, dtype), made(kinds[1], size, seed + 1, dtype)
+    limit = torch.finfo(dtype).max
+    whole = (memory * decay).add_(delta).clamp_(-limit, limit)
+    _, after, sent = coded(delta, memory, density, decay)
+    assert is_exact_sum(whole, after, sent)
+    assert bool((after.abs() <= whole.abs()).all())  # no entry's error is larger than the entry
+    for first in range(0, size, BLOCK):
+        own, of_block = whole[first : first + BLOCK], sent[first : first + BLOCK]
+        count = min(len(own), max(1, math.ceil(density * len(own))))
+        least = own.abs().sort(descending=True).values[count - 1]
+        assert int((of_block != 0).sum()) <= count
+        assert bool((own[of_block != 0].abs() >= least).all())
+        assert len(of_block[of_block != 0].abs().unique()) <= 2
+        if count == len(own) or kinds == ("normal", "normal"):
+            assert (own - of_block).norm() <= own.norm() * (0.75 if count == len(own) else 1)
+
+
+@cases
+@settings(max_examples=40, deadline=None)
+def test_torch_and_numba_give_the_same_bits(size, density, kinds, decay, seed, dtype):
+    delta, memory = made(kinds[0], size, seed, dtype), made(kinds[1], size, seed + 1, dtype)
+    limit, found = torch.finfo(dtype).max, []
+    code = BlockCode.of(size, density)
+    for kernels in (sparse_codec._cpu_kernels(), sparse_portable):
+        after, out = memory.clone(), torch.full((code.nbytes,), 255, dtype=torch.uint8)
+        kernels.encode(delta, after, decay, limit, *code, out)
+        total = made("normal", size, seed + 2, dtype)
+        assert kernels.decode(out, total, 0.3, limit, *code) == -1
+        found.append((after, out, total))
+    assert sparse_codec._cpu_kernels() is not sparse_portable
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_of_equal_entries_the_first_are_sent():
+    _, _, sent = coded(torch.ones(BLOCK), torch.zeros(BLOCK), 10 / BLOCK, 1.0)
+    assert torch.equal(sent, (torch.arange(BLOCK) < 10).float())
+
+
+def test_two_magnitudes_lose_little_of_what_is_sent():
+    delta = made("normal", 8 * BLOCK, 0, torch.float32)
+    _, after, sent = coded(delta, torch.zeros_like(delta), 0.02, 1.0)
+    chosen = sent != 0
+    assert int(chosen.sum()) == 8 * 82
+    assert after[chosen].norm() < 0.12 * delta[chosen].norm()
+    assert off_by(sent[chosen].abs().mean(), delta[chosen].abs().mean()) < 0.04
+
+
+def test_indices_take_about_half_a_bit_more_than_their_entropy():
+    for density in (0.005, 0.01, 1 / 64, 0.02, 0.05):
+        code = BlockCode.of(BLOCK, density)
+        assert code.entropy_bits < code.index_bits < code.entropy_bits + 0.7
+        assert code.index_bits < math.log2(1 / density) + 2.1
+    assert 4 * BLOCK / BlockCode.of(BLOCK, 0.02).nbytes > 160
+    assert 4 * BLOCK / BlockCode.of(BLOCK, 1 / 64).nbytes > 190
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    size=st.sampled_from([3, 100, BLOCK, BLOCK + 50]),
+    data=st.data(),
+    portable=st.booleans(),
+)
+def test_a_damaged_code_is_an_error_or_a_valid_code_and_stays_within_its_tensor(size, data, portable):
+    delta = made("normal", size, 1, torch.float32)
+    code = SparseCode(size, 0.1)
+    out, _, _ = coded(delta, torch.zeros_like(delta), 0.1, 0.0)
+    for _ in range(data.draw(st.integers(1, 4))):
+        out[data.draw(st.integers(0, len(out) - 1))] ^= data.draw(st.integers(1, 255))
+    if data.draw(st.booleans()):
+        out = torch.randint(0, 256, out.shape, generator=torch.Generator().manual_seed(size), dtype=torch.uint8)
+    around = torch.zeros(size + 200)
+    with pytest.MonkeyPatch.context() as patch:
+        if portable:
+            patch.setattr(sparse_codec, "_cpu_kernels", lambda: sparse_portable)
+        with suppress(ValueError):
+            code.decode(out, around[100:-100], 0.5)
+            assert int((around != 0).sum()) <= code.count
+    assert not around[:100].any()
+    assert not around[-100:].any()
+    assert not around.isnan().any()
+
+
+def test_a_code_of_another_length_is_an_error():
+    code = SparseCode(50, 0.1)
+    with pytest.raises(ValueError, match=f"expected {code.nbytes} bytes, got {code.nbytes - 1} elements"):
+        code.decode(torch.zeros(code.nbytes - 1, dtype=torch.uint8), torch.zeros(50), 1.0)
+
+
+# The format
+
+
+def deltas_of(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"weight": (90, 70), "bias": (7,), "scale": (), "none": (0, 4)}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def test_a_steady_delta_arrives_over_rounds_and_what_is_taken_back_is_sent_again():
+    form = SparseFormat(lambda number: 0.05, 1.0, True)
+    form.begin_round(0)
+    delta = deltas_of(1)
+    room = {dtype: torch.zeros(size, dtype=dtype) for dtype, size in form.layout(delta).items()}
+    arrived = {name: torch.zeros_like(each) for name, each in delta.items()}
+    for number in range(80):
+        form.encode(delta, room)
+        if number % 4 == 3:  # it has reached no site
+            form.take_back(room)
+            continue
+        for name, each in form.decode({torch.uint8: [room[torch.uint8]] * 2}, [0.25, 0.75]).items():
+            arrived[name] += each
+    errors = form.state_dict()["errors"]
+    for name, each in delta.items():
+        if each.numel():
+            assert off_by(arrived[name] + errors[name], 80 * each) < 1e-4, name
+            assert off_by(arrived[name], 80 * each) < 0.3, name
+
+
+def test_an_invalid_payload_names_its_site_and_parameter():
+    form = SparseFormat(lambda number: 0.05, 0.95, True, {0: "site 0 (a)", 1: "site 1 (b)"}.__getitem__)
+    form.begin_round(0)
+    delta = deltas_of(1)
+    room = {dtype: torch.zeros(size, dtype=dtype) for dtype, size in form.layout(delta).items()}
+    form.encode(delta, room)
+    wrong = room[torch.uint8].clone()
+    wrong[-SparseCode(7, 0.05).nbytes - SparseCode(1, 0.05).nbytes] ^= 255
+    wrong[:4] = 255
+    with pytest.raises(MismatchError, match=r"site 1 \(b\) has sent an invalid delta of parameter 'weight'"):
+        form.decode({torch.uint8: [room[torch.uint8], wrong]}, [0.5, 0.5])
+    form.decode({torch.uint8: [room[torch.uint8], wrong]}, [1.0, 0.0])  # which is not read
+
+
+# The choice between entries and factors
+
+
+def chosen_by_what_is_lost() -> None:
+    """Site 0's deltas are of rank 1 in both matrices, site 1's are sparse in one of them, and its errors are larger."""
+    site = dist.get_rank()
+    generator = torch.Generator().manual_seed(site)
+    low = torch.outer(*torch.randn(2, 128, generator=generator))
+    sparse = torch.zeros(128 * 128).index_fill_(0, torch.randperm(128 * 128)[:200], 50.0).view(128, 128)
+    deltas = {"a": low, "b": sparse if site else low, "small": torch.randn(4, 4), "bias": torch.randn(500)}
+    local = local_steps(site, dtype=torch.float32, every=2, density="auto", wire="int2")
+    form, transport = AutoFormat(0.95, True), local._transport
+    form.begin_round(0)
+    form.choose(deltas, transport)
+    assert form.ranks == {"a": 1}
+    rooms = {dtype: torch.zeros(size, dtype=dtype) for dtype, size in form.layout(deltas).items()}
+    assert sum(map(len, rooms.values())) < 4 * sum(delta.numel() for delta in deltas.values()) / 100
+    form.encode({name: delta.clone() for name, delta in deltas.items()}, rooms)
+    means = form.decode({dtype: [room] for dtype, room in rooms.items()}, [1.0])
+    assert {name: mean.shape for name, mean in means.items()} == {name: each.shape for name, each in deltas.items()}
+    assert off_by(means["a"], low) < 0.02
+    assert off_by(means["b"], deltas["b"]) < (0.2 if site else 1)
+    again = AutoFormat(0.95, True)
+    again.load_state_dict(form.state_dict())
+    fresh = AutoFormat(0.95, True)
+    (again if site else fresh).choose(deltas, transport)  # a site without a checkpoint takes the others' choice
+    assert (again if site else fresh).ranks == {"a": 1}
+    local.detach()
+
+
+def trains_by_entries_and_factors() -> None:
+    site = dist.get_rank()
+    torch.manual_seed(site)
+    model = nn.Sequential(nn.Linear(6, 128), nn.Tanh(), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 3))
+    local = LocalSGD(model, adam(model.parameters()), every=3, density="auto", wire="int2", overlap=False)
+    start = float(loss_of(model, *batch(0, 0, 64, torch.float32)).detach())
+    for first in range(0, 24, 3):
+        train(local, range(first, first + 3), site)
+        assert local.first_difference() is None
+    assert float(loss_of(model, *batch(0, 0, 64, torch.float32)).detach()) < 0.5 * start
+    assert local._agreement._format.ranks == {"2.weight": 1}
+    ends_equal(local)
+
+
+# Sites
+
+SPARSE = {"wire": "int2", "density": 0.1, "overlap": False}
+
+
+def sites_move_by_the_mean_of_what_they_send() -> None:
+    site = dist.get_rank()
+    for options in (SPARSE | {"outer_lr": 1.5}, SPARSE | {"memory_decay": 0.5, "weighting": "uniform"}):
+        local = local_steps(site, dtype=torch.float32, every=3, **options)
+        shares = [0.5, 0.5] if "weighting" in options else [8 / 13, 5 / 13]
+        for first in range(0, 12, 3):
+            before, memory = vector(local.model), local.state_dict()["agreement"]["format"]["errors"]
+            train(local, range(first, first + 2), site, 8 - 3 * site)
+            local.optimizer.zero_grad()
+            loss_of(local.model, *batch(first + 2, site, 8 - 3 * site, torch.float32)).backward()
+            seen: list[Tensor] = []
+            hook = local.optimizer.register_step_post_hook(
+                lambda *_, seen=seen, model=local.model: seen.append(vector(model))
+            )
+            local.step()
+            hook.remove()
+            after = local.state_dict()["agreement"]["format"]["errors"]
+            names = [name for name, _ in local.model.named_parameters()]
+            flat = [torch.cat([kept[name].view(-1) for name in names]) for kept in (after, memory or after)]
+            decayed = options.get("memory_decay", 0.95) * flat[1] if memory else 0.0
+            sent = seen[0] - before + decayed - flat[0]
+            assert 0.1 <= float((sent.abs() > 1e-7).float().mean()) < 0.13
+            everything = local.gather_objects(sent)
+            expected = before + options.get("outer_lr", 1.0) * sum(w * each for w, each in zip(shares, everything))
+            assert off_by(vector(local.model) - before, expected - before) < 1e-4
+            assert local.first_difference() is None
+        ends_equal(local)
+
+
+def deltas_in_transit_and_schedules_of_density() -> None:
+    site = dist.get_rank()
+    sizes = []
+    for options in ({"overlap": True}, {"density": lambda number: 0.5 if number < 2 else 0.05}):
+        local = local_steps(site, dtype=torch.float32, every=3, **(SPARSE | options))
+        start = float(loss_of(local.model, *batch(0, 0, 64, torch.float32)).detach())
+        for first in range(0, 60, 3):
+            sent = local.traffic.total_bytes_sent
+            train(local, range(first, first + 3), site, 8)
+            sizes.append(local.traffic.total_bytes_sent - sent)
+        ends_equal(local)
+        assert float(loss_of(local.model, *batch(0, 0, 64, torch.float32)).detach()) < 0.8 * start
+    assert sizes[21] > 2 * sizes[22] == 2 * sizes[39] > 0
+
+
+def wrong_options_are_errors_on_all_sites() -> None:
+    site = dist.get_rank()
+    model = build()
+    for options, message in (
+        ({"density": 0.0, "wire": "int2"}, "density must be a number above 0 and up to 1"),
+        ({"density": 1.5, "wire": "int2"}, "density must be a number above 0 and up to 1"),
+        ({"density": lambda number: 2, "wire": "int2"}, r"density\(0\) must be a number above 0"),
+        ({"wire": "int2"}, "add density=0.02"),
+        ({"density": 0.02}, "add wire='int2'"),
+        ({"density": 0.02, "wire": "int2", "rank": 4}, "leave one of them out"),
+        ({"density": 0.02, "wire": "int2", "outer_momentum": 0.9}, "leave outer_momentum out"),
+        ({"memory_decay": 0.9}, "add density"),
+        ({"delay": 3, "overlap": False}, "leave overlap=False out"),
+        ({"density": 0.02, "wire": "int2", "memory_decay": 1.1}, "memory_decay must be a number from 0 to 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            LocalSGD(model, adam(model.parameters()), every=2, **(options if site else {}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sparse_format, "available_memory", lambda device: 100)
+        with pytest.raises(ValueError, match=r"memory of what sparse deltas do not send takes 0\.0 GB on cpu"):
+            LocalSGD(model, adam(model.parameters()), every=2, density=0.02, wire="int2")
+    counted = nn.ParameterDict({"w": torch.ones(2), "n": nn.Parameter(torch.ones(2, dtype=torch.int64), False)})
+    with pytest.raises(ValueError, match=r"parameter 'n' is of type torch.int64: local steps are for floating-point"):
+        LocalSGD(counted, torch.optim.SGD(counted.parameters(), lr=0.1), every=2, density=0.02, wire="int2")
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        sites_move_by_the_mean_of_what_they_send,
+        deltas_in_transit_and_schedules_of_density,
+        wrong_options_are_errors_on_all_sites,
+        chosen_by_what_is_lost,
+        trains_by_entries_and_factors,
+    ],
+)
+def test_two_sites(sites, program):
+    sites(2).run(program)
+
+
+def sends_a_hundredth() -> None:
+    model = nn.Sequential(nn.Linear(512, 1024), nn.Linear(1024, 256))
+    sizes = {}
+    for options in ({}, {"density": 0.02, "wire": "int2"}, {"density": 1 / 64, "wire": "int2"}):
+        local = LocalSGD(model, adam(model.parameters()), every=1, overlap=False, **options)
+        model(torch.randn(4, 512)).square().mean().backward()
+        local.step()
+        sizes[options.get("density")] = local.traffic.bytes_sent
+        ends_equal(local)
+    assert sizes[None] > 100 * sizes[0.02]
+    assert sizes[None] > 146 * sizes[1 / 64]
+
+
+@support.at_sites(2)
+def test_a_round_sends_a_hundredth_of_the_dense_bytes() -> None:
+    sends_a_hundredth()

@@ -1,0 +1,465 @@
+"""Private gradients against sums of the clipped gradients of single samples, computed one by one in float64."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import dadplug
+from dadplug import DifferentialPrivacy
+
+CLIPPED = {"noise_multiplier": 0.0, "sample_rate": 0.1, "expected_batch": 4}
+
+
+def clipped_sum(model, loss, batch, norm):
+    """Return the sum of the samples' gradients, each clipped over all parameters, and the norms."""
+    total, norms = [torch.zeros_like(each) for each in model.parameters()], []
+    for number in range(len(batch[0])):
+        model.zero_grad()
+        loss(model, *(each[number : number + 1] for each in batch)).backward()
+        gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in model.parameters()]
+        norms.append(float(sum(each.square().sum() for each in gradients).sqrt()))
+        for sum_, each in zip(total, gradients):
+            sum_.add_(each * min(1.0, norm / norms[-1]))
+    model.zero_grad()
+    return total, norms
+
+
+class Twice(nn.Module):
+    """A layer that is called twice, and a bias that is shared with another one's weight gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 3, bias=False)
+
+    def forward(self, x):
+        return self.last(self.first(self.first(x).tanh()).tanh())
+
+
+class Tied(nn.Module):
+    """A table that is also the output layer, with a row for padding; positions have one row, or no dimension more."""
+
+    def __init__(self, padding=None, shape=(-1,)):
+        super().__init__()
+        self.shape = shape
+        self.words, self.places = nn.Embedding(11, 8, padding_idx=padding), nn.Embedding(5, 8)
+        self.norm, self.middle = nn.LayerNorm(8), nn.Linear(8, 8)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, words):
+        places = torch.arange(words.shape[1]).view(self.shape)
+        x = self.words(words) + self.places(places)
+        return self.head(x + self.middle(self.norm(x)).relu())
+
+
+class Turned(nn.Module):
+    """The convolution of GPT-2, whose weight is transposed."""
+
+    def __init__(self):
+        super().__init__()
+        from transformers.pytorch_utils import Conv1D
+
+        self.first, self.last = Conv1D(7, 5), nn.Linear(7, 3)
+
+    def forward(self, x):
+        return self.last(self.first(x).tanh().mean(1))
+
+
+def images(rows):
+    return torch.randn(rows, 4, 6, 6, dtype=torch.float64), torch.randint(0, 3, (rows,))
+
+
+def vectors(rows):
+    return torch.randn(rows, 6, dtype=torch.float64), torch.randint(0, 3, (rows,))
+
+
+def sequences(rows):
+    return torch.randn(rows, 9, 5, dtype=torch.float64), torch.randint(0, 3, (rows,))
+
+
+def words(rows):
+    found = torch.randint(0, 11, (rows, 5))
+    found[:, 1] = found[:, 0]  # a word that occurs twice in a sample
+    return found, torch.randint(0, 11, (rows, 5))
+
+
+def by_class(model, inputs, targets):
+    return nn.functional.cross_entropy(model(inputs), targets)
+
+
+def by_word(model, inputs, targets):
+    return nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+
+
+def pooled(*layers):
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.LazyLinear(3))
+
+
+CASES = {
+    "mlp": (lambda: nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.RMSNorm(9), nn.Linear(9, 3)), vectors, by_class),
+    "called twice": (Twice, vectors, by_class),
+    "convolution": (
+        lambda: pooled(nn.Conv2d(4, 6, 3, 2, 1), nn.GroupNorm(2, 6), nn.ReLU(), nn.Conv2d(6, 4, 3, bias=False)),
+        images,
+        by_class,
+    ),
+    "groups": (lambda: pooled(nn.Conv2d(4, 8, 3, padding=2, dilation=2, groups=2), nn.ReLU()), images, by_class),
+    "transposed": (
+        lambda: pooled(nn.ConvTranspose2d(4, 6, 3, 2, groups=2), nn.InstanceNorm2d(6, affine=True), nn.Tanh()),
+        images,
+        by_class,
+    ),
+    "sequence": (
+        lambda: nn.Sequential(nn.Linear(5, 30), nn.LayerNorm((9, 30)), nn.Tanh(), nn.Flatten(), nn.Linear(270, 3)),
+        sequences,
+        by_class,
+    ),
+    "long sequence of a small layer": (
+        lambda: nn.Sequential(nn.Linear(5, 2), nn.Tanh(), nn.Flatten(), nn.Linear(18, 3)),
+        sequences,
+        by_class,
+    ),
+    "tied": (Tied, words, by_word),
+    "tied with padding": (lambda: Tied(3, (1, -1)), words, by_word),
+    "conv1d of transformers": (Turned, sequences, by_class),
+}
+
+
+def build(name):
+    make, draw, loss = CASES[name]
+    torch.manual_seed(1)
+    model = make().double()
+    model.train()
+    with torch.no_grad():
+        model(draw(2)[0])
+    return model, draw, loss
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_clipped_sums_are_those_of_single_samples(name, reduction):
+    model, draw, loss = build(name)
+    reference, batch = copy.deepcopy(model), draw(7)
+    _, norms = clipped_sum(reference, loss, batch, 1.0)
+    norm = sorted(norms)[3]  # some are clipped, and some are not
+    expected, _ = clipped_sum(reference, loss, batch, norm)
+    privacy = DifferentialPrivacy(max_grad_norm=norm, loss_reduction=reduction, **CLIPPED)
+    reduction_ = dadplug.GradientReduction(model, mode="dsgd", privacy=privacy)
+    value = loss(model, *batch)
+    (value if reduction == "mean" else value * 7).backward()
+    reduction_.synchronize()
+    for (key, parameter), wanted in zip(model.named_parameters(), expected, strict=True):
+        off = (parameter.grad * privacy.expected_batch - wanted).abs().max()
+        assert float(off) <= 1e-6 * float(wanted.abs().max()) + 1e-14, key
+    assert max(float(each.abs().max()) for each in expected) > 0
+    reduction_.detach()
+
+
+def test_micro_batches_add_up_and_discarded_ones_do_not():
+    model, draw, loss = build("convolution")
+    reference = copy.deepcopy(model)
+    privacy = DifferentialPrivacy(max_grad_norm=0.3, **CLIPPED)
+    reduction = dadplug.GradientReduction(model, mode="dsgd", privacy=privacy)
+    batches = [draw(3), draw(5), draw(2)]
+    loss(model, *batches[2]).backward()
+    model.zero_grad()  # it is discarded
+    with reduction.no_sync():
+        loss(model, *batches[0]).backward()
+    with pytest.raises(ZeroDivisionError):
+        raise ZeroDivisionError(loss(model, *batches[2]))  # a forward pass without a backward pass
+    loss(model, *batches[1]).backward()
+    reduction.synchronize()
+    sums = [clipped_sum(reference, loss, each, 0.3)[0] for each in batches[:2]]
+    for parameter, *wanted in zip(model.parameters(), *sums, strict=True):
+        torch.testing.assert_close(parameter.grad * 4, sum(wanted))
+    model.zero_grad()
+    reduction.synchronize()  # an empty batch
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
+    reduction.detach()
+    loss(model, *batches[0]).backward()  # trains alone again
+    assert all(parameter.grad.any() for parameter in model.parameters())
+
+
+def test_samples_with_nan_are_left_out(caplog):
+    model, draw, loss = build("mlp")
+    reference, (inputs, targets) = copy.deepcopy(model), draw(5)
+    privacy = DifferentialPrivacy(max_grad_norm=0.3, loss_reduction="sum", **CLIPPED)
+    reduction = dadplug.GradientReduction(model, mode="dsgd", privacy=privacy)
+    spoilt = inputs.clone()
+    spoilt[2] = math.nan
+    nn.functional.cross_entropy(model(spoilt), targets, reduction="sum").backward()
+    reduction.synchronize()
+    rest = [0, 1, 3, 4]
+    expected, _ = clipped_sum(reference, loss, (inputs[rest], targets[rest]), 0.3)
+    for parameter, wanted in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad * 4, wanted)
+    assert "samples whose gradients hold NaN or Inf are left out" in caplog.text
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_noise_is_independent_and_of_the_stated_deviation(secure):
+    model = nn.Linear(20, 10).double()
+    privacy = DifferentialPrivacy(2.0, 1.5, 0.1, 5, secure=secure)
+    reduction = dadplug.GradientReduction(model, mode="dsgd", privacy=privacy)
+    drawn = []
+    for _ in range(400):
+        model.zero_grad()
+        reduction.idle()
+        drawn.append(torch.cat([each.grad.flatten() for each in model.parameters()]) * 5)
+    noise = torch.stack(drawn) / 3.0  # 400 steps of 210 elements, standard normal
+    assert abs(float(noise.mean())) < 5 / noise.numel() ** 0.5
+    assert abs(float(noise.var()) - 1) < 5 * (2 / noise.numel()) ** 0.5
+    covariance = noise.T @ noise / len(noise) - torch.eye(210, dtype=torch.float64)
+    assert float(covariance.abs().max()) < 6 * (2 / 400) ** 0.5
+    in_time = (noise[1:] * noise[:-1]).mean()
+    assert abs(float(in_time)) < 5 / noise.numel() ** 0.5
+    assert float((noise**4).mean()) == pytest.approx(3, abs=0.15)
+
+
+def test_noise_of_two_sites_and_of_a_copy_differs():
+    models = [nn.Linear(3, 2) for _ in range(2)]
+    reductions = [dadplug.GradientReduction(each, "dsgd", privacy=DifferentialPrivacy()) for each in models]
+    torch.manual_seed(0)
+    reductions[0].idle()
+    torch.manual_seed(0)
+    reductions[1].idle()
+    assert not torch.equal(models[0].weight.grad, models[1].weight.grad)
+    state = torch.get_rng_state()
+    reductions[0].idle()
+    assert torch.equal(state, torch.get_rng_state())
+    assert "seed" not in str(reductions[0].state_dict()["privacy"])
+
+
+def trains_at_two_sites(mode):
+    options = {"rank": 3} if mode == "rankdad" else {}
+    rank = dist.get_rank()
+    model, draw, loss = build("tied")
+    reference = copy.deepcopy(model)
+    torch.manual_seed(5)
+    both = [draw(6), draw(3)]
+    privacy = DifferentialPrivacy(0.0, 0.2, 0.1, 8 if rank else 4)
+    reduction = dadplug.GradientReduction(model, mode=mode, privacy=privacy, **options)
+    loss(model, *both[rank]).backward()
+    reduction.synchronize()
+    sums = zip(*(clipped_sum(reference, loss, each, 0.2)[0] for each in both), strict=True)
+    wanted = [(one + other) / 12 for one, other in sums]
+    first = off(model, wanted, 1)
+    if mode == "dsgd":
+        assert first < 1e-10
+    else:  # what the rank leaves out comes with later steps
+        assert 0.01 < first < 0.9
+        sent = [parameter.grad.clone() for parameter in model.parameters()]
+        for _ in range(9):
+            model.zero_grad()
+            loss(model, *both[rank]).backward()
+            reduction.synchronize()
+            for total, parameter in zip(sent, model.parameters()):
+                parameter.grad = total.add_(parameter.grad).clone()
+        assert off(model, wanted, 10) < 0.4 * first
+    noisy = dadplug.GradientReduction(copy.deepcopy(reference), mode=mode, privacy=DifferentialPrivacy(), **options)
+    optimizer = torch.optim.Adam(noisy.model.parameters(), 1e-2)
+    for step in range(4):
+        optimizer.zero_grad()
+        if step != 2 or rank == 0:
+            loss(noisy.model, *both[rank]).backward()
+        noisy.synchronize()
+        optimizer.step()
+    assert noisy.first_difference() is None
+    assert noisy.contributors == [0, 1]  # a site with an empty batch, too
+    return str(noisy.plan), reduction.traffic.bytes_sent
+
+
+def off(model, wanted, steps):
+    """Return the relative error of the gradients, as those of some equal steps together."""
+    found = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    whole = torch.cat([each.flatten() for each in wanted]) * steps
+    return float((found - whole).norm() / whole.norm())
+
+
+@pytest.mark.parametrize("mode", ["dsgd", "rankdad"])
+def test_sites_agree_on_the_sum_over_expected_batches(sites, mode):
+    plan, _ = sites(2).run(trains_at_two_sites, mode)[0]
+    assert ("lowrank" in plan) == (mode == "rankdad")
+    assert "factors" not in plan
+
+
+def test_epsilon_is_opacuss_and_goes_on_after_a_resumption():
+    accountants = pytest.importorskip("opacus.accountants")
+    privacy = DifferentialPrivacy(1.1, 1.0, 0.02, 4)
+    model = nn.Linear(3, 2)
+    reduction = dadplug.GradientReduction(model, "dsgd", privacy=privacy)
+    assert reduction.epsilon(1e-5) == 0
+    for _ in range(30):
+        reduction.idle()
+    state = reduction.state_dict()
+    again = dadplug.GradientReduction(copy.deepcopy(model), "dsgd", privacy=DifferentialPrivacy(1.3, 1.0, 0.02, 4))
+    again.load_state_dict(state)
+    for _ in range(10):
+        again.idle()
+    accountant = accountants.PRVAccountant()
+    accountant.history = [(1.1, 0.02, 30), (1.3, 0.02, 10)]
+    assert again.epsilon(1e-5) == pytest.approx(accountant.get_epsilon(1e-5), rel=0.02)
+    assert again.epsilon(1e-5) > reduction.epsilon(1e-5) > 0
+    lost = dadplug.GradientReduction(nn.Linear(3, 2), "dsgd", privacy=privacy)
+    lost.load_states([None, state])  # this site's own state is missing: it may have made all steps
+    assert lost.epsilon(1e-5) == pytest.approx(reduction.epsilon(1e-5), rel=1e-6)
+    found = DifferentialPrivacy.for_epsilon(3.0, 1e-5, 0.02, 200, max_grad_norm=0.5)
+    accountant.history = [(found.noise_multiplier, 0.02, 200)]
+    assert 2.9 < accountant.get_epsilon(1e-5) <= 3.0
+    assert found.max_grad_norm == 0.5
+    clipping = dadplug.GradientReduction(nn.Linear(3, 2), "dsgd", privacy=DifferentialPrivacy(0.0))
+    clipping.idle()
+    assert clipping.epsilon(1e-5) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"noise_multiplier": -1.0}, "noise_multiplier must be"),
+        ({"noise_multiplier": math.nan}, "noise_multiplier must be"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm must be"),
+        ({"sample_rate": 0.0}, "sample_rate must be"),
+        ({"sample_rate": 1.5}, "sample_rate must be"),
+        ({"expected_batch": 0}, "expected_batch must be"),
+        ({"loss_reduction": "none"}, "unknown loss_reduction 'none'"),
+        ({"secure": 1}, "secure must be"),
+    ],
+)
+def test_bad_values(values, message):
+    with pytest.raises(ValueError, match=message):
+        DifferentialPrivacy(**values)
+
+
+def test_settings_on_a_command_line():
+    found = DifferentialPrivacy.parse("noise_multiplier=1.5, expected_batch=8,secure=True")
+    assert found == DifferentialPrivacy(1.5, expected_batch=8, secure=True)
+    with pytest.raises(ValueError, match="unknown setting 'noise'"):
+        DifferentialPrivacy.parse("noise=1")
+
+
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.place = nn.Linear(3, 3), nn.Parameter(torch.zeros(3))
+
+    def forward(self, x):
+        return self.layer(x) + self.place
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        (nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), {}, r"1 \(BatchNorm1d\) mixes the samples.*nn\.GroupNorm"),
+        (Own(), {}, "is not known for place: freeze it"),
+        (nn.LSTM(3, 3), {}, "is not known for weight_ih_l0"),
+        (nn.MultiheadAttention(4, 2), {}, "is not known for in_proj_weight"),
+        (nn.Linear(3, 3), {"mode": "dad"}, "privacy= goes with mode='dsgd' or 'rankdad'"),
+        (nn.Linear(3, 3), {"mode": "topk"}, "privacy= goes with mode"),
+        (nn.Linear(3, 3), {"sync_batchnorm": True}, "does not go with sync_batchnorm"),
+        (nn.Linear(3, 3), {"privacy": 1.0}, "privacy must be a DifferentialPrivacy"),
+    ],
+)
+def test_what_would_show_more_is_refused(model, options, message):
+    with pytest.raises(ValueError, match=message):
+        dadplug.GradientReduction(model, **{"mode": "dsgd", "privacy": DifferentialPrivacy()} | options)
+
+
+def test_what_is_seen_only_in_a_step_is_refused():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2))
+    reduction = dadplug.GradientReduction(model, mode="dsgd", privacy=DifferentialPrivacy())
+    with pytest.raises(RuntimeError, match="goes through two forward passes"):
+        (model(torch.randn(4, 3)) - model(torch.randn(4, 3))).sum().backward()
+    reduction._private.discard()
+    with pytest.raises(RuntimeError, match="has not come through a call of its layer alone"):
+        (model(torch.randn(4, 3)) @ model[2].weight).sum().backward()
+    with pytest.raises(RuntimeError, match="estimates of the gradient's noise"):
+        _ = reduction.noise
+    model, draw, _ = build("tied")
+    reduction = dadplug.GradientReduction(model, mode="dsgd", privacy=DifferentialPrivacy())
+    with pytest.raises(RuntimeError, match="cannot tell numbers of positions"):
+        model(draw(5)[0])
+    turned = dadplug.GradientReduction(Turns(), mode="dsgd", privacy=DifferentialPrivacy())
+    with pytest.raises(RuntimeError, match="samples along the first dimension: the batch has 4"):
+        turned.model(torch.randn(4, 5, 3)).sum().backward()
+    with pytest.raises(ValueError, match="epsilon\\(\\) needs privacy"):
+        dadplug.GradientReduction(nn.Linear(2, 2), mode="dsgd").epsilon(1e-5)
+
+
+class Turns(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.layer(x.transpose(0, 1))
+
+
+def test_poisson_batches():
+    rows = torch.utils.data.TensorDataset(torch.arange(1000).float()[:, None], torch.arange(1000))
+    loader = dadplug.PoissonLoader(rows, 0.02)
+    assert len(loader) == 50
+    batches = [inputs[:, 0].long().tolist() for inputs, _ in loader]
+    sizes = torch.tensor([float(len(each)) for each in batches])
+    assert 12 < float(sizes.mean()) < 28
+    assert 2 < float(sizes.std()) < 7
+    assert batches != [inputs[:, 0].long().tolist() for inputs, _ in loader]
+    empty = dadplug.PoissonLoader(rows, 1e-9, steps=2)
+    assert [tuple(each.shape) for inputs in empty for each in inputs] == [(0, 1), (0,)] * 2
+    for wrong, message in (
+        ({"sample_rate": 0.0}, "sample_rate must be"),
+        ({"sample_rate": 0.1, "shuffle": True}, "shuffle= does not go with Poisson sampling"),
+        ({"sample_rate": 0.1, "steps": 0}, "steps must be"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dadplug.PoissonLoader(rows, **wrong)
+    model = nn.Linear(1, 2)
+    reduction = dadplug.GradientReduction(model, mode="dsgd", privacy=DifferentialPrivacy())
+    for inputs, targets in empty:  # a loss of no rows is NaN
+        nn.functional.cross_entropy(model(inputs), targets % 2).backward()
+        reduction.synchronize()
+        assert bool(torch.isfinite(model.weight.grad).all())
+        assert model.weight.grad.any()
+
+
+def trains_in_trainers():
+    """Private gradients in Lightning, Catalyst and the drop-in: steps are counted, and replicas stay equal."""
+    import catalyst_training
+    import lightning_zoo as zoo
+    from dadplug.runners import DADStrategy, DistributedRunner
+
+    rank = dist.get_rank()
+    privacy = DifferentialPrivacy(1.0, 1.0, 0.1, 4)
+    strategy = DADStrategy("rankdad", rank=1, privacy=privacy)
+    _, current = zoo.fit("Plain", strategy, max_epochs=1, num_sanity_val_steps=0)
+    reduction = strategy.reduction
+    assert reduction._private.ledger.entries == [(1.0, 0.1, current.global_step)]
+    assert current.global_step > 1
+    assert reduction.first_difference() is None
+    model = catalyst_training.net()
+    runner = DistributedRunner(mode="dsgd", privacy=privacy)
+    loader = torch.utils.data.DataLoader(catalyst_training.data(24, rank), 8)
+    catalyst_training.run(runner, model, torch.optim.SGD(model.parameters(), 0.1), [], {"train": loader}, epochs=2)
+    (entry,) = runner.reduction._private.ledger.entries
+    assert entry[2] >= 2 * len(loader) // 2
+    assert runner.reduction.first_difference() is None
+    model, draw, loss = build("mlp")
+    reference = copy.deepcopy(model)
+    torch.manual_seed(5)
+    both = [draw(6), draw(3)]
+    wrapped = dadplug.DistributedDataParallel(model, mode="dsgd", privacy=DifferentialPrivacy(0.0, 0.2, 0.1, 4))
+    with wrapped.no_sync():
+        loss(wrapped, *both[rank]).backward()
+    loss(wrapped, *both[rank]).backward()
+    sums = zip(*(clipped_sum(reference, loss, each, 0.2)[0] for each in both), strict=True)
+    assert off(model, [(one + other) / 8 for one, other in sums], 2) < 1e-10
+    assert wrapped.reduction._private.ledger.entries == [(0.0, 0.1, 1)]
+
+
+def test_trainers(sites):
+    for each in ("pytorch_lightning", "catalyst"):
+        pytest.importorskip(each)
+    sites(2).run(trains_in_trainers)
