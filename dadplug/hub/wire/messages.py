@@ -544,7 +544,7 @@ class Exclude:
 
 
 class Spent(NamedTuple):
-    """What a site's training has cost its records so far, for the status.
+    """Cost of a site's training so far for its records, for the status.
 
     Attributes:
         epsilon: the epsilon of differential privacy; infinity for steps without noise.
