@@ -2,7 +2,7 @@
 
 import pytest
 from elastic_runs import ENDED, Run, idles, presence, same_bits
-from running_hub import TestSite, running_hub, together, until
+from running_hub import TestSite, add_site, running_hub, together, until
 from sealed_sites import sealed_hub
 
 from dadplug.exchange.transport import Requirements
@@ -26,6 +26,26 @@ def test_a_site_that_is_killed_and_returns_counts_as_an_idle_one(tmp_path, mode)
     assert [0, 1] in present.values()
     assert present[max(present)] == [0, 1, 2]
     same_bits(lines, idles(tmp_path / "idle", "abc", present, mode=mode))
+
+
+@pytest.mark.parametrize("pause", [0.02, 1.0])
+def test_a_site_that_is_new_counts_as_one_that_was_idle(tmp_path, pause):
+    """With long steps the site joins in the round in which the run grows."""
+    with sealed_hub(tmp_path, ("a", "b")) as hub:
+        run = Run(tmp_path, hub, mode="dad", pause=pause, meets=True)
+        run.start("ab")
+        run.await_step("a", 3)
+        add_site(hub, "abc", hub_at=None, sealed=True)
+        run.start("c")
+        hub.await_line("c joins", ENDED)
+        run.stop(20 if pause < 1 else 4)
+        run.end("abc")
+        lines, present = run.lines("a"), presence(run.lines("a"))
+        same_bits(lines, run.lines("b"))
+        same_bits(lines, run.lines("c"))
+    assert present[3] == [0, 1]
+    assert present[max(present)] == [0, 1, 2]
+    same_bits(lines, idles(tmp_path / "idle", "abc", present, mode="dad", meets=True))
 
 
 # A site that another one refuses
