@@ -302,4 +302,5 @@ def test_the_vector_of_the_protocol_page():
     assert sealer.chain.key.hex() == "ddde072a375375f7ee59556c2b7577259f853b5110a23e84b8c117d99afcbb0a"
     cipher = derive(sealer.chain.key, "pieces", 0)
     assert cipher.hex() == "c13a1e9bb66363f0e00673239321b220a49059d5c2426146cd810874dc44c533"
+    assert frame[:32].hex() == "d9da020001000000050000000300000000000000000000000000000020000000"
     assert frame[32:].hex() == "0000000000000000f2dc87a64db38b2688c9e52fe3ec76060690a6acf0b68f65"
