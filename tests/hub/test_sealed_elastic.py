@@ -1,5 +1,7 @@
 """Sealed training that goes on while sites leave and return: the same bits as with a site that is idle."""
 
+import hashlib
+
 import pytest
 from elastic_runs import ENDED, Run, idles, presence, same_bits
 from running_hub import TestSite, add_site, running_hub, together, until
@@ -50,11 +52,14 @@ def test_a_site_that_is_new_counts_as_one_that_was_idle(tmp_path, pause):
 
 # A site that another one refuses
 
+OFFER = b"Ooffer"
+WELCOME = b"W" + hashlib.sha256(b"offer").digest() + b"welcome"
+
 
 def joiner(hub, members: list[TestSite]) -> TestSite:
     """Let site c, which has left, join again; return it once the members know."""
     c = TestSite(hub.kit("c"), hub.address)
-    c.control(KeyMessage(2, b"Ooffer"))
+    c.control(KeyMessage(2, OFFER))
     c.control(Requirements(1, 60_000))
     until(lambda: hub.hub.relay.sessions["training", 2].ready)
     for site in members:
@@ -78,7 +83,7 @@ def test_a_member_ends_a_site_that_it_has_not_welcomed(tmp_path):
     with sealed_hub(tmp_path) as hub:
         a, b = two_members(hub)
         joiner(hub, [a, b])
-        a.control(KeyMessage(2, b"Wwelcome"))
+        a.control(KeyMessage(2, WELCOME))
         b.control(Exclude(2, "its offer is damaged"))
         assert a.action(Drop).reason == "b refuses it: its offer is damaged"
 
@@ -87,7 +92,7 @@ def test_a_member_cannot_end_a_site_that_it_has_welcomed_or_started_with(tmp_pat
     with sealed_hub(tmp_path) as hub:
         a, b = two_members(hub)
         c = joiner(hub, [a, b])
-        a.control(KeyMessage(2, b"Wwelcome"))
+        a.control(KeyMessage(2, WELCOME))
         for slot in (1, 2):
             for _ in range(2):
                 a.control(Exclude(slot, "so be it"))
@@ -96,8 +101,10 @@ def test_a_member_cannot_end_a_site_that_it_has_welcomed_or_started_with(tmp_pat
         hub.await_line("c refuses a, which takes part already: it is older")
         assert sum("so be it" in line for line in hub.log) == 2  # each once
         assert {slot for _, slot in hub.hub.relay.sessions} == {0, 1, 2}
-        b.control(KeyMessage(2, b"Wwelcome"))
-        assert c.action(KeyMessage).slot == 2
+        b.control(KeyMessage(2, b"W" + bytes(32) + b"welcome"))  # of an offer before, which is not passed on
+        b.control(KeyMessage(2, WELCOME))
+        assert c.action(KeyMessage).slot == 2  # its own offer
+        assert [c.action(KeyMessage) for _ in range(2)] == [KeyMessage(slot, WELCOME) for slot in (0, 1)]
 
 
 def test_a_site_that_refuses_another_one_in_a_project_that_is_not_sealed_is_ended(tmp_path):

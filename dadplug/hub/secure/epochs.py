@@ -205,11 +205,13 @@ class Epochs:
         return self._take_welcome(slot, content) if slot in self._lacking else []
 
     def _take_welcome(self, slot: int, content: bytes) -> list[Frame]:
+        answered, content = content[:_DIGEST], content[_DIGEST:]
         offer, signature = content[:OFFER_BYTES], content[OFFER_BYTES : OFFER_BYTES + SIGNATURE]
         sealed = content[OFFER_BYTES + SIGNATURE :]
         certificate, public = self._offers.check(slot, offer)
         transcript = _transcript(self._own, offer)
-        if not verify(certificate, b"welcome" + transcript + sealed, signature):
+        known = answered == hashlib.sha256(self._own).digest()
+        if not known or not verify(certificate, b"welcome" + transcript + sealed, signature):
             raise self._offers.error(slot, "the signature of its welcome is not its own, or answers another offer")
         root = extract(self._offers.secret(slot, self._private, public), transcript, "join", self._slot, slot)
         try:
@@ -289,7 +291,7 @@ class Epochs:
         self._serials[slot] = certificate.serial_number
         self._pairs[slot] = Pair(root, self._slot, slot, self._offers.names[slot])
         self._receptions[slot] = Reception()
-        self.posts.append((slot, WELCOME + own + signature + sealed))
+        self.posts.append((slot, WELCOME + self.members[slot] + own + signature + sealed))
 
     def _chains_at(self, step: int) -> dict[int, bytes]:
         """Return the keys by which this site seals its messages of the open step, by number of their rekey."""
@@ -416,6 +418,16 @@ class Epochs:
         except (InvalidTag, ValueError):
             raise self._offers.error(slot, "its rekey was altered, or repeated") from None
         return ChainKey(step, key)
+
+
+def answers(content: bytes, offer: bytes) -> bool:
+    """Return whether a message about keys is a welcome that answers an offer, as far as it says itself.
+
+    Args:
+        content: the message.
+        offer: the message with the offer, of a site that may have left and joined anew since the answer was sent.
+    """
+    return content[: 1 + _DIGEST] == WELCOME + hashlib.sha256(offer[1:]).digest()
 
 
 def digest_of(members: Mapping[int, bytes]) -> bytes:

@@ -19,6 +19,7 @@ from typing import Any
 
 from ...errors import FrameError, RefusedError, TryAgainError
 from ...exchange.transport import Requirements
+from ..secure.epochs import answers
 from ..wire.messages import (
     Accept,
     Action,
@@ -489,12 +490,12 @@ class Relay:
             raise FrameError(f"a control message {type(message).__name__} is not expected")
 
     def _pass_key(self, session: Session, message: KeyMessage) -> None:
-        """Keep the offer of a site that waits to join, or pass a message on to one other site."""
+        """Keep the offer of a site that waits to join, or pass a welcome on to the site whose last offer it answers."""
         if message.slot == session.slot:
             session.offer = message.content
             return
         receiver = self.sessions.get(("training", message.slot))
-        if receiver is not None and not receiver.waits:
+        if receiver is not None and not receiver.waits and answers(message.content, receiver.offer):
             receiver.awaits.discard(session.slot)
             receiver.send(pack_control(KeyMessage(session.slot, message.content), 0))
 
