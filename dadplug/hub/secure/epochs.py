@@ -137,7 +137,11 @@ class Epochs:
     # The start of a run, with all sites
 
     def begin(self, agreement: Agreement) -> None:
-        """Take the secrets that all sites have agreed on."""
+        """Take the secrets that all sites have agreed on.
+
+        Args:
+            agreement: the agreement, complete but for the check of confirmations.
+        """
         keys = agreement.keys
         self._forget()
         self._sealer, self._stale = keys.sealer(), False
@@ -301,7 +305,11 @@ class Epochs:
         return found
 
     def leave(self, slot: int) -> None:
-        """Take the announcement that a site has left: it gets no key any more."""
+        """Take the announcement that a site has left: it gets no key any more.
+
+        Args:
+            slot: the site.
+        """
         self._offered.pop(slot, None)
         self._early_bytes -= sum(len(body) for _, body in self._early.pop(slot, []))
         self._lacking.discard(slot)
@@ -360,7 +368,12 @@ class Epochs:
         self._rekeyed_in, self._sent_in = step, -1
 
     def confirm(self, step: int, contributors: Sequence[int]) -> None:
-        """Take the close of a round: its contributors' messages have reached all members."""
+        """Take the close of a round: its contributors' messages have reached all members.
+
+        Args:
+            step: the step of the round.
+            contributors: slots of the sites that have taken part in it.
+        """
         if self._slot in contributors and self._rekeyed_in <= self._sent_in <= step:
             self._rekey = b""
 

@@ -115,6 +115,9 @@ class ChainKey:
     def at(self, step: int) -> ChainKey:
         """Return the key of the same step or a later one.
 
+        Args:
+            step: the step.
+
         Raises:
             ValueError: if the step is earlier, or too far ahead.
         """
