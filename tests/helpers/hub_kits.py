@@ -28,8 +28,9 @@ PROJECT = {
 
 
 def make(out: Path, now: Any = None, **entries: Any) -> Path:
-    """Make kits in a folder and return it."""
-    provision.provision(Project.parse(PROJECT | entries), out, now)
+    """Make kits in a folder and return it; entries of the project that are None are left out."""
+    project = {name: value for name, value in (PROJECT | entries).items() if value is not None}
+    provision.provision(Project.parse(project), out, now)
     return out
 
 

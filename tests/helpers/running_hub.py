@@ -107,10 +107,10 @@ def running_hub(
         assert not thread.is_alive(), "the hub has not ended"
 
 
-def add_site(hub: RunningHub, names: str) -> None:
+def add_site(hub: RunningHub, names: str, **entries: Any) -> None:
     """Provision the project of a running hub with a further site, whose name is the last one."""
     address = "{}:{}".format(*hub.address)
-    hub_kits.make(hub.kits, hub=address, hub_names=[], sites=list(names), hub_at=names[0])
+    hub_kits.make(hub.kits, **{"hub": address, "hub_names": [], "sites": list(names), "hub_at": names[0]} | entries)
     hub.await_line(f"the roster has new sites: {names[-1]}")
 
 

@@ -174,8 +174,8 @@ def test_a_whole_run_cannot_be_repeated_to_a_site(kits):
 def test_a_hub_that_makes_offers_of_its_own_is_found_out(kits):
     """The hub takes the place of a site: it has the certificate, which is public, but not its key."""
     forged = Agreement(kits[1])
-    forged._key = provision.new_key()
-    offer = forged._make_offer()
+    forged._key = forged._checks.key = provision.new_key()
+    offer = forged._checks.make()[1]
 
     def hub(received):
         received[0][1] = offer

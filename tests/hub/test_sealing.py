@@ -19,16 +19,12 @@ from torch import nn
 
 from dadplug.adapm import ParameterManager
 from dadplug.errors import SealingError, SiteError
-from dadplug.exchange import Traffic
-from dadplug.exchange.transport import Requirements
 from dadplug.hub.pki import provision
 from dadplug.hub.pki.kits import Kit
 from dadplug.hub.secure import sealing
-from dadplug.hub.secure.key_agreement import AGREEMENT
+from dadplug.hub.secure.epochs import AGREEMENT
 from dadplug.hub.secure.sealing import OPEN_BYTES, OVERHEAD, Keys, opened_offset, sealed_size
 from dadplug.hub.server.relay import Relay
-from dadplug.hub.site.link import HubLink
-from dadplug.hub.site.transport import ElasticTransport
 from dadplug.hub.site.tunnel import Tunnel, tunnel_of
 from dadplug.hub.wire.messages import SHORT_PIECE_BYTES, Head, Kind
 from dadplug.hub.wire.streams import Tag
@@ -205,7 +201,7 @@ def test_no_number_is_used_twice_and_keys_change(sealer, opener, monkeypatch):
     frames = [frame for _ in range(4) for frame in seal(sealer, message)]
     assert [int.from_bytes(frame.body[:8], "big") for frame in frames] == list(range(20))
     assert opened_message(opener, frames, len(message)) == message
-    secret = sealing.derive(make_keys(0).group, "sender", 0)
+    secret = sealing.ChainKey(0, sealing.derive(make_keys(0).group, "sender", 0)).at(HEAD.step).key
     assert len({sealing.derive(secret, "pieces", index) for index in range(5)}) == 5
     # The fifth piece is the first one under the second key, and its number counts on.
     cipher = sealing.AESGCM(sealing.derive(secret, "pieces", 1))
@@ -495,17 +491,6 @@ def test_messages_may_come_before_they_are_expected(tmp_path):
         buffer = bytearray(100000)
         second.wait([second.expect(0, 2, memoryview(buffer))], TIMEOUT)
         assert buffer == contents[0]
-
-
-def test_sites_that_may_leave_are_refused_before_anything_is_sent(tmp_path, monkeypatch):
-    with sealed_links(tmp_path, ("a", "b")) as links:
-        with monkeypatch.context() as patch:
-            patch.setattr(HubLink, "post", None)
-            patch.setattr(HubLink, "post_control", None)
-            for link in links:
-                with pytest.raises(ValueError, match="min_sites does not go with sealed messages"):
-                    ElasticTransport(link, Traffic(), TIMEOUT, Requirements(1, 10_000))
-        together(lambda rank: gather(links[rank], bytes([rank]), 1, 3), 2)  # all sites have to stay: that works
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ import json
 import os
 import struct
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 
 from cryptography import x509
@@ -39,7 +39,6 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from ...errors import KitError, SealingError
-from ...logs import get_logger
 from ..pki.certificates import (
     Certificate,
     Key,
@@ -51,22 +50,121 @@ from ..pki.certificates import (
     public_key_of,
 )
 from ..pki.files import read_file
-from ..pki.kits import Kit, KitWatch
-from ..pki.project import Roster
-from ..wire.messages import Head, Kind, frames
-from .sealing import SECRET_BYTES, Keys, Opener, Sealer, derive, extract, opened_offset
+from ..pki.kits import Kit
+from .sealing import SECRET_BYTES, Keys, derive, extract
 
 OFFER_BYTES = 4096
 CONFIRMATION_BYTES = 32
 _HEAD = struct.Struct(">16sH32s32s32sH")  # magic, slot, random number, X25519 key, digest of the roster, size
 _MAGIC = b"dadplug sealing1"
 _NUMBER = 32  # bytes of a scalar of P-256
-_SIGNATURE = 2 * _NUMBER
+SIGNATURE = 2 * _NUMBER
 _DIGEST = 32
 _WRAPPED = SECRET_BYTES + 16
 # Errors of a certificate that was altered, and those of this module's checks, which are KitErrors.
 _DAMAGED = (ValueError, UnsupportedAlgorithm, x509.InvalidVersion, x509.DuplicateExtension)
 _ALGORITHM = ec.ECDSA(hashes.SHA256())
+
+
+class Offers:
+    """Signed X25519 keys of sites: makes this site's, and checks those of others.
+
+    Args:
+        kit: the kit of this site.
+        names: names of all sites by slot, which all of them have to know; None for those of the kit's roster.
+        now: time at which certificates have to be valid; None for the present.
+    """
+
+    def __init__(self, kit: Kit, names: Sequence[str] | None = None, now: datetime | None = None) -> None:
+        self.names = kit.roster.sites if names is None else names
+        self.key = key_from_pem(read_file(kit.key_file), str(kit.key_file))
+        self._kit = kit
+        self._fixed_time = now
+
+    @property
+    def _now(self) -> datetime:
+        return self._fixed_time or current_time()
+
+    def make(self) -> tuple[X25519PrivateKey, bytes]:
+        """Return a new private key, and the offer of its public key, of `OFFER_BYTES`.
+
+        Raises:
+            KitError: if the kit's own certificate is not valid, or is too large.
+        """
+        self._kit.check_dates(self._now)
+        private = X25519PrivateKey.from_private_bytes(random_secret(self.key))
+        certificate = self._kit.certificate.public_bytes(serialization.Encoding.DER)
+        public = private.public_key().public_bytes_raw()
+        digest = roster_digest(self._kit.roster.project, self.names)
+        head = _HEAD.pack(_MAGIC, self._kit.slot, random_secret(self.key), public, digest, len(certificate))
+        content = head + certificate
+        offer = content + sign(self.key, b"offer" + content)
+        if len(offer) > OFFER_BYTES:
+            raise KitError(f"the certificate of {self._kit.folder} has {len(certificate)} bytes, too many for sealing")
+        return private, offer.ljust(OFFER_BYTES, b"\0")
+
+    def check(self, slot: int, offer: bytes) -> tuple[Certificate, X25519PublicKey]:
+        """Check a site's offer, and return its certificate and X25519 key.
+
+        Args:
+            slot: slot of the site.
+            offer: the offer.
+
+        Raises:
+            SealingError: if it is damaged, or of a site that may not take part.
+        """
+        offer = bytes(offer)
+        if len(offer) != OFFER_BYTES or not offer.startswith(_MAGIC):
+            raise self.error(slot, "its offer is damaged, or of another version of dadplug")
+        _, sender, _, public, digest, size = _HEAD.unpack_from(offer)
+        end = _HEAD.size + size
+        if end + SIGNATURE > len(offer) or any(offer[end + SIGNATURE :]):
+            raise self.error(slot, "its offer is damaged")
+        if sender != slot:
+            raise self.error(slot, f"its offer is that of slot {sender}: offers were exchanged on their way")
+        if digest != roster_digest(self._kit.roster.project, self.names):
+            raise self.error(slot, "the rosters of its kit and of this site's kit differ")
+        try:
+            certificate = x509.load_der_x509_certificate(offer[_HEAD.size : end])
+            self._check_certificate(slot, certificate)
+            if not verify(certificate, b"offer" + offer[:end], offer[end : end + SIGNATURE]):
+                raise KitError("the signature of its offer is not its own: the offer was altered")
+        except _DAMAGED as error:
+            raise self.error(slot, str(error)) from error
+        return certificate, X25519PublicKey.from_public_bytes(public)
+
+    def secret(self, slot: int, private: X25519PrivateKey, public: X25519PublicKey) -> bytes:
+        """Return the secret of this site's private key and another one's public key.
+
+        Raises:
+            SealingError: if there is none.
+        """
+        try:
+            return private.exchange(public)
+        except ValueError:
+            raise self.error(slot, "its offer holds a key without a secret") from None
+
+    def _check_certificate(self, slot: int, certificate: Certificate) -> None:
+        kit, name = self._kit, self.names[slot]
+        if not is_issued_by(certificate, kit.authority):
+            raise KitError("its certificate is signed by another authority than that of this kit")
+        if certified_name(certificate) != name:
+            raise KitError(f"its certificate is that of {certified_name(certificate)}")
+        organization = certificate.subject.get_attributes_for_oid(NameOID.ORGANIZATION_NAME)
+        if [each.value for each in organization] != [kit.roster.project]:
+            raise KitError(f"its certificate is not one of the project {kit.roster.project}")
+        usages = [each.value for each in certificate.extensions if isinstance(each.value, x509.ExtendedKeyUsage)]
+        if not any(ExtendedKeyUsageOID.CLIENT_AUTH in usage for usage in usages):
+            raise KitError("its certificate is not that of a site")
+        if not certificate.not_valid_before_utc <= self._now <= certificate.not_valid_after_utc:
+            clock = f"{self._now:%Y-%m-%d %H:%M} UTC"
+            raise KitError(f"its certificate is valid from {dates([certificate])}; this machine's clock says {clock}")
+        if certificate.serial_number in kit.revoked:
+            raise KitError("its certificate has been revoked")
+
+    def error(self, slot: int, what: str) -> SealingError:
+        """Return an error that names a site."""
+        return SealingError(f"no key can be agreed on with site {slot} ({self.names[slot]}): {what}")
 
 
 class Agreement:
@@ -81,28 +179,29 @@ class Agreement:
         slots: slots of the sites that take part.
         offer: this site's first message, of `OFFER_BYTES`.
         keys: the secrets; only after `confirmation`. Messages that they open come from sites that have them.
+        identities: digests of the offers, by slot; only after `share`.
 
     Raises:
         KitError: if the kit's own certificate is not valid.
     """
 
     def __init__(self, kit: Kit, slots: Sequence[int] | None = None, now: datetime | None = None) -> None:
-        self._now = now or current_time()
-        kit.check_dates(self._now)
+        self._checks = Offers(kit, now=now)
+        self._error = self._checks.error
         self._kit = kit
         self.slots = tuple(sorted(range(len(kit.roster.sites)) if slots is None else slots))
-        self._key = key_from_pem(read_file(kit.key_file), str(kit.key_file))
-        self._private = X25519PrivateKey.from_private_bytes(_random(self._key))
-        self._contribution = _random(self._key)
+        self._key = self._checks.key
+        self._private, self.offer = self._checks.make()
+        self._contribution = random_secret(self._key)
+        self.identities: dict[int, bytes] = {}
         self._certificates: dict[int, Certificate] = {}
         self._pairs: dict[int, bytes] = {}
         self._offers = self._share = self._transcript = self._group = b""
-        self.offer = self._make_offer()
 
     @property
     def share_bytes(self) -> int:
         """Size of each site's second message."""
-        return _DIGEST + _WRAPPED * (len(self.slots) - 1) + _SIGNATURE
+        return _DIGEST + _WRAPPED * (len(self.slots) - 1) + SIGNATURE
 
     @property
     def serials(self) -> dict[int, int]:
@@ -120,18 +219,17 @@ class Agreement:
         """
         self._offers = self._digest(offers, self.offer)
         for slot in self._others():
-            public = self._checked_offer(slot, offers[slot])
-            try:
-                secret = self._private.exchange(public)
-            except ValueError:
-                raise self._error(slot, "its offer holds a key without a secret") from None
+            self._certificates[slot], public = self._checks.check(slot, offers[slot])
+            secret = self._checks.secret(slot, self._private, public)
             self._pairs[slot] = extract(secret, self._offers, "pair", *sorted((self._kit.slot, slot)))
         wrapped = b"".join(
             self._wrapping(self._kit.slot, slot).encrypt(bytes(12), self._contribution, self._offers)
             for slot in self._others()
         )
         signed = self._offers + wrapped
-        self._share = signed + _sign(self._key, b"share" + self._kit.slot.to_bytes(2, "big") + signed)
+        everything = {**offers, self._kit.slot: self.offer}
+        self.identities = {slot: hashlib.sha256(bytes(everything[slot])).digest() for slot in self.slots}
+        self._share = signed + sign(self._key, b"share" + self._kit.slot.to_bytes(2, "big") + signed)
         return self._share
 
     def confirmation(self, shares: Mapping[int, bytes]) -> bytes:
@@ -181,66 +279,14 @@ class Agreement:
             digest.update(struct.pack(">HI", slot, len(content)) + content)
         return digest.digest()
 
-    def _make_offer(self) -> bytes:
-        certificate = self._kit.certificate.public_bytes(serialization.Encoding.DER)
-        public = self._private.public_key().public_bytes_raw()
-        random = _random(self._key)
-        head = _HEAD.pack(_MAGIC, self._kit.slot, random, public, roster_digest(self._kit.roster), len(certificate))
-        content = head + certificate
-        offer = content + _sign(self._key, b"offer" + content)
-        if len(offer) > OFFER_BYTES:
-            raise KitError(f"the certificate of {self._kit.folder} has {len(certificate)} bytes, too many for sealing")
-        return offer.ljust(OFFER_BYTES, b"\0")
-
-    def _checked_offer(self, slot: int, offer: bytes) -> X25519PublicKey:
-        """Check a site's offer, and return its X25519 key."""
-        offer = bytes(offer)
-        if len(offer) != OFFER_BYTES or not offer.startswith(_MAGIC):
-            raise self._error(slot, "its offer is damaged, or of another version of dadplug")
-        _, sender, _, public, digest, size = _HEAD.unpack_from(offer)
-        end = _HEAD.size + size
-        if end + _SIGNATURE > len(offer) or any(offer[end + _SIGNATURE :]):
-            raise self._error(slot, "its offer is damaged")
-        if sender != slot:
-            raise self._error(slot, f"its offer is that of slot {sender}: offers were exchanged on their way")
-        if digest != roster_digest(self._kit.roster):
-            raise self._error(slot, "the rosters of its kit and of this site's kit differ")
-        try:
-            certificate = x509.load_der_x509_certificate(offer[_HEAD.size : end])
-            self._check_certificate(slot, certificate)
-            if not _verify(certificate, b"offer" + offer[:end], offer[end : end + _SIGNATURE]):
-                raise KitError("the signature of its offer is not its own: the offer was altered")
-        except _DAMAGED as error:
-            raise self._error(slot, str(error)) from error
-        self._certificates[slot] = certificate
-        return X25519PublicKey.from_public_bytes(public)
-
-    def _check_certificate(self, slot: int, certificate: Certificate) -> None:
-        kit, name = self._kit, self._kit.roster.sites[slot]
-        if not is_issued_by(certificate, kit.authority):
-            raise KitError("its certificate is signed by another authority than that of this kit")
-        if certified_name(certificate) != name:
-            raise KitError(f"its certificate is that of {certified_name(certificate)}")
-        organization = certificate.subject.get_attributes_for_oid(NameOID.ORGANIZATION_NAME)
-        if [each.value for each in organization] != [kit.roster.project]:
-            raise KitError(f"its certificate is not one of the project {kit.roster.project}")
-        usages = [each.value for each in certificate.extensions if isinstance(each.value, x509.ExtendedKeyUsage)]
-        if not any(ExtendedKeyUsageOID.CLIENT_AUTH in usage for usage in usages):
-            raise KitError("its certificate is not that of a site")
-        if not certificate.not_valid_before_utc <= self._now <= certificate.not_valid_after_utc:
-            clock = f"{self._now:%Y-%m-%d %H:%M} UTC"
-            raise KitError(f"its certificate is valid from {dates([certificate])}; this machine's clock says {clock}")
-        if certificate.serial_number in kit.revoked:
-            raise KitError("its certificate has been revoked")
-
     def _opened_share(self, slot: int, share: bytes) -> bytes:
         """Check a site's share, and return its contribution."""
         share = bytes(share)
         if len(share) != self.share_bytes:
             raise self._error(slot, f"its share has {len(share)} bytes, not {self.share_bytes}")
-        signed, signature = share[:-_SIGNATURE], share[-_SIGNATURE:]
+        signed, signature = share[:-SIGNATURE], share[-SIGNATURE:]
         message = b"share" + slot.to_bytes(2, "big") + signed
-        if not _verify(self._certificates[slot], message, signature):
+        if not verify(self._certificates[slot], message, signature):
             raise self._error(slot, "the signature of its share is not its own: the share was altered")
         if signed[:_DIGEST] != self._offers:
             raise self._error(
@@ -260,160 +306,30 @@ class Agreement:
     def _code(self, slot: int) -> bytes:
         return hmac.digest(derive(self._group, "confirmation", slot), self._transcript, "sha256")
 
-    def _error(self, slot: int, what: str) -> SealingError:
-        site = f"site {slot} ({self._kit.roster.sites[slot]})"
-        return SealingError(f"no key can be agreed on with {site}: {what}")
 
-
-def roster_digest(roster: Roster) -> bytes:
+def roster_digest(project: str, names: Sequence[str]) -> bytes:
     """Return the digest of what all kits of a project have to agree on."""
-    return hashlib.sha256(json.dumps([roster.project, roster.sites]).encode()).digest()
+    return hashlib.sha256(json.dumps([project, list(names)]).encode()).digest()
 
 
-def _random(key: Key) -> bytes:
+def random_secret(key: Key) -> bytes:
     """Return 32 random bytes that can be guessed only by who knows both the operating system's and the key."""
     form = (serialization.Encoding.DER, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     salt = hashlib.sha256(b"dadplug sealing" + key.private_bytes(*form)).digest()
     return extract(os.urandom(SECRET_BYTES), salt, "random", time.time_ns(), os.getpid())
 
 
-def _sign(key: Key, content: bytes) -> bytes:
+def sign(key: Key, content: bytes) -> bytes:
+    """Return a signature, of `SIGNATURE` bytes."""
     numbers = utils.decode_dss_signature(key.sign(content, _ALGORITHM))
     return b"".join(number.to_bytes(_NUMBER, "big") for number in numbers)
 
 
-def _verify(certificate: Certificate, content: bytes, signature: bytes) -> bool:
+def verify(certificate: Certificate, content: bytes, signature: bytes) -> bool:
+    """Return whether a signature is that of the certificate's key."""
     numbers = int.from_bytes(signature[:_NUMBER], "big"), int.from_bytes(signature[_NUMBER:], "big")
     try:
         public_key_of(certificate).verify(utils.encode_dss_signature(*numbers), content, _ALGORITHM)
     except InvalidSignature:
         return False
     return True
-
-
-_log = get_logger(__name__)
-AGREEMENT = 0xFF << 24  # exchanges of the agreement itself, in a channel that nothing else uses
-
-Swap = Callable[[int, bytes, int], Mapping[int, bytes]]
-
-
-class LinkSealing:
-    """Sealing of one link. It is in use where the kit's roster requires it.
-
-    Args:
-        kit: kit of this site.
-
-    Attributes:
-        required: whether messages have to be sealed.
-        keys: the secrets, once the sites have agreed on them.
-    """
-
-    def __init__(self, kit: Kit) -> None:
-        self.required = kit.roster.sealed
-        self.keys: Keys | None = None
-        self._names = kit.roster.sites
-        self._sealer: Sealer | None = None
-        self._openers: dict[int, Opener] = {}
-        self._serials: dict[int, int] = {}  # of the certificates of the others, by slot
-        self._watch = KitWatch(kit)
-
-    def negotiate(self, kit: Kit, swap: Swap) -> None:
-        """Agree on keys with all other sites.
-
-        Args:
-            kit: kit of this site.
-            swap: function of the number of an exchange, this site's message and the size of each of the others', which
-                sends it to all others and returns theirs by slot.
-
-        Raises:
-            KitError: if this site's certificate is not valid.
-            SealingError: if a message of another site was altered, or the site may not take part.
-        """
-        agreement = Agreement(kit)
-        offers = swap(AGREEMENT, agreement.offer, OFFER_BYTES)
-        shares = swap(AGREEMENT | 1, agreement.share(offers), agreement.share_bytes)
-        confirmation = agreement.confirmation(shares)
-        # A site that has all confirmations may send before this one has them, but not before it has this one's.
-        self._openers = {slot: agreement.keys.opener(slot) for slot in agreement.slots if slot != kit.slot}
-        agreement.check(swap(AGREEMENT | 2, confirmation, CONFIRMATION_BYTES))
-        self._sealer = agreement.keys.sealer()
-        self.keys = agreement.keys
-        self._serials = agreement.serials
-
-    def check_kit(self) -> None:
-        """Read this site's kit again if it has changed: sites do not rely on the hub to tell them of revocations.
-
-        Raises:
-            SealingError: if the certificate of another site has been revoked.
-        """
-        change = self._watch.changed() if self.required and self.keys is not None else None
-        if change is None:
-            return
-        for problem in change.refused:
-            _log.warning("the kit has changed, and a part of it is not used: %s", problem)
-        if new := change.kit.roster.sites[len(self._names) :]:
-            _log.warning("the roster has new sites, which take part in the next run: %s", ", ".join(new))
-        for slot, serial in self._serials.items():
-            if serial in change.kit.revoked:
-                raise SealingError(f"site {slot} ({self._names[slot]}): its certificate has been revoked")
-
-    def covers(self, head: Head) -> bool:
-        """Return whether the frames of a message are sealed.
-
-        Args:
-            head: head of one of them.
-
-        Raises:
-            SealingError: if another site requires it, and this one's kit does not.
-        """
-        if head.exchange < AGREEMENT:
-            return self.required
-        if not self.required:
-            raise SealingError(
-                f"site {head.slot} ({self._names[head.slot]}) has a kit that requires sealed messages, and this site's "
-                "kit does not: copy the same roster.json to all kits"
-            )
-        return False
-
-    def frames(self, head: Head, content: memoryview) -> Iterator[bytes]:
-        """Seal a message, unless it is one of the agreement, and cut it into frames.
-
-        Args:
-            head: head of the frames.
-            content: the message, of bytes.
-
-        Yields:
-            The frames, which have to be sent in this order, before those of other messages.
-
-        Raises:
-            RuntimeError: if it cannot be sealed, since it is of a kind that the hub has to read.
-        """
-        if not self.covers(head):
-            for packed, body in frames(head, content):
-                yield b"".join((packed, body))
-        elif head.kind is not Kind.PAYLOAD or self._sealer is None:
-            raise RuntimeError(f"a {head.kind.name} message cannot be sealed, which this site's kit requires")
-        else:
-            yield from self._sealer.frames(head, content)
-
-    def open(self, head: Head, body: memoryview) -> tuple[Head, bytes]:
-        """Open a frame that has arrived.
-
-        Args:
-            head: its head.
-            body: its body.
-
-        Returns:
-            Head and body as they were before the message was sealed.
-
-        Raises:
-            SealingError: if it is not what its site has sent.
-        """
-        opener = self._openers.get(head.slot)
-        if opener is None:
-            raise SealingError(
-                f"site {head.slot} ({self._names[head.slot]}) sends messages that are not sealed, which this site's "
-                "kit requires: copy the same roster.json to all kits. If they agree, the hub has made up the message"
-            )
-        content = opener.open(head, body)
-        return head._replace(offset=opened_offset(head.offset), length=len(content)), content

@@ -4,14 +4,16 @@ A message is cut into pieces, each of which fills a frame and is sealed by itsel
 and a receiver opens them as they arrive. A sealed piece is the number of the piece (8 bytes), the encrypted content and
 a tag (16 bytes): 0.04% of a full frame.
 
-**Keys.** Each sender encrypts by keys of its own, which are derived from the secrets that
-`dadplug.hub.secure.key_agreement` has agreed on. The number of a piece, counted over all messages of the sender, is the
-nonce, and every 2**20 pieces (64 GB) the key changes. A process agrees on new secrets when it starts, so that no nonce
-is used twice with a key.
+**Keys.** Each sender encrypts by keys of its own: a chain, whose first key is derived from the secrets that
+`dadplug.hub.secure.key_agreement` has agreed on, or drawn at random by the sender (`dadplug.hub.secure.epochs`). Each
+step has the next key of the chain, from which the one before cannot be computed, and older keys are forgotten. The
+number of a piece, counted over all messages of the sender in the step, is the nonce, and every 2**20 pieces (64 GB) of
+a step the key changes. Steps only increase, so that no nonce is used twice with a key.
 
-**Order.** A receiver opens a sender's pieces in the order of their numbers, without gaps, and a tag covers the head of
-the frame: sender, kind, step, exchange, place in the message, size. So a piece that the hub alters, repeats, leaves out
-or moves to another place, message, exchange, sender or run is found out before anything of it is used.
+**Order.** A receiver opens a sender's pieces in the order of their numbers, without gaps within a step, and a tag
+covers the head of the frame: sender, kind, step, exchange, place in the message, size. So a piece that the hub alters,
+repeats, leaves out or moves to another place, message, exchange, step, sender or run is found out before anything of it
+is used. A message that is left out at the end of a step never arrives where it is expected, which is an error, too.
 
 Sealing does not hide who sends, when and how much, nor what sites write to the key-value store of torch.distributed
 (addresses, counters), to which dadplug writes no data of training. A hub can still end a run.
@@ -23,7 +25,7 @@ import os
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives import hashes
@@ -41,6 +43,7 @@ OPEN_BYTES = PIECE_BYTES - OVERHEAD  # content of a piece, at most
 _CONTENT_BYTES = SHORT_PIECE_BYTES - OVERHEAD  # the same for a message that is cut here
 _PIECES_BITS = 20  # a key seals 2**20 pieces
 _LAST = 1 << 63
+_MOST_STEPS = 1 << 18  # without a message of a sender; deriving as many keys takes seconds
 
 
 @dataclass(frozen=True)
@@ -97,16 +100,50 @@ class Keys:
         return Sealer(derive(secret, "sender", self.slot), self.slot)
 
 
+@dataclass(frozen=True)
+class ChainKey:
+    """Key of a sender in one step, from which those of later steps follow, and of earlier ones do not.
+
+    Attributes:
+        step: the step.
+        key: the key.
+    """
+
+    step: int
+    key: bytes = field(repr=False)
+
+    def at(self, step: int) -> ChainKey:
+        """Return the key of the same step or a later one.
+
+        Args:
+            step: the step.
+
+        Raises:
+            ValueError: if the step is earlier, or too far ahead.
+        """
+        if not 0 <= step - self.step <= _MOST_STEPS:
+            raise ValueError(f"a chain of keys at step {self.step} has none for step {step}")
+        key = self.key
+        for _ in range(step - self.step):
+            key = derive(key, "next")
+        return ChainKey(step, key)
+
+
 class Sealer:
     """Encryption of the messages of one sender. Not to be used by two threads at once.
 
     Args:
-        secret: the sender's secret.
+        secret: first key of the sender's chain.
         slot: its slot.
+        step: step of that key.
+
+    Attributes:
+        chain: key of the last step in which a message was sealed.
     """
 
-    def __init__(self, secret: bytes, slot: int) -> None:
-        self._cipher = lru_cache(1)(partial(_cipher, secret))
+    def __init__(self, secret: bytes, slot: int, step: int = 0) -> None:
+        self.chain = ChainKey(step, secret)
+        self._cipher = lru_cache(1)(_cipher)
         self._slot = slot
         self._number = 0  # of the next piece
         self._process = os.getpid()
@@ -133,16 +170,19 @@ class Sealer:
 
         Raises:
             RuntimeError: in a process that was forked after the agreement, or when all numbers have been used.
+            ValueError: if the step is earlier than that of the last piece.
         """
-        number = self._next_number()
+        number = self._next_number(head.step)
         head = head._replace(length=len(content) + OVERHEAD)
         place = head._replace(slot=self._slot).pack()
-        sealed = self._cipher(number >> _PIECES_BITS).encrypt(_nonce(number), content, place)
+        sealed = self._cipher(self.chain.key, number >> _PIECES_BITS).encrypt(_nonce(number), content, place)
         return b"".join((head.pack(), _NUMBER.pack(number), sealed))
 
-    def _next_number(self) -> int:
+    def _next_number(self, step: int) -> int:
         if os.getpid() != self._process:
             raise RuntimeError("a forked process cannot seal messages: it would repeat the nonces of its parent")
+        if step != self.chain.step:
+            self.chain, self._number = self.chain.at(step), 0
         number = self._number
         if number >= _LAST:
             raise RuntimeError("all numbers of pieces have been used")
@@ -154,13 +194,15 @@ class Opener:
     """Decryption of the messages of one sender, in the order in which they were sent.
 
     Args:
-        secret: the sender's secret.
+        secret: first key of the sender's chain.
         slot: its slot.
         name: its name, for messages.
+        step: step of that key.
     """
 
-    def __init__(self, secret: bytes, slot: int, name: str) -> None:
-        self._cipher = lru_cache(1)(partial(_cipher, secret))
+    def __init__(self, secret: bytes, slot: int, name: str, step: int = 0) -> None:
+        self._chain = ChainKey(step, secret)
+        self._cipher = lru_cache(1)(_cipher)
         self._slot = slot
         self._site = f"site {slot} ({name})"
         self._number = 0  # of the next piece
@@ -180,17 +222,22 @@ class Opener:
         """
         if len(body) <= OVERHEAD:
             raise self._error(head, f"is not sealed: it has {len(body)} bytes")
+        try:
+            chain = self._chain.at(head.step) if head.step != self._chain.step else self._chain
+        except ValueError:
+            raise self._error(head, f"is one of step {head.step}, after one of step {self._chain.step}") from None
+        expected = self._number if chain is self._chain else 0
         (number,) = _NUMBER.unpack_from(body)
-        if number != self._number:
-            raise self._error(head, f"has the number {number}, and {self._number} comes next")
+        if number != expected:
+            raise self._error(head, f"has the number {number}, and {expected} comes next")
         place = head._replace(slot=self._slot).pack()
         try:
-            content = self._cipher(number >> _PIECES_BITS).decrypt(
+            content = self._cipher(chain.key, number >> _PIECES_BITS).decrypt(
                 _nonce(number), memoryview(body)[_NUMBER.size :], place
             )
         except InvalidTag:
             raise self._error(head, "is not what it has sent at this place") from None
-        self._number += 1
+        self._chain, self._number = chain, number + 1
         return content
 
     def _error(self, head: Head, what: str) -> SealingError:

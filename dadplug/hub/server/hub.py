@@ -90,7 +90,8 @@ class Hub:
         self._service = service or NoService()
         self._streams = HubStreams(self._selector, self._service)
         life = secrets.randbits(62) + 1
-        self.relay = Relay(kit.roster.sites, site_timeout, life, time.monotonic(), self.journal, self._streams, grace)
+        roster, now = kit.roster, time.monotonic()
+        self.relay = Relay(roster.sites, site_timeout, life, now, self.journal, self._streams, grace, roster.sealed)
         self.acceptor = Acceptor(kit, listen, self._selector, self.journal, self._greet)
         self.address = self.acceptor.address
         self._watch = KitWatch(kit)
@@ -346,6 +347,7 @@ class Hub:
         except OSError as error:  # also an ssl.SSLError
             self.kit_problems.append(f"{kit.folder}: {tls.explain(error)}")
         self.kit, self._next_warning = kit, 0.0
+        self.relay.sealed = kit.roster.sealed
         self.journal.write("the kit has been read again")
         for problem in self.kit_problems:
             self._warn(f"the kit has changed, and a part of it is not used: {problem}")

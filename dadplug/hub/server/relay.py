@@ -19,16 +19,19 @@ from typing import Any
 
 from ...errors import FrameError, RefusedError, TryAgainError
 from ...exchange.transport import Requirements
+from ..secure.epochs import answers
 from ..wire.messages import (
     Accept,
     Action,
     Close,
     Drop,
+    Exclude,
     Grow,
     Head,
     Hello,
     Join,
     Joined,
+    KeyMessage,
     Kind,
     Leave,
     Pause,
@@ -68,9 +71,11 @@ class Relay:
         journal: log of who comes and goes.
         streams: streams of sites to the hub itself.
         grace: seconds for which a site whose connection is lost may connect again.
+        sealed: whether the project's messages are sealed, so that members may refuse a site that joins.
 
     Attributes:
         roster: names of all sites by slot; those that were added during a run take part in the next one.
+        sealed: see above.
         journal: log of who comes and goes.
         sessions: sessions by channel and slot.
         run: the run that goes on, or starts next, of the first sites of the roster.
@@ -88,8 +93,10 @@ class Relay:
         journal: Journal,
         streams: HubStreams,
         grace: float = GRACE,
+        sealed: bool = False,
     ) -> None:
         self.roster = tuple(names)
+        self.sealed = sealed
         self.journal = journal
         self.sessions: dict[tuple[str, int], Session] = {}
         self.run = Run(names, site_timeout, life, now, journal)
@@ -443,6 +450,9 @@ class Relay:
         for session in waiting if self.run.admits else ():
             session.waits = False
             self.journal.write(f"{session.name} joins")
+            session.awaits = {each.slot for each in self._training()} - {session.slot}
+            if session.offer:
+                self._announce(KeyMessage(session.slot, session.offer))
             self._act(self.run.membership.dial(session.slot, now), now)
 
     def _pass_state(self, session: Session, head: Head, body: memoryview, now: float) -> None:
@@ -470,10 +480,41 @@ class Relay:
                 self._admit(now)
             elif self._recovery is not None:
                 self._recovery.require(session, message)
+        elif isinstance(message, KeyMessage) and session.channel == "training":
+            self._pass_key(session, message)
+        elif isinstance(message, Exclude) and session.channel == "training":
+            self._exclude(session, message, now)
         elif isinstance(message, Joined) and session.channel == "training" and not session.waits:
             self._act(self.run.membership.joined(session.slot, message.position, now), now)
         else:
             raise FrameError(f"a control message {type(message).__name__} is not expected")
+
+    def _pass_key(self, session: Session, message: KeyMessage) -> None:
+        """Keep the offer of a site that waits to join, or pass a welcome on to the site whose last offer it answers."""
+        if message.slot == session.slot:
+            session.offer = message.content
+            return
+        receiver = self.sessions.get(("training", message.slot))
+        if receiver is not None and not receiver.waits and answers(message.content, receiver.offer):
+            receiver.awaits.discard(session.slot)
+            receiver.send(pack_control(KeyMessage(session.slot, message.content), 0))
+
+    def _exclude(self, session: Session, message: Exclude, now: float) -> None:
+        """End a site that joins, if a member refuses it before it has welcomed it; members cannot end each other.
+
+        Raises:
+            FrameError: if the project is not sealed.
+        """
+        if not self.sealed:
+            raise FrameError("it refuses another site, which is for projects with sealed messages")
+        excluded = self.sessions.get(("training", message.slot))
+        if excluded is None or session.waits or message.slot in session.refuses:
+            return
+        session.refuses.add(message.slot)
+        if session.slot in excluded.awaits:
+            self.drop(excluded, f"{session.name} refuses it: {message.reason}", now)
+        else:
+            self.journal.write(f"{session.name} refuses {excluded.name}, which takes part already: {message.reason}")
 
     def _serve(self, session: Session, request: bytes) -> None:
         for slot, reply in self._store.handle(session.slot, request):

@@ -54,6 +54,9 @@ class Session(NumberedStream):
         instance: random number of the site's process.
         waits: whether the site waits for the end of a run that it is not part of, or to join in it.
         ready: whether it can join, since it has made its model.
+        offer: its message to all members about keys, where it is to join and messages are sealed.
+        awaits: slots of the members that it joins, without those that have sent it their keys.
+        refuses: slots of the sites that it has asked the hub to end.
         recovers: whether it took part in a run when it connected.
         serial: serial number of its certificate.
         release: version of dadplug at the site.
@@ -82,6 +85,9 @@ class Session(NumberedStream):
         self.release, self.version = hello.release, hello.version
         self.rival = 0, now
         self.waits = self.ready = False
+        self.offer = b""
+        self.awaits: set[int] = set()
+        self.refuses: set[int] = set()
         self.recovers = hello.channel == "training" and hello.position.life > 0
         self.sites = hello.sites
         self.expires: datetime | None = None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from ...errors import DroppedError, FrameError, MismatchError, SiteError
@@ -21,7 +21,8 @@ from ...exchange.failure_reports import ENDED, add_announcer, remove_announcer
 from ...exchange.transport import Requirements
 from ...logs import get_logger
 from ..pki.kits import Kit
-from ..secure.key_agreement import AGREEMENT, LinkSealing
+from ..secure.epochs import AGREEMENT
+from ..secure.link_sealing import LinkSealing
 from ..wire.messages import (
     FRESH,
     IDLE,
@@ -34,6 +35,7 @@ from ..wire.messages import (
     Head,
     Join,
     Joined,
+    KeyMessage,
     Kind,
     Pause,
     Position,
@@ -79,7 +81,7 @@ class HubLink(HubConnection):
         self.inbox = Inbox(self.names, self.rank)
         self._started = False
         self._continuation = Continuation()
-        self.sealing = LinkSealing(kit)
+        self.sealing = LinkSealing(kit, self.names)
         if self.sealing.required:
             self._frames.seal = self.sealing.frames
         self._choose_piece_bytes()
@@ -114,7 +116,7 @@ class HubLink(HubConnection):
         try:
             link.start(timeout)
             link._wait_for_start(deadline, timeout)
-            if link.sealing.required:
+            if link.sealing.required and not link.rounds.joins:
                 link.sealing.negotiate(kit, partial(link._swap, timeout))
             add_announcer(link._announce)
         except BaseException:
@@ -162,10 +164,22 @@ class HubLink(HubConnection):
         if repeated or self._is_void(head):
             return
         if self.sealing.covers(head):
-            head, content = self.sealing.open(head, body)
-            body = self.inbox.room(head)
-            body[:] = content
+            for frame in self.sealing.open(head, body):
+                self._take_opened(*frame)
+        else:
+            self.inbox.complete(head, body)
+
+    def _take_opened(self, head: Head, content: bytes) -> None:
+        if head.kind is Kind.STATE and head.slot != self.rounds._donor:
+            return  # of a donor that has been replaced
+        body = self.inbox.room(head)
+        body[:] = content
         self.inbox.complete(head, body)
+
+    def _post_all(self, messages: Iterable[object]) -> None:
+        """Send control messages. To be called with the lock held."""
+        for message in messages:
+            self._frames.send(pack_control(message, self.rank))
 
     def _is_void(self, head: Head) -> bool:
         """Return whether a frame belongs to a sum that leaves out a lost site."""
@@ -186,10 +200,16 @@ class HubLink(HubConnection):
                 self._set_pause("")
             case Grow():
                 self._grow(message)
+            case KeyMessage():
+                opened, due = self.sealing.take(message) if message.slot != self.rank else ([], [])
+                self._post_all(due)
+                for frame in opened:
+                    self._take_opened(*frame)
             case Join(slot=slot):
                 self._troubles.end(slot, f"{self.name(slot)} is back")
                 self.gone.pop(slot, None)
                 rounds.joined.add(slot)
+                self._take_member(message)
             case Drop():
                 self._lose_site(message)
             case Accept(needs_state=True):
@@ -199,6 +219,7 @@ class HubLink(HubConnection):
             case SendState(joiner=self.rank):
                 rounds._donor = message.donor
             case Close():
+                self.sealing.close(message.step, message.contributors)
                 self._continuation.close(message, frozenset(rounds.joined))
                 rounds.take_close(message)
             case Repeat():
@@ -206,6 +227,13 @@ class HubLink(HubConnection):
                     self._frames.send(frame)
             case Continue():
                 self._frames.release(self._continuation.go_on(message))
+
+    def _take_member(self, message: Join) -> None:
+        """Take the announcement of a site that joins, which may be this one."""
+        if message.slot != self.rank:
+            self._post_all(self.sealing.join(message.slot, message.step))
+        elif self.rounds.joins:
+            self.sealing.enter([slot for slot in range(self.world_size) if slot not in {self.rank, *self.gone}])
 
     def _set_pause(self, reason: str) -> None:
         """Record why the hub lets all sites wait; empty where it does not any more."""
@@ -229,6 +257,8 @@ class HubLink(HubConnection):
             self.gone[slot] = "it has not joined yet"
         self.rounds.sizes.append((message.step, self.world_size))
         self._choose_piece_bytes()
+        if self.rounds.joins and self.rounds.requirements is not None and not self.sealing.complete:
+            self.rounds._ask()  # an offer names all sites
         _log.info("the project has new sites: %s; %d in all", ", ".join(new), self.world_size)
 
     def _lose_site(self, message: Drop) -> None:
@@ -238,6 +268,7 @@ class HubLink(HubConnection):
                 self._lose_place(reason or _ENDED, for_good=not message.step)
         elif self._started:
             self.gone.setdefault(slot, reason or _ENDED)
+            self.sealing.leave(slot)
             if reason:
                 self._troubles.begin(slot, f"{self.name(slot)} is lost: {reason}")
             self._continuation.forget(slot)
@@ -261,7 +292,7 @@ class HubLink(HubConnection):
             self.rounds.joined.clear()
 
     def tick(self) -> None:
-        self.sealing.check_kit()
+        self._post_all(self.sealing.check_kit(self.rounds.elastic))
 
     # A hub that is restarted, or has given this site up
 
@@ -289,7 +320,7 @@ class HubLink(HubConnection):
         if takes_part:
             self._frames.send(pack_control(self._report(), self.rank))
         elif rounds.joins and rounds.requirements is not None:
-            self._frames.send(pack_control(rounds.requirements, self.rank))
+            rounds._ask()
 
     def _report(self) -> Report:
         rounds, found = self.rounds, self._continuation
@@ -520,12 +551,23 @@ class RoundClient:
 
     def begin(self, requirements: Requirements) -> None:
         """Begin rounds; all sites call it with the same requirements."""
-        with self._link.lock:
+        link = self._link
+        with link.lock:
             if not self.elastic and not self.joins:
-                self.closed = self._link.step - 1
+                self.closed = link.step - 1
                 self.joined.clear()  # at the start
             self.elastic, self.skips, self.requirements = True, requirements.skips, requirements
-        self._link.post_control(requirements)
+            link.check()
+            self._ask()
+            link._flush_or_disconnect()
+
+    def _ask(self) -> None:
+        """State the requirements and, where this site is to join, that it can. To be called with the link's lock held.
+
+        Where messages are sealed, the members are asked for their keys first.
+        """
+        offer = self._link.sealing.offer() if self.joins else None
+        self._link._post_all([self.requirements] if offer is None else [offer, self.requirements])
 
     @property
     def size(self) -> int:
@@ -700,6 +742,8 @@ class RoundClient:
                 )
             state = self._receive_part(donor, _STATE_EXCHANGE, nbytes, timeout)
             if state is not None:
+                what = "the keys of another site have not arrived: it is stopped or busy"
+                self._wait_until(lambda: self._link.sealing.complete, timeout, what)
                 return state
 
     def _receive_part(self, donor: int | None, exchange: int, nbytes: int, timeout: float) -> bytes | None:

@@ -358,9 +358,6 @@ class ElasticTransport(HubTransport):
         timeout: seconds after which a silent site counts as lost.
         requirements: number of sites that are needed, and when a silent one is lost.
         group: process group of the sites, if there is one.
-
-    Raises:
-        ValueError: if the project requires sealed messages.
     """
 
     elastic = True
@@ -373,11 +370,6 @@ class ElasticTransport(HubTransport):
         requirements: Requirements,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        if link.sealing.required:
-            raise ValueError(
-                "min_sites does not go with sealed messages: the sites agree on their key when a run starts, and one "
-                "that joins could not read them"
-            )
         super().__init__(link, traffic, timeout, group)
         self._requirements = requirements
         self.joins = self.listens = link.rounds.joins

@@ -516,6 +516,33 @@ class Leave(NamedTuple):
     reason: str
 
 
+@dataclass(frozen=True)
+class KeyMessage:
+    """Message about keys, which the hub passes on; see `dadplug.hub.secure.epochs`.
+
+    Attributes:
+        slot: in what a site sends, the receiver, or the site itself in an offer to all members, which the hub announces
+            before the `Join` of the site. In what the hub sends, the sender.
+        content: the message.
+    """
+
+    slot: int
+    content: bytes
+
+
+@dataclass(frozen=True)
+class Exclude:
+    """Request of a site to end another one, which it refuses.
+
+    Attributes:
+        slot: the other site.
+        reason: the reason.
+    """
+
+    slot: int
+    reason: str
+
+
 class Spent(NamedTuple):
     """Cost of a site's training so far for its records, for the status.
 
@@ -536,6 +563,7 @@ _NAMES: dict[str, tuple[Any, ...]] = {
     ),
     "dadplug.hub.frames": (Hello, Welcome, Joined, Leave, Spent),
     "dadplug.hub.restart_messages": (Report, Repeat, Continue),
+    "dadplug.hub.key_messages": (KeyMessage, Exclude),
     "dadplug.exchange.requirements": (Requirements,),
 }
 _HINTS: dict[type, dict[str, Any]] = {}
@@ -607,6 +635,8 @@ def _fits(value: Any, hint: Any, end: int = 1 << 63) -> bool:
         return type(value) is float and value >= 0
     if hint is str:
         return type(value) is str and len(value) <= _LONGEST_TEXT
+    if hint is bytes:
+        return type(value) is bytes
     if hint in (bool, NoneType):
         return type(value) is hint
     if hint is Position:

@@ -1,0 +1,120 @@
+"""Sealed training that goes on while sites leave and return: the same bits as with a site that is idle."""
+
+import hashlib
+
+import pytest
+from elastic_runs import ENDED, Run, idles, presence, same_bits
+from running_hub import TestSite, add_site, running_hub, together, until
+from sealed_sites import sealed_hub
+
+from dadplug.exchange.transport import Requirements
+from dadplug.hub.wire.messages import Drop, Exclude, Join, KeyMessage, Kind, RoundKind
+
+
+@pytest.mark.parametrize("mode", ["dad", "rankdad"])
+def test_a_site_that_is_killed_and_returns_counts_as_an_idle_one(tmp_path, mode):
+    with sealed_hub(tmp_path) as hub:
+        run = Run(tmp_path, hub, mode=mode, pause=0.01)
+        run.start("ab")
+        run.start("c", leave=3, how="late")
+        run.end("c", -9)
+        run.start("c")
+        hub.await_line("c joins", ENDED)
+        run.stop(40)
+        run.end("abc")
+        lines, present = run.lines("a"), presence(run.lines("a"))
+        same_bits(lines, run.lines("b"))
+        same_bits(lines, run.lines("c"))
+    assert [0, 1] in present.values()
+    assert present[max(present)] == [0, 1, 2]
+    same_bits(lines, idles(tmp_path / "idle", "abc", present, mode=mode))
+
+
+@pytest.mark.parametrize("pause", [0.02, 1.0])
+def test_a_site_that_is_new_counts_as_one_that_was_idle(tmp_path, pause):
+    """With long steps the site joins in the round in which the run grows."""
+    with sealed_hub(tmp_path, ("a", "b")) as hub:
+        run = Run(tmp_path, hub, mode="dad", pause=pause, meets=True)
+        run.start("ab")
+        run.await_step("a", 3)
+        add_site(hub, "abc", hub_at=None, sealed=True)
+        run.start("c")
+        hub.await_line("c joins", ENDED)
+        run.stop(20 if pause < 1 else 4)
+        run.end("abc")
+        lines, present = run.lines("a"), presence(run.lines("a"))
+        same_bits(lines, run.lines("b"))
+        same_bits(lines, run.lines("c"))
+    assert present[3] == [0, 1]
+    assert present[max(present)] == [0, 1, 2]
+    same_bits(lines, idles(tmp_path / "idle", "abc", present, mode="dad", meets=True))
+
+
+# A site that another one refuses
+
+OFFER = b"Ooffer"
+WELCOME = b"W" + hashlib.sha256(b"offer").digest() + b"welcome"
+
+
+def joiner(hub, members: list[TestSite]) -> TestSite:
+    """Let site c, which has left, join again; return it once the members know."""
+    c = TestSite(hub.kit("c"), hub.address)
+    c.control(KeyMessage(2, OFFER))
+    c.control(Requirements(1, 60_000))
+    until(lambda: hub.hub.relay.sessions["training", 2].ready)
+    for site in members:
+        site.send(Kind.END, exchange=RoundKind.FIRST)
+    for site in members:
+        assert site.action(Join).slot == 2
+    return c
+
+
+def two_members(hub) -> list[TestSite]:
+    """Return sites a and b of an elastic run, which site c has left."""
+    sites = together(hub, "abc")
+    for site in sites:
+        site.control(Requirements(1, 60_000))
+    sites[2].leave("it is away")
+    assert {site.action(Drop).slot for site in sites[:2]} == {2}
+    return sites[:2]
+
+
+def test_a_member_ends_a_site_that_it_has_not_welcomed(tmp_path):
+    with sealed_hub(tmp_path) as hub:
+        a, b = two_members(hub)
+        joiner(hub, [a, b])
+        a.control(KeyMessage(2, WELCOME))
+        b.control(Exclude(2, "its offer is damaged"))
+        assert a.action(Drop).reason == "b refuses it: its offer is damaged"
+
+
+def test_a_member_cannot_end_a_site_that_it_has_welcomed_or_started_with(tmp_path):
+    with sealed_hub(tmp_path) as hub:
+        a, b = two_members(hub)
+        c = joiner(hub, [a, b])
+        a.control(KeyMessage(2, WELCOME))
+        for slot in (1, 2):
+            for _ in range(2):
+                a.control(Exclude(slot, "so be it"))
+            hub.await_line(f"a refuses {'abc'[slot]}, which takes part already: so be it")
+        c.control(Exclude(0, "it is older"))
+        hub.await_line("c refuses a, which takes part already: it is older")
+        assert sum("so be it" in line for line in hub.log) == 2  # each once
+        assert {slot for _, slot in hub.hub.relay.sessions} == {0, 1, 2}
+        b.control(KeyMessage(2, b"W" + bytes(32) + b"welcome"))  # of an offer before, which is not passed on
+        b.control(KeyMessage(2, WELCOME))
+        assert c.action(KeyMessage).slot == 2  # its own offer
+        assert [c.action(KeyMessage) for _ in range(2)] == [KeyMessage(slot, WELCOME) for slot in (0, 1)]
+
+
+def test_a_site_that_refuses_another_one_in_a_project_that_is_not_sealed_is_ended(tmp_path):
+    with running_hub(tmp_path / "kits", ("a", "b", "c")) as hub:
+        a, b = two_members(hub)
+        joiner(hub, [a, b])
+        b.control(Exclude(2, "so be it"))
+        dropped = a.action(Drop)
+        assert (dropped.slot, dropped.reason) == (
+            1,
+            "it refuses another site, which is for projects with sealed messages",
+        )
+        assert ("training", 2) in hub.hub.relay.sessions
