@@ -203,8 +203,8 @@ class HubLink(HubConnection):
             case KeyMessage():
                 opened, due = self.sealing.take(message) if message.slot != self.rank else ([], [])
                 self._post_all(due)
-                for frame in opened:
-                    self._take_opened(*frame)
+                for pair in opened:
+                    self._take_opened(*pair)
             case Join(slot=slot):
                 self._troubles.end(slot, f"{self.name(slot)} is back")
                 self.gone.pop(slot, None)
