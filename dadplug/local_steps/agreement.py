@@ -29,13 +29,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..background import BackgroundTask
 from ..errors import MismatchError, NonFiniteError
 from ..exchange import Gather, Transport
 from ..model_sync import sameness
 from ..model_sync.buffers import MovingBuffers
 from ..options import AUTO
 from .auto_format import AutoFormat
-from .background import BackgroundTask
 from .delta_format import DeltaFormat
 from .options import DEFAULT_DECAY, LocalOptions
 from .sparse_format import SparseFormat
@@ -381,7 +381,7 @@ class Agreement:
 
         self._shares = shares
         if overlap and apart and not self._transport.elastic:
-            self._sending = BackgroundTask(send)
+            self._sending = BackgroundTask(send, "dadplug-round")
         else:
             send()
         return in_transit

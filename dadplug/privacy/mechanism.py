@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import os
 import secrets
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..background import BackgroundTask
 from ..signature import check_choice, number, whole_number
 
 LOSS_REDUCTIONS = ("mean", "sum")
@@ -130,7 +130,7 @@ class NoiseSource:
         self._secure = secure
         self._generators: dict[torch.device, torch.Generator] = {}
         self._rooms: list[Tensor] = []  # for the noise of a step
-        self._drawing: threading.Thread | None = None
+        self._drawing: BackgroundTask | None = None
         self._process = os.getpid()
 
     def add(self, tensors: Sequence[Tensor], deviation: float) -> None:
@@ -146,14 +146,13 @@ class NoiseSource:
         for tensor, noise in zip(tensors, rooms, strict=True):
             tensor.add_(noise, alpha=deviation)
         if all(each.device.type == "cpu" for each in tensors):
-            self._drawing = threading.Thread(target=self._draw, name="dadplug-noise", daemon=True)
-            self._drawing.start()
+            self._drawing = BackgroundTask(self._draw, "dadplug-noise")
 
     def _drawn(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return noise in the shapes of tensors, which is used once."""
         drawing, self._drawing = self._drawing, None
         if drawing is not None and self._process == os.getpid():
-            drawing.join()
+            drawing.wait()  # an error is raised: the noise of the step before must not be used again
         else:
             drawing = None
         if self._process != os.getpid():  # a forked process draws other noise

@@ -21,6 +21,7 @@ LAYERS = (
     "registry",
     "signature",
     "jit",
+    "background",
     "cores",
     "files",
     "schedules",

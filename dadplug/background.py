@@ -11,12 +11,13 @@ class BackgroundTask:
 
     Args:
         run: the task; most of it must run without the GIL.
+        name: name of the thread.
     """
 
-    def __init__(self, run: Callable[[], None]) -> None:
+    def __init__(self, run: Callable[[], None], name: str) -> None:
         self._run = run
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._main, name="dadplug-round")
+        self._thread = threading.Thread(target=self._main, name=name)
         self._thread.start()
 
     def _main(self) -> None:
