@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..files import write_file
+from ..page import report_page
 from .attacks.base import RECOVERED, Result
 from .capture import Observation
 from .remedies import Remedy
@@ -295,23 +296,20 @@ class Report:
         Raises:
             ImportError: if matplotlib is not installed.
         """
-        head = "<th>" + "</th><th>".join(
-            ("layer", "path", "class", "attack", "of", "recovered", "similarity", "chance", "PSNR", "SSIM")
-        )
-        rows = ["<tr><td>" + "</td><td>".join(map(html.escape, cells)) + "</td></tr>" for cells in self._lines()]
-        notes = "".join(f"<li>{html.escape(note)}</li>" for note in self._notes())
+        head = ("layer", "path", "class", "attack", "of", "recovered", "similarity", "chance", "PSNR", "SSIM")
         options = "".join(f", {name}={value!r}" for name, value in self.options.items())
         picture = base64.b64encode(self._drawn()).decode()
-        title = f"Audit of mode {self.mode}{options}"
-        page = (
-            f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{html.escape(title)}</title><style>"
-            "body{font:15px/1.5 system-ui,sans-serif;max-width:75rem;margin:2rem auto;padding:0 1rem}"
-            "table{border-collapse:collapse;font-size:13px}td,th{padding:.25rem .7rem;text-align:left;"
-            "border-bottom:1px solid #ddd}td:nth-child(n+6){text-align:right}img{max-width:100%}"
-            f"</style></head><body><h1>{html.escape(title)}</h1><p><b>{html.escape(self.verdict)}</b></p>"
+        above = (
+            f"<p><b>{html.escape(self.verdict)}</b></p>"
             f"<p>{len(self.seen.batch)} samples, {self.bytes_sent:,} bytes sent, seen by {html.escape(_who(self))}; "
-            f"{self.seconds:.0f} s.</p><table><tr>{head}</th></tr>{''.join(rows)}</table><ul>{notes}</ul>"
-            f"<img alt='originals and reconstructions' src='data:image/png;base64,{picture}'></body></html>\n"
+            f"{self.seconds:.0f} s.</p>"
+        )
+        page = report_page(
+            f"Audit of mode {self.mode}{options}",
+            [head, *self._lines()],
+            self._notes(),
+            above=above,
+            below=f"<img alt='originals and reconstructions' src='data:image/png;base64,{picture}'>",
         )
         write_file(Path(path), page.encode())
 

@@ -7,45 +7,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from ..page import report_page
+
 if TYPE_CHECKING:
     from .trial import Point
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 460, 280, 52, 36  # of a plot, in its own units
 _COLOURS = ("#3b7dd8", "#d9822b", "#2e9e5b", "#c8443f", "#8a63c9", "#8c6d5a", "#d667ab", "#808890")
-
-_PAGE = """<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>
-:root {{ color-scheme: light dark; --text: #1b1f24; --back: #fff; --line: #d0d7de; --faint: #57606a; }}
-@media (prefers-color-scheme: dark) {{
-  :root {{ --text: #e6edf3; --back: #0d1117; --line: #30363d; --faint: #9198a1; }}
-}}
-body {{ font: 16px/1.5 system-ui, sans-serif; color: var(--text); background: var(--back); max-width: 62rem;
-  margin: 2rem auto; padding: 0 1rem; }}
-h1 {{ font-size: 1.4rem; }}
-.plots {{ display: flex; flex-wrap: wrap; gap: 1rem; }}
-svg {{ flex: 1 1 20rem; min-width: 0; max-width: 100%; height: auto; }}
-svg text {{ fill: var(--faint); font-size: 12px; }}
-svg path {{ fill: none; stroke-width: 2; }}
-svg line {{ stroke: var(--line); }}
-.key {{ color: var(--faint); }}
-.key span {{ margin-right: 1rem; white-space: nowrap; }}
-.table {{ overflow-x: auto; }}
-table {{ border-collapse: collapse; width: 100%; }}
-th, td {{ padding: .35rem .6rem; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }}
-th:first-child, td:first-child {{ text-align: left; }}
-p {{ color: var(--faint); }}
-</style>
-<h1>{title}</h1>
-<div class="plots">{plots}</div>
-<div class="key">{key}</div>
-<div class="table"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>
-<p>{note}</p>
-</html>
-"""
 
 
 def page(
@@ -59,7 +27,6 @@ def page(
         cells: the table, its head first.
         notes: sentences below the table.
     """
-    head, *body = cells
     key = "".join(
         f'<span><b style="color:{_COLOURS[number % len(_COLOURS)]}">&#9632;</b> {html.escape(label)}</span>'
         for number, label in enumerate(runs)
@@ -67,14 +34,8 @@ def page(
     plots = _plot(runs, "seconds of training", lambda point: point.seconds)
     if any(run[-1].megabytes > 0 for each in runs.values() for run in each):
         plots += _plot(runs, "megabytes sent by a process", lambda point: point.megabytes)
-    return _PAGE.format(
-        title=html.escape(title),
-        plots=plots,
-        key=key,
-        head="".join(f'<th scope="col">{html.escape(cell)}</th>' for cell in head),
-        body="".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in line) + "</tr>" for line in body),
-        note="<br>".join(map(html.escape, notes)),
-    )
+    above = f'<div class="plots">{plots}</div>\n<div class="key">{key}</div>'
+    return report_page(title, cells, notes, above=above)
 
 
 def _plot(runs: Mapping[str, Sequence[Sequence[Point]]], label: str, axis: Callable[[Point], float]) -> str:

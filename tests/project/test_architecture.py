@@ -49,6 +49,7 @@ LAYERS = (
     "hogwild",
     "parameter_server",
     "progress",
+    "page",
     "auditing",
     "comparison",
     "racing",
