@@ -1,5 +1,6 @@
 """Private gradients against sums of the clipped gradients of single samples, computed one by one in float64."""
 
+import argparse
 import copy
 import math
 
@@ -10,6 +11,7 @@ from torch import nn
 
 import dadplug
 from dadplug import DifferentialPrivacy
+from dadplug.cli.arguments import add_option_arguments
 
 CLIPPED = {"noise_multiplier": 0.0, "sample_rate": 0.1, "expected_batch": 4}
 
@@ -354,11 +356,17 @@ def test_bad_values(values, message):
         DifferentialPrivacy(**values)
 
 
-def test_settings_on_a_command_line():
+def test_settings_on_a_command_line(capsys):
     found = DifferentialPrivacy.parse("noise_multiplier=1.5, expected_batch=8,secure=True")
     assert found == DifferentialPrivacy(1.5, expected_batch=8, secure=True)
     with pytest.raises(ValueError, match="unknown setting 'noise'"):
         DifferentialPrivacy.parse("noise=1")
+    parser = argparse.ArgumentParser()
+    add_option_arguments(parser)
+    assert parser.parse_args(["--privacy", "noise_multiplier=1.5"]).option_privacy == DifferentialPrivacy(1.5)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--privacy", "noise=1"])
+    assert "unknown setting 'noise' of privacy; valid ones are noise_multiplier" in capsys.readouterr().err
 
 
 class Own(nn.Module):
