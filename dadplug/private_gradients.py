@@ -22,7 +22,7 @@ from .hooks import LINEAR, CapturedLayer, Factor, Form, LayerCapture, OwnHook, R
 from .hooks.embedding import Embedding, TableForm, _embedding
 from .logs import get_logger
 from .model_sync.samples import SampleCounter
-from .privacy.mechanism import DifferentialPrivacy, Ledger, NoiseSource
+from .privacy.mechanism import DifferentialPrivacy, Ledger
 from .privacy.normalisations import Arrived, NormalisationBySample, normalisation_of
 from .privacy.rows import Contribution, Formed, Rows, squared_norms
 from .units.lazy_gradient import Placeholders, accumulated
@@ -127,7 +127,6 @@ class PrivateGradients:
         self.ledger = Ledger()
         self.privacy, self._model, self._counter = privacy, model, counter
         self._begin, self._arrived = begin, arrived
-        self._noise = NoiseSource(privacy.secure)
         self._contributions: dict[int, list[Contribution]] = defaultdict(list)  # by id of the parameter
         self._sums: dict[str, Tensor] = {}  # of this step, without loss scale
         self._samples = 0  # of the running backward pass
@@ -404,10 +403,12 @@ class PrivateGradients:
         for name, parameter in self._parameters.items():
             own = self._sums.pop(name, None)
             sums.append(torch.zeros_like(parameter) if own is None else own.contiguous())
-        self._noise.add(sums, self.privacy.deviation)
+        from .privacy.noise import add_noise  # numba loads when first used
+
         scale = loss_scale / self.privacy.expected_batch
+        add_noise(sums, self.privacy.deviation, self.privacy.secure, scale)
         for parameter, gradient in zip(self._parameters.values(), sums, strict=True):
-            parameter.grad = gradient.mul_(scale) if parameter.grad is None else gradient.mul_(scale) + parameter.grad
+            parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
         self._sums.clear()
         self._used.clear()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -245,7 +246,7 @@ class Factor:
         """
         flat = gradient.reshape(gradient.shape[0], -1)
         out, width = flat.shape
-        identity = torch.eye(min(out, width), dtype=gradient.dtype, device=gradient.device)
+        identity = _identity(min(out, width), gradient.dtype, gradient.device)
         pair = (flat, identity) if out <= width else (identity, flat.T)
         return Factor(*pair, Flattened(tuple(gradient.shape)), whole=flat)
 
@@ -301,3 +302,9 @@ def stack_by_form(factors: Sequence[Factor]) -> list[Factor]:
     for factor in factors:
         groups.setdefault(factor.form, []).append(factor)
     return [Factor.stack(group) for group in groups.values()]
+
+
+@functools.lru_cache(8)
+def _identity(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return an identity matrix, which must not be changed: filling it takes as long as a product with few rows."""
+    return torch.eye(size, dtype=dtype, device=device)

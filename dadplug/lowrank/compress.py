@@ -366,6 +366,19 @@ def squared_norm(deltas: Tensor, activations: Tensor) -> float:
     return 0.0 if scaled is None else _squared_norm(scaled[0].deltas, scaled[0].activations) * scaled[1] * scaled[1]
 
 
+def squared_norm_of(gradient: Tensor) -> float:
+    """Compute the squared Frobenius norm of a gradient that has been formed.
+
+    Args:
+        gradient: of any shape.
+    """
+    flat = gradient.detach().reshape(-1)
+    found = float(torch.dot(flat, flat))
+    if _SAFE[0] ** 2 < found < _SAFE[1] ** 2:
+        return found
+    return float(torch.linalg.vector_norm(flat, dtype=torch.float64).square())
+
+
 def _squared_norm(D: Tensor, A: Tensor) -> float:
     (rows, out), width = D.shape, A.shape[1]
     if rows * (out + width) < out * width:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..exchange.factor_buckets import FactorPayload
 from ..exchange.wire import WireFormat, wire_format
 from ..hooks import Factor
-from ..lowrank import Carry, Compressed, compress, compress_matrix, squared_norm
+from ..lowrank import Carry, Compressed, compress, compress_matrix, squared_norm, squared_norm_of
 from .base import GradientPath, Method, MethodOptions, Quality, Traits, register_method
 from .feedback import ErrorFeedback, LossScales, MergeMemory
 
@@ -137,7 +137,7 @@ class RankDAD(Method):
         if self.errors.enabled:
             whole = self._with_errors(name, factor, share, loss_scale)
             compressed = compress_matrix(whole, rank, **how)
-            size = float(whole.double().square().sum()) if measure else 0.0
+            size = squared_norm_of(whole) if measure else 0.0
         else:
             deltas, activations = factor.deltas, factor.activations
             if state.lost is not None:  # as further rows
@@ -214,6 +214,8 @@ class RankDAD(Method):
         like = factor.deltas.new_empty(1).expand(factor.deltas.shape[1], factor.activations.shape[1])
         error, whole = self.errors.find(name, like), self.errors.prepare(name, like)
         if factor.whole is not None:
+            if error is not None and loss_scale == 1.0:
+                return torch.add(factor.whole, error, alpha=share, out=whole)
             torch.mul(factor.whole, 1 / loss_scale, out=whole)
             return whole if error is None else whole.add_(error, alpha=share)
         before, beta = (whole, 0.0) if error is None else (error, share)

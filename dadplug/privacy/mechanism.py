@@ -1,4 +1,4 @@
-"""The Gaussian mechanism of a site, and what it has spent: settings, noise, and the ledger of steps.
+"""The Gaussian mechanism of a site, and what it has spent: settings and the ledger of steps.
 
 The accountant is Opacus's, by privacy loss random variables (arXiv:2106.02848).
 """
@@ -6,21 +6,12 @@ The accountant is Opacus's, by privacy loss random variables (arXiv:2106.02848).
 from __future__ import annotations
 
 import math
-import os
-import secrets
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
-
-from ..background import BackgroundTask
 from ..signature import check_choice, number, whole_number
 
 LOSS_REDUCTIONS = ("mean", "sum")
-_SUMMED = 4  # Gaussian numbers that are added up for one with secure=True: the low bits of a single one betray others
 
 
 @dataclass(frozen=True)
@@ -38,8 +29,8 @@ class DifferentialPrivacy:
         expected_batch: expected number of samples of a site's step, the divisor: the number of records times
             `sample_rate`. The number that a batch has in fact stays private.
         loss_reduction: how the loss of a batch is made of those of its samples: "mean" or "sum".
-        secure: whether noise comes from the operating system's cryptographic generator. It takes about a microsecond a
-            parameter.
+        secure: whether noise is drawn so that its low bits betray nothing, see `add_noise`; about a microsecond
+            a parameter.
 
     Raises:
         ValueError: if a value is out of its range.
@@ -115,84 +106,6 @@ class DifferentialPrivacy:
     def deviation(self) -> float:
         """Standard deviation of the noise in each element of a sum of gradients."""
         return self.noise_multiplier * self.max_grad_norm
-
-
-class NoiseSource:
-    """Gaussian noise whose seed comes from the operating system, and is neither saved nor shared.
-
-    On processors the noise of the next step is drawn in a thread while the present one computes.
-
-    Args:
-        secure: whether every number comes from the operating system's cryptographic generator.
-    """
-
-    def __init__(self, secure: bool) -> None:
-        self._secure = secure
-        self._generators: dict[torch.device, torch.Generator] = {}
-        self._rooms: list[Tensor] = []  # for the noise of a step
-        self._drawing: BackgroundTask | None = None
-        self._process = os.getpid()
-
-    def add(self, tensors: Sequence[Tensor], deviation: float) -> None:
-        """Add independent noise to each element of some tensors.
-
-        Args:
-            tensors: the tensors, changed in place.
-            deviation: the standard deviation.
-        """
-        if deviation == 0:
-            return
-        rooms = self._drawn(tensors)
-        for tensor, noise in zip(tensors, rooms, strict=True):
-            tensor.add_(noise, alpha=deviation)
-        if all(each.device.type == "cpu" for each in tensors):
-            self._drawing = BackgroundTask(self._draw, "dadplug-noise")
-
-    def _drawn(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return noise in the shapes of tensors, which is used once."""
-        drawing, self._drawing = self._drawing, None
-        if drawing is not None and self._process == os.getpid():
-            drawing.wait()  # an error is raised: the noise of the step before must not be used again
-        else:
-            drawing = None
-        if self._process != os.getpid():  # a forked process draws other noise
-            self._process, self._generators, self._rooms = os.getpid(), {}, []
-        fits = [(each.shape, each.dtype, each.device) for each in self._rooms] == [
-            (each.shape, each.dtype, each.device) for each in tensors
-        ]
-        if not fits:
-            self._rooms = [torch.empty_like(each, memory_format=torch.contiguous_format) for each in tensors]
-        if not fits or drawing is None:
-            self._draw()
-        return self._rooms
-
-    @torch.no_grad()
-    def _draw(self) -> None:
-        for room in self._rooms:
-            if self._secure:
-                room.copy_(torch.from_numpy(_secure_normal(room.numel())).view(room.shape))
-            else:
-                room.normal_(generator=self._generator(room.device))
-
-    def _generator(self, device: torch.device) -> torch.Generator:
-        if device not in self._generators:
-            self._generators[device] = torch.Generator(device)
-            self._generators[device].manual_seed(secrets.randbits(63))
-        return self._generators[device]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_secure": self._secure}  # a copy draws other noise
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(vars(NoiseSource(state["_secure"])))
-
-
-def _secure_normal(count: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Return standard normal numbers from the operating system's generator, each the sum of some (Box-Muller)."""
-    bits = np.frombuffer(os.urandom(16 * _SUMMED * count), np.uint64).reshape(2, _SUMMED, count)
-    uniform = ((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53  # inside (0, 1)
-    normal = np.sqrt(-2.0 * np.log(uniform[0])) * np.cos(2.0 * np.pi * uniform[1])
-    return np.asarray(normal.sum(0) / math.sqrt(_SUMMED))
 
 
 class Ledger:

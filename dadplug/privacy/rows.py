@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..hooks import Factor
+from ..hooks import LINEAR, Factor
 
 _CHUNK = 1 << 24  # elements of formed gradients at a time
 
@@ -87,9 +87,11 @@ class Rows(Contribution):
         return bool(self.factor.form.table_rows)
 
     def clipped(self, scales: Tensor) -> Tensor:
-        deltas = self.factor.deltas
+        form, deltas, activations = self.factor.form, self.factor.deltas, self.factor.activations
         rows = scales.to(deltas.dtype).repeat_interleave(deltas.shape[0] // max(1, self.samples))
-        return self.factor.form.gradient(deltas * rows[:, None], self.factor.activations)
+        if form == LINEAR and activations.shape[1] < deltas.shape[1]:  # fewer numbers to scale
+            return form.gradient(deltas, activations * rows[:, None])
+        return form.gradient(deltas * rows[:, None], activations)
 
 
 def _by_sample(blocks: Tensor, samples: int) -> Tensor:

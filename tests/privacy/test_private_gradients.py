@@ -222,26 +222,6 @@ def test_noise_is_independent_and_of_the_stated_deviation(secure):
     assert float((noise**4).mean()) == pytest.approx(3, abs=0.15)
 
 
-def test_noise_is_not_used_again_where_the_next_could_not_be_drawn(monkeypatch):
-    model = nn.Linear(3, 2)
-    reduction = dadplug.GradientReduction(model, "dsgd", privacy=DifferentialPrivacy())
-    source = reduction._private._noise
-
-    def fail():
-        raise MemoryError("of the test")
-
-    reduction.idle()  # draws the noise of the next step beside it
-    source._drawing.wait()
-    before = [each.clone() for each in source._rooms]
-    monkeypatch.setattr(source, "_draw", fail)
-    reduction.idle()
-    with pytest.raises(MemoryError, match="of the test"):
-        reduction.idle()
-    monkeypatch.undo()
-    reduction.idle()
-    assert not any(torch.equal(old, new) for old, new in zip(before, source._rooms))
-
-
 def test_noise_of_two_sites_and_of_a_copy_differs():
     models = [nn.Linear(3, 2) for _ in range(2)]
     reductions = [dadplug.GradientReduction(each, "dsgd", privacy=DifferentialPrivacy()) for each in models]
