@@ -194,23 +194,33 @@ def train(arguments: argparse.Namespace, way: str, epsilon: float, rate: float, 
 
 def opacus_accuracy(inputs: Any, targets: Any, data: Any, model: nn.Module, optimizer: Any, privacy: Any,
                     arguments: argparse.Namespace, generator: torch.Generator) -> float:  # fmt: skip
-    """Train by Opacus's classes on the rows of both sites, with noise of both."""
-    from opacus import GradSampleModule
-    from opacus.optimizers import DPOptimizer
+    """Train by Opacus's classes for ghost clipping on the rows of both sites, with noise of both, in one process."""
+    from opacus.grad_sample import GradSampleModuleFastGradientClipping
+    from opacus.optimizers import DPOptimizerFastGradientClipping
+    from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, (inputs, targets))
-    inputs, targets = (torch.cat(each) for each in zip(*gathered))
-    wrapped = GradSampleModule(model)
-    noise = privacy.noise_multiplier * math.sqrt(dist.get_world_size())
-    stepper = DPOptimizer(optimizer, noise_multiplier=noise, max_grad_norm=NORM, expected_batch_size=arguments.batch)
-    rate = arguments.batch / len(targets)
-    for _ in range(arguments.steps):
-        chosen = torch.rand(len(targets), generator=generator) < rate
-        stepper.zero_grad()
-        nn.functional.cross_entropy(wrapped(inputs[chosen]), targets[chosen]).backward()
-        stepper.step()
-    return accuracy_of(model, data)
+    accuracy = torch.zeros(1)
+    if dist.get_rank() == 0:
+        inputs, targets = (torch.cat(each) for each in zip(*gathered))
+        wrapped = GradSampleModuleFastGradientClipping(model, use_ghost_clipping=True, max_grad_norm=NORM)
+        stepper = DPOptimizerFastGradientClipping(
+            optimizer,
+            noise_multiplier=privacy.noise_multiplier * math.sqrt(dist.get_world_size()),
+            max_grad_norm=NORM,
+            expected_batch_size=arguments.batch,
+        )
+        criterion = DPLossFastGradientClipping(wrapped, stepper, nn.CrossEntropyLoss(), "mean")
+        rate = arguments.batch / len(targets)
+        for _ in range(arguments.steps):
+            chosen = torch.rand(len(targets), generator=generator) < rate
+            stepper.zero_grad()
+            criterion(wrapped(inputs[chosen]), targets[chosen]).backward()
+            stepper.step()
+        accuracy[0] = accuracy_of(model, data)
+    dist.broadcast(accuracy, 0)
+    return float(accuracy)
 
 
 @torch.no_grad()
