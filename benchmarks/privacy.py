@@ -10,7 +10,7 @@ Layers that normalise over the batch are replaced by group normalisation, for al
 of positions and of types to be frozen, which they are for all ways.
 
 `accuracy` trains a perceptron (784-512-10) at two sites with half of 8,000 digits each, Poisson batches, momentum, with
-the same noise for all ways: dsgd and rank-dAD of rank 8 with error feedback, each site with its own noise, and Opacus
+the same noise for all ways: dsgd and rank-dAD in int8 with error feedback, each site with its own noise, and Opacus
 in one process with all rows and the noise of two sites. Bytes are the payload that a site sends in a step.
 """
 
@@ -173,10 +173,11 @@ def train(arguments: argparse.Namespace, way: str, epsilon: float, rate: float, 
     privacy = dadplug.DifferentialPrivacy(noise, NORM, sample_rate, expected)
     model = perceptron()
     optimizer = torch.optim.SGD(model.parameters(), rate, momentum=0.9)
-    mode = {"mode": "dsgd"} if way == "dsgd" else {"mode": "rankdad", "rank": 8, "wire": "int8"}
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     if way == "opacus":
         return opacus_accuracy(inputs, targets, data, model, optimizer, privacy, arguments, generator), 0
+    name, _, its_rank = way.partition(":")
+    mode = {"mode": name} if name == "dsgd" else {"mode": name, "rank": int(its_rank), "wire": "int8"}
     reduction = dadplug.GradientReduction(model, privacy=privacy, **mode)
     loader = dadplug.PoissonLoader(
         torch.utils.data.TensorDataset(inputs, targets), sample_rate, steps=arguments.steps, generator=generator
@@ -237,7 +238,7 @@ def measure_accuracy(arguments: argparse.Namespace) -> None:
     dadplug.connect()
     lines = ["| epsilon | way | accuracy, mean of seeds | bytes a site and step |", "| --- | --- | --- | --- |"]
     for epsilon in map(float, arguments.epsilons.split(",")):
-        for way in ("opacus", "dsgd", "rankdad"):
+        for way in arguments.ways.split(","):
             found = {}
             for rate in map(float, arguments.rates.split(",")):
                 runs = [train(arguments, way, epsilon, rate, seed) for seed in range(arguments.seeds)]
@@ -258,6 +259,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--data-dir", help="folder with MNIST")
     parser.add_argument("--epsilons", default="1,3,8")
+    parser.add_argument("--ways", default="opacus,dsgd,rankdad:8,rankdad:16", help="rankdad with its rank")
     parser.add_argument("--rates", default="0.25,0.5,1.0", help="learning rates; the best counts")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=200)
