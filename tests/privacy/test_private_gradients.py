@@ -383,8 +383,8 @@ class Own(nn.Module):
     [
         (nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), {}, r"1 \(BatchNorm1d\) mixes the samples.*nn\.GroupNorm"),
         (Own(), {}, "is not known for place: freeze it"),
-        (nn.LSTM(3, 3), {}, "is not known for weight_ih_l0"),
-        (nn.MultiheadAttention(4, 2), {}, "is not known for in_proj_weight"),
+        (nn.LSTMCell(3, 3), {}, "is not known for weight_ih"),
+        (nn.Embedding(4, 2, scale_grad_by_freq=True), {}, r"weight \(scale_grad_by_freq counts the lookups"),
         (nn.Linear(3, 3), {"mode": "dad"}, "privacy= goes with mode='dsgd' or 'rankdad'"),
         (nn.Linear(3, 3), {"mode": "topk"}, "privacy= goes with mode"),
         (nn.Linear(3, 3), {"sync_batchnorm": True}, "does not go with sync_batchnorm"),
