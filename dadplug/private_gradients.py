@@ -37,6 +37,7 @@ from .privacy.mechanism import DifferentialPrivacy, Ledger, NoiseSource
 from .privacy.normalisations import Arrived, NormalisationBySample, normalisation_of
 from .privacy.one_by_one import OneByOne, places_of
 from .privacy.rows import Contribution, Formed, Rows, squared_norms
+from .privacy.secure_sum import LEAST_SITES, SecureSum
 from .units.lazy_gradient import Placeholders, accumulated
 
 _log = get_logger(__name__)
@@ -178,6 +179,7 @@ class PrivateGradients:
     Attributes:
         privacy: the settings.
         ledger: the steps that have been made.
+        secure_sum: adds up the sites' sums under masks, and adds the noise; None where `privatise` does.
         reduction: marks placeholders, see `dadplug.units.lazy_gradient`.
 
     Raises:
@@ -199,6 +201,7 @@ class PrivateGradients:
         self.privacy, self._model, self._counter = privacy, model, counter
         self._begin, self._arrived = begin, arrived
         self._noise = NoiseSource(privacy.secure)
+        self.secure_sum: SecureSum | None = None
         self._contributions: dict[int, list[Contribution]] = defaultdict(list)  # by id of the parameter
         self._sums: dict[str, Tensor] = {}  # of this step, without loss scale
         self._samples = 0  # of the running backward pass
@@ -511,17 +514,52 @@ class PrivateGradients:
                     f".grad of {name!r} holds a gradient that is not of this step, and may not be private: call "
                     "zero_grad() before backward()"
                 )
-        self.ledger.spend(self.privacy)
         sums = []
         for name, parameter in self._parameters.items():
             own = self._sums.pop(name, None)
             sums.append(torch.zeros_like(parameter) if own is None else own.contiguous())
+        if self.secure_sum is not None:
+            self._hand_over(sums, self.secure_sum)
+            return
+        self.ledger.spend(self.privacy)
         self._noise.add(sums, self.privacy.deviation)
         scale = loss_scale / self.privacy.expected_batch
         for parameter, gradient in zip(self._parameters.values(), sums, strict=True):
             parameter.grad = gradient.mul_(scale) if parameter.grad is None else gradient.mul_(scale) + parameter.grad
         self._sums.clear()
         self._used.clear()
+
+    def _hand_over(self, sums: Sequence[Tensor], secure_sum: SecureSum) -> None:
+        """Leave noise and counting to the secure sum, which adds to ``.grad`` what it has summed."""
+        secure_sum.begin_step(dict(zip(self._parameters.values(), sums, strict=True)))
+        for parameter in self._parameters.values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        self._sums.clear()
+        self._used.clear()
+
+    def abstain(self) -> None:
+        """Have no part in a step, but for the noise that other sites count on."""
+        if self.secure_sum is not None:
+            zeros = {each: torch.zeros_like(each) for each in self._parameters.values()}
+            self.secure_sum.begin_step(zeros, abstains=True)
+
+    def sum_securely(self, rank: int, world_size: int) -> None:
+        """Add up gradients under masks from now on.
+
+        Args:
+            rank: rank of this site.
+            world_size: number of sites.
+
+        Raises:
+            ValueError: if there are too few sites.
+        """
+        if world_size < LEAST_SITES:
+            raise ValueError(
+                f"secure_sum needs at least {LEAST_SITES} sites, and there are {world_size}: from a sum of two, each "
+                "could tell the other's part. Use privacy without secure_sum"
+            )
+        self.secure_sum = SecureSum(self.privacy, self.ledger, self._noise, rank)
 
     def end_step(self) -> None:
         """Mark the gradients that are synchronized, which all sites have."""
