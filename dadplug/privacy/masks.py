@@ -21,7 +21,7 @@ from ..errors import PrivacyError
 KEY_BYTES = 32
 RESOLUTION = 2.0**-12  # of fixed-point numbers, in units of the largest norm of a sample's gradient
 _MODULUS_BITS = 32
-_CHUNK = 1 << 22  # bytes of a stream at a time
+_CHUNK = 1 << 18  # bytes of a stream at a time
 
 
 class PairwiseKeys:
@@ -47,8 +47,8 @@ class PairwiseKeys:
     def __reduce__(self) -> Any:
         return PairwiseKeys, (self._rank,)  # a copy has a key of its own
 
-    def agree(self, rank: int, name: str, public: bytes, own_name: str) -> None:
-        """Agree on a key with a site; a key that is known already stays.
+    def derive(self, rank: int, name: str, public: bytes, own_name: str) -> None:
+        """Derive the common key with a site; one that is known already stays.
 
         Args:
             rank: rank of the site.
@@ -108,10 +108,12 @@ def _stream(key: bytes, attempt: int, bucket: int, count: int) -> Any:
     algorithms, modes, ciphers = _ciphers()
     place = struct.pack(">QII", attempt, bucket, 0)  # the last 32 bits count blocks: 64 GB
     encryptor = ciphers.Cipher(algorithms.AES(key), modes.CTR(place)).encryptor()
-    zeros = bytes(min(4 * count, _CHUNK))
+    zeros = memoryview(bytes(min(4 * count, _CHUNK)))
+    room = bytearray(len(zeros) + 15)  # what the library asks for
     for first in range(0, count, _CHUNK // 4):
         size = min(count - first, _CHUNK // 4)
-        yield first, np.frombuffer(encryptor.update(zeros[: 4 * size]), "<u4")
+        encryptor.update_into(zeros[: 4 * size], room)
+        yield first, np.frombuffer(room, "<u4", size)
 
 
 def members_digest(members: Sequence[int], attempt: int) -> bytes:

@@ -283,14 +283,17 @@ def _shadow(module: nn.Module) -> nn.Module:
     """Return a copy of a module with leaves of its own that share the memory of its parameters."""
     copied = copy.copy(module)
     vars(copied).pop("forward", None)
-    copied._parameters = {
-        name: None if each is None else each.detach().requires_grad_(each.requires_grad)  # type: ignore[misc]
+    vars(copied)["_parameters"] = {
+        name: None if each is None else each.detach().requires_grad_(each.requires_grad)
         for name, each in module._parameters.items()
     }
     copied._modules = {name: None if each is None else _shadow(each) for name, each in module._modules.items()}
     if isinstance(copied, nn.RNNBase):
         vars(copied)["_flat_weights"] = [copied._parameters.get(name) for name in copied._flat_weights_names]
     return copied
+
+
+_once_differentiable: Callable[..., Any] = torch.autograd.function.once_differentiable
 
 
 class _OneByOne(torch.autograd.Function):
@@ -302,7 +305,7 @@ class _OneByOne(torch.autograd.Function):
         return call.forward()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @_once_differentiable
     def backward(ctx: Any, *deltas: Tensor) -> tuple[Tensor | None, ...]:
         of_tensors, of_parameters = ctx.call.backward(deltas)
         ctx.arrived(of_parameters)

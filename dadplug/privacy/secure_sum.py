@@ -149,7 +149,7 @@ class SecureSum:
             digests.add((number, digest))
             numbers.append(number)
             if rank != self._rank:
-                self._keys.agree(rank, names[rank], public, names[self._rank])
+                self._keys.derive(rank, names[rank], public, names[self._rank])
         self._next = max(self._next, max(numbers) + 1)
         self._contributors = members
         (number, digest), *others = digests

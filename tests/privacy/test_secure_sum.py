@@ -28,7 +28,7 @@ def keys(sites):
     for one in pairs:
         for rank, other in enumerate(pairs):
             if other is not one:
-                one.agree(rank, NAMES[rank], other.public, NAMES[pairs.index(one)])
+                one.derive(rank, NAMES[rank], other.public, NAMES[pairs.index(one)])
     return pairs
 
 
@@ -58,12 +58,12 @@ def test_masks_cancel_and_are_used_once():
     assert np.array_equal(pairs[0].mask(members, 5, 0, 1000), once)
     assert np.array_equal(pairs[0].mask((0, 1), 5, 0, 9), 0 - pairs[1].mask((0, 1), 5, 0, 9))
     renamed = PairwiseKeys(0)
-    renamed.agree(1, "not lyon", pairs[1].public, NAMES[0])
-    pairs[1].agree(0, NAMES[0], renamed.public, NAMES[1])
+    renamed.derive(1, "not lyon", pairs[1].public, NAMES[0])
+    pairs[1].derive(0, NAMES[0], renamed.public, NAMES[1])
     assert not np.array_equal(renamed.mask((0, 1), 0, 0, 9), 0 - pairs[1].mask((0, 1), 0, 0, 9))  # bound to names
     assert pickle.loads(pickle.dumps(pairs[0])).public != pairs[0].public
     with pytest.raises(PrivacyError, match="lyon has sent a public key for secure_sum that is not valid"):
-        renamed.agree(1, NAMES[1], bytes(32), NAMES[0])
+        renamed.derive(1, NAMES[1], bytes(32), NAMES[0])
 
 
 def test_fixed_point_numbers_cannot_overflow():
@@ -153,6 +153,8 @@ def test_what_a_site_sends_is_uniform_and_never_the_same():
     sent = [sites.step(values, (0, 1, 2))[2][1].numpy().tobytes() for _ in range(200)]
     assert abs(chi_square(b"".join(sent))) < 6
     assert plain not in b"".join(sent)
+    again = [sites.masked(0, (0, 1, 2)) for _ in range(2)]  # of one bucket, for the same sites
+    assert int((again[0] == again[1]).sum()) < 3
 
 
 @pytest.mark.parametrize("count", [3, 4])
