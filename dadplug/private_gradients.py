@@ -340,6 +340,8 @@ class PrivateGradients:
         self._open(self._root_of(now))
         if origin.within == -1 and origin.forward not in self._forwards:
             self._enter_forward(origin)
+        if not samples:  # the step takes place all the same
+            return
         if not self._contributions:
             self._samples = samples
         if samples != self._samples:
@@ -366,19 +368,19 @@ class PrivateGradients:
         samples, origin = self._counter.current, self._origin()
         if not isinstance(layer.family, (_Lookups, _Bags)):
             samples = self._checked(layer.name, inputs, 2)
-        elif not samples and inputs.dim() > 1:
+        elif not self._counter.known and inputs.dim() > 1:
             samples = len(inputs)
-        elif not samples and len(inputs):
+        elif not self._counter.known and len(inputs):
             raise PrivacyError(
                 f"privacy: the number of samples of layer {layer.name!r} is not known; state it by `with "
                 "reduction.samples(n):` around the forward pass"
             )
 
         def own(activations: Tensor, deltas: Tensor, form: Form = LINEAR) -> None:
+            self._enter(origin, samples)
             if not samples:
                 return
             factor = Factor(activations, deltas, form).to(layer.weight.dtype)
-            self._enter(origin, samples)
             self._contributions[id(layer.weight)].append(Rows.of(factor, samples))
             if layer.bias is not None:
                 rows = form.bias_rows(factor.deltas)
@@ -401,9 +403,9 @@ class PrivateGradients:
         origin, samples = self._origin(), self._checked(name, inputs, 1)
 
         def arrived(gradients: dict[str, Tensor]) -> None:
+            self._enter(origin, samples)
             if not samples:
                 return
-            self._enter(origin, samples)
             for key, each in gradients.items():
                 self._contributions[id(module._parameters[key])].append(Formed(each))
 
@@ -413,9 +415,9 @@ class PrivateGradients:
         origin, samples = self._origin(), self._checked(name, inputs, 1, dimension)
 
         def arrived(gradients: dict[str, Tensor]) -> None:
+            self._enter(origin, samples)
             if not samples:
                 return
-            self._enter(origin, samples)
             for key, each in gradients.items():
                 parameter = module.get_parameter(key)
                 self._contributions[id(parameter)].append(Formed(each.to(parameter.dtype)))

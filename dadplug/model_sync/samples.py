@@ -72,6 +72,11 @@ class SampleCounter:
                 self._handles.append(module.register_forward_hook(_Watch(self._leave), always_call=True))
 
     @property
+    def known(self) -> bool:
+        """Whether `current` is known: by the inputs, or since `fixed` states it."""
+        return self._known
+
+    @property
     def count(self) -> int:
         """Samples that backward has reached since the last `reset`: by calls of the model, else of its children."""
         return self._of_model or self._of_parts

@@ -451,6 +451,12 @@ def test_poisson_batches():
         reduction.synchronize()
         assert bool(torch.isfinite(model.weight.grad).all())
         assert model.weight.grad.any()
+    wrapped = dadplug.DistributedDataParallel(nn.Linear(1, 2), mode="dsgd", privacy=DifferentialPrivacy())
+    for inputs, targets in empty:  # the other sites wait for this one, which has no data
+        wrapped.zero_grad()
+        nn.functional.cross_entropy(wrapped(inputs), targets % 2).backward()
+        assert wrapped.module.weight.grad.any()
+    assert [each.steps for each in wrapped.reduction._private.ledger.entries] == [2]
 
 
 def trains_in_trainers():
