@@ -33,6 +33,7 @@ from .hooks import (
 from .hooks.embedding import Embedding, EmbeddingBag, TableForm, _embedding
 from .logs import get_logger
 from .model_sync.samples import SampleCounter
+from .privacy.losses import OutputRows, check_loss
 from .privacy.mechanism import DifferentialPrivacy, Ledger, NoiseSource
 from .privacy.normalisations import Arrived, NormalisationBySample, normalisation_of
 from .privacy.one_by_one import OneByOne, places_of
@@ -173,7 +174,8 @@ class PrivateGradients:
         model: the model.
         privacy: the settings.
         counter: counts the samples of the model's forward passes.
-        begin: called at the beginning of each backward pass that reaches a layer; returns the pass's loss scale.
+        loss_scale: returns the loss scale of the running backward pass.
+        begin: called at the beginning of each backward pass that reaches a layer.
         arrived: called at the end of such a backward pass.
 
     Attributes:
@@ -194,12 +196,13 @@ class PrivateGradients:
         model: nn.Module,
         privacy: DifferentialPrivacy,
         counter: SampleCounter,
-        begin: Callable[[], float],
+        loss_scale: Callable[[], float],
+        begin: Callable[[], None],
         arrived: Callable[[], None],
     ) -> None:
         self.ledger = Ledger()
         self.privacy, self._model, self._counter = privacy, model, counter
-        self._begin, self._arrived = begin, arrived
+        self._loss_scale, self._begin, self._arrived = loss_scale, begin, arrived
         self._noise = NoiseSource(privacy.secure)
         self.secure_sum: SecureSum | None = None
         self._contributions: dict[int, list[Contribution]] = defaultdict(list)  # by id of the parameter
@@ -211,6 +214,8 @@ class PrivateGradients:
         self._forwards: dict[int, nn.Module] = {}  # that it runs through
         self._used: set[int] = set()  # numbers of forward passes that this step has run backward through
         self._warned = False
+        self._loss_is_known = False  # as one whose deltas do not mix samples
+        counter.on_outputs = self._watch_outputs
         self._attach()
 
     # Hooks
@@ -314,6 +319,18 @@ class PrivateGradients:
             )
         self._versions = [each._version for _, each in self._buffers]
 
+    def _watch_outputs(self, outputs: Sequence[Tensor], samples: int) -> None:
+        """Refuse a loss that is seen to mix samples: now if the model has computed it, else when its deltas arrive."""
+        for output in outputs:
+            if output.numel() == 1 and output.dim() < 2:
+                check_loss(output, samples)
+            elif not self._loss_is_known and OutputRows.fits(output, samples):
+                output.register_hook(partial(self._check_deltas, OutputRows(output, samples)))
+
+    def _check_deltas(self, rows: OutputRows, deltas: Tensor) -> None:
+        if not self._loss_is_known:
+            self._loss_is_known = rows.check(deltas, self._loss_scale())
+
     def _origin(self) -> _Origin:
         within = torch._C._current_graph_task_id()
         if within != -1:
@@ -329,7 +346,8 @@ class PrivateGradients:
         """Begin a backward pass that has no other around it, and queue the clipping for its end."""
         if root != self._root:
             self.discard()
-            self._root, self._scale = root, self._begin()
+            self._begin()
+            self._root, self._scale = root, self._loss_scale()
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_backward, root))
 
     def _enter(self, origin: _Origin, samples: int) -> None:

@@ -104,8 +104,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self._counter = SampleCounter(model, self._before_forward, self._drop_cleared)
         self._private: PrivateGradients | None = None
         if self.options.privacy is not None:
-            begin, arrived = self._begin_private, self._private_arrived
-            self._private = PrivateGradients(model, self.options.privacy, self._counter, begin, arrived)
+            called = self._present_loss_scale, self._begin_private, self._private_arrived
+            self._private = PrivateGradients(model, self.options.privacy, self._counter, *called)
             if self.options.privacy.secure_sum:
                 self._private.sum_securely(self.site_rank, self.world_size)
         self._abstains = False  # in a step without data that is not to be a private one
@@ -171,14 +171,16 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         if self._private is not None:
             self._private.before_forward()
 
-    def _begin_private(self) -> float:
-        """Record the loss scale of a backward pass whose gradients are to be private, and return it."""
+    def _present_loss_scale(self) -> float:
+        return self._method.loss_scales.present().value
+
+    def _begin_private(self) -> None:
+        """Record the loss scale of a backward pass whose gradients are to be private."""
         if self._held is not None:
             raise RuntimeError("backward() between clip_grad_norm_() and apply(optimizer)")
         scales = self._method.loss_scales
         for unit in self._planner.units:
             scales.record(unit.name)
-        return scales.present().value
 
     def _private_arrived(self) -> None:
         self._pending = True
