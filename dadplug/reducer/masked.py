@@ -97,7 +97,7 @@ class MaskedHandler(SummedHandler):
             return False
         transport = self.context.transport
         announced = {rank: self._heard[rank] for rank in transport.present}
-        return not self._secure.hear(announced, dict(enumerate(transport.sites)))
+        return not self._secure.hear(announced, {rank: transport.sites[rank] for rank in range(transport.world_size)})
 
     def repeat(self) -> None:
         self._send(tuple(self.context.transport.present))

@@ -470,7 +470,7 @@ def trains_in_trainers():
     strategy = DADStrategy("rankdad", rank=1, privacy=privacy)
     _, current = zoo.fit("Plain", strategy, max_epochs=1, num_sanity_val_steps=0)
     reduction = strategy.reduction
-    assert reduction._private.ledger.entries == [(1.0, 0.1, current.global_step)]
+    assert reduction._private.ledger.entries == [(1.0, 0.1, current.global_step, 1)]
     assert current.global_step > 1
     assert reduction.first_difference() is None
     model = catalyst_training.net()
@@ -490,7 +490,7 @@ def trains_in_trainers():
     loss(wrapped, *both[rank]).backward()
     sums = zip(*(clipped_sum(reference, loss, each, 0.2)[0] for each in both), strict=True)
     assert off(model, [(one + other) / 8 for one, other in sums], 2) < 1e-10
-    assert wrapped.reduction._private.ledger.entries == [(0.0, 0.1, 1)]
+    assert wrapped.reduction._private.ledger.entries == [(0.0, 0.1, 1, 1)]
 
 
 def test_trainers(sites):
