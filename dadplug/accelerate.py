@@ -355,6 +355,20 @@ class Accelerator(accelerate.Accelerator):
 
     # Training
 
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Run a backward pass; accelerate divides the loss by the number of micro-batches, but not with `privacy`.
+
+        The gradients of samples are clipped then, and their sum is divided by the expected batch, which is that of all
+        micro-batches.
+
+        Args:
+            loss: the loss of a micro-batch.
+            kwargs: as accelerate takes them.
+        """
+        if self._options.get("privacy") is not None:
+            loss = loss * self.gradient_accumulation_steps
+        super().backward(loss, **kwargs)
+
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Accumulate a model's gradients: the next backward pass outside of the block synchronizes all of them.

@@ -97,6 +97,11 @@ def _check(trainer: Any, options: dict[str, Any], kit: str | Path | None, split_
     _check_place(trainer, kit, options_of(**own))
     if trainer.args.world_size == 1:
         _check_alone(trainer)
+    if own.get("privacy") is not None and not hasattr(trainer, "_get_num_items_in_batch"):
+        raise ValueError(
+            "privacy needs transformers 5 or newer, where losses need not be divided by the tokens of a batch: "
+            "pip install -U transformers"
+        )
     return own
 
 
