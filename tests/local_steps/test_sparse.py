@@ -244,7 +244,7 @@ def trains_by_entries_and_factors() -> None:
         train(local, range(first, first + 3), site)
         assert local.first_difference() is None
     assert float(loss_of(model, *batch(0, 0, 64, torch.float32)).detach()) < 0.5 * start
-    assert local._agreement._format.ranks == {"2.weight": 1}
+    assert local._agreement._fragments[0].form.ranks == {"2.weight": 1}
     ends_equal(local)
 
 
@@ -259,7 +259,7 @@ def sites_move_by_the_mean_of_what_they_send() -> None:
         local = local_steps(site, dtype=torch.float32, every=3, **options)
         shares = [0.5, 0.5] if "weighting" in options else [8 / 13, 5 / 13]
         for first in range(0, 12, 3):
-            before, memory = vector(local.model), local.state_dict()["agreement"]["format"]["errors"]
+            before, memory = vector(local.model), local.state_dict()["agreement"]["fragments"][0]["format"]["errors"]
             train(local, range(first, first + 2), site, 8 - 3 * site)
             local.optimizer.zero_grad()
             loss_of(local.model, *batch(first + 2, site, 8 - 3 * site, torch.float32)).backward()
@@ -269,7 +269,7 @@ def sites_move_by_the_mean_of_what_they_send() -> None:
             )
             local.step()
             hook.remove()
-            after = local.state_dict()["agreement"]["format"]["errors"]
+            after = local.state_dict()["agreement"]["fragments"][0]["format"]["errors"]
             names = [name for name, _ in local.model.named_parameters()]
             flat = [torch.cat([kept[name].view(-1) for name in names]) for kept in (after, memory or after)]
             decayed = options.get("memory_decay", 0.95) * flat[1] if memory else 0.0
