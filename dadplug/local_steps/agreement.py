@@ -76,6 +76,8 @@ class AgreedModel:
         self._momenta: dict[str, Tensor] = {}
         self._starts: dict[str, Tensor] = {}  # of the present round; without one: the agreed value
         self._frozen: set[str] = set()  # at the end of the last round
+        self._rooms: dict[str, Tensor] = {}  # memory of deltas, and of starts
+        self._rooms_of_starts: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def follow(self, model: nn.Module) -> list[str]:
@@ -101,26 +103,35 @@ class AgreedModel:
         trained, ending = {name: each.requires_grad for name, each in model.named_parameters()}, {*names}
         for name in [*self.values]:
             if name not in trained or (name in ending and not trained[name] and name in self._frozen):
-                for kept in (self.values, self._momenta, self._starts):
+                for kept in (self.values, self._momenta, self._starts, self._rooms, self._rooms_of_starts):
                     kept.pop(name, None)
         frozen = {name for name in ending & self.values.keys() if not trained[name]}
         self._frozen = frozen | ((self._frozen & self.values.keys()) - ending)
 
     @torch.no_grad()
-    def deltas(self, model: nn.Module, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """Compute what this site has done since the start of the round, by name, in new memory.
+    def deltas(self, model: nn.Module, names: Iterable[str] | None = None, *, reuse: bool = False) -> dict[str, Tensor]:
+        """Compute what this site has done since the start of the round, by name.
 
         Args:
             model: the model.
             names: names of the parameters; None for all.
+            reuse: whether to write to the memory of the last call with it; otherwise to new memory, which costs the
+                system's time to clear it.
         """
-        parameters = dict(model.named_parameters())
-        return {
-            name: torch.empty_like(self.values[name])
-            .copy_(parameters[name])
-            .sub_(self._starts.get(name, self.values[name]))
-            for name in (self.values if names is None else names)
-        }
+        parameters, found = dict(model.named_parameters()), {}
+        for name in self.values if names is None else names:
+            value = self.values[name]
+            room = self._room_for(self._rooms, name, value) if reuse else torch.empty_like(value)
+            found[name] = torch.sub(parameters[name].to(value.dtype), self._starts.get(name, value), out=room)
+        return found
+
+    @staticmethod
+    def _room_for(rooms: dict[str, Tensor], name: str, like: Tensor) -> Tensor:
+        """Return memory of the shape and type of a tensor, the same as the last time if that fits."""
+        room = rooms.get(name)
+        if room is None or (room.shape, room.dtype, room.device) != (like.shape, like.dtype, like.device):
+            room = rooms[name] = torch.empty_like(like)
+        return room
 
     @torch.no_grad()
     def move(self, means: Mapping[str, Tensor]) -> None:
@@ -161,8 +172,30 @@ class AgreedModel:
             start = value = self.values[name]
             self._starts.pop(name, None)
             if in_transit is not None and name in in_transit:
-                start = self._starts[name] = value + in_transit[name]
+                room = self._room_for(self._rooms_of_starts, name, value)
+                start = self._starts[name] = torch.add(value, in_transit[name], out=room)
             parameters[name].copy_(start if unsent is None or name not in unsent else start + unsent[name])
+
+    @torch.no_grad()
+    def move_and_keep(self, model: nn.Module, means: Mapping[str, Tensor]) -> None:
+        """Take the outer step in mid-round: the model goes on from the agreed values and what it has done since.
+
+        Args:
+            model: the model.
+            means: the mean deltas by name; may be overwritten.
+        """
+        parameters = dict(model.named_parameters())
+        for name, mean in means.items():
+            value, parameter = self.values.get(name), parameters.get(name)
+            if value is None or parameter is None or value.shape != mean.shape:
+                continue
+            progress = self._room_for(self._rooms_of_starts, name, value)  # where the start is, if there is one
+            torch.sub(parameter.detach().to(value.dtype), self._starts.pop(name, value), out=progress)
+            self.move({name: mean})
+            if parameter.dtype == value.dtype:
+                torch.add(value, progress, out=parameter.detach())
+            else:
+                parameter.copy_(progress.add_(value))
 
     def as_of_model(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the agreed values in the types of the parameters, and all other parameters, by name."""
@@ -403,7 +436,7 @@ class Agreement:
         self._complete(keep=self._transit is not None and self._transit.fragment is not fragment)
         self.agreed.drop_untrained(self._model, fragment.names)
         divide(self._fragments, self.agreed.values)
-        deltas = self.agreed.deltas(self._model, fragment.names)
+        deltas = self.agreed.deltas(self._model, fragment.names, reuse=True)
         header = self._launch_header(fragment, step, finished, deltas)
         headers = None if self._settles_later(fragment, header) else self._settle(fragment, header, deltas)
         in_transit = None
@@ -587,12 +620,10 @@ class Agreement:
             return
         assert transit.headers is not None
         self.agreed.drop_untrained(self._model, ())
-        names = [name for name in transit.fragment.names if name in self.agreed.values]
-        if transit.means is not None:
-            progress = self.agreed.deltas(self._model, names) if keep else None
+        if transit.means is not None and keep:
+            self.agreed.move_and_keep(self._model, transit.means)
+        elif transit.means is not None:
             self.agreed.move(transit.means)
-            if keep:
-                self.agreed.begin_round(self._model, unsent=progress, names=names)
         if not transit.is_settled:
             self._do_as_headers_say(transit.headers, transit.fragment.names)
 
