@@ -5,7 +5,8 @@ Nesterov momentum on the gradient -d (DiLoCo, arXiv:2311.08105, algorithm 1):
 
     m <- mu m + d            a <- a + lr (d + mu m)            without momentum: a <- a + lr d
 
-With lr = 1 and mu = 0 this is the mean of the sites' parameters (local SGD).
+With lr = 1 and mu = 0 this is the mean of the sites' parameters (local SGD). That of sparse deltas is chosen in each
+round unless it is fixed, see `dadplug.local_steps.sparse_format`.
 
 With overlap the mean of a round arrives one round later. Meanwhile a site goes on from the agreed model plus what it
 has done in the round that is in transit (CoCoD-SGD, arXiv:1906.12043). At the end of round t, x the site's parameters:
@@ -63,15 +64,14 @@ class AgreedModel:
     """Agreed values of the parameters that are trained, in single or double precision.
 
     Args:
-        lr: outer learning rate.
         mu: outer momentum.
 
     Attributes:
         values: the agreed values by name of the parameter.
     """
 
-    def __init__(self, lr: float, mu: float) -> None:
-        self._lr, self._mu = lr, mu
+    def __init__(self, mu: float) -> None:
+        self._mu = mu
         self.values: dict[str, Tensor] = {}
         self._momenta: dict[str, Tensor] = {}
         self._starts: dict[str, Tensor] = {}  # of the present round; without one: the agreed value
@@ -134,11 +134,12 @@ class AgreedModel:
         return room
 
     @torch.no_grad()
-    def move(self, means: Mapping[str, Tensor]) -> None:
+    def move(self, means: Mapping[str, Tensor], rates: Mapping[str, float]) -> None:
         """Take the outer step.
 
         Args:
             means: the mean deltas by name; may be overwritten.
+            rates: the outer learning rates by name.
         """
         for name, mean in means.items():
             value = self.values.get(name)
@@ -149,7 +150,7 @@ class AgreedModel:
                 momentum = self._momenta.get(name)
                 if momentum is None:
                     momentum = self._momenta[name] = torch.zeros_like(value)
-            outer_step(value, mean.to(value), momentum, self._lr, self._mu)
+            outer_step(value, mean.to(value), momentum, rates[name], self._mu)
 
     @torch.no_grad()
     def begin_round(
@@ -177,12 +178,13 @@ class AgreedModel:
             parameters[name].copy_(start if unsent is None or name not in unsent else start + unsent[name])
 
     @torch.no_grad()
-    def move_and_keep(self, model: nn.Module, means: Mapping[str, Tensor]) -> None:
+    def move_and_keep(self, model: nn.Module, means: Mapping[str, Tensor], rates: Mapping[str, float]) -> None:
         """Take the outer step in mid-round: the model goes on from the agreed values and what it has done since.
 
         Args:
             model: the model.
             means: the mean deltas by name; may be overwritten.
+            rates: the outer learning rates by name.
         """
         parameters = dict(model.named_parameters())
         for name, mean in means.items():
@@ -191,7 +193,7 @@ class AgreedModel:
                 continue
             progress = self._room_for(self._rooms_of_starts, name, value)  # where the start is, if there is one
             torch.sub(parameter.detach().to(value.dtype), self._starts.pop(name, value), out=progress)
-            self.move({name: mean})
+            self.move({name: mean}, rates)
             if parameter.dtype == value.dtype:
                 torch.add(value, progress, out=parameter.detach())
             else:
@@ -312,6 +314,15 @@ class Fragment:
         for gather in self.gathers.values():
             gather.launch()
 
+    def rates(self, names: Iterable[str], fixed: float | None) -> dict[str, float]:
+        """Return the outer learning rates of the deltas that were decoded last, by name.
+
+        Args:
+            names: names of the parameters.
+            fixed: the rate of all of them; None where the format chooses it.
+        """
+        return {name: self.form.rate_of(name) if fixed is None else fixed for name in names}
+
     def receive(self) -> dict[torch.dtype, list[Tensor]]:
         """Wait for the payloads of all sites."""
         return {dtype: gather.wait() for dtype, gather in self.gathers.items()}
@@ -350,6 +361,7 @@ class _Transit:
         sending: encodes and sends the deltas; None where that is over.
         arrived: whether they have arrived.
         means: the mean deltas by name, then; None if no site has trained, or a delta holds NaN or Inf.
+        rates: the outer learning rates of these.
     """
 
     def __init__(self, fragment: Fragment, layout: int, headers: list[Header] | None) -> None:
@@ -358,6 +370,7 @@ class _Transit:
         self.sending: BackgroundTask | None = None
         self.arrived = False
         self.means: dict[str, Tensor] | None = None
+        self.rates: dict[str, float] = {}
 
 
 def _shares(headers: Sequence[Header]) -> list[float]:
@@ -383,7 +396,7 @@ class Agreement:
     def __init__(self, model: nn.Module, options: LocalOptions, transport: Transport) -> None:
         self.count = 0
         self.first_batch = sameness.FirstBatch()
-        self.agreed = AgreedModel(options.outer_lr, options.outer_momentum)
+        self.agreed = AgreedModel(options.outer_momentum)
         self._model, self._options, self._transport = model, options, transport
         self._fragments = [Fragment(delta_format(options, transport)) for _ in range(options.fragments)]
         self._buffers = MovingBuffers(model)
@@ -621,9 +634,9 @@ class Agreement:
         assert transit.headers is not None
         self.agreed.drop_untrained(self._model, ())
         if transit.means is not None and keep:
-            self.agreed.move_and_keep(self._model, transit.means)
+            self.agreed.move_and_keep(self._model, transit.means, transit.rates)
         elif transit.means is not None:
-            self.agreed.move(transit.means)
+            self.agreed.move(transit.means, transit.rates)
         if not transit.is_settled:
             self._do_as_headers_say(transit.headers, transit.fragment.names)
 
@@ -635,6 +648,7 @@ class Agreement:
             payloads = transit.fragment.receive()
             if any(header.weight for header in headers) and all(header.nonfinite < 0 for header in headers):
                 transit.means = transit.fragment.form.decode(payloads, _shares(headers))
+                transit.rates = transit.fragment.rates(transit.means, self._options.outer_lr)
             transit.arrived = True
         return transit
 
@@ -665,7 +679,7 @@ class Agreement:
         means = None if transit.means is None else {name: each.clone() for name, each in transit.means.items()}
         headers = [list(header) for header in transit.headers or ()]
         own = {"fragment": self._fragments.index(transit.fragment), "headers": headers, "means": means}
-        return own | {"settled": transit.is_settled}
+        return own | {"rates": transit.rates, "settled": transit.is_settled}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned.
@@ -689,7 +703,7 @@ class Agreement:
             headers = [Header(*row) for row in arrived["headers"]]
             self._transit = _Transit(self._fragments[arrived["fragment"]], 0, headers)
             self._transit.arrived, self._transit.is_settled = True, arrived["settled"]
-            means = arrived["means"]
+            means, self._transit.rates = arrived["means"], dict(arrived["rates"])
             self._transit.means = means and {name: each.clone() for name, each in means.items()}
         self._buffers.load(state["buffers"])
         self._added = []

@@ -236,7 +236,8 @@ class ElasticAgreement(Agreement):
             return
         count = self._transport.world_size
         shares = [headers[rank].weight / total if rank in headers else 0.0 for rank in range(count)]
-        self.agreed.move(self._whole.form.decode(payloads, shares))
+        means = self._whole.form.decode(payloads, shares)
+        self.agreed.move(means, self._whole.rates(means, self._options.outer_lr))
         weighing = [rank for rank, header in headers.items() if header.weight]
         for rows, (_, tensors) in zip(of_buffers, sameness.flattened(self._buffers.known()), strict=True):
             value = agreed_value([rows[rank] for rank in weighing], [shares[rank] for rank in weighing])

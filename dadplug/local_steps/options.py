@@ -52,10 +52,12 @@ class LocalOptions(OptionSet):
     every: int | Schedule = option(  # noqa: RUF009
         64, "steps between agreements, or a function of the steps so far", whole_number(1, "or a function", callable)
     )
-    outer_lr: float = option(
-        1.0,
-        "share of the mean delta by which the agreed model moves",
-        number("a positive number", lambda value: 0 < value < math.inf),
+    outer_lr: float | None = option(
+        None,
+        "share of the mean delta by which the agreed model moves; None: 1, and with density from 1 to 2.5, by how far "
+        "the sites agree on the signs of the entries that they send in a round",
+        number("a positive number or None", lambda value: 0 < value < math.inf, optional=True),
+        kind=float,
     )
     outer_momentum: float = option(
         0.0,

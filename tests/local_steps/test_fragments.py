@@ -27,12 +27,12 @@ class Fragmented:
         fragments: number of fragments.
         every: steps of a round.
         delay: steps after which deltas are applied; None: at the next agreement.
-        lr: outer learning rate.
+        lr: outer learning rate; None: 1, and by the agreement of signs with a density.
         mu: outer momentum.
         density: density of sparse deltas; None for dense ones.
     """
 
-    def __init__(self, count, fragments, every, delay=None, lr=1.0, mu=0.0, density=None) -> None:
+    def __init__(self, count, fragments, every, delay=None, lr=None, mu=0.0, density=None) -> None:
         self.sites = [Site(build(), adam) for _ in range(count)]
         self.agreed, self.momentum = self.sites[0].vector(), torch.zeros_like(self.sites[0].vector())
         places = torch.repeat_interleave(torch.arange(6), torch.tensor([*SHAPES.values()]))
@@ -63,7 +63,7 @@ class Fragmented:
         sent = [self.coded(rank, delta, mask) if weights[rank] else 0.0 for rank, delta in enumerate(deltas)]
         mean = sum(float(w / weights.sum()) * each for w, each in zip(weights, sent)) if weights.sum() else None
         if mean is not None:
-            self.pending = (mask, mean)
+            self.pending = (mask, mean, self.rate([w * each for w, each in zip(weights, sent)]))
         self.rows[place], self.number = 0, self.number + 1
         for site, delta in zip(self.sites, deltas):
             begun = torch.where(mask, self.agreed + (0.0 if mean is None else delta), site.start)
@@ -76,6 +76,16 @@ class Fragmented:
                 start = torch.where(mask, self.agreed, site.start)
                 site.begin(torch.where(mask, self.agreed, site.vector()))
                 site.start = start
+
+    def rate(self, sent: list) -> float:
+        if self.lr is not None or self.density is None:
+            return self.lr or 1.0
+        total, same, opposite = torch.zeros_like(self.agreed), 0, 0
+        for each in sent:
+            signs = total.sign() * torch.as_tensor(each).sign()
+            same, opposite = same + int((signs > 0).sum()), opposite + int((signs < 0).sum())
+            total += each
+        return 1 + 1.5 * max(0, same - opposite) / (same + opposite + 16)
 
     def coded(self, rank: int, delta: Tensor, mask: Tensor) -> Tensor:
         """Return what a site sends of a delta."""
@@ -95,11 +105,11 @@ class Fragmented:
     def apply(self) -> None:
         if self.pending is None:
             return
-        mask, mean = self.pending
+        mask, mean, lr = self.pending
         self.pending = None
         self.momentum = torch.where(mask, self.mu * self.momentum + mean, self.momentum)
         update = mean + self.mu * self.momentum if self.mu else mean
-        self.agreed = torch.where(mask, self.agreed + self.lr * update, self.agreed)
+        self.agreed = torch.where(mask, self.agreed + lr * update, self.agreed)
         for site in self.sites:
             start = site.start
             site.begin(torch.where(mask, self.agreed + (site.vector() - start), site.vector()))

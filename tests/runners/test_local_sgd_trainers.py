@@ -94,7 +94,7 @@ def test_names_and_errors() -> None:
     current = zoo.trainer("diloco")
     assert type(current.strategy).__name__ == "LocalSGDStrategy"
     assert (current.strategy.local_options.outer_lr, current.strategy.local_options.outer_momentum) == (0.7, 0.9)
-    assert zoo.trainer("localsgd").strategy.local_options.outer_lr == 1.0
+    assert zoo.trainer("localsgd").strategy.local_options.outer_lr is None
     zoo.fit("Plain", "localsgd", max_epochs=1)
     with pytest.raises(ValueError, match="every must be"):
         LocalSGDStrategy(every=0)
