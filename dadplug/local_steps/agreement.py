@@ -328,6 +328,18 @@ class Fragment:
         return {dtype: gather.wait() for dtype, gather in self.gathers.items()}
 
 
+def check_fragments(model: nn.Module, count: int) -> None:
+    """Raise ValueError if a model has fewer trained parameters than fragments.
+
+    Args:
+        model: the model.
+        count: number of fragments.
+    """
+    trained = sum(parameter.requires_grad for parameter in model.parameters())
+    if count > max(1, trained):
+        raise ValueError(f"fragments={count} of a model with {trained} trained parameters: a fragment has at least one")
+
+
 def divide(fragments: Sequence[Fragment], values: Mapping[str, Tensor]) -> None:
     """Give each parameter that is in no fragment to the smallest one, the largest first; drop those that are gone.
 

@@ -30,7 +30,7 @@ from ..model_sync.samples import SampleCounter
 from ..model_sync.structure import is_managed
 from ..reduction import GradientReduction
 from ..signature import takes_keywords_of
-from .agreement import Agreement, Header
+from .agreement import Agreement, Header, check_fragments
 from .captured import CapturedGradients
 from .elastic import ElasticAgreement
 from .options import LocalOptions, Schedule
@@ -172,11 +172,7 @@ class LocalSGD(HeldGradients, ReplicatedModel):
                     self.local_options.density_at(0)
                 check_memory(model)
             _check_parameters(model, optimizer)
-            trained = sum(parameter.requires_grad for parameter in model.parameters())
-            if (fragments := self.local_options.fragments) > max(1, trained):
-                raise ValueError(
-                    f"fragments={fragments} of a model with {trained} trained parameters: a fragment has one at least"
-                )
+            check_fragments(model, self.local_options.fragments)
             if in_trainer and self.local_options.round_seconds is not None:
                 raise ValueError(
                     "round_seconds is for loops of your own: in a trainer all sites take as many steps in an epoch, "
@@ -464,7 +460,7 @@ class LocalSGD(HeldGradients, ReplicatedModel):
         self.traffic.end_step()
 
     def _step_of_next(self) -> int:
-        """Return the step at which the next agreement is."""
+        """Return the step of the next agreement."""
         return self.steps + self.local_options.part_of_interval(self.steps, self._agreement.count)
 
     def _count_active(self, active: bool) -> int:
