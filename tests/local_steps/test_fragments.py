@@ -4,10 +4,12 @@ import time
 from pathlib import Path
 
 import pytest
+import support
 import torch
 import torch.distributed as dist
 from comparison import off_by
 from local_reference import ROWS, Site, adam, batch, build, ends_equal, local_steps, resumes, train, vector
+from running_hub import running_hub
 from torch import Tensor, nn
 
 from dadplug import LocalSGD, MismatchError, NonFiniteError
@@ -157,6 +159,15 @@ def equals_the_simulation(cases: list[dict]) -> None:
 def test_parameters_are_those_of_a_simulation_in_one_process(sites):
     sites(2).run(equals_the_simulation, CASES)
     sites(3).run(equals_the_simulation, CASES[1:4:2])
+
+
+def test_parameters_are_those_of_a_simulation_over_a_hub(tmp_path):
+    names = ("a", "b")
+    with (
+        running_hub(tmp_path / "kits", sites=names) as hub,
+        support.Sites(2, kits=[hub.kits / name for name in names]) as group,
+    ):
+        group.run(equals_the_simulation, CASES[1:4:2])
 
 
 def a_site_that_runs_out_of_batches_takes_part_without_weight() -> None:
