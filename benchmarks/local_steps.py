@@ -49,8 +49,8 @@ from dadplug.models import build_for
 OURS = "localsgd:every=32+outer_lr=0.7+outer_momentum=0.9+rank=32+wire=int8+overlap=false"
 SYNCHRONOUS = "rankdad:rank=8+wire=bf16+error_feedback=true+sync_batchnorm=true"
 AVERAGED = ",".join(f"{name}+average=160" for name in ("diloco:every=32", "diloco:every=64", OURS, SYNCHRONOUS))
-SPARSE = "localsgd:every=32+density=0.02+wire=int2+outer_lr=2+overlap=false+fused=true"
-SPARSELOCO = "localsgd:every=32+density=0.015625+wire=int2+overlap=false"
+SPARSE = "localsgd:every=32+density=0.02+wire=int2+overlap=false+fused=true"
+SPARSELOCO = "localsgd:every=32+density=0.015625+wire=int2+outer_lr=1+overlap=false"
 """The published setting: 64 of 4,096 entries, decay 0.95, outer rate 1."""
 FP32 = "localsgd:every=32+outer_lr=0.7+outer_momentum=0.9+overlap=false"
 """DiLoCo whose deltas travel in fp32."""

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .ddp import DistributedDataParallel
     from .errors import DadplugError, MismatchError, NonFiniteError, PrivacyError, ProcessFailedError, SiteError
     from .hogwild import Hogwild
-    from .hub.site.runtime import connect
+    from .hub.connect import connect
     from .local_steps import LocalSGD
     from .parameter_server import ParameterServer
     from .privacy import DifferentialPrivacy, PoissonLoader
@@ -86,7 +86,7 @@ _LAZY = {
     "Tracker": "callbacks.trackers",
     "audit": "auditing",
     "compare": "comparison",
-    "connect": "hub.site.runtime",
+    "connect": "hub.connect",
     "remaining_epochs_until": "adaptive",
     "serve": "runners.serving",
     "track": "callbacks.trackers",

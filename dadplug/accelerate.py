@@ -25,7 +25,8 @@ from torch.utils.data import DataLoader
 
 from .ddp import DistributedDataParallel
 from .errors import MismatchError
-from .hub.site.runtime import connect, current_connection
+from .hub.connect import connect
+from .hub.connections import current_connection
 from .local_steps.options import LOCAL_MODE, LocalOptions, options_class, options_of
 from .logs import get_logger
 from .options import Options
@@ -354,6 +355,20 @@ class Accelerator(accelerate.Accelerator):
         return prepared
 
     # Training
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Run a backward pass; accelerate divides the loss by the number of micro-batches, but not with `privacy`.
+
+        The gradients of samples are clipped then, and their sum is divided by the expected batch, which is that of all
+        micro-batches.
+
+        Args:
+            loss: the loss of a micro-batch.
+            kwargs: as accelerate takes them.
+        """
+        if self._options.get("privacy") is not None:
+            loss = loss * self.gradient_accumulation_steps
+        super().backward(loss, **kwargs)
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:

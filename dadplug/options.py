@@ -14,6 +14,7 @@ from .exchange.wire import FORMATS, wire_format
 from .methods import METHODS, method_names
 from .methods.base import GradientPath
 from .privacy.mechanism import DifferentialPrivacy
+from .privacy.secure_sum import LEAST_SITES
 from .signature import OptionSet, check_choice, number, option, whole_number
 
 WEIGHTINGS = ("samples", "uniform")
@@ -230,10 +231,33 @@ class Options(OptionSet):
             )
         if self.sync_batchnorm:
             raise ValueError("privacy= does not go with sync_batchnorm=True, which shares statistics of the samples")
+        if self.privacy is not None and self.privacy.secure_sum:
+            self._follow_secure_sum()
         if self.mode == "rankdad":  # a frozen instance is changed before anything has read it
             object.__setattr__(self, "dense", "lowrank")
             if self.error_feedback is None:
                 object.__setattr__(self, "error_feedback", True)
+
+    def _follow_secure_sum(self) -> None:
+        """Refuse what does not go with sums under masks."""
+        if self.mode != "dsgd":
+            raise ValueError(
+                f"secure_sum=True goes with mode='dsgd', got mode={self.mode!r}: low-rank factors are not added up, so "
+                "that masks would not cancel"
+            )
+        reasons = {
+            f"weighting={self.weighting!r}": (self.weighting != "samples", "a site's sum has its own noise then"),
+            f"wire={self.wire!r}": (self.wire not in (AUTO, "fp32"), "masked numbers have 32 bits"),
+            f"hierarchy={self.hierarchy!r}": (self.hierarchy is not None, "each process masks for all others"),
+            f"late={self.late!r}": (self.late != "wait", "each site that is left out restarts the step"),
+            f"min_sites={self.min_sites!r}": (
+                self.min_sites is not None and self.min_sites < LEAST_SITES,
+                f"a step needs {LEAST_SITES} sites or more",
+            ),
+        }
+        for refused, (holds, reason) in reasons.items():
+            if holds:
+                raise ValueError(f"secure_sum=True does not go with {refused}: {reason}")
 
     def _check_min_sites(self) -> None:
         """Refuse what does not go on without a site."""

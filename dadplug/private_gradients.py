@@ -18,13 +18,27 @@ import torch
 from torch import Tensor, nn
 
 from .errors import PrivacyError
-from .hooks import LINEAR, CapturedLayer, Factor, Form, LayerCapture, OwnHook, Recorder, capturable_layers
-from .hooks.embedding import Embedding, TableForm, _embedding
+from .hooks import (
+    LINEAR,
+    CapturedLayer,
+    Factor,
+    Form,
+    ForwardOverride,
+    LayerCapture,
+    OwnHook,
+    Recorder,
+    capturable_layers,
+    refusal_of,
+)
+from .hooks.embedding import Embedding, EmbeddingBag, TableForm, _embedding
 from .logs import get_logger
 from .model_sync.samples import SampleCounter
+from .privacy.losses import OutputRows, check_loss
 from .privacy.mechanism import DifferentialPrivacy, Ledger
 from .privacy.normalisations import Arrived, NormalisationBySample, normalisation_of
+from .privacy.one_by_one import OneByOne, places_of
 from .privacy.rows import Contribution, Formed, Rows, squared_norms
+from .privacy.secure_sum import LEAST_SITES, SecureSum
 from .units.lazy_gradient import Placeholders, accumulated
 
 _log = get_logger(__name__)
@@ -71,10 +85,69 @@ class _Lookups(Embedding):
                 )
         elif samples > 1 and (input.dim() == 1 or input.shape[0] == 1):
             input = input.expand(samples, *(input.shape if input.dim() == 1 else input.shape[1:]))
+        elif samples > 1 and input.shape[0] != samples:
+            raise PrivacyError(
+                f"privacy needs samples along the first dimension: the batch has {samples}, and the input of an "
+                f"embedding the shape {tuple(input.shape)}"
+            )
         form = LookupForm(
             width=module.embedding_dim, table_rows=module.num_embeddings, sparse=False, padding=module.padding_idx
         )
         return _embedding(module._parameters["weight"], input, None, form, record, weight_gradients)
+
+
+class _Bags(EmbeddingBag):
+    """Family of bags of embeddings, of every mode, whose lookups are recorded one by one.
+
+    Each bag is filled up to the length of the longest one by lookups that count for nothing, so that samples have
+    equally many.
+
+    Args:
+        counter: counts the samples of the model's forward passes.
+    """
+
+    def __init__(self, counter: SampleCounter) -> None:
+        self._counter = counter
+
+    def forward(
+        self,
+        module: nn.Module,
+        record: Recorder,
+        weight_gradients: bool,
+        input: Tensor,
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+    ) -> Tensor:
+        assert isinstance(module, nn.EmbeddingBag)
+        numbers, bounds, scales = self.bags(module, input, offsets, per_sample_weights)
+        starts, sizes = bounds[:-1], bounds.diff()
+        samples = self._counter.current
+        if samples and len(sizes) % samples:
+            raise PrivacyError(f"privacy needs as many bags for each sample: there are {len(sizes)} for {samples}")
+        longest = int(sizes.max()) if len(sizes) else 0
+        places = starts[:, None] + torch.arange(longest, device=numbers.device)
+        real = places < bounds[1:, None]
+        places = places.clamp(max=max(0, len(numbers) - 1))
+        looked_up = numbers[places] if len(numbers) else places
+        if module.padding_idx is not None:
+            real = real & (looked_up != module.padding_idx)
+        looked_up = torch.where(real, looked_up, 0)
+        form = LookupForm(width=module.embedding_dim, table_rows=module.num_embeddings, sparse=False)
+        rows = _embedding(module._parameters["weight"], looked_up, None, form, record, weight_gradients)
+        if scales is not None:
+            rows = rows * scales[places][..., None].to(rows.dtype)
+        if module.mode == "max":
+            return _largest(rows, real)
+        total = torch.where(real[..., None], rows, 0.0).sum(1)
+        return total / real.sum(1, keepdim=True).clamp(min=1) if module.mode == "mean" else total
+
+
+def _largest(rows: Tensor, real: Tensor) -> Tensor:
+    """Return the largest elements of each bag; 0 for empty bags, as torch does."""
+    if not rows.shape[1]:
+        return rows.sum(1)
+    found = torch.where(real[..., None], rows, -torch.inf).max(1).values
+    return torch.where(real.any(1)[:, None], found, 0.0)
 
 
 class _Origin(NamedTuple):
@@ -101,12 +174,14 @@ class PrivateGradients:
         model: the model.
         privacy: the settings.
         counter: counts the samples of the model's forward passes.
-        begin: called at the beginning of each backward pass that reaches a layer; returns the pass's loss scale.
+        loss_scale: returns the loss scale of the running backward pass.
+        begin: called at the beginning of each backward pass that reaches a layer.
         arrived: called at the end of such a backward pass.
 
     Attributes:
         privacy: the settings.
         ledger: the steps that have been made.
+        secure_sum: adds up the sites' sums under masks, and adds the noise; None where `privatise` does.
         reduction: marks placeholders, see `dadplug.units.lazy_gradient`.
 
     Raises:
@@ -121,12 +196,14 @@ class PrivateGradients:
         model: nn.Module,
         privacy: DifferentialPrivacy,
         counter: SampleCounter,
-        begin: Callable[[], float],
+        loss_scale: Callable[[], float],
+        begin: Callable[[], None],
         arrived: Callable[[], None],
     ) -> None:
         self.ledger = Ledger()
         self.privacy, self._model, self._counter = privacy, model, counter
-        self._begin, self._arrived = begin, arrived
+        self._loss_scale, self._begin, self._arrived = loss_scale, begin, arrived
+        self.secure_sum: SecureSum | None = None
         self._contributions: dict[int, list[Contribution]] = defaultdict(list)  # by id of the parameter
         self._sums: dict[str, Tensor] = {}  # of this step, without loss scale
         self._samples = 0  # of the running backward pass
@@ -136,6 +213,8 @@ class PrivateGradients:
         self._forwards: dict[int, nn.Module] = {}  # that it runs through
         self._used: set[int] = set()  # numbers of forward passes that this step has run backward through
         self._warned = False
+        self._loss_is_known = False  # as one whose deltas do not mix samples
+        counter.on_outputs = self._watch_outputs
         self._attach()
 
     # Hooks
@@ -144,23 +223,27 @@ class PrivateGradients:
         """Capture the layers of the model."""
         self._frozen_norms = _refuse_mixing(self._model)
         self._handles: list[Any] = []
-        self._normalisations: list[NormalisationBySample] = []
+        self._overrides: list[ForwardOverride] = []
         self._modules: list[nn.Module] = []  # until all are known to be private: a failure is found again
         self._parameters = {name: each for name, each in self._model.named_parameters() if each.requires_grad}
         self._placeholders = Placeholders(self._parameters, self)
         self._buffers = [(name, each) for name, each in self._model.named_buffers() if each.is_floating_point()]
         self._versions = [each._version for _, each in self._buffers]
         self._capture = LayerCapture(self._model, _trained_layers(self._model), weight_gradients=False)
+        for name, module in self._model.named_modules():
+            if _is_trained_bag(module):
+                self._capture.layers[name] = CapturedLayer(name, module, _Bags(self._counter), weight_gradients=False)
         covered = self._watch_layers() | self._watch_normalisations()
+        covered |= self._watch_one_by_one({id(layer.weight) for layer in self._capture.layers.values()})
         for name, parameter in self._parameters.items():
             self._handles.append(parameter.register_hook(OwnHook(partial(self._replace, name))))
         if missing := [name for name, each in self._parameters.items() if id(each) not in covered]:
             self.detach()
             raise ValueError(
                 f"privacy needs the gradient of each sample, which is not known for {', '.join(missing[:5])}"
-                f"{' and others' if len(missing) > 5 else ''}: freeze it, or use linear layers, convolutions, "
-                "embeddings and normalisations of torch.nn, called one by one (no nn.MultiheadAttention, no recurrent "
-                "layers, no parameters of your own)"
+                f"{' and others' if len(missing) > 5 else ''}{self._reason(missing[0])}: freeze it, or use layers of "
+                "torch.nn (linear, convolutions, embeddings, normalisations, attention, recurrent), and no parameters "
+                "of your own"
             )
         self._modules = [*self._model.modules()]
 
@@ -180,9 +263,25 @@ class PrivateGradients:
             trained = {id(each) for each in module._parameters.values() if each is not None and each.requires_grad}
             if trained and normalisation_of(module) is not None:
                 recorder = partial(self._normalisation_recorder, name, module)
-                self._normalisations.append(NormalisationBySample(module, recorder))
+                self._overrides.append(NormalisationBySample(module, recorder))
                 covered |= trained
         return covered
+
+    def _watch_one_by_one(self, with_factors: set[int]) -> set[int]:
+        """Run layers without factors on each sample alone, but for those that share a weight with others."""
+        covered: set[int] = set()
+        for name, module in self._model.named_modules():
+            trained = {id(each) for each in module.parameters() if each.requires_grad}
+            if trained and places_of(module) is not None and not trained & with_factors:
+                self._overrides.append(OneByOne(module, partial(self._one_by_one_recorder, name, module)))
+                covered |= trained
+        return covered
+
+    def _reason(self, name: str) -> str:
+        """Return why gradients by sample of a parameter are not known, in parentheses; empty where there is no more."""
+        owner, _, _ = name.rpartition(".")
+        reason = refusal_of(self._model.get_submodule(owner))
+        return f" ({reason})" if reason else ""
 
     def _replace(self, name: str, gradient: Tensor | None) -> Tensor | None:
         """Refuse a gradient that autograd has formed; there is none where the layer has recorded it."""
@@ -219,6 +318,18 @@ class PrivateGradients:
             )
         self._versions = [each._version for _, each in self._buffers]
 
+    def _watch_outputs(self, outputs: Sequence[Tensor], samples: int) -> None:
+        """Refuse a loss that is seen to mix samples: now if the model has computed it, else when its deltas arrive."""
+        for output in outputs:
+            if output.numel() == 1 and output.dim() < 2:
+                check_loss(output, samples)
+            elif not self._loss_is_known and OutputRows.fits(output, samples):
+                output.register_hook(partial(self._check_deltas, OutputRows(output, samples)))
+
+    def _check_deltas(self, rows: OutputRows, deltas: Tensor) -> None:
+        if not self._loss_is_known:
+            self._loss_is_known = rows.check(deltas, self._loss_scale())
+
     def _origin(self) -> _Origin:
         within = torch._C._current_graph_task_id()
         if within != -1:
@@ -234,7 +345,8 @@ class PrivateGradients:
         """Begin a backward pass that has no other around it, and queue the clipping for its end."""
         if root != self._root:
             self.discard()
-            self._root, self._scale = root, self._begin()
+            self._begin()
+            self._root, self._scale = root, self._loss_scale()
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_backward, root))
 
     def _enter(self, origin: _Origin, samples: int) -> None:
@@ -245,6 +357,8 @@ class PrivateGradients:
         self._open(self._root_of(now))
         if origin.within == -1 and origin.forward not in self._forwards:
             self._enter_forward(origin)
+        if not samples:  # the step takes place all the same
+            return
         if not self._contributions:
             self._samples = samples
         if samples != self._samples:
@@ -269,14 +383,21 @@ class PrivateGradients:
 
     def _recorder(self, layer: CapturedLayer, inputs: Tensor, record: Recorder) -> Recorder:
         samples, origin = self._counter.current, self._origin()
-        if not isinstance(layer.module, nn.Embedding):
+        if not isinstance(layer.family, (_Lookups, _Bags)):
             samples = self._checked(layer.name, inputs, 2)
+        elif not self._counter.known and inputs.dim() > 1:
+            samples = len(inputs)
+        elif not self._counter.known and len(inputs):
+            raise PrivacyError(
+                f"privacy: the number of samples of layer {layer.name!r} is not known; state it by `with "
+                "reduction.samples(n):` around the forward pass"
+            )
 
         def own(activations: Tensor, deltas: Tensor, form: Form = LINEAR) -> None:
+            self._enter(origin, samples)
             if not samples:
                 return
             factor = Factor(activations, deltas, form).to(layer.weight.dtype)
-            self._enter(origin, samples)
             self._contributions[id(layer.weight)].append(Rows.of(factor, samples))
             if layer.bias is not None:
                 rows = form.bias_rows(factor.deltas)
@@ -284,25 +405,39 @@ class PrivateGradients:
 
         return own
 
-    def _checked(self, name: str, inputs: Tensor, least: int) -> int:
+    def _checked(self, name: str, inputs: Tensor, least: int, dimension: int = 0) -> int:
         """Return the samples of a layer's input, which are those of the batch where these are known."""
         samples = self._counter.current
-        if inputs.dim() < least or (samples or len(inputs)) != len(inputs):
+        found = inputs.shape[dimension] if inputs.dim() >= max(least, dimension + 1) else -1
+        if found < 0 or (samples or found) != found:
             raise PrivacyError(
-                f"privacy needs samples along the first dimension: the batch has {samples}, and the input of layer "
-                f"{name!r} the shape {tuple(inputs.shape)}"
+                f"privacy needs samples along the {'second' if dimension else 'first'} dimension: the batch has "
+                f"{samples}, and the input of layer {name!r} the shape {tuple(inputs.shape)}"
             )
-        return len(inputs)
+        return found
 
     def _normalisation_recorder(self, name: str, module: nn.Module, inputs: Tensor) -> Arrived:
         origin, samples = self._origin(), self._checked(name, inputs, 1)
 
         def arrived(gradients: dict[str, Tensor]) -> None:
+            self._enter(origin, samples)
             if not samples:
                 return
-            self._enter(origin, samples)
             for key, each in gradients.items():
                 self._contributions[id(module._parameters[key])].append(Formed(each))
+
+        return arrived
+
+    def _one_by_one_recorder(self, name: str, module: nn.Module, inputs: Tensor, dimension: int) -> Arrived:
+        origin, samples = self._origin(), self._checked(name, inputs, 1, dimension)
+
+        def arrived(gradients: dict[str, Tensor]) -> None:
+            self._enter(origin, samples)
+            if not samples:
+                return
+            for key, each in gradients.items():
+                parameter = module.get_parameter(key)
+                self._contributions[id(parameter)].append(Formed(each.to(parameter.dtype)))
 
         return arrived
 
@@ -398,11 +533,14 @@ class PrivateGradients:
                     f".grad of {name!r} holds a gradient that is not of this step, and may not be private: call "
                     "zero_grad() before backward()"
                 )
-        self.ledger.spend(self.privacy)
         sums = []
         for name, parameter in self._parameters.items():
             own = self._sums.pop(name, None)
             sums.append(torch.zeros_like(parameter) if own is None else own.contiguous())
+        if self.secure_sum is not None:
+            self._hand_over(sums, self.secure_sum)
+            return
+        self.ledger.spend(self.privacy)
         from .privacy.noise import add_noise  # numba loads when first used
 
         scale = loss_scale / self.privacy.expected_batch
@@ -411,6 +549,38 @@ class PrivateGradients:
             parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
         self._sums.clear()
         self._used.clear()
+
+    def _hand_over(self, sums: Sequence[Tensor], secure_sum: SecureSum) -> None:
+        """Leave noise and counting to the secure sum, which adds to ``.grad`` what it has summed."""
+        secure_sum.begin_step(dict(zip(self._parameters.values(), sums, strict=True)))
+        for parameter in self._parameters.values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        self._sums.clear()
+        self._used.clear()
+
+    def abstain(self) -> None:
+        """Have no part in a step, but for the noise that other sites count on."""
+        if self.secure_sum is not None:
+            zeros = {each: torch.zeros_like(each) for each in self._parameters.values()}
+            self.secure_sum.begin_step(zeros, abstains=True)
+
+    def sum_securely(self, rank: int, world_size: int) -> None:
+        """Add up gradients under masks from now on.
+
+        Args:
+            rank: rank of this site.
+            world_size: number of sites.
+
+        Raises:
+            ValueError: if there are too few sites.
+        """
+        if world_size < LEAST_SITES:
+            raise ValueError(
+                f"secure_sum needs at least {LEAST_SITES} sites, and there are {world_size}: from a sum of two, each "
+                "could tell the other's part. Use privacy without secure_sum"
+            )
+        self.secure_sum = SecureSum(self.privacy, self.ledger, rank)
 
     def end_step(self) -> None:
         """Mark the gradients that are synchronized, which all sites have."""
@@ -435,10 +605,10 @@ class PrivateGradients:
     def _release_hooks(self) -> None:
         for handle in self._handles:
             handle.remove()
-        for normalisation in self._normalisations:
-            normalisation.restore()
+        for override in self._overrides:
+            override.restore()
         self._handles.clear()
-        self._normalisations.clear()
+        self._overrides.clear()
         self._capture.detach()
 
     def detach(self) -> None:
@@ -489,6 +659,15 @@ def _are(these: Sequence[Any], those: Sequence[Any]) -> bool:
 def _trained_layers(model: nn.Module) -> list[str]:
     """Return the names of the layers that are captured."""
     return [name for name, module in capturable_layers(model).items() if not isinstance(module, nn.EmbeddingBag)]
+
+
+def _is_trained_bag(module: nn.Module) -> bool:
+    """Return whether a module is a bag of embeddings whose lookups can be told apart."""
+    if not isinstance(module, nn.EmbeddingBag) or type(module).forward is not nn.EmbeddingBag.forward:
+        return False
+    weight = module._parameters.get("weight")
+    mixes = module.scale_grad_by_freq or module.max_norm is not None
+    return weight is not None and weight.requires_grad and weight.is_floating_point() and not mixes
 
 
 def _refuse_mixing(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -267,7 +267,7 @@ def _call(
     import torch
     import torch.distributed as dist
 
-    from .hub.site.runtime import connect
+    from .hub.connect import connect
 
     torch.set_num_threads(threads)
     if count > 1:

@@ -104,8 +104,10 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self._counter = SampleCounter(model, self._before_forward, self._drop_cleared)
         self._private: PrivateGradients | None = None
         if self.options.privacy is not None:
-            begin, arrived = self._begin_private, self._private_arrived
-            self._private = PrivateGradients(model, self.options.privacy, self._counter, begin, arrived)
+            called = self._present_loss_scale, self._begin_private, self._private_arrived
+            self._private = PrivateGradients(model, self.options.privacy, self._counter, *called)
+            if self.options.privacy.secure_sum:
+                self._private.sum_securely(self.site_rank, self.world_size)
         self._abstains = False  # in a step without data that is not to be a private one
         self._norms: SyncedBatchNorms | None = None
         if self.options.sync_batchnorm:
@@ -169,14 +171,16 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         if self._private is not None:
             self._private.before_forward()
 
-    def _begin_private(self) -> float:
-        """Record the loss scale of a backward pass whose gradients are to be private, and return it."""
+    def _present_loss_scale(self) -> float:
+        return self._method.loss_scales.present().value
+
+    def _begin_private(self) -> None:
+        """Record the loss scale of a backward pass whose gradients are to be private."""
         if self._held is not None:
             raise RuntimeError("backward() between clip_grad_norm_() and apply(optimizer)")
         scales = self._method.loss_scales
         for unit in self._planner.units:
             scales.record(unit.name)
-        return scales.present().value
 
     def _private_arrived(self) -> None:
         self._pending = True
@@ -224,23 +228,26 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         """The path of every parameter and the bytes that it costs; final after the first step. Prints as a table."""
         return self._planner.plan.with_remarks(self.remarks)
 
-    def epsilon(self, delta: float) -> float:
+    def epsilon(self, delta: float, *, insiders: int = 0) -> float:
         """Return what all steps so far have cost the records of this site, by Opacus's PRV accountant.
 
         It holds for each record of this site by itself: sites whose records are their own do not add up theirs. A hub
-        shows the last value in its status.
+        shows the last value in its status, but for those with `insiders`.
 
         Args:
             delta: the delta, below one over the number of the site's records.
+            insiders: with ``secure_sum``, number of sites that put together what they know: 0 for those who see the
+                sum alone, 1 for another site, which knows its own part of the noise.
 
         Raises:
-            ValueError: if it is not between 0 and 1, or the reduction has no `privacy`.
+            ValueError: if a value is out of its range, or the reduction has no `privacy`.
             ImportError: if Opacus is not installed.
         """
         if self._private is None:
             raise ValueError("epsilon() needs privacy=DifferentialPrivacy(...)")
-        epsilon = self._private.ledger.epsilon(delta)
-        self._transport.show_epsilon(epsilon, delta)
+        epsilon = self._private.ledger.epsilon(delta, insiders)
+        if not insiders:
+            self._transport.show_epsilon(epsilon, delta)
         return epsilon
 
     @property
@@ -308,6 +315,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self._warn_of_changes()
         if self._private is not None and not self._abstains:
             self._private.privatise(self._method.loss_scales.of(planner.units[0].name) if planner.units else 1.0)
+        elif self._private is not None:
+            self._private.abstain()
         planner.before_synchronization()
         if self._norms is not None:
             self._norms.end_micro_batches()
@@ -667,7 +676,9 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self._adopt(joined)
 
     def _make_planner(self) -> Planner:
-        planner = Planner(self.model, self._method, self.options, self._transport, self._samples, self._arrived)
+        secure_sum = None if self._private is None else self._private.secure_sum
+        arguments = self.model, self._method, self.options, self._transport, self._samples, self._arrived, secure_sum
+        planner = Planner(*arguments)
         planner.on_release = self._end_probe
         return planner
 

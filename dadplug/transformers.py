@@ -15,7 +15,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .hub.site.runtime import connect, current_connection
+from .hub.connect import connect
+from .hub.connections import current_connection
 from .local_steps.options import LOCAL_MODE, LocalOptions, options_of
 from .logs import get_logger
 from .options import Options
@@ -97,6 +98,11 @@ def _check(trainer: Any, options: dict[str, Any], kit: str | Path | None, split_
     _check_place(trainer, kit, options_of(**own))
     if trainer.args.world_size == 1:
         _check_alone(trainer)
+    if own.get("privacy") is not None and not hasattr(trainer, "_get_num_items_in_batch"):
+        raise ValueError(
+            "privacy needs transformers 5 or newer, where losses need not be divided by the tokens of a batch: "
+            "pip install -U transformers"
+        )
     return own
 
 

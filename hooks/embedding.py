@@ -219,23 +219,29 @@ class EmbeddingBag(_Table):
         per_sample_weights: Tensor | None = None,
     ) -> Tensor:
         assert isinstance(module, nn.EmbeddingBag)
-        if input.dim() == 2:
-            if offsets is not None:
-                raise ValueError("offsets must be None where the input has two dimensions, a bag a row")
-            bounds = torch.arange(0, input.numel() + 1, max(1, input.shape[1]), device=input.device)
-            input = input.reshape(-1)
-            per_sample_weights = None if per_sample_weights is None else per_sample_weights.reshape(-1)
-        elif offsets is None:
-            raise ValueError("offsets are needed where the input has one dimension")
-        else:
-            end = offsets.new_tensor([len(input)])
-            bounds = offsets if module.include_last_offset else torch.cat([offsets, end])
+        input, bounds, per_sample_weights = self.bags(module, input, offsets, per_sample_weights)
         sizes = bounds.diff()
         bags = torch.repeat_interleave(torch.arange(len(sizes), device=input.device), sizes)
         weight, form = module._parameters["weight"], self.known_form(module)
         return _embedding_bag(
             weight, input, bags, bounds.to(input.dtype), per_sample_weights, module, form, record, weight_gradients
         )
+
+    @staticmethod
+    def bags(
+        module: nn.EmbeddingBag, input: Tensor, offsets: Tensor | None, scales: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the row numbers of all lookups, the bounds of the bags among them, and the lookups' weights."""
+        if input.dim() == 2:
+            if offsets is not None:
+                raise ValueError("offsets must be None where the input has two dimensions, a bag a row")
+            count, size = input.shape
+            bounds = size * torch.arange(count + 1, device=input.device)
+            return input.reshape(-1), bounds, None if scales is None else scales.reshape(-1)
+        if offsets is None:
+            raise ValueError("offsets are needed where the input has one dimension")
+        end = offsets.new_tensor([len(input)])
+        return input, offsets if module.include_last_offset else torch.cat([offsets, end]), scales
 
     def refuses(self, module: nn.Module) -> str:
         return "mode max has no factors" if module.mode == "max" else super().refuses(module)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..errors import PrivacyError
 from ..options import Options
 from ..reduction import GradientReduction
 from ..signature import takes_keywords_of
@@ -79,6 +80,17 @@ class DADStrategyBase(HubStrategy):
 
     # Training
 
+    def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run backward, and synchronize the gradients before any hook reads them.
+
+        With `privacy` the loss is not divided by the number of micro-batches: the gradients of samples are clipped, and
+        their sum is divided by the expected batch, which is that of all micro-batches.
+        """
+        module = self.lightning_module
+        if self.options.privacy is not None and module.automatic_optimization:
+            closure_loss = closure_loss * module.trainer.accumulate_grad_batches
+        return super().backward(closure_loss, optimizer, *args, **kwargs)
+
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Step an optimizer; one that uses the loss gets the mean over sites, so that all sites decide alike."""
         if self._transport is not None and isinstance(getattr(optimizer, "_optimizer", optimizer), torch.optim.LBFGS):
@@ -86,6 +98,9 @@ class DADStrategyBase(HubStrategy):
         return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def _with_mean_loss(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        if self.options.privacy is not None:
+            raise PrivacyError("LBFGS decides by losses, which sites would share: take another optimizer with privacy")
+
         def agreed() -> Any:
             loss = closure()
             assert self._transport is not None

@@ -141,6 +141,25 @@ class AttachedTrainer(_Trainer):
         if self._wrapper is not None:
             self._wrapper.make_equal()
 
+    @property
+    def _is_private(self) -> bool:
+        return self.dadplug_options.get("privacy") is not None
+
+    def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Count nothing with `privacy`: by a number of tokens the loss of a sample would depend on the others."""
+        return None if self._is_private else super()._get_num_items_in_batch(*args, **kwargs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Train on a micro-batch; with `privacy` its loss is not divided by their number, as sums of gradients are."""
+        parts = getattr(self, "current_gradient_accumulation_steps", 1)
+        if not self._is_private or parts == 1:
+            return super().training_step(*args, **kwargs)
+        self.current_gradient_accumulation_steps = 1
+        try:
+            return super().training_step(*args, **kwargs) / parts  # what is logged
+        finally:
+            self.current_gradient_accumulation_steps = parts
+
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate; see transformers."""
         if self._wrapper is not None and not self.accelerator._models:

@@ -398,7 +398,7 @@ def _local_steps(batch: Batch, model: nn.Module, *, lr: float = 0.1, **options: 
     finally:
         inputs.remove()
         local.detach()
-    scale = 1.0 / steps / lr / local.local_options.outer_lr / (1 + local.local_options.outer_momentum)
+    scale = 1.0 / steps / lr / (local.local_options.outer_lr or 1.0) / (1 + local.local_options.outer_momentum)
     gradients = {
         name: (before[name] - parameter.detach()) * scale
         for name, parameter in model.named_parameters()

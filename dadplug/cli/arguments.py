@@ -108,7 +108,7 @@ class Place(NamedTuple):
 
     def connect(self, timeout: float, backend: str | None = None) -> None:
         """Join the other sites; arguments and errors are those of `dadplug.connect`."""
-        from ..hub.site.runtime import connect
+        from ..hub.connect import connect
 
         if self.url is None:
             connect(kit=self.kit, backend=backend, timeout=timeout)

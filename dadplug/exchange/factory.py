@@ -33,7 +33,7 @@ def report_alone() -> None:
     if os.getpid() not in _reported:
         _reported.append(os.getpid())
         _log.info(
-            "this site trains alone (rank 0 of 1 site): start the program by torchrun or `python -m dadplug launch`, "
+            "this site trains alone (rank 0 of 1 site): start the program by torchrun, "
             "or pass rank, num_nodes and dist_url, to train with others"
         )
 

@@ -5,7 +5,8 @@ Nesterov momentum on the gradient -d (DiLoCo, arXiv:2311.08105, algorithm 1):
 
     m <- mu m + d            a <- a + lr (d + mu m)            without momentum: a <- a + lr d
 
-With lr = 1 and mu = 0 this is the mean of the sites' parameters (local SGD).
+With lr = 1 and mu = 0 this is the mean of the sites' parameters (local SGD). That of sparse deltas is chosen in each
+round unless it is fixed, see `dadplug.local_steps.sparse_format`.
 
 With overlap the mean of a round arrives one round later. Meanwhile a site goes on from the agreed model plus what it
 has done in the round that is in transit (CoCoD-SGD, arXiv:1906.12043). At the end of round t, x the site's parameters:
@@ -23,7 +24,7 @@ mid-round already, n steps after it was sent, then there
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -63,19 +64,20 @@ class AgreedModel:
     """Agreed values of the parameters that are trained, in single or double precision.
 
     Args:
-        lr: outer learning rate.
         mu: outer momentum.
 
     Attributes:
         values: the agreed values by name of the parameter.
     """
 
-    def __init__(self, lr: float, mu: float) -> None:
-        self._lr, self._mu = lr, mu
+    def __init__(self, mu: float) -> None:
+        self._mu = mu
         self.values: dict[str, Tensor] = {}
         self._momenta: dict[str, Tensor] = {}
         self._starts: dict[str, Tensor] = {}  # of the present round; without one: the agreed value
         self._frozen: set[str] = set()  # at the end of the last round
+        self._rooms: dict[str, Tensor] = {}  # memory of deltas, and of starts
+        self._rooms_of_starts: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def follow(self, model: nn.Module) -> list[str]:
@@ -91,30 +93,53 @@ class AgreedModel:
                 new.append(name)
         return new
 
-    def drop_untrained(self, model: nn.Module) -> None:
-        """Forget parameters that the model no longer has, or that were frozen throughout a round."""
-        trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    def drop_untrained(self, model: nn.Module, names: Iterable[str]) -> None:
+        """Forget parameters that the model no longer has, and those of some that were frozen throughout a round.
+
+        Args:
+            model: the model.
+            names: names of the parameters whose round ends.
+        """
+        trained, ending = {name: each.requires_grad for name, each in model.named_parameters()}, {*names}
         for name in [*self.values]:
-            if name not in trained or (not trained[name] and name in self._frozen):
-                for kept in (self.values, self._momenta, self._starts):
+            if name not in trained or (name in ending and not trained[name] and name in self._frozen):
+                for kept in (self.values, self._momenta, self._starts, self._rooms, self._rooms_of_starts):
                     kept.pop(name, None)
-        self._frozen = {name for name in self.values if not trained[name]}
+        frozen = {name for name in ending & self.values.keys() if not trained[name]}
+        self._frozen = frozen | ((self._frozen & self.values.keys()) - ending)
 
     @torch.no_grad()
-    def deltas(self, model: nn.Module) -> dict[str, Tensor]:
-        """Compute what this site has done since the start of the round, by name, in new memory."""
-        parameters = dict(model.named_parameters())
-        return {
-            name: torch.empty_like(value).copy_(parameters[name]).sub_(self._starts.get(name, value))
-            for name, value in self.values.items()
-        }
+    def deltas(self, model: nn.Module, names: Iterable[str] | None = None, *, reuse: bool = False) -> dict[str, Tensor]:
+        """Compute what this site has done since the start of the round, by name.
+
+        Args:
+            model: the model.
+            names: names of the parameters; None for all.
+            reuse: whether to write to the memory of the last call with it; otherwise to new memory, which costs the
+                system's time to clear it.
+        """
+        parameters, found = dict(model.named_parameters()), {}
+        for name in self.values if names is None else names:
+            value = self.values[name]
+            room = self._room_for(self._rooms, name, value) if reuse else torch.empty_like(value)
+            found[name] = torch.sub(parameters[name].to(value.dtype), self._starts.get(name, value), out=room)
+        return found
+
+    @staticmethod
+    def _room_for(rooms: dict[str, Tensor], name: str, like: Tensor) -> Tensor:
+        """Return memory of the shape and type of a tensor, the same as the last time if that fits."""
+        room = rooms.get(name)
+        if room is None or (room.shape, room.dtype, room.device) != (like.shape, like.dtype, like.device):
+            room = rooms[name] = torch.empty_like(like)
+        return room
 
     @torch.no_grad()
-    def move(self, means: Mapping[str, Tensor]) -> None:
+    def move(self, means: Mapping[str, Tensor], rates: Mapping[str, float]) -> None:
         """Take the outer step.
 
         Args:
             means: the mean deltas by name; may be overwritten.
+            rates: the outer learning rates by name.
         """
         for name, mean in means.items():
             value = self.values.get(name)
@@ -125,7 +150,7 @@ class AgreedModel:
                 momentum = self._momenta.get(name)
                 if momentum is None:
                     momentum = self._momenta[name] = torch.zeros_like(value)
-            outer_step(value, mean.to(value), momentum, self._lr, self._mu)
+            outer_step(value, mean.to(value), momentum, rates[name], self._mu)
 
     @torch.no_grad()
     def begin_round(
@@ -133,6 +158,7 @@ class AgreedModel:
         model: nn.Module,
         in_transit: Mapping[str, Tensor] | None = None,
         unsent: Mapping[str, Tensor] | None = None,
+        names: Iterable[str] | None = None,
     ) -> None:
         """Set the model to the start of the next round.
 
@@ -140,14 +166,38 @@ class AgreedModel:
             model: the model.
             in_transit: the site's deltas that the agreed values do not contain yet; None where there are none.
             unsent: further deltas, which have not been sent, and are part of the next ones; None where there are none.
+            names: names of the parameters whose round begins; None for all.
         """
         parameters = dict(model.named_parameters())
-        self._starts = {}
-        for name, value in self.values.items():
-            start = value
+        for name in self.values if names is None else names:
+            start = value = self.values[name]
+            self._starts.pop(name, None)
             if in_transit is not None and name in in_transit:
-                start = self._starts[name] = value + in_transit[name]
+                room = self._room_for(self._rooms_of_starts, name, value)
+                start = self._starts[name] = torch.add(value, in_transit[name], out=room)
             parameters[name].copy_(start if unsent is None or name not in unsent else start + unsent[name])
+
+    @torch.no_grad()
+    def move_and_keep(self, model: nn.Module, means: Mapping[str, Tensor], rates: Mapping[str, float]) -> None:
+        """Take the outer step in mid-round: the model goes on from the agreed values and what it has done since.
+
+        Args:
+            model: the model.
+            means: the mean deltas by name; may be overwritten.
+            rates: the outer learning rates by name.
+        """
+        parameters = dict(model.named_parameters())
+        for name, mean in means.items():
+            value, parameter = self.values.get(name), parameters.get(name)
+            if value is None or parameter is None or value.shape != mean.shape:
+                continue
+            progress = self._room_for(self._rooms_of_starts, name, value)  # where the start is, if there is one
+            torch.sub(parameter.detach().to(value.dtype), self._starts.pop(name, value), out=progress)
+            self.move({name: mean}, rates)
+            if parameter.dtype == value.dtype:
+                torch.add(value, progress, out=parameter.detach())
+            else:
+                parameter.copy_(progress.add_(value))
 
     def as_of_model(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the agreed values in the types of the parameters, and all other parameters, by name."""
@@ -233,8 +283,116 @@ def fingerprint(tensors: Mapping[str, Tensor], setting: str = "") -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
+class Fragment:
+    """Part of the parameters on which sites agree together, and the payloads of its deltas.
+
+    Args:
+        form: the format of the payloads.
+
+    Attributes:
+        form: the format.
+        names: names of its parameters.
+        weight: weight of this site's steps since its last agreement.
+        layout: fingerprint of the tensors and of the format's setting that the payloads are laid out for.
+        tensors: fingerprint of the tensors alone.
+        gathers: exchanges of the payloads, by type.
+    """
+
+    def __init__(self, form: DeltaFormat | SparseFormat | AutoFormat) -> None:
+        self.form = form
+        self.names: list[str] = []
+        self.weight = self.layout = self.tensors = 0
+        self.gathers: dict[torch.dtype, Gather] = {}
+
+    @property
+    def payloads(self) -> dict[torch.dtype, Tensor]:
+        """This site's payloads, by type."""
+        return {dtype: gather.payload for dtype, gather in self.gathers.items()}
+
+    def launch(self) -> None:
+        """Start to send the payloads."""
+        for gather in self.gathers.values():
+            gather.launch()
+
+    def rates(self, names: Iterable[str], fixed: float | None) -> dict[str, float]:
+        """Return the outer learning rates of the deltas that were decoded last, by name.
+
+        Args:
+            names: names of the parameters.
+            fixed: the rate of all of them; None where the format chooses it.
+        """
+        return {name: self.form.rate_of(name) if fixed is None else fixed for name in names}
+
+    def receive(self) -> dict[torch.dtype, list[Tensor]]:
+        """Wait for the payloads of all sites."""
+        return {dtype: gather.wait() for dtype, gather in self.gathers.items()}
+
+
+def check_fragments(model: nn.Module, count: int) -> None:
+    """Raise ValueError if a model has fewer trained parameters than fragments.
+
+    Args:
+        model: the model.
+        count: number of fragments.
+    """
+    trained = sum(parameter.requires_grad for parameter in model.parameters())
+    if count > max(1, trained):
+        raise ValueError(f"fragments={count} of a model with {trained} trained parameters: a fragment has at least one")
+
+
+def divide(fragments: Sequence[Fragment], values: Mapping[str, Tensor]) -> None:
+    """Give each parameter that is in no fragment to the smallest one, the largest first; drop those that are gone.
+
+    Args:
+        fragments: the fragments.
+        values: the agreed values, by name, in an order that is the same on all sites.
+    """
+    for fragment in fragments:
+        fragment.names = [name for name in fragment.names if name in values]
+    known = {name for fragment in fragments for name in fragment.names}
+    sizes = [sum(values[name].numel() for name in fragment.names) for fragment in fragments]
+    for name in sorted((name for name in values if name not in known), key=lambda each: -values[each].numel()):
+        smallest = sizes.index(min(sizes))
+        fragments[smallest].names.append(name)
+        sizes[smallest] += values[name].numel()
+    for fragment in fragments:  # in the order of the model
+        mine = {*fragment.names}
+        fragment.names = [name for name in values if name in mine]
+
+
+class _Transit:
+    """Deltas of a fragment that travel, or have arrived and are not applied yet.
+
+    Args:
+        fragment: the fragment.
+        layout: fingerprint of its layout at this site.
+        headers: headers of all sites by rank; None if they travel beside the deltas.
+
+    Attributes:
+        is_settled: whether what the headers say was done when the deltas were sent.
+        sending: encodes and sends the deltas; None where that is over.
+        arrived: whether they have arrived.
+        means: the mean deltas by name, then; None if no site has trained, or a delta holds NaN or Inf.
+        rates: the outer learning rates of these.
+    """
+
+    def __init__(self, fragment: Fragment, layout: int, headers: list[Header] | None) -> None:
+        self.fragment, self.layout, self.headers = fragment, layout, headers
+        self.is_settled = headers is not None
+        self.sending: BackgroundTask | None = None
+        self.arrived = False
+        self.means: dict[str, Tensor] | None = None
+        self.rates: dict[str, float] = {}
+
+
+def _shares(headers: Sequence[Header]) -> list[float]:
+    """Return the shares of the sites in a mean, by rank."""
+    total = sum(header.weight for header in headers)
+    return [header.weight / total if total else 1 / len(headers) for header in headers]
+
+
 class Agreement:
-    """The agreements of one site with the others, one after each round of local steps.
+    """The agreements of one site with the others, one after each round of local steps, or each part of a round.
 
     Args:
         model: the model, equal on all sites.
@@ -250,19 +408,15 @@ class Agreement:
     def __init__(self, model: nn.Module, options: LocalOptions, transport: Transport) -> None:
         self.count = 0
         self.first_batch = sameness.FirstBatch()
-        self.agreed = AgreedModel(options.outer_lr, options.outer_momentum)
+        self.agreed = AgreedModel(options.outer_momentum)
         self._model, self._options, self._transport = model, options, transport
-        self._format = delta_format(options, transport)
+        self._fragments = [Fragment(delta_format(options, transport)) for _ in range(options.fragments)]
         self._buffers = MovingBuffers(model)
         self._headers: Gather = transport.gather([len(Header._fields)] * transport.world_size, torch.int64)
         self._tables = sameness.tables_with_max_norm(model)
-        self._fingerprint = self._tensors = 0  # of the layout of payloads, and of the tensors alone
-        self._gathers: dict[torch.dtype, Gather] = {}
-        self._shares: list[float] | None = None  # of the round that is in transit
-        self._sending: BackgroundTask | None = None  # encodes and sends the round that is in transit
-        self._due: int | None = None  # step at which the round in transit is applied, if not at the next agreement
-        self._means: dict[str, Tensor] | None = None  # of a round that has arrived and is not applied yet
-        self._added: list[str] = []  # parameters since the last agreement, whose values have to be compared
+        self._transit: _Transit | None = None
+        self._due: int | None = None  # step at which the deltas in transit are applied, if not at the next agreement
+        self._added: list[str] = []  # parameters whose first values have to be compared
 
     def begin(self) -> None:
         """Take the model's present parameters and buffers, equal on all sites, as the agreed ones."""
@@ -274,7 +428,7 @@ class Agreement:
         self._added += self.agreed.follow(self._model)
 
     def reach(self, step: int, weight: int, finished: bool) -> list[Header]:
-        """Agree on the parameters; all sites must call it together.
+        """Agree on the parameters, or on those of the next fragment; all sites must call it together.
 
         Args:
             step: number of this site's steps.
@@ -282,50 +436,94 @@ class Agreement:
             finished: whether it has no more batches.
 
         Returns:
-            The headers of all sites by rank. If all have finished, the parameters are equal on all sites afterwards,
-            without overlap always.
+            The headers of all sites by rank; this site's alone where the others' travel beside the next steps, which
+            they do not if `finished`. If all have finished, the parameters are equal on all sites afterwards, without
+            overlap always.
 
         Raises:
             NonFiniteError: on all sites, if the parameters of one hold NaN or Inf. The round is discarded: parameters
-                are the agreed ones.
+                are the agreed ones. It may be that of an earlier agreement.
             MismatchError: on all sites, if they do not train the same parameters, or are not at the same step.
             SiteError: if a site is gone or silent.
         """
-        self._complete()
-        self.agreed.drop_untrained(self._model)
-        deltas = self.agreed.deltas(self._model)
-        headers = self._exchange_headers(step, weight, finished, deltas)
-        if any(header.nonfinite >= 0 for header in headers):
-            self._discard(headers, list(deltas))
-        if any(header.changes for header in headers):
-            self._buffers.announce(self._transport)
-        total = sum(header.weight for header in headers)
-        shares = [header.weight / total if total else 1 / len(headers) for header in headers]
-        self._buffers.average(self._transport, dict(enumerate(shares)))
+        by_samples = self._options.weighting == "samples"
+        for each in self._fragments:
+            each.weight = each.weight + weight if by_samples else max(each.weight, weight)
+        headers = self._agree_on_next(step, finished)
+        if all(header.finished for header in headers):
+            for _ in self._fragments[1:]:
+                self._agree_on_next(step, finished)
+        return headers
+
+    def _agree_on_next(self, step: int, finished: bool) -> list[Header]:
+        """Agree on the parameters of the next fragment, as `reach` does on all."""
+        fragment = self._fragments[self.count % len(self._fragments)]
+        self._complete(keep=self._transit is not None and self._transit.fragment is not fragment)
+        self.agreed.drop_untrained(self._model, fragment.names)
+        divide(self._fragments, self.agreed.values)
+        deltas = self.agreed.deltas(self._model, fragment.names, reuse=True)
+        header = self._launch_header(fragment, step, finished, deltas)
+        headers = None if self._settles_later(fragment, header) else self._settle(fragment, header, deltas)
         in_transit = None
-        if total:
-            in_transit = self._launch(deltas, shares, weight)
+        if headers is None or any(each.weight for each in headers):
+            in_transit = self._launch(fragment, header, headers, deltas)
             self._due = None if self._options.delay is None else step + self._options.delay
-        if not self._options.overlap or all(header.finished for header in headers):
-            self._complete()
+        if headers is None:
+            headers = self._receive_headers() if finished else [header]
+        if not self._options.overlap or all(each.finished for each in headers):
+            self._complete(keep=False)
             in_transit = None
-        self.agreed.begin_round(self._model, in_transit)
+        self.agreed.begin_round(self._model, in_transit, names=fragment.names)
         if in_transit is None:
             for table in self._tables:  # as lookups do, since sites look up different rows
                 sameness.renormalise(table)
         self.count += 1
         return headers
 
-    def _exchange_headers(self, step: int, weight: int, finished: bool, deltas: Mapping[str, Tensor]) -> list[Header]:
-        """Exchange headers and compare them; lay the payloads out anew if parameters have come or gone."""
+    # Headers
+
+    def _launch_header(self, fragment: Fragment, step: int, finished: bool, deltas: Mapping[str, Tensor]) -> Header:
+        """Start to send this site's header for an agreement on a fragment, and return it."""
         finite = [is_finite(delta) for delta in deltas.values()]
         nonfinite = -1 if all(finite) else finite.index(False)
-        setting = self._format.begin_round(self.count)
+        setting = fragment.form.begin_round(self.count // len(self._fragments))
         layout, batch = fingerprint(deltas, setting), 0 if self.count else self.first_batch.take()
-        self._headers.payload.copy_(
-            torch.tensor([step, weight, layout, finished, nonfinite, bool(self._buffers.changed()), batch])
-        )
+        changed = bool(self._buffers.changed())
+        header = Header(step, fragment.weight, layout, finished, nonfinite, changed, batch)
+        self._headers.payload.copy_(torch.tensor(header))
         self._headers.launch()
+        return header
+
+    def _settles_later(self, fragment: Fragment, header: Header) -> bool:
+        """Return whether headers are read when the deltas are applied, so that no step waits for them.
+
+        They are read at once where the next exchanges depend on them: with a new layout, and for means of buffers.
+        """
+        options = self._options
+        apart = options.overlap and (options.delay is not None or options.fragments > 1)
+        return apart and header.layout == fragment.layout and not self._buffers.known()
+
+    def _receive_headers(self) -> list[Header]:
+        """Wait for the headers that travel beside the deltas in transit."""
+        transit = self._transit
+        assert transit is not None
+        if transit.sending is not None:  # one thread at a time uses the connections
+            sending, transit.sending = transit.sending, None
+            sending.wait()
+        if transit.headers is None:
+            try:
+                transit.headers = self._check_headers(transit.layout)
+            except MismatchError:
+                self._transit = None
+                raise
+        return transit.headers
+
+    def _check_headers(self, layout: int) -> list[Header]:
+        """Wait for the headers of all sites, and compare them.
+
+        Raises:
+            MismatchError: if the sites are not at the same step, or do not train the same parameters.
+        """
         headers = [Header(*row.tolist()) for row in self._headers.wait()]
         steps = {header.step: rank for rank, header in enumerate(headers) if not header.finished}
         if len(steps) > 1:
@@ -340,25 +538,41 @@ class Agreement:
             sameness.check_alike(sameness.describe(self._model, settings), self._transport)
             raise MismatchError("the sites have changed which parameters they train in different rounds")
         self.first_batch.compare([header.batch for header in headers], self._transport)
-        if layout != self._fingerprint:
-            if (tensors := fingerprint(deltas)) != self._tensors:
-                self._check_added()
-            self._format.choose(deltas, self._transport)
-            sizes, count = self._format.layout(deltas), self._transport.world_size
-            self._gathers = {dtype: self._transport.gather([size] * count, dtype) for dtype, size in sizes.items()}
-            self._fingerprint, self._tensors = layout, tensors
-        self._added = []
         return headers
 
-    def _check_added(self) -> None:
+    def _settle(self, fragment: Fragment, header: Header, deltas: Mapping[str, Tensor]) -> list[Header]:
+        """Wait for the headers, and do what they say; lay the payloads out anew if parameters have come or gone."""
+        headers = self._check_headers(header.layout)
+        if header.layout != fragment.layout:
+            if (tensors := fingerprint(deltas)) != fragment.tensors:
+                self._check_added(fragment)
+            fragment.form.choose(deltas, self._transport)
+            sizes, count = fragment.form.layout(deltas), self._transport.world_size
+            fragment.gathers = {dtype: self._transport.gather([size] * count, dtype) for dtype, size in sizes.items()}
+            fragment.layout, fragment.tensors = header.layout, tensors
+        self._added = [name for name in self._added if name not in fragment.names]
+        self._do_as_headers_say(headers, fragment.names)
+        return headers
+
+    def _do_as_headers_say(self, headers: list[Header], names: list[str]) -> None:
+        """Agree on buffers; all sites call it at the same place among their exchanges.
+
+        Raises:
+            NonFiniteError: on all sites, if the parameters of one hold NaN or Inf.
+        """
+        if any(header.nonfinite >= 0 for header in headers):
+            self._discard(headers, names)
+        if any(header.changes for header in headers):
+            self._buffers.announce(self._transport)
+        self._buffers.average(self._transport, dict(enumerate(_shares(headers))))
+
+    def _check_added(self, fragment: Fragment) -> None:
         """Compare the values that added parameters had before they were trained.
 
         Raises:
             MismatchError: on every site, if they differ.
         """
-        own = {
-            name: sameness.fingerprint(self.agreed.values[name]) for name in self._added if name in self.agreed.values
-        }
+        own = {name: sameness.fingerprint(self.agreed.values[name]) for name in self._added if name in fragment.names}
         for rank, other in enumerate(self._transport.gather_objects(own)):
             for name in [*own, *other]:
                 if own.get(name) != other.get(name):
@@ -368,53 +582,6 @@ class Agreement:
                         f"{sites[self._transport.rank]} and {sites[rank]}: make it by the same seed on all sites"
                     )
 
-    def _launch(self, deltas: dict[str, Tensor], shares: list[float], weight: int) -> dict[str, Tensor] | None:
-        """Start to send the deltas of the round; return them if they will be in transit for a while."""
-        overlap, apart = self._options.overlap, self._format.keeps_deltas
-        in_transit = {name: each if apart else each.clone() for name, each in deltas.items()} if overlap else None
-
-        def send() -> None:
-            if weight:
-                self._format.encode(deltas, {dtype: gather.payload for dtype, gather in self._gathers.items()})
-            for gather in self._gathers.values():
-                gather.launch()
-
-        self._shares = shares
-        if overlap and apart and not self._transport.elastic:
-            self._sending = BackgroundTask(send, "dadplug-round")
-        else:
-            send()
-        return in_transit
-
-    def end_step(self, step: int) -> None:
-        """Apply the round that is in transit if it is due at this step; what was done since it was sent is kept.
-
-        Args:
-            step: number of this site's steps.
-        """
-        if self._due is None or step < self._due:
-            return
-        progress = self.agreed.deltas(self._model)
-        self._complete()
-        self.agreed.begin_round(self._model, unsent=progress)
-
-    def _complete(self) -> None:
-        """Wait for deltas that are in transit, and take the outer step."""
-        self._receive()
-        self._due = None
-        if self._means is not None:
-            self.agreed.move(self._means)
-            self._means = None
-
-    def _receive(self) -> None:
-        if self._sending is not None:
-            sending, self._sending = self._sending, None
-            sending.wait()
-        if self._shares is not None:
-            payloads = {dtype: gather.wait() for dtype, gather in self._gathers.items()}
-            self._means = self._format.decode(payloads, self._shares)
-            self._shares = None
-
     def _discard(self, headers: Sequence[Header], names: list[str]) -> None:
         """Discard the round: set the model to the agreed values.
 
@@ -423,6 +590,8 @@ class Agreement:
         """
         self.agreed.begin_round(self._model)
         self._buffers.restore()
+        for fragment in self._fragments:
+            fragment.weight = 0
         rank, header = next((rank, header) for rank, header in enumerate(headers) if header.nonfinite >= 0)
         raise NonFiniteError(
             f"at step {header.step} parameter {names[header.nonfinite]!r} holds NaN or Inf at "
@@ -430,26 +599,123 @@ class Agreement:
             "parameters are the agreed ones"
         )
 
+    # Deltas
+
+    def _launch(
+        self, fragment: Fragment, header: Header, headers: list[Header] | None, deltas: dict[str, Tensor]
+    ) -> dict[str, Tensor] | None:
+        """Start to send the deltas of a fragment; return them if they will be in transit for a while."""
+        overlap, apart = self._options.overlap, fragment.form.keeps_deltas
+        in_transit = {name: each if apart else each.clone() for name, each in deltas.items()} if overlap else None
+        fragment.weight = 0
+
+        def send() -> None:
+            if header.weight and header.nonfinite < 0:
+                fragment.form.encode(deltas, fragment.payloads)
+            fragment.launch()
+
+        self._transit = _Transit(fragment, header.layout, headers)
+        if overlap and apart and not self._transport.elastic:
+            self._transit.sending = BackgroundTask(send, "dadplug-round")
+        else:
+            send()
+        return in_transit
+
+    def end_step(self, step: int) -> None:
+        """Apply the deltas that are in transit if it is due at this step; what was done since they were sent is kept.
+
+        Args:
+            step: number of this site's steps.
+
+        Raises:
+            NonFiniteError: as `reach`, like its other errors.
+        """
+        if self._due is not None and step >= self._due:
+            self._complete(keep=True)
+
+    def _complete(self, keep: bool) -> None:
+        """Wait for deltas that are in transit, and take the outer step.
+
+        Args:
+            keep: whether the model goes on from the agreed values and what it has done since the deltas were sent.
+        """
+        transit = self._receive()
+        self._transit = self._due = None
+        if transit is None:
+            return
+        assert transit.headers is not None
+        self.agreed.drop_untrained(self._model, ())
+        if transit.means is not None and keep:
+            self.agreed.move_and_keep(self._model, transit.means, transit.rates)
+        elif transit.means is not None:
+            self.agreed.move(transit.means, transit.rates)
+        if not transit.is_settled:
+            self._do_as_headers_say(transit.headers, transit.fragment.names)
+
+    def _receive(self) -> _Transit | None:
+        """Wait for what is in transit, and return it."""
+        transit = self._transit
+        if transit is not None and not transit.arrived:
+            headers = self._receive_headers()
+            payloads = transit.fragment.receive()
+            if any(header.weight for header in headers) and all(header.nonfinite < 0 for header in headers):
+                transit.means = transit.fragment.form.decode(payloads, _shares(headers))
+                transit.rates = transit.fragment.rates(transit.means, self._options.outer_lr)
+            transit.arrived = True
+        return transit
+
+    # State
+
     def state_dict(self) -> dict[str, Any]:
-        """Return this site's state; waits for deltas that are in transit."""
-        self._receive()
-        means = None if self._means is None else {name: each.clone() for name, each in self._means.items()}
+        """Return this site's state; waits for deltas that are in transit.
+
+        Raises:
+            NonFiniteError: if these hold NaN or Inf at a site; the round is discarded.
+        """
+        transit = self._receive()
+        if transit is not None and any(header.nonfinite >= 0 for header in transit.headers or ()):
+            self._complete(keep=True)
         return {
             "count": self.count,
             "agreed": self.agreed.state_dict(),
-            "format": self._format.state_dict(),
-            "means": means,
+            "fragments": [
+                {"names": [*each.names], "weight": each.weight, "format": each.form.state_dict()}
+                for each in self._fragments
+            ],
+            "arrived": None if transit is None else self._state_of(transit),
             "due": self._due,
             "buffers": self._buffers.names,
         }
 
+    def _state_of(self, transit: _Transit) -> dict[str, Any]:
+        means = None if transit.means is None else {name: each.clone() for name, each in transit.means.items()}
+        headers = [list(header) for header in transit.headers or ()]
+        own = {"fragment": self._fragments.index(transit.fragment), "headers": headers, "means": means}
+        return own | {"rates": transit.rates, "settled": transit.is_settled}
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore what `state_dict` returned.
+
+        Raises:
+            ValueError: if it is the state of another number of fragments.
+        """
+        if len(state["fragments"]) != len(self._fragments):
+            raise ValueError(
+                f"the checkpoint is of a run with fragments={len(state['fragments'])}, and this one has "
+                f"fragments={len(self._fragments)}: set it as it was"
+            )
         self._receive()
         self.count = state["count"]
         self.agreed.load_state_dict(state["agreed"], self._model)
-        self._format.load_state_dict(state["format"])
-        self._due = state.get("due")
-        self._means = state["means"] and {name: each.clone() for name, each in state["means"].items()}
+        for fragment, own in zip(self._fragments, state["fragments"], strict=True):
+            fragment.names, fragment.weight = [*own["names"]], own["weight"]
+            fragment.form.load_state_dict(own["format"])
+        self._transit, self._due = None, state["due"]
+        if (arrived := state["arrived"]) is not None:
+            headers = [Header(*row) for row in arrived["headers"]]
+            self._transit = _Transit(self._fragments[arrived["fragment"]], 0, headers)
+            self._transit.arrived, self._transit.is_settled = True, arrived["settled"]
+            means, self._transit.rates = arrived["means"], dict(arrived["rates"])
+            self._transit.means = means and {name: each.clone() for name, each in means.items()}
         self._buffers.load(state["buffers"])
         self._added = []

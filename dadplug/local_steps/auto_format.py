@@ -107,6 +107,10 @@ class AutoFormat:
                 sizes[dtype] = start + size
         return sizes
 
+    def rate_of(self, name: str) -> float:
+        """Return the outer rate of a parameter, as `SparseFormat.rate_of` does; that of factors is 1."""
+        return 1.0 if name in (self.ranks or {}) else self._sparse.rate_of(name)
+
     def encode(self, deltas: Mapping[str, Tensor], payloads: Mapping[torch.dtype, Tensor]) -> None:
         """Encode this site's deltas, as `DeltaFormat.encode` does."""
         self._sparse.encode(deltas, payloads)

@@ -122,6 +122,10 @@ class DeltaFormat:
         rank = min(self._rank, out, width)
         return rank if rank * (out + width) < out * width else None
 
+    def rate_of(self, name: str) -> float:
+        """Return the outer rate of a parameter where it is not fixed: 1, the mean itself."""
+        return 1.0
+
     def encode(self, deltas: Mapping[str, Tensor], payloads: Mapping[torch.dtype, Tensor]) -> None:
         """Encode this site's deltas, and update its error memory.
 

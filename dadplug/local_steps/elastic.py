@@ -68,6 +68,7 @@ class ElasticAgreement(Agreement):
 
     def __init__(self, model: nn.Module, options: LocalOptions, transport: Transport) -> None:
         super().__init__(model, options, transport)
+        (self._whole,) = self._fragments
         self.unsent, self.spoilt, self.admits = 0, False, True
         self._offered = Contribution()
         self._planned: tuple[Any, ...] = ()
@@ -95,7 +96,7 @@ class ElasticAgreement(Agreement):
         self.first_batch.take()
         self.agreed.adopt(plan["agreed"], self._model)
         self._buffers.load(plan["buffers"])
-        self._format = delta_format(self._options, self._transport)
+        self._whole.form = delta_format(self._options, self._transport)
         self._offered, self._planned, self._added = Contribution(), (), []
         self.contributions, self._last = dict(plan["contributions"]), dict(plan["last"])
         rank = self._transport.rank
@@ -129,7 +130,7 @@ class ElasticAgreement(Agreement):
             DroppedError: if this site was dropped, and can join again.
         """
         transport, overlap = self._transport, self._options.overlap
-        self.agreed.drop_untrained(self._model)
+        self.agreed.drop_untrained(self._model, self.agreed.values)
         deltas = self.agreed.deltas(self._model)
         finite = [is_finite(delta) for delta in deltas.values()]
         nonfinite = -1 if all(finite) else finite.index(False)
@@ -139,11 +140,11 @@ class ElasticAgreement(Agreement):
         if not overlap or not self._planned:
             self._offer({} if overlap else deltas, 0 if overlap else own, deltas)
         elif self._offered.position != transport.position:  # other rounds have been closed since: it is sent again
-            self._receive_payloads()
+            self._whole.receive()
             self._launch_payloads()
         headers = self._exchange(step, finished and not (overlap and own), nonfinite)
         counted = transport.rank in headers
-        if not (overlap or counted or self._format.keeps_deltas):
+        if not (overlap or counted or self._whole.form.keeps_deltas):
             deltas = self.agreed.deltas(self._model)  # encoding has overwritten them
         self._move(headers)
         self._announce(headers)
@@ -175,33 +176,29 @@ class ElasticAgreement(Agreement):
         self._plan(shapes)
         before = None
         if weight:
-            before = self._format.state_dict()
-            self._format.encode(deltas, {dtype: gather.payload for dtype, gather in self._gathers.items()})
+            before = self._whole.form.state_dict()
+            self._whole.form.encode(deltas, self._whole.payloads)
         self._offered = Contribution(None, weight, before, 0)
         self._launch_payloads()
 
     def _launch_payloads(self) -> None:
         self._offered = self._offered._replace(position=self._transport.position)
-        for gather in self._gathers.values():
-            gather.launch()
-
-    def _receive_payloads(self) -> dict[torch.dtype, list[Tensor]]:
-        return {dtype: gather.wait() for dtype, gather in self._gathers.items()}
+        self._whole.launch()
 
     def _plan(self, tensors: _Tensors) -> None:
         """Prepare the gathers, if parameters, buffers or sites have come or gone."""
         transport, count = self._transport, self._transport.world_size
         added = [sameness.fingerprint(self.agreed.values[name]) for name in self._added if name in self.agreed.values]
-        planned = (fingerprint(tensors, self._format.begin_round(self.count)), tuple(self._buffers.names), count)
-        self._fingerprint = (planned[0] + sum(added)) % (1 << 62)
+        planned = (fingerprint(tensors, self._whole.form.begin_round(self.count)), tuple(self._buffers.names), count)
+        self._whole.layout = (planned[0] + sum(added)) % (1 << 62)
         self._added = []
         if planned == self._planned:
             return
         self._planned = planned
         transport.begin_plan()
         self._headers = transport.gather([len(Header._fields)] * count, torch.int64)
-        sizes = self._format.layout(tensors)
-        self._gathers = {dtype: transport.gather([size] * count, dtype) for dtype, size in sizes.items()}
+        sizes = self._whole.form.layout(tensors)
+        self._whole.gathers = {dtype: transport.gather([size] * count, dtype) for dtype, size in sizes.items()}
         groups = sameness.flattened(self._buffers.known())
         self._of_buffers = [transport.gather([flat.numel()] * count, flat.dtype) for flat, _ in groups]
 
@@ -209,7 +206,7 @@ class ElasticAgreement(Agreement):
         """Send the header and the buffers, close the round, and return the headers of the contributors by rank."""
         transport, offered = self._transport, self._offered
         changed, batch = bool(self._buffers.changed()), 0 if self.count else self.first_batch.take()
-        header = Header(step, offered.weight, self._fingerprint, finished, nonfinite, changed, batch)
+        header = Header(step, offered.weight, self._whole.layout, finished, nonfinite, changed, batch)
         self._headers.payload.copy_(torch.tensor(header))
         self._headers.launch()
         for gather, (flat, _) in zip(self._of_buffers, sameness.flattened(self._buffers.known()), strict=True):
@@ -220,7 +217,7 @@ class ElasticAgreement(Agreement):
         present = [rank for rank in range(transport.world_size) if rank not in transport.absent]
         headers = {rank: Header(*rows[rank].tolist()) for rank in present}
         layouts = {header.layout for header in headers.values()}
-        if len(layouts) > 1 or (transport.rank in headers and layouts != {self._fingerprint}):
+        if len(layouts) > 1 or (transport.rank in headers and layouts != {self._whole.layout}):
             raise MismatchError(
                 "the sites do not train the same parameters in this round: freeze, free and add parameters at the same "
                 "step on all sites, with the same values"
@@ -231,7 +228,7 @@ class ElasticAgreement(Agreement):
     @torch.no_grad()
     def _move(self, headers: Mapping[int, Header]) -> None:
         """Take the outer step with what the contributors have sent, and replace the buffers by their mean."""
-        payloads = self._receive_payloads()
+        payloads = self._whole.receive()
         of_buffers = [gather.wait() for gather in self._of_buffers]
         total = sum(header.weight for header in headers.values())
         if not total:
@@ -239,7 +236,8 @@ class ElasticAgreement(Agreement):
             return
         count = self._transport.world_size
         shares = [headers[rank].weight / total if rank in headers else 0.0 for rank in range(count)]
-        self.agreed.move(self._format.decode(payloads, shares))
+        means = self._whole.form.decode(payloads, shares)
+        self.agreed.move(means, self._whole.rates(means, self._options.outer_lr))
         weighing = [rank for rank, header in headers.items() if header.weight]
         for rows, (_, tensors) in zip(of_buffers, sameness.flattened(self._buffers.known()), strict=True):
             value = agreed_value([rows[rank] for rank in weighing], [shares[rank] for rank in weighing])
@@ -263,7 +261,7 @@ class ElasticAgreement(Agreement):
         lost = offered.weight > 0 and not counted
         if lost:
             assert offered.before is not None
-            self._format.load_state_dict(offered.before)
+            self._whole.form.load_state_dict(offered.before)
         if not self._options.overlap:
             self.unsent = offered.weight if lost else 0
             self.agreed.begin_round(self._model, unsent=deltas if lost else None)
@@ -281,7 +279,7 @@ class ElasticAgreement(Agreement):
             rest = {name: rest[name].add_(each) if name in rest else each for name, each in lost.deltas.items()} | rest
         names = self.agreed.values
         rest = {name: rest[name] if name in rest else torch.zeros_like(value) for name, value in names.items()}
-        apart = self._format.keeps_deltas
+        apart = self._whole.form.keeps_deltas
         kept = {name: each if apart else each.clone() for name, each in rest.items()} if weight else None
         self.agreed.begin_round(self._model, kept)
         self.unsent = 0
@@ -345,20 +343,19 @@ class ElasticAgreement(Agreement):
         if offered.deltas is not None and offered.weight:
             deltas = {name: each.clone() for name, each in offered.deltas.items()}
             transit = {"deltas": deltas, "weight": offered.weight, "before": offered.before}
-        kept = {"count": self.count, "agreed": self.agreed.state_dict(), "format": self._format.state_dict()}
-        kept |= {"contributions": dict(self.contributions), "last": dict(self._last)}
-        return kept | {"means": None, "buffers": self._buffers.names, "transit": transit}
+        kept = {"contributions": dict(self.contributions), "last": dict(self._last), "transit": transit}
+        return super().state_dict() | kept
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned; what was in transit is sent again."""
         if self._planned and self._options.overlap:
-            self._receive_payloads()
+            self._whole.receive()
         super().load_state_dict(state)
         self.unsent, self._offered, self._planned = 0, Contribution(), ()
         self.contributions, self._last = dict(state["contributions"]), dict(state["last"])
         transit = state.get("transit")
         if transit is not None:
-            self._format.load_state_dict(transit["before"])
+            self._whole.form.load_state_dict(transit["before"])
             deltas = {name: each.to(self.agreed.values[name], copy=True) for name, each in transit["deltas"].items()}
             self._offer({name: each.clone() for name, each in deltas.items()}, transit["weight"], deltas)
             self._offered = self._offered._replace(deltas=deltas)

@@ -30,7 +30,7 @@ from ..model_sync.samples import SampleCounter
 from ..model_sync.structure import is_managed
 from ..reduction import GradientReduction
 from ..signature import takes_keywords_of
-from .agreement import Agreement, Header
+from .agreement import Agreement, Header, check_fragments
 from .captured import CapturedGradients
 from .elastic import ElasticAgreement
 from .options import LocalOptions, Schedule
@@ -172,6 +172,7 @@ class LocalSGD(HeldGradients, ReplicatedModel):
                     self.local_options.density_at(0)
                 check_memory(model)
             _check_parameters(model, optimizer)
+            check_fragments(model, self.local_options.fragments)
             if in_trainer and self.local_options.round_seconds is not None:
                 raise ValueError(
                     "round_seconds is for loops of your own: in a trainer all sites take as many steps in an epoch, "
@@ -253,7 +254,7 @@ class LocalSGD(HeldGradients, ReplicatedModel):
             self._transport.donate = self._donate
         if self.world_size > 1 and not self.local_options.warm_up:  # whose reduction compares them
             self._counter.first_batch = self._agreement.first_batch
-        self._next = self.steps + self.local_options.interval(self.steps)
+        self._next = self._step_of_next()
         self._round.begin()
         if self._joined is not None:
             self._adopt(self._joined)
@@ -458,6 +459,10 @@ class LocalSGD(HeldGradients, ReplicatedModel):
         self._transport.end_step()
         self.traffic.end_step()
 
+    def _step_of_next(self) -> int:
+        """Return the step of the next agreement."""
+        return self.steps + self.local_options.part_of_interval(self.steps, self._agreement.count)
+
     def _count_active(self, active: bool) -> int:
         """Exchange which sites have taken a step with data, and return their number."""
         assert self._active is not None
@@ -472,12 +477,12 @@ class LocalSGD(HeldGradients, ReplicatedModel):
         try:
             headers = self._reach(weight, finished)
         finally:
-            self._next = self.steps + self.local_options.interval(self.steps)
+            self._next = self._step_of_next()
             self._round.begin()
         over = all(header.finished for header in headers)
         if over or self.local_options.min_sites is not None:  # from here on all sites count alike
             self.steps = max(header.step for header in headers)
-            self._next = self.steps + self.local_options.interval(self.steps)
+            self._next = self._step_of_next()
         self._over_at = self.steps if over and not finished else -1
         return over
 
@@ -707,7 +712,9 @@ class LocalSGD(HeldGradients, ReplicatedModel):
         elif other is not None:
             agreement = other["agreement"]
             if agreement is not None:
-                agreement = dict(agreement) | {"format": {"errors": {}, "carries": {}}, "transit": None}
+                empty = {"weight": 0, "format": {"errors": {}, "carries": {}}}
+                fragments = [dict(each) | empty for each in agreement["fragments"]]
+                agreement = dict(agreement) | {"fragments": fragments, "transit": None}
             self.load_state_dict(dict(other) | {"weight": 0, "agreement": agreement})
 
     def abort(self, reason: str) -> None:

@@ -52,10 +52,12 @@ class LocalOptions(OptionSet):
     every: int | Schedule = option(  # noqa: RUF009
         64, "steps between agreements, or a function of the steps so far", whole_number(1, "or a function", callable)
     )
-    outer_lr: float = option(
-        1.0,
-        "share of the mean delta by which the agreed model moves",
-        number("a positive number", lambda value: 0 < value < math.inf),
+    outer_lr: float | None = option(
+        None,
+        "share of the mean delta by which the agreed model moves; None: 1, and with density from 1 to 2.5, by how far "
+        "the sites agree on the signs of the entries that they send in a round",
+        number("a positive number or None", lambda value: 0 < value < math.inf, optional=True),
+        kind=float,
     )
     outer_momentum: float = option(
         0.0,
@@ -92,6 +94,11 @@ class LocalOptions(OptionSet):
         "with overlap: steps after which a round is applied; None: at the next agreement",
         whole_number(1, "or None", lambda value: value is None),
         kind=int,
+    )
+    fragments: int = option(
+        1,
+        "with overlap: parts of the model that are sent one after the other in a round; 1: all of it at once",
+        whole_number(1),
     )
     error_feedback: bool = option(True, "add what rounding and rank have left out to the next delta")
     weighting: str = option(
@@ -132,6 +139,10 @@ class LocalOptions(OptionSet):
         super().__post_init__()
         if self.delay is not None and not self.overlap:
             raise ValueError(f"delay={self.delay} is for deltas that travel while steps go on: leave overlap=False out")
+        if self.fragments > 1 and not self.overlap:
+            raise ValueError(
+                f"fragments={self.fragments} are sent while steps go on: leave overlap=False out, or fragments"
+            )
         self._check_density()
         self._check_min_sites()
 
@@ -150,6 +161,11 @@ class LocalOptions(OptionSet):
             "sync_batchnorm=True": self.sync_batchnorm,
             "density='auto'": self.density == AUTO,
         }
+        if self.fragments > 1:
+            raise ValueError(
+                f"fragments={self.fragments} does not go with min_sites, where a round of the hub says whose steps are "
+                "part of all of the model: leave fragments out"
+            )
         if self.delay is not None:
             raise ValueError(
                 f"delay={self.delay} does not go with min_sites, where a round is applied at the next agreement: "
@@ -211,7 +227,25 @@ class LocalOptions(OptionSet):
         """
         steps = self.every if isinstance(self.every, int) else self.every(step)
         whole_number(1)(f"every({step})", steps)
+        if steps < self.fragments:
+            raise ValueError(
+                f"a round of {steps} steps cannot be divided into fragments={self.fragments}, of which each is sent "
+                "after a step of its own: set fragments to the number of steps at most"
+            )
         return steps
+
+    def part_of_interval(self, step: int, number: int) -> int:
+        """Return the number of steps from a step to the next agreement, which may be one on a fragment.
+
+        Args:
+            step: number of steps so far.
+            number: number of agreements so far.
+
+        Raises:
+            ValueError: as `interval`.
+        """
+        steps, place = self.interval(step), number % self.fragments
+        return steps * (place + 1) // self.fragments - steps * place // self.fragments
 
     def of_reduction(self) -> Options:
         """Return the options that a `GradientReduction` has in the synchronous steps."""

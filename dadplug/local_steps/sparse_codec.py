@@ -106,13 +106,15 @@ class SparseCode:
         for entries, room, code in self._parts:
             _kernels_for(delta).encode(delta[entries], memory[entries], decay, limit, *code, out[room])
 
-    def decode(self, payload: Tensor, out: Tensor, share: float) -> None:
+    def decode(self, payload: Tensor, out: Tensor, share: float, signs: Tensor | None = None) -> None:
         """Add the entries of a code, times a share, to a sum.
 
         Args:
             payload: the code, uint8, of shape (nbytes,).
             out: the sum, float32 or float64, of shape (numel,), contiguous.
             share: the share.
+            signs: two whole numbers on the CPU; to the first one is added how many entries have the sign of the sum so
+                far, to the second one how many have the other sign. Entries whose sum is zero are not counted.
 
         Raises:
             ValueError: if `encode` cannot have made the code; the sum is then undefined.
@@ -120,8 +122,9 @@ class SparseCode:
         if payload.dtype != torch.uint8 or payload.numel() != self.nbytes:
             raise ValueError(f"expected {self.nbytes} bytes, got {payload.numel()} elements of {payload.dtype}")
         limit = torch.finfo(out.dtype).max
+        signs = torch.zeros(2, dtype=torch.int64) if signs is None else signs
         for entries, room, code in self._parts:
-            wrong = _kernels_for(out).decode(payload[room], out[entries], share, limit, *code)
+            wrong = _kernels_for(out).decode(payload[room], out[entries], share, limit, *code, signs)
             if wrong >= 0:
                 raise ValueError(f"block {wrong} of {code.size} entries is not a valid code")
 
@@ -149,11 +152,11 @@ class _NumbaKernels:
         rooms = (each.numpy() for each in (out, values, places, fixed))
         self._kernels.encode(flat, memory.numpy(), *factors, block, count, low, nbytes, *rooms)
 
-    def decode(self, payload: Tensor, out: Tensor, share: float, limit: float, *code: int) -> int:
-        block, count, low, nbytes = code
+    def decode(self, payload: Tensor, out: Tensor, share: float, limit: float, *code_and_signs: Any) -> int:
+        block, count, low, nbytes, signs = code_and_signs
         places = scratch.take("places", (block + 1,), out, torch.int32).numpy()
-        flat = payload.contiguous().numpy()
-        return int(self._kernels.decode(flat, out.numpy(), share, limit, block, count, low, nbytes, places))
+        flat, sizes = payload.contiguous().numpy(), (block, count, low, nbytes)
+        return int(self._kernels.decode(flat, out.numpy(), share, limit, *sizes, signs.numpy(), places))
 
 
 def _kernels_for(tensor: Tensor) -> Any:

@@ -202,10 +202,19 @@ def encode(
 
 @njit(nogil=True)
 def decode(
-    payload: Any, out: Any, share: float, limit: float, block: int, count: int, low: int, nbytes: int, places: Any
+    payload: Any,
+    out: Any,
+    share: float,
+    limit: float,
+    block: int,
+    count: int,
+    low: int,
+    nbytes: int,
+    signs: Any,
+    places: Any,
 ) -> int:
     """Add what blocks contain to a sum, see `sparse_portable.decode`."""
-    bits = count + ((block - 1) >> low)
+    bits, zero = count + ((block - 1) >> low), out.dtype.type(0)
     start = 32 + (2 + low) * count
     for number in range(out.shape[0] // block):
         code, first = payload[number * nbytes : (number + 1) * nbytes], number * block
@@ -229,5 +238,12 @@ def decode(
         large = out.dtype.type(share * np.float64(out.dtype.type(magnitude(large_code))))
         for i in range(count):
             value = large if _get(code, 32 + count + i, 1) else small
-            out[first + places[i]] += -value if _get(code, 32 + i, 1) else value
+            value = -value if _get(code, 32 + i, 1) else value
+            place = first + places[i]
+            direction = (np.int64(out[place] > zero) - np.int64(out[place] < zero)) * (
+                np.int64(value > zero) - np.int64(value < zero)
+            )
+            signs[0] += np.int64(direction > 0)
+            signs[1] += np.int64(direction < 0)
+            out[place] += value
     return -1

@@ -117,7 +117,15 @@ def encode(
 
 
 def decode(
-    payload: Tensor, out: Tensor, share: float, limit: float, block: int, count: int, low: int, nbytes: int
+    payload: Tensor,
+    out: Tensor,
+    share: float,
+    limit: float,
+    block: int,
+    count: int,
+    low: int,
+    nbytes: int,
+    signs: Tensor,
 ) -> int:
     """Add what blocks contain, times a share, to a sum.
 
@@ -130,6 +138,8 @@ def decode(
         count: entries of a block that were sent.
         low: bits of an index that are stored as they are.
         nbytes: bytes of a block's code.
+        signs: two whole numbers, on any device, which grow by the entries that have the sign of the sum so far, and by
+            those that have the other one; not by those where the sum is zero.
 
     Returns:
         The number of the first block that no `encode` can have made; -1 if there is none. Otherwise the sum is not
@@ -138,7 +148,9 @@ def decode(
     bits = _bits_of(payload.view(-1, nbytes).long(), 8).view(-1, 8 * nbytes)
     codes = _number_of(bits[:, :32].view(-1, 2, 16))
     small_code, large_code = codes.unbind(1)
-    signs, sizes, lows, ones = bits[:, 32:].split([count, count, low * count, 8 * nbytes - 32 - (2 + low) * count], 1)
+    negative, sizes, lows, ones = bits[:, 32:].split(
+        [count, count, low * count, 8 * nbytes - 32 - (2 + low) * count], 1
+    )
     wrong = (small_code > large_code) | (large_code >> _DIGITS > 2 * _BIAS) | (magnitude(large_code) > limit)
     room = count + ((block - 1) >> low)
     wrong |= (ones.sum(1) != count) | (ones[:, room:].sum(1) > 0)
@@ -151,6 +163,10 @@ def decode(
         return int(wrong.nonzero()[0])
     small, large = ((magnitude(code).to(out.dtype).double() * share).to(out.dtype)[:, None] for code in codes.unbind(1))
     values = torch.where(sizes.bool(), large, small)
+    values = torch.where(negative.bool(), -values, values)
     view = out.view(-1, block)
-    view.scatter_(1, index, view.gather(1, index) + torch.where(signs.bool(), -values, values))
+    before = view.gather(1, index)
+    directions = before.sign() * values.sign()
+    signs += torch.stack([(directions > 0).sum(), (directions < 0).sum()]).to(signs.device)
+    view.scatter_(1, index, before + values)
     return -1

@@ -1,7 +1,7 @@
 """Low-rank factors of gradients, ``left, right = compress(deltas, activations, rank=8)``; table rows in `sparse`."""
 
 from . import sparse
-from .compress import Carry, Compressed, compress, compress_matrix, squared_norm, squared_norm_of
+from .compress import Carry, Compressed, compress, compress_matrix, squared_norm
 from .dispatch import warmup
 from .packing import dequantise, orthonormalise, quantise, sum_of_products, sum_one_by_one, top_k
 
@@ -15,7 +15,6 @@ __all__ = [
     "quantise",
     "sparse",
     "squared_norm",
-    "squared_norm_of",
     "sum_of_products",
     "sum_one_by_one",
     "top_k",

@@ -40,6 +40,8 @@ class GradientPath(str, Enum):
     """Gradients are compressed to a low rank that is common to all sites."""
     TOPK = "topk"
     """The largest elements of each gradient are gathered with their indices."""
+    MASKED = "masked"
+    """Gradients are summed over sites in fixed point, under masks that cancel."""
     FROZEN = "frozen"
     """The parameter is not trained, and nothing is sent."""
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from ..exchange.factor_buckets import FactorPayload
 from ..exchange.wire import WireFormat, wire_format
 from ..hooks import Factor
-from ..lowrank import Carry, Compressed, compress, compress_matrix, squared_norm, squared_norm_of
+from ..lowrank import Carry, Compressed, compress, compress_matrix, squared_norm
+from ..lowrank.compress import squared_norm_of
 from .base import GradientPath, Method, MethodOptions, Quality, Traits, register_method
 from .feedback import ErrorFeedback, LossScales, MergeMemory
 

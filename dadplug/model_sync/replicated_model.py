@@ -163,7 +163,11 @@ class ReplicatedModel:
 
     def _describe(self) -> dict[str, str]:
         settings = {name: getattr(self.options, name) for name in Options.names() if name != "timeout"}
-        settings["privacy"] = self.options.privacy is not None  # sites may have other numbers of records
+        privacy = self.options.privacy
+        settings["privacy"] = privacy is not None  # sites may have other numbers of records
+        if privacy is not None and privacy.secure_sum:
+            shared = privacy.noise_multiplier, privacy.max_grad_norm
+            settings["privacy"] = "secure_sum with noise_multiplier={} and max_grad_norm={}".format(*shared)
         return sameness.described(self.options.may_differ) | sameness.describe(self.model, settings)
 
     @property

@@ -39,6 +39,7 @@ class SampleCounter:
         stated: samples that the last `fixed` of the step has stated; None where there was none.
         owned: addresses of the memory of inputs since the last `reset`, which a program may overwrite.
         first_batch: gets the inputs of the first outermost forward of a training; None where it is not wanted.
+        on_outputs: called with the outputs of each outermost forward that backward may follow, and its samples.
     """
 
     def __init__(self, model: nn.Module, on_forward: Callable[[], None], on_backward: Callable[[], None]) -> None:
@@ -50,6 +51,7 @@ class SampleCounter:
         self.backward_pass = -1
         self.owned: set[int] = set()
         self.first_batch: FirstBatch | None = None
+        self.on_outputs: Callable[[list[Tensor], int], None] | None = None
         self._of_model = self._of_parts = 0
         self._reached = self._unknown = False  # whether backward has run, and through passes of unknown size
         self._generation = 0  # times that counting has begun anew
@@ -70,6 +72,11 @@ class SampleCounter:
                 self._watched[id(module)] = module
                 self._handles.append(module.register_forward_pre_hook(_Watch(self._enter), with_kwargs=True))
                 self._handles.append(module.register_forward_hook(_Watch(self._leave), always_call=True))
+
+    @property
+    def known(self) -> bool:
+        """Whether `current` is known: by the inputs, or since `fixed` states it."""
+        return self._known
 
     @property
     def count(self) -> int:
@@ -168,6 +175,8 @@ class SampleCounter:
         leaves = (outputs,) if type(outputs) is Tensor else tensors_of(outputs)
         reached = [leaf for leaf in leaves if leaf.requires_grad]
         stated = self._block or _Stated(samples)
+        if self.on_outputs is not None:
+            self.on_outputs(reached, samples)
 
         def count(_: Tensor) -> None:
             now = torch._C._current_graph_task_id()

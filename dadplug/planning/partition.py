@@ -55,7 +55,12 @@ class _WeightGroup(NamedTuple):
 
 
 def partition_parameters(
-    model: nn.Module, method: Method, keep_dense: Collection[str], compress_dense: bool, forms_all: bool = False
+    model: nn.Module,
+    method: Method,
+    keep_dense: Collection[str],
+    compress_dense: bool,
+    forms_all: bool = False,
+    masked: bool = False,
 ) -> Partition:
     """Partition a model's trained parameters into units, each parameter into exactly one.
 
@@ -69,6 +74,7 @@ def partition_parameters(
         keep_dense: names of weights that are all-reduced in any case.
         compress_dense: whether gradients of weights without factors are compressed, if the method compresses.
         forms_all: whether all gradients are formed before they are sent, so that none has factors.
+        masked: whether gradients are summed under masks.
     """
     parameters = dict(model.named_parameters())
     reasons = _refusals(model, parameters) if method.traits.takes_factors else {}
@@ -96,6 +102,9 @@ def partition_parameters(
             continue
         elif not parameter.requires_grad:
             paths[name] = GradientPath.FROZEN
+        elif masked:
+            paths[name] = GradientPath.MASKED
+            units.append(DenseUnit(name, parameter, paths[name]))
         elif compress_dense and name not in keep_dense and _is_compressed(parameter, method):
             paths[name] = GradientPath.LOWRANK
             reasons[name] = "privacy" if forms_all else "dense='lowrank'"

@@ -19,6 +19,7 @@ from ..methods.feedback import ErrorFeedback
 from ..model_sync import sameness
 from ..model_sync.structure import ModelStructure, is_managed, without_managed
 from ..options import Options
+from ..privacy.secure_sum import SecureSum
 from ..reducer.reducer import Reducer, StepRequest
 from ..reducer.step_header import StepHeader
 from ..units.base import Unit
@@ -80,6 +81,7 @@ class Planner:
         transport: the transport.
         samples: returns the samples that this site's gradients stand for so far in the step.
         arrived: called with a unit when a backward pass has delivered its gradient.
+        secure_sum: the secure sum of the sites, where gradients are summed under masks.
 
     Attributes:
         units: the units of the present plan; read only.
@@ -95,6 +97,7 @@ class Planner:
         transport: Transport,
         samples: Callable[[], int],
         arrived: Callable[[Unit], None],
+        secure_sum: SecureSum | None = None,
     ) -> None:
         self._model = model
         self._method = method
@@ -102,6 +105,7 @@ class Planner:
         self._transport = transport
         self._samples = samples
         self._arrived = arrived
+        self._secure_sum = secure_sum
         self._structure = ModelStructure(model)
         self._number = next(_numbers)
         self._version = 0
@@ -239,6 +243,7 @@ class Planner:
             self._version,
             self._merging.owners(self.units),
             merged.decoding,
+            self._secure_sum,
         )
         self._reducer.add_rounding(self._rounding)
         trained = (parameter for parameter in self._model.parameters() if parameter.requires_grad)
@@ -372,8 +377,8 @@ class Planner:
         """Partition the parameters into units, and watch for their gradients."""
         check_allowed(self._options)
         compress_dense = self._options.dense == "lowrank"
-        private = self._options.privacy is not None
-        found = partition_parameters(self._model, self._method, self._reasons.keys(), compress_dense, private)
+        private, masked = self._options.privacy is not None, self._secure_sum is not None
+        found = partition_parameters(self._model, self._method, self._reasons.keys(), compress_dense, private, masked)
         self._capture, self.units, self._paths, self._notices = found
         self._order: list[Unit] = []  # in which gradients arrive
         self._earlier = dict(self._reasons)

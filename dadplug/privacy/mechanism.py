@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..signature import check_choice, number, whole_number
 
 LOSS_REDUCTIONS = ("mean", "sum")
+_LEAST_SHARED_NOISE = 0.1
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,9 @@ class DifferentialPrivacy:
         loss_reduction: how the loss of a batch is made of those of its samples: "mean" or "sum".
         secure: whether noise is drawn so that its low bits betray nothing, see `add_noise`; about a microsecond
             a parameter.
+        secure_sum: whether sites add up their gradients under masks, in mode dsgd and from three sites on. Each adds
+            only its part of the noise; `noise_multiplier` and epsilon are those of the sum. Equal at all sites, as
+            `noise_multiplier` and `max_grad_norm` are then.
 
     Raises:
         ValueError: if a value is out of its range.
@@ -46,6 +50,7 @@ class DifferentialPrivacy:
     expected_batch: int = 64
     loss_reduction: str = "mean"
     secure: bool = False
+    secure_sum: bool = False
 
     def __post_init__(self) -> None:
         number("a number of at least 0", lambda value: 0 <= value < math.inf)("noise_multiplier", self.noise_multiplier)
@@ -53,8 +58,14 @@ class DifferentialPrivacy:
         number("a number above 0 and up to 1", lambda value: 0 < value <= 1)("sample_rate", self.sample_rate)
         whole_number(1)("expected_batch", self.expected_batch)
         check_choice("loss_reduction", self.loss_reduction, LOSS_REDUCTIONS)
-        if not isinstance(self.secure, bool):
-            raise ValueError(f"secure must be True or False, got {self.secure!r}")
+        for name in ("secure", "secure_sum"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.secure_sum and 0 < self.noise_multiplier < _LEAST_SHARED_NOISE:
+            raise ValueError(
+                f"secure_sum needs a noise_multiplier of at least {_LEAST_SHARED_NOISE}, got {self.noise_multiplier}: "
+                "a site's part of less is lost in fixed-point numbers"
+            )
 
     @classmethod
     def for_epsilon(
@@ -108,45 +119,72 @@ class DifferentialPrivacy:
         return self.noise_multiplier * self.max_grad_norm
 
 
+class Spending(NamedTuple):
+    """Some steps of a site.
+
+    Attributes:
+        noise_multiplier: standard deviation of the noise, in units of the largest norm of a sample's gradient.
+        sample_rate: probability with which a record was in a batch.
+        steps: number of steps.
+        sites: number of sites that have added the noise together.
+    """
+
+    noise_multiplier: float
+    sample_rate: float
+    steps: int
+    sites: int = 1
+
+    def left_by(self, insiders: int) -> tuple[float, float, int]:
+        """Return noise, rate and steps for whoever knows the parts of the noise of some sites."""
+        others = 1.0 if self.sites == 1 else max(0, self.sites - insiders) / self.sites
+        return self.noise_multiplier * math.sqrt(others), self.sample_rate, self.steps
+
+
 class Ledger:
     """Steps that a site has made with its records, and the epsilon that they cost.
 
     Attributes:
-        entries: noise multiplier, sample rate and number of steps, in order.
+        entries: the steps, in order.
     """
 
     def __init__(self) -> None:
-        self.entries: list[tuple[float, float, int]] = []
+        self.entries: list[Spending] = []
 
-    def spend(self, privacy: DifferentialPrivacy, steps: int = 1) -> None:
+    def spend(self, privacy: DifferentialPrivacy, steps: int = 1, sites: int = 1) -> None:
         """Count steps.
 
         Args:
             privacy: their settings.
             steps: their number.
+            sites: number of sites that have added the noise together.
         """
-        key = privacy.noise_multiplier, privacy.sample_rate
-        if self.entries and self.entries[-1][:2] == key:
-            steps += self.entries.pop()[2]
-        self.entries.append((*key, steps))
+        last = self.entries[-1] if self.entries else None
+        key = privacy.noise_multiplier, privacy.sample_rate, sites
+        if last is not None and (last.noise_multiplier, last.sample_rate, last.sites) == key:
+            steps += self.entries.pop().steps
+        self.entries.append(Spending(privacy.noise_multiplier, privacy.sample_rate, steps, sites))
 
-    def epsilon(self, delta: float) -> float:
+    def epsilon(self, delta: float, insiders: int = 0) -> float:
         """Return the epsilon that all steps cost together; infinity where one had no noise.
 
         Args:
             delta: the delta; below one over the number of records.
+            insiders: number of sites that put together what they know. With secure sums they know their own parts of
+                the noise, so that the rest protects from them.
 
         Raises:
-            ValueError: if it is not between 0 and 1.
+            ValueError: if a value is out of its range.
             ImportError: if Opacus is not installed.
         """
         check_delta(delta)
+        whole_number(0)("insiders", insiders)
         if not self.entries:
             return 0.0
-        if any(noise == 0 for noise, *_ in self.entries):
+        history = [each.left_by(insiders) for each in self.entries]
+        if any(noise == 0 for noise, *_ in history):
             return math.inf
         accountant = _opacus("").PRVAccountant()
-        accountant.history = list(self.entries)
+        accountant.history = history
         return float(accountant.get_epsilon(delta=delta))
 
     def state_dict(self) -> dict[str, Any]:
@@ -155,7 +193,10 @@ class Ledger:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from the entries of `state_dict`."""
-        self.entries = [(float(noise), float(rate), int(steps)) for noise, rate, steps in state["entries"]]
+        self.entries = [
+            Spending(float(noise), float(rate), int(steps), *map(int, sites))
+            for noise, rate, steps, *sites in state["entries"]
+        ]
 
 
 def check_delta(delta: float) -> None:

@@ -19,6 +19,7 @@ from ..fused import Deferral
 from ..methods import Method
 from ..methods.base import GradientPath
 from ..options import Options
+from ..privacy.secure_sum import SecureSum
 from ..registry import Registry
 from ..schedules import Decoding
 from ..units.base import Unit
@@ -45,6 +46,7 @@ class HandlerContext:
         rotation: numbers by which handlers distribute work over the processes of a node, in the order in which the
             handlers are built.
         deferral: which weights' gradients may stay products in the step; None for those of none.
+        secure_sum: the secure sum of the sites, where gradients are summed under masks.
         decoding: sizes of the blocks in which gradients are formed, the same at all sites.
         checks_finite: whether gradients are checked for NaN and Inf, since these are an error or would damage state.
     """
@@ -61,6 +63,7 @@ class HandlerContext:
     complete_payloads: dict[str, list[FactorPayload]] = field(default_factory=dict)
     rotation: Iterator[int] = field(default_factory=itertools.count)
     deferral: Deferral | None = None
+    secure_sum: SecureSum | None = None
     checks_finite: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -246,6 +249,14 @@ class BucketHandler(ABC):
         Only for handlers with `resends_as_gradients`.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot form gradients of what has been sent")
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether the sum of the first round does not count, so that all sites exchange again; the same at all sites.
+
+        The reducer asks for it once, when the round has been closed. Only for handlers with `repeats`.
+        """
+        return False
 
     def spoilt(self, headers: Sequence[StepHeader]) -> list[str]:
         """Return the names of units whose agreed gradients hold NaN or Inf although those of the sites are finite.

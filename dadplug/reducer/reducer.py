@@ -17,6 +17,7 @@ from ..fused import Deferral, compare_digests
 from ..methods import Method
 from ..methods.feedback import ErrorFeedback
 from ..options import Options
+from ..privacy.secure_sum import SecureSum
 from ..schedules import Decoding
 from ..units.base import Unit
 from ..units.factor import FactorUnit
@@ -96,6 +97,7 @@ class Reducer:
         version: number of the plan that the units belong to.
         owners: the sites that merge each unit that has an owner, by its name.
         decoding: sizes of the blocks in which gradients are formed, the same at all sites.
+        secure_sum: the secure sum of the sites, where gradients are summed under masks.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class Reducer:
         version: int,
         owners: Owners,
         decoding: Decoding,
+        secure_sum: SecureSum | None = None,
     ) -> None:
         self._units = list(units)
         self._version = version
@@ -117,6 +120,7 @@ class Reducer:
         transport.begin_plan()
         reference = max(reference, 1)
         self._context = HandlerContext(transport, method, options, samples, reference, positions, owners, decoding)
+        self._context.secure_sum = secure_sum
         self._handlers = self._make_handlers(rows)
         self._handler_of = {unit.name: handler for handler in self._handlers for unit in handler.units}
         self._launched = 0
@@ -289,7 +293,7 @@ class Reducer:
             The headers that count.
         """
         transport, units = self._context.transport, len(self._units)
-        exchanged, left = False, False
+        exchanged, left = False, _counts(headers) and any(handler.unsettled for handler in self._handlers)
         while True:
             sums: list[tuple[torch.nn.Parameter, Tensor]] = []
             if _counts(headers):

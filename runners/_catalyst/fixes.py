@@ -67,7 +67,9 @@ class FixedBackward(BackwardCallback):
     def on_batch_end(self, runner: Any) -> None:
         if not runner.is_train_loader:
             return
-        loss = runner.batch_metrics[self.metric_key] / runner.micro_batches
+        loss = runner.batch_metrics[self.metric_key]
+        if getattr(getattr(runner.reduction, "options", None), "privacy", None) is None:
+            loss = loss / runner.micro_batches  # private sums are divided by the expected batch of all of them
         if not runner.update_due:
             with nullcontext() if runner.reduction is None else runner.reduction.no_sync():
                 runner.engine.backward(loss)

@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from ...errors import MismatchError
 from ...exchange import Traffic, Transport, connect, open_transport
 from ...exchange.transport import Requirements
-from ...hub.site.transport import TrainerTransport
+from ...hub.connections import current_connection
 from ...model_sync.samples import batches_before, takes_part
 from ...signature import split_keywords
 from ..loaders import batches_from, check_split_data
@@ -213,6 +213,10 @@ class BaseRunner(SupervisedRunner):
 
     def _elastic_state(self) -> dict[str, ElasticTraining] | None:
         """Return the state that a site gets which joins in mid-training; None where all sites have to stay."""
+        if current_connection() is None:
+            return None
+        from ...hub.site.transport import TrainerTransport  # which needs the extra of hubs
+
         if not isinstance(self.engine.transport, TrainerTransport):
             return None
         self._elastic = ElasticTraining(self, self.engine.transport)

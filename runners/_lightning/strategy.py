@@ -19,8 +19,7 @@ from ...exchange import Traffic, Transport, open_transport
 from ...exchange.failure_reports import describe
 from ...exchange.handshake import choose_interface, free_port, gloo_interface
 from ...exchange.transport import Requirements
-from ...hub.site.processes import LOOPBACK, STARTED_PROCESSES
-from ...hub.site.runtime import current_connection
+from ...hub.connections import LOOPBACK, STARTED_PROCESSES, current_connection
 from ...model_sync import sameness
 from ...model_sync.samples import batch_size, takes_part
 from ...signature import split_keywords

@@ -59,6 +59,7 @@ class Case:
         wire: option of the reduction.
         link: costs of the link that mode "auto" is to plan by, in place of measured ones.
         wraps: whether the model is wrapped as by torch's DistributedDataParallel.
+        privacy: settings of differential privacy; the lines have gradient, parameters and the ledger then.
     """
 
     kit: str
@@ -85,6 +86,7 @@ class Case:
     wire: str = "fp32"
     link: list[float] = field(default_factory=list)
     wraps: bool = False
+    privacy: str = ""
 
 
 def make_model() -> nn.Module:
@@ -214,6 +216,7 @@ def build(
         "site_timeout": case.site_timeout,
         "state": state,
         "timeout": 200,
+        "privacy": dadplug.DifferentialPrivacy.parse(case.privacy) if case.privacy else None,
     }
     if not case.wraps:
         return model, dadplug.GradientReduction(model, case.mode, **options)
@@ -267,6 +270,10 @@ def train(case: Case) -> None:
             step = reduction.step - 1  # that of the others, where this site has joined again
             digest = hashlib.sha256(values.numpy().tobytes()).hexdigest()[:16]
             line = {"step": step, "present": reduction.present_sites, "digest": digest, "time": time.monotonic()}
+            if case.privacy:
+                gradient = torch.cat([each.grad.reshape(-1) for each in model.parameters()]).tolist()
+                line |= {"gradient": gradient, "parameters": values.tolist()}
+                line["spent"] = reduction.state_dict()["privacy"]["entries"]
             log.write(json.dumps(line) + "\n")
             time.sleep(case.pause)
         if case.meets:

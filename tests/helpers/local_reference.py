@@ -1,16 +1,20 @@
 """Local steps of all sites in one process: what `dadplug.LocalSGD` has to do, by hand, in double precision."""
 
 import copy
+import io
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from dadplug import LocalSGD
 
 Batch = tuple[Tensor, Tensor]
+ROWS = (8, 5, 6)
+"""Rows of a batch of each site."""
 
 
 def build(seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Sequential:
@@ -57,6 +61,46 @@ def ends_equal(local: LocalSGD) -> None:
     local.finish()
     assert local.first_difference() is None
     local.detach()
+
+
+def run_some(local: LocalSGD, scheduler, steps, site: int) -> None:
+    for step in steps:
+        train(local, [step], site, 8 - 3 * site)
+        scheduler.step()
+
+
+def resumes(options: dict, stop: int) -> None:
+    """Stop after some steps, and check that a new run from the checkpoint ends with the bits of one without a stop."""
+    site = dist.get_rank()
+
+    def make():
+        model = build(site, torch.float32)
+        model.insert(1, nn.BatchNorm1d(20))
+        optimizer = adam([{"params": model[:2].parameters(), "lr": 0.02}, {"params": model[2:].parameters()}])
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
+        return model, optimizer, scheduler, LocalSGD(model, optimizer, every=4, **options)
+
+    model, _, scheduler, straight = make()
+    run_some(straight, scheduler, range(14), site)
+    straight.finish()
+    straight.detach()
+    first = make()
+    run_some(first[3], first[2], range(stop), site)
+    buffer = io.BytesIO()
+    torch.save([each.state_dict() for each in first], buffer)
+    buffer.seek(0)
+    first[3].finish()
+    first[3].detach()
+    again = make()
+    for each, state in zip(again, torch.load(buffer, weights_only=True)):
+        each.load_state_dict(state)
+    run_some(again[3], again[2], range(stop, 14), site)
+    again[3].finish()
+    assert again[3].steps == straight.steps == 14
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, again[0].state_dict()[name]), (options, stop, name)
+    assert again[3].first_difference() is None
+    again[3].detach()
 
 
 class Site:

@@ -1,6 +1,7 @@
 """The hub's metrics, its journal as JSON and in a file that is moved, and its status at a site."""
 
 import json
+import math
 import re
 import socket
 import time
@@ -19,7 +20,7 @@ from dadplug.hub.server import journal, metrics
 from dadplug.hub.server.journal import Journal, JournalFile
 from dadplug.hub.server.metrics import MetricsServer
 from dadplug.hub.server.status import Meter, Outputs, for_sites, snapshot
-from dadplug.hub.wire.messages import Kind
+from dadplug.hub.wire.messages import Kind, Spent
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,8 +46,11 @@ def test_metrics_are_those_of_the_status(hub, server):
     a, b = together(hub)
     a.send(Kind.PAYLOAD, bytes(100_000))
     b.message(100_000)
+    a.control(Spent(2.5, 1e-5))
+    b.control(Spent(math.inf, 1e-6))
     close_step([a, b])
     meter = Meter()
+    until(lambda: all(site["epsilon"] for site in snapshot(hub.hub, meter)["sites"]))
     status = snapshot(hub.hub, meter)
     server.show(status)
     found = samples(read(server.address))
@@ -60,6 +64,8 @@ def test_metrics_are_those_of_the_status(hub, server):
     assert found["dadplug_hub_up_seconds",] == status["up_seconds"] > 0
     assert 100_000 < found["dadplug_site_received_bytes_total", "a"] < 110_000
     assert found["dadplug_site_sent_bytes_total", "b"] == status["sites"][1]["bytes_to"] > 100_000
+    assert found["dadplug_site_epsilon", "1e-05", "a"] == 2.5
+    assert found["dadplug_site_epsilon", "1e-06", "b"] == math.inf
     assert found["dadplug_site_state", "a", "member"] == 1
     assert found["dadplug_site_state", "a", "absent"] == 0
     assert found["dadplug_certificate_days", "hub"] == status["certificate_days"] > 0

@@ -1,6 +1,5 @@
 """Local steps between sites, held against a simulation in one process; wires, checkpoints, changes, errors."""
 
-import io
 import os
 import signal
 from pathlib import Path
@@ -10,7 +9,19 @@ import support
 import torch
 import torch.distributed as dist
 from comparison import off_by
-from local_reference import Reference, adam, batch, build, ends_equal, local_steps, loss_of, train, vector
+from local_reference import (
+    ROWS,
+    Reference,
+    adam,
+    batch,
+    build,
+    ends_equal,
+    local_steps,
+    loss_of,
+    resumes,
+    train,
+    vector,
+)
 from running_hub import running_hub
 from torch import nn
 
@@ -24,7 +35,6 @@ CASES = [
     {"overlap": True, "outer_lr": 0.7, "outer_momentum": 0.9},
     {"overlap": True, "weighting": "uniform"},
 ]
-ROWS = (8, 5, 6)
 
 
 def reference_of(options: dict, count: int = 2, model: nn.Module | None = None) -> Reference:
@@ -234,45 +244,6 @@ def test_steps_that_are_not_to_be_fused_are_ordinary_after_the_warm_up():
         assert local.remarks == ("fused steps: no, a callback reads the gradients",)
         assert {type(each.grad) for each in local.model.parameters()} == {torch.Tensor}
     local.detach()
-
-
-def run_some(local: LocalSGD, scheduler, steps, site: int) -> None:
-    for step in steps:
-        train(local, [step], site, 8 - 3 * site)
-        scheduler.step()
-
-
-def resumes(options: dict, stop: int) -> None:
-    site = dist.get_rank()
-
-    def make():
-        model = build(site, torch.float32)
-        model.insert(1, nn.BatchNorm1d(20))
-        optimizer = adam([{"params": model[:2].parameters(), "lr": 0.02}, {"params": model[2:].parameters()}])
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
-        return model, optimizer, scheduler, LocalSGD(model, optimizer, every=4, **options)
-
-    model, _, scheduler, straight = make()
-    run_some(straight, scheduler, range(14), site)
-    straight.finish()
-    straight.detach()
-    first = make()
-    run_some(first[3], first[2], range(stop), site)
-    buffer = io.BytesIO()
-    torch.save([each.state_dict() for each in first], buffer)
-    buffer.seek(0)
-    first[3].finish()
-    first[3].detach()
-    again = make()
-    for each, state in zip(again, torch.load(buffer, weights_only=True)):
-        each.load_state_dict(state)
-    run_some(again[3], again[2], range(stop, 14), site)
-    again[3].finish()
-    assert again[3].steps == straight.steps == 14
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, again[0].state_dict()[name]), (options, stop, name)
-    assert again[3].first_difference() is None
-    again[3].detach()
 
 
 @pytest.mark.parametrize("stop", [2, 6, 8])
@@ -534,11 +505,11 @@ def test_local_steps_over_a_hub(tmp_path):
         group.run(rounds_and_compresses)
 
 
-def resume(folder: str) -> LocalSGD:
+def resume(folder: str, fragments: int) -> LocalSGD:
     """Build local steps, and load the last checkpoint of this site if there is one."""
     model = build(0, torch.float32)
     optimizer = adam(model.parameters())
-    local = LocalSGD(model, optimizer, every=3, rank=2, wire="int8", timeout=60)
+    local = LocalSGD(model, optimizer, every=3, rank=2, wire="int8", fragments=fragments, timeout=60)
     path = Path(folder) / f"{dist.get_rank()}.pt"
     if path.exists():
         for each, state in zip((model, optimizer, local), torch.load(path, weights_only=True)):
@@ -546,13 +517,13 @@ def resume(folder: str) -> LocalSGD:
     return local
 
 
-def is_killed(folder: str, place: str) -> None:
+def is_killed(folder: str, place: str, fragments: int) -> None:
     """Save a checkpoint after four steps; then site 1 kills itself, between agreements or in one."""
     site = dist.get_rank()
-    local = resume(folder)
+    local = resume(folder, fragments)
     train(local, range(4), site)
     torch.save([each.state_dict() for each in (local.model, local.optimizer, local)], Path(folder) / f"{site}.pt")
-    hits = {"before the headers": (Agreement, "_exchange_headers"), "before the deltas": (Agreement, "_launch")}
+    hits = {"before the headers": (Agreement, "_launch_header"), "before the deltas": (Agreement, "_launch")}
     if site and place == "between":
         os.kill(os.getpid(), signal.SIGKILL)
     if site:
@@ -561,10 +532,10 @@ def is_killed(folder: str, place: str) -> None:
         train(local, range(4, 30), site)
 
 
-def goes_on(folder: str) -> None:
+def goes_on(folder: str, fragments: int) -> None:
     site = dist.get_rank()
-    local, straight = resume(folder), resume("nowhere")
-    assert (local.steps, local.agreements) == (4, 1)
+    local, straight = resume(folder, fragments), resume("nowhere", fragments)
+    assert (local.steps, local.agreements) == (4, 1 if fragments == 1 else 3)
     train(local, range(4, 9), site)
     train(straight, range(9), site)
     for each in (local, straight):
@@ -574,14 +545,15 @@ def goes_on(folder: str) -> None:
         each.detach()
 
 
+@pytest.mark.parametrize("fragments", [1, 2])
 @pytest.mark.parametrize("place", ["between", "before the headers", "before the deltas"])
-def test_a_killed_site_is_named_and_the_last_checkpoint_loads(sites, tmp_path, place):
+def test_a_killed_site_is_named_and_the_last_checkpoint_loads(sites, tmp_path, place, fragments):
     with support.Sites(2) as group:
-        group.start(is_killed, str(tmp_path), place)
+        group.start(is_killed, str(tmp_path), place, fragments)
         survivor, victim = group.outcomes()
     assert survivor.kind == "ok", survivor.value
     assert victim.kind == "ended"
-    sites(2).run(goes_on, str(tmp_path))
+    sites(2).run(goes_on, str(tmp_path), fragments)
 
 
 # Payloads of deltas: what is decoded is what was sent, and error feedback loses nothing over rounds

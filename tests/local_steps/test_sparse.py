@@ -98,9 +98,14 @@ def test_torch_and_numba_give_the_same_bits(size, density, kinds, decay, seed, d
     for kernels in (sparse_codec._cpu_kernels(), sparse_portable):
         after, out = memory.clone(), torch.full((code.nbytes,), 255, dtype=torch.uint8)
         kernels.encode(delta, after, decay, limit, *code, out)
-        total = made("normal", size, seed + 2, dtype)
-        assert kernels.decode(out, total, 0.3, limit, *code) == -1
-        found.append((after, out, total))
+        total, signs = made(kinds[0], size, seed + 2, dtype), torch.tensor([3, 5])
+        before = total.clone()
+        assert kernels.decode(out, total, 0.3, limit, *code, signs) == -1
+        added = torch.zeros_like(total)
+        assert kernels.decode(out, added, 0.3, limit, *code, torch.zeros(2, dtype=torch.int64)) == -1
+        directions = before.sign() * added.sign()
+        assert signs.tolist() == [3 + int((directions > 0).sum()), 5 + int((directions < 0).sum())]
+        found.append((after, out, total, signs))
     assert sparse_codec._cpu_kernels() is not sparse_portable
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
@@ -204,6 +209,29 @@ def test_an_invalid_payload_names_its_site_and_parameter():
     form.decode({torch.uint8: [room[torch.uint8], wrong]}, [1.0, 0.0])  # which is not read
 
 
+def test_the_outer_rate_says_how_far_sites_agree_on_the_signs_of_what_they_send():
+    form = SparseFormat(lambda number: 0.1, 0.95, True)
+    form.begin_round(0)
+    delta = {"weight": torch.randn(200, 300, generator=torch.Generator().manual_seed(0))}
+    halved = {"weight": delta["weight"] * torch.tensor([1.0, -1.0, 1.0, 1.0]).repeat(15000).view(200, 300)}
+    rooms = {}
+    for name, own in (("one", delta), ("other", {"weight": -delta["weight"]}), ("halved", halved)):
+        form = SparseFormat(lambda number: 0.1, 0.95, True)
+        form.begin_round(0)
+        rooms[name] = torch.zeros(form.layout(own)[torch.uint8], dtype=torch.uint8)
+        form.encode(own, {torch.uint8: rooms[name]})
+    for names, shares, expected in (
+        (("one", "one"), (0.5, 0.5), 2.5),
+        (("one", "other"), (0.5, 0.5), 1.0),
+        (("one", "halved"), (0.3, 0.7), 1.75),
+        (("one", "other", "one"), (0.5, 0.2, 0.3), 1.0),
+        (("one", "other"), (1.0, 0.0), 1.0),  # alone
+    ):
+        form.decode({torch.uint8: [rooms[name] for name in names]}, shares)
+        assert abs(form.rate_of("weight") - expected) < 0.03, names
+    assert 1.0 < sparse_format.outer_rate(1, 0) < 1.1  # chance, where few entries are sent
+
+
 # The choice between entries and factors
 
 
@@ -244,7 +272,7 @@ def trains_by_entries_and_factors() -> None:
         train(local, range(first, first + 3), site)
         assert local.first_difference() is None
     assert float(loss_of(model, *batch(0, 0, 64, torch.float32)).detach()) < 0.5 * start
-    assert local._agreement._format.ranks == {"2.weight": 1}
+    assert local._agreement._fragments[0].form.ranks == {"2.weight": 1}
     ends_equal(local)
 
 
@@ -255,11 +283,12 @@ SPARSE = {"wire": "int2", "density": 0.1, "overlap": False}
 
 def sites_move_by_the_mean_of_what_they_send() -> None:
     site = dist.get_rank()
+    rates = []
     for options in (SPARSE | {"outer_lr": 1.5}, SPARSE | {"memory_decay": 0.5, "weighting": "uniform"}):
         local = local_steps(site, dtype=torch.float32, every=3, **options)
         shares = [0.5, 0.5] if "weighting" in options else [8 / 13, 5 / 13]
         for first in range(0, 12, 3):
-            before, memory = vector(local.model), local.state_dict()["agreement"]["format"]["errors"]
+            before, memory = vector(local.model), local.state_dict()["agreement"]["fragments"][0]["format"]["errors"]
             train(local, range(first, first + 2), site, 8 - 3 * site)
             local.optimizer.zero_grad()
             loss_of(local.model, *batch(first + 2, site, 8 - 3 * site, torch.float32)).backward()
@@ -269,17 +298,22 @@ def sites_move_by_the_mean_of_what_they_send() -> None:
             )
             local.step()
             hook.remove()
-            after = local.state_dict()["agreement"]["format"]["errors"]
+            after = local.state_dict()["agreement"]["fragments"][0]["format"]["errors"]
             names = [name for name, _ in local.model.named_parameters()]
             flat = [torch.cat([kept[name].view(-1) for name in names]) for kept in (after, memory or after)]
             decayed = options.get("memory_decay", 0.95) * flat[1] if memory else 0.0
             sent = seen[0] - before + decayed - flat[0]
             assert 0.1 <= float((sent.abs() > 1e-7).float().mean()) < 0.13
             everything = local.gather_objects(sent)
-            expected = before + options.get("outer_lr", 1.0) * sum(w * each for w, each in zip(shares, everything))
+            signs = torch.stack([each.sign() * (each.abs() > 1e-7) for each in everything]).prod(0)
+            same, opposite = int((signs > 0).sum()), int((signs < 0).sum())
+            rates.append(1 + 1.5 * max(0, same - opposite) / (same + opposite + 16))
+            rate = options.get("outer_lr", rates[-1])
+            expected = before + rate * sum(w * each for w, each in zip(shares, everything))
             assert off_by(vector(local.model) - before, expected - before) < 1e-4
             assert local.first_difference() is None
         ends_equal(local)
+    assert max(rates) > 1.2  # so that the default is not 1 here
 
 
 def deltas_in_transit_and_schedules_of_density() -> None:

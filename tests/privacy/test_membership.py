@@ -49,3 +49,42 @@ def test_a_record_is_found_without_noise_and_within_the_bound_with_it():
     assert hits <= bound + 3 / math.sqrt(TRIALS)
     # The best attack on one step: 2 Phi(1 / 2) - 1 = 0.38. Noise that is too small would give more, too large less.
     assert hits - false_alarms == pytest.approx(0.383, abs=4 * math.sqrt(0.5 / TRIALS))
+
+
+CANARIES, RUNS, STEPS = 40, 150, 4
+
+
+def canary_scores(noise):
+    """Return the scores of canaries of many runs, and which of them were members, both of shape (runs, canaries)."""
+    torch.manual_seed(1)
+    model = nn.Linear(CANARIES, 1, bias=False)
+    privacy = DifferentialPrivacy(noise, 0.5, 1.0, CANARIES, loss_reduction="sum")
+    reduction = dadplug.GradientReduction(model, "dsgd", compare_every=0, privacy=privacy)
+    found, members = [], torch.rand(RUNS, CANARIES) < 0.5
+    canaries = 20 * torch.eye(CANARIES)  # each has a direction of its own, which is the best that an attacker can wish
+    for chosen in members:
+        score = torch.zeros(CANARIES)
+        for _ in range(STEPS):
+            model.zero_grad()
+            model(canaries[chosen]).sum().backward()
+            reduction.synchronize()
+            score += model.weight.grad[0] * CANARIES / 0.5
+        found.append(score / STEPS)
+    return torch.stack(found), members, reduction
+
+
+def test_canaries_in_many_steps_stay_within_the_bound():
+    pytest.importorskip("opacus")
+    scores_, members, _ = canary_scores(0.0)
+    torch.testing.assert_close(scores_, members.float())  # all of them are found without noise
+    scores_, members, reduction = canary_scores(2.0)
+    guesses = scores_ > 0.5
+    hits, false_alarms = (float(guesses[members == inside].float().mean()) for inside in (True, False))
+    spent = dadplug.privacy.Ledger()
+    spent.spend(reduction.options.privacy, STEPS)  # of one run
+    spread = math.sqrt(0.5 / (RUNS * CANARIES))
+    for threshold in (0.0, 0.5, 1.0, 1.5):
+        rates = [float((scores_[members == inside] > threshold).float().mean()) for inside in (True, False)]
+        assert rates[0] <= math.exp(spent.epsilon(DELTA)) * rates[1] + DELTA + 4 * spread
+    # Four steps of noise 2 are one of noise 1: 2 Phi(1 / 2) - 1 = 0.38.
+    assert hits - false_alarms == pytest.approx(0.383, abs=5 * spread)

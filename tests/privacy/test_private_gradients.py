@@ -363,8 +363,8 @@ class Own(nn.Module):
     [
         (nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), {}, r"1 \(BatchNorm1d\) mixes the samples.*nn\.GroupNorm"),
         (Own(), {}, "is not known for place: freeze it"),
-        (nn.LSTM(3, 3), {}, "is not known for weight_ih_l0"),
-        (nn.MultiheadAttention(4, 2), {}, "is not known for in_proj_weight"),
+        (nn.LSTMCell(3, 3), {}, "is not known for weight_ih"),
+        (nn.Embedding(4, 2, scale_grad_by_freq=True), {}, r"weight \(scale_grad_by_freq counts the lookups"),
         (nn.Linear(3, 3), {"mode": "dad"}, "privacy= goes with mode='dsgd' or 'rankdad'"),
         (nn.Linear(3, 3), {"mode": "topk"}, "privacy= goes with mode"),
         (nn.Linear(3, 3), {"sync_batchnorm": True}, "does not go with sync_batchnorm"),
@@ -431,6 +431,12 @@ def test_poisson_batches():
         reduction.synchronize()
         assert bool(torch.isfinite(model.weight.grad).all())
         assert model.weight.grad.any()
+    wrapped = dadplug.DistributedDataParallel(nn.Linear(1, 2), mode="dsgd", privacy=DifferentialPrivacy())
+    for inputs, targets in empty:  # the other sites wait for this one, which has no data
+        wrapped.zero_grad()
+        nn.functional.cross_entropy(wrapped(inputs), targets % 2).backward()
+        assert wrapped.module.weight.grad.any()
+    assert [each.steps for each in wrapped.reduction._private.ledger.entries] == [2]
 
 
 def trains_in_trainers():
@@ -444,7 +450,7 @@ def trains_in_trainers():
     strategy = DADStrategy("rankdad", rank=1, privacy=privacy)
     _, current = zoo.fit("Plain", strategy, max_epochs=1, num_sanity_val_steps=0)
     reduction = strategy.reduction
-    assert reduction._private.ledger.entries == [(1.0, 0.1, current.global_step)]
+    assert reduction._private.ledger.entries == [(1.0, 0.1, current.global_step, 1)]
     assert current.global_step > 1
     assert reduction.first_difference() is None
     model = catalyst_training.net()
@@ -464,7 +470,7 @@ def trains_in_trainers():
     loss(wrapped, *both[rank]).backward()
     sums = zip(*(clipped_sum(reference, loss, each, 0.2)[0] for each in both), strict=True)
     assert off(model, [(one + other) / 8 for one, other in sums], 2) < 1e-10
-    assert wrapped.reduction._private.ledger.entries == [(0.0, 0.1, 1)]
+    assert wrapped.reduction._private.ledger.entries == [(0.0, 0.1, 1, 1)]
 
 
 def test_trainers(sites):

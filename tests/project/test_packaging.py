@@ -130,6 +130,38 @@ def test_lightning_that_is_missing_is_told_with_its_extra(tmp_path):
         assert f"{name.split('.')[1]} {needs}" in message
 
 
+EXTRAS = ("cryptography", "prometheus_client", "tomli", "opacus", "litserve", "onnxruntime", "accelerate", "sklearn")
+BARE = f"""
+import sys
+sys.modules |= dict.fromkeys({EXTRAS})  # as if they were not installed
+import torch, dadplug
+for name in dadplug.__all__:
+    if not name.endswith(("Runner", "serve")):
+        getattr(dadplug, name)
+dadplug.connect(int(sys.argv[1]), 2, sys.argv[2])
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model = dadplug.DistributedDataParallel(model, mode="rankdad")
+model(torch.randn(4, 8)).sum().backward()
+optimizer.step()
+print(model.reduction.first_difference())
+try:
+    dadplug.connect(kit="kits/a")
+except ImportError as error:
+    print(error)
+"""
+
+
+def test_the_core_trains_without_any_extra(tmp_path):
+    address = f"tcp://127.0.0.1:{support.free_port()}"
+    programs = [["-c", BARE, str(rank), address] for rank in range(2)]
+    for program in support.run_programs(programs, env={"PYTHONPATH": str(ROOT)}, folder=tmp_path, bare=True):
+        assert program.status == 0, program.errors
+        first, second = program.output.splitlines()
+        assert first == "None"
+        assert second == "kits need the package cryptography, which is not installed: pip install 'dadplug[hub]'"
+
+
 def test_an_installed_copy_offers_its_callbacks_to_lightning(installed):
     (points,) = installed.glob("dadplug*.dist-info/entry_points.txt")
     text = points.read_text()

@@ -43,7 +43,7 @@ def test_every_module_with_one_optimizer_trains() -> None:
 def test_sites_may_have_different_numbers_of_batches() -> None:
     """A site with fewer batches skips steps; the sites stay at one step, and hold one model."""
     data = zoo.loader(64 if os.environ["RANK"] == "0" else 24, shuffle=False)
-    for options in ({}, {"sync_batchnorm": True, "overlap": False}):
+    for options in ({}, {"sync_batchnorm": True, "overlap": False}, {"fragments": 2, "delay": 1}):
         watch = Differences()
         for accumulate in (1, 2):
             settings = {"callbacks": [watch], "use_distributed_sampler": False, "accumulate_grad_batches": accumulate}
@@ -94,7 +94,7 @@ def test_names_and_errors() -> None:
     current = zoo.trainer("diloco")
     assert type(current.strategy).__name__ == "LocalSGDStrategy"
     assert (current.strategy.local_options.outer_lr, current.strategy.local_options.outer_momentum) == (0.7, 0.9)
-    assert zoo.trainer("localsgd").strategy.local_options.outer_lr == 1.0
+    assert zoo.trainer("localsgd").strategy.local_options.outer_lr is None
     zoo.fit("Plain", "localsgd", max_epochs=1)
     with pytest.raises(ValueError, match="every must be"):
         LocalSGDStrategy(every=0)
@@ -122,7 +122,8 @@ class CatalystDifferences(Callback):
 @support.at_sites(2)
 def test_sites_of_unequal_size_hold_one_model_after_each_training_loader() -> None:
     rank = dist.get_rank()
-    for options in ({"wire": "int8", "rank": 4, "warm_up": 3}, {"outer_lr": 0.7, "outer_momentum": 0.9}):
+    sparse = {"fragments": 2, "wire": "int2", "density": 0.2}
+    for options in ({"wire": "int8", "rank": 4, "warm_up": 3}, {"outer_lr": 0.7, "outer_momentum": 0.9}, sparse):
         model, watch = net(rank), CatalystDifferences()
         loaders = {"train": DataLoader(data(70 - 30 * rank, rank), 8), "valid": DataLoader(data(30, 9), 8)}
         runner = LocalSGDRunner(every=3, split_data=False, **options)

@@ -394,6 +394,25 @@ def test_the_page_in_a_browser_draws_the_servers_data(tmp_path):
     assert "The server does not answer" not in dom
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="needs chromium or chrome")
+@pytest.mark.parametrize("width", [500, 1280])
+def test_the_page_follows_the_systems_colours_at_both_widths(tmp_path, width):
+    image = pytest.importorskip("PIL.Image")
+    corners = []
+    for scheme in (0, 1):  # dark and light, of Chromium's settings
+        shot = tmp_path / f"{scheme}.png"
+        options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"]
+        options += [f"--user-data-dir={tmp_path / str(scheme)}", f"--window-size={width},600", f"--screenshot={shot}"]
+        command = [BROWSER, *options, f"--blink-settings=preferredColorScheme={scheme}", http_app.PAGE.as_uri()]
+        program = subprocess.run(command, capture_output=True, text=True, timeout=150)
+        assert program.returncode == 0, program.stderr[-2000:]
+        picture = image.open(shot).convert("RGB")
+        assert picture.width == width
+        corners.append([picture.getpixel((x, 599)) for x in (0, width - 1)])
+    assert corners == [[(13, 17, 23)] * 2, [(255, 255, 255)] * 2]
+
+
 # Clients that hold connections, send slow heads or large bodies: others are served, and each learns why it is not
 
 

@@ -90,6 +90,11 @@ class StatusMetrics:
             for site in sites:
                 family.add_metric([site["name"]], float(site[key]))
             yield family
+        spent = _family("gauge", "site_epsilon", "Epsilon that the site has stated last, of a delta", ("site", "delta"))
+        for site in sites:
+            if site["epsilon"]:
+                spent.add_metric([site["name"], f"{site['delta']:g}"], float(site["epsilon"]))
+        yield spent
         states = _family("gauge", "site_state", "Whether the site is in the state", ("site", "state"))
         for site in sites:
             for state in dict.fromkeys((*STATES, site["state"])):

@@ -35,12 +35,10 @@ from ...exchange.status import Member, Silence
 from ...exchange.topology import Nodes
 from ...exchange.traffic import Traffic
 from ...exchange.transport import Gather, PendingSum
+from ..connections import LOOPBACK, STARTED_PROCESSES
 from .link import HubLink
 from .transport import CollectiveTransport, HubGather, HubSites, HubTransport, SitesGather, add_up
 
-LOOPBACK = "127.0.0.1"
-# Environment variable with the number of processes of a site, of which the leader starts all others.
-STARTED_PROCESSES = "DADPLUG_STARTED_PROCESSES"
 _POLL_SECONDS = 0.05  # between two looks for a message of the leader
 _ALIVE_SECONDS = 2.0  # between two questions whether the others are alive
 _ASK_SECONDS = 1.0  # for answers to that

@@ -12,7 +12,6 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ...errors import KitError, MismatchError, RefusedError, SealingError, SiteError
-from ...exchange import DEFAULT_TIMEOUT, rendezvous
 from ...exchange.deadline import check_seconds
 from ...exchange.factory import register_network
 from ...exchange.failure_reports import describe, watch_exit
@@ -21,6 +20,7 @@ from ...exchange.traffic import Traffic
 from ...exchange.transport import Requirements, Transport
 from ...logs import get_logger
 from .. import torch as process_group
+from ..connections import connections, current_connection
 from ..pki.kits import Kit
 from ..pki.project import Restrictions, impose_restrictions, lift_restrictions
 from ..torch import BACKEND, Collectives, HubGroup, HubStore
@@ -61,7 +61,7 @@ class SiteRuntime:
         self._local = None if place is None else LocalSite(place, self._site, timeout)
         self._restrictions = Restrictions(kit.policy, kit.roster)
         impose_restrictions(self._restrictions)
-        _connections.append(self)
+        connections.append(self)
         try:
             counts = self._share(lambda: self._dial(self.processes, timeout), timeout)
             watch_exit(self)
@@ -261,21 +261,13 @@ class SiteRuntime:
         if self._store is not None:
             self._store.close()
         lift_restrictions(self._restrictions)
-        if self in _connections:
-            _connections.remove(self)
-
-
-_connections: list[SiteRuntime] = []  # to keep them alive
-
-
-def current_connection() -> SiteRuntime | None:
-    """Return the connection of this process; None where it is not connected by a kit."""
-    return _connections[-1] if _connections else None
+        if self in connections:
+            connections.remove(self)
 
 
 def _connected() -> SiteRuntime:
     connection = current_connection()
-    if connection is None:
+    if not isinstance(connection, SiteRuntime):
         raise SiteError("this process is not connected to a hub: call dadplug.connect(kit=...)")
     return connection
 
@@ -297,45 +289,10 @@ register_network(lambda group: isinstance(group, Collectives), _open_transport)
 _log = get_logger(__name__)
 
 
-def connect(
-    rank: int | None = None,
-    num_nodes: int | None = None,
-    dist_url: str | None = None,
-    *,
-    kit: str | Path | None = None,
-    backend: str | None = None,
-    timeout: float = DEFAULT_TIMEOUT,
+def connect_by_kit(
+    kit: str | Path, rank: int | None, num_nodes: int | None, dist_url: str | None, backend: str | None, timeout: float
 ) -> None:
-    """Join the other sites: start the default process group of torch.distributed.
-
-    Without arguments, the environment that torchrun sets is read (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), or in a
-    step of SLURM, started by srun, that of SLURM. Nothing is done if it names no other site, or if a group exists
-    already.
-
-    With a kit, this site connects to the hub that the kit names, listens at no port, and all messages of the process
-    group and of dadplug's own transports are encrypted. Number of this site and number of sites are those of the kit.
-    After an error by which a site was lost, the sites can connect again. If the environment announces several processes
-    on this machine (``torchrun --standalone``), they are one site: the first of them connects to the hub, and the
-    others exchange with it over the loopback interface.
-
-    Args:
-        rank: number of this site, from 0; site 0 hosts the rendezvous.
-        num_nodes: number of sites.
-        dist_url: the rendezvous address, ``tcp://HOST:PORT``, an address of site 0 that all sites reach.
-        kit: folder of this site's kit, in place of the three above, see ``python -m dadplug provision``.
-        backend: ``"gloo"`` (CPU, and GPUs across sites), ``"nccl"`` (GPUs in one place); chosen by device if None.
-        timeout: seconds to wait for all sites.
-
-    Raises:
-        ValueError: if an argument is out of its range or missing, or does not go with the others.
-        KitError: if the kit is incomplete or damaged, or not valid at present.
-        RefusedError: if the hub refuses this site.
-        SiteError: if a site does not come in time, two claim one rank, the port is taken, or the hub cannot be reached.
-        MismatchError: if the sites run different versions of dadplug.
-    """
-    if kit is None:
-        rendezvous.connect(rank, num_nodes, dist_url, backend=backend, timeout=timeout)
-        return
+    """Connect this site to the hub of a kit; see `dadplug.connect`."""
     check_seconds("timeout", timeout)
     loaded = load_site_kit(kit, rank=rank, num_nodes=num_nodes, dist_url=dist_url, backend=backend)
     if dist.is_initialized():

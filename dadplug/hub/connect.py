@@ -1,0 +1,51 @@
+"""`dadplug.connect`. Without a kit it needs nothing that only hubs need, such as the extra `hub`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..exchange import DEFAULT_TIMEOUT, rendezvous
+
+
+def connect(
+    rank: int | None = None,
+    num_nodes: int | None = None,
+    dist_url: str | None = None,
+    *,
+    kit: str | Path | None = None,
+    backend: str | None = None,
+    timeout: float = DEFAULT_TIMEOUT,
+) -> None:
+    """Join the other sites: start the default process group of torch.distributed.
+
+    Without arguments, the environment that torchrun sets is read (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), or in a
+    step of SLURM, started by srun, that of SLURM. Nothing is done if it names no other site, or if a group exists
+    already.
+
+    With a kit, this site connects to the hub that the kit names, listens at no port, and all messages of the process
+    group and of dadplug's own transports are encrypted. Number of this site and number of sites are those of the kit.
+    After an error by which a site was lost, the sites can connect again. If the environment announces several processes
+    on this machine (``torchrun --standalone``), they are one site: the first of them connects to the hub, and the
+    others exchange with it over the loopback interface.
+
+    Args:
+        rank: number of this site, from 0; site 0 hosts the rendezvous.
+        num_nodes: number of sites.
+        dist_url: the rendezvous address, ``tcp://HOST:PORT``, an address of site 0 that all sites reach.
+        kit: folder of this site's kit, in place of the three above, see ``python -m dadplug provision``.
+        backend: ``"gloo"`` (CPU, and GPUs across sites), ``"nccl"`` (GPUs in one place); chosen by device if None.
+        timeout: seconds to wait for all sites.
+
+    Raises:
+        ValueError: if an argument is out of its range or missing, or does not go with the others.
+        KitError: if the kit is incomplete or damaged, or not valid at present.
+        RefusedError: if the hub refuses this site.
+        SiteError: if a site does not come in time, two claim one rank, the port is taken, or the hub cannot be reached.
+        MismatchError: if the sites run different versions of dadplug.
+    """
+    if kit is None:
+        rendezvous.connect(rank, num_nodes, dist_url, backend=backend, timeout=timeout)
+        return
+    from .site.runtime import connect_by_kit
+
+    connect_by_kit(kit, rank, num_nodes, dist_url, backend, timeout)

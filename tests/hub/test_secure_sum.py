@@ -1,0 +1,76 @@
+"""Secure sums over a hub: sites that leave and return, sealed messages or not."""
+
+import pytest
+import torch
+from elastic_runs import ENDED, Run, presence, same_bits
+from elastic_site import batch, make_model
+from running_hub import running_hub
+from sealed_sites import sealed_hub
+from torch import nn
+
+import dadplug
+
+PRIVACY = "secure_sum=True,noise_multiplier=0,max_grad_norm=0.5,expected_batch=8"
+UNIT = 0.5 / 4096
+
+
+def clipped(parameters: list[float], slots: list[int], step: int) -> torch.Tensor:
+    """Return the mean of the sites' clipped gradients of a step, by one process."""
+    model = make_model()
+    nn.utils.vector_to_parameters(torch.tensor(parameters), model.parameters())
+    privacy = dadplug.DifferentialPrivacy(0.0, 0.5, expected_batch=8 * len(slots))
+    reduction = dadplug.GradientReduction(model, "dsgd", privacy=privacy)
+    for slot in slots:
+        inputs, targets = batch(slot, step)
+        nn.functional.cross_entropy(model(inputs), targets).backward()
+    reduction.synchronize()
+    return torch.cat([each.grad.reshape(-1) for each in model.parameters()])
+
+
+def check_sums(lines: dict[int, dict]) -> None:
+    """Check the gradients of all steps of a site against those of one process."""
+    for step, line in lines.items():
+        if step - 1 in lines:
+            wanted = clipped(lines[step - 1]["parameters"], line["present"], step)
+            off = (torch.tensor(line["gradient"]) - wanted).abs().max()
+            assert float(off) < 1.1 * UNIT / 2 / 8  # that of one site, which all of them may have
+            assert float(wanted.abs().max()) > 100 * UNIT / 16
+
+
+@pytest.mark.parametrize("hub_of", [running_hub, sealed_hub])
+def test_a_site_that_is_lost_and_returns(tmp_path, hub_of):
+    with hub_of(tmp_path / "kits" if hub_of is running_hub else tmp_path, tuple("abcd")) as hub:
+        run = Run(tmp_path, hub, min_sites=3, pause=0.02, privacy=PRIVACY)
+        run.start("abc")
+        run.start("d", leave=3, how="header")
+        run.end("d", -9)
+        run.start("d")
+        hub.await_line("d joins", ENDED)
+        run.stop()
+        run.end("abcd")
+        lines, present = run.lines("a"), presence(run.lines("a"))
+        for name in "bcd":
+            same_bits(lines, run.lines(name))
+    assert present[2] == [0, 1, 2, 3]
+    assert present[3] == [0, 1, 2]
+    assert present[max(present)] == [0, 1, 2, 3]
+    check_sums(lines)
+    (_, _, before, _), (_, _, three, sites), (_, _, after, again) = lines[max(lines)]["spent"]
+    assert (before, sites, again) == (4, 3, 4)  # the exchange in which it was lost counts, too
+    alone = list(present.values()).count([0, 1, 2])
+    assert three in (alone, alone + 1)  # and that to which it came, unknown
+    assert after == len(present) - 3 - alone
+
+
+@pytest.mark.parametrize("hub_of", [running_hub, sealed_hub])
+def test_sites_that_stay(tmp_path, hub_of):
+    """The hub adds up masked numbers where it may read them."""
+    with hub_of(tmp_path / "kits" if hub_of is running_hub else tmp_path, tuple("abcd")) as hub:
+        run = Run(tmp_path, hub, min_sites=None, steps=5, bucket_mb=100.0, privacy=PRIVACY)
+        run.start("abcd")
+        run.end("abcd")
+        for name in "bcd":
+            same_bits(run.lines("a"), run.lines(name))
+        assert len(run.lines("a")) == 5
+        check_sums(run.lines("a"))
+        assert run.lines("c")[4]["spent"] == [[0.0, 0.01, 5, 4]]

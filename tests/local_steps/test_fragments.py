@@ -1,0 +1,350 @@
+"""Fragments of a round, and headers that travel beside the next steps, held against a simulation in one process."""
+
+import time
+from pathlib import Path
+
+import pytest
+import support
+import torch
+import torch.distributed as dist
+from comparison import off_by
+from local_reference import ROWS, Site, adam, batch, build, ends_equal, local_steps, resumes, train, vector
+from running_hub import running_hub
+from torch import Tensor, nn
+
+from dadplug import LocalSGD, MismatchError, NonFiniteError
+from dadplug.local_steps.agreement import Fragment, divide
+from dadplug.local_steps.sparse_codec import SparseCode
+
+SHAPES = {"0.weight": 120, "0.bias": 20, "2.weight": 240, "2.bias": 12, "4.weight": 36, "4.bias": 3}
+FRAGMENTS = {2: [["2.weight"]], 3: [["2.weight"], ["0.weight"]]}
+"""All fragments of the model of `build` but the last one, which has all other parameters."""
+
+
+class Fragmented:
+    """All sites in one process: a fragment is sent in each part of a round, and applied some steps later.
+
+    Args:
+        count: number of sites.
+        fragments: number of fragments.
+        every: steps of a round.
+        delay: steps after which deltas are applied; None: at the next agreement.
+        lr: outer learning rate; None: 1, and by the agreement of signs with a density.
+        mu: outer momentum.
+        density: density of sparse deltas; None for dense ones.
+    """
+
+    def __init__(self, count, fragments, every, delay=None, lr=None, mu=0.0, density=None) -> None:
+        self.sites = [Site(build(), adam) for _ in range(count)]
+        self.agreed, self.momentum = self.sites[0].vector(), torch.zeros_like(self.sites[0].vector())
+        places = torch.repeat_interleave(torch.arange(6), torch.tensor([*SHAPES.values()]))
+        masks = [sum(places == [*SHAPES].index(name) for name in names).bool() for names in FRAGMENTS[fragments]]
+        self.masks = [*masks, ~sum(masks).bool()]
+        self.rows = torch.zeros(fragments, count, dtype=torch.float64)
+        self.every, self.delay, self.lr, self.mu, self.density = every, delay, lr, mu, density
+        self.memories = [torch.zeros_like(self.agreed) for _ in range(count)]
+        self.number, self.pending, self.last = 0, None, 0
+
+    def step(self, step: int, rows: tuple[int, ...]) -> None:
+        for rank, site in enumerate(self.sites):
+            if rows[rank]:
+                site.train(batch(step, rank, rows[rank]))
+        self.rows += torch.tensor(rows)
+        place, count = self.number % len(self.masks), len(self.masks)
+        if step + 1 == self.last + self.every * (place + 1) // count - self.every * place // count:
+            self.agree()
+            self.last = step + 1
+        elif self.delay is not None and step + 1 == self.last + self.delay:
+            self.apply()
+
+    def agree(self, at_once: bool = False) -> None:
+        self.apply()
+        place = self.number % len(self.masks)
+        mask, weights = self.masks[place], self.rows[place].clone()
+        deltas = [(site.vector() - site.start) * mask for site in self.sites]
+        sent = [self.coded(rank, delta, mask) if weights[rank] else 0.0 for rank, delta in enumerate(deltas)]
+        mean = sum(float(w / weights.sum()) * each for w, each in zip(weights, sent)) if weights.sum() else None
+        if mean is not None:
+            self.pending = (mask, mean, self.rate([w * each for w, each in zip(weights, sent)]))
+        self.rows[place], self.number = 0, self.number + 1
+        for site, delta in zip(self.sites, deltas):
+            begun = torch.where(mask, self.agreed + (0.0 if mean is None else delta), site.start)
+            progressed = torch.where(mask, begun, site.vector())
+            site.begin(progressed)
+            site.start = begun
+        if at_once:
+            self.apply()
+            for site in self.sites:
+                start = torch.where(mask, self.agreed, site.start)
+                site.begin(torch.where(mask, self.agreed, site.vector()))
+                site.start = start
+
+    def rate(self, sent: list) -> float:
+        if self.lr is not None or self.density is None:
+            return self.lr or 1.0
+        total, same, opposite = torch.zeros_like(self.agreed), 0, 0
+        for each in sent:
+            signs = total.sign() * torch.as_tensor(each).sign()
+            same, opposite = same + int((signs > 0).sum()), opposite + int((signs < 0).sum())
+            total += each
+        return 1 + 1.5 * max(0, same - opposite) / (same + opposite + 16)
+
+    def coded(self, rank: int, delta: Tensor, mask: Tensor) -> Tensor:
+        """Return what a site sends of a delta."""
+        if self.density is None:
+            return delta
+        sent, first = torch.zeros_like(delta), 0
+        for size in SHAPES.values():
+            own = slice(first, first + size)
+            if mask[first]:
+                code = SparseCode(size, self.density)
+                room = torch.zeros(code.nbytes, dtype=torch.uint8)
+                code.encode(delta[own].clone(), self.memories[rank][own], 0.95, room)
+                code.decode(room, sent[own], 1.0)
+            first += size
+        return sent
+
+    def apply(self) -> None:
+        if self.pending is None:
+            return
+        mask, mean, lr = self.pending
+        self.pending = None
+        self.momentum = torch.where(mask, self.mu * self.momentum + mean, self.momentum)
+        update = mean + self.mu * self.momentum if self.mu else mean
+        self.agreed = torch.where(mask, self.agreed + lr * update, self.agreed)
+        for site in self.sites:
+            start = site.start
+            site.begin(torch.where(mask, self.agreed + (site.vector() - start), site.vector()))
+            site.start = torch.where(mask, self.agreed, start)
+
+    def finish(self, step: int) -> None:
+        for _ in self.masks:
+            self.agree(at_once=True)
+        self.last = step
+
+
+CASES = [
+    {"fragments": 2, "every": 4},
+    {"fragments": 3, "every": 7, "delay": 1},
+    {"fragments": 2, "every": 6, "delay": 2, "outer_lr": 0.7, "outer_momentum": 0.9},
+    {"fragments": 3, "every": 3, "outer_lr": 1.5, "density": 0.1, "wire": "int2"},
+    {"fragments": 2, "every": 5, "delay": 1, "density": 0.05, "wire": "int2"},
+]
+
+
+def reference_of(options: dict, count: int) -> Fragmented:
+    names = {"outer_lr": "lr", "outer_momentum": "mu"}
+    return Fragmented(count, **{names.get(name, name): each for name, each in options.items() if name != "wire"})
+
+
+def equals_the_simulation(cases: list[dict]) -> None:
+    site, count = dist.get_rank(), dist.get_world_size()
+    rows = ROWS[:count]
+    for options in cases:
+        reference = reference_of(options, count)
+        local = local_steps(site, **options)
+        for step in range(17):
+            reference.step(step, rows)
+            train(local, [step], site, rows[site])
+            assert off_by(vector(local.model), reference.sites[site].vector()) < 1e-12, (options, step)
+        local.finish()
+        reference.finish(17)
+        for step in range(17, 24):  # training goes on
+            assert off_by(vector(local.model), reference.sites[site].vector()) < 1e-12, (options, step)
+            reference.step(step, rows)
+            train(local, [step], site, rows[site])
+        ends_equal(local)
+
+
+def test_parameters_are_those_of_a_simulation_in_one_process(sites):
+    sites(2).run(equals_the_simulation, CASES)
+    sites(3).run(equals_the_simulation, CASES[1:4:2])
+
+
+def test_parameters_are_those_of_a_simulation_over_a_hub(tmp_path):
+    names = ("a", "b")
+    with (
+        running_hub(tmp_path / "kits", sites=names) as hub,
+        support.Sites(2, kits=[hub.kits / name for name in names]) as group,
+    ):
+        group.run(equals_the_simulation, CASES[1:4:2])
+
+
+def a_site_that_runs_out_of_batches_takes_part_without_weight() -> None:
+    """Site 0 has 13 batches, site 1 has 6: nothing of either is lost."""
+    site = dist.get_rank()
+    for options in CASES[:2]:
+        reference = reference_of(options, 2)
+        for step in range(13):
+            reference.step(step, (8, 5 if step < 6 else 0))
+        reference.finish(13)
+        local = local_steps(0, **options)
+        train(local, range((13, 6)[site]), site, ROWS[site])
+        local.finish()
+        assert off_by(vector(local.model), reference.sites[site].vector()) < 1e-12, options
+        assert local.steps == 13
+        ends_equal(local)
+
+
+# Headers
+
+
+def no_step_waits_for_a_site_that_is_late(folder: Path, options: dict, passed: int) -> None:
+    """Site 1 takes its step of an agreement when site 0 is some steps further."""
+    site, file = dist.get_rank(), folder / "passed"
+    local = local_steps(0, timeout=20.0, **options)
+    train(local, range(8), site)  # the first round lays out the payloads
+    dist.barrier()
+    if site == 1:
+        train(local, range(8, 11), site)
+        deadline = time.monotonic() + 20
+        while not file.exists():
+            assert time.monotonic() < deadline, "site 0 waits"
+            time.sleep(0.01)
+        train(local, range(11, 20), site)
+    else:
+        train(local, range(8, 12 + passed), site)
+        file.touch()
+        train(local, range(12 + passed, 20), site)
+    ends_equal(local)
+
+
+@pytest.mark.parametrize(("options", "passed"), [({"delay": 3}, 2), ({"fragments": 2}, 1)])
+def test_no_step_waits_for_a_site_that_is_late(sites, tmp_path, options, passed):
+    sites(2).run(no_step_waits_for_a_site_that_is_late, tmp_path, {"every": 4, **options}, passed)
+
+
+def a_round_with_nan_is_discarded_on_all_sites_at_one_step() -> None:
+    site = dist.get_rank()
+    for options in ({"every": 4, "delay": 2}, {"every": 8, "fragments": 2, "density": 0.1, "wire": "int2"}):
+        local = local_steps(0, dtype=torch.float32, **options)
+        train(local, range(11), site)
+        if site == 1:
+            with torch.no_grad():
+                for parameter in local.model.parameters():
+                    parameter.fill_(float("nan"))
+        train(local, range(11, 13), site)
+        with pytest.raises(NonFiniteError, match=r"at step 12 parameter '.*' holds NaN or Inf at site 1 \("):
+            train(local, range(13, 16), site)
+        assert local.steps == (14 if "delay" in options else 16)
+        assert local.first_difference() is None
+        assert all(bool(each.isfinite().all()) for each in local.model.parameters())
+        local.optimizer.state.clear()
+        train(local, range(16, 30), site)
+        assert all(bool(each.isfinite().all()) for each in local.model.parameters())
+        ends_equal(local)
+
+
+def sites_at_different_steps_are_an_error() -> None:
+    site = dist.get_rank()
+    local = local_steps(0, every=4, delay=2)
+    train(local, range(4), site)
+    if site == 1:
+        local._next += 1
+    with pytest.raises(MismatchError, match=r"agree at different steps, site 0 \(.*\) at 8 and site 1 \(.*\) at 9"):
+        train(local, range(4, 13), site)
+    local.detach()
+
+
+# Changes of the model, buffers, checkpoints
+
+
+def parameters_are_frozen_freed_and_added() -> None:
+    site = dist.get_rank()
+    local = local_steps(0, every=4, fragments=2)
+    frozen = local.model[0].weight
+    train(local, range(5), site)
+    frozen.requires_grad_(False)
+    train(local, range(5, 16), site)
+    assert "0.weight" not in local._agreement.agreed.values
+    torch.manual_seed(5)
+    local.model.append(nn.Linear(3, 3, dtype=torch.float64))
+    local.optimizer.add_param_group({"params": [*local.model[5].parameters()]})
+    frozen.requires_grad_(True)
+    train(local, range(16, 27), site)
+    names = [name for fragment in local._agreement._fragments for name in fragment.names]
+    assert sorted(names) == sorted(name for name, _ in local.model.named_parameters())
+    ends_equal(local)
+
+
+def statistics_are_means_at_each_agreement() -> None:
+    site = dist.get_rank()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 10), nn.BatchNorm1d(10), nn.Linear(10, 3)).double()
+    local = LocalSGD(model, adam(model.parameters()), every=4, fragments=2)
+    for first in range(0, 12, 2):
+        train(local, range(first, first + 2), site, ROWS[site])
+        assert local.gather_objects(model[1].running_mean)[1 - site].equal(model[1].running_mean)
+    ends_equal(local)
+
+
+def ends_on_equal_bits_in_every_type() -> None:
+    site = dist.get_rank()
+    for dtype in (torch.bfloat16, torch.float32):
+        for options in ({"delay": 1}, {"rank": 2, "wire": "int8"}, {"wire": "bf16", "outer_momentum": 0.5}):
+            local = local_steps(site, dtype=dtype, every=4, fragments=2, **options)
+            start = vector(local.model)
+            train(local, range(9), site)
+            assert local.first_difference() is not None
+            local.finish()
+            assert not torch.equal(vector(local.model), start)
+            ends_equal(local)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        a_site_that_runs_out_of_batches_takes_part_without_weight,
+        a_round_with_nan_is_discarded_on_all_sites_at_one_step,
+        sites_at_different_steps_are_an_error,
+        parameters_are_frozen_freed_and_added,
+        statistics_are_means_at_each_agreement,
+        ends_on_equal_bits_in_every_type,
+    ],
+)
+def test_two_sites(sites, program):
+    sites(2).run(program)
+
+
+@pytest.mark.parametrize("stop", [5, 6, 8])
+def test_a_run_resumes_on_the_same_curve_to_the_bit(sites, stop):
+    sites(2).run(resumes, {"fragments": 2, "delay": 1, "density": 0.1, "wire": "int2"}, stop)
+    sites(2).run(resumes, {"fragments": 2, "rank": 2, "wire": "int8", "outer_momentum": 0.5}, stop)
+
+
+# Without other sites
+
+
+def test_fragments_have_about_as_many_numbers_and_keep_their_parameters():
+    sizes = {"a": 10, "b": 400, "c": 120, "d": 130, "e": 100}
+    values = {name: torch.zeros(size) for name, size in sizes.items()}
+    fragments = [Fragment(None) for _ in range(2)]
+    divide(fragments, values)
+    assert [each.names for each in fragments] == [["b"], ["a", "c", "d", "e"]]
+    del values["c"]
+    divide(fragments, values | {"f": torch.zeros(5)})
+    assert [each.names for each in fragments] == [["b"], ["a", "d", "e", "f"]]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"every": 4, "fragments": 0}, "fragments must be a whole number of at least 1"),
+        ({"every": 4, "fragments": 2, "overlap": False}, "fragments=2 are sent while steps go on"),
+        ({"every": 2, "fragments": 3}, "a round of 2 steps cannot be divided into fragments=3"),
+        ({"every": 8, "fragments": 7}, "fragments=7 of a model with 6 trained parameters"),
+        ({"every": 8, "fragments": 2, "min_sites": 1}, "fragments=2 does not go with min_sites"),
+    ],
+)
+def test_wrong_options_are_errors(options, message):
+    with pytest.raises(ValueError, match=message):
+        local_steps(0, **options)
+
+
+def test_a_checkpoint_of_another_number_of_fragments_is_refused():
+    local, other = local_steps(0, every=4, fragments=2), local_steps(0, every=4, fragments=3)
+    train(local, range(3), 0)
+    with pytest.raises(ValueError, match="is of a run with fragments=2, and this one has fragments=3"):
+        other.load_state_dict(local.state_dict())
+    local.detach()
+    other.detach()
