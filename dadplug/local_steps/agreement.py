@@ -386,6 +386,10 @@ class Agreement:
             send()
         return in_transit
 
+    def postpones(self) -> bool:
+        """Return whether a due agreement waits, while local steps go on, since nothing can be exchanged at present."""
+        return False
+
     def end_step(self, step: int) -> None:
         """Apply the round that is in transit if it is due at this step; what was done since it was sent is kept.
 

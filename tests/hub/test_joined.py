@@ -525,6 +525,40 @@ def test_a_site_is_told_of_those_that_have_joined_before_it_in_the_same_round(tm
         assert c.action(Close).contributors == (0, 1, 2)
 
 
+def joiner(hub: RunningHub, name: str) -> TestSite:
+    """Return a site that waits to join, as a process that has been started again."""
+    site = TestSite(hub.kit(name), hub.address)
+    site.control(Requirements(1, 60_000))
+    return site
+
+
+def test_the_state_for_an_earlier_process_of_a_joiner_does_not_reach_the_next_one(tmp_path):
+    """The donor is held up while it sends; the joiner is started again meanwhile, and joins in the same round."""
+    with running_hub(tmp_path / "kits", ("a", "b", "c")) as hub:
+        a, b, c = together(hub, "abc")
+        for site in (a, b, c):
+            site.control(Requirements(1, 60_000))
+        b.leave("it is away")
+        for site in (a, c):
+            site.send(Kind.END, exchange=RoundKind.FIRST)
+        a.action(Close)
+        tries = [joiner(hub, "b")]
+        until(lambda: hub.hub.relay.sessions["training", 1].ready)
+        a.send(Kind.END, step=2, exchange=RoundKind.FIRST)  # c holds the round up
+        requests = [a.action(SendState)]
+        a.send(Kind.STATE, b"before", slot=1, step=2, tag=requests[0].number)
+        assert tries[0].take(Kind.STATE).body == b"before"
+        for _ in range(2):
+            tries[-1].leave("it was killed")
+            a.action(Drop)
+            tries.append(joiner(hub, "b"))
+            requests.append(a.action(SendState))
+        assert [(each.donor, each.joiner) for each in requests] == [(0, 1), (2, 1), (0, 1)]
+        a.send(Kind.STATE, b"for the first", slot=1, step=2, offset=6, tag=requests[0].number)
+        a.send(Kind.STATE, b"for the third", slot=1, step=2, tag=requests[2].number)
+        assert tries[-1].take(Kind.STATE).body == b"for the third"
+
+
 # A second process of a site, whose first one may be dead without the hub knowing
 
 
@@ -548,6 +582,7 @@ def test_it_waits_until_the_first_one_is_silent_for_long_enough():
     with pytest.raises(TryAgainError, match=reason):
         dials(relay, "a", 9, 1.0)
     relay.sessions["training", 0].heard = 1.2  # what it had sent before
+    relay.sessions["training", 1].heard = 5.2  # otherwise no site could be heard
     relay.tick(3.0)
     with pytest.raises(TryAgainError):
         dials(relay, "a", 9, 3.0)
@@ -575,7 +610,7 @@ def test_a_site_of_another_version_cannot_join():
 
 
 def test_a_lost_connection_is_awaited_for_longer_while_one_is_in_its_handshake():
-    relay = relay_of("a", "b")
+    relay = relay_of("a", "b", "c")
     relay.run.require(Requirements(1, 4000))
     relay.sessions["training", 1].lose("cut", 1.0)
     relay.tick(1.19)

@@ -152,7 +152,7 @@ def test_a_hub_that_ends_tells_its_sites(tmp_path):
 
 
 def test_a_hub_that_stays_away_is_given_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(connection_module, "REDIAL_SECONDS", 0.5)
+    monkeypatch.setattr(connection_module, "HUB_TIMEOUT", 0.5)
     with (
         running_hub(tmp_path / "kits") as hub,
         CuttingRelay(hub.address) as relay,

@@ -8,6 +8,9 @@ until the other sites of the last one have left. A hub therefore serves any numb
 **Elastic runs.** The sites may require less, once a run has started; it then ends with the last site that leaves. Sites
 that connect meanwhile wait until a site has ended a round that admits others, and join in this round.
 
+**Outages.** Where no site at all can be heard, the fault may be the hub's own connection, and no site is given up. Once
+one is heard again, the others have the time to come back that sites need after such an outage, see `Outage`.
+
 A site that is dropped is told so by a `Drop` of its own slot, the last frame that it gets. When the hub ends, all sites
 are told in this way.
 """
@@ -19,6 +22,7 @@ from typing import Any
 
 from ...errors import FrameError, RefusedError, TryAgainError
 from ...exchange.transport import Requirements
+from ...logs import span
 from ..secure.epochs import answers
 from ..wire.messages import (
     Accept,
@@ -37,6 +41,8 @@ from ..wire.messages import (
     Pause,
     Report,
     Resume,
+    SendState,
+    SendStateBefore8,
     Skip,
     Spent,
     Start,
@@ -44,6 +50,7 @@ from ..wire.messages import (
     pack_control,
     read_control,
 )
+from ..wire.redialing import return_seconds
 from ..wire.streams import HUB_SLOT, SendQueue
 from .journal import Journal
 from .recovery import Recovery
@@ -57,7 +64,56 @@ _COPY = "copy the newest roster.json into"
 _STEPS_AHEAD = 1000  # that a site may have ended while others have not ended the open one
 
 
+_UNHEARD_SECONDS = 3.0  # without a byte, after which a site cannot be heard; sites send one every second
+_NUMBERS_STATES = 8  # version of the protocol from which on frames of states have a number
+_APART_SECONDS = 1.5  # between the last bytes of two sites whose links were cut together, at most
+
 _ALIVE_SECONDS = 0.5  # after a second process has connected; what the first one has sent before may arrive until then
+
+
+class Outage:
+    """Outage in which no site can be heard.
+
+    Attributes:
+        since: time at which a site was heard last; None while one can be heard.
+    """
+
+    def __init__(self) -> None:
+        self.since: float | None = None
+
+    def state(self, now: float) -> str:
+        """Return for how long no site has been heard, in words; empty while one can be heard."""
+        if self.since is None:
+            return ""
+        return f"no site has been heard for {span(now - self.since)}: the connection of this hub may be lost"
+
+    def observe(self, sessions: Sequence[Session], site_timeout: float, now: float) -> tuple[str, float]:
+        """Find out whether an outage begins or ends.
+
+        Args:
+            sessions: all sessions.
+            site_timeout: seconds of silence after which a site counts as lost.
+            now: the time, in seconds.
+
+        Returns:
+            Text for the journal, empty if nothing has changed; and the seconds that sites have to come back at the end
+            of an outage, else 0.
+        """
+        silence = min(_UNHEARD_SECONDS, site_timeout)
+        heard = any(each.stream is not None and now < each.heard + silence for each in sessions)
+        if heard or not sessions:
+            since, self.since = self.since, None
+            if since is None or not heard:
+                return "", 0.0
+            wait = return_seconds(now - since)
+            return (
+                f"sites can be heard again, after {span(now - since)}: the others have {span(wait)} to come back",
+                wait,
+            )
+        if self.since is not None:
+            return "", 0.0
+        self.since = max(each.heard for each in sessions)
+        return "no site can be heard: the connection of this hub may be lost; it waits for all sites", 0.0
 
 
 class Relay:
@@ -80,6 +136,7 @@ class Relay:
         sessions: sessions by channel and slot.
         run: the run that goes on, or starts next, of the first sites of the roster.
         crowded: whether some frames may not be read, since queues are full.
+        outage: outage in which no site can be heard.
         status: the hub's status as of its last report, which sites may ask for.
         spent: what training has cost the records of sites, by slot, as they have last said.
     """
@@ -101,6 +158,7 @@ class Relay:
         self.sessions: dict[tuple[str, int], Session] = {}
         self.run = Run(names, site_timeout, life, now, journal)
         self.crowded = False
+        self.outage = Outage()
         self.status: dict[str, Any] = {}
         self.spent: dict[int, Spent] = {}
         self._site_timeout, self._grace, self._streams = site_timeout, grace, streams
@@ -242,6 +300,7 @@ class Relay:
 
     def tick(self, now: float, dials: bool = False) -> None:
         """Let time pass, while a connection is in its handshake (`dials`) or none is."""
+        self._observe_outage(now)
         for session in list(self.sessions.values()):
             try:
                 self._tick_session(session, now, dials)
@@ -252,18 +311,47 @@ class Relay:
         self._recover(now)
         self._act(self.run.membership.tick(now), now)
 
+    def _observe_outage(self, now: float) -> None:
+        sessions = list(self.sessions.values())
+        for session in sessions:
+            if session.stream is not None and not self.readable(session):
+                session.heard = now
+        text, wait = self.outage.observe(sessions, self.run.rules.site_timeout, now)
+        if text:
+            self.journal.write(text, "warning")
+        for session in sessions if wait else ():
+            session.excused = now + wait
+
+    def silent(self, now: float) -> list[Session]:
+        """Return the sessions whose connections are of no use any more, in an outage in which no site is given up."""
+        if self.outage.since is None:
+            return []
+        silence = self.run.rules.site_timeout
+        return [each for each in self.sessions.values() if each.stream is not None and now >= each.heard + silence]
+
     def _tick_session(self, session: Session, now: float, dials: bool) -> None:
+        if session.queue.acknowledged != session.reached:
+            session.reached = session.queue.acknowledged
+            if session.channel == "training" and not session.waits:
+                self.run.membership.receive(session.slot, now)
+        if self.outage.since is not None or now < session.excused:
+            session.tick(now)
+            return
         if session.stream is None:
             since, reason = session.lost
             grace = self.run.grace(self._grace, dials)
             if now >= since + grace:
                 text = f"its connection was lost ({reason}), and it has not reconnected within {grace:g} s"
                 self._lose(session, text, now)
-        elif not self.readable(session):
-            session.heard = now
-        elif now >= session.heard + self.run.rules.site_timeout:
+        elif self.readable(session) and self._is_silent(session, now):
             self._lose(session, f"silent for {self.run.rules.site_timeout:g} s", now)
         session.tick(now)
+
+    def _is_silent(self, session: Session, now: float) -> bool:
+        """Return whether nothing has arrived from a site for too long, while another one could be heard."""
+        timeout = self.run.rules.site_timeout
+        since = session.heard + min(_APART_SECONDS, timeout / 2)
+        return now >= session.heard + timeout and any(each.heard >= since for each in self.sessions.values())
 
     def readable(self, session: Session) -> bool:
         """Return whether frames of a site may be read: there is room in all queues that they go to."""
@@ -298,6 +386,19 @@ class Relay:
         """
         for session in list(self.sessions.values()):
             self._end(session, reason, now)
+
+    def part(self, reason: str) -> bool:
+        """Tell sites that they wait for another hub, if their run goes on without a site that leaves.
+
+        Args:
+            reason: the reason.
+
+        Returns:
+            Whether they do.
+        """
+        if self.run.may_grow:
+            self._announce(Pause((), f"{reason}; waiting for it to be started again"))
+        return self.run.may_grow
 
     def _of(self, channel: str) -> list[Session]:
         """Return the sessions of a channel."""
@@ -456,9 +557,11 @@ class Relay:
             self._act(self.run.membership.dial(session.slot, now), now)
 
     def _pass_state(self, session: Session, head: Head, body: memoryview, now: float) -> None:
-        """Pass a part of a site's state on to one that joins."""
+        """Pass a part of a site's state on to one that joins, unless another process of that one was to get it."""
         receiver = self.sessions.get(("training", head.slot))
-        if receiver is not None and not receiver.waits:
+        if receiver is None or receiver.waits:
+            return
+        if session.version < _NUMBERS_STATES or head.tag in receiver.requests:
             self.run.membership.get_on(head.slot, now)
             receiver.send(b"".join((head._replace(slot=session.slot).pack(), body)))
 
@@ -536,6 +639,9 @@ class Relay:
                 continue
             if isinstance(action, Drop):
                 self._end_training(action, now)
+            if isinstance(action, SendState):
+                self._ask_for_state(action)
+                continue
             # Where all sites have to stay, none waits for the end of a step.
             self._announce(action, soon=isinstance(action, Close) and not run.elastic)
             if isinstance(action, Join):
@@ -551,6 +657,15 @@ class Relay:
             self._end_ahead(now)
         if self.run.ending and not self._training():
             self._begin_run(now)
+
+    def _ask_for_state(self, request: SendState) -> None:
+        """Announce which member is to send its state to a site that joins."""
+        joiner = self.sessions["training", request.joiner]
+        joiner.requests.add(request.number)
+        self.journal.write(f"{self.roster[request.donor]} is asked for its state, for {joiner.name}")
+        before = SendStateBefore8(request.donor, request.joiner, request.step)
+        for session in self._training():
+            session.send(pack_control(request if session.version >= _NUMBERS_STATES else before, 0))
 
     def _end_ahead(self, now: float) -> None:
         """Take the ENDs of the step that has been opened, from sites that have sent theirs before."""
