@@ -144,6 +144,11 @@ class Recovery:
     def _elastic(self) -> bool:
         return any(each.min_sites for each in self._reports.values())
 
+    @property
+    def may_be_elastic(self) -> bool:
+        """Whether the run goes on without a site that leaves, as far as it is known."""
+        return self._elastic or not self._reports
+
     def _missing(self) -> list[int]:
         """Return the slots of sites that take part, and have not reported; not those that have started again."""
         there = {each.slot for each in self._reports}

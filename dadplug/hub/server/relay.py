@@ -396,9 +396,12 @@ class Relay:
         Returns:
             Whether they do.
         """
-        if self.run.may_grow:
-            self._announce(Pause((), f"{reason}; waiting for it to be started again"))
-        return self.run.may_grow
+        if not (self.run.may_grow or (self._recovery is not None and self._recovery.may_be_elastic)):
+            return False
+        pause = pack_control(Pause((), f"{reason}; waiting for it to be started again"), 0)
+        for session in self._of("training"):
+            session.send(pause)
+        return True
 
     def _of(self, channel: str) -> list[Session]:
         """Return the sessions of a channel."""

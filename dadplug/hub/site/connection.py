@@ -396,7 +396,7 @@ class HubConnection(ABC):
             events = select.POLLIN | select.POLLOUT * (self._frames.blocked and not held)
             self._frames.expect(nbytes)
         if connection is None:
-            time.sleep(0.005)
+            time.sleep(min(_POLL_SECONDS, max(0.005, 0.01 * (time.monotonic() - self._lost_at))))
             return
         poll = select.poll()
         with suppress(OSError, ValueError):  # closed meanwhile
