@@ -26,12 +26,14 @@ class MortalHub:
     Args:
         folder: folder for its kits and its journal.
         names: names of the sites.
+        entries: further entries of the project.
     """
 
-    def __init__(self, folder: Path, names: str) -> None:
+    def __init__(self, folder: Path, names: str, **entries: object) -> None:
         folder.mkdir(exist_ok=True)
         address, self.kits, self.journal = f"127.0.0.1:{free_port()}", folder / "kits", folder / "journal"
-        hub_kits.make(self.kits, hub=address, hub_names=[], sites=list(names), hub_at=names[0])
+        project = {"hub": address, "hub_names": [], "sites": list(names), "hub_at": names[0]}
+        hub_kits.make(self.kits, **(project | entries))
 
     def start(self, point: str = "never", count: int = 0) -> forkserver.Program:
         """Start it; arguments are those of `mortal_hub`."""

@@ -17,13 +17,14 @@ from cutting_relay import CuttingRelay, goes_by_way_of
 from elastic_runs import ENDED, MortalHub, Run, presence, same_bits
 from hub_sites import open_link, together, transports
 from running_hub import RunningHub, running_hub, until
+from sealed_sites import make_kits
 from support import free_port
 
 from dadplug.hub.server.status import Meter, snapshot
 from dadplug.hub.site import connection
 from dadplug.hub.site.link import HubLink
 
-STEPS = 40
+SEALED = {"sealed": True, "hub_at": None}
 
 
 def uninterrupted(folder: Path, names: str, steps: int, **settings: object) -> dict[int, dict]:
@@ -49,9 +50,10 @@ def no_step_is_lost(run: Run, folder: Path, names: str, **settings: object) -> N
 # A hub that is away, in the end with another process
 
 
-def test_a_hub_that_is_away_for_longer_than_all_timeouts_costs_no_step(tmp_path):
+@pytest.mark.parametrize("entries", [{}, SEALED], ids=["plain", "sealed"])
+def test_a_hub_that_is_away_for_longer_than_all_timeouts_costs_no_step(tmp_path, entries):
     """The hub is away for longer than a site waits for it where all have to stay, and than the timeout of a wait."""
-    hub = MortalHub(tmp_path / "run", "abc")
+    hub = MortalHub(tmp_path / "run", "abc", **entries)
     hub.start()
     run = Run(tmp_path / "run", hub, mode="rankdad", min_sites=2, site_timeout=3.0, timeout=4.0, gives_up=2.0)
     run.start("abc")
@@ -114,9 +116,13 @@ def test_the_end_of_the_wait_for_a_hub_is_an_error(tmp_path, stated):
 
 
 @contextmanager
-def relayed(folder: Path, names: str, **settings: object) -> Iterator[tuple[RunningHub, list[CuttingRelay]]]:
+def relayed(
+    folder: Path, names: str, sealed: bool = False, **settings: object
+) -> Iterator[tuple[RunningHub, list[CuttingRelay]]]:
     """Run a hub that each site reaches by a relay of its own."""
     with ExitStack() as opened:
+        if sealed:
+            make_kits(folder / "kits", names)
         hub = opened.enter_context(running_hub(folder / "kits", tuple(names), **settings))
         relays = [opened.enter_context(CuttingRelay(hub.address)) for _ in names]
         for name, relay in zip(names, relays, strict=True):
@@ -124,13 +130,15 @@ def relayed(folder: Path, names: str, **settings: object) -> Iterator[tuple[Runn
         yield hub, relays
 
 
-@pytest.mark.parametrize("how", ["hold", "reset"])
-@pytest.mark.parametrize("min_sites", [1, None])
-def test_a_cut_of_every_link_costs_no_step(tmp_path, how, min_sites):
+@pytest.mark.parametrize(
+    ("how", "min_sites", "sealed"),
+    [("hold", 1, False), ("reset", 1, False), ("hold", None, False), ("reset", None, False), ("hold", 1, True)],
+)
+def test_a_cut_of_every_link_costs_no_step(tmp_path, how, min_sites, sealed):
     """All links are cut for much longer than a site may be silent; they are dead, or end, and nothing else happens."""
     folder = tmp_path / "run"
     folder.mkdir()
-    with relayed(folder, "abc", site_timeout=2.0) as (hub, relays):
+    with relayed(folder, "abc", sealed, site_timeout=2.0) as (hub, relays):
         run = Run(folder, hub, mode="rankdad", min_sites=min_sites, site_timeout=2.0, timeout=100.0)
         run.start("abc")
         run.await_step("a", 3)
