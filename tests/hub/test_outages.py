@@ -104,9 +104,9 @@ def test_the_end_of_the_wait_for_a_hub_is_an_error(tmp_path, stated):
         for name in "ab":
             with (hub.kits / name / "policy.toml").open("a") as policy:
                 policy.write("hub_timeout = 2\n")
-    given = {"hub_timeout": 2.0} if stated == "option" else {"hub_timeout": 1000.0}
-    run = Run(tmp_path / "run", hub, **given)
-    run.start("ab")
+    run = Run(tmp_path / "run", hub)
+    for name, seconds in {"a": 3.0, "b": 2.0}.items():  # they may differ
+        run.start(name, hub_timeout=seconds if stated == "option" else 1000.0)
     run.await_step("a", 3)
     hub.process.kill()
     assert "cannot be reached for 2 s" in run.end("ab", 1)
