@@ -16,7 +16,8 @@ import pytest
 from cutting_relay import CuttingRelay, goes_by_way_of
 from elastic_runs import ENDED, MortalHub, Run, presence, same_bits
 from hub_sites import open_link, together, transports
-from running_hub import RunningHub, running_hub, until
+from running_hub import RunningHub, TestSite, exchange, running_hub, until
+from running_hub import together as sites_of
 from sealed_sites import make_kits
 from support import free_port
 
@@ -161,6 +162,24 @@ def test_a_cut_of_every_link_costs_no_step(tmp_path, how, min_sites, sealed):
         run.end("abc")
         assert not any("has left: silent" in line or "it has not reconnected" in line for line in hub.log), run.state()
     no_step_is_lost(run, tmp_path / "reference", "abc", mode="rankdad")
+
+
+def test_a_check_of_the_way_to_the_hub_ends_no_outage(tmp_path):
+    """It may come from the machine of the hub; a site that is heard ends it, and the others are awaited."""
+    with running_hub(tmp_path / "kits", site_timeout=2.0) as hub:
+        a, b = sites_of(hub)
+        hub.await_line("no site can be heard")
+        check = TestSite(hub.kit("a"), hub.address, "check")
+        until(lambda: sum("(training) lost: nothing has arrived for 2 s" in line for line in hub.log) == 2)
+        for _ in range(10):
+            check.ping()
+            time.sleep(0.05)
+        assert not any("sites can be heard again" in line for line in hub.log)
+        a.dial()
+        hub.await_line("sites can be heard again")
+        time.sleep(0.5)
+        b.dial()
+        exchange(a, b)
 
 
 def test_a_site_that_does_not_come_back_from_a_cut_of_every_link_is_lost(tmp_path):

@@ -312,7 +312,7 @@ class Relay:
         self._act(self.run.membership.tick(now), now)
 
     def _observe_outage(self, now: float) -> None:
-        sessions = list(self.sessions.values())
+        sessions = [each for each in self.sessions.values() if each.channel != "check"]  # which may be of this machine
         for session in sessions:
             if session.stream is not None and not self.readable(session):
                 session.heard = now
