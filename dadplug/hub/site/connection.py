@@ -219,7 +219,7 @@ class HubConnection(ABC):
         """Reason why nothing arrives from the hub; empty if it does."""
         if self.outage:
             return f"{self.hub} cannot be reached: {self.outage}"
-        silent = self.silent_seconds
+        silent = time.monotonic() - self._heard
         return f"{self.hub} has been silent for {silent:.1f} s" if silent > _SHORTEST_SILENCE else ""
 
     @property
@@ -229,8 +229,9 @@ class HubConnection(ABC):
 
     @property
     def silent_seconds(self) -> float:
-        """Seconds since something has arrived from the hub, to within about a second."""
-        return time.monotonic() - self._heard
+        """Seconds since this machine has got something from the hub, read or not; 0 where the system does not tell."""
+        with self.lock:
+            return 0.0 if self._connection is None else self._connection.silent_seconds
 
     @property
     def hub_timeout(self) -> float:
@@ -553,8 +554,7 @@ class HubConnection(ABC):
                     self._troubles.remind()
                     self.tick()
                     self._frames.ping()
-                    self.transfer()  # also what arrives while no thread waits: it shows whether the hub is there
-                    self._end_silence()
+                    self._flush_or_disconnect()
             if ready.get(connection.fileno(), 0) & select.POLLIN:
                 time.sleep(self.batch_seconds)
 

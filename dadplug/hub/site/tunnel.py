@@ -242,6 +242,9 @@ class Tunnel(HubConnection):
             for stream in list(self._streams.values()):
                 self._remove(stream)
 
+    def tick(self) -> None:
+        self._end_silence()
+
     def expects(self) -> int:
         return _MOST_KEPT  # always: no other thread reads
 
