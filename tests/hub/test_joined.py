@@ -36,6 +36,8 @@ from dadplug.hub.wire.messages import (
     Position,
     RoundKind,
     SendState,
+    SendStateBefore8,
+    Start,
     Welcome,
 )
 from dadplug.parameter_server.service import SequencerHost
@@ -557,6 +559,23 @@ def test_the_state_for_an_earlier_process_of_a_joiner_does_not_reach_the_next_on
         a.send(Kind.STATE, b"for the first", slot=1, step=2, offset=6, tag=requests[0].number)
         a.send(Kind.STATE, b"for the third", slot=1, step=2, tag=requests[2].number)
         assert tries[-1].take(Kind.STATE).body == b"for the third"
+
+
+def test_sites_of_the_version_before_get_requests_for_states_without_numbers(tmp_path):
+    with running_hub(tmp_path / "kits", ("a", "b")) as hub:
+        a, b = (TestSite(hub.kit(name), hub.address, version=7) for name in "ab")
+        for site in (a, b):
+            site.control(Requirements(1, 60_000))
+        a.action(Start)
+        b.leave("it is away")
+        a.action(Drop)
+        b = TestSite(hub.kit("b"), hub.address, version=7)
+        b.control(Requirements(1, 60_000))
+        until(lambda: hub.hub.relay.sessions["training", 1].ready)
+        a.send(Kind.END, exchange=RoundKind.FIRST)
+        assert a.action(SendState, SendStateBefore8) == SendStateBefore8(0, 1, 0)
+        a.send(Kind.STATE, b"a state", slot=1)
+        assert b.take(Kind.STATE).body == b"a state"
 
 
 # A second process of a site, whose first one may be dead without the hub knowing
