@@ -313,6 +313,7 @@ class Hub:
     def _tick(self, now: float) -> None:
         if self._stopped is None:
             self.relay.tick(now, self.acceptor.dials)
+            self._service.hold(self.relay.awaits_all(now))
             for session in self.relay.silent(now):
                 self._lose(session, f"nothing has arrived for {now - session.heard:.0f} s", now)
         self.acceptor.tick(now)

@@ -322,6 +322,11 @@ class Relay:
         for session in sessions if wait else ():
             session.excused = now + wait
 
+    def awaits_all(self, now: float) -> bool:
+        """Return whether no site can be heard, or some have not come back since then."""
+        back = any(each.stream is None and now < each.excused for each in self.sessions.values())
+        return back or self.outage.since is not None
+
     def silent(self, now: float) -> list[Session]:
         """Return the sessions whose connections are of no use any more, in an outage in which no site is given up."""
         if self.outage.since is None:
