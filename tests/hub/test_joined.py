@@ -19,6 +19,7 @@ from dadplug import GradientReduction, SiteError
 from dadplug.errors import KitError, RefusedError, TryAgainError
 from dadplug.exchange.transport import Requirements
 from dadplug.hub.server.journal import Journal
+from dadplug.hub.server.membership import Phase
 from dadplug.hub.server.relay import Relay
 from dadplug.hub.server.session import Session
 from dadplug.hub.server.streams import HubStreams
@@ -35,6 +36,7 @@ from dadplug.hub.wire.messages import (
     Kind,
     Position,
     RoundKind,
+    Rules,
     SendState,
     SendStateBefore8,
     Start,
@@ -640,3 +642,24 @@ def test_a_lost_connection_is_awaited_for_longer_while_one_is_in_its_handshake()
     relay.sessions["training", 0].lose("cut", 2.0)
     relay.tick(2.21)
     assert ("training", 0) not in relay.sessions
+
+
+def test_no_site_is_dropped_in_a_long_outage_since_it_does_not_get_on():
+    """One site has ended the step, and the END of the other one is lost with its connection."""
+    relay = relay_of("a", "b")
+    relay.run.require(Requirements(2, 4000))
+    relay._act(relay.run.membership.end(0, 1, 1.0), 1.0)
+    for session in relay.sessions.values():
+        session.heard = 1.0
+    for now in (2.0, 4.5, 9.0, 400.0):
+        relay.tick(now)
+    for session in relay.sessions.values():
+        session.heard = 401.0
+    for now in (401.0, 402.0):
+        relay.tick(now)
+    assert len(relay.sessions) == 2
+    assert relay.run.membership.phase(1) is Phase.MEMBER
+    relay.sessions["training", 0].heard = 402.0 + Rules.progress_timeout
+    relay.sessions["training", 1].heard = 402.0 + Rules.progress_timeout
+    relay.tick(402.0 + Rules.progress_timeout)
+    assert relay.run.membership.phase(1) is Phase.ABSENT

@@ -22,7 +22,6 @@ from typing import Any
 
 from ...errors import FrameError, RefusedError, TryAgainError
 from ...exchange.transport import Requirements
-from ...logs import span
 from ..secure.epochs import answers
 from ..wire.messages import (
     Accept,
@@ -50,9 +49,9 @@ from ..wire.messages import (
     pack_control,
     read_control,
 )
-from ..wire.redialing import return_seconds
 from ..wire.streams import HUB_SLOT, SendQueue
 from .journal import Journal
+from .outage import Outage
 from .recovery import Recovery
 from .run import Run
 from .session import FULL_BYTES, Received, Session, check_hello
@@ -64,56 +63,10 @@ _COPY = "copy the newest roster.json into"
 _STEPS_AHEAD = 1000  # that a site may have ended while others have not ended the open one
 
 
-_UNHEARD_SECONDS = 3.0  # without a byte, after which a site cannot be heard; sites send one every second
 _NUMBERS_STATES = 8  # version of the protocol from which on frames of states have a number
 _APART_SECONDS = 1.5  # between the last bytes of two sites whose links were cut together, at most
 
 _ALIVE_SECONDS = 0.5  # after a second process has connected; what the first one has sent before may arrive until then
-
-
-class Outage:
-    """Outage in which no site can be heard.
-
-    Attributes:
-        since: time at which a site was heard last; None while one can be heard.
-    """
-
-    def __init__(self) -> None:
-        self.since: float | None = None
-
-    def state(self, now: float) -> str:
-        """Return for how long no site has been heard, in words; empty while one can be heard."""
-        if self.since is None:
-            return ""
-        return f"no site has been heard for {span(now - self.since)}: the connection of this hub may be lost"
-
-    def observe(self, sessions: Sequence[Session], site_timeout: float, now: float) -> tuple[str, float]:
-        """Find out whether an outage begins or ends.
-
-        Args:
-            sessions: all sessions.
-            site_timeout: seconds of silence after which a site counts as lost.
-            now: the time, in seconds.
-
-        Returns:
-            Text for the journal, empty if nothing has changed; and the seconds that sites have to come back at the end
-            of an outage, else 0.
-        """
-        silence = min(_UNHEARD_SECONDS, site_timeout)
-        heard = any(each.stream is not None and now < each.heard + silence for each in sessions)
-        if heard or not sessions:
-            since, self.since = self.since, None
-            if since is None or not heard:
-                return "", 0.0
-            wait = return_seconds(now - since)
-            return (
-                f"sites can be heard again, after {span(now - since)}: the others have {span(wait)} to come back",
-                wait,
-            )
-        if self.since is not None:
-            return "", 0.0
-        self.since = max(each.heard for each in sessions)
-        return "no site can be heard: the connection of this hub may be lost; it waits for all sites", 0.0
 
 
 class Relay:
@@ -309,7 +262,8 @@ class Relay:
         for slot, reason in self.run.given_up():
             self.drop(self.sessions["training", slot], reason, now)
         self._recover(now)
-        self._act(self.run.membership.tick(now), now)
+        if not self.awaits_all(now):  # else no site is late
+            self._act(self.run.membership.tick(now), now)
 
     def _observe_outage(self, now: float) -> None:
         sessions = [each for each in self.sessions.values() if each.channel != "check"]  # which may be of this machine
@@ -321,6 +275,8 @@ class Relay:
             self.journal.write(text, "warning")
         for session in sessions if wait else ():
             session.excused = now + wait
+        for slot in self.run.membership.participants if wait else ():
+            self.run.membership.get_on(slot, now)
 
     def awaits_all(self, now: float) -> bool:
         """Return whether no site can be heard, or some have not come back since then."""
