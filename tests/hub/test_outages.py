@@ -1,5 +1,6 @@
 """Outages: a hub that is away for long, links that are all cut, and a hub whose machine is replaced."""
 
+import re
 import signal
 import socket
 import subprocess
@@ -159,7 +160,7 @@ def test_a_cut_of_every_link_costs_no_step(tmp_path, how, min_sites, sealed):
         hub.await_line("sites can be heard again", ENDED)
         run.await_step("a", max(run.lines("a")) + 2)
         run.stop(5)
-        run.end("abc")
+        assert re.search(r"the connection to the hub at .* is lost: ", run.end("abc"))  # sites find out, too
         assert not any("has left: silent" in line or "it has not reconnected" in line for line in hub.log), run.state()
     no_step_is_lost(run, tmp_path / "reference", "abc", mode="rankdad")
 
