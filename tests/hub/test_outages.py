@@ -141,7 +141,7 @@ def test_a_cut_of_every_link_costs_no_step(tmp_path, how, min_sites, sealed):
     folder = tmp_path / "run"
     folder.mkdir()
     with relayed(folder, "abc", sealed, site_timeout=2.0) as (hub, relays):
-        run = Run(folder, hub, mode="rankdad", min_sites=min_sites, site_timeout=2.0, timeout=100.0)
+        run = Run(folder, hub, mode="rankdad", min_sites=min_sites, site_timeout=2.0, timeout=100.0, gives_up=100.0)
         run.start("abc")
         run.await_step("a", 3)
         for relay in relays:
