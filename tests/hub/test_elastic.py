@@ -21,9 +21,11 @@ from dadplug.errors import FrameError, SiteError
 from dadplug.hub.pki.kits import Kit
 from dadplug.hub.server import run as run_module
 from dadplug.hub.site.link import RoundClient
+from dadplug.hub.site.states import StateRequests
 from dadplug.hub.wire.messages import (
     Grow,
     Pause,
+    SendState,
     pack_control,
     read_control,
 )
@@ -297,8 +299,9 @@ def test_trainers_that_need_all_sites_say_so():
 
 def rounds_of(announced: int) -> RoundClient:
     rounds = object.__new__(RoundClient)
-    rounds._link = SimpleNamespace(name=lambda rank: f"site {rank}")
-    rounds._donor = 3
+    rounds._link = SimpleNamespace(name=lambda rank: f"site {rank}", sealing=SimpleNamespace(complete=True))
+    rounds.states = StateRequests(1)
+    rounds.states.take(SendState(3, 1, 5))
     rounds._wait_until = lambda *given: None
     contents = {8: struct.pack("<Q", announced)}
     rounds._receive_part = lambda donor, exchange, nbytes, timeout: contents.get(nbytes, b"x" * nbytes)
