@@ -115,6 +115,11 @@ def test_every_option_and_every_mode_has_its_place():
     assert [mode for mode in method_names() if f"`{mode}`" not in readme and f'mode="{mode}"' not in readme] == []
 
 
+def test_words_are_spelled_as_usual():
+    codespell = pytest.importorskip("codespell_lib")
+    assert codespell.main("--ignore-words-list", "Bu", *map(str, PAGES), str(ROOT / "SECURITY.md")) == 0
+
+
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 90
 
