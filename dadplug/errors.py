@@ -61,7 +61,15 @@ class PolicyError(KitError):
 
 
 class RefusedError(SiteError):
-    """A connection between hub and site was refused; the message is the reason, and connecting again does not help."""
+    """A connection between hub and site was refused; the message is the reason, and connecting again does not help.
+
+    Attributes:
+        lasting: False where something else than the hub answers at its address, which may be repaired.
+    """
+
+    def __init__(self, message: str, lasting: bool = True) -> None:
+        super().__init__(message)
+        self.lasting = lasting
 
 
 class SealingError(SiteError):

@@ -12,7 +12,7 @@ import sys
 import time
 
 ROOT = "dadplug"
-_FIRST_REMINDER, _LONGEST_REMINDER = 5.0, 300.0  # seconds; each one comes after twice the time of the last
+_FIRST_REMINDER, _LONGEST_REMINDER = 5.0, 3600.0  # seconds; each one comes after twice the time of the last
 
 
 class _Console(logging.Handler):
@@ -49,6 +49,14 @@ def escaped(text: str) -> str:
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
+def span(seconds: float) -> str:
+    """Return a length of time in words, in a unit that suits it."""
+    for size, unit in ((3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.0f} s"
+
+
 class Troubles:
     """Warnings of what lasts: each is logged at once, again at growing intervals, and when it is over.
 
@@ -83,7 +91,7 @@ class Troubles:
             if now >= due:
                 wait = min(2 * wait, _LONGEST_REMINDER)
                 self._open[key] = since, now + wait, wait, text
-                self._log.warning("for %.0f s: %s", now - since, text)
+                self._log.warning("for %s: %s", span(now - since), text)
 
     def end(self, key: object, text: str) -> None:
         """Log that a trouble is over, if it was known.
@@ -94,4 +102,4 @@ class Troubles:
         """
         if key in self._open:
             since, *_ = self._open.pop(key)
-            self._log.warning("%s, after %.0f s", text, time.monotonic() - since)
+            self._log.warning("%s, after %s", text, span(time.monotonic() - since))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from .exchange import DEFAULT_TIMEOUT, Hierarchy
-from .exchange.deadline import check_seconds
+from .exchange.deadline import check_hub_timeout, check_seconds
 from .exchange.topology import check_hierarchy
 from .exchange.transport import Requirements
 from .exchange.wire import FORMATS, wire_format
@@ -134,6 +134,12 @@ class Options(OptionSet):
         10.0,
         "with min_sites: seconds of silence after which a site counts as lost",
         check_seconds,
+    )
+    hub_timeout: float | None = option(
+        None,
+        "with a hub: seconds after which a hub that is away is given up; None: a day with min_sites, else 30 s",
+        check_hub_timeout,
+        kind=float,
     )
     late: str = option(
         "wait", "with min_sites: wait for late sites, or skip their part of a step", choices=("wait", "skip")

@@ -26,7 +26,18 @@ LOCAL = "localsgd"
 """Value of the option ``mode`` that stands for the deltas of `dadplug.LocalSGD`."""
 
 # Options of the place of a site among others. They do not change what it sends of its data.
-_PLACE = ("merge", "hierarchy", "min_sites", "site_timeout", "late", "patience", "timeout", "process_group", "state")
+_PLACE = (
+    "merge",
+    "hierarchy",
+    "min_sites",
+    "site_timeout",
+    "late",
+    "patience",
+    "timeout",
+    "hub_timeout",
+    "process_group",
+    "state",
+)
 
 
 @dataclass(frozen=True, eq=False)

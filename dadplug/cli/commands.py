@@ -446,7 +446,7 @@ def hub(arguments: argparse.Namespace) -> int:
         )  # fmt: skip
 
         def stop(number: int, frame: Any) -> None:
-            hub.stop(f"it has received {signal.Signals(number).name}")
+            hub.stop(f"it has received {signal.Signals(number).name}", may_return=number == signal.SIGTERM)
 
         before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
         try:

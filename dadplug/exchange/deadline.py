@@ -42,6 +42,11 @@ class Deadline:
 check_seconds = number("a positive number of seconds", lambda seconds: 0 < seconds < math.inf)
 """Raises ValueError, for the name of an option and its value, if the value is no number of seconds to wait."""
 
+check_hub_timeout = number(
+    "a positive number of seconds or None", lambda seconds: 0 < seconds < math.inf, optional=True
+)
+"""The same where None is valid, too."""
+
 
 def within(seconds: float, call: Callable[[], Result], check: Callable[[], None] = lambda: None) -> Result:
     """Run a call in a thread of its own, and abandon it after the timeout; the thread may continue.

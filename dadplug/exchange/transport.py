@@ -188,6 +188,11 @@ class Transport(ABC):
         return False
 
     @property
+    def hub_is_away(self) -> bool:
+        """Whether nothing can be exchanged, since the hub is away, and perhaps for long."""
+        return False
+
+    @property
     def gone(self) -> Mapping[int, str]:
         """Reasons of the sites that have left and are not back, by rank."""
         return {}
@@ -268,6 +273,13 @@ class Transport(ABC):
         Args:
             epsilon: the epsilon of differential privacy.
             delta: the delta.
+        """
+
+    def wait_for_hub(self, seconds: float) -> None:  # noqa: B027  (only some networks have a hub)
+        """Wait for a hub that is away, from now on.
+
+        Args:
+            seconds: time after which it is given up.
         """
 
     @abstractmethod

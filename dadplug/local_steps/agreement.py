@@ -621,6 +621,10 @@ class Agreement:
             send()
         return in_transit
 
+    def postpones(self) -> bool:
+        """Return whether a due agreement waits, while local steps go on, since nothing can be exchanged at present."""
+        return False
+
     def end_step(self, step: int) -> None:
         """Apply the deltas that are in transit if it is due at this step; what was done since they were sent is kept.
 

@@ -70,6 +70,7 @@ class ElasticAgreement(Agreement):
         super().__init__(model, options, transport)
         (self._whole,) = self._fragments
         self.unsent, self.spoilt, self.admits = 0, False, True
+        self._is_alone = False  # since the hub is away
         self._offered = Contribution()
         self._planned: tuple[Any, ...] = ()
         self._of_buffers: list[Gather] = []
@@ -111,6 +112,13 @@ class ElasticAgreement(Agreement):
         _log.info("%s joins the training at step %d, after agreement %d: %s", name, step, self.count, before)
 
     # An agreement
+
+    def postpones(self) -> bool:
+        away = self._transport.hub_is_away
+        if away and not self._is_alone:
+            _log.warning("the hub is away: local steps go on, and count in the agreement after its return")
+        self._is_alone = away
+        return away
 
     def reach(self, step: int, weight: int, finished: bool) -> list[Header]:
         """Agree on the parameters with the sites that are present.

@@ -226,7 +226,7 @@ class LocalSGD(HeldGradients, ReplicatedModel):
 
     def _describe(self) -> dict[str, str]:
         settings = dict(vars(self.local_options))
-        del settings["timeout"], settings["fused"]  # a site's own
+        del settings["timeout"], settings["hub_timeout"], settings["fused"]  # a site's own
         settings["in_trainer"] = self._in_trainer
         for name in ("every", "density"):
             if callable(settings[name]):
@@ -452,7 +452,8 @@ class LocalSGD(HeldGradients, ReplicatedModel):
             if not counted:
                 self._count_active(True)
         self._round.end_step()
-        if self._round.over if self._round.is_timed else self.steps >= self._next:
+        due = self._round.over if self._round.is_timed else self.steps >= self._next
+        if due and (finished or self._in_trainer or not self._agreement.postpones()):
             self._agree(finished)
         else:
             self._agreement.end_step(self.steps)

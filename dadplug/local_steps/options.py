@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..exchange import DEFAULT_TIMEOUT
-from ..exchange.deadline import check_seconds
+from ..exchange.deadline import check_hub_timeout, check_seconds
 from ..exchange.transport import Requirements
 from ..options import AUTO, WEIGHTINGS, WIRES, Options, check_mode, check_setting_names
 from ..signature import OptionSet, number, option, whole_number
@@ -122,6 +122,12 @@ class LocalOptions(OptionSet):
         10.0,
         "with min_sites: seconds of silence after which a site counts as lost, and with late=skip is late",
         check_seconds,
+    )
+    hub_timeout: float | None = option(
+        None,
+        "with a hub: seconds after which a hub that is away is given up; None: a day with min_sites, else 30 s",
+        check_hub_timeout,
+        kind=float,
     )
     late: str = option(
         "wait",
@@ -258,6 +264,7 @@ class LocalOptions(OptionSet):
             check_finite=self.check_finite,
             min_sites=self.min_sites,
             site_timeout=self.site_timeout,
+            hub_timeout=self.hub_timeout,
             may_differ=self.may_differ,
             timeout=self.timeout,
         )

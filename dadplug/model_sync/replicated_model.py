@@ -21,6 +21,8 @@ from ..options import Options
 from . import buffers, sameness
 from .structure import check_elastic, check_model, without_managed
 
+_OWN = ("timeout", "hub_timeout")  # options that may differ between sites
+
 
 class Stateful(Protocol):
     """Object with state, such as an optimizer."""
@@ -119,9 +121,12 @@ class ReplicatedModel:
         """Open a transport of its own over a process group."""
         device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
         options = self.options
-        return open_transport(
+        transport = open_transport(
             process_group, self.traffic, device, options.timeout, options.hierarchy, self._requirements
         )
+        if options.hub_timeout is not None:
+            transport.wait_for_hub(options.hub_timeout)
+        return transport
 
     @property
     def _requirements(self) -> Requirements | None:
@@ -162,7 +167,7 @@ class ReplicatedModel:
         return JoinState(self._describe(), sameness.tensors_of(self.model), step, plan, further)
 
     def _describe(self) -> dict[str, str]:
-        settings = {name: getattr(self.options, name) for name in Options.names() if name != "timeout"}
+        settings = {name: getattr(self.options, name) for name in Options.names() if name not in _OWN}
         privacy = self.options.privacy
         settings["privacy"] = privacy is not None  # sites may have other numbers of records
         if privacy is not None and privacy.secure_sum:

@@ -15,6 +15,7 @@ from ..exchange.failure_reports import PeerNames
 from .sequencer import Decision, Entry
 from .streams import Deal, Frame, FrameLoop, Kind
 
+_LOOK_SECONDS = 1.0  # between two looks whether the hub is away
 HUB = -1  # in place of a rank: the hub
 
 
@@ -249,7 +250,9 @@ class Log(FrameLoop):
                         f"no contribution has been committed for {self._timeout:g} s: the sequencer waits for "
                         f"{names or self._holder.name}"
                     )
-                self._changed.wait(deadline.left)
+                if self.is_away:  # no time counts
+                    deadline = Deadline(self._timeout)
+                self._changed.wait(min(deadline.left, _LOOK_SECONDS))
 
     def _raise_failure(self) -> None:
         """Raise the error by which the sequencer is lost, if there is one."""

@@ -83,6 +83,7 @@ class ServerOptions(OptionSet):
     )
     average_buffers: bool = _as_in_reductions("average_buffers")
     timeout: float = _as_in_reductions("timeout")
+    hub_timeout: float | None = _as_in_reductions("hub_timeout")
 
     def __post_init__(self) -> None:
         check_mode(self.mode)

@@ -579,6 +579,11 @@ class SequencerHost:
         with self._changed:
             self._names = list(names)
 
+    def hold(self, held: bool) -> None:
+        """Let no silence of sites count while none can be heard, or they are on their way back."""
+        for service in list(self._running.values()):
+            service.held = held
+
     def events(self) -> Iterator[str]:
         """Yield what has happened since the last call."""
         while self._events:

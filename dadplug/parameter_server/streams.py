@@ -135,6 +135,11 @@ class _Stream:
         self._wakes_at = 1
 
     @property
+    def is_away(self) -> bool:
+        """Whether the socket is a stream over a hub that cannot be reached at present, and is waited for."""
+        return bool(getattr(self.socket, "is_away", False))
+
+    @property
     def nbytes(self) -> int:
         """Bytes of messages that are to be sent, or of which a part has arrived."""
         arrived = 0 if self.arriving is None else len(self.arriving.body) - self._missing.nbytes
@@ -221,7 +226,12 @@ class FrameLoop:
         traffic: meter of sent bytes.
         own: rank of this site: what is sent to it stays in the process, and is not counted.
         memory: bytes that messages may take; beyond it the connections with the most of them are given up.
+
+    Attributes:
+        held: whether no silence counts, since the other ends cannot be heard at present.
     """
+
+    held = False
 
     def __init__(
         self,
@@ -317,6 +327,11 @@ class FrameLoop:
         """Return whether a frame to a site has not left yet."""
         stream = self._streams.get(peer)
         return stream is not None and stream.outgoing.blocked
+
+    @property
+    def is_away(self) -> bool:
+        """Whether connections go over a hub that cannot be reached at present, and is waited for."""
+        return any(stream.is_away for stream in list(self._streams.values()))
 
     def arriving(self, peer: int) -> Frame | None:
         """Return the frame of a site whose head has arrived, and a part of its body at most."""
@@ -437,6 +452,8 @@ class FrameLoop:
         for peer, stream in list(self._streams.items()):
             if now - stream.outgoing.sent > self._silence / (2 * _BEATS) and not stream.outgoing.blocked:
                 stream.send(Frame(Kind.ALIVE, body=self.heartbeat()))
+            if self.held or stream.is_away:
+                stream.heard = now
             if now - stream.heard > self._silence:
                 self.drop(peer)
                 self.on_lost(peer, TimeoutError(f"nothing was heard of it for {self._silence:g} s"))

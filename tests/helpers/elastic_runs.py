@@ -26,22 +26,24 @@ class MortalHub:
     Args:
         folder: folder for its kits and its journal.
         names: names of the sites.
+        entries: further entries of the project.
     """
 
-    def __init__(self, folder: Path, names: str) -> None:
+    def __init__(self, folder: Path, names: str, **entries: object) -> None:
         folder.mkdir(exist_ok=True)
-        address, self.kits, self._journal = f"127.0.0.1:{free_port()}", folder / "kits", folder / "journal"
-        hub_kits.make(self.kits, hub=address, hub_names=[], sites=list(names), hub_at=names[0])
+        address, self.kits, self.journal = f"127.0.0.1:{free_port()}", folder / "kits", folder / "journal"
+        project = {"hub": address, "hub_names": [], "sites": list(names), "hub_at": names[0]}
+        hub_kits.make(self.kits, **(project | entries))
 
     def start(self, point: str = "never", count: int = 0) -> forkserver.Program:
         """Start it; arguments are those of `mortal_hub`."""
-        command = [mortal_hub.__file__, str(self.kits / "hub"), str(self._journal), point, str(count)]
+        command = [mortal_hub.__file__, str(self.kits / "hub"), str(self.journal), point, str(count)]
         self.process = forkserver.start(command, _ENVIRONMENT)
         return self.process
 
     @property
     def log(self) -> list[str]:
-        return self._journal.read_text().splitlines()
+        return self.journal.read_text().splitlines()
 
 
 class Run:

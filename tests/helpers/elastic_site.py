@@ -20,6 +20,7 @@ from json_lines import read_lines
 from torch import nn
 
 import dadplug
+from dadplug.hub.site import connection
 from dadplug.hub.site.transport import ElasticTransport
 from dadplug.planning import planner
 from dadplug.planning.merging import LinkCosts
@@ -39,7 +40,8 @@ class Case:
         leave: step in which the process ends; -1 for never.
         how: "before" the forward pass, "sent" after backward, "header" before the end of the step's first round, "late"
             before that of its second round, "donates" when it is asked for its state, "joins" when it has received one;
-            "raise" for an error before the forward pass.
+            "hesitates" when it is asked for its state: it does not end, but is held up for 20 s; "raise" for an error
+            before the forward pass.
         idle: steps in which the site calls `idle`.
         aside: steps in which the compressor is put aside, so that an idle site sends nothing of its error memory.
         cold: steps before which the compressor is reset.
@@ -58,6 +60,9 @@ class Case:
         bucket_mb: option of the reduction.
         wire: option of the reduction.
         link: costs of the link that mode "auto" is to plan by, in place of measured ones.
+        timeout: option of the reduction.
+        hub_timeout: option of the reduction.
+        gives_up: seconds after which a hub is given up by default, where all sites have to stay.
         wraps: whether the model is wrapped as by torch's DistributedDataParallel.
         privacy: settings of differential privacy; the lines have gradient, parameters and the ledger then.
     """
@@ -85,6 +90,9 @@ class Case:
     bucket_mb: float | None = None
     wire: str = "fp32"
     link: list[float] = field(default_factory=list)
+    timeout: float = 200
+    hub_timeout: float | None = None
+    gives_up: float = 30.0
     wraps: bool = False
     privacy: str = ""
 
@@ -135,7 +143,7 @@ def die_inside(case: Case, current: Callable[[], int]) -> None:
         case: the case.
         current: returns the number of the step.
     """
-    close_round = ElasticTransport.close_round
+    close_round, answer = ElasticTransport.close_round, ElasticTransport._answer
 
     def closing(transport: ElasticTransport, admits: bool = False, idle: bool = False) -> None:
         if current() == case.leave and case.how == ("header" if admits else "late"):
@@ -144,6 +152,8 @@ def die_inside(case: Case, current: Callable[[], int]) -> None:
 
     if case.how in ("header", "late"):
         ElasticTransport.close_round = closing
+    elif case.how == "hesitates":
+        ElasticTransport._answer = lambda transport: time.sleep(20) or answer(transport)
     elif case.how == "donates":
         ElasticTransport._answer = lambda transport: die(case.how)
     elif case.how == "joins":
@@ -215,7 +225,8 @@ def build(
         "wire": case.wire,
         "site_timeout": case.site_timeout,
         "state": state,
-        "timeout": 200,
+        "timeout": case.timeout,
+        "hub_timeout": case.hub_timeout,
         "privacy": dadplug.DifferentialPrivacy.parse(case.privacy) if case.privacy else None,
     }
     if not case.wraps:
@@ -225,6 +236,7 @@ def build(
 
 
 def train(case: Case) -> None:
+    connection.HUB_TIMEOUT = case.gives_up
     dadplug.connect(kit=case.kit, timeout=200)
     if case.link:
         planner.measure_link = lambda transport: LinkCosts(*case.link)

@@ -1,6 +1,5 @@
 """Training that goes on while sites leave and come: the same bits as with a site that is idle in these steps."""
 
-import json
 import re
 import shutil
 import signal
@@ -11,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import support
 import torch
-from cutting_relay import CuttingRelay
+from cutting_relay import CuttingRelay, goes_by_way_of
 from elastic_runs import ENDED, Run, idles, presence, same_bits
 from running_hub import RunningHub, TestSite, add_site, running_hub, until
 from torch import nn
@@ -22,9 +21,11 @@ from dadplug.errors import FrameError, SiteError
 from dadplug.hub.pki.kits import Kit
 from dadplug.hub.server import run as run_module
 from dadplug.hub.site.link import RoundClient
+from dadplug.hub.site.states import StateRequests
 from dadplug.hub.wire.messages import (
     Grow,
     Pause,
+    SendState,
     pack_control,
     read_control,
 )
@@ -111,13 +112,6 @@ def test_a_site_that_returns_knows_who_is_absent_in_a_collective(tmp_path):
         run.stop()
         run.end("ab")
         assert run.lines("a")[max(run.lines("a"))]["present"] == [0, 1]
-
-
-def goes_by_way_of(relay: CuttingRelay, kit: Path) -> None:
-    """Let a site dial a relay in place of the hub."""
-    roster = json.loads((kit / "roster.json").read_text())
-    roster["hub"] = f"127.0.0.1:{relay.address[1]}"
-    (kit / "roster.json").write_text(json.dumps(roster))
 
 
 @pytest.mark.parametrize(("grace", "cuts"), [(20.0, 40), (0.0, 1)])
@@ -232,6 +226,24 @@ def test_another_site_gives_its_state_if_one_is_lost_meanwhile(tmp_path):
         same_bits(run.lines("b"), run.lines("c"))
 
 
+def test_another_site_gives_its_state_if_one_is_held_up(tmp_path):
+    """The donor is alive, and its program does not get on; its state comes when the round has been closed long ago."""
+    with running_hub(tmp_path / "kits", ("a", "b", "c")) as hub:
+        run = Run(tmp_path, hub, pause=0.01, site_timeout=4.0)
+        run.start("a", how="hesitates")
+        run.start("b")
+        run.start("c", leave=LEAVES)
+        run.end("c", -9)
+        run.start("c")
+        hub.await_line("a is asked for its state, for c", ENDED)
+        hub.await_line("b is asked for its state, for c", ENDED)
+        run.stop(5, "b")
+        run.end("abc")
+        assert not any("a has left" in line for line in hub.log if "training is complete" not in line)
+        for name in "bc":
+            same_bits(run.lines("a"), run.lines(name))
+
+
 def test_a_site_that_is_lost_while_it_joins_holds_up_nobody(tmp_path):
     with running_hub(tmp_path / "kits", ("a", "b")) as hub:
         run = Run(tmp_path, hub, pause=0.01)
@@ -287,8 +299,9 @@ def test_trainers_that_need_all_sites_say_so():
 
 def rounds_of(announced: int) -> RoundClient:
     rounds = object.__new__(RoundClient)
-    rounds._link = SimpleNamespace(name=lambda rank: f"site {rank}")
-    rounds._donor = 3
+    rounds._link = SimpleNamespace(name=lambda rank: f"site {rank}", sealing=SimpleNamespace(complete=True))
+    rounds.states = StateRequests(1)
+    rounds.states.take(SendState(3, 1, 5))
     rounds._wait_until = lambda *given: None
     contents = {8: struct.pack("<Q", announced)}
     rounds._receive_part = lambda donor, exchange, nbytes, timeout: contents.get(nbytes, b"x" * nbytes)

@@ -356,3 +356,30 @@ def test_sites_without_a_hub_cannot_leave() -> None:
     model = torch.nn.Linear(2, 2)
     with pytest.raises(ValueError, match="min_sites needs a hub"):
         dadplug.LocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.1), min_sites=1)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_local_steps_go_on_while_the_hub_is_away_and_count_in_the_next_agreement(tmp_path, overlap):
+    """The hub is killed between two agreements, and away for the time of several."""
+    hub = MortalHub(tmp_path, "ab")
+    hub.start()
+    run = sites_of(tmp_path, hub, {"overlap": overlap, "every": 60}, counts=True, pause=0.02)
+    run.start("ab")
+    for name in "ab":
+        await_agreement(run, name, 2)
+    hub.process.kill()
+    hub.process.wait(ENDED)
+    before = {name: sum("batch" in line for line in run.written(name)) for name in "ab"}
+
+    def have_stepped() -> bool:
+        return all(sum("batch" in line for line in run.written(name)) > before[name] + 150 for name in "ab")
+
+    until(have_stepped, run.state, ENDED)
+    assert max(agreements(run, "a")) == 2
+    hub.start()
+    await_agreement(run, "a", 4)
+    stop(run)
+    run.end("ab")
+    hub.process.kill()
+    counts(run, "ab", check(run, "ab"))
+    assert "the hub is away: local steps go on" in run.processes["a"].read()[1]

@@ -19,6 +19,7 @@ from dadplug import GradientReduction, SiteError
 from dadplug.errors import KitError, RefusedError, TryAgainError
 from dadplug.exchange.transport import Requirements
 from dadplug.hub.server.journal import Journal
+from dadplug.hub.server.membership import Phase
 from dadplug.hub.server.relay import Relay
 from dadplug.hub.server.session import Session
 from dadplug.hub.server.streams import HubStreams
@@ -35,7 +36,10 @@ from dadplug.hub.wire.messages import (
     Kind,
     Position,
     RoundKind,
+    Rules,
     SendState,
+    SendStateBefore8,
+    Start,
     Welcome,
 )
 from dadplug.parameter_server.service import SequencerHost
@@ -525,6 +529,57 @@ def test_a_site_is_told_of_those_that_have_joined_before_it_in_the_same_round(tm
         assert c.action(Close).contributors == (0, 1, 2)
 
 
+def joiner(hub: RunningHub, name: str) -> TestSite:
+    """Return a site that waits to join, as a process that has been started again."""
+    site = TestSite(hub.kit(name), hub.address)
+    site.control(Requirements(1, 60_000))
+    return site
+
+
+def test_the_state_for_an_earlier_process_of_a_joiner_does_not_reach_the_next_one(tmp_path):
+    """The donor is held up while it sends; the joiner is started again meanwhile, and joins in the same round."""
+    with running_hub(tmp_path / "kits", ("a", "b", "c")) as hub:
+        a, b, c = together(hub, "abc")
+        for site in (a, b, c):
+            site.control(Requirements(1, 60_000))
+        b.leave("it is away")
+        for site in (a, c):
+            site.send(Kind.END, exchange=RoundKind.FIRST)
+        a.action(Close)
+        tries = [joiner(hub, "b")]
+        until(lambda: hub.hub.relay.sessions["training", 1].ready)
+        a.send(Kind.END, step=2, exchange=RoundKind.FIRST)  # c holds the round up
+        requests = [a.action(SendState)]
+        a.send(Kind.STATE, b"before", slot=1, step=2, tag=requests[0].number)
+        assert tries[0].take(Kind.STATE).body == b"before"
+        for _ in range(2):
+            tries[-1].leave("it was killed")
+            a.action(Drop)
+            tries.append(joiner(hub, "b"))
+            requests.append(a.action(SendState))
+        assert [(each.donor, each.joiner) for each in requests] == [(0, 1), (2, 1), (0, 1)]
+        a.send(Kind.STATE, b"for the first", slot=1, step=2, offset=6, tag=requests[0].number)
+        a.send(Kind.STATE, b"for the third", slot=1, step=2, tag=requests[2].number)
+        assert tries[-1].take(Kind.STATE).body == b"for the third"
+
+
+def test_sites_of_the_version_before_get_requests_for_states_without_numbers(tmp_path):
+    with running_hub(tmp_path / "kits", ("a", "b")) as hub:
+        a, b = (TestSite(hub.kit(name), hub.address, version=7) for name in "ab")
+        for site in (a, b):
+            site.control(Requirements(1, 60_000))
+        a.action(Start)
+        b.leave("it is away")
+        a.action(Drop)
+        b = TestSite(hub.kit("b"), hub.address, version=7)
+        b.control(Requirements(1, 60_000))
+        until(lambda: hub.hub.relay.sessions["training", 1].ready)
+        a.send(Kind.END, exchange=RoundKind.FIRST)
+        assert a.action(SendState, SendStateBefore8) == SendStateBefore8(0, 1, 0)
+        a.send(Kind.STATE, b"a state", slot=1)
+        assert b.take(Kind.STATE).body == b"a state"
+
+
 # A second process of a site, whose first one may be dead without the hub knowing
 
 
@@ -548,6 +603,7 @@ def test_it_waits_until_the_first_one_is_silent_for_long_enough():
     with pytest.raises(TryAgainError, match=reason):
         dials(relay, "a", 9, 1.0)
     relay.sessions["training", 0].heard = 1.2  # what it had sent before
+    relay.sessions["training", 1].heard = 5.2  # otherwise no site could be heard
     relay.tick(3.0)
     with pytest.raises(TryAgainError):
         dials(relay, "a", 9, 3.0)
@@ -575,7 +631,7 @@ def test_a_site_of_another_version_cannot_join():
 
 
 def test_a_lost_connection_is_awaited_for_longer_while_one_is_in_its_handshake():
-    relay = relay_of("a", "b")
+    relay = relay_of("a", "b", "c")
     relay.run.require(Requirements(1, 4000))
     relay.sessions["training", 1].lose("cut", 1.0)
     relay.tick(1.19)
@@ -586,3 +642,24 @@ def test_a_lost_connection_is_awaited_for_longer_while_one_is_in_its_handshake()
     relay.sessions["training", 0].lose("cut", 2.0)
     relay.tick(2.21)
     assert ("training", 0) not in relay.sessions
+
+
+def test_no_site_is_dropped_in_a_long_outage_since_it_does_not_get_on():
+    """One site has ended the step, and the END of the other one is lost with its connection."""
+    relay = relay_of("a", "b")
+    relay.run.require(Requirements(2, 4000))
+    relay._act(relay.run.membership.end(0, 1, 1.0), 1.0)
+    for session in relay.sessions.values():
+        session.heard = 1.0
+    for now in (2.0, 4.5, 9.0, 400.0):
+        relay.tick(now)
+    for session in relay.sessions.values():
+        session.heard = 401.0
+    for now in (401.0, 402.0):
+        relay.tick(now)
+    assert len(relay.sessions) == 2
+    assert relay.run.membership.phase(1) is Phase.MEMBER
+    relay.sessions["training", 0].heard = 402.0 + Rules.progress_timeout
+    relay.sessions["training", 1].heard = 402.0 + Rules.progress_timeout
+    relay.tick(402.0 + Rules.progress_timeout)
+    assert relay.run.membership.phase(1) is Phase.ABSENT

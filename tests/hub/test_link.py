@@ -10,7 +10,7 @@ import pytest
 import torch
 from cutting_relay import CuttingRelay
 from hub_sites import NAMES, link_all, linked, links, open_link, together, transports
-from running_hub import running_hub
+from running_hub import running_hub, until
 from sealed_sites import make_kits
 
 from dadplug.errors import MismatchError, SiteError
@@ -152,7 +152,7 @@ def test_a_hub_that_ends_tells_its_sites(tmp_path):
 
 
 def test_a_hub_that_stays_away_is_given_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(connection_module, "REDIAL_SECONDS", 0.5)
+    monkeypatch.setattr(connection_module, "HUB_TIMEOUT", 0.5)
     with (
         running_hub(tmp_path / "kits") as hub,
         CuttingRelay(hub.address) as relay,
@@ -486,3 +486,19 @@ def test_broadcasts_and_objects(tmp_path):
     assert (
         everywhere(tmp_path, 3, use) == [([[1.0] * 3] * 2, bytes(range(256)) * 300, [[], [1.0], [1.0, 1.0]], b"")] * 3
     )
+
+
+def test_a_link_knows_for_how_long_nothing_has_arrived_without_reading(tmp_path):
+    with (
+        running_hub(tmp_path / "kits", encrypt_local=True) as hub,
+        CuttingRelay(hub.address) as relay,
+        linked(hub, 2, [relay.address, hub.address]) as opened,
+    ):
+        held, other = transports(opened)
+        time.sleep(3.0)
+        until(lambda: not (held.hub_is_away or other.hub_is_away))  # the hub sends a ping every second
+        relay.hold = True
+        until(lambda: held.hub_is_away)
+        assert not opened[0].is_away  # the connection is not lost yet
+        relay.hold = False
+        until(lambda: not held.hub_is_away)

@@ -328,7 +328,7 @@ def test_a_joiner_is_not_skipped():
     membership.end(0, 12, 11.0)
     membership.end(1, 12, 11.0)
     assert membership.phase(2) is Phase.JOINING
-    assert passing(membership, 111.0) == []
+    assert {type(each) for each in passing(membership, 111.0)} == {SendState}  # another site is asked for its state
     membership.joined(2, Position(LIFE, 11), 111.0)
     assert membership.tick(113.9) == []  # its time begins with its state
     assert kinds(membership.tick(114.0), Skip) == [Skip(2, 12)]
@@ -390,6 +390,22 @@ def test_a_step_without_data_waits_for_the_late_site_that_has_some():
     membership.end(1, 11, now + 1.0, idle=True)
     assert kinds(passing(membership, now + 60.0), Skip, Close) == []
     assert kinds(membership.end(2, 11, now + 60.0), Close)
+
+
+def test_a_donor_that_is_held_up_is_replaced_by_a_site_that_can_answer():
+    membership = joining(site_timeout=8.0, progress_timeout=100.0)
+    assert kinds(passing(membership, 20.0), SendState) == []  # none has ended the open step
+    membership.end(1, 3, 20.0)
+    assert kinds(membership.tick(20.5), SendState) == [SendState(1, 2, 2)]
+    membership.end(0, 3, 21.0)
+    assert kinds(membership.tick(28.0), SendState) == []  # it has twice the time
+    membership.receive(2, 28.0)  # a part of the state
+    assert kinds(membership.tick(35.5), SendState) == []
+    actions = membership.tick(36.5)
+    assert kinds(actions, SendState) == [SendState(0, 2, 2)]
+    assert [each.number for each in kinds(actions, SendState)] == [3]
+    assert kinds(membership.joined(2, membership.position, 37.0), Drop) == []
+    assert kinds(passing(membership, 60.0), SendState) == []
 
 
 def test_a_site_that_is_behind_gives_no_state():

@@ -116,7 +116,14 @@ def test_the_project_file_gives_kits_their_proxy(tmp_path):
     assert (first.proxy, first.rate_limit) == ("http://proxy:3128", None)
     assert (second.proxy, second.rate_limit) == ("direct", 10)
     assert (tmp_path / "kits" / "a" / "policy.toml").stat().st_mode & 0o077 == 0
-    for wrong in ({"proxy": 3}, {"rate_limit": 0}, {"rate_limit": True}, {"rate_limit": "fast"}):
+    for wrong in (
+        {"proxy": 3},
+        {"rate_limit": 0},
+        {"rate_limit": True},
+        {"rate_limit": "fast"},
+        {"hub_timeout": 0},
+        {"hub_timeout": "long"},
+    ):
         with pytest.raises(KitError, match=f"{next(iter(wrong))} must be"):
             Policy.parse(wrong, "policy.toml")
 

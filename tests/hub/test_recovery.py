@@ -1,5 +1,7 @@
 """Recovery of a run at a restarted hub, by what sites report that a test plays."""
 
+import time
+
 import pytest
 from elastic_runs import ENDED, MortalHub, Run, presence, same_bits
 from hub_sites import TIMEOUT, open_link, together, transports
@@ -8,7 +10,17 @@ from running_hub import TestSite, running_hub, until
 from dadplug.errors import SiteError
 from dadplug.hub.site.tunnel import check_tunnel, tunnel_of
 from dadplug.hub.torch import HubStore
-from dadplug.hub.wire.messages import Close, Continue, Drop, Kind, Position, Repeat, Report
+from dadplug.hub.wire.messages import (
+    Close,
+    Continue,
+    Drop,
+    Kind,
+    Pause,
+    Position,
+    Repeat,
+    Report,
+    read_control,
+)
 
 LIFE, STEP = 77, 5  # of the hub before
 BEFORE, LAST = Position(LIFE, STEP - 1), Position(LIFE, STEP)
@@ -44,6 +56,39 @@ def test_a_round_whose_only_witness_is_lost_during_its_repetition_is_open_again(
         for site in (b, c):
             close = site.action(Close)
             assert (close.step, close.contributors) == (STEP, (1, 2))
+
+
+@pytest.mark.parametrize("min_sites", [1, 0])
+def test_a_hub_that_is_stopped_while_it_recovers_a_run_ends_only_one_of_all_sites(tmp_path, min_sites):
+    with running_hub(tmp_path / "kits", ("a", "b", "c")) as hub:
+        site = TestSite(hub.kit("a"), hub.address, position=LAST)
+        site.control(report(LAST, BEFORE, min_sites))
+        hub.await_line("paused: the hub has been restarted: waiting for b, c")
+        hub.hub.stop("maintenance", may_return=True)
+        told = site.action(Pause, Drop)
+        until(lambda: site.pump() or site.lost is not None)
+        rest = [read_control(frame.body, 3) for frame in site.taken if frame.head.kind is Kind.CONTROL]
+    reason = "the hub has ended: maintenance; waiting for it to be started again"
+    assert [told, *rest] == ([Pause((), reason)] if min_sites else [Drop(0, 0, "the hub ends: maintenance")])
+
+
+@pytest.mark.parametrize("min_sites", [1, 0])
+def test_a_site_is_awaited_for_as_long_as_the_others_say_after_a_long_outage(tmp_path, min_sites):
+    with running_hub(tmp_path / "kits", ("a", "b", "c"), site_timeout=20.0) as hub:
+        sites = []
+        for name in "ab":
+            sites.append(TestSite(hub.kit(name), hub.address, position=LAST))
+            sites[-1].control(report(LAST, BEFORE, min_sites)._replace(return_ms=4000))
+        hub.await_line("waiting for c")
+        began = time.monotonic()
+        while time.monotonic() < began + 2.0:  # longer than a site may be silent in this run
+            for site in sites:
+                site.ping()
+            time.sleep(0.1)
+        c = TestSite(hub.kit("c"), hub.address, position=LAST)
+        c.control(report(LAST, BEFORE, min_sites)._replace(return_ms=4000))
+        for site in (*sites, c):
+            assert site.action(Continue).position == LAST
 
 
 # Training that goes on over a hub that is killed and started again: the same bits as with one hub

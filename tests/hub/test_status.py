@@ -260,6 +260,10 @@ def test_troubles_are_told_at_once_and_again_at_growing_intervals(monkeypatch, c
     troubles.begin("pause", "waiting for a", changes=True)
     troubles.begin("pause", "waiting for a", changes=True)
     troubles.begin("pause", "waiting for a, b", changes=True)
+    now[0] += 3 * 3600
+    troubles.remind()
+    now[0] -= 1.5 * 3600
+    troubles.end("pause", "the others are here")
     told = [record.getMessage() for record in caplog.records]
     assert told == [
         "the hub is lost",
@@ -269,6 +273,8 @@ def test_troubles_are_told_at_once_and_again_at_growing_intervals(monkeypatch, c
         "the hub is back, after 39 s",
         "waiting for a",
         "waiting for a, b",
+        "for 3 h: waiting for a, b",
+        "the others are here, after 90 min",
     ]
 
 

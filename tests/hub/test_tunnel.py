@@ -278,6 +278,9 @@ class Echo:
                 connected.sendall(content)
         self.ended.append(slot)
 
+    def hold(self, held):
+        pass
+
     def events(self) -> Iterator[str]:
         yield from ()
 

@@ -6,6 +6,7 @@ import signal
 import time
 import warnings
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import forkserver
@@ -14,6 +15,7 @@ import pytest
 import support
 import torch
 import torch.distributed as dist
+from cutting_relay import CuttingRelay, goes_by_way_of
 from local_reference import ends_equal
 from running_hub import RunningHub, running_hub, until
 from server_log import keys, recorded
@@ -220,6 +222,55 @@ def test_a_hub_that_is_killed_and_restarted_is_named_at_all_sites(tmp_path):
         assert each.kind == "ok", each.value
         assert each.value.startswith("the hub at 127.0.0.1:"), each.value
         assert "if the hub was restarted, the log is lost: start all sites again" in each.value
+
+
+def trains_until(stop: str, sign: str) -> tuple:
+    """Train until a file exists; return the bits of the model, and the sites that have left meanwhile."""
+    model, server = made(site_timeout=5.0, hub_timeout=100.0)
+    step = 0
+    while not Path(stop).exists():
+        backward(model, step)
+        server.step()
+        step += 1
+        if step == 5:
+            Path(f"{sign}{dist.get_rank()}").touch()
+        time.sleep(0.02)
+    server.finish()
+    left = [reason for reason in server._log.left.values() if "detach()" not in reason]
+    server.detach()
+    return bits(model), left
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_a_cut_of_every_link_loses_no_site(tmp_path, sealed):
+    """All links are dead for longer than a site may be silent, at the hub and at its sequencer, or that of site 0."""
+    with ExitStack() as opened:
+        if sealed:
+            from sealed_sites import make_kits
+
+            make_kits(tmp_path / "kits", NAMES)
+        hub = opened.enter_context(running_hub(tmp_path / "kits", NAMES, site_timeout=2.0))
+        relays = [opened.enter_context(CuttingRelay(hub.address)) for _ in NAMES]
+        for kit, relay in zip(kits(hub), relays, strict=True):
+            goes_by_way_of(relay, kit)
+        group = opened.enter_context(support.Sites(3, kits=kits(hub)))
+        stop = tmp_path / "stop"
+        group.start(trains_until, str(stop), str(tmp_path / "training"))
+        for rank in range(3):
+            RETURNING.wait_for(tmp_path / f"training{rank}")
+        for relay in relays:
+            relay.hold = True
+        hub.await_line("no site can be heard")
+        time.sleep(10.0)
+        for relay in relays:
+            relay.hold = False
+        hub.await_line("sites can be heard again")
+        time.sleep(2.0)
+        stop.touch()
+        outcomes = group.outcomes()
+    for each in outcomes:
+        assert each.kind == "ok", each.value
+        assert each.value == (outcomes[0].value[0], [])
 
 
 def stays_at_site_0() -> bool:

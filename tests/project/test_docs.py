@@ -115,6 +115,25 @@ def test_every_option_and_every_mode_has_its_place():
     assert [mode for mode in method_names() if f"`{mode}`" not in readme and f'mode="{mode}"' not in readme] == []
 
 
+def linked_pages(page: Path) -> set[Path]:
+    """Return the pages that a page links to."""
+    targets = (target.partition("#")[0] for target in re.findall(r"\]\(([^)]+)\)", page.read_text()))
+    return {(page.parent / target).resolve() for target in targets if target.endswith((".md", ".ipynb"))}
+
+
+def test_what_readers_ask_for_is_two_clicks_from_the_readme():
+    near = linked_pages(ROOT / "README.md")
+    reached = near | {each for page in near if page.suffix == ".md" for each in linked_pages(page)}
+    pages = [page for folder in ("guides", "methods", "tutorials") for page in (DOCS / folder).iterdir()]
+    pages += [DOCS / f"{name}.md" for name in ("install", "gpu", "memory", "faq", "performance", "scaling", "glossary")]
+    assert [page for page in pages if page not in reached] == []
+
+
+def test_words_are_spelled_as_usual():
+    codespell = pytest.importorskip("codespell_lib")
+    assert codespell.main("--ignore-words-list", "Bu", *map(str, PAGES), str(ROOT / "SECURITY.md")) == 0
+
+
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 90
 

@@ -63,7 +63,7 @@ def test_two_sites_train_one_model_and_rankdad_sends_least(execute):
     assert_committed("two-sites-notebook", notebook)
 
 
-def test_a_text_model_learns_by_the_drop_in_with_a_tenth_of_the_bytes(execute):
+def test_a_text_model_learns_by_the_drop_in_with_a_fifth_of_the_bytes(execute):
     notebook = execute("fine-tune-text-notebook")
     text = text_of(notebook)
     accuracies = figures(r"(\w+): accuracy (0\.\d+)", text)

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from dadplug.runners import DADStrategy
 from dadplug.runners._lightning.strategy import SiteStrategy
+from dadplug.runners.pytorch_lightning import DADStrategy
 from torch import nn
 
 from dadplug import GradientReduction

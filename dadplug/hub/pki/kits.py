@@ -226,7 +226,7 @@ def _with_roster(kit: Kit) -> Kit:
     if roster.sites[: len(old.sites)] != old.sites:
         raise KitError(f"{path}: sites have been removed, renamed or moved, and slots are permanent")
     if roster.hub != old.hub:
-        raise KitError(f"{path}: the address of the hub has changed: it is used once this program starts again")
+        raise KitError(f"{path}: the address of the hub has changed: a hub uses it when it is started again")
     return replace(kit, roster=roster)
 
 

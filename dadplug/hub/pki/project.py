@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -41,6 +42,7 @@ class Policy:
         proxy: address of the proxy that connections to the hub go through, see `dadplug.hub.pki.proxies.Proxy.parse`;
             `dadplug.hub.pki.proxies.DIRECT` for none, and empty for that of the environment.
         rate_limit: megabits per second that this site sends at most; None without a limit.
+        hub_timeout: seconds after which this site gives up a hub that is away; None for those of the run.
     """
 
     modes: tuple[str, ...] | None = None
@@ -50,6 +52,7 @@ class Policy:
     require_privacy: bool = False
     proxy: str = field(default="", repr=False)  # may hold a password
     rate_limit: float | None = None
+    hub_timeout: float | None = None
 
     def check(self, options: Restricted) -> None:
         """Check the options of a reduction.
@@ -117,12 +120,18 @@ class Policy:
         rate = table.get("rate_limit")
         if rate is not None and (isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 < rate < 1e6):
             raise KitError(f"{place}: rate_limit must be a positive number of Mbit/s, got {rate!r}")
+        patience = table.get("hub_timeout")
+        if patience is not None and (
+            isinstance(patience, bool) or not isinstance(patience, (int, float)) or not 0 < patience < math.inf
+        ):
+            raise KitError(f"{place}: hub_timeout must be a positive number of seconds, got {patience!r}")
         proxy = check_proxy(table.get("proxy", ""), place)
         return cls(
             None if modes is None else tuple(modes),
             max_rank_share=float(share),
             proxy=proxy,
             rate_limit=rate,
+            hub_timeout=patience,
             **flags,
         )
 
@@ -162,6 +171,8 @@ class Policy:
             f"{_line('proxy', self.proxy or None, 'http://proxy.example.org:3128')}"
             "# rate_limit: megabits per second that this site sends at most; without this entry there is no limit.\n"
             f"{_line('rate_limit', self.rate_limit, 100)}"
+            "# hub_timeout: seconds after which this site gives up a hub that is away, in place of the run's.\n"
+            f"{_line('hub_timeout', self.hub_timeout, 86400)}"
         )
 
 

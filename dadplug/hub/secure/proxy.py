@@ -32,14 +32,15 @@ _TROUBLES = {
 }
 
 
-def connect(host: str, port: int, proxy: Proxy | None, timeout: float) -> socket.socket:
-    """Connect to a hub, through a proxy if there is one.
+def connect(host: str, port: int, proxy: Proxy | None, timeout: float, turn: int = 0) -> socket.socket:
+    """Connect to a hub, through a proxy if there is one. The name is resolved anew, and all its addresses are tried.
 
     Args:
         host: host name or address of the hub; a proxy resolves the name itself.
         port: port of the hub.
         proxy: the proxy.
-        timeout: seconds for the connection, and again for the proxy's answer; also that of the socket.
+        timeout: seconds for the connection by each address, and again for the proxy's answer; also that of the socket.
+        turn: number of the attempt. Each one begins with another address: what answers at one may not be the hub.
 
     Raises:
         ProxyError: if the proxy cannot be reached, or refuses.
@@ -47,7 +48,7 @@ def connect(host: str, port: int, proxy: Proxy | None, timeout: float) -> socket
     """
     address = (host, port) if proxy is None else (proxy.host, proxy.port)
     try:
-        connection = socket.create_connection(address, timeout)
+        connection = _connect_by_any(address, timeout, turn)
     except OSError as error:
         unresolved = isinstance(error, socket.gaierror)
         reason = explain_unresolved(address[0], error) if isinstance(error, socket.gaierror) else str(error)
@@ -61,6 +62,31 @@ def connect(host: str, port: int, proxy: Proxy | None, timeout: float) -> socket
             connection.close()
             raise
     return connection
+
+
+def _connect_by_any(place: tuple[str, int], timeout: float, turn: int) -> socket.socket:
+    """Connect by the first address of a host, of IPv4 or IPv6, by which that is possible.
+
+    Raises:
+        OSError: if it is possible by none.
+    """
+    found = list(dict.fromkeys(socket.getaddrinfo(*place, type=socket.SOCK_STREAM)))
+    first = turn % len(found)
+    errors: dict[str, OSError] = {}
+    for family, kind, protocol, _, address in found[first:] + found[:first]:
+        connection = None
+        try:
+            connection = socket.socket(family, kind, protocol)
+            connection.settimeout(timeout)
+            connection.connect(address)
+            return connection
+        except OSError as error:
+            errors[str(address[0])] = error
+            if connection is not None:
+                connection.close()
+    if len(errors) == 1:
+        raise next(iter(errors.values()))
+    raise ConnectionError("; ".join(f"{address}: {error}" for address, error in errors.items()))
 
 
 def open_tunnel(connection: socket.socket, proxy: Proxy, host: str, port: int) -> None:

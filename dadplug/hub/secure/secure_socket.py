@@ -20,6 +20,7 @@ import os
 import secrets
 import socket
 import ssl
+import struct
 import sys
 import time
 from collections import deque
@@ -37,6 +38,7 @@ _RECORD_CONTENT = 1 << 14  # bytes of a full record's content
 _DIRECT_BYTES = 1 << 15  # for which a system call of their own is cheaper than a copy
 _LOCAL_BUFFER = 1 << 19  # bytes that the kernel holds of a Unix socket, if it allows so many
 _HEAD_BYTES = 5  # of a record's head, which ends with the length of the rest
+_LAST_RECEIVED = struct.Struct("=52xI")  # of Linux's struct tcp_info, milliseconds since bytes have arrived
 _ENCRYPTION_BYTES = 17  # of the rest beside the content: its type, and the tag
 
 
@@ -369,6 +371,17 @@ class SecureSocket:
         """Close the connection when the other end has not acknowledged bytes for some seconds, where the system can."""
         if hasattr(socket, "TCP_USER_TIMEOUT") and self._replaced is None:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1e3 * seconds))
+
+    @property
+    def silent_seconds(self) -> float:
+        """Seconds since the system has received bytes, read or not; 0 where it does not tell."""
+        if sys.platform != "linux" or self._replaced is not None:
+            return 0.0
+        try:
+            information = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_RECEIVED.size)
+        except OSError:  # it is lost, or no TCP connection
+            return 0.0
+        return float(_LAST_RECEIVED.unpack(information)[0]) / 1e3
 
     def addresses(self) -> tuple[tuple[str, int], tuple[str, int]]:
         """Return host and port of this end and of the other one, of the TCP connection.

@@ -167,13 +167,14 @@ def refusal(reason: str) -> bytes:
     return len(text).to_bytes(2, "big") + text
 
 
-def dial(kit: Kit, timeout: float, address: tuple[str, int] | None = None) -> SecureSocket:
+def dial(kit: Kit, timeout: float, address: tuple[str, int] | None = None, turn: int = 0) -> SecureSocket:
     """Connect a site to its hub, and wait until the hub has accepted it.
 
     Args:
         kit: the site's kit.
         timeout: seconds for the connection, and for each of the handshake and the hub's verdict.
         address: host and port; None for those of the kit.
+        turn: number of the attempt, see `dadplug.hub.secure.proxy.connect`.
 
     Returns:
         The encrypted connection.
@@ -183,7 +184,7 @@ def dial(kit: Kit, timeout: float, address: tuple[str, int] | None = None) -> Se
         OSError: if the hub cannot be reached, or the connection is lost.
     """
     host, port = address or kit.roster.address()
-    connection = connect(host, port, find_proxy(kit.policy.proxy, host, port), timeout)
+    connection = connect(host, port, find_proxy(kit.policy.proxy, host, port), timeout, turn)
     secure = encrypt(kit, connection, host, port)
     read_verdict(kit, secure, host, port)
     return secure
@@ -215,12 +216,20 @@ def encrypt(kit: Kit, connection: socket.socket, host: str, port: int) -> Secure
         if error.verify_code in _OTHER_AUTHORITY and (inspector := _inspector(kit, host, port)):
             raise RefusedError(
                 f"{host}:{port}: TLS inspection: {explain(error)}: {inspector!r} has issued it. A proxy or firewall on "
-                f"the way decrypts connections; it has to pass those to {host}:{port} on unchanged"
+                f"the way decrypts connections; it has to pass those to {host}:{port} on unchanged",
+                lasting=False,
             ) from error
-        raise given_up from error
+        raise _repairable(given_up) from error
     except OSError as error:
-        raise _given_up(secure or connection, error, host, port) from error
+        raise _repairable(_given_up(secure or connection, error, host, port)) from error
     return secure
+
+
+def _repairable(error: RefusedError | OSError) -> RefusedError | OSError:
+    """Return an error from before the other end has shown that it is the hub, marked as one that may be repaired."""
+    if isinstance(error, RefusedError):
+        error.lasting = False
+    return error
 
 
 def read_verdict(kit: Kit, connection: SecureSocket, host: str, port: int) -> None:

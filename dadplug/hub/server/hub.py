@@ -105,6 +105,7 @@ class Hub:
         self._masks: dict[Session, int] = {}  # of registered sessions
         self._again: set[Session] = set()  # sessions with bytes that have arrived
         self._stopped: str | None = None
+        self._may_return = False
         self._next_tick = self._next_report = self._next_warning = 0.0
         self._tick_seconds = _TICK
 
@@ -114,25 +115,29 @@ class Hub:
         try:
             while self._stopped is None:
                 self._turn()
-            self.relay.close(f"the hub ends: {self._stopped}", time.monotonic())
+            returns = self._may_return and self.relay.part(f"the hub has ended: {self._stopped}")
+            if not returns:
+                self.relay.close(f"the hub ends: {self._stopped}", time.monotonic())
             self.acceptor.stop_listening()
             until = time.monotonic() + _LEAVE_SECONDS
             while (
-                self.acceptor.closing or any(each.ended is not None for each in self._masks)
+                self.acceptor.closing or any(each.ended is not None or each.waiting for each in self._masks)
             ) and time.monotonic() < until:
                 self._turn()
-            self.journal.write(f"the hub ends: {self._stopped}")
+            self.journal.write(f"the hub ends: {self._stopped}" + "; sites wait for another one" * returns)
             self._report(self)
         finally:
             self._close()
 
-    def stop(self, reason: str = "it was stopped") -> None:
+    def stop(self, reason: str = "it was stopped", may_return: bool = False) -> None:
         """Make `run` return; may be called from any thread and from a signal handler.
 
         Args:
             reason: the reason that sites are told.
+            may_return: whether sites that train with `min_sites` wait for another hub, and do not end.
         """
         self._stopped = self._stopped or reason
+        self._may_return = may_return
         self._pipe.wake()
 
     def _turn(self) -> None:
@@ -308,6 +313,9 @@ class Hub:
     def _tick(self, now: float) -> None:
         if self._stopped is None:
             self.relay.tick(now, self.acceptor.dials)
+            self._service.hold(self.relay.awaits_all(now))
+            for session in self.relay.silent(now):
+                self._lose(session, f"nothing has arrived for {now - session.heard:.0f} s", now)
         self.acceptor.tick(now)
         for event in self._service.events():
             self.journal.write(event)

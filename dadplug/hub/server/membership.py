@@ -20,7 +20,9 @@ therefore seen exactly the frames of the lost site that all others have seen.
 **Joining.** Training starts once all sites are connected. A site that connects later takes part in the open step: it is
 sent the frames of this step so far, and a member sends it its state. Parameters do not change while a step is open,
 hence any member can send the state of the last closed step until the open one closes; if it goes meanwhile, another one
-does. Others wait for the state to arrive also with late="skip": a joiner that never caught up would join for ever.
+does. A member that has ended the open step can answer at once: one such is asked if nothing arrives from the first one
+for half of `site_timeout`, and the next one after twice that time. Others wait for the state to arrive also with
+late="skip": a joiner that never caught up would join for ever.
 
 **Late sites.** With late="skip", a training step closes without a member that has not ended it after `patience` times
 the median step, or, with a patience of 0, `site_timeout` after the first member has ended it. That member ends the step
@@ -87,6 +89,8 @@ class Site:
         idle: whether it has contributed nothing to this step.
         awaited: whether others wait for it, since it has ended a step after the last one that it has missed.
         donor: slot of the member that sends it the state.
+        asked: time at which the donor was asked.
+        patience: seconds without a part of the state after which another donor is asked.
         donations: number of states that it has been asked for.
     """
 
@@ -97,9 +101,11 @@ class Site:
         self.ended = 0
         self.idle, self.awaited = False, True
         self.donor: int | None = None
+        self.asked = self.patience = 0.0
         self.donations = 0
 
 
+_MOST_REQUESTS = 0xFFFF  # with a number of their own; the tag of a frame has 16 bits
 _MEDIAN_OF, _MEDIAN_NEEDS = 32, 5  # steps
 _JITTER = 0.05  # seconds by which no member is late
 
@@ -186,6 +192,7 @@ class Membership:
         self.round = RoundKind.FIRST
         self._times = StepTimes(now)
         self._pause: Pause | None = None
+        self._requests = 0  # for states
         self._actions: list[Action] = []
 
     def replace_rules(self, rules: Rules) -> None:
@@ -268,6 +275,11 @@ class Membership:
         """Record that frames of a step or a state have arrived from a site, or for it."""
         self._sites[slot].progressed = now
 
+    def receive(self, slot: int, now: float) -> None:
+        """Record that a site has acknowledged frames; one that joins gets on by that."""
+        if self._sites[slot].phase is Phase.JOINING:
+            self.get_on(slot, now)
+
     def end(self, slot: int, step: int, now: float, idle: bool = False) -> list[Action]:
         """Take a site's END of a step.
 
@@ -322,6 +334,8 @@ class Membership:
                 joins = self._sites[slot].phase is Phase.JOINING
                 what = "not received its state" if joins else f"not ended step {self.open_step}"
                 self._drop(slot, f"alive, but has {what} for {self._rules.progress_timeout:g} s")
+        for slot in self._in_phase(Phase.JOINING):
+            self._replace_donor(slot, now)
         return self._advance(now)
 
     @property
@@ -366,6 +380,7 @@ class Membership:
     def _enter(self, slot: int, phase: Phase, now: float) -> None:
         site = self._sites[slot]
         site.phase, site.ended, site.progressed, site.awaited = phase, self.step, now, True
+        site.donor, site.patience = None, self._rules.site_timeout / 2
 
     def _assign_donors(self, now: float) -> None:
         """Ask a member for its state for each joiner without a donor, the one that was asked least often.
@@ -374,12 +389,28 @@ class Membership:
         """
         members = self._ended(self.step)
         for slot in self._in_phase(Phase.JOINING) if members else ():
-            joiner = self._sites[slot]
-            if joiner.donor is None:
-                joiner.donor = min(members, key=lambda member: self._sites[member].donations)
-                joiner.progressed = now
-                self._sites[joiner.donor].donations += 1
-                self._actions.append(SendState(joiner.donor, slot, self.step))
+            if self._sites[slot].donor is None:
+                self._sites[slot].progressed = now
+                self._ask(slot, members, now)
+
+    def _ask(self, slot: int, members: Sequence[int], now: float) -> None:
+        """Ask one of some members for its state for a joiner."""
+        joiner = self._sites[slot]
+        joiner.donor = min(members, key=lambda member: self._sites[member].donations)
+        joiner.asked = now
+        self._sites[joiner.donor].donations += 1
+        self._requests = self._requests % _MOST_REQUESTS + 1
+        self._actions.append(SendState(joiner.donor, slot, self.step, self._requests))
+
+    def _replace_donor(self, slot: int, now: float) -> None:
+        """Ask another member for its state for a joiner if nothing has arrived from its donor for too long."""
+        joiner = self._sites[slot]
+        if joiner.donor is None or now < max(joiner.asked, joiner.progressed) + joiner.patience:
+            return
+        able = [each for each in self._ended(self.open_step) if each != joiner.donor]
+        if able:
+            joiner.patience *= 2
+            self._ask(slot, able, now)
 
     def _try_close(self, now: float) -> None:
         """Close the open step if its contributors are known."""

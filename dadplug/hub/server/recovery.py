@@ -2,7 +2,8 @@
 
 A hub stores nothing on disk: its sites have all state of a run, too. Sites whose hub is lost reconnect, and
 name the last round that has been closed for them. A new hub asks them for a `Report`, and nothing of the run goes on
-until all that take part have sent theirs, or `site_timeout` is over.
+until all that take part have sent theirs, or `site_timeout` is over, and the time that sites need to come back, which
+is longer after a long outage (`dadplug.hub.wire.redialing`).
 
 **The highest closed round wins.** The old hub may have closed round k for some sites, and not for others, which have
 ended it and wait. No site is further ahead: round k + 1 closes only after all of them. The first ones know the
@@ -143,6 +144,11 @@ class Recovery:
     def _elastic(self) -> bool:
         return any(each.min_sites for each in self._reports.values())
 
+    @property
+    def may_be_elastic(self) -> bool:
+        """Whether the run goes on without a site that leaves, as far as it is known."""
+        return self._elastic or not self._reports
+
     def _missing(self) -> list[int]:
         """Return the slots of sites that take part, and have not reported; not those that have started again."""
         there = {each.slot for each in self._reports}
@@ -156,10 +162,15 @@ class Recovery:
         """Wait for sites, or go on without them."""
         names = ", ".join(self._run.names[slot] for slot in missing)
         winner, waited = self._winner, now - self._since
-        if self._elastic and waited >= winner.timeout_ms / 1e3 and len(self._taking_part()) >= winner.min_sites:
+        back = max(each.return_ms for each in self._reports.values()) / 1e3
+        if (
+            self._elastic
+            and waited >= max(winner.timeout_ms / 1e3, back)
+            and len(self._taking_part()) >= winner.min_sites
+        ):
             return self._conclude()
-        if not self._elastic and waited >= WAIT_SECONDS:
-            return Outcome(f"{names} has not reconnected within {WAIT_SECONDS:g} s since the hub was restarted")
+        if not self._elastic and waited >= max(WAIT_SECONDS, back):
+            return Outcome(f"{names} has not reconnected within {waited:.0f} s since the hub was restarted")
         if self._run.pause != (reason := f"the hub has been restarted: waiting for {names}"):
             self._run.pause = reason
             self._journal.write(f"paused: {reason}")
@@ -247,4 +258,8 @@ class Recovery:
         self._journal.write(
             f"the run that began before the restart goes on after step {winner.position.step} with {names}"
         )
-        return Outcome("", winner.position.step, Requirements(*winner[-4:]) if elastic else None, slots)
+        return Outcome("", winner.position.step, _requirements(winner) if elastic else None, slots)
+
+
+def _requirements(report: Report) -> Requirements:
+    return Requirements(report.min_sites, report.timeout_ms, report.skips, report.patience_percent)

@@ -8,6 +8,9 @@ until the other sites of the last one have left. A hub therefore serves any numb
 **Elastic runs.** The sites may require less, once a run has started; it then ends with the last site that leaves. Sites
 that connect meanwhile wait until a site has ended a round that admits others, and join in this round.
 
+**Outages.** Where no site at all can be heard, the fault may be the hub's own connection, and no site is given up. Once
+one is heard again, the others have the time to come back that sites need after such an outage, see `Outage`.
+
 A site that is dropped is told so by a `Drop` of its own slot, the last frame that it gets. When the hub ends, all sites
 are told in this way.
 """
@@ -37,6 +40,8 @@ from ..wire.messages import (
     Pause,
     Report,
     Resume,
+    SendState,
+    SendStateBefore8,
     Skip,
     Spent,
     Start,
@@ -46,6 +51,7 @@ from ..wire.messages import (
 )
 from ..wire.streams import HUB_SLOT, SendQueue
 from .journal import Journal
+from .outage import Outage
 from .recovery import Recovery
 from .run import Run
 from .session import FULL_BYTES, Received, Session, check_hello
@@ -56,6 +62,9 @@ GRACE = 5.0  # seconds
 _COPY = "copy the newest roster.json into"
 _STEPS_AHEAD = 1000  # that a site may have ended while others have not ended the open one
 
+
+_NUMBERS_STATES = 8  # version of the protocol from which on frames of states have a number
+_APART_SECONDS = 1.5  # between the last bytes of two sites whose links were cut together, at most
 
 _ALIVE_SECONDS = 0.5  # after a second process has connected; what the first one has sent before may arrive until then
 
@@ -80,6 +89,7 @@ class Relay:
         sessions: sessions by channel and slot.
         run: the run that goes on, or starts next, of the first sites of the roster.
         crowded: whether some frames may not be read, since queues are full.
+        outage: outage in which no site can be heard.
         status: the hub's status as of its last report, which sites may ask for.
         spent: what training has cost the records of sites, by slot, as they have last said.
     """
@@ -101,6 +111,7 @@ class Relay:
         self.sessions: dict[tuple[str, int], Session] = {}
         self.run = Run(names, site_timeout, life, now, journal)
         self.crowded = False
+        self.outage = Outage()
         self.status: dict[str, Any] = {}
         self.spent: dict[int, Spent] = {}
         self._site_timeout, self._grace, self._streams = site_timeout, grace, streams
@@ -242,6 +253,7 @@ class Relay:
 
     def tick(self, now: float, dials: bool = False) -> None:
         """Let time pass, while a connection is in its handshake (`dials`) or none is."""
+        self._observe_outage(now)
         for session in list(self.sessions.values()):
             try:
                 self._tick_session(session, now, dials)
@@ -250,20 +262,57 @@ class Relay:
         for slot, reason in self.run.given_up():
             self.drop(self.sessions["training", slot], reason, now)
         self._recover(now)
-        self._act(self.run.membership.tick(now), now)
+        if not self.awaits_all(now):  # else no site is late
+            self._act(self.run.membership.tick(now), now)
+
+    def _observe_outage(self, now: float) -> None:
+        sessions = [each for each in self.sessions.values() if each.channel != "check"]  # which may be of this machine
+        for session in sessions:
+            if session.stream is not None and not self.readable(session):
+                session.heard = now
+        text, wait = self.outage.observe(sessions, self.run.rules.site_timeout, now)
+        if text:
+            self.journal.write(text, "warning")
+        for session in sessions if wait else ():
+            session.excused = now + wait
+        for slot in self.run.membership.participants if wait else ():
+            self.run.membership.get_on(slot, now)
+
+    def awaits_all(self, now: float) -> bool:
+        """Return whether no site can be heard, or some have not come back since then."""
+        back = any(each.stream is None and now < each.excused for each in self.sessions.values())
+        return back or self.outage.since is not None
+
+    def silent(self, now: float) -> list[Session]:
+        """Return the sessions whose connections are of no use any more, in an outage in which no site is given up."""
+        if self.outage.since is None:
+            return []
+        silence = self.run.rules.site_timeout
+        return [each for each in self.sessions.values() if each.stream is not None and now >= each.heard + silence]
 
     def _tick_session(self, session: Session, now: float, dials: bool) -> None:
+        if session.queue.acknowledged != session.reached:
+            session.reached = session.queue.acknowledged
+            if session.channel == "training" and not session.waits:
+                self.run.membership.receive(session.slot, now)
+        if self.outage.since is not None or now < session.excused:
+            session.tick(now)
+            return
         if session.stream is None:
             since, reason = session.lost
             grace = self.run.grace(self._grace, dials)
             if now >= since + grace:
                 text = f"its connection was lost ({reason}), and it has not reconnected within {grace:g} s"
                 self._lose(session, text, now)
-        elif not self.readable(session):
-            session.heard = now
-        elif now >= session.heard + self.run.rules.site_timeout:
+        elif self.readable(session) and self._is_silent(session, now):
             self._lose(session, f"silent for {self.run.rules.site_timeout:g} s", now)
         session.tick(now)
+
+    def _is_silent(self, session: Session, now: float) -> bool:
+        """Return whether nothing has arrived from a site for too long, while another one could be heard."""
+        timeout = self.run.rules.site_timeout
+        since = session.heard + min(_APART_SECONDS, timeout / 2)
+        return now >= session.heard + timeout and any(each.heard >= since for each in self.sessions.values())
 
     def readable(self, session: Session) -> bool:
         """Return whether frames of a site may be read: there is room in all queues that they go to."""
@@ -298,6 +347,22 @@ class Relay:
         """
         for session in list(self.sessions.values()):
             self._end(session, reason, now)
+
+    def part(self, reason: str) -> bool:
+        """Tell sites that they wait for another hub, if their run goes on without a site that leaves.
+
+        Args:
+            reason: the reason.
+
+        Returns:
+            Whether they do.
+        """
+        if not (self.run.may_grow or (self._recovery is not None and self._recovery.may_be_elastic)):
+            return False
+        pause = pack_control(Pause((), f"{reason}; waiting for it to be started again"), 0)
+        for session in self._of("training"):
+            session.send(pause)
+        return True
 
     def _of(self, channel: str) -> list[Session]:
         """Return the sessions of a channel."""
@@ -456,9 +521,11 @@ class Relay:
             self._act(self.run.membership.dial(session.slot, now), now)
 
     def _pass_state(self, session: Session, head: Head, body: memoryview, now: float) -> None:
-        """Pass a part of a site's state on to one that joins."""
+        """Pass a part of a site's state on to one that joins, unless another process of that one was to get it."""
         receiver = self.sessions.get(("training", head.slot))
-        if receiver is not None and not receiver.waits:
+        if receiver is None or receiver.waits:
+            return
+        if session.version < _NUMBERS_STATES or head.tag in receiver.requests:
             self.run.membership.get_on(head.slot, now)
             receiver.send(b"".join((head._replace(slot=session.slot).pack(), body)))
 
@@ -536,6 +603,9 @@ class Relay:
                 continue
             if isinstance(action, Drop):
                 self._end_training(action, now)
+            if isinstance(action, SendState):
+                self._ask_for_state(action)
+                continue
             # Where all sites have to stay, none waits for the end of a step.
             self._announce(action, soon=isinstance(action, Close) and not run.elastic)
             if isinstance(action, Join):
@@ -551,6 +621,15 @@ class Relay:
             self._end_ahead(now)
         if self.run.ending and not self._training():
             self._begin_run(now)
+
+    def _ask_for_state(self, request: SendState) -> None:
+        """Announce which member is to send its state to a site that joins."""
+        joiner = self.sessions["training", request.joiner]
+        joiner.requests.add(request.number)
+        self.journal.write(f"{self.roster[request.donor]} is asked for its state, for {joiner.name}")
+        before = SendStateBefore8(request.donor, request.joiner, request.step)
+        for session in self._training():
+            session.send(pack_control(request if session.version >= _NUMBERS_STATES else before, 0))
 
     def _end_ahead(self, now: float) -> None:
         """Take the ENDs of the step that has been opened, from sites that have sent theirs before."""

@@ -57,6 +57,8 @@ class Session(NumberedStream):
         offer: its message to all members about keys, where it is to join and messages are sealed.
         awaits: slots of the members that it joins, without those that have sent it their keys.
         refuses: slots of the sites that it has asked the hub to end.
+        requests: numbers of the requests for a state that were made for it.
+        reached: number of frames that it had acknowledged at the last tick.
         recovers: whether it took part in a run when it connected.
         serial: serial number of its certificate.
         release: version of dadplug at the site.
@@ -73,6 +75,7 @@ class Session(NumberedStream):
         progress: steps that the site has ended, and messages of the step after them that it has begun.
         progressed: time at which a frame other than a ping arrived.
         lost: time at which the connection was lost, and the reason.
+        excused: time before which the site is not given up, since it may come back from an outage of the hub.
         ended: time at which the session has ended; its last frames may still have to be sent. None before.
         bytes_in: bytes received.
         bytes_out: bytes sent; those that were lost with a connection count again.
@@ -88,6 +91,8 @@ class Session(NumberedStream):
         self.offer = b""
         self.awaits: set[int] = set()
         self.refuses: set[int] = set()
+        self.requests: set[int] = set()
+        self.reached = 0
         self.recovers = hello.channel == "training" and hello.position.life > 0
         self.sites = hello.sites
         self.expires: datetime | None = None
@@ -95,6 +100,7 @@ class Session(NumberedStream):
         self.created = self.heard = self.progressed = now
         self.progress = 0, 0
         self.lost = now, ""
+        self.excused = 0.0
         self.ended: float | None = None
         self.bytes_in = self.bytes_out = 0
         self.world_size = world_size

@@ -117,7 +117,7 @@ def snapshot(hub: Hub, meter: Meter) -> dict[str, Any]:
         "started": relay.run.membership.started,
         "step": relay.run.membership.step,
         "step_seconds": relay.run.membership.step_seconds,
-        "waiting": relay.run.pause,
+        "waiting": relay.outage.state(now) or relay.run.pause,
         "refused": hub.acceptor.refused,
         "certificate_days": days_left(kit.certificate.not_valid_after_utc),
         "kit_problems": hub.kit_problems,

@@ -32,6 +32,9 @@ class StreamService(Protocol):
     def begin(self, names: Sequence[str]) -> None:
         """Take the names of the sites of the next run, by slot, where they differ from those before."""
 
+    def hold(self, held: bool) -> None:
+        """Let no silence of sites count while none can be heard, or they are on their way back."""
+
     def events(self) -> Iterator[str]:
         """Yield what has happened since the last call, for the journal."""
 
@@ -48,6 +51,9 @@ class NoService:
 
     def begin(self, names: Sequence[str]) -> None:
         """Take the names of the sites of the next run, for nothing."""
+
+    def hold(self, held: bool) -> None:
+        """Take whether silence counts, for nothing."""
 
     def events(self) -> Iterator[str]:
         """Return that nothing has happened."""

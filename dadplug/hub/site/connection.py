@@ -17,13 +17,24 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
+from pathlib import Path
 
-from ...errors import FrameError, MismatchError, ProxyError, RefusedError, SealingError, SiteError, TryAgainError
+from ...errors import (
+    FrameError,
+    KitError,
+    MismatchError,
+    ProxyError,
+    RefusedError,
+    SealingError,
+    SiteError,
+    TryAgainError,
+)
 from ...exchange.deadline import Deadline
 from ...exchange.handshake import close_in_children
 from ...exchange.sockets import WakePipe
-from ...logs import Troubles, get_logger
+from ...logs import Troubles, get_logger, span
 from ..pki.kits import Kit
+from ..pki.project import Roster
 from ..secure import tls
 from ..secure.rate_limit import site_bucket
 from ..secure.secure_socket import LocalDoor, SecureSocket, open_door
@@ -40,6 +51,7 @@ from ..wire.messages import (
     pack_control,
     read_control,
 )
+from ..wire.redialing import DIAL_SECONDS, HUB_TIMEOUT, next_pause
 from ..wire.streams import FrameReceiver, NumberedFrames, Stream
 
 
@@ -99,14 +111,12 @@ def _read_answer(connection: SecureSocket, door: LocalDoor | None, world_size: i
 
 
 _log = get_logger(__name__)
-REDIAL_SECONDS = 30.0  # after which a hub that cannot be reached is given up
-_DIAL_SECONDS = 5.0  # for each part of the start of a connection
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds between two attempts to connect
 _PING_SECONDS, _SHORTEST_SILENCE = 1.0, 2.0  # the hub pings every second, too
 KERNEL_BYTES = 1 << 20  # that the kernel is assumed to buffer
 _HELD_BYTES = 1 << 16  # that wait for the next message, at most: a line that is idle meanwhile loses more with more
 _POLL_SECONDS = 0.02  # the thread of the connection may read what another one waits for
 _LONGEST_REASON = 1000  # characters
+_of_runs: dict[Path, float] = {}  # by folder of the kit, seconds after which a hub that is away is given up
 _LOST = select.POLLHUP | select.POLLERR | select.POLLNVAL | getattr(select, "POLLRDHUP", 0)
 
 
@@ -127,6 +137,7 @@ class HubConnection(ABC):
 
     batch_seconds = 0.001  # between two reads of the thread, so that it does not wake up for each packet
     pauses = False  # whether the hub lets all sites wait, so that no time counts
+    outlasts_outages = False  # whether no time counts while the hub is away
 
     def __init__(self, kit: Kit, channel: str, address: tuple[str, int] | None = None) -> None:
         self.kit = kit
@@ -134,6 +145,8 @@ class HubConnection(ABC):
         self.names = list(kit.roster.sites)
         self.world_size = len(self.names)
         self.address = address or kit.roster.address()
+        self._follows_roster = address is None
+        self._turn = 0  # number of failed attempts to connect
         self.lock = threading.Lock()  # of everything below; OpenSSL's objects are not made for two threads
         self._channel = channel
         self._instance = secrets.randbits(62)
@@ -143,7 +156,7 @@ class HubConnection(ABC):
         self._failure: Exception | None = None
         self.outage = ""  # reason of the present loss of the connection
         self._lost_at = self._heard = 0.0
-        self._silence = REDIAL_SECONDS  # without a byte, while a thread waits, after which the connection is given up
+        self._silence = HUB_TIMEOUT  # without a byte, while a thread waits, after which the connection is given up
         self._waiting = 0  # threads in `waiting`
         self.left = self._closed = False
         self._pipe = WakePipe()
@@ -192,7 +205,7 @@ class HubConnection(ABC):
             RefusedError: if the hub refuses this site.
             SiteError: if it cannot be reached in time.
         """
-        self._redial(timeout, time.monotonic(), (OSError, FrameError))
+        self._redial(lambda: timeout, time.monotonic(), (OSError, FrameError))
         self._thread = threading.Thread(target=self._run, name=f"dadplug-hub-{self._channel}", daemon=True)
         self._thread.start()
 
@@ -208,6 +221,37 @@ class HubConnection(ABC):
             return f"{self.hub} cannot be reached: {self.outage}"
         silent = time.monotonic() - self._heard
         return f"{self.hub} has been silent for {silent:.1f} s" if silent > _SHORTEST_SILENCE else ""
+
+    @property
+    def is_away(self) -> bool:
+        """Whether there is no connection to the hub at present, and it is waited for."""
+        return self._connection is None and not self.closed
+
+    @property
+    def silent_seconds(self) -> float:
+        """Seconds since this machine has got something from the hub, read or not; 0 where the system does not tell."""
+        with self.lock:
+            return 0.0 if self._connection is None else self._connection.silent_seconds
+
+    @property
+    def hub_timeout(self) -> float:
+        """Seconds after which a hub that is away is given up: those of the kit, if it states them, or of the run."""
+        stated = self.kit.policy.hub_timeout
+        return stated if stated is not None else _of_runs.get(self.kit.folder, HUB_TIMEOUT)
+
+    def wait_for_hub(self, seconds: float, unless_known: bool = False) -> None:
+        """Let all connections by this kit wait for a hub that is away, unless the kit states for how long.
+
+        Args:
+            seconds: time after which it is given up.
+            unless_known: whether a time that was given before stays.
+        """
+        if not (unless_known and self.kit.folder in _of_runs):
+            _of_runs[self.kit.folder] = seconds
+
+    def forget_hub_timeout(self) -> None:
+        """Forget the time that the run has given: the run is over."""
+        _of_runs.pop(self.kit.folder, None)
 
     @property
     def closed(self) -> bool:
@@ -306,7 +350,8 @@ class HubConnection(ABC):
         Args:
             missing: returns how many bytes have to arrive before this thread can go on: 1 if that is not known, and 0
                 at the end. It may raise an error to end the wait.
-            seconds: time after which to end the wait. It begins anew when the number changes, or the hub pauses.
+            seconds: time after which to end the wait. It begins anew when the number changes, the hub pauses, or is
+                away, if this connection outlasts that.
 
         Returns:
             Whether nothing is missing.
@@ -323,7 +368,7 @@ class HubConnection(ABC):
                 if not left:
                     return True
                 self.check()
-                if left != before or self.pauses:
+                if left != before or self.pauses or (self.is_away and self.outlasts_outages):
                     deadline, before = Deadline(seconds), left
                 if deadline.over:
                     return False
@@ -352,7 +397,7 @@ class HubConnection(ABC):
             events = select.POLLIN | select.POLLOUT * (self._frames.blocked and not held)
             self._frames.expect(nbytes)
         if connection is None:
-            time.sleep(0.005)
+            time.sleep(min(_POLL_SECONDS, max(0.005, 0.01 * (time.monotonic() - self._lost_at))))
             return
         poll = select.poll()
         with suppress(OSError, ValueError):  # closed meanwhile
@@ -439,11 +484,15 @@ class HubConnection(ABC):
             sites=self.world_size,
         )
         try:
-            connection = tls.dial(self.kit, seconds, self.address)
+            connection = tls.dial(self.kit, seconds, self.address, self._turn)
         except ProxyError as error:
             if error.lasting and self._thread is None:  # later on, a proxy may be in repair
                 raise RefusedError(str(error)) from error
             raise
+        except RefusedError as error:
+            if error.lasting or self._thread is None:
+                raise
+            raise ConnectionError(str(error)) from error  # the machine of the hub may be in repair, or its name
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with ExitStack() as opened:
@@ -490,7 +539,7 @@ class HubConnection(ABC):
         while not self.closed:
             connection = self._connection
             if connection is None:
-                self._redial(REDIAL_SECONDS, self._lost_at, (OSError,))
+                self._redial(lambda: self.hub_timeout, self._lost_at, (OSError,))
                 continue
             held = connection.held  # bytes wait for the cap of the rate
             ready = self._poll(min(held, ping.left) if held else ping.left)
@@ -544,33 +593,58 @@ class HubConnection(ABC):
         """Return how many bytes are expected."""
         return 0
 
-    def _redial(self, seconds: float, since: float, errors: tuple[type[Exception], ...]) -> None:
+    def _redial(self, seconds: Callable[[], float], since: float, errors: tuple[type[Exception], ...]) -> None:
         """Try to connect until the hub answers, or this connection is closed.
 
         Args:
-            seconds: time after which the hub is given up.
+            seconds: returns the time after which the hub is given up.
             since: when it has begun.
             errors: errors after which to connect again.
 
         Raises:
             SiteError: if the hub cannot be reached in time, or refuses this site.
         """
-        pause, printed = _FIRST_PAUSE, False
+        printed = False
         while not self.closed:
-            left = since + seconds - time.monotonic()
+            left = since + seconds() - time.monotonic()
             try:
-                self._dial(min(_DIAL_SECONDS, max(0.1, left)))
+                self._dial(min(DIAL_SECONDS, max(0.1, left)))
                 return
             except errors as error:
-                if time.monotonic() + pause > since + seconds:
-                    raise SiteError(f"{self.hub} cannot be reached for {seconds:g} s: {error}") from error
+                now = time.monotonic()
+                pause = next_pause(now - since)
+                if now + pause > since + seconds():
+                    raise SiteError(f"{self.hub} cannot be reached for {seconds():g} s: {error}") from error
                 self.outage = tls.explain(error)
+                self._turn += 1
+                self._follow_roster()
                 if isinstance(error, TryAgainError):
                     if not printed:
                         print(f"dadplug: {self.hub}: {error}", file=sys.stderr, flush=True)
                     printed = True
                 elif self._thread is None or self._channel == "training":
-                    self._troubles.begin(self.hub, f"{self.hub} cannot be reached: {self.outage}; connecting again")
+                    limit = span(seconds())
+                    what = f"{self.hub} cannot be reached: {self.outage}; connecting again, for {limit} at most"
+                    self._troubles.begin(self.hub, what)
                     self._troubles.remind()
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            self._sleep(pause)
+
+    def _follow_roster(self) -> None:
+        """Go by the address of the hub in the kit, whose roster may be a newer one: the hub may have moved."""
+        if not self._follows_roster:
+            return
+        try:
+            roster = Roster.load(self.kit.folder)
+        except (KitError, OSError):  # it is being replaced
+            return
+        if roster.project == self.kit.roster.project and (address := roster.address()) != self.address:
+            _log.warning("the kit names another address of the hub: %s:%d, in place of %s", *address, self.hub)
+            self.address = address
+
+    def _sleep(self, seconds: float) -> None:
+        """Wait, or until this connection is closed."""
+        deadline = Deadline(seconds)
+        while not (self.closed or deadline.over):
+            with suppress(OSError, ValueError):  # closed meanwhile
+                if select.select([self._pipe], [], [], deadline.left)[0]:
+                    self._pipe.clear()

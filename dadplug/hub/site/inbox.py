@@ -151,6 +151,14 @@ class Inbox:
             if kept:
                 self._early[key] = kept
 
+    def forget_states(self) -> None:
+        """Forget what has arrived of states, and what is expected of them."""
+        for key in [key for key in self._expected if key[0] is Kind.STATE]:
+            for incoming in list(self._expected[key]):
+                self.cancel(incoming)
+        for key in [key for key in self._early if key[0] is Kind.STATE]:
+            self.early_bytes -= sum(len(piece) for _, piece in self._early.pop(key))
+
     def clear(self) -> None:
         """Forget everything, also what is expected."""
         self._expected.clear()

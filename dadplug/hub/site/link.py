@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import struct
 import sys
-from collections import deque
+import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
-from ...errors import DroppedError, FrameError, MismatchError, SiteError
+from ...errors import DroppedError, FrameError, MismatchError, SealingError, SiteError
 from ...exchange import DEFAULT_TIMEOUT
 from ...exchange.deadline import Deadline
 from ...exchange.failure_reports import ENDED, add_announcer, remove_announcer
@@ -47,8 +47,10 @@ from ..wire.messages import (
     Start,
     pack_control,
 )
+from ..wire.redialing import ELASTIC_HUB_TIMEOUT, return_seconds
 from .connection import KERNEL_BYTES, HubConnection
 from .inbox import Continuation, Inbox, Incoming
+from .states import StateRequests
 
 CHANNEL_BITS = 24  # of the number of an exchange, below those of its channel
 _NOTICE_SECONDS = 5.0  # after which a site prints for which sites it waits
@@ -151,7 +153,8 @@ class HubLink(HubConnection):
                 raise FrameError("a frame of this site itself")
         elif head.kind is not Kind.SUM or head.slot:
             raise FrameError(f"a {head.kind.name} frame of slot {head.slot} is not expected")
-        if self.sealing.covers(head) or self._is_void(head) or self._continuation.repeats(head):
+        outdated = self._continuation.repeats(head) or self.rounds.states.is_outdated(head)
+        if outdated or self.sealing.covers(head) or self._is_void(head):
             return memoryview(bytearray(head.length))
         return self.inbox.room(head)
 
@@ -161,7 +164,7 @@ class HubLink(HubConnection):
         repeated = self._continuation.repeats(head)
         if head.kind is not Kind.STATE:
             self._continuation.count(head)
-        if repeated or self._is_void(head):
+        if repeated or self._is_void(head) or (self.rounds.states.is_outdated(head) and not self.sealing.covers(head)):
             return
         if self.sealing.covers(head):
             for frame in self.sealing.open(head, body):
@@ -170,11 +173,10 @@ class HubLink(HubConnection):
             self.inbox.complete(head, body)
 
     def _take_opened(self, head: Head, content: bytes) -> None:
-        if head.kind is Kind.STATE and head.slot != self.rounds._donor:
-            return  # of a donor that has been replaced
-        body = self.inbox.room(head)
-        body[:] = content
-        self.inbox.complete(head, body)
+        if not self.rounds.states.is_outdated(head):
+            body = self.inbox.room(head)
+            body[:] = content
+            self.inbox.complete(head, body)
 
     def _post_all(self, messages: Iterable[object]) -> None:
         """Send control messages. To be called with the lock held."""
@@ -189,7 +191,8 @@ class HubLink(HubConnection):
         rounds = self.rounds
         match message:
             case Start(position=position):
-                self._started, self.step = True, position.step + 1
+                self._started = self.outlasts_outages = True
+                self.step = position.step + 1
                 self._begin(position)
                 self._set_pause("")
                 if rounds.joins or rounds.dropped:
@@ -214,10 +217,10 @@ class HubLink(HubConnection):
                 self._lose_site(message)
             case Accept(needs_state=True):
                 self._be_accepted(message.position)
-            case SendState(donor=self.rank):
-                rounds._requests.append(message)
-            case SendState(joiner=self.rank):
-                rounds._donor = message.donor
+            case SendState():
+                rounds.states.take(message)
+                if message.joiner == self.rank:
+                    self.inbox.forget_states()
             case Close():
                 self.sealing.close(message.step, message.contributors)
                 self._continuation.close(message, frozenset(rounds.joined))
@@ -262,7 +265,7 @@ class HubLink(HubConnection):
         _log.info("the project has new sites: %s; %d in all", ", ".join(new), self.world_size)
 
     def _lose_site(self, message: Drop) -> None:
-        slot, reason = message.slot, message.reason
+        slot, reason, rounds = message.slot, message.reason, self.rounds
         if slot == self.rank:
             if not self.left:
                 self._lose_place(reason or _ENDED, for_good=not message.step)
@@ -272,17 +275,16 @@ class HubLink(HubConnection):
             if reason:
                 self._troubles.begin(slot, f"{self.name(slot)} is lost: {reason}")
             self._continuation.forget(slot)
-            if self.rounds.elastic:
+            if rounds.elastic:
                 self.inbox.forget(slot, message.step)
-        self.rounds.joined.discard(slot)
-        if slot == self.rounds._donor:
-            self.rounds._donor = None
+        rounds.joined.discard(slot)
+        rounds.states.leave(slot)
 
     def _be_accepted(self, position: Position | None) -> None:
         """Wait for the state of another site, at a position once this site is admitted."""
         if self._started and not self.rounds.joins:
             self._lose_place(f"its connection was lost ({self.outage or 'for too long'})", for_good=False)
-        self._started = True
+        self._started = self.outlasts_outages = True
         self.rounds.joins = self.rounds.elastic = True
         if position is not None:
             self._begin(position)
@@ -290,6 +292,7 @@ class HubLink(HubConnection):
             self.step = position.step + 1
             self.rounds._position, self.rounds.closed = position, position.step
             self.rounds.joined.clear()
+            self.rounds.states.own = None
 
     def tick(self) -> None:
         self._post_all(self.sealing.check_kit(self.rounds.elastic))
@@ -312,8 +315,7 @@ class HubLink(HubConnection):
         if self.left or (takes_part and not continuation.kept.complete(continuation.position.step)):
             super().begin_anew()
         self._frames.begin_anew(held=takes_part or bool(rounds.dropped))
-        rounds._requests.clear()
-        rounds._donor = None
+        rounds.states.clear()
         if rounds.joins:
             rounds._position = None
         self._set_pause("")
@@ -336,6 +338,7 @@ class HubLink(HubConnection):
             required.timeout_ms,
             required.skips,
             required.patience_percent,
+            round(1e3 * return_seconds(time.monotonic() - self._lost_at)),
         )
 
     def _lose_place(self, reason: str, for_good: bool) -> None:
@@ -503,6 +506,7 @@ class HubLink(HubConnection):
     def close(self, seconds: float = 1.0) -> None:
         """Leave, unless that has been done, and close the link. May be called twice."""
         remove_announcer(self._announce)
+        self.forget_hub_timeout()
         self.leave("")
         super().close(seconds)
 
@@ -544,8 +548,7 @@ class RoundClient:
         self.first = 0
         self.sizes: list[tuple[int, int]] = []
         self.dropped = ""
-        self._requests: deque[SendState] = deque()
-        self._donor: int | None = None
+        self.states = StateRequests(link.rank)
         self._position: Position | None = None  # at which this site joins
         self._fresh = False  # whether this site has joined and not ended a round since
 
@@ -557,6 +560,7 @@ class RoundClient:
                 self.closed = link.step - 1
                 self.joined.clear()  # at the start
             self.elastic, self.skips, self.requirements = True, requirements.skips, requirements
+            link.wait_for_hub(ELASTIC_HUB_TIMEOUT, unless_known=True)
             link.check()
             self._ask()
             link._flush_or_disconnect()
@@ -566,6 +570,7 @@ class RoundClient:
 
         Where messages are sealed, the members are asked for their keys first.
         """
+        self.states.awaits = self.joins
         offer = self._link.sealing.offer() if self.joins else None
         self._link._post_all([self.requirements] if offer is None else [offer, self.requirements])
 
@@ -620,8 +625,7 @@ class RoundClient:
             SiteError: if the hub or this site is given up, or the round is not closed in time.
             RuntimeError: if this site has just joined, in a step that the others have begun.
         """
-        link = self._link
-        number = link.step
+        link, number = self._link, self._link.step
         if self._fresh and answer is None:
             raise RuntimeError(
                 "this site has joined in mid-training, while the others are in synchronize(): it may not exchange "
@@ -631,8 +635,7 @@ class RoundClient:
         link.post(Head(Kind.END, link.rank, number, exchange=kind | IDLE * idle), b"")
 
         def over() -> bool:
-            while self._requests and answer is not None and self._requests[0].step < number:
-                request = self._requests.popleft()
+            while answer is not None and (request := self.states.next(number)) is not None:
                 if request.step == number - 1:  # otherwise the joiner has left since
                     self._send_state(request, answer)
             return number in self._absent
@@ -720,7 +723,12 @@ class RoundClient:
     def _send_state(self, request: SendState, answer: Callable[[], bytes]) -> None:
         content = answer()
         for exchange, part in ((_SIZE_EXCHANGE, _SIZE.pack(len(content))), (_STATE_EXCHANGE, content)):
-            self._link.send(exchange, memoryview(part), Kind.STATE, 0, request.joiner)
+            try:
+                self._link.send(exchange, memoryview(part), Kind.STATE, request.number, request.joiner)
+            except SealingError:
+                if request.joiner not in self._link.gone:
+                    raise
+                return  # it has left meanwhile, and has no keys any more
 
     def receive_state(self, timeout: float, most: int) -> bytes:
         """Receive the state of another site, of so many bytes at most; from the beginning where it leaves meanwhile.
@@ -729,31 +737,30 @@ class RoundClient:
             SiteError: if none arrives in time.
         """
         while True:
-            self._wait_until(lambda: self._donor is not None, timeout, "no site has sent its state")
-            donor = self._donor
-            size = self._receive_part(donor, _SIZE_EXCHANGE, _SIZE.size, timeout)
-            if size is None:
+            self._wait_until(lambda: self.states.own is not None, timeout, "no site has sent its state")
+            if (request := self.states.own) is None:
+                continue
+            if (size := self._receive_part(request, _SIZE_EXCHANGE, _SIZE.size, timeout)) is None:
                 continue
             (nbytes,) = _SIZE.unpack(size)
             if nbytes > most:
                 raise SiteError(
-                    f"{self._link.name(donor or 0)} announces a state of {nbytes} bytes, where this site's model "
+                    f"{self._link.name(request.donor)} announces a state of {nbytes} bytes, where this site's model "
                     f"allows {most}: do all sites train the same model?"
                 )
-            state = self._receive_part(donor, _STATE_EXCHANGE, nbytes, timeout)
+            state = self._receive_part(request, _STATE_EXCHANGE, nbytes, timeout)
             if state is not None:
+                self.states.awaits = False
                 what = "the keys of another site have not arrived: it is stopped or busy"
                 self._wait_until(lambda: self._link.sealing.complete, timeout, what)
                 return state
 
-    def _receive_part(self, donor: int | None, exchange: int, nbytes: int, timeout: float) -> bytes | None:
-        """Receive a part of a state; None if the donor has left."""
-        if donor is None:
-            return None
+    def _receive_part(self, request: SendState, exchange: int, nbytes: int, timeout: float) -> bytes | None:
+        """Receive a part of a state; None if another one is to come."""
         buffer = memoryview(bytearray(nbytes))
-        incoming = self._link.expect(donor, exchange, buffer, Kind.STATE)
-        name = self._link.name(donor)
-        self._wait_until(lambda: incoming.done or self._donor != donor, timeout, f"the state of {name} has not arrived")
+        incoming = self._link.expect(request.donor, exchange, buffer, Kind.STATE)
+        failure = f"the state of {self._link.name(request.donor)} has not arrived"
+        self._wait_until(lambda: incoming.done or self.states.own is not request, timeout, failure)
         if incoming.done:
             return bytes(buffer)
         self._link.cancel([incoming])

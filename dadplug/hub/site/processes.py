@@ -443,6 +443,10 @@ class SiteTransport(CollectiveTransport, NodeMessages):
         if self.hub is not None:
             self.hub.end_step()
 
+    def wait_for_hub(self, seconds: float) -> None:
+        if self.hub is not None:
+            self.hub.wait_for_hub(seconds)
+
     def prefers_gather(self, nbytes: int) -> bool:
         return (self.world_size - 1) * nbytes <= _PACKET_BYTES
 

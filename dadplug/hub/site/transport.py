@@ -38,6 +38,7 @@ from .inbox import Incoming
 from .link import CHANNEL_BITS, HubLink
 from .tunnel import check_tunnel, stream_to_hub, tunnel_of
 
+_AWAY_SECONDS = 2.5  # of silence, after which the hub may be away for long
 _GRACE_SECONDS = 1.5  # for the hub's announcement of what a lost stream of the parameter manager is due to
 
 
@@ -215,6 +216,9 @@ class HubTransport(CollectiveTransport):
     def end_step(self) -> None:
         self.link.end_step()
 
+    def wait_for_hub(self, seconds: float) -> None:
+        self.link.wait_for_hub(seconds)
+
     def show_epsilon(self, epsilon: float, delta: float) -> None:
         with suppress(SiteError):  # the training has ended
             self.link.post_control(Spent(epsilon, delta))
@@ -242,6 +246,10 @@ class HubTransport(CollectiveTransport):
         if self.link.sealing.required:  # the hub cannot read what it would have to order
             return None
         return stream_to_hub(tunnel_of(self.link, timeout))
+
+    @property
+    def hub_is_away(self) -> bool:
+        return self.link.is_away or self.link.silent_seconds > _AWAY_SECONDS
 
     @property
     def left_out(self) -> frozenset[int]:

@@ -48,6 +48,11 @@ class TunnelSocket(socket.socket):
         self.setblocking(False)
         self._tunnel, self.stream = tunnel, stream
 
+    @property
+    def is_away(self) -> bool:
+        """Whether the hub cannot be reached at present, and is waited for."""
+        return self._tunnel.is_away
+
     def send(self, data: Any, flags: int = 0, /) -> int:
         """Send bytes, without blocking; the flags are ignored."""
         return self._tunnel.write(self, [data])

@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, get_args, get_type_hints
@@ -162,7 +162,8 @@ DTYPES = {code: dtype for dtype, code in CODES.items()}
 
 VERSION = 8
 OLDEST_VERSION = 7
-"""Oldest version of sites that this hub serves. Since 8 a hub answers requests for its status, and takes `Spent`."""
+"""Oldest version of sites that this hub serves. Since 8 a hub answers requests for its status, takes `Spent`, and
+numbers requests for states."""
 _LONGEST_TEXT = 2000  # characters
 
 
@@ -316,7 +317,19 @@ class SendState:
         donor: the member.
         joiner: the site that needs the state; what it has received from other donors is void.
         step: the closed step.
+        number: number of the request and tag of the frames of the state, by which they are told apart from those that
+            another donor was asked for, or for another process of the joiner.
     """
+
+    donor: int
+    joiner: int
+    step: int
+    number: int = field(default=0, compare=False)
+
+
+@dataclass(frozen=True)
+class SendStateBefore8:
+    """`SendState` as sites of protocol version 7 know it, whose frames of states have no number."""
 
     donor: int
     joiner: int
@@ -410,6 +423,7 @@ class Report(NamedTuple):
         timeout_ms: milliseconds of silence after which a site counts as lost; 0 where all have to stay.
         skips: as in `dadplug.exchange.transport.Requirements`, like the next.
         patience_percent: time after which a site is late.
+        return_ms: milliseconds within which the other sites connect again, if they can.
     """
 
     run: int
@@ -425,6 +439,7 @@ class Report(NamedTuple):
     timeout_ms: int
     skips: bool
     patience_percent: int
+    return_ms: int = 0
 
 
 class Repeat(NamedTuple):
@@ -558,7 +573,7 @@ class Spent(NamedTuple):
 # Names on the wire: versions that differ still understand each other's `Hello` and `Refuse`.
 _NAMES: dict[str, tuple[Any, ...]] = {
     "dadplug.hub.actions": (
-        *(Accept, Refuse, Start, Grow, Join, SendState, Drop, Close, Pause, Resume),
+        *(Accept, Refuse, Start, Grow, Join, Drop, Close, Pause, Resume),
         Position,
     ),
     "dadplug.hub.frames": (Hello, Welcome, Joined, Leave, Spent),
@@ -572,6 +587,9 @@ for _prefix, _classes in _NAMES.items():
     for _class in _classes:
         codec.register(_class, f"{_prefix}.{_class.__name__}")
         _HINTS[_class] = get_type_hints(_class)
+for _class, _name in ((SendState, "RequestState"), (SendStateBefore8, "SendState")):
+    codec.register(_class, f"dadplug.hub.actions.{_name}")
+    _HINTS[_class] = get_type_hints(_class)
 _MESSAGES = tuple(set(_HINTS) - {Position})
 
 
