@@ -26,12 +26,14 @@ class MortalHub:
     Args:
         folder: folder for its kits and its journal.
         names: names of the sites.
+        sealed: whether their messages are sealed.
     """
 
-    def __init__(self, folder: Path, names: str) -> None:
+    def __init__(self, folder: Path, names: str, sealed: bool = False) -> None:
         folder.mkdir(exist_ok=True)
         address, self.kits, self._journal = f"127.0.0.1:{free_port()}", folder / "kits", folder / "journal"
-        hub_kits.make(self.kits, hub=address, hub_names=[], sites=list(names), hub_at=names[0])
+        owner = {"sealed": True, "hub_at": None} if sealed else {"hub_at": names[0]}
+        hub_kits.make(self.kits, hub=address, hub_names=[], sites=list(names), **owner)
 
     def start(self, point: str = "never", count: int = 0) -> forkserver.Program:
         """Start it; arguments are those of `mortal_hub`."""
