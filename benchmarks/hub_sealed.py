@@ -63,7 +63,7 @@ def train(case: dict[str, Any]) -> None:
     import dadplug
 
     torch.set_num_threads(1)
-    torch.manual_seed(0)
+    torch.manual_seed(SITES.index(case["name"]))  # the sites begin with the parameters of the first one
     width, idle, last = case["width"], case["idle"], Path(case["folder"]) / "last"
     model = nn.Sequential(nn.Linear(64, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 8))
     optimizer = torch.optim.Adam(model.parameters())
