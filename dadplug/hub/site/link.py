@@ -288,6 +288,7 @@ class HubLink(HubConnection):
         self.rounds.joins = self.rounds.elastic = True
         if position is not None:
             self._begin(position)
+            self.inbox.clear()  # of what a hub before has sent of the round in which this site was to join
             self.gone.clear()  # those that are absent are announced next
             self.step = position.step + 1
             self.rounds._position, self.rounds.closed = position, position.step
