@@ -176,7 +176,7 @@ def send_half(rounds: RoundClient, request: SendState, answer: Callable[[], byte
     """Send the first half of this site's state, and let the process be killed or stopped."""
     content = answer()
     for exchange, part in enumerate((struct.pack("<Q", len(content)), content[: len(content) // 2])):
-        rounds._link.send(exchange, memoryview(part), Kind.STATE, 0, request.joiner)
+        rounds._link.send(exchange, memoryview(part), Kind.STATE, request.number, request.joiner)
     time.sleep(0.2)
     os.kill(os.getpid(), signal.SIGKILL if how == "sends" else signal.SIGSTOP)
 
@@ -264,6 +264,19 @@ def build(
     return wrapper, wrapper.reduction
 
 
+def line_of(case: Case, model: nn.Module, reduction: dadplug.GradientReduction) -> dict[str, Any]:
+    """Return what is logged of the step that has just ended."""
+    values = torch.cat([each.detach().reshape(-1) for each in model.parameters()])
+    step = reduction.step - 1  # that of the others, where this site has joined again
+    digest = hashlib.sha256(values.numpy().tobytes()).hexdigest()[:16]
+    line = {"step": step, "present": reduction.present_sites, "digest": digest, "time": time.monotonic()}
+    if case.privacy:
+        gradient = torch.cat([each.grad.reshape(-1) for each in model.parameters()]).tolist()
+        line |= {"gradient": gradient, "parameters": values.tolist()}
+        line["spent"] = reduction.state_dict()["privacy"]["entries"]
+    return line
+
+
 def train(case: Case) -> None:
     connection.HUB_TIMEOUT = case.gives_up
     dadplug.connect(kit=case.kit, timeout=200)
@@ -309,15 +322,7 @@ def train(case: Case) -> None:
             if kept:
                 reduction.load_state_dict(kept | {"step": reduction.step})
             optimizer.step()
-            values = torch.cat([each.detach().reshape(-1) for each in model.parameters()])
-            step = reduction.step - 1  # that of the others, where this site has joined again
-            digest = hashlib.sha256(values.numpy().tobytes()).hexdigest()[:16]
-            line = {"step": step, "present": reduction.present_sites, "digest": digest, "time": time.monotonic()}
-            if case.privacy:
-                gradient = torch.cat([each.grad.reshape(-1) for each in model.parameters()]).tolist()
-                line |= {"gradient": gradient, "parameters": values.tolist()}
-                line["spent"] = reduction.state_dict()["privacy"]["entries"]
-            log.write(json.dumps(line) + "\n")
+            log.write(json.dumps(line_of(case, model, reduction)) + "\n")
             if reduction.step == case.saves:
                 torch.save({name: part.state_dict() for name, part in parts.items()}, case.resumes)
                 return

@@ -793,8 +793,7 @@ class RoundClient:
         self._wait_until(lambda: self.joins, timeout, "the hub does not let this site join again", dropped=True)
         link = self._link
         with link.lock:
-            self.dropped = ""
-            self._fresh = False
+            self.dropped, self._fresh = "", False
             self._absent.clear()
             link.inbox.clear()
             link.gone.clear()
