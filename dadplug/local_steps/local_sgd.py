@@ -95,8 +95,7 @@ class LocalSGD(HeldGradients, ReplicatedModel):
 
     With ``min_sites``, over a hub, training goes on without a site that leaves, and a site whose program is started
     again gets the agreed model from another one. What a site does between two agreements is lost only where it ends
-    before it has sent it: a site that is late, with ``late="skip"``, sends it later. See
-    `dadplug.local_steps.elastic`.
+    before it has sent it: a site that is late, with ``late="skip"``, sends it later.
 
     Args:
         model: the model, on its device, the same on all sites but for the values of its parameters.

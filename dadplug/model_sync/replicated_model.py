@@ -101,10 +101,13 @@ class ReplicatedModel:
 
     def _receive_state(self) -> JoinState | None:
         """Receive the state of another site, where this one joins in mid-training, and load its model."""
+        if not self._transport.joins:
+            return None
+        description = self._describe()  # which loads kernels: before the others wait for this site
         state: JoinState | None = self._transport.receive_state(sameness.largest_state(self.model))
         if state is not None:
             others, own = "the other sites", self._transport.sites[self.site_rank]
-            sameness.compare(state.description, self._describe(), others, own)
+            sameness.compare(state.description, description, others, own)
             sameness.load_tensors(self.model, state.tensors)
             self.world_size = self._transport.world_size  # which may have grown meanwhile
         return state

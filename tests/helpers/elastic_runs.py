@@ -26,13 +26,15 @@ class MortalHub:
     Args:
         folder: folder for its kits and its journal.
         names: names of the sites.
+        sealed: whether their messages are sealed.
         entries: further entries of the project.
     """
 
-    def __init__(self, folder: Path, names: str, **entries: object) -> None:
+    def __init__(self, folder: Path, names: str, sealed: bool = False, **entries: object) -> None:
         folder.mkdir(exist_ok=True)
         address, self.kits, self.journal = f"127.0.0.1:{free_port()}", folder / "kits", folder / "journal"
-        project = {"hub": address, "hub_names": [], "sites": list(names), "hub_at": names[0]}
+        owner = {"sealed": True, "hub_at": None} if sealed else {"hub_at": names[0]}
+        project = {"hub": address, "hub_names": [], "sites": list(names), **owner}
         hub_kits.make(self.kits, **(project | entries))
 
     def start(self, point: str = "never", count: int = 0) -> forkserver.Program:

@@ -8,11 +8,14 @@ import hashlib
 import json
 import os
 import signal
+import struct
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partialmethod
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +24,9 @@ from torch import nn
 
 import dadplug
 from dadplug.hub.site import connection
+from dadplug.hub.site.link import RoundClient
 from dadplug.hub.site.transport import ElasticTransport
+from dadplug.hub.wire.messages import Kind, SendState
 from dadplug.planning import planner
 from dadplug.planning.merging import LinkCosts
 
@@ -39,7 +44,8 @@ class Case:
         site_timeout: option of the reduction.
         leave: step in which the process ends; -1 for never.
         how: "before" the forward pass, "sent" after backward, "header" before the end of the step's first round, "late"
-            before that of its second round, "donates" when it is asked for its state, "joins" when it has received one;
+            before that of its second round, "donates" when it is asked for its state, "sends" with a part of it on the
+            way, "stops" in the same place, where the process is stopped, "joins" when it has received one;
             "hesitates" when it is asked for its state: it does not end, but is held up for 20 s; "raise" for an error
             before the forward pass.
         idle: steps in which the site calls `idle`.
@@ -65,6 +71,8 @@ class Case:
         gives_up: seconds after which a hub is given up by default, where all sites have to stay.
         wraps: whether the model is wrapped as by torch's DistributedDataParallel.
         privacy: settings of differential privacy; the lines have gradient, parameters and the ledger then.
+        resumes: file with the states of the site, which it begins with if it exists; empty for none.
+        saves: step after which the site writes that file, and ends.
     """
 
     kit: str
@@ -95,6 +103,8 @@ class Case:
     gives_up: float = 30.0
     wraps: bool = False
     privacy: str = ""
+    resumes: str = ""
+    saves: int = -1
 
 
 def make_model() -> nn.Module:
@@ -156,8 +166,19 @@ def die_inside(case: Case, current: Callable[[], int]) -> None:
         ElasticTransport._answer = lambda transport: time.sleep(20) or answer(transport)
     elif case.how == "donates":
         ElasticTransport._answer = lambda transport: die(case.how)
+    elif case.how in ("sends", "stops"):
+        RoundClient._send_state = partialmethod(send_half, how=case.how)
     elif case.how == "joins":
         ElasticTransport.take_part = lambda transport: die(case.how)
+
+
+def send_half(rounds: RoundClient, request: SendState, answer: Callable[[], bytes], how: str) -> None:
+    """Send the first half of this site's state, and let the process be killed or stopped."""
+    content = answer()
+    for exchange, part in enumerate((struct.pack("<Q", len(content)), content[: len(content) // 2])):
+        rounds._link.send(exchange, memoryview(part), Kind.STATE, request.number, request.joiner)
+    time.sleep(0.2)
+    os.kill(os.getpid(), signal.SIGKILL if how == "sends" else signal.SIGSTOP)
 
 
 def await_other(case: Case, step: int) -> None:
@@ -214,6 +235,14 @@ def refuses_what_needs_all_sites() -> None:
             use()
 
 
+def restore(case: Case, parts: dict[str, Any]) -> None:
+    """Load the states of the site, if there is a file of them and no other site has given its own."""
+    if case.resumes and Path(case.resumes).exists() and not parts["reduction"].step:
+        states: dict[str, Any] = torch.load(case.resumes, weights_only=False)
+        for name, part in parts.items():
+            part.load_state_dict(states[name])
+
+
 def build(
     case: Case, model: nn.Module, state: dict[str, torch.optim.Optimizer]
 ) -> tuple[nn.Module, dadplug.GradientReduction]:
@@ -235,6 +264,19 @@ def build(
     return wrapper, wrapper.reduction
 
 
+def line_of(case: Case, model: nn.Module, reduction: dadplug.GradientReduction) -> dict[str, Any]:
+    """Return what is logged of the step that has just ended."""
+    values = torch.cat([each.detach().reshape(-1) for each in model.parameters()])
+    step = reduction.step - 1  # that of the others, where this site has joined again
+    digest = hashlib.sha256(values.numpy().tobytes()).hexdigest()[:16]
+    line = {"step": step, "present": reduction.present_sites, "digest": digest, "time": time.monotonic()}
+    if case.privacy:
+        gradient = torch.cat([each.grad.reshape(-1) for each in model.parameters()]).tolist()
+        line |= {"gradient": gradient, "parameters": values.tolist()}
+        line["spent"] = reduction.state_dict()["privacy"]["entries"]
+    return line
+
+
 def train(case: Case) -> None:
     connection.HUB_TIMEOUT = case.gives_up
     dadplug.connect(kit=case.kit, timeout=200)
@@ -251,6 +293,8 @@ def train(case: Case) -> None:
         refuses_what_needs_all_sites()
     die_inside(case, lambda: reduction.step)
     cold = reduction.state_dict()
+    parts = {"model": model, "optimizer": optimizer, "reduction": reduction}
+    restore(case, parts)
     criterion, rank = nn.CrossEntropyLoss(), reduction.site_rank
     with (Path(case.folder) / "log.jsonl").open("a", buffering=1) as log:
         while (step := reduction.step) < last_step(case, reduction.step):
@@ -278,15 +322,10 @@ def train(case: Case) -> None:
             if kept:
                 reduction.load_state_dict(kept | {"step": reduction.step})
             optimizer.step()
-            values = torch.cat([each.detach().reshape(-1) for each in model.parameters()])
-            step = reduction.step - 1  # that of the others, where this site has joined again
-            digest = hashlib.sha256(values.numpy().tobytes()).hexdigest()[:16]
-            line = {"step": step, "present": reduction.present_sites, "digest": digest, "time": time.monotonic()}
-            if case.privacy:
-                gradient = torch.cat([each.grad.reshape(-1) for each in model.parameters()]).tolist()
-                line |= {"gradient": gradient, "parameters": values.tolist()}
-                line["spent"] = reduction.state_dict()["privacy"]["entries"]
-            log.write(json.dumps(line) + "\n")
+            log.write(json.dumps(line_of(case, model, reduction)) + "\n")
+            if reduction.step == case.saves:
+                torch.save({name: part.state_dict() for name, part in parts.items()}, case.resumes)
+                return
             time.sleep(case.pause)
         if case.meets:
             found = reduction.gather_objects(rank)

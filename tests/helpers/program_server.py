@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import faulthandler
 import fcntl
 import gc
@@ -167,6 +168,7 @@ def _reap(running: dict[int, socket.socket]) -> None:
 
 def _become(request: dict[str, Any]) -> None:
     """Run the program in this process, and end the process as the request says."""
+    _end_with_parent()
     *standard, inherited = *request["descriptors"][:3], request["descriptors"][3:]
     for number, descriptor in enumerate(standard):
         os.dup2(descriptor, number)
@@ -188,6 +190,12 @@ def _become(request: dict[str, Any]) -> None:
         for finalizer in _library_finalizers:
             finalizer.atexit = False
         _end(_status(request, main), main)
+
+
+def _end_with_parent() -> None:
+    """Let this process be killed with its parent: after a failed test no test waits for it, and it would train on."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _renumber(descriptors: list[int], numbers: list[int]) -> None:

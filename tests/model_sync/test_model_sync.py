@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import dadplug
 from dadplug.hogwild.layout import check_model as check_hogwild_model
+from dadplug.model_sync.replicated_model import ReplicatedModel
 from dadplug.model_sync.samples import batches_before, takes_part
 from dadplug.model_sync.structure import refuse_wrapped
 
@@ -285,3 +286,20 @@ def test_every_batch_is_used_once_spread_over_the_epoch(steps, data):
 
 def test_a_site_without_batches_never_takes_part():
     assert not any(takes_part(step, 0, 5) for step in range(5))
+
+
+def test_a_site_that_joins_describes_itself_before_the_others_wait_for_it(monkeypatch):
+    """Its description loads kernels, which takes seconds in a new process."""
+    done = []
+
+    class Waiting:
+        joins = True
+
+        def receive_state(self, most: int) -> None:
+            done.append("the others wait")
+
+    site = ReplicatedModel.__new__(ReplicatedModel)
+    site.model, site._transport = nn.Linear(2, 2), Waiting()
+    monkeypatch.setattr(ReplicatedModel, "_describe", lambda self: done.append("described"))
+    assert site._receive_state() is None
+    assert done == ["described", "the others wait"]

@@ -527,3 +527,27 @@ def test_a_load_of_a_hub_moves_what_it_says(tmp_path):
     empty, memory, each, whole = size.measure(2, 0.2)
     assert 0 < empty <= memory
     assert min(each, whole) > 0
+
+
+def test_a_sealed_run_that_differs_waits_or_can_be_read_is_found(tmp_path):
+    sealed = program("hub_sealed")
+
+    def run(name, digest, seconds, received):
+        found = sealed.Run.__new__(sealed.Run)
+        found.folder, found.received = tmp_path / name, tmp_path / name / "received"
+        found.folder.mkdir()
+        found.received.write_bytes(received)
+        row = {"step": 0, "seconds": seconds, "digest": digest, "secrets": [b"of a patient".hex()]}
+        for site in sealed.SITES:
+            (found.folder / f"{site}.log").write_text(json.dumps(row) + "\n")
+        return found
+
+    plain = run("plain", "one", 0.1, b"the age of a patient")
+    assert sealed.judge(run("good", "one", 1.0, b"noise"), plain, 5.0) == []
+    assert "the parameters of a differ in step 0 and 0 others" in sealed.judge(
+        run("other", "two", 1.0, b"noise"), plain, 5.0
+    )
+    assert "d has waited 6.0 s for step 0" in sealed.judge(run("slow", "one", 6.0, b"noise"), plain, 5.0)
+    assert sealed.judge(plain, plain, 5.0) == ["1 secrets are readable at the hub"]
+    blind = run("blind", "one", 1.0, b"noise")
+    assert sealed.judge(blind, blind, 5.0) == ["no secret is found without sealing, either: the search is blind"]

@@ -288,6 +288,7 @@ class HubLink(HubConnection):
         self.rounds.joins = self.rounds.elastic = True
         if position is not None:
             self._begin(position)
+            self.inbox.clear()  # of what a hub before has sent of the round in which this site was to join
             self.gone.clear()  # those that are absent are announced next
             self.step = position.step + 1
             self.rounds._position, self.rounds.closed = position, position.step
@@ -792,8 +793,7 @@ class RoundClient:
         self._wait_until(lambda: self.joins, timeout, "the hub does not let this site join again", dropped=True)
         link = self._link
         with link.lock:
-            self.dropped = ""
-            self._fresh = False
+            self.dropped, self._fresh = "", False
             self._absent.clear()
             link.inbox.clear()
             link.gone.clear()
