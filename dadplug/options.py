@@ -22,6 +22,7 @@ WIRES = tuple(FORMATS)
 DENSES = ("allreduce", "lowrank")
 MERGES = ("all", "owner", "auto")
 PRIVATE_MODES = ("dsgd", "rankdad")
+PRIVATE_DECAY = 0.9  # of what rankdad has not sent, see docs/guides/differential-privacy.md
 AUTO = "auto"
 _ROW_BYTES = 32  # of each column of a low-rank factor, with rank="auto": a rank of 8 in fp32 has as many
 
@@ -93,6 +94,13 @@ class Options(OptionSet):
         "add what was not sent to the next step's gradient; None: powersgd and topk add all of it, rankdad its "
         "strongest singular vectors, so that no gradient is formed",
         _check_optional_boolean,
+    )
+    memory_decay: float | None = option(
+        None,
+        "rankdad with error_feedback=True: factor in each step on the memory of what was not sent; None: 1, with "
+        f"privacy {PRIVATE_DECAY}, since most of it is noise",
+        number("a number from 0 to 1 or None", lambda value: 0 <= value <= 1, optional=True),
+        kind=float,
     )
     weighting: str = option(
         "samples", "share of a site in the mean over sites: by its rows, or equal", choices=WEIGHTINGS
@@ -177,6 +185,10 @@ class Options(OptionSet):
         self._check_merge()
         if self.privacy is not None:
             self._follow_privacy()
+        if self.memory_decay is not None and not (self.mode == "rankdad" and self.error_feedback):
+            raise ValueError(
+                f"memory_decay={self.memory_decay} is for mode='rankdad' with error_feedback=True, or with privacy"
+            )
         if self.budget is not None and (self.mode, self.rank, self.merge) != ("rankdad", AUTO, "all"):
             raise ValueError("budget= needs mode='rankdad' with rank='auto' and merge='all'")
         if self.min_sites is not None:
@@ -243,6 +255,8 @@ class Options(OptionSet):
             object.__setattr__(self, "dense", "lowrank")
             if self.error_feedback is None:
                 object.__setattr__(self, "error_feedback", True)
+            if self.error_feedback and self.memory_decay is None:
+                object.__setattr__(self, "memory_decay", PRIVATE_DECAY)
 
     def _follow_secure_sum(self) -> None:
         """Refuse what does not go with sums under masks."""

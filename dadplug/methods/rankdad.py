@@ -97,6 +97,7 @@ class RankDAD(Method):
         self._keeps_rows = options.error_feedback is None
         self._tolerance = 0.0 if self._keeps_rows else options.tolerance  # components that are not sent are kept
         self.errors = ErrorFeedback(bool(options.error_feedback))
+        self._decay = 1.0 if options.memory_decay is None else options.memory_decay
         self._states: dict[str, _State] = {}
         self._staged: dict[str, _State] = {}
         self._spare: dict[str, Tensor] = {}  # by layer, storage that a state has left
@@ -136,7 +137,7 @@ class RankDAD(Method):
         loss_scale = self.loss_scales.of(name)
         share = state.samples / samples if state.samples else 1.0
         if self.errors.enabled:
-            whole = self._with_errors(name, factor, share, loss_scale)
+            whole = self._with_errors(name, factor, share * self._decay, loss_scale)
             compressed = compress_matrix(whole, rank, **how)
             size = squared_norm_of(whole) if measure else 0.0
         else:

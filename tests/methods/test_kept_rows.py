@@ -245,3 +245,40 @@ def test_a_budget_of_bytes_becomes_a_rank(sites):
     for options in ({"mode": "dad"}, {"rank": 3}, {"merge": "owner"}):
         with pytest.raises(ValueError, match="budget= needs mode='rankdad'"):
             Options(budget=1000, **options)
+
+
+@pytest.mark.parametrize("formed", [False, True])
+@pytest.mark.parametrize("decay", [None, 0.6, 0.0])
+def test_whole_memory_decays_by_the_stated_factor(decay, formed):
+    generator = torch.Generator().manual_seed(0)
+    method = RankDAD(Options(rank=RANK, error_feedback=True, memory_decay=decay, iterations=3))
+    kept = torch.zeros(OUT, WIDTH, dtype=torch.float64)
+    for number in range(12):
+        deltas, activations = (torch.randn(9, n, generator=generator, dtype=torch.float64) for n in (OUT, WIDTH))
+        gradient = deltas.T @ activations
+        method.samples = 5
+        payload = method.encode("w", Factor.formed(gradient) if formed else Factor(activations, deltas), False)
+        method.rollback("w") if number % 4 == 2 else method.commit("w")
+        sent = payload.left.T @ payload.right
+        whole = gradient + (1.0 if decay is None else decay) * kept
+        best = float(torch.linalg.svdvals(whole)[RANK:].norm())
+        assert best - 1e-9 <= float((whole - sent).norm()) <= 1.05 * best
+        if number % 4 != 2:
+            kept = whole - sent
+            assert off_by(method.errors.find("w", gradient), kept) < 1e-12
+
+
+def test_the_memory_of_private_gradients_decays_by_default():
+    privacy = dadplug.DifferentialPrivacy(sample_rate=0.1)
+    assert Options(mode="rankdad", privacy=privacy).memory_decay == 0.9
+    assert Options(mode="rankdad", privacy=privacy, memory_decay=1.0).memory_decay == 1.0
+    assert Options(mode="dsgd", privacy=privacy).memory_decay is None
+    assert Options(mode="rankdad", privacy=privacy, error_feedback=False).memory_decay is None
+
+
+@pytest.mark.parametrize("options", [{"mode": "dsgd"}, {"mode": "rankdad"}, {"mode": "topk", "error_feedback": True}])
+def test_memory_decay_without_whole_error_feedback_is_refused(options):
+    with pytest.raises(ValueError, match="memory_decay=0[.]5 is for mode='rankdad' with"):
+        Options(**options, memory_decay=0.5)
+    with pytest.raises(ValueError, match="memory_decay must be a number from 0 to 1"):
+        Options(error_feedback=True, memory_decay=1.5)
