@@ -25,12 +25,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..background import BackgroundTask
 from ..errors import MismatchError, NonFiniteError
 from ..exchange import Gather, Transport
 from ..model_sync import sameness
@@ -379,7 +379,7 @@ class _Transit:
     def __init__(self, fragment: Fragment, layout: int, headers: list[Header] | None) -> None:
         self.fragment, self.layout, self.headers = fragment, layout, headers
         self.is_settled = headers is not None
-        self.sending: BackgroundTask | None = None
+        self.sending: Future[None] | None = None
         self.arrived = False
         self.means: dict[str, Tensor] | None = None
         self.rates: dict[str, float] = {}
@@ -509,7 +509,7 @@ class Agreement:
         assert transit is not None
         if transit.sending is not None:  # one thread at a time uses the connections
             sending, transit.sending = transit.sending, None
-            sending.wait()
+            sending.result()
         if transit.headers is None:
             try:
                 transit.headers = self._check_headers(transit.layout)
@@ -616,7 +616,9 @@ class Agreement:
 
         self._transit = _Transit(fragment, header.layout, headers)
         if overlap and apart and not self._transport.elastic:
-            self._transit.sending = BackgroundTask(send, "dadplug-round")
+            beside = ThreadPoolExecutor(1, "dadplug-round")
+            self._transit.sending = beside.submit(send)
+            beside.shutdown(wait=False)
         else:
             send()
         return in_transit

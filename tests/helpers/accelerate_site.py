@@ -90,8 +90,9 @@ def train_over_hub(kit: str, folder: Path, leaves: int, mode: str = "rankdad") -
             if len(reduction.present_sites) == 1:
                 time.sleep(0.05)
             elif missed and not end.exists():
-                (folder / "part").write_text(str(model.steps + MORE))
-                (folder / "part").rename(end)
+                part = folder / f"part-{site}"  # both sites may come here in the same step
+                part.write_text(str(model.steps + MORE))
+                part.rename(end)
         model.make_equal()
         assert reduction.first_difference() is None
 

@@ -21,7 +21,6 @@ LAYERS = (
     "registry",
     "signature",
     "jit",
-    "background",
     "cores",
     "files",
     "schedules",
