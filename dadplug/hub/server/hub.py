@@ -37,6 +37,7 @@ _TICK, _SHORT_TICK = 0.1, 0.02  # seconds; the second while a connection is lost
 _REPORT_SECONDS = 0.5
 _DAY_SECONDS = 86400.0
 _LEAVE_SECONDS = 2.0  # for the last frames of a session
+_READ_SECONDS = 0.2  # for sites to read why the hub ends: what they send meanwhile would reset their connections
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
 
@@ -119,9 +120,12 @@ class Hub:
             if not returns:
                 self.relay.close(f"the hub ends: {self._stopped}", time.monotonic())
             self.acceptor.stop_listening()
-            until = time.monotonic() + _LEAVE_SECONDS
+            now = time.monotonic()
+            least, until = now + _READ_SECONDS * returns, now + _LEAVE_SECONDS
             while (
-                self.acceptor.closing or any(each.ended is not None or each.waiting for each in self._masks)
+                self.acceptor.closing
+                or any(each.ended is not None or each.waiting for each in self._masks)
+                or time.monotonic() < least
             ) and time.monotonic() < until:
                 self._turn()
             self.journal.write(f"the hub ends: {self._stopped}" + "; sites wait for another one" * returns)
