@@ -176,7 +176,8 @@ class Run:
             ended = [name for name, each in self.processes.items() if each.poll() not in (None, 0)]
             if ended or time.monotonic() > until:
                 outs = [f"-- {path.name}\n{path.read_text()[-2000:]}" for path in sorted(self.folder.glob("*.out"))]
-                raise SystemExit("\n".join([f"{what}: {ended or 'nobody'} has ended with an error", *outs]))
+                reason = f"{', '.join(ended)} ended with an error" if ended else f"not within {LIMIT:g} s"
+                raise SystemExit("\n".join([f"{what}: {reason}", *outs]))
             time.sleep(0.05)
 
     def await_step(self, name: str, present: str, more: int = 10) -> None:

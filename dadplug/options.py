@@ -187,7 +187,7 @@ class Options(OptionSet):
             self._follow_privacy()
         if self.memory_decay is not None and not (self.mode == "rankdad" and self.error_feedback):
             raise ValueError(
-                f"memory_decay={self.memory_decay} is for mode='rankdad' with error_feedback=True, or with privacy"
+                f"memory_decay={self.memory_decay} needs mode='rankdad' with error_feedback=True, or with privacy"
             )
         if self.budget is not None and (self.mode, self.rank, self.merge) != ("rankdad", AUTO, "all"):
             raise ValueError("budget= needs mode='rankdad' with rank='auto' and merge='all'")

@@ -262,7 +262,7 @@ class PrivateGradients:
         for name, module in self._model.named_modules():
             trained = {id(each) for each in module._parameters.values() if each is not None and each.requires_grad}
             if trained and normalisation_of(module) is not None:
-                recorder = partial(self._normalisation_recorder, name, module)
+                recorder = partial(self._formed_recorder, name, module)
                 self._overrides.append(NormalisationBySample(module, recorder))
                 covered |= trained
         return covered
@@ -273,7 +273,7 @@ class PrivateGradients:
         for name, module in self._model.named_modules():
             trained = {id(each) for each in module.parameters() if each.requires_grad}
             if trained and places_of(module) is not None and not trained & with_factors:
-                self._overrides.append(OneByOne(module, partial(self._one_by_one_recorder, name, module)))
+                self._overrides.append(OneByOne(module, partial(self._formed_recorder, name, module)))
                 covered |= trained
         return covered
 
@@ -416,19 +416,7 @@ class PrivateGradients:
             )
         return found
 
-    def _normalisation_recorder(self, name: str, module: nn.Module, inputs: Tensor) -> Arrived:
-        origin, samples = self._origin(), self._checked(name, inputs, 1)
-
-        def arrived(gradients: dict[str, Tensor]) -> None:
-            self._enter(origin, samples)
-            if not samples:
-                return
-            for key, each in gradients.items():
-                self._contributions[id(module._parameters[key])].append(Formed(each))
-
-        return arrived
-
-    def _one_by_one_recorder(self, name: str, module: nn.Module, inputs: Tensor, dimension: int) -> Arrived:
+    def _formed_recorder(self, name: str, module: nn.Module, inputs: Tensor, dimension: int = 0) -> Arrived:
         origin, samples = self._origin(), self._checked(name, inputs, 1, dimension)
 
         def arrived(gradients: dict[str, Tensor]) -> None:

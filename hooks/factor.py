@@ -304,7 +304,7 @@ def stack_by_form(factors: Sequence[Factor]) -> list[Factor]:
     return [Factor.stack(group) for group in groups.values()]
 
 
-@functools.lru_cache(8)
+@functools.lru_cache(4)
 def _identity(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return an identity matrix, which must not be changed: filling it takes as long as a product with few rows."""
     return torch.eye(size, dtype=dtype, device=device)

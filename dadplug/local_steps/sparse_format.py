@@ -7,8 +7,9 @@ With d_s what site s has done in a round, E_s its memory, and C the code of `Spa
 The subtraction is exact. The memory takes the place of an outer momentum: what is often near the largest is sent soon,
 and the rest fades.
 
-**The outer rate**, where it is not fixed, says how far the agreed model moves by the mean. An entry that is sent stands
-for more that waits in the memories, so that a rate above 1 makes up for it, but only where the sites go the same way.
+**The outer rate** is the factor of the mean in the step of the agreed model. Where it is not fixed, it follows the
+signs: an entry that is sent stands for more that waits in the memories, and a rate above 1 makes up for it, but only
+where the sites go the same way.
 Sums are taken by rank. Of the entries that are added to a sum that is not zero, n have its sign, and m the other one:
 
     agreement q = (n - m) / (n + m + 16)        rate = 1 + 1.5 max(0, q)

@@ -373,6 +373,7 @@ def squared_norm_of(gradient: Tensor) -> float:
         gradient: of any shape.
     """
     flat = gradient.detach().reshape(-1)
+    flat = flat if flat.dtype == torch.float64 else flat.float()
     found = float(torch.dot(flat, flat))
     if _SAFE[0] ** 2 < found < _SAFE[1] ** 2:
         return found

@@ -1,7 +1,7 @@
 """Pairwise masks that cancel in the sum over sites, and the fixed-point numbers under them (arXiv:1611.04482).
 
 Sites i < j agree on a key by X25519 and HKDF. In each exchange site i adds a stream of that key to its numbers, modulo
-2^32, and site j subtracts it. What one site sends is then uniform for everybody who does not have all its keys, and the
+2^32, and site j subtracts it. What one site sends is then uniform for all who do not have all its keys, and the
 sum over all of them is that of the numbers. A stream is that of AES-256 in counter mode, at a place that is used once.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from ..errors import PrivacyError
 KEY_BYTES = 32
 RESOLUTION = 2.0**-12  # of fixed-point numbers, in units of the largest norm of a sample's gradient
 _MODULUS_BITS = 32
-_CHUNK = 1 << 18  # bytes of a stream at a time
+_PIECE = 1 << 16  # numbers of a stream at a time
 
 
 class PairwiseKeys:
@@ -103,17 +103,35 @@ class PairwiseKeys:
         return total
 
 
-def _stream(key: bytes, attempt: int, bucket: int, count: int) -> Any:
-    """Yield the numbers of a stream in pieces, each with the place of its first one."""
-    algorithms, modes, ciphers = _ciphers()
-    place = struct.pack(">QII", attempt, bucket, 0)  # the last 32 bits count blocks: 64 GB
+def word_stream(key: bytes, place: bytes, most: int) -> Callable[[int], np.ndarray[Any, np.dtype[Any]]]:
+    """Return a function that draws the next unsigned numbers of 32 bits of AES in counter mode.
+
+    Args:
+        key: the key, of 32 bytes.
+        place: the counter of the first block, of 16 bytes.
+        most: how many numbers are drawn at a time, at most; each time they lie in the same memory.
+
+    Raises:
+        ImportError: if the package cryptography is not installed.
+    """
+    ciphers, algorithms, modes = (_cryptography(f"ciphers{each}") for each in ("", ".algorithms", ".modes"))
     encryptor = ciphers.Cipher(algorithms.AES(key), modes.CTR(place)).encryptor()
-    zeros = memoryview(bytes(min(4 * count, _CHUNK)))
+    zeros = memoryview(bytes(4 * most))
     room = bytearray(len(zeros) + 15)  # what the library asks for
-    for first in range(0, count, _CHUNK // 4):
-        size = min(count - first, _CHUNK // 4)
-        encryptor.update_into(zeros[: 4 * size], room)
-        yield first, np.frombuffer(room, "<u4", size)
+
+    def draw(count: int) -> np.ndarray[Any, np.dtype[Any]]:
+        encryptor.update_into(zeros[: 4 * count], room)
+        return np.frombuffer(room, "<u4", count)
+
+    return draw
+
+
+def _stream(key: bytes, attempt: int, bucket: int, count: int) -> Iterator[tuple[int, np.ndarray[Any, np.dtype[Any]]]]:
+    """Yield the numbers of a stream in pieces, each with the place of its first one."""
+    place = struct.pack(">QII", attempt, bucket, 0)  # the last 32 bits count blocks: 64 GB
+    draw = word_stream(key, place, min(count, _PIECE))
+    for first in range(0, count, _PIECE):
+        yield first, draw(min(count - first, _PIECE))
 
 
 def members_digest(members: Sequence[int], attempt: int) -> bytes:
@@ -160,9 +178,4 @@ def _cryptography(module: str) -> Any:
     try:
         return importlib.import_module(f"cryptography.hazmat.primitives.{module}")
     except ImportError as error:
-        raise ImportError("secure_sum needs the package cryptography: pip install 'dadplug[hub]'") from error
-
-
-def _ciphers() -> tuple[Any, Any, Any]:
-    ciphers = _cryptography("ciphers")
-    return _cryptography("ciphers.algorithms"), _cryptography("ciphers.modes"), ciphers
+        raise ImportError("secure_sum needs the package cryptography: pip install 'dadplug[privacy]'") from error

@@ -20,7 +20,7 @@ class DifferentialPrivacy:
     """Differential privacy of the records of a site: what each of its gradients is clipped to, and its noise.
 
     A step's gradient of a site is ``(sum of clipped gradients of its samples + noise) / expected_batch``. It is private
-    for each record of the site, against the other sites, a hub and whoever gets the model.
+    for each record of the site, against the other sites, a hub and all who get the model.
 
     Attributes:
         noise_multiplier: standard deviation of the noise, in units of `max_grad_norm`; 0 for clipping alone, which is
@@ -135,7 +135,7 @@ class Spending(NamedTuple):
     sites: int = 1
 
     def left_by(self, insiders: int) -> tuple[float, float, int]:
-        """Return noise, rate and steps for whoever knows the parts of the noise of some sites."""
+        """Return noise, rate and steps as seen by some sites together, which know their own parts of the noise."""
         others = 1.0 if self.sites == 1 else max(0, self.sites - insiders) / self.sites
         return self.noise_multiplier * math.sqrt(others), self.sample_rate, self.steps
 

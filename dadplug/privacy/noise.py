@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..jit import njit
+from .masks import KEY_BYTES, word_stream
 
 _SUMMED = 4  # Gaussian numbers that are added up for one with secure=True: the low bits of a single one betray others
 _BLOCK = 1 << 14  # numbers at a time: with their bits they stay in the processor's cache
@@ -141,18 +142,10 @@ def _add_to_blocks(blocks: Sequence[Reals], deviation: float, scale: float) -> N
 def _random_bits() -> Callable[[int], Bits]:
     """Return a function that draws random words of 32 bits: AES in counter mode, or the operating system's own."""
     try:
-        from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+        draw = word_stream(secrets.token_bytes(KEY_BYTES), bytes(16), _BLOCK + 2)
     except ImportError:  # several times slower
         return lambda count: np.frombuffer(os.urandom(4 * count), np.int32)
-    stream = Cipher(algorithms.AES(secrets.token_bytes(32)), modes.CTR(bytes(16))).encryptor()
-    zeros = bytes(4 * (_BLOCK + 2))
-    room = bytearray(len(zeros) + 15)  # as `update_into` asks for
-
-    def draw(count: int) -> Bits:
-        stream.update_into(memoryview(zeros)[: 4 * count], room)
-        return np.frombuffer(room, np.int32, count)
-
-    return draw
+    return lambda count: draw(count).view(np.int32)
 
 
 def _normal(count: int, summed: int) -> NDArray[np.float64]:

@@ -2,7 +2,7 @@
 
 A site announces its public key and the digest of the sites that it has masked for beside each step. Where all sites of
 a round have announced the same, and are those that have taken part, the sum counts. Otherwise all of them, who see the
-same announcements, exchange again, with new noise for the sites that there are and masks that nobody has seen. What a
+same announcements, exchange again, with new noise for the sites that are present, and with new masks. What a
 first exchange may have shown is counted: each exchange of data is a step of the ledger.
 """
 
@@ -59,7 +59,6 @@ class SecureSum:
         self._sums: dict[int, Tensor] = {}
         self._attempt: _Attempt | None = None
         self._next = 0  # number of the next exchange
-        self._settled = False
         self._contributors: tuple[int, ...] = ()  # to the last step
 
     # A step
@@ -75,7 +74,7 @@ class SecureSum:
         self._sums = {
             id(parameter): each.to(torch.promote_types(each.dtype, torch.float32)) for parameter, each in sums.items()
         }
-        self.abstains, self._attempt, self._settled = abstains, None, False
+        self.abstains, self._attempt = abstains, None
 
     def planned(self, present: Sequence[int]) -> tuple[int, ...]:
         """Return the sites to mask for before the announcements of the step: those of the last one, if all are known.

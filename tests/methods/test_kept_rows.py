@@ -278,7 +278,7 @@ def test_the_memory_of_private_gradients_decays_by_default():
 
 @pytest.mark.parametrize("options", [{"mode": "dsgd"}, {"mode": "rankdad"}, {"mode": "topk", "error_feedback": True}])
 def test_memory_decay_without_whole_error_feedback_is_refused(options):
-    with pytest.raises(ValueError, match=r"memory_decay=0[.]5 is for mode='rankdad' with"):
+    with pytest.raises(ValueError, match=r"memory_decay=0[.]5 needs mode='rankdad' with"):
         Options(**options, memory_decay=0.5)
     with pytest.raises(ValueError, match="memory_decay must be a number from 0 to 1"):
         Options(error_feedback=True, memory_decay=1.5)

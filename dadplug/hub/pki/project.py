@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 import json
-import math
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -26,6 +26,13 @@ class Restricted(Protocol):
     @property
     def share_inputs(self) -> bool:
         """Whether factors of layers that are fed by raw data leave the site."""
+
+
+_NUMBERS = {  # entries of a policy, with the largest valid one, and what they must be
+    "max_rank_share": (1.0, "number above 0 and up to 1"),
+    "rate_limit": (1e6, "positive number of Mbit/s"),
+    "hub_timeout": (sys.float_info.max, "positive number of seconds"),
+}
 
 
 @dataclass(frozen=True)
@@ -114,24 +121,18 @@ class Policy:
         for name, value in flags.items():
             if not isinstance(value, bool):
                 raise KitError(f"{place}: {name} must be true or false, got {value!r}")
-        share = table.get("max_rank_share", cls.max_rank_share)
-        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
-            raise KitError(f"{place}: max_rank_share must be a number above 0 and up to 1, got {share!r}")
-        rate = table.get("rate_limit")
-        if rate is not None and (isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 < rate < 1e6):
-            raise KitError(f"{place}: rate_limit must be a positive number of Mbit/s, got {rate!r}")
-        patience = table.get("hub_timeout")
-        if patience is not None and (
-            isinstance(patience, bool) or not isinstance(patience, (int, float)) or not 0 < patience < math.inf
-        ):
-            raise KitError(f"{place}: hub_timeout must be a positive number of seconds, got {patience!r}")
+        numbers = {name: table.get(name, getattr(cls, name)) for name in _NUMBERS}
+        for name, (most, what) in _NUMBERS.items():
+            value = numbers[name]
+            if value is None:  # the default
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= most:
+                raise KitError(f"{place}: {name} must be a {what}, got {value!r}")
         proxy = check_proxy(table.get("proxy", ""), place)
         return cls(
             None if modes is None else tuple(modes),
-            max_rank_share=float(share),
             proxy=proxy,
-            rate_limit=rate,
-            hub_timeout=patience,
+            **numbers,
             **flags,
         )
 

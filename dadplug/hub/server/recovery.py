@@ -1,4 +1,4 @@
-"""Recovery of a run at a hub that has been restarted, by what its sites report.
+"""Recovery of a run: at a hub that has been restarted, by what its sites report; and at one that could hear no site.
 
 A hub stores nothing on disk: its sites have all state of a run, too. Sites whose hub is lost reconnect, and
 name the last round that has been closed for them. A new hub asks them for a `Report`, and nothing of the run goes on
@@ -21,6 +21,9 @@ if it holds another round, or if frames of round k that it lacks are lost with t
 as a new process, and joins in a later step with the state of another one. The number of a life of the hub is part of
 each position, so that rounds which two hubs have closed under the same number are told apart. Where all sites have to
 stay, all must come; sites do not wait for closes there, and only the frames after the highest closed step are repeated.
+
+**A hub that hears no site** may have lost its own connection. It gives no site up until it hears one again, and then
+lets the others have the time that sites need to come back (`Outage`).
 """
 
 from __future__ import annotations
@@ -31,7 +34,9 @@ from typing import Any, NamedTuple
 
 from ...errors import FrameError
 from ...exchange.transport import Requirements
+from ...logs import span
 from ..wire.messages import Close, Continue, Drop, Head, Join, Kind, Position, Repeat, Report, pack_control
+from ..wire.redialing import return_seconds
 from ..wire.streams import PackedFrame
 from .journal import Journal
 from .run import Run
@@ -39,6 +44,52 @@ from .session import Session
 
 WAIT_SECONDS = 30.0  # for all sites, where all have to stay
 _AWAY = "it has not reconnected since the hub was restarted"
+_UNHEARD_SECONDS = 3.0  # without a byte, after which a site cannot be heard; sites send one every second
+
+
+class Outage:
+    """Outage in which no site can be heard.
+
+    Attributes:
+        since: time at which a site was heard last; None while one can be heard.
+    """
+
+    def __init__(self) -> None:
+        self.since: float | None = None
+
+    def state(self, now: float) -> str:
+        """Return for how long no site has been heard, in words; empty while one can be heard."""
+        if self.since is None:
+            return ""
+        return f"no site has been heard for {span(now - self.since)}: the connection of this hub may be lost"
+
+    def observe(self, sessions: Sequence[Session], site_timeout: float, now: float) -> tuple[str, float]:
+        """Find out whether an outage begins or ends.
+
+        Args:
+            sessions: all sessions.
+            site_timeout: seconds of silence after which a site counts as lost.
+            now: the time, in seconds.
+
+        Returns:
+            Text for the journal, empty if nothing has changed; and the seconds that sites have to come back at the end
+            of an outage, else 0.
+        """
+        silence = min(_UNHEARD_SECONDS, site_timeout)
+        heard = any(each.stream is not None and now < each.heard + silence for each in sessions)
+        if heard or not sessions:
+            since, self.since = self.since, None
+            if since is None or not heard:
+                return "", 0.0
+            wait = return_seconds(now - since)
+            return (
+                f"sites can be heard again, after {span(now - since)}: the others have {span(wait)} to come back",
+                wait,
+            )
+        if self.since is not None:
+            return "", 0.0
+        self.since = max(each.heard for each in sessions)
+        return "no site can be heard: the connection of this hub may be lost; it waits for all sites", 0.0
 
 
 class Outcome(NamedTuple):

@@ -51,8 +51,7 @@ from ..wire.messages import (
 )
 from ..wire.streams import HUB_SLOT, SendQueue
 from .journal import Journal
-from .outage import Outage
-from .recovery import Recovery
+from .recovery import Outage, Recovery
 from .run import Run
 from .session import FULL_BYTES, Received, Session, check_hello
 from .store import Store
