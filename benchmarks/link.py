@@ -58,7 +58,11 @@ class Relay(threading.Thread):
         while True:
             left = None if not waiting else max(0.0, waiting[0][0] - time.monotonic())
             for device in select.select(self._devices, (), (), left)[0]:
-                waiting.append((time.monotonic() + self._delay, other[device], os.read(device, 1 << 16)))
+                try:
+                    packet = os.read(device, 1 << 16)
+                except OSError:  # the interfaces have been removed
+                    return
+                waiting.append((time.monotonic() + self._delay, other[device], packet))
             while waiting and waiting[0][0] <= time.monotonic():
                 _, device, packet = waiting.popleft()
                 with suppress(OSError):  # the interface is not up yet, or not any more

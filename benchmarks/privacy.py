@@ -2,7 +2,8 @@
 
     python benchmarks/privacy.py steps                                   MNISTNet, batch 64, and BERT-base, batch 8
     python benchmarks/privacy.py steps --models mnistnet --rounds 9
-    python benchmarks/privacy.py accuracy --data-dir MNIST               digits at epsilon 1, 3 and 8
+    torchrun --nproc-per-node 2 benchmarks/privacy.py accuracy --data-dir MNIST     digits at epsilon 1, 3 and 8
+    python benchmarks/privacy.py noise                                   time of a normal number
 
 `steps` trains one site without a network: the same model by `GradientReduction` without privacy and with it, by modes
 dsgd and rankdad, and by Opacus's hooks and its ghost clipping. Ways take turns, and the table has medians of rounds.
@@ -36,6 +37,7 @@ from workloads import LARGE, WORKLOADS, loss
 
 import dadplug
 from dadplug.data import load_dataset
+from dadplug.privacy.noise import add_noise
 
 NORM = 1.0
 Step = Callable[[], None]
@@ -141,6 +143,25 @@ def time_steps(arguments: argparse.Namespace) -> None:
     print(f"\nOne process, one thread, MKL; {processor()}")
 
 
+def time_noise(arguments: argparse.Namespace) -> None:
+    """Print the time of a normal number that is added to a sum, by dadplug and by torch."""
+    torch.set_num_threads(1)
+    sums, generator = torch.zeros(1 << 24), torch.Generator()
+    adds = {
+        "dadplug": lambda: add_noise([sums], 1.0),
+        "torch": lambda: sums.add_(torch.empty_like(sums).normal_(generator=generator)),
+    }
+    times: dict[str, list[float]] = {name: [] for name in adds}
+    for number in range(arguments.rounds + 1):  # the first round compiles
+        for name, add in adds.items():
+            start = time.perf_counter()
+            add()
+            times[name] += [time.perf_counter() - start] if number else []
+    for name, values in times.items():
+        print(f"{name}: {1e9 * statistics.median(values) / sums.numel():.2f} ns a number")
+    print(f"One thread; {processor()}")
+
+
 # Accuracy
 
 
@@ -176,8 +197,10 @@ def train(arguments: argparse.Namespace, way: str, epsilon: float, rate: float, 
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     if way == "opacus":
         return opacus_accuracy(inputs, targets, data, model, optimizer, privacy, arguments, generator), 0
-    name, _, its_rank = way.partition(":")
-    mode = {"mode": name} if name == "dsgd" else {"mode": name, "rank": int(its_rank), "wire": "int8"}
+    name, *numbers = way.split(":")
+    mode: dict[str, Any] = {"mode": name}
+    if name == "rankdad":
+        mode |= {"rank": int(numbers[0]), "wire": "int8", "memory_decay": float(numbers[1]) if numbers[1:] else None}
     reduction = dadplug.GradientReduction(model, privacy=privacy, **mode)
     loader = dadplug.PoissonLoader(
         torch.utils.data.TensorDataset(inputs, targets), sample_rate, steps=arguments.steps, generator=generator
@@ -253,13 +276,13 @@ def measure_accuracy(arguments: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("steps", "accuracy"))
+    parser.add_argument("what", choices=("steps", "accuracy", "noise"))
     parser.add_argument("--models", default="mnistnet,bert")
     parser.add_argument("--batch-size", type=int)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--data-dir", help="folder with MNIST")
     parser.add_argument("--epsilons", default="1,3,8")
-    parser.add_argument("--ways", default="opacus,dsgd,rankdad:8,rankdad:16", help="rankdad with its rank")
+    parser.add_argument("--ways", default="opacus,dsgd,rankdad:8,rankdad:8:1", help="rankdad:RANK[:MEMORY_DECAY]")
     parser.add_argument("--rates", default="0.25,0.5,1.0", help="learning rates; the best counts")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=200)
@@ -267,7 +290,7 @@ def main() -> None:
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore", category=UserWarning)
     warnings.filterwarnings("ignore", category=FutureWarning)
-    time_steps(arguments) if arguments.what == "steps" else measure_accuracy(arguments)
+    {"steps": time_steps, "accuracy": measure_accuracy, "noise": time_noise}[arguments.what](arguments)
 
 
 if __name__ == "__main__":
