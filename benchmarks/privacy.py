@@ -3,6 +3,8 @@
     python benchmarks/privacy.py steps                                   MNISTNet, batch 64, and BERT-base, batch 8
     python benchmarks/privacy.py steps --models mnistnet --rounds 9
     torchrun --nproc-per-node 2 benchmarks/privacy.py accuracy --data-dir MNIST     digits at epsilon 1, 3 and 8
+    torchrun --nproc-per-node 3 benchmarks/privacy.py accuracy --data-dir MNIST --ways opacus:one,dsgd:secure,dsgd
+    torchrun --nproc-per-node 3 benchmarks/privacy.py sums               steps of MNISTNet with secure sums, batch 16
     python benchmarks/privacy.py noise                                   time of a normal number
 
 `steps` trains one site without a network: the same model by `GradientReduction` without privacy and with it, by modes
@@ -12,7 +14,10 @@ of positions and of types to be frozen, which they are for all ways.
 
 `accuracy` trains a perceptron (784-512-10) at two sites with half of 8,000 digits each, Poisson batches, momentum, with
 the same noise for all ways: dsgd and rank-dAD in int8 with error feedback, each site with its own noise, and Opacus
-in one process with all rows and the noise of two sites. Bytes are the payload that a site sends in a step.
+in one process with all rows and the noise of two sites. Bytes are the payload that a site sends in a step. At three
+sites `dsgd:secure` adds the noise of one site in all (`secure_sum=True`), as `opacus:one` does.
+
+`sums` times steps between processes: dsgd without privacy, with it, and with secure sums. Ways take turns.
 """
 
 from __future__ import annotations
@@ -143,6 +148,32 @@ def time_steps(arguments: argparse.Namespace) -> None:
     print(f"\nOne process, one thread, MKL; {processor()}")
 
 
+def time_sums(arguments: argparse.Namespace) -> None:
+    """Print the table of step times with secure sums. Sites call it together."""
+    torch.set_num_threads(1)
+    dadplug.connect()
+    size = arguments.batch_size or 16
+    batch = WORKLOADS["mnistnet"].draw(size, torch.Generator().manual_seed(dist.get_rank()))
+    private = partial(dadplug.DifferentialPrivacy, 1.0, NORM, 0.01, size)
+    steps = {
+        "dsgd": by_dadplug(build("mnistnet"), batch, mode="dsgd"),
+        "dsgd, privacy": by_dadplug(build("mnistnet"), batch, mode="dsgd", privacy=private()),
+        "dsgd, secure sums": by_dadplug(build("mnistnet"), batch, mode="dsgd", privacy=private(secure_sum=True)),
+    }
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(arguments.rounds + 1):  # the first round compiles
+        for name, step in steps.items():
+            dist.barrier()
+            start = time.perf_counter()
+            step()
+            times[name] += [time.perf_counter() - start] if number else []
+    if dist.get_rank() == 0:
+        print(f"| mnistnet, batch {size}, {dist.get_world_size()} sites | ms a step |\n| --- | --- |")
+        for name, values in times.items():
+            print(f"| {name} | {1000 * statistics.median(values):.1f} |")
+        print(f"\nOne thread a site, loopback; {processor()}")
+
+
 def time_noise(arguments: argparse.Namespace) -> None:
     """Print the time of a normal number that is added to a sum, by dadplug and by torch."""
     torch.set_num_threads(1)
@@ -191,13 +222,14 @@ def train(arguments: argparse.Namespace, way: str, epsilon: float, rate: float, 
     sample_rate = arguments.batch / len(data.train.labels)
     expected = arguments.batch // sites
     noise = noise_multiplier(epsilon, sample_rate, arguments.steps)
-    privacy = dadplug.DifferentialPrivacy(noise, NORM, sample_rate, expected)
+    name, *numbers = way.split(":")
+    privacy = dadplug.DifferentialPrivacy(noise, NORM, sample_rate, expected, secure_sum="secure" in numbers)
     model = perceptron()
     optimizer = torch.optim.SGD(model.parameters(), rate, momentum=0.9)
     generator = torch.Generator().manual_seed(1000 * seed + rank)
-    if way == "opacus":
-        return opacus_accuracy(inputs, targets, data, model, optimizer, privacy, arguments, generator), 0
-    name, *numbers = way.split(":")
+    if name == "opacus":
+        noises = 1 if "one" in numbers else sites
+        return opacus_accuracy(inputs, targets, data, model, optimizer, privacy, noises, arguments, generator), 0
     mode: dict[str, Any] = {"mode": name}
     if name == "rankdad":
         mode |= {"rank": int(numbers[0]), "wire": "int8", "memory_decay": float(numbers[1]) if numbers[1:] else None}
@@ -217,8 +249,8 @@ def train(arguments: argparse.Namespace, way: str, epsilon: float, rate: float, 
 
 
 def opacus_accuracy(inputs: Any, targets: Any, data: Any, model: nn.Module, optimizer: Any, privacy: Any,
-                    arguments: argparse.Namespace, generator: torch.Generator) -> float:  # fmt: skip
-    """Train by Opacus's classes for ghost clipping on the rows of both sites, with noise of both, in one process."""
+                    noises: int, arguments: argparse.Namespace, generator: torch.Generator) -> float:  # fmt: skip
+    """Train by Opacus's classes for ghost clipping on all sites' rows in one process, with noise of `noises` sites."""
     from opacus.grad_sample import GradSampleModuleFastGradientClipping
     from opacus.optimizers import DPOptimizerFastGradientClipping
     from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
@@ -231,7 +263,7 @@ def opacus_accuracy(inputs: Any, targets: Any, data: Any, model: nn.Module, opti
         wrapped = GradSampleModuleFastGradientClipping(model, use_ghost_clipping=True, max_grad_norm=NORM)
         stepper = DPOptimizerFastGradientClipping(
             optimizer,
-            noise_multiplier=privacy.noise_multiplier * math.sqrt(dist.get_world_size()),
+            noise_multiplier=privacy.noise_multiplier * math.sqrt(noises),
             max_grad_norm=NORM,
             expected_batch_size=arguments.batch,
         )
@@ -276,21 +308,26 @@ def measure_accuracy(arguments: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("steps", "accuracy", "noise"))
+    parser.add_argument("what", choices=("steps", "accuracy", "sums", "noise"))
     parser.add_argument("--models", default="mnistnet,bert")
     parser.add_argument("--batch-size", type=int)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--data-dir", help="folder with MNIST")
     parser.add_argument("--epsilons", default="1,3,8")
-    parser.add_argument("--ways", default="opacus,dsgd,rankdad:8,rankdad:8:1", help="rankdad:RANK[:MEMORY_DECAY]")
+    parser.add_argument(
+        "--ways",
+        default="opacus,dsgd,rankdad:8,rankdad:8:1",
+        help="opacus[:one], dsgd[:secure], rankdad:RANK[:MEMORY_DECAY]",
+    )
     parser.add_argument("--rates", default="0.25,0.5,1.0", help="learning rates; the best counts")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--batch", type=int, default=256, help="expected rows of both sites in a step")
+    parser.add_argument("--batch", type=int, default=256, help="expected rows of all sites in a step")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore", category=UserWarning)
     warnings.filterwarnings("ignore", category=FutureWarning)
-    {"steps": time_steps, "accuracy": measure_accuracy, "noise": time_noise}[arguments.what](arguments)
+    commands = {"steps": time_steps, "accuracy": measure_accuracy, "sums": time_sums, "noise": time_noise}
+    commands[arguments.what](arguments)
 
 
 if __name__ == "__main__":

@@ -151,14 +151,18 @@ def encode(values: Tensor, unit: float, sites: int) -> Tensor:
         PrivacyError: if one is not finite, or too large.
     """
     limit = (2 ** (_MODULUS_BITS - 1) - 1) // sites
-    numbers = torch.round(values.detach().double().reshape(-1) / unit)
-    largest = float(numbers.abs().max()) if numbers.numel() else 0.0
-    if not largest <= limit:
-        raise PrivacyError(
-            f"secure_sum: a sum of clipped gradients is {largest * unit:.3g}, where {limit * unit:.3g} is the most of "
-            f"{sites} sites in fixed-point numbers: are batches larger than expected_batch?"
-        )
-    return numbers.to(torch.int32)
+    flat = values.detach().reshape(-1)
+    numbers = torch.empty(flat.numel(), dtype=torch.int32, device=flat.device)
+    for part, place in zip(flat.split(_PIECE), numbers.split(_PIECE), strict=True):  # pieces stay in the cache
+        rounded = part.double().div_(unit).round_()
+        largest = float(rounded.abs().max()) if len(rounded) else 0.0
+        if not largest <= limit:
+            raise PrivacyError(
+                f"secure_sum: a sum of clipped gradients is {largest * unit:.3g}, where {limit * unit:.3g} is the most of "
+                f"{sites} sites in fixed-point numbers: are batches larger than expected_batch?"
+            )
+        place.copy_(rounded)
+    return numbers
 
 
 def add_mask(numbers: Tensor, mask: np.ndarray[Any, np.dtype[Any]]) -> Tensor:

@@ -111,7 +111,7 @@ class MaskedHandler(SummedHandler):
             with self.timing("decode", unit):
                 parameter, loss_scale = unit.lead, self.context.method.loss_scales.of(unit.name)
                 scale_of_sum = scale / self.context.reference * loss_scale * self._secure.unit  # sums are not weighted
-                value = part.double().mul_(scale_of_sum).view(parameter.shape)
-                value = value.to(parameter)
+                value = part.to(torch.promote_types(parameter.dtype, torch.float32)).mul_(scale_of_sum)
+                value = value.view(parameter.shape).to(parameter)
                 # What `.grad` held before the step is that of an earlier one, which all sites have.
                 parameter.grad = value if parameter.grad is None else parameter.grad + value
