@@ -35,7 +35,7 @@ from .logs import get_logger
 from .model_sync.samples import SampleCounter
 from .privacy.losses import OutputRows, check_loss
 from .privacy.mechanism import DifferentialPrivacy, Ledger
-from .privacy.normalisations import Arrived, NormalisationBySample, normalisation_of
+from .privacy.normalisations import AffineBySample, Arrived, normalisation_of
 from .privacy.one_by_one import OneByOne, places_of
 from .privacy.rows import Contribution, Formed, Rows, squared_norms
 from .privacy.secure_sum import LEAST_SITES, SecureSum
@@ -261,9 +261,9 @@ class PrivateGradients:
         covered: set[int] = set()
         for name, module in self._model.named_modules():
             trained = {id(each) for each in module._parameters.values() if each is not None and each.requires_grad}
-            if trained and normalisation_of(module) is not None:
+            if normalisation_of(module) is not None:
                 recorder = partial(self._formed_recorder, name, module)
-                self._overrides.append(NormalisationBySample(module, recorder))
+                self._overrides.append(AffineBySample(module, recorder))
                 covered |= trained
         return covered
 

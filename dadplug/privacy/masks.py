@@ -158,8 +158,8 @@ def encode(values: Tensor, unit: float, sites: int) -> Tensor:
         largest = float(rounded.abs().max()) if len(rounded) else 0.0
         if not largest <= limit:
             raise PrivacyError(
-                f"secure_sum: a sum of clipped gradients is {largest * unit:.3g}, where {limit * unit:.3g} is the most of "
-                f"{sites} sites in fixed-point numbers: are batches larger than expected_batch?"
+                f"secure_sum: a sum of clipped gradients is {largest * unit:.3g}, where {limit * unit:.3g} is the most "
+                f"of {sites} sites in fixed-point numbers: are batches larger than expected_batch?"
             )
         place.copy_(rounded)
     return numbers

@@ -1,7 +1,8 @@
-"""Gradients by sample of layers that normalise each sample by itself: layer, group, instance and RMS normalisation.
+"""Gradients by sample of layers that end in a scale and a shift: normalisations of each sample, and biases alone.
 
 A normalisation ``y = n(x) * weight + bias`` has the gradient ``sum over positions of delta * n(x)`` for its weight, and
-that of the deltas for its bias. A further layer is a function that is registered by `register_normalisation`.
+that of the deltas for its bias. A further layer is a function that is registered by `register_normalisation`. A linear
+layer or convolution whose weight is frozen is ``n(x) + bias``.
 """
 
 from __future__ import annotations
@@ -60,8 +61,35 @@ def _instance_norm(module: nn.Module, inputs: Tensor) -> tuple[Tensor, int]:
     return F.instance_norm(inputs, None, None, None, None, True, 0.0, module.eps), 1
 
 
+@register_normalisation(nn.Linear)
+def _frozen_linear(module: nn.Module, inputs: Tensor) -> tuple[Tensor, int]:
+    assert isinstance(module, nn.Linear)
+    return F.linear(inputs, module.weight), inputs.dim() - 1
+
+
+@register_normalisation(nn.Conv1d, nn.Conv2d, nn.Conv3d)
+def _frozen_convolution(module: nn.Module, inputs: Tensor) -> tuple[Tensor, int]:
+    assert isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
+    return module._conv_forward(inputs, module.weight, None), 1
+
+
+_WITH_FACTORS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # their weights are no scale behind n(x)
+
+
+def _affine_parameters(module: nn.Module) -> tuple[nn.Parameter | None, nn.Parameter | None]:
+    """Return the parameters of a layer that are a scale and a shift behind n(x)."""
+    scale = None if isinstance(module, _WITH_FACTORS) else module._parameters.get("weight")
+    return scale, module._parameters.get("bias")
+
+
 def normalisation_of(module: nn.Module) -> Normalise | None:
-    """Return the function of a layer, or None for other layers and for subclasses with a forward of their own."""
+    """Return the function of a layer that has trained parameters and no others than a scale and a shift, else None.
+
+    Subclasses with a forward of their own have none.
+    """
+    trained = {id(each) for each in module._parameters.values() if each is not None and each.requires_grad}
+    if not trained or not trained <= {id(each) for each in _affine_parameters(module)}:
+        return None
     for kind, function in NORMALISATIONS.items():
         if isinstance(module, kind) and type(module).forward is kind.forward:
             return function
@@ -88,10 +116,10 @@ Arrived = Callable[[dict[str, Tensor]], None]
 """Function that receives the gradients of a layer's parameters by sample, by the name in the layer, in backward."""
 
 
-class NormalisationBySample(ForwardOverride):
-    """Forward of a normalisation whose backward hands over the gradients of each sample, and forms no sum of them.
+class AffineBySample(ForwardOverride):
+    """Forward of a layer that ends in a scale and a shift, whose backward hands over their gradients by sample.
 
-    So a gradient of its parameters that autograd forms has come from somewhere else.
+    It forms no sum of them, so that a gradient of its parameters that autograd forms has come from somewhere else.
 
     Args:
         module: the layer.
@@ -104,11 +132,11 @@ class NormalisationBySample(ForwardOverride):
         normalise = normalisation_of(module)
         assert normalise is not None
         self._normalise = normalise
-        self._parameters = [module._parameters.get(name) for name in ("weight", "bias")]
+        self._parameters = _affine_parameters(module)
 
     @eager
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        parameters = [self.module._parameters.get(name) for name in ("weight", "bias")]
+        parameters = _affine_parameters(self.module)
         # `torch.func.functional_call` puts other tensors in their place.
         own = all(each is kept for each, kept in zip(parameters, self._parameters, strict=True))
         trained = own and any(each is not None and each.requires_grad for each in parameters)

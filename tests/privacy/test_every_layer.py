@@ -16,7 +16,7 @@ SAMPLES = 7  # odd, and no multiple of 3: models whose way depends on the batch 
 REFUSED = {
     "mixed": (ValueError, r"batchnorm \(BatchNorm1d\) mixes the samples"),
     "functional": (ValueError, r"is not known for bare: freeze it"),
-    "weightnorm": (ValueError, r"is not known for 0\.bias, 0\.parametrizations\.weight\.original0"),
+    "weightnorm": (ValueError, r"is not known for 0\.parametrizations\.weight\.original0"),
     "images": (ValueError, "is not known for token, places: freeze it"),
     "renormed": (ValueError, r"is not known for table\.weight, bags\.weight \(max_norm changes rows while"),
     "waves": (ValueError, "is not known for turn"),
@@ -75,10 +75,23 @@ def reduce(model, norm=1.0, **settings):
     return dadplug.GradientReduction(model, "dsgd", privacy=privacy)
 
 
+BIASES = ("mlp", "repeated", "checkpointed", "transformer", "conv1d", "conv2d", "conv3d")
+"""Models that are also trained with all weights of linear layers and convolutions frozen."""
+
+
 @pytest.mark.parametrize("name", [name for name in ZOO if name not in REFUSED])
 def test_clipped_sums_of_the_zoo(name):
     torch.manual_seed(3)
-    model = build(name)
+    check_clipped_sums(name, build(name))
+    if name in BIASES:
+        model = build(name)
+        for key, parameter in model.named_parameters():
+            parameter.requires_grad_(parameter.dim() < 2)
+        assert any(key.endswith("bias") for key, each in model.named_parameters() if each.requires_grad)
+        check_clipped_sums(name, model)
+
+
+def check_clipped_sums(name, model):
     inputs, targets = batch(name, SAMPLES, 5)
     gradients = (by_backward if name in NO_VMAP else by_vmap)(copy.deepcopy(model), inputs, targets)
     _, norms = clipped(gradients, 1.0)
