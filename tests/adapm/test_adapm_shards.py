@@ -8,7 +8,6 @@ import os
 import resource
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -65,11 +64,10 @@ def test_two_sites_shards_load_on_other_numbers_of_sites_and_join(sites, tmp_pat
     KINDS[kind](plain.parameters()).load_state_dict(joined["optimizer"])
     if kind == "adagrad":
         assert all(same(each, first) for number in (1, 3) for each in sites(number).run(loads, kind, folder))
-    command = [sys.executable, "-m", "dadplug.adapm.join", folder, str(tmp_path / "whole.pt")]
     if kind == "sgd":
-        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=200)
-        assert said.stderr == ""
-        assert "whole.pt: 5 tensors, 679 numbers" in said.stdout
+        (said,) = support.run_programs([["-m", "dadplug.adapm.join", folder, str(tmp_path / "whole.pt")]])
+        assert (said.status, said.errors) == (0, "")
+        assert "whole.pt: 5 tensors, 679 numbers" in said.output
         assert same(torch.load(tmp_path / "whole.pt", weights_only=True), first)
 
 

@@ -54,6 +54,34 @@ def check(run: Run, names: str) -> dict[int, dict]:
     return every
 
 
+def ends(run: Run, names: str) -> dict[int, dict]:
+    """Stop the sites, and check them; return the agreements by number."""
+    stop(run)
+    run.end(names)
+    return check(run, names)
+
+
+def returns(run: Run, settings: dict, agreed: int = 4, later: int = 8) -> dict[int, dict]:
+    """Train at sites a, b and c; the last one is killed and returns.
+
+    Args:
+        run: the run.
+        settings: when and how the site is killed.
+        agreed: the agreement of the others after which it is started again.
+        later: the agreement that it then takes part in before all stop.
+
+    Returns:
+        The agreements by number, as `check` does.
+    """
+    run.start("ab")
+    run.start("c", **settings)
+    run.end("c", -9)
+    await_agreement(run, "a", agreed)
+    run.start("c")
+    await_agreement(run, "c", later)
+    return ends(run, "abc")
+
+
 def none_twice(run: Run, names: str) -> None:
     for name in names:
         batches = [(line["pid"], line["batch"]) for line in run.written(name) if "batch" in line]
@@ -76,15 +104,7 @@ def equals_reference(run: Run, names: str, every: dict[int, dict], outer: tuple[
 def test_a_killed_site_costs_its_part_and_returns(tmp_path, how, leave, options):
     with running_hub(tmp_path / "kits", tuple("abc")) as hub:
         run = sites_of(tmp_path, hub, options)
-        run.start("ab")
-        run.start("c", leave=leave, how=how)
-        run.end("c", -9)
-        await_agreement(run, "a", 4)
-        run.start("c")
-        await_agreement(run, "c", 8)
-        stop(run)
-        run.end("abc")
-        every = check(run, "abc")
+        every = returns(run, {"leave": leave, "how": how})
         none_twice(run, "abc")
         outer = options.get("outer_lr", 1.0), options.get("outer_momentum", 0.0)
         equals_reference(run, "abc", every, outer)
@@ -137,15 +157,7 @@ def test_no_step_is_lost_or_counts_twice(tmp_path, overlap, talks):
     """A site is killed and returns; its process before has sent all but its last steps."""
     with running_hub(tmp_path / "kits", tuple("abc")) as hub:
         run = sites_of(tmp_path, hub, {"overlap": overlap}, counts=True, talks=talks)
-        run.start("ab")
-        run.start("c", leave=10)
-        run.end("c", -9)
-        await_agreement(run, "a", 4)
-        run.start("c")
-        await_agreement(run, "c", 8)
-        stop(run)
-        run.end("abc")
-        every = check(run, "abc")
+        every = returns(run, {"leave": 10})
     counts(run, "abc", every, {"c": 6 if overlap else 2})
 
 
@@ -163,9 +175,7 @@ def test_sparse_deltas_of_sites_that_leave_and_are_late(tmp_path, overlap):
         await_agreement(run, "a", 4)
         run.start("c")
         await_agreement(run, "c", 10)
-        stop(run)
-        run.end("abc")
-        every = check(run, "abc")
+        every = ends(run, "abc")
     present = [every[number]["present"] for number in sorted(every)]
     assert [0, 1] in present
     assert any(1 not in each for each in present)
@@ -182,9 +192,7 @@ def test_the_steps_of_a_late_site_count_later(tmp_path, overlap):
         run.start("ab")
         run.start("c", late=2, other=str(tmp_path / "a"))
         await_agreement(run, "c", 8)
-        stop(run)
-        run.end("abc")
-        every = check(run, "abc")
+        every = ends(run, "abc")
         assert any("it has missed" in line for line in hub.log), hub.log
     assert [0, 1] in [line["present"] for line in every.values()]
     counts(run, "abc", every)
@@ -212,15 +220,7 @@ def test_statistics_are_those_of_the_sites_present(tmp_path):
     """Every agreement moves the running mean to the mean of the contributors' own, by samples."""
     with running_hub(tmp_path / "kits", tuple("abc")) as hub:
         run = sites_of(tmp_path, hub, norm=True, pause=0.01)
-        run.start("ab")
-        run.start("c", leave=9)
-        run.end("c", -9)
-        await_agreement(run, "a", 5)
-        run.start("c")
-        await_agreement(run, "c", 8)
-        stop(run)
-        run.end("abc")
-        every = check(run, "abc")  # buffers and the final digest among them
+        every = returns(run, {"leave": 9}, agreed=5)  # buffers and the final digest are compared
     compared = 0
     for number in sorted(every)[1:]:
         lines = [agreements(run, name).get(number) for name in "abc"]
@@ -275,9 +275,7 @@ def test_a_site_that_was_stopped_joins_again_in_its_process(tmp_path):
         run.processes["b"].send_signal(signal.SIGCONT)
         hub.await_line("b joins", ENDED)
         await_agreement(run, "b", max(agreements(run, "a")) + 3)
-        stop(run)
-        run.end("abc")
-        every = check(run, "abc")
+        every = ends(run, "abc")
     present = [every[number]["present"] for number in sorted(every)]
     assert [0, 2] in present
     assert present[-1] == [0, 1, 2]
@@ -291,9 +289,7 @@ def test_a_site_that_is_new_in_the_roster_takes_part(tmp_path):
         add_site(hub, "abc")
         run.start("c")
         await_agreement(run, "c", 6)
-        stop(run)
-        run.end("abc")
-        every = check(run, "abc")
+        every = ends(run, "abc")
         assert "it has had no part in it so far" in run.processes["c"].read()[1]
     counts(run, "abc", every)
 
@@ -308,10 +304,8 @@ def test_a_hub_that_is_killed_costs_nothing(tmp_path):
     process.wait(ENDED)
     hub.start()
     await_agreement(run, "b", max(agreements(run, "a")) + 3)
-    stop(run)
-    run.end("ab")
+    every = ends(run, "ab")
     hub.process.kill()
-    every = check(run, "ab")
     assert {tuple(line["present"]) for line in every.values()} == {(0, 1)}
     counts(run, "ab", every)
 
@@ -378,8 +372,6 @@ def test_local_steps_go_on_while_the_hub_is_away_and_count_in_the_next_agreement
     assert max(agreements(run, "a")) == 2
     hub.start()
     await_agreement(run, "a", 4)
-    stop(run)
-    run.end("ab")
+    counts(run, "ab", ends(run, "ab"))
     hub.process.kill()
-    counts(run, "ab", check(run, "ab"))
     assert "the hub is away: local steps go on" in run.processes["a"].read()[1]
