@@ -157,7 +157,6 @@ class AgreedModel:
         self,
         model: nn.Module,
         in_transit: Mapping[str, Tensor] | None = None,
-        unsent: Mapping[str, Tensor] | None = None,
         names: Iterable[str] | None = None,
     ) -> None:
         """Set the model to the start of the next round.
@@ -165,7 +164,6 @@ class AgreedModel:
         Args:
             model: the model.
             in_transit: the site's deltas that the agreed values do not contain yet; None where there are none.
-            unsent: further deltas, which have not been sent, and are part of the next ones; None where there are none.
             names: names of the parameters whose round begins; None for all.
         """
         parameters = dict(model.named_parameters())
@@ -175,7 +173,32 @@ class AgreedModel:
             if in_transit is not None and name in in_transit:
                 room = self._room_for(self._rooms_of_starts, name, value)
                 start = self._starts[name] = torch.add(value, in_transit[name], out=room)
-            parameters[name].copy_(start if unsent is None or name not in unsent else start + unsent[name])
+            parameters[name].copy_(start)
+
+    @torch.no_grad()
+    def mark(self, model: nn.Module, names: Iterable[str]) -> None:
+        """Let a round start from the present parameters, since all that was done before has been sent.
+
+        Args:
+            model: the model.
+            names: names of the parameters.
+        """
+        parameters = dict(model.named_parameters())
+        for name in names:
+            room = self._room_for(self._rooms_of_starts, name, self.values[name])
+            self._starts[name] = room.copy_(parameters[name])
+
+    def unmark(self, names: Iterable[str]) -> None:
+        """Let a round start from the agreed values again, since what was sent does not count."""
+        for name in names:
+            self._starts.pop(name, None)
+
+    @torch.no_grad()
+    def restart(self, model: nn.Module) -> None:
+        """Set the model to the start of the round: all that was done since is dropped."""
+        parameters = dict(model.named_parameters())
+        for name, value in self.values.items():
+            parameters[name].copy_(self._starts.get(name, value))
 
     @torch.no_grad()
     def move_and_keep(self, model: nn.Module, means: Mapping[str, Tensor], rates: Mapping[str, float]) -> None:
@@ -446,14 +469,21 @@ class Agreement:
             MismatchError: on all sites, if they do not train the same parameters, or are not at the same step.
             SiteError: if a site is gone or silent.
         """
-        by_samples = self._options.weighting == "samples"
-        for each in self._fragments:
-            each.weight = each.weight + weight if by_samples else max(each.weight, weight)
+        self._count(weight)
         headers = self._agree_on_next(step, finished)
         if all(header.finished for header in headers):
             for _ in self._fragments[1:]:
                 self._agree_on_next(step, finished)
         return headers
+
+    def _count(self, weight: int) -> None:
+        """Add the weight of steps to what each fragment has not sent."""
+        for each in self._fragments:
+            self._add(each, weight)
+
+    def _add(self, fragment: Fragment, weight: int) -> None:
+        by_samples = self._options.weighting == "samples"
+        fragment.weight = fragment.weight + weight if by_samples else max(fragment.weight, weight)
 
     def _agree_on_next(self, step: int, finished: bool) -> list[Header]:
         """Agree on the parameters of the next fragment, as `reach` does on all."""
@@ -627,17 +657,23 @@ class Agreement:
         """Return whether a due agreement waits, while local steps go on, since nothing can be exchanged at present."""
         return False
 
-    def end_step(self, step: int) -> None:
+    def end_step(self, step: int, left: int = 0, weight: int = 0) -> bool:
         """Apply the deltas that are in transit if it is due at this step; what was done since they were sent is kept.
 
         Args:
             step: number of this site's steps.
+            left: number of steps until the next agreement.
+            weight: weight of the steps that `reach` has not taken yet.
+
+        Returns:
+            Whether it has taken the weight, so that the next call of `reach` does not have it.
 
         Raises:
             NonFiniteError: as `reach`, like its other errors.
         """
         if self._due is not None and step >= self._due:
             self._complete(keep=True)
+        return False
 
     def _complete(self, keep: bool) -> None:
         """Wait for deltas that are in transit, and take the outer step.

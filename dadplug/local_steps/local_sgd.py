@@ -48,10 +48,11 @@ class RoundTime:
 
     Args:
         seconds: the time; None where rounds are not timed.
+        parts: number of agreements in it.
     """
 
-    def __init__(self, seconds: float | None) -> None:
-        self._seconds = seconds
+    def __init__(self, seconds: float | None, parts: int) -> None:
+        self._seconds = None if seconds is None else seconds / parts
         self.begin()
 
     @property
@@ -191,7 +192,7 @@ class LocalSGD(HeldGradients, ReplicatedModel):
         if self.local_options.warm_up:
             self._warm_up = GradientReduction(model, process_group=process_group, **vars(self.options))
         self._counter = SampleCounter(model, self._before_forward, lambda: None)
-        self._round = RoundTime(self.local_options.round_seconds)
+        self._round = RoundTime(self.local_options.round_seconds, self.local_options.fragments)
         self._over_at = (
             -1
         )  # number of steps at which all sites had finished, and this one has not called `finish` since
@@ -454,8 +455,8 @@ class LocalSGD(HeldGradients, ReplicatedModel):
         due = self._round.over if self._round.is_timed else self.steps >= self._next
         if due and (finished or self._in_trainer or not self._agreement.postpones()):
             self._agree(finished)
-        else:
-            self._agreement.end_step(self.steps)
+        elif self._agreement.end_step(self.steps, self._next - self.steps, self._weight):
+            self._epoch_samples, self._weight = self._epoch_samples + self._weight, 0
         self._transport.end_step()
         self.traffic.end_step()
 
@@ -497,16 +498,14 @@ class LocalSGD(HeldGradients, ReplicatedModel):
                 headers = agreement.reach(self.steps, weight, finished)
             except DroppedError:
                 self._rejoin()
-                weight = 0
                 continue
             finally:
-                self._weight, weight = agreement.unsent, agreement.unsent
+                weight = 0
                 self.world_size = self._transport.world_size
                 if agreement.spoilt:
                     self._reset_optimizer()
             if self._in_trainer or not self._transport.behind:
                 return headers
-            self._weight = 0  # part of what is offered next
 
     def _reset_optimizer(self) -> None:
         """Clear the optimizer's state if it holds NaN or Inf, which would spoil all further steps."""

@@ -167,15 +167,10 @@ class LocalOptions(OptionSet):
             "sync_batchnorm=True": self.sync_batchnorm,
             "density='auto'": self.density == AUTO,
         }
-        if self.fragments > 1:
+        if self.delay is not None and self.round_seconds is not None:
             raise ValueError(
-                f"fragments={self.fragments} does not go with min_sites, where a round of the hub says whose steps are "
-                "part of all of the model: leave fragments out"
-            )
-        if self.delay is not None:
-            raise ValueError(
-                f"delay={self.delay} does not go with min_sites, where a round is applied at the next agreement: "
-                "leave delay out"
+                f"delay={self.delay} counts steps, and rounds of round_seconds={self.round_seconds:g} have no fixed "
+                "number of them: leave delay out, or set every in place of round_seconds"
             )
         for refused in [what for what, holds in reasons.items() if holds]:
             raise ValueError(f"{refused} needs all sites in every step: leave min_sites out")
