@@ -334,7 +334,6 @@ def test_fragments_have_about_as_many_numbers_and_keep_their_parameters():
         ({"every": 4, "fragments": 2, "overlap": False}, "fragments=2 are sent while steps go on"),
         ({"every": 2, "fragments": 3}, "a round of 2 steps cannot be divided into fragments=3"),
         ({"every": 8, "fragments": 7}, "fragments=7 of a model with 6 trained parameters"),
-        ({"every": 8, "fragments": 2, "min_sites": 1}, "fragments=2 does not go with min_sites"),
     ],
 )
 def test_wrong_options_are_errors(options, message):
