@@ -10,6 +10,8 @@ mean:every=64+average=160, ddp:average=160        with any way: evaluations of t
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import torch
 import torch.distributed as dist
 from attach import Attached, parse
@@ -34,7 +36,6 @@ class Way:
 
     Attributes:
         model: what to call in training.
-        evaluated: what to call in evaluations.
         every: steps between two agreements.
     """
 
@@ -49,7 +50,6 @@ class Way:
         if window := options.pop("average", None):
             update = get_ema_multi_avg_fn(max(0.0, 1 - self._updated / window))
             self._averaged = AveragedModel(model, multi_avg_fn=update, use_buffers=True)
-        self.evaluated = self._averaged or model
         self._local = self._peer = self._attached = None
         self.model = self._plain = model
         if method == "localsgd":
@@ -74,6 +74,20 @@ class Way:
             self._peer.agree()
         if self._averaged is not None and self._steps % self._updated == 0:
             self._averaged.update_parameters(self._plain)
+
+    @property
+    def evaluated(self) -> nn.Module:
+        """What to call in evaluations: the running average, or the agreed model, which the model may differ from."""
+        if self._local is None or self._averaged is not None:
+            return self._averaged or self._plain
+        agreed = deepcopy(self._plain)
+        agreed.load_state_dict(self._local.agreed_parameters(), strict=False)
+        return agreed
+
+    def finish(self) -> None:
+        """Let the model become the agreed one, with all that is in transit."""
+        if self._local is not None:
+            self._local.finish()
 
     def megabytes_sent(self) -> float | None:
         """Megabytes of payload that this site has sent; None where the way does not count them."""

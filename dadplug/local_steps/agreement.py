@@ -497,7 +497,8 @@ class Agreement:
         in_transit = None
         if headers is None or any(each.weight for each in headers):
             in_transit = self._launch(fragment, header, headers, deltas)
-            self._due = None if self._options.delay is None else step + self._options.delay
+            delay = self._options.delay_at(step)
+            self._due = None if delay is None else step + delay
         if headers is None:
             headers = self._receive_headers() if finished else [header]
         if not self._options.overlap or all(each.finished for each in headers):
@@ -530,7 +531,7 @@ class Agreement:
         They are read at once where the next exchanges depend on them: with a new layout, and for means of buffers.
         """
         options = self._options
-        apart = options.overlap and (options.delay is not None or options.fragments > 1)
+        apart = options.overlap and (options.delay_at(header.step) is not None or options.fragments > 1)
         return apart and header.layout == fragment.layout and not self._buffers.known()
 
     def _receive_headers(self) -> list[Header]:

@@ -72,6 +72,7 @@ class ElasticAgreement(Agreement):
         self.spoilt, self.admits = False, True
         self._is_alone = False  # since the hub is away
         self._offered: Contribution | None = None
+        self._delay = options.delay_at(0)
         self._planned: tuple[Any, ...] = ()
         self._layout = 0  # of the headers: fingerprint of what is planned
         self._of_buffers: list[Gather] = []
@@ -152,7 +153,7 @@ class ElasticAgreement(Agreement):
             SiteError: if this site or the hub is given up.
             DroppedError: if this site was dropped, and can join again.
         """
-        transport, sends_after = self._transport, self._options.overlap and self._options.delay is None
+        transport, options = self._transport, self._options
         self.agreed.drop_untrained(self._model, ())
         names = [*self.agreed.values]
         finite = self._are_finite(names)
@@ -164,7 +165,7 @@ class ElasticAgreement(Agreement):
                 each.weight = 0
         self._drop_spoilt_buffers()
         if self._offered is None:
-            self._offer(empty=sends_after)
+            self._offer(empty=options.overlap and self._delay is None)
         elif self._offered.position != transport.position:  # other rounds have been closed since: it is sent again
             self._fragment.receive()
             self._launch_payloads()
@@ -175,7 +176,9 @@ class ElasticAgreement(Agreement):
         self._announce(headers)
         self.count += 1
         transport.end_step()  # what is sent from now on belongs to the next round
-        if sends_after:
+        last = max(header.step for header in headers.values())
+        self._delay = options.delay_at(last)
+        if options.overlap and (self._delay is None or self._delay >= options.part_of_interval(last, self.count)):
             self._offer()
         if not any(each.weight for each in self._fragments) and not (self._offered and self._offered.weight):
             for table in self._tables:  # as lookups do, since sites look up different rows
@@ -187,8 +190,8 @@ class ElasticAgreement(Agreement):
 
     def end_step(self, step: int, left: int = 0, weight: int = 0) -> bool:
         """Send what this site has done if the next agreement is ``delay`` steps away."""
-        delay, transport = self._options.delay, self._transport
-        due = delay is not None and left <= delay and self._offered is None
+        transport = self._transport
+        due = self._delay is not None and left <= self._delay and self._offered is None
         if not due or transport.hub_is_away or transport.behind or not all(self._are_finite(self._fragment.names)):
             return False
         self._count(weight)
@@ -384,14 +387,15 @@ class ElasticAgreement(Agreement):
             sent = [each.clone() for each in self._fragment.payloads.values()]
             transit = {"payloads": sent, "weight": offered.weight, "before": offered.before}
         counted = [dict(each) for each in self._counted]
-        return super().state_dict() | {"contributions": counted, "last": dict(self._last), "transit": transit}
+        own = {"contributions": counted, "last": dict(self._last), "transit": transit, "delay": self._delay}
+        return super().state_dict() | own
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned; what was in transit is sent again."""
         if self._offered is not None:
             self._fragment.receive()
         super().load_state_dict(state)
-        self._offered, self._planned = None, ()
+        self._offered, self._planned, self._delay = None, (), state["delay"]
         self._counted, self._last = [dict(each) for each in state["contributions"]], dict(state["last"])
         transit = state.get("transit")
         if transit is not None:
