@@ -7,9 +7,8 @@
     python benchmarks/local_steps.py --quick                           scikit-learn's digits; without root, unshaped
 
 MNISTNet, Adam, batches of 32 on each of two (or --sites) sites with one thread. The target is reached when the mean of
-two evaluations in succession is. All ways are evaluated at the same steps, every 64, after agreements: the agreed
-model, which holds what is in transit at the last step alone, or with average=160 in a way's name the running average of
-site 0's models.
+two evaluations in succession is. All ways are evaluated at the same steps, every 64, after agreements: the
+agreed model, or with average=160 in a way's name the running average of its models.
 
 1. On an unshaped link: how many steps a way takes to the target, for each split and seed. Each way computes the same
    bits at every rate, so that these are the steps there, too.
@@ -79,11 +78,13 @@ def find_steps(arguments: argparse.Namespace, model: nn.Module, data: DataPair, 
         take(way, source, LAP)
         if LAP * (len(curve) + 1) >= arguments.steps:
             way.finish()
-        curve.append(accuracy(way.evaluated, data))
+        with way.evaluating():
+            curve.append(accuracy(way.evaluated, data))
     way.detach()
     return {
         "steps": LAP * len(curve) if has_reached(curve, arguments.target) else None,
         "best": max(map(statistics.fmean, pairwise(curve)), default=curve[-1]),
+        "last": curve[-1],
         "megabytes": way.megabytes_sent(),
         "curve": curve,
     }

@@ -10,7 +10,7 @@ mean:every=64+average=160, ddp:average=160        with any way: evaluations of t
 
 from __future__ import annotations
 
-from copy import deepcopy
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,7 @@ class Way:
 
     Attributes:
         model: what to call in training.
+        evaluated: what to call in evaluations.
         every: steps between two agreements.
     """
 
@@ -50,6 +51,7 @@ class Way:
         if window := options.pop("average", None):
             update = get_ema_multi_avg_fn(max(0.0, 1 - self._updated / window))
             self._averaged = AveragedModel(model, multi_avg_fn=update, use_buffers=True)
+        self.evaluated = self._averaged or model
         self._local = self._peer = self._attached = None
         self.model = self._plain = model
         if method == "localsgd":
@@ -75,17 +77,12 @@ class Way:
         if self._averaged is not None and self._steps % self._updated == 0:
             self._averaged.update_parameters(self._plain)
 
-    @property
-    def evaluated(self) -> nn.Module:
-        """What to call in evaluations: the running average, or the agreed model, which the model may differ from."""
-        if self._local is None or self._averaged is not None:
-            return self._averaged or self._plain
-        agreed = deepcopy(self._plain)
-        agreed.load_state_dict(self._local.agreed_parameters(), strict=False)
-        return agreed
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Return a block in which the model that is evaluated is the sites' common one."""
+        return nullcontext() if self._local is None or self._averaged is not None else self._local.agreed()
 
     def finish(self) -> None:
-        """Let the model become the agreed one, with all that is in transit."""
+        """Let all steps that have been taken be part of the common model."""
         if self._local is not None:
             self._local.finish()
 

@@ -269,17 +269,6 @@ class LocalSGD(HeldGradients, ReplicatedModel):
         """Number of agreements so far; the same on all sites."""
         return self._agreement.count
 
-    def agreed_parameters(self) -> dict[str, Tensor]:
-        """Return a copy of the agreed values of the parameters, by name, for evaluations between agreements.
-
-        They are the same on all sites, and no site waits for another one. With overlap the parameters of the model hold
-        this site's own steps, too, which the others do not have yet.
-
-        Example:
-            >>> outputs = torch.func.functional_call(model, local.agreed_parameters(), inputs)
-        """
-        return {name: each.clone() for name, each in self._agreement.agreed.as_of_model(self.model).items()}
-
     @property
     def contributions(self) -> dict[int, int]:
         """Samples that are part of the whole agreed model so far, by rank of the site; the same at all sites.
