@@ -84,7 +84,7 @@ class ElasticAgreement(Agreement):
         """Return the tensors of the agreed model, by name, and what a site that joins needs besides."""
         plan = {"count": self.count, "agreed": self.agreed.donate(self._model), "buffers": self._buffers.names}
         plan |= {"contributions": dict(self.contributions), "last": dict(self._last)}
-        return {**self.agreed.as_of_model(self._model), **self._buffers.agreed}, plan
+        return self.as_of_model(), plan
 
     def adopt(self, plan: Mapping[str, Any], step: int) -> None:
         """Go on from the state of another site, whose tensors are in the model; the memory of errors begins empty.

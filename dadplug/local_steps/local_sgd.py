@@ -143,6 +143,7 @@ class LocalSGD(HeldGradients, ReplicatedModel):
     _may_fuse = True  # until `stop_fusing`, which may be called in the warm-up
     _has_synchronized = False  # in this synchronous step, for `clip_grad_norm_`
     _accumulates = False
+    _shows_agreed = False  # in a block of `agreed`
     _follows = False  # whether each step of the optimizer is a local one, whoever calls it
     _is_followed = False  # whether that of the optimizer that is running is such a step
     _after_step: Any = None  # handle of the hook that ends such steps
@@ -356,6 +357,8 @@ class LocalSGD(HeldGradients, ReplicatedModel):
         self._after_step = self.optimizer.register_step_post_hook(_end_followed_step(self))
 
     def _begin_step(self) -> None:
+        if self._shows_agreed:
+            raise RuntimeError("a step within local.agreed(), whose parameters are put back at its end: take it behind")
         if self._warm_up is None:
             self._agreement.follow()
         self.calls_optimizer = True
@@ -424,6 +427,39 @@ class LocalSGD(HeldGradients, ReplicatedModel):
             return
         while not self._agree(finished=True):
             pass
+
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """Give the model its agreed parameters and statistics inside the block, such as for an evaluation.
+
+        They are those of the agreements that have been applied so far, and the same at all sites at the same step.
+        Nothing is sent, and training goes on after the block as if it had not been there. With overlap the model's own
+        parameters hold steps of this site that the others do not have yet; `finish` agrees on them.
+
+        Raises:
+            RuntimeError: if a step is taken inside.
+
+        Example:
+            >>> with local.agreed():
+            ...     accuracy = evaluate(model)
+        """
+        if self._warm_up is not None:
+            yield
+            return
+        agreed = self._agreement.as_of_model()
+        own = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        kept = {name: own[name].detach().clone() for name in agreed}
+        self._shows_agreed = True
+        try:
+            with torch.no_grad():
+                for name, value in agreed.items():
+                    own[name].copy_(value)
+            yield
+        finally:
+            self._shows_agreed = False
+            with torch.no_grad():
+                for name, value in kept.items():
+                    own[name].copy_(value)
 
     def samples(self, count: int) -> Any:
         """State the number of samples of the forward passes inside, where the inputs' first dimension is not that.
