@@ -24,8 +24,9 @@ mid-round already, n steps after it was sent, then there
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -633,6 +634,22 @@ class Agreement:
     def as_of_model(self) -> dict[str, Tensor]:
         """Return the agreed parameters, in their types, and the agreed buffers, by name."""
         return {**self.agreed.as_of_model(self._model), **self._buffers.agreed}
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Give the model the agreed parameters and buffers inside the block."""
+        agreed = self.as_of_model()
+        own = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+        kept = {name: own[name].detach().clone() for name in agreed}
+        try:
+            with torch.no_grad():
+                for name, value in agreed.items():
+                    own[name].copy_(value)
+            yield
+        finally:
+            with torch.no_grad():
+                for name, value in kept.items():
+                    own[name].copy_(value)
 
     def postpones(self) -> bool:
         """Return whether a due agreement waits, while local steps go on, since nothing can be exchanged at present."""

@@ -17,6 +17,8 @@ memory is restored to its bits before.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -33,6 +35,42 @@ from .options import LocalOptions
 
 _log = get_logger(__name__)
 _Tensors = dict[str, Tensor]
+
+
+class RoundTime:
+    """Time of a round in which each site takes as many steps as it can.
+
+    Args:
+        seconds: the time; None where rounds are not timed.
+    """
+
+    def __init__(self, seconds: float | None) -> None:
+        self._seconds = seconds
+        self.begin()
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether rounds are timed."""
+        return self._seconds is not None
+
+    def begin(self) -> None:
+        """Begin a round."""
+        self._start = self._last = time.monotonic()
+        self._step = 0.0
+
+    def expire(self) -> None:
+        """Let the round be over after the next step."""
+        self._start = -math.inf
+
+    def end_step(self) -> None:
+        """Take the end of a step."""
+        now = time.monotonic()
+        self._step, self._last = now - self._last, now
+
+    @property
+    def over(self) -> bool:
+        """Whether the next step would end after the time of the round."""
+        return self._seconds is not None and self._last + self._step - self._start > self._seconds
 
 
 class Contribution(NamedTuple):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,7 +30,7 @@ from ..reduction import GradientReduction
 from ..signature import takes_keywords_of
 from .agreement import Agreement, Header, check_fragments
 from .captured import CapturedGradients
-from .elastic import ElasticAgreement
+from .elastic import ElasticAgreement, RoundTime
 from .options import LocalOptions, Schedule
 from .sparse_format import check_memory
 
@@ -41,42 +39,6 @@ _log = get_logger(__name__)
 
 class _WarmUpOver(Exception):
     """End of the last synchronous step."""
-
-
-class RoundTime:
-    """Time of a round in which each site takes as many steps as it can.
-
-    Args:
-        seconds: the time; None where rounds are not timed.
-    """
-
-    def __init__(self, seconds: float | None) -> None:
-        self._seconds = seconds
-        self.begin()
-
-    @property
-    def is_timed(self) -> bool:
-        """Whether rounds are timed."""
-        return self._seconds is not None
-
-    def begin(self) -> None:
-        """Begin a round."""
-        self._start = self._last = time.monotonic()
-        self._step = 0.0
-
-    def expire(self) -> None:
-        """Let the round be over after the next step."""
-        self._start = -math.inf
-
-    def end_step(self) -> None:
-        """Take the end of a step."""
-        now = time.monotonic()
-        self._step, self._last = now - self._last, now
-
-    @property
-    def over(self) -> bool:
-        """Whether the next step would end after the time of the round."""
-        return self._seconds is not None and self._last + self._step - self._start > self._seconds
 
 
 class LocalSGD(HeldGradients, ReplicatedModel):
@@ -193,9 +155,7 @@ class LocalSGD(HeldGradients, ReplicatedModel):
             self._warm_up = GradientReduction(model, process_group=process_group, **vars(self.options))
         self._counter = SampleCounter(model, self._before_forward, lambda: None)
         self._round = RoundTime(self.local_options.round_seconds)
-        self._over_at = (
-            -1
-        )  # number of steps at which all sites had finished, and this one has not called `finish` since
+        self._over_at = -1  # step at which all sites had finished, and this one has not called `finish` since
         elastic = self.local_options.min_sites is not None
         self._agreement = (ElasticAgreement if elastic else Agreement)(model, self.local_options, self._transport)
         self._further = dict(state or {})
@@ -446,20 +406,12 @@ class LocalSGD(HeldGradients, ReplicatedModel):
         if self._warm_up is not None:
             yield
             return
-        agreed = self._agreement.as_of_model()
-        own = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-        kept = {name: own[name].detach().clone() for name in agreed}
         self._shows_agreed = True
         try:
-            with torch.no_grad():
-                for name, value in agreed.items():
-                    own[name].copy_(value)
-            yield
+            with self._agreement.shown():
+                yield
         finally:
             self._shows_agreed = False
-            with torch.no_grad():
-                for name, value in kept.items():
-                    own[name].copy_(value)
 
     def samples(self, count: int) -> Any:
         """State the number of samples of the forward passes inside, where the inputs' first dimension is not that.
