@@ -23,7 +23,9 @@ memory is restored to its bits before.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+import time
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +40,43 @@ from .agreement import Agreement, Fragment, Header, delta_format, divide, finger
 from .options import LocalOptions
 
 _log = get_logger(__name__)
+
+
+class RoundTime:
+    """Time of a round in which each site takes as many steps as it can.
+
+    Args:
+        seconds: the time; None where rounds are not timed.
+        parts: number of agreements in it.
+    """
+
+    def __init__(self, seconds: float | None, parts: int) -> None:
+        self._seconds = None if seconds is None else seconds / parts
+        self.begin()
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether rounds are timed."""
+        return self._seconds is not None
+
+    def begin(self) -> None:
+        """Begin a round."""
+        self._start = self._last = time.monotonic()
+        self._step = 0.0
+
+    def expire(self) -> None:
+        """Let the round be over after the next step."""
+        self._start = -math.inf
+
+    def end_step(self) -> None:
+        """Take the end of a step."""
+        now = time.monotonic()
+        self._step, self._last = now - self._last, now
+
+    @property
+    def over(self) -> bool:
+        """Whether the next step would end after the time of the round."""
+        return self._seconds is not None and self._last + self._step - self._start > self._seconds
 
 
 class Contribution(NamedTuple):
@@ -98,7 +137,7 @@ class ElasticAgreement(Agreement):
         plan = {"count": self.count, "agreed": self.agreed.donate(self._model), "buffers": self._buffers.names}
         plan |= {"contributions": [dict(each) for each in self._counted], "last": dict(self._last)}
         plan |= {"fragments": [[*each.names] for each in self._fragments]}
-        return {**self.agreed.as_of_model(self._model), **self._buffers.agreed}, plan
+        return self.as_of_model(), plan
 
     def adopt(self, plan: Mapping[str, Any], step: int) -> None:
         """Go on from the state of another site, whose tensors are in the model; the memory of errors begins empty.
@@ -259,13 +298,15 @@ class ElasticAgreement(Agreement):
         """Send the header and the buffers, close the round, and return the headers of the contributors by rank."""
         transport, offered = self._transport, self._offered
         assert offered is not None
-        changed, batch = bool(self._buffers.changed()), 0 if self.count else self.first_batch.take()
+        averages = self._averages_buffers(self._fragment)
+        changed, batch = averages and bool(self._buffers.changed()), 0 if self.count else self.first_batch.take()
         header = Header(step, offered.weight, self._layout, finished, nonfinite, changed, batch)
         self._headers.payload.copy_(torch.tensor(header))
         self._headers.launch()
-        for gather, (flat, _) in zip(self._of_buffers, sameness.flattened(self._buffers.known()), strict=True):
-            gather.payload.copy_(flat)
-            gather.launch()
+        if averages:
+            for gather, (flat, _) in zip(self._of_buffers, sameness.flattened(self._buffers.known()), strict=True):
+                gather.payload.copy_(flat)
+                gather.launch()
         transport.close_round(self.admits, idle=not offered.weight)
         rows = self._headers.wait()
         present = [rank for rank in range(transport.world_size) if rank not in transport.absent]
@@ -293,31 +334,35 @@ class ElasticAgreement(Agreement):
         assert offered is not None
         self._offered = None
         payloads = fragment.receive()
-        of_buffers = [gather.wait() for gather in self._of_buffers]
         if offered.before is not None and not counted:
             fragment.form.load_state_dict(offered.before)
             self._add(fragment, offered.weight)
             self.agreed.unmark(fragment.names)
         total = sum(header.weight for header in headers.values())
+        shares: list[float] = []
         if total:
             count = self._transport.world_size
             shares = [headers[rank].weight / total if rank in headers else 0.0 for rank in range(count)]
             means = fragment.form.decode(payloads, shares)
             self.agreed.move_and_keep(self._model, means, fragment.rates(means, self._options.outer_lr))
-            self._average_buffers(of_buffers, headers, shares)
             self._note(headers)
-        else:
-            self._buffers.restore(self._buffers.names)
+        if self._averages_buffers(fragment):
+            self._average_buffers({rank: shares[rank] for rank, header in headers.items() if header.weight})
         if not fragment.weight:  # the agreed values to the bit
             self.agreed.begin_round(self._model, names=fragment.names)
 
-    def _average_buffers(
-        self, of_buffers: Sequence[list[Tensor]], headers: Mapping[int, Header], shares: Sequence[float]
-    ) -> None:
-        """Replace the buffers by the mean over the contributors."""
-        weighing = [rank for rank, header in headers.items() if header.weight]
-        for rows, (_, tensors) in zip(of_buffers, sameness.flattened(self._buffers.known()), strict=True):
-            value = agreed_value([rows[rank] for rank in weighing], [shares[rank] for rank in weighing])
+    def _average_buffers(self, shares: Mapping[int, float]) -> None:
+        """Replace the buffers by their mean over the contributors; by the agreed ones where there are none.
+
+        Args:
+            shares: share in the mean of each contributor with weight, by rank.
+        """
+        every = [gather.wait() for gather in self._of_buffers]
+        if not shares:
+            self._buffers.restore(self._buffers.names)
+            return
+        for rows, (_, tensors) in zip(every, sameness.flattened(self._buffers.known()), strict=True):
+            value = agreed_value([rows[rank] for rank in shares], [*shares.values()])
             for tensor, part in zip(tensors, value.split([each.numel() for each in tensors]), strict=True):
                 tensor.copy_(part.view_as(tensor))
         self._buffers.keep()
