@@ -72,6 +72,7 @@ class Case:
         wraps: whether the model is wrapped as by torch's DistributedDataParallel.
         privacy: settings of differential privacy; the lines have gradient, parameters and the ledger then.
         resumes: file with the states of the site, which it begins with if it exists; empty for none.
+        keeps: bytes of frames that the site keeps for another hub, where steps may go on for ever; 0 for the default.
         saves: step after which the site writes that file, and ends.
     """
 
@@ -104,6 +105,7 @@ class Case:
     wraps: bool = False
     privacy: str = ""
     resumes: str = ""
+    keeps: int = 0
     saves: int = -1
 
 
