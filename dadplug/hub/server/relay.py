@@ -192,7 +192,7 @@ class Relay:
                 if wire_of(other.release) != wire_of(session.release):
                     raise RefusedError(
                         f"this site has dadplug {session.release}, and {other.name}, which trains already, "
-                        f"{other.release}: all sites need the same version, at least after the slash"
+                        f"{other.release}: all sites need the same number after the slash"
                     )
 
     def _announce_wait(self, session: Session) -> None:

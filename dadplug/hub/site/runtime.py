@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 
 import torch.distributed as dist
@@ -30,7 +28,6 @@ from .link import HubLink
 from .processes import LocalPlace, LocalSite, SiteMembers, SiteTransport
 from .transport import ElasticTransport, HubSites, HubTransport, TrainerTransport
 
-_SLOW = ("reduction", "jit")  # modules that training needs, with numba
 _ERRORS = {each.__name__: each for each in (KitError, MismatchError, RefusedError, SealingError)}  # of the leader
 
 
@@ -304,18 +301,10 @@ def connect_by_kit(
         dist.destroy_process_group()
     while (connection := current_connection()) is not None:  # of an earlier run
         connection.close_transports()
-    _load_slow_modules()
     SiteRuntime(loaded, timeout, LocalPlace.find(os.environ))
     host, port = loaded.roster.address()
     names = ", ".join(loaded.roster.sites)
     _log.info("connected to the hub %s:%d as site %d of %s", host, port, loaded.slot, names)
-
-
-def _load_slow_modules() -> None:
-    """Load what training needs: later on, a busy machine that loads large libraries may send nothing for too long."""
-    for name in _SLOW:
-        with suppress(ImportError):  # where it is needed, that is an error
-            import_module(f"{__name__.partition('.')[0]}.{name}")
 
 
 def load_site_kit(folder: str | Path, **places: object) -> Kit:
