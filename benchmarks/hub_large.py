@@ -1,11 +1,12 @@
 """A sealed training of BERT-large's size over slow links through squid, which nobody looks after, with faults.
 
     sudo python benchmarks/hub_large.py                                              758 MB, 10 Mbit/s; about 45 minutes
-    sudo python benchmarks/hub_large.py --rate 100mbit --megabytes 76 --cut 10 --stop 20      two minutes
+    sudo python benchmarks/hub_large.py --rate 100mbit --megabytes 76 --cut 10 --stop 20 --timeout 5      two minutes
 
 Three sites, each a network namespace behind a link of the given rate, reach the hub by its name through squid
-(apt-get install squid), which alone can resolve it. They train linear layers by rankdad with `min_sites=1`. After some
-steps together each of these happens, and steps together follow again without any action at a site:
+(apt-get install squid), which alone can resolve it. They train linear layers by rankdad with `min_sites=1`. The hub is
+killed while the parameters of the first site are on their way to the others, and started again. After some steps
+together each of these happens, and steps together follow again without any action at a site:
 
 1. All links carry nothing for `--cut` seconds.
 2. The hub is stopped, and after `--stop` seconds its kit is started at another address, which its name then has.
@@ -47,7 +48,7 @@ BLOCK = 4096  # width of a layer
 # A site
 
 
-def train(kit: str, log: str, megabytes: float, last: str) -> None:
+def train(kit: str, log: str, megabytes: float, timeout: float, last: str) -> None:
     """Train at one site until the step that the file `last` names."""
     import torch
     from torch import nn
@@ -61,7 +62,7 @@ def train(kit: str, log: str, megabytes: float, last: str) -> None:
     model = nn.Sequential(nn.Linear(64, width), *layers, nn.Linear(width, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     dadplug.connect(kit=kit)
-    reduction = dadplug.GradientReduction(model, "rankdad", rank=4, min_sites=1)
+    reduction = dadplug.GradientReduction(model, "rankdad", rank=4, min_sites=1, timeout=timeout)
     while not Path(last).exists() or reduction.step < int(Path(last).read_text()):
         inputs = torch.randn(4, 64, generator=torch.Generator().manual_seed(1000 * reduction.step + ord(log[-5])))
         optimizer.zero_grad()
@@ -89,10 +90,11 @@ class Run:
         folder: folder for all files.
         star: the links.
         megabytes: size of the parameters.
+        timeout: option of the reduction.
     """
 
-    def __init__(self, folder: Path, star: Star, megabytes: float) -> None:
-        self._folder, self._star, self._megabytes = folder, star, megabytes
+    def __init__(self, folder: Path, star: Star, megabytes: float, timeout: float) -> None:
+        self._folder, self._star, self._case = folder, star, [str(megabytes), str(timeout)]
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.killed: list[int] = []  # steps after which a site was killed
         project = folder / "project.toml"
@@ -129,7 +131,7 @@ class Run:
 
     def start_site(self, name: str) -> None:
         """Start the program of a site."""
-        fields = [str(self._folder / "kits" / name), self._log(name), str(self._megabytes), str(self._folder / "last")]
+        fields = [str(self._folder / "kits" / name), self._log(name), *self._case, str(self._folder / "last")]
         space = self._star.spaces[SITES.index(name)]
         self._start(name, space, [sys.executable, __file__, "--site", *fields])
 
@@ -173,6 +175,16 @@ class Run:
 
         self.wait(what, over)
 
+    def has_started(self) -> bool:
+        """Return whether the hub has started the training."""
+        return "training starts" in (self._folder / "hub.out").read_text()
+
+    def kill(self, name: str) -> None:
+        """Kill a process."""
+        process = self.processes.pop(name)
+        process.kill()
+        process.wait()
+
     def finish(self) -> None:
         """Let all sites end after some more steps."""
         new = self._folder / "new"
@@ -192,7 +204,11 @@ def with_faults(found: Run, star: Star, arguments: argparse.Namespace) -> None:
     found.start_hub(HUBS[0])
     for name in SITES:
         found.start_site(name)
-    found.await_steps("all sites have begun", arguments.steps)
+    found.wait("all sites are connected", found.has_started)
+    time.sleep(4 * arguments.megabytes / float(arguments.rate.removesuffix("mbit")))  # for half of the parameters
+    found.kill("hub")
+    found.start_hub(HUBS[0])
+    found.await_steps("the hub was killed; all sites have begun", arguments.steps)
     inside = ("ip", "netns", "exec", star.middle, "ip", "link", "set", "br0")
     run(*inside, "down")
     time.sleep(arguments.cut)
@@ -206,8 +222,7 @@ def with_faults(found: Run, star: Star, arguments: argparse.Namespace) -> None:
     found.read_hosts()
     found.start_hub(HUBS[1])
     found.await_steps(f"the hub was away for {arguments.stop:g} s and has moved; steps together", arguments.steps)
-    found.processes["c"].send_signal(signal.SIGKILL)
-    found.processes.pop("c").wait()
+    found.kill("c")
     found.await_steps("site c was killed; steps of the others", arguments.steps, "ab")
     found.start_site("c")
     found.await_steps("site c was started again; steps together", arguments.steps)
@@ -232,11 +247,11 @@ def judge(found: Run) -> list[str]:
 
 
 @contextlib.contextmanager
-def running(star: Star, megabytes: float) -> Iterator[Run]:
+def running(star: Star, *case: float) -> Iterator[Run]:
     """Make a run in a folder of its own, which squid can enter, and end its processes."""
     folder = Path(tempfile.mkdtemp(prefix="dadplug-large-"))
     folder.chmod(0o777)
-    found = Run(folder, star, megabytes)
+    found = Run(folder, star, *case)
     try:
         yield found
     finally:
@@ -247,16 +262,17 @@ def running(star: Star, megabytes: float) -> Iterator[Run]:
 def main() -> int:
     """Run it, and print the verdict."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--site", nargs=4, help=argparse.SUPPRESS)
-    parser.add_argument("--rate", default="10mbit", help="of each link, as tc writes it")
+    parser.add_argument("--site", nargs=5, help=argparse.SUPPRESS)
+    parser.add_argument("--rate", default="10mbit", help="of each link, in mbit, as tc writes it")
     parser.add_argument("--megabytes", type=float, default=758.0, help="of parameters")
     parser.add_argument("--cut", type=float, default=60.0, help="seconds for which all links carry nothing")
     parser.add_argument("--stop", type=float, default=600.0, help="seconds for which there is no hub")
+    parser.add_argument("--timeout", type=float, default=300.0, help="option of the reduction; transfers take longer")
     parser.add_argument("--steps", type=int, default=5, help="steps together between two faults")
     arguments = parser.parse_args()
     if arguments.site:
-        kit, log, megabytes, last = arguments.site
-        train(kit, log, float(megabytes), last)
+        kit, log, megabytes, timeout, last = arguments.site
+        train(kit, log, float(megabytes), float(timeout), last)
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the namespaces go, too
     print(f"{title(arguments.rate)}, {arguments.megabytes:g} MB of parameters", flush=True)
@@ -264,7 +280,7 @@ def main() -> int:
         run("ip", "netns", "exec", star.middle, "ip", "link", "set", "lo", "up")
         for address in (*HUBS, PROXY):
             run("ip", "netns", "exec", star.middle, "ip", "addr", "add", f"{address}/24", "dev", "br0")
-        with running(star, arguments.megabytes) as found:
+        with running(star, arguments.megabytes, arguments.timeout) as found:
             with_faults(found, star, arguments)
             faults = judge(found)
     print(*(f"FAULT: {each}" for each in faults), "failed" if faults else "passed", sep="\n")
