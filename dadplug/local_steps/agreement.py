@@ -24,8 +24,9 @@ mid-round already, n steps after it was sent, then there
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -488,11 +489,15 @@ class Agreement:
         nonfinite = -1 if all(finite) else finite.index(False)
         setting = fragment.form.begin_round(self.count // len(self._fragments))
         layout, batch = fingerprint(deltas, setting), 0 if self.count else self.first_batch.take()
-        changed = bool(self._buffers.changed())
+        changed = self._averages_buffers(fragment) and bool(self._buffers.changed())
         header = Header(step, fragment.weight, layout, finished, nonfinite, changed, batch)
         self._headers.payload.copy_(torch.tensor(header))
         self._headers.launch()
         return header
+
+    def _averages_buffers(self, fragment: Fragment) -> bool:
+        """Return whether buffers are averaged in agreements on a fragment: once a round, in that on the last one."""
+        return fragment is self._fragments[-1]
 
     def _settles_later(self, fragment: Fragment, header: Header) -> bool:
         """Return whether headers are read when the deltas are applied, so that no step waits for them.
@@ -501,7 +506,8 @@ class Agreement:
         """
         options = self._options
         apart = options.overlap and (options.delay is not None or options.fragments > 1)
-        return apart and header.layout == fragment.layout and not self._buffers.known()
+        averages = self._averages_buffers(fragment) and bool(self._buffers.known())
+        return apart and header.layout == fragment.layout and not averages
 
     def _receive_headers(self) -> list[Header]:
         """Wait for the headers that travel beside the deltas in transit."""
@@ -551,17 +557,19 @@ class Agreement:
             fragment.gathers = {dtype: self._transport.gather([size] * count, dtype) for dtype, size in sizes.items()}
             fragment.layout, fragment.tensors = header.layout, tensors
         self._added = [name for name in self._added if name not in fragment.names]
-        self._do_as_headers_say(headers, fragment.names)
+        self._do_as_headers_say(headers, fragment)
         return headers
 
-    def _do_as_headers_say(self, headers: list[Header], names: list[str]) -> None:
+    def _do_as_headers_say(self, headers: list[Header], fragment: Fragment) -> None:
         """Agree on buffers; all sites call it at the same place among their exchanges.
 
         Raises:
             NonFiniteError: on all sites, if the parameters of one hold NaN or Inf.
         """
         if any(header.nonfinite >= 0 for header in headers):
-            self._discard(headers, names)
+            self._discard(headers, fragment.names)
+        if not self._averages_buffers(fragment):
+            return
         if any(header.changes for header in headers):
             self._buffers.announce(self._transport)
         self._buffers.average(self._transport, dict(enumerate(_shares(headers))))
@@ -623,6 +631,26 @@ class Agreement:
             send()
         return in_transit
 
+    def as_of_model(self) -> dict[str, Tensor]:
+        """Return the agreed parameters, in their types, and the agreed buffers, by name."""
+        return {**self.agreed.as_of_model(self._model), **self._buffers.agreed}
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Give the model the agreed parameters and buffers inside the block."""
+        agreed = self.as_of_model()
+        own = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+        kept = {name: own[name].detach().clone() for name in agreed}
+        try:
+            with torch.no_grad():
+                for name, value in agreed.items():
+                    own[name].copy_(value)
+            yield
+        finally:
+            with torch.no_grad():
+                for name, value in kept.items():
+                    own[name].copy_(value)
+
     def postpones(self) -> bool:
         """Return whether a due agreement waits, while local steps go on, since nothing can be exchanged at present."""
         return False
@@ -656,7 +684,7 @@ class Agreement:
         elif transit.means is not None:
             self.agreed.move(transit.means, transit.rates)
         if not transit.is_settled:
-            self._do_as_headers_say(transit.headers, transit.fragment.names)
+            self._do_as_headers_say(transit.headers, transit.fragment)
 
     def _receive(self) -> _Transit | None:
         """Wait for what is in transit, and return it."""

@@ -17,6 +17,8 @@ memory is restored to its bits before.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -33,6 +35,42 @@ from .options import LocalOptions
 
 _log = get_logger(__name__)
 _Tensors = dict[str, Tensor]
+
+
+class RoundTime:
+    """Time of a round in which each site takes as many steps as it can.
+
+    Args:
+        seconds: the time; None where rounds are not timed.
+    """
+
+    def __init__(self, seconds: float | None) -> None:
+        self._seconds = seconds
+        self.begin()
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether rounds are timed."""
+        return self._seconds is not None
+
+    def begin(self) -> None:
+        """Begin a round."""
+        self._start = self._last = time.monotonic()
+        self._step = 0.0
+
+    def expire(self) -> None:
+        """Let the round be over after the next step."""
+        self._start = -math.inf
+
+    def end_step(self) -> None:
+        """Take the end of a step."""
+        now = time.monotonic()
+        self._step, self._last = now - self._last, now
+
+    @property
+    def over(self) -> bool:
+        """Whether the next step would end after the time of the round."""
+        return self._seconds is not None and self._last + self._step - self._start > self._seconds
 
 
 class Contribution(NamedTuple):
@@ -84,7 +122,7 @@ class ElasticAgreement(Agreement):
         """Return the tensors of the agreed model, by name, and what a site that joins needs besides."""
         plan = {"count": self.count, "agreed": self.agreed.donate(self._model), "buffers": self._buffers.names}
         plan |= {"contributions": dict(self.contributions), "last": dict(self._last)}
-        return {**self.agreed.as_of_model(self._model), **self._buffers.agreed}, plan
+        return self.as_of_model(), plan
 
     def adopt(self, plan: Mapping[str, Any], step: int) -> None:
         """Go on from the state of another site, whose tensors are in the model; the memory of errors begins empty.

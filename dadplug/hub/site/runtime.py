@@ -24,6 +24,7 @@ from ..connections import connections, current_connection
 from ..pki.kits import Kit
 from ..pki.project import Restrictions, impose_restrictions, lift_restrictions
 from ..torch import BACKEND, Collectives, HubGroup, HubStore
+from ..wire.messages import series_of
 from .link import HubLink
 from .processes import LocalPlace, LocalSite, SiteMembers, SiteTransport
 from .transport import ElasticTransport, HubSites, HubTransport, TrainerTransport
@@ -118,7 +119,7 @@ class SiteRuntime:
         assert self._hub is not None
         own = sys.modules[__name__.partition(".")[0]].__version__
         versions, counts = zip(*self._hub.gather_objects((own, count)), strict=True)
-        if any(version != own for version in versions):
+        if any(series_of(version) != series_of(own) for version in versions):
             pairs = ", ".join(f"{self.link.name(slot)} {version}" for slot, version in enumerate(versions))
             raise MismatchError(f"the sites run different versions of dadplug: {pairs}")
         return list(counts)

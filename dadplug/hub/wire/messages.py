@@ -167,6 +167,11 @@ numbers requests for states."""
 _LONGEST_TEXT = 2000  # characters
 
 
+def series_of(release: str) -> str:
+    """Return the series of a release of dadplug, such as 0.2 for 0.2.1: its releases exchange the same payloads."""
+    return ".".join(release.split(".")[:2])
+
+
 class Position(NamedTuple):
     """The last step that a site or the hub has closed.
 
