@@ -7,8 +7,8 @@
     python benchmarks/local_steps.py --quick                           scikit-learn's digits; without root, unshaped
 
 MNISTNet, Adam, batches of 32 on each of two (or --sites) sites with one thread. The target is reached when the mean of
-two evaluations in succession is. All ways are evaluated at the same steps, every 64, after agreements: site 0's model,
-or with average=160 in a way's name the running average of its models.
+two evaluations in succession is. All ways are evaluated at the same steps, every 64, after agreements: the
+agreed model, or with average=160 in a way's name the running average of its models.
 
 1. On an unshaped link: how many steps a way takes to the target, for each split and seed. Each way computes the same
    bits at every rate, so that these are the steps there, too.
@@ -76,11 +76,15 @@ def find_steps(arguments: argparse.Namespace, model: nn.Module, data: DataPair, 
     way, source, curve = Way(model, arguments.method, arguments.rank), batches(data, split, seed), []
     while LAP * len(curve) < arguments.steps and not has_reached(curve, arguments.target):
         take(way, source, LAP)
-        curve.append(accuracy(way.evaluated, data))
+        if LAP * (len(curve) + 1) >= arguments.steps:
+            way.finish()
+        with way.evaluating():
+            curve.append(accuracy(way.evaluated, data))
     way.detach()
     return {
         "steps": LAP * len(curve) if has_reached(curve, arguments.target) else None,
         "best": max(map(statistics.fmean, pairwise(curve)), default=curve[-1]),
+        "last": curve[-1],
         "megabytes": way.megabytes_sent(),
         "curve": curve,
     }

@@ -10,6 +10,8 @@ mean:every=64+average=160, ddp:average=160        with any way: evaluations of t
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 import torch.distributed as dist
 from attach import Attached, parse
@@ -74,6 +76,15 @@ class Way:
             self._peer.agree()
         if self._averaged is not None and self._steps % self._updated == 0:
             self._averaged.update_parameters(self._plain)
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Return a block in which the model that is evaluated is the sites' common one."""
+        return nullcontext() if self._local is None or self._averaged is not None else self._local.agreed()
+
+    def finish(self) -> None:
+        """Let all steps that have been taken be part of the common model."""
+        if self._local is not None:
+            self._local.finish()
 
     def megabytes_sent(self) -> float | None:
         """Megabytes of payload that this site has sent; None where the way does not count them."""

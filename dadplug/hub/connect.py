@@ -46,6 +46,7 @@ def connect(
     if kit is None:
         rendezvous.connect(rank, num_nodes, dist_url, backend=backend, timeout=timeout)
         return
+    from .. import jit  # noqa: F401  # numba takes seconds to load, in which a connected site would be silent
     from .site.runtime import connect_by_kit
 
     connect_by_kit(kit, rank, num_nodes, dist_url, backend, timeout)

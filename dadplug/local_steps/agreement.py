@@ -24,8 +24,9 @@ mid-round already, n steps after it was sent, then there
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -157,7 +158,6 @@ class AgreedModel:
         self,
         model: nn.Module,
         in_transit: Mapping[str, Tensor] | None = None,
-        unsent: Mapping[str, Tensor] | None = None,
         names: Iterable[str] | None = None,
     ) -> None:
         """Set the model to the start of the next round.
@@ -165,7 +165,6 @@ class AgreedModel:
         Args:
             model: the model.
             in_transit: the site's deltas that the agreed values do not contain yet; None where there are none.
-            unsent: further deltas, which have not been sent, and are part of the next ones; None where there are none.
             names: names of the parameters whose round begins; None for all.
         """
         parameters = dict(model.named_parameters())
@@ -175,7 +174,32 @@ class AgreedModel:
             if in_transit is not None and name in in_transit:
                 room = self._room_for(self._rooms_of_starts, name, value)
                 start = self._starts[name] = torch.add(value, in_transit[name], out=room)
-            parameters[name].copy_(start if unsent is None or name not in unsent else start + unsent[name])
+            parameters[name].copy_(start)
+
+    @torch.no_grad()
+    def mark(self, model: nn.Module, names: Iterable[str]) -> None:
+        """Let a round start from the present parameters, since all that was done before has been sent.
+
+        Args:
+            model: the model.
+            names: names of the parameters.
+        """
+        parameters = dict(model.named_parameters())
+        for name in names:
+            room = self._room_for(self._rooms_of_starts, name, self.values[name])
+            self._starts[name] = room.copy_(parameters[name])
+
+    def unmark(self, names: Iterable[str]) -> None:
+        """Let a round start from the agreed values again, since what was sent does not count."""
+        for name in names:
+            self._starts.pop(name, None)
+
+    @torch.no_grad()
+    def restart(self, model: nn.Module) -> None:
+        """Set the model to the start of the round: all that was done since is dropped."""
+        parameters = dict(model.named_parameters())
+        for name, value in self.values.items():
+            parameters[name].copy_(self._starts.get(name, value))
 
     @torch.no_grad()
     def move_and_keep(self, model: nn.Module, means: Mapping[str, Tensor], rates: Mapping[str, float]) -> None:
@@ -446,14 +470,21 @@ class Agreement:
             MismatchError: on all sites, if they do not train the same parameters, or are not at the same step.
             SiteError: if a site is gone or silent.
         """
-        by_samples = self._options.weighting == "samples"
-        for each in self._fragments:
-            each.weight = each.weight + weight if by_samples else max(each.weight, weight)
+        self._count(weight)
         headers = self._agree_on_next(step, finished)
         if all(header.finished for header in headers):
             for _ in self._fragments[1:]:
                 self._agree_on_next(step, finished)
         return headers
+
+    def _count(self, weight: int) -> None:
+        """Add the weight of steps to what each fragment has not sent."""
+        for each in self._fragments:
+            self._add(each, weight)
+
+    def _add(self, fragment: Fragment, weight: int) -> None:
+        by_samples = self._options.weighting == "samples"
+        fragment.weight = fragment.weight + weight if by_samples else max(fragment.weight, weight)
 
     def _agree_on_next(self, step: int, finished: bool) -> list[Header]:
         """Agree on the parameters of the next fragment, as `reach` does on all."""
@@ -467,7 +498,8 @@ class Agreement:
         in_transit = None
         if headers is None or any(each.weight for each in headers):
             in_transit = self._launch(fragment, header, headers, deltas)
-            self._due = None if self._options.delay is None else step + self._options.delay
+            delay = self._options.delay_at(step)
+            self._due = None if delay is None else step + delay
         if headers is None:
             headers = self._receive_headers() if finished else [header]
         if not self._options.overlap or all(each.finished for each in headers):
@@ -488,11 +520,15 @@ class Agreement:
         nonfinite = -1 if all(finite) else finite.index(False)
         setting = fragment.form.begin_round(self.count // len(self._fragments))
         layout, batch = fingerprint(deltas, setting), 0 if self.count else self.first_batch.take()
-        changed = bool(self._buffers.changed())
+        changed = self._averages_buffers(fragment) and bool(self._buffers.changed())
         header = Header(step, fragment.weight, layout, finished, nonfinite, changed, batch)
         self._headers.payload.copy_(torch.tensor(header))
         self._headers.launch()
         return header
+
+    def _averages_buffers(self, fragment: Fragment) -> bool:
+        """Return whether buffers are averaged in agreements on a fragment: once a round, in that on the last one."""
+        return fragment is self._fragments[-1]
 
     def _settles_later(self, fragment: Fragment, header: Header) -> bool:
         """Return whether headers are read when the deltas are applied, so that no step waits for them.
@@ -500,8 +536,9 @@ class Agreement:
         They are read at once where the next exchanges depend on them: with a new layout, and for means of buffers.
         """
         options = self._options
-        apart = options.overlap and (options.delay is not None or options.fragments > 1)
-        return apart and header.layout == fragment.layout and not self._buffers.known()
+        apart = options.overlap and (options.delay_at(header.step) is not None or options.fragments > 1)
+        averages = self._averages_buffers(fragment) and bool(self._buffers.known())
+        return apart and header.layout == fragment.layout and not averages
 
     def _receive_headers(self) -> list[Header]:
         """Wait for the headers that travel beside the deltas in transit."""
@@ -551,17 +588,19 @@ class Agreement:
             fragment.gathers = {dtype: self._transport.gather([size] * count, dtype) for dtype, size in sizes.items()}
             fragment.layout, fragment.tensors = header.layout, tensors
         self._added = [name for name in self._added if name not in fragment.names]
-        self._do_as_headers_say(headers, fragment.names)
+        self._do_as_headers_say(headers, fragment)
         return headers
 
-    def _do_as_headers_say(self, headers: list[Header], names: list[str]) -> None:
+    def _do_as_headers_say(self, headers: list[Header], fragment: Fragment) -> None:
         """Agree on buffers; all sites call it at the same place among their exchanges.
 
         Raises:
             NonFiniteError: on all sites, if the parameters of one hold NaN or Inf.
         """
         if any(header.nonfinite >= 0 for header in headers):
-            self._discard(headers, names)
+            self._discard(headers, fragment.names)
+        if not self._averages_buffers(fragment):
+            return
         if any(header.changes for header in headers):
             self._buffers.announce(self._transport)
         self._buffers.average(self._transport, dict(enumerate(_shares(headers))))
@@ -623,21 +662,47 @@ class Agreement:
             send()
         return in_transit
 
+    def as_of_model(self) -> dict[str, Tensor]:
+        """Return the agreed parameters, in their types, and the agreed buffers, by name."""
+        return {**self.agreed.as_of_model(self._model), **self._buffers.agreed}
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Give the model the agreed parameters and buffers inside the block."""
+        agreed = self.as_of_model()
+        own = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+        kept = {name: own[name].detach().clone() for name in agreed}
+        try:
+            with torch.no_grad():
+                for name, value in agreed.items():
+                    own[name].copy_(value)
+            yield
+        finally:
+            with torch.no_grad():
+                for name, value in kept.items():
+                    own[name].copy_(value)
+
     def postpones(self) -> bool:
         """Return whether a due agreement waits, while local steps go on, since nothing can be exchanged at present."""
         return False
 
-    def end_step(self, step: int) -> None:
+    def end_step(self, step: int, left: int = 0, weight: int = 0) -> bool:
         """Apply the deltas that are in transit if it is due at this step; what was done since they were sent is kept.
 
         Args:
             step: number of this site's steps.
+            left: number of steps until the next agreement.
+            weight: weight of the steps that `reach` has not taken yet.
+
+        Returns:
+            Whether it has taken the weight, so that the next call of `reach` does not have it.
 
         Raises:
             NonFiniteError: as `reach`, like its other errors.
         """
         if self._due is not None and step >= self._due:
             self._complete(keep=True)
+        return False
 
     def _complete(self, keep: bool) -> None:
         """Wait for deltas that are in transit, and take the outer step.
@@ -656,7 +721,7 @@ class Agreement:
         elif transit.means is not None:
             self.agreed.move(transit.means, transit.rates)
         if not transit.is_settled:
-            self._do_as_headers_say(transit.headers, transit.fragment.names)
+            self._do_as_headers_say(transit.headers, transit.fragment)
 
     def _receive(self) -> _Transit | None:
         """Wait for what is in transit, and return it."""

@@ -6,10 +6,16 @@ all sites, and only what these have sent counts:
 
     a <- a moved by the mean over contributors of  w_s sent_s        w_s: share of the site's samples
 
-With overlap, the deltas that a site sends at the end of a round belong to the next round of the hub, and are counted
-when that is closed. A site therefore knows at each close whether its contribution is part of the agreed model. If not,
-since it was late or has just joined, it keeps the steps: they are part of its next contribution. So no step counts
-twice, and none is lost but those that a site has not sent before it is killed.
+With overlap, deltas are sent before the agreement in which they count: after the agreement before, or ``delay`` steps
+before it. They belong to the round of the hub that is closed next. With ``fragments``, agreements are on one fragment
+after the other. With a the agreed values of a fragment, and x the parameters of a site:
+
+    sent        x - a                 start <- x
+    counted     a <- a moved by the mean              x <- a + (x - start)              start <- a
+    not         a <- a moved by that of the others    x <- a + (x - a before)           start <- a
+
+A site's contribution does not count where the site was late or has just joined. Its steps are then part of its next
+contribution. So no step counts twice, and none is lost but those that a site has not sent before it is killed.
 
 Encoding updates the memory of errors before it is known whether the contribution counts. If it does not count, the
 memory is restored to its bits before.
@@ -17,7 +23,9 @@ memory is restored to its bits before.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import time
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -28,27 +36,61 @@ from ..exchange import Gather, Transport
 from ..logs import get_logger
 from ..model_sync import sameness
 from ..model_sync.buffers import agreed_value
-from .agreement import Agreement, Header, delta_format, fingerprint, is_finite
+from .agreement import Agreement, Fragment, Header, delta_format, divide, fingerprint, is_finite
 from .options import LocalOptions
 
 _log = get_logger(__name__)
-_Tensors = dict[str, Tensor]
+
+
+class RoundTime:
+    """Time of a round in which each site takes as many steps as it can.
+
+    Args:
+        seconds: the time; None where rounds are not timed.
+        parts: number of agreements in it.
+    """
+
+    def __init__(self, seconds: float | None, parts: int) -> None:
+        self._seconds = None if seconds is None else seconds / parts
+        self.begin()
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether rounds are timed."""
+        return self._seconds is not None
+
+    def begin(self) -> None:
+        """Begin a round."""
+        self._start = self._last = time.monotonic()
+        self._step = 0.0
+
+    def expire(self) -> None:
+        """Let the round be over after the next step."""
+        self._start = -math.inf
+
+    def end_step(self) -> None:
+        """Take the end of a step."""
+        now = time.monotonic()
+        self._step, self._last = now - self._last, now
+
+    @property
+    def over(self) -> bool:
+        """Whether the next step would end after the time of the round."""
+        return self._seconds is not None and self._last + self._step - self._start > self._seconds
 
 
 class Contribution(NamedTuple):
-    """Contribution of a site to one agreement.
+    """Contribution of a site to one agreement, which has not been reached yet.
 
     Attributes:
-        deltas: the deltas by name; None where they can be computed from the model, or there are none.
-        weight: their weight in the mean; 0 if there are none.
+        weight: weight of its deltas in the mean; 0 if there are none.
         before: state of the format before they were encoded; None if there are none.
         position: number of the hub's round in which they were sent.
     """
 
-    deltas: _Tensors | None = None
-    weight: int = 0
-    before: dict[str, Any] | None = None
-    position: int = 0
+    weight: int
+    before: dict[str, Any] | None
+    position: int
 
 
 class ElasticAgreement(Agreement):
@@ -60,31 +102,42 @@ class ElasticAgreement(Agreement):
         transport: the transport.
 
     Attributes:
-        unsent: weight of this site's steps that are not part of a contribution yet, after an agreement.
         spoilt: whether its steps have been dropped at the last agreement, since they hold NaN or Inf.
         admits: whether sites may join in the agreements that follow.
-        contributions: weight of all that is part of the agreed model, by rank of the site; the same at all sites.
     """
 
     def __init__(self, model: nn.Module, options: LocalOptions, transport: Transport) -> None:
         super().__init__(model, options, transport)
-        (self._whole,) = self._fragments
-        self.unsent, self.spoilt, self.admits = 0, False, True
+        self.spoilt, self.admits = False, True
         self._is_alone = False  # since the hub is away
-        self._offered = Contribution()
+        self._offered: Contribution | None = None
+        self._delay = options.delay_at(0)
         self._planned: tuple[Any, ...] = ()
+        self._layout = 0  # of the headers: fingerprint of what is planned
         self._of_buffers: list[Gather] = []
-        self.contributions: dict[int, int] = {}
+        self._counted: list[dict[int, int]] = [{} for _ in self._fragments]  # weights by rank, for each fragment
         self._last: dict[int, int] = {}  # number of the last agreement with a contribution of each site
         self._present = set(range(transport.world_size)) - transport.absent
 
+    @property
+    def contributions(self) -> dict[int, int]:
+        """Weight of all that is part of the whole agreed model, by rank of the site; the same at all sites."""
+        ranks = set.intersection(*({*each} for each in self._counted))
+        return {rank: min(each[rank] for each in self._counted) for rank in sorted(ranks)}
+
+    @property
+    def _fragment(self) -> Fragment:
+        """The fragment of the next agreement."""
+        return self._fragments[self.count % len(self._fragments)]
+
     # A site that joins
 
-    def donate(self) -> tuple[_Tensors, dict[str, Any]]:
+    def donate(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the tensors of the agreed model, by name, and what a site that joins needs besides."""
         plan = {"count": self.count, "agreed": self.agreed.donate(self._model), "buffers": self._buffers.names}
-        plan |= {"contributions": dict(self.contributions), "last": dict(self._last)}
-        return {**self.agreed.as_of_model(self._model), **self._buffers.agreed}, plan
+        plan |= {"contributions": [dict(each) for each in self._counted], "last": dict(self._last)}
+        plan |= {"fragments": [[*each.names] for each in self._fragments]}
+        return self.as_of_model(), plan
 
     def adopt(self, plan: Mapping[str, Any], step: int) -> None:
         """Go on from the state of another site, whose tensors are in the model; the memory of errors begins empty.
@@ -93,13 +146,15 @@ class ElasticAgreement(Agreement):
             plan: what `donate` has returned at the other site.
             step: number of the steps so far.
         """
-        self.count, self.unsent = plan["count"], 0
+        self.count = plan["count"]
         self.first_batch.take()
         self.agreed.adopt(plan["agreed"], self._model)
         self._buffers.load(plan["buffers"])
-        self._whole.form = delta_format(self._options, self._transport)
-        self._offered, self._planned, self._added = Contribution(), (), []
-        self.contributions, self._last = dict(plan["contributions"]), dict(plan["last"])
+        for fragment, names in zip(self._fragments, plan["fragments"], strict=True):
+            fragment.names, fragment.weight = [*names], 0
+            fragment.form = delta_format(self._options, self._transport)
+        self._offered, self._planned, self._added = None, (), []
+        self._counted, self._last = [dict(each) for each in plan["contributions"]], dict(plan["last"])
         rank = self._transport.rank
         self._present = set(range(self._transport.world_size)) - self._transport.absent - {rank}
         last = self._last.get(rank)
@@ -121,11 +176,11 @@ class ElasticAgreement(Agreement):
         return away
 
     def reach(self, step: int, weight: int, finished: bool) -> list[Header]:
-        """Agree on the parameters with the sites that are present.
+        """Agree on the parameters, or on those of the next fragment, with the sites that are present.
 
         Args:
             step: number of this site's steps.
-            weight: weight of its delta; 0 if it has trained nothing since the last agreement.
+            weight: weight of its steps since it was last called, or since `end_step` took it; 0 if there are none.
             finished: whether it has no more batches.
 
         Returns:
@@ -137,32 +192,55 @@ class ElasticAgreement(Agreement):
             SiteError: if this site or the hub is given up.
             DroppedError: if this site was dropped, and can join again.
         """
-        transport, overlap = self._transport, self._options.overlap
-        self.agreed.drop_untrained(self._model, self.agreed.values)
-        deltas = self.agreed.deltas(self._model)
-        finite = [is_finite(delta) for delta in deltas.values()]
-        nonfinite = -1 if all(finite) else finite.index(False)
-        self.spoilt = nonfinite >= 0
-        own = 0 if self.spoilt else weight
+        transport, options = self._transport, self._options
+        self.agreed.drop_untrained(self._model, ())
+        names = [*self.agreed.values]
+        finite = self._are_finite(names)
+        self.spoilt = not all(finite)
+        self._count(0 if self.spoilt else weight)
+        if self.spoilt:
+            self.agreed.restart(self._model)
+            for each in self._fragments:
+                each.weight = 0
         self._drop_spoilt_buffers()
-        if not overlap or not self._planned:
-            self._offer({} if overlap else deltas, 0 if overlap else own, deltas)
+        if self._offered is None:
+            self._offer(empty=options.overlap and self._delay is None)
         elif self._offered.position != transport.position:  # other rounds have been closed since: it is sent again
-            self._whole.receive()
+            self._fragment.receive()
             self._launch_payloads()
-        headers = self._exchange(step, finished and not (overlap and own), nonfinite)
+        unsent = any(each.weight for each in self._fragments)
+        headers = self._exchange(step, finished and not unsent, finite.index(False) if self.spoilt else -1)
         counted = transport.rank in headers
-        if not (overlap or counted or self._whole.form.keeps_deltas):
-            deltas = self.agreed.deltas(self._model)  # encoding has overwritten them
-        self._move(headers)
+        self._move(headers, counted)
         self._announce(headers)
         self.count += 1
-        transport.end_step()  # what is offered with overlap belongs to the next round
-        self._go_on(None if self.spoilt else deltas, own, counted)
+        transport.end_step()  # what is sent from now on belongs to the next round
+        last = max(header.step for header in headers.values())
+        self._delay = options.delay_at(last)
+        if options.overlap and (self._delay is None or self._delay >= options.part_of_interval(last, self.count)):
+            self._offer()
+        if not any(each.weight for each in self._fragments) and not (self._offered and self._offered.weight):
+            for table in self._tables:  # as lookups do, since sites look up different rows
+                sameness.renormalise(table)
         if transport.grows:
             transport.grow()
-        self._report(headers, counted, [*deltas])
+        self._report(headers, counted, names)
         return [*headers.values()]
+
+    def end_step(self, step: int, left: int = 0, weight: int = 0) -> bool:
+        """Send what this site has done if the next agreement is ``delay`` steps away."""
+        transport = self._transport
+        due = self._delay is not None and left <= self._delay and self._offered is None
+        if not due or transport.hub_is_away or transport.behind or not all(self._are_finite(self._fragment.names)):
+            return False
+        self._count(weight)
+        self._offer()
+        return True
+
+    def _are_finite(self, names: Iterable[str]) -> list[bool]:
+        """Return whether parameters hold neither NaN nor Inf; True for those that the model no longer has."""
+        parameters = dict(self._model.named_parameters())
+        return [name not in parameters or is_finite(parameters[name].detach()) for name in names]
 
     def _drop_spoilt_buffers(self) -> None:
         """Set this site's buffers to the agreed ones where its steps are dropped, or its statistics hold NaN or Inf."""
@@ -173,59 +251,68 @@ class ElasticAgreement(Agreement):
             self._buffers.restore(self._buffers.names)
             _log.warning("the statistics of this site hold NaN or Inf: they are replaced by the agreed ones")
 
-    def _offer(self, deltas: _Tensors, weight: int, shapes: _Tensors) -> None:
-        """Encode deltas, and start to send them.
+    def _offer(self, *, empty: bool = False) -> None:
+        """Encode what this site has done with the next fragment since it has last sent it, and start to send that.
 
         Args:
-            deltas: the deltas; they may be overwritten. None are sent, but zeros without weight, where there are none.
-            weight: their weight.
-            shapes: tensors of their shapes.
+            empty: whether to send nothing, but zeros without weight.
         """
-        self._plan(shapes)
-        before = None
-        if weight:
-            before = self._whole.form.state_dict()
-            self._whole.form.encode(deltas, self._whole.payloads)
-        self._offered = Contribution(None, weight, before, 0)
+        fragment, weight, before = self._fragment, 0, None
+        ends_round = not (empty or self._transport.listens)  # a site that joins has the donor's, which has ended it
+        self.agreed.drop_untrained(self._model, fragment.names if ends_round else ())
+        divide(self._fragments, self.agreed.values)
+        self._plan()
+        if not empty and fragment.weight:
+            weight, fragment.weight, before = fragment.weight, 0, fragment.form.state_dict()
+            fragment.form.encode(self.agreed.deltas(self._model, fragment.names, reuse=True), fragment.payloads)
+            self.agreed.mark(self._model, fragment.names)
+        self._offered = Contribution(weight, before, 0)
         self._launch_payloads()
 
     def _launch_payloads(self) -> None:
+        assert self._offered is not None
         self._offered = self._offered._replace(position=self._transport.position)
-        self._whole.launch()
+        self._fragment.launch()
 
-    def _plan(self, tensors: _Tensors) -> None:
+    def _plan(self) -> None:
         """Prepare the gathers, if parameters, buffers or sites have come or gone."""
-        transport, count = self._transport, self._transport.world_size
-        added = [sameness.fingerprint(self.agreed.values[name]) for name in self._added if name in self.agreed.values]
-        planned = (fingerprint(tensors, self._whole.form.begin_round(self.count)), tuple(self._buffers.names), count)
-        self._whole.layout = (planned[0] + sum(added)) % (1 << 62)
+        transport, count, values = self._transport, self._transport.world_size, self.agreed.values
+        added = [sameness.fingerprint(values[name]) for name in self._added if name in values]
+        setting = "".join(each.form.begin_round(self.count // len(self._fragments)) for each in self._fragments)
+        tensors = {name: values[name] for each in self._fragments for name in each.names}
+        planned = (fingerprint(tensors, setting), tuple(self._buffers.names), count)
+        self._layout = (planned[0] + sum(added)) % (1 << 62)
         self._added = []
         if planned == self._planned:
             return
         self._planned = planned
         transport.begin_plan()
         self._headers = transport.gather([len(Header._fields)] * count, torch.int64)
-        sizes = self._whole.form.layout(tensors)
-        self._whole.gathers = {dtype: transport.gather([size] * count, dtype) for dtype, size in sizes.items()}
+        for each in self._fragments:
+            sizes = each.form.layout({name: values[name] for name in each.names})
+            each.gathers = {dtype: transport.gather([size] * count, dtype) for dtype, size in sizes.items()}
         groups = sameness.flattened(self._buffers.known())
         self._of_buffers = [transport.gather([flat.numel()] * count, flat.dtype) for flat, _ in groups]
 
     def _exchange(self, step: int, finished: bool, nonfinite: int) -> dict[int, Header]:
         """Send the header and the buffers, close the round, and return the headers of the contributors by rank."""
         transport, offered = self._transport, self._offered
-        changed, batch = bool(self._buffers.changed()), 0 if self.count else self.first_batch.take()
-        header = Header(step, offered.weight, self._whole.layout, finished, nonfinite, changed, batch)
+        assert offered is not None
+        averages = self._averages_buffers(self._fragment)
+        changed, batch = averages and bool(self._buffers.changed()), 0 if self.count else self.first_batch.take()
+        header = Header(step, offered.weight, self._layout, finished, nonfinite, changed, batch)
         self._headers.payload.copy_(torch.tensor(header))
         self._headers.launch()
-        for gather, (flat, _) in zip(self._of_buffers, sameness.flattened(self._buffers.known()), strict=True):
-            gather.payload.copy_(flat)
-            gather.launch()
+        if averages:
+            for gather, (flat, _) in zip(self._of_buffers, sameness.flattened(self._buffers.known()), strict=True):
+                gather.payload.copy_(flat)
+                gather.launch()
         transport.close_round(self.admits, idle=not offered.weight)
         rows = self._headers.wait()
         present = [rank for rank in range(transport.world_size) if rank not in transport.absent]
         headers = {rank: Header(*rows[rank].tolist()) for rank in present}
         layouts = {header.layout for header in headers.values()}
-        if len(layouts) > 1 or (transport.rank in headers and layouts != {self._whole.layout}):
+        if len(layouts) > 1 or (transport.rank in headers and layouts != {self._layout}):
             raise MismatchError(
                 "the sites do not train the same parameters in this round: freeze, free and add parameters at the same "
                 "step on all sites, with the same values"
@@ -234,65 +321,59 @@ class ElasticAgreement(Agreement):
         return headers
 
     @torch.no_grad()
-    def _move(self, headers: Mapping[int, Header]) -> None:
-        """Take the outer step with what the contributors have sent, and replace the buffers by their mean."""
-        payloads = self._whole.receive()
-        of_buffers = [gather.wait() for gather in self._of_buffers]
+    def _move(self, headers: Mapping[int, Header], counted: bool) -> None:
+        """Take the outer step with what the contributors have sent, and replace the buffers by their mean.
+
+        The model goes on from the agreed values and this site's steps that are not part of them.
+
+        Args:
+            headers: headers of the contributors, by rank.
+            counted: whether this site is one of them.
+        """
+        fragment, offered = self._fragment, self._offered
+        assert offered is not None
+        self._offered = None
+        payloads = fragment.receive()
+        if offered.before is not None and not counted:
+            fragment.form.load_state_dict(offered.before)
+            self._add(fragment, offered.weight)
+            self.agreed.unmark(fragment.names)
         total = sum(header.weight for header in headers.values())
-        if not total:
+        shares: list[float] = []
+        if total:
+            count = self._transport.world_size
+            shares = [headers[rank].weight / total if rank in headers else 0.0 for rank in range(count)]
+            means = fragment.form.decode(payloads, shares)
+            self.agreed.move_and_keep(self._model, means, fragment.rates(means, self._options.outer_lr))
+            self._note(headers)
+        if self._averages_buffers(fragment):
+            self._average_buffers({rank: shares[rank] for rank, header in headers.items() if header.weight})
+        if not fragment.weight:  # the agreed values to the bit
+            self.agreed.begin_round(self._model, names=fragment.names)
+
+    def _average_buffers(self, shares: Mapping[int, float]) -> None:
+        """Replace the buffers by their mean over the contributors; by the agreed ones where there are none.
+
+        Args:
+            shares: share in the mean of each contributor with weight, by rank.
+        """
+        every = [gather.wait() for gather in self._of_buffers]
+        if not shares:
             self._buffers.restore(self._buffers.names)
             return
-        count = self._transport.world_size
-        shares = [headers[rank].weight / total if rank in headers else 0.0 for rank in range(count)]
-        means = self._whole.form.decode(payloads, shares)
-        self.agreed.move(means, self._whole.rates(means, self._options.outer_lr))
-        weighing = [rank for rank, header in headers.items() if header.weight]
-        for rows, (_, tensors) in zip(of_buffers, sameness.flattened(self._buffers.known()), strict=True):
-            value = agreed_value([rows[rank] for rank in weighing], [shares[rank] for rank in weighing])
+        for rows, (_, tensors) in zip(every, sameness.flattened(self._buffers.known()), strict=True):
+            value = agreed_value([rows[rank] for rank in shares], [*shares.values()])
             for tensor, part in zip(tensors, value.split([each.numel() for each in tensors]), strict=True):
                 tensor.copy_(part.view_as(tensor))
         self._buffers.keep()
-        self._last.update(dict.fromkeys(weighing, self.count + 1))
-        for rank in weighing:
-            self.contributions[rank] = self.contributions.get(rank, 0) + headers[rank].weight
 
-    def _go_on(self, deltas: _Tensors | None, weight: int, counted: bool) -> None:
-        """Set the model to the agreed values and the steps of this site that are not part of them.
-
-        Args:
-            deltas: what this site has done since the last agreement, or since its last contribution with overlap; None
-                if it holds NaN or Inf, and is dropped.
-            weight: its weight.
-            counted: whether this site's contribution is part of the agreed values.
-        """
-        offered, self._offered = self._offered, Contribution()
-        lost = offered.weight > 0 and not counted
-        if lost:
-            assert offered.before is not None
-            self._whole.form.load_state_dict(offered.before)
-        if not self._options.overlap:
-            self.unsent = offered.weight if lost else 0
-            self.agreed.begin_round(self._model, unsent=deltas if lost else None)
-        else:
-            self._send_rest(deltas, weight, offered if lost else Contribution())
-        if not self.unsent and not self._offered.weight:
-            for table in self._tables:  # as lookups do, since sites look up different rows
-                sameness.renormalise(table)
-
-    def _send_rest(self, deltas: _Tensors | None, weight: int, lost: Contribution) -> None:
-        """Begin to send what this site has done since its last contribution, with that one if it does not count."""
-        rest = {} if deltas is None else deltas
-        if lost.deltas is not None:
-            weight = weight + lost.weight if self._options.weighting == "samples" else 1
-            rest = {name: rest[name].add_(each) if name in rest else each for name, each in lost.deltas.items()} | rest
-        names = self.agreed.values
-        rest = {name: rest[name] if name in rest else torch.zeros_like(value) for name, value in names.items()}
-        apart = self._whole.form.keeps_deltas
-        kept = {name: each if apart else each.clone() for name, each in rest.items()} if weight else None
-        self.agreed.begin_round(self._model, kept)
-        self.unsent = 0
-        self._offer(rest, weight, rest)
-        self._offered = self._offered._replace(deltas=kept)
+    def _note(self, headers: Mapping[int, Header]) -> None:
+        """Note what is part of the agreed values of the fragment from now on."""
+        counted = self._counted[self.count % len(self._fragments)]
+        for rank, header in headers.items():
+            if header.weight:
+                self._last[rank] = self.count + 1
+                counted[rank] = counted.get(rank, 0) + header.weight
 
     def _announce(self, headers: Mapping[int, Header]) -> None:
         """Agree, in further rounds, on buffers that have changed for the first time."""
@@ -346,24 +427,25 @@ class ElasticAgreement(Agreement):
 
     def state_dict(self) -> dict[str, Any]:
         """Return this site's state, with what is in transit."""
-        offered = self._offered
-        transit = None
-        if offered.deltas is not None and offered.weight:
-            deltas = {name: each.clone() for name, each in offered.deltas.items()}
-            transit = {"deltas": deltas, "weight": offered.weight, "before": offered.before}
-        kept = {"contributions": dict(self.contributions), "last": dict(self._last), "transit": transit}
-        return super().state_dict() | kept
+        offered, transit = self._offered, None
+        if offered is not None and offered.weight:
+            sent = [each.clone() for each in self._fragment.payloads.values()]
+            transit = {"payloads": sent, "weight": offered.weight, "before": offered.before}
+        counted = [dict(each) for each in self._counted]
+        own = {"contributions": counted, "last": dict(self._last), "transit": transit, "delay": self._delay}
+        return super().state_dict() | own
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned; what was in transit is sent again."""
-        if self._planned and self._options.overlap:
-            self._whole.receive()
+        if self._offered is not None:
+            self._fragment.receive()
         super().load_state_dict(state)
-        self.unsent, self._offered, self._planned = 0, Contribution(), ()
-        self.contributions, self._last = dict(state["contributions"]), dict(state["last"])
+        self._offered, self._planned, self._delay = None, (), state["delay"]
+        self._counted, self._last = [dict(each) for each in state["contributions"]], dict(state["last"])
         transit = state.get("transit")
         if transit is not None:
-            self._whole.form.load_state_dict(transit["before"])
-            deltas = {name: each.to(self.agreed.values[name], copy=True) for name, each in transit["deltas"].items()}
-            self._offer({name: each.clone() for name, each in deltas.items()}, transit["weight"], deltas)
-            self._offered = self._offered._replace(deltas=deltas)
+            self._plan()
+            for payload, sent in zip(self._fragment.payloads.values(), transit["payloads"], strict=True):
+                payload.copy_(sent)
+            self._offered = Contribution(transit["weight"], transit["before"], 0)
+            self._launch_payloads()

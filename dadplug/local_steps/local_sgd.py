@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,7 +30,7 @@ from ..reduction import GradientReduction
 from ..signature import takes_keywords_of
 from .agreement import Agreement, Header, check_fragments
 from .captured import CapturedGradients
-from .elastic import ElasticAgreement
+from .elastic import ElasticAgreement, RoundTime
 from .options import LocalOptions, Schedule
 from .sparse_format import check_memory
 
@@ -41,42 +39,6 @@ _log = get_logger(__name__)
 
 class _WarmUpOver(Exception):
     """End of the last synchronous step."""
-
-
-class RoundTime:
-    """Time of a round in which each site takes as many steps as it can.
-
-    Args:
-        seconds: the time; None where rounds are not timed.
-    """
-
-    def __init__(self, seconds: float | None) -> None:
-        self._seconds = seconds
-        self.begin()
-
-    @property
-    def is_timed(self) -> bool:
-        """Whether rounds are timed."""
-        return self._seconds is not None
-
-    def begin(self) -> None:
-        """Begin a round."""
-        self._start = self._last = time.monotonic()
-        self._step = 0.0
-
-    def expire(self) -> None:
-        """Let the round be over after the next step."""
-        self._start = -math.inf
-
-    def end_step(self) -> None:
-        """Take the end of a step."""
-        now = time.monotonic()
-        self._step, self._last = now - self._last, now
-
-    @property
-    def over(self) -> bool:
-        """Whether the next step would end after the time of the round."""
-        return self._seconds is not None and self._last + self._step - self._start > self._seconds
 
 
 class LocalSGD(HeldGradients, ReplicatedModel):
@@ -143,6 +105,7 @@ class LocalSGD(HeldGradients, ReplicatedModel):
     _may_fuse = True  # until `stop_fusing`, which may be called in the warm-up
     _has_synchronized = False  # in this synchronous step, for `clip_grad_norm_`
     _accumulates = False
+    _shows_agreed = False  # in a block of `agreed`
     _follows = False  # whether each step of the optimizer is a local one, whoever calls it
     _is_followed = False  # whether that of the optimizer that is running is such a step
     _after_step: Any = None  # handle of the hook that ends such steps
@@ -191,10 +154,8 @@ class LocalSGD(HeldGradients, ReplicatedModel):
         if self.local_options.warm_up:
             self._warm_up = GradientReduction(model, process_group=process_group, **vars(self.options))
         self._counter = SampleCounter(model, self._before_forward, lambda: None)
-        self._round = RoundTime(self.local_options.round_seconds)
-        self._over_at = (
-            -1
-        )  # number of steps at which all sites had finished, and this one has not called `finish` since
+        self._round = RoundTime(self.local_options.round_seconds, self.local_options.fragments)
+        self._over_at = -1  # step at which all sites had finished, and this one has not called `finish` since
         elastic = self.local_options.min_sites is not None
         self._agreement = (ElasticAgreement if elastic else Agreement)(model, self.local_options, self._transport)
         self._further = dict(state or {})
@@ -270,7 +231,7 @@ class LocalSGD(HeldGradients, ReplicatedModel):
 
     @property
     def contributions(self) -> dict[int, int]:
-        """Samples that are part of the agreed model so far, by rank of the site; the same at all sites.
+        """Samples that are part of the whole agreed model so far, by rank of the site; the same at all sites.
 
         With ``weighting="uniform"`` it is the number of each site's contributions. Empty without ``min_sites``.
         """
@@ -356,6 +317,8 @@ class LocalSGD(HeldGradients, ReplicatedModel):
         self._after_step = self.optimizer.register_step_post_hook(_end_followed_step(self))
 
     def _begin_step(self) -> None:
+        if self._shows_agreed:
+            raise RuntimeError("a step within local.agreed(), whose parameters are put back at its end: take it behind")
         if self._warm_up is None:
             self._agreement.follow()
         self.calls_optimizer = True
@@ -425,6 +388,31 @@ class LocalSGD(HeldGradients, ReplicatedModel):
         while not self._agree(finished=True):
             pass
 
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """Give the model its agreed parameters and statistics inside the block, such as for an evaluation.
+
+        They are those of the agreements that have been applied so far, and the same at all sites at the same step.
+        Nothing is sent, and training goes on after the block as if it had not been there. With overlap the model's own
+        parameters hold steps of this site that the others do not have yet; `finish` agrees on them.
+
+        Raises:
+            RuntimeError: if a step is taken inside.
+
+        Example:
+            >>> with local.agreed():
+            ...     accuracy = evaluate(model)
+        """
+        if self._warm_up is not None:
+            yield
+            return
+        self._shows_agreed = True
+        try:
+            with self._agreement.shown():
+                yield
+        finally:
+            self._shows_agreed = False
+
     def samples(self, count: int) -> Any:
         """State the number of samples of the forward passes inside, where the inputs' first dimension is not that.
 
@@ -454,8 +442,8 @@ class LocalSGD(HeldGradients, ReplicatedModel):
         due = self._round.over if self._round.is_timed else self.steps >= self._next
         if due and (finished or self._in_trainer or not self._agreement.postpones()):
             self._agree(finished)
-        else:
-            self._agreement.end_step(self.steps)
+        elif self._agreement.end_step(self.steps, self._next - self.steps, self._weight):
+            self._epoch_samples, self._weight = self._epoch_samples + self._weight, 0
         self._transport.end_step()
         self.traffic.end_step()
 
@@ -497,16 +485,14 @@ class LocalSGD(HeldGradients, ReplicatedModel):
                 headers = agreement.reach(self.steps, weight, finished)
             except DroppedError:
                 self._rejoin()
-                weight = 0
                 continue
             finally:
-                self._weight, weight = agreement.unsent, agreement.unsent
+                weight = 0
                 self.world_size = self._transport.world_size
                 if agreement.spoilt:
                     self._reset_optimizer()
             if self._in_trainer or not self._transport.behind:
                 return headers
-            self._weight = 0  # part of what is offered next
 
     def _reset_optimizer(self) -> None:
         """Clear the optimizer's state if it holds NaN or Inf, which would spoil all further steps."""

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,13 @@ class Record:
     def __init__(self, case: Case, local: dadplug.LocalSGD) -> None:
         self._local, self._agreements = local, local.agreements
         self._file = (Path(case.folder) / "log.jsonl").open("a", buffering=1)
+        offer = ElasticAgreement._offer
+
+        def offering(agreement: ElasticAgreement, **given: Any) -> None:
+            offer(agreement, **given)
+            self.write(sends=agreement.count + 1, weight=agreement._offered.weight)
+
+        ElasticAgreement._offer = offering
 
     def write(self, **line: Any) -> None:
         self._file.write(json.dumps(line | {"pid": os.getpid()}) + "\n")
@@ -210,83 +218,110 @@ def restore(case: Case, parts: dict[str, Any]) -> None:
             part.load_state_dict(states[name])
 
 
+FRAGMENTS = {1: [[0, 1, 2, 3]], 2: [[0], [1, 2, 3]]}
+"""Places of the parameters of each fragment, by number of fragments."""
+
+
 class Member:
-    """One site of the reference: the parameters of a process with steps that do not count yet, and their rows.
+    """One site of the reference, which replays what the site has written.
 
     Args:
         slot: number of the site.
         lines: what it has written.
+        fragments: places of the parameters of each fragment.
     """
 
-    def __init__(self, slot: int, lines: list[dict]) -> None:
-        self._slot, self._lines = slot, lines
-        self._values: list[Tensor] | None = None
-        self._process = 0
-        self.rows = 0
+    def __init__(self, slot: int, lines: list[dict], fragments: list[list[int]]) -> None:
+        self._slot, self._lines, self._fragments = slot, lines, fragments
+        self._numbers = {line["agreement"] for line in lines if "agreement" in line}
+        self._model = make_model()
+        self.sent: list[Tensor] = []
+        self.weight = 0
 
-    def train(self, number: int, agreed: list[Tensor], present: bool) -> list[Tensor] | None:
-        """Train on what a site has trained on before an agreement; return its deltas, None if it has left."""
-        found = None
-        batches = [line for line in self._lines if line.get("after") == number - 1]
-        last = {line["pid"] for line in self._lines if line.get("agreement") == number}
-        for pid in dict.fromkeys(line["pid"] for line in batches):
-            if pid not in last and not present:  # was killed
-                self._values = None
-                continue
-            if self._process != pid:
-                self._process, self._values, self.rows = pid, None, 0
-            model = make_model()
-            parameters = [*model.parameters()]
-            with torch.no_grad():
-                for parameter, value in zip(parameters, self._values or agreed, strict=True):
-                    parameter.copy_(value)
-            for line in batches:
-                if line["pid"] == pid:
-                    model.zero_grad()
-                    train_step(model, batch(self._slot, line["batch"]))
-                    with torch.no_grad():
-                        for parameter in parameters:
-                            parameter.sub_(parameter.grad, alpha=0.02 * 0.9 ** (line["batch"] // 10))
-                    self.rows += ROWS[self._slot]
-            found = [here.detach() - there for here, there in zip(parameters, agreed, strict=True)]
-        return found
+    def begin(self, agreed: list[Tensor]) -> None:
+        """Begin from the agreed values, as a process that joins does."""
+        self.values, self._starts = [each.clone() for each in agreed], [each.clone() for each in agreed]
+        self._rows = [0] * len(self._fragments)
 
-    def settle(self, agreed: list[Tensor], deltas: list[Tensor], counts: bool) -> None:
-        """Go on from an agreement, with the steps that do not count in it."""
-        self._values = None if counts else [value + each for value, each in zip(agreed, deltas, strict=True)]
-        if counts:
-            self.rows = 0
+    def replay(self, number: int, agreed: list[Tensor]) -> bool:
+        """Do what the site has done up to an agreement; return whether it has reached it."""
+        if number not in self._numbers:
+            return False
+        while True:
+            line = self._lines.pop(0)
+            if "joined" in line:
+                self.begin(agreed)
+            elif "batch" in line:
+                self._train(line["batch"])
+            elif line.get("sends") == number:
+                self.send(number, line["weight"])
+            if "agreement" in line:
+                return True
+            if line.get("sends") == number + 1:  # after the agreement
+                self._lines.insert(1, line)
+
+    def _train(self, number: int) -> None:
+        with torch.no_grad():
+            for parameter, value in zip(self._model.parameters(), self.values, strict=True):
+                parameter.copy_(value)
+        self._model.zero_grad()
+        train_step(self._model, batch(self._slot, number))
+        for parameter, value in zip(self._model.parameters(), self.values, strict=True):
+            value.sub_(parameter.grad, alpha=0.02 * 0.9 ** (number // 10))
+        self._rows = [rows + ROWS[self._slot] for rows in self._rows]
+
+    def send(self, number: int, weight: int) -> None:
+        """Send what was done with a fragment since it was last sent."""
+        place = (number - 1) % len(self._fragments)
+        self.sent, self.weight = [], weight
+        if weight:
+            assert weight == self._rows[place], (self._slot, number)
+            self._rows[place] = 0
+            self.sent = [self.values[each] - self._starts[each] for each in self._fragments[place]]
+            for each in self._fragments[place]:
+                self._starts[each] = self.values[each].clone()
+
+    def settle(self, number: int, before: list[Tensor], agreed: list[Tensor], counts: bool) -> None:
+        """Go on from the agreed values and what was done that is not part of them."""
+        place = (number - 1) % len(self._fragments)
+        if not counts:
+            self._rows[place] += self.weight
+        for each in self._fragments[place]:
+            rest = self.values[each] - (self._starts[each] if counts else before[each])
+            self.values[each], self._starts[each] = agreed[each] + rest, agreed[each].clone()
 
 
-def reference(written: Sequence[list[dict]], outer: tuple[float, float] = (1.0, 0.0)) -> dict[int, list[float]]:
+def reference(
+    written: Sequence[list[dict]], outer: tuple[float, float] = (1.0, 0.0), fragments: int = 1
+) -> dict[int, list[float]]:
     """Compute the agreed model after each agreement, in one process, from what the sites have written.
 
-    A contribution is that of all batches of a process since its last one; it counts where the site was present.
-
     Args:
-        written: lines of each site.
+        written: lines of each site, none of which was late.
         outer: outer learning rate and momentum.
+        fragments: number of fragments.
 
     Returns:
-        The sum of each parameter, by number of the agreement.
+        The sum of each parameter, by number of the agreement, up to the first one that no site has written, at the end.
     """
     lr, mu = outer
     agreed = [each.detach().clone() for each in make_model().parameters()]
     momenta = [torch.zeros_like(each) for each in agreed]
     present = {line["agreement"]: line["present"] for lines in written for line in lines if "agreement" in line}
-    members = [Member(slot, lines) for slot, lines in enumerate(written)]
+    parts = FRAGMENTS[fragments]
+    members = [Member(slot, [*lines], parts) for slot, lines in enumerate(written)]
     found: dict[int, list[float]] = {}
-    for number in sorted(present):
-        done = {slot: each.train(number, agreed, slot in present[number]) for slot, each in enumerate(members)}
-        deltas = {slot: each for slot, each in done.items() if each is not None}
-        counted = [slot for slot in deltas if slot in present[number]]
-        total = sum(members[slot].rows for slot in counted)
-        for place, value in enumerate(agreed if total else []):
-            mean = sum(deltas[slot][place] * (members[slot].rows / total) for slot in counted)
+    for number in takewhile(present.__contains__, count(1)):
+        before = [each.clone() for each in agreed]
+        there = {slot: each for slot, each in enumerate(members) if each.replay(number, before)}
+        counted = [there[slot] for slot in present[number]]
+        total = sum(each.weight for each in counted)
+        for index, place in enumerate(parts[(number - 1) % fragments] if total else []):
+            mean = sum(each.sent[index] * (each.weight / total) for each in counted if each.weight)
             momenta[place].mul_(mu).add_(mean)
-            value.add_(mean + mu * momenta[place] if mu else mean, alpha=lr)
-        for slot, each in deltas.items():
-            members[slot].settle(agreed, each, slot in counted)
+            agreed[place].add_(mean + mu * momenta[place] if mu else mean, alpha=lr)
+        for slot, each in there.items():
+            each.settle(number, before, agreed, slot in present[number])
         found[number] = sums(agreed)
     return found
 

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partialmethod
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,11 @@ from json_lines import read_lines
 from torch import nn
 
 import dadplug
-from dadplug.hub.site import connection
+from dadplug.hub.site import connection, inbox
 from dadplug.hub.site.link import RoundClient
 from dadplug.hub.site.transport import ElasticTransport
 from dadplug.hub.wire.messages import Kind, SendState
+from dadplug.hub.wire.streams import KeptFrames
 from dadplug.planning import planner
 from dadplug.planning.merging import LinkCosts
 
@@ -72,6 +73,7 @@ class Case:
         wraps: whether the model is wrapped as by torch's DistributedDataParallel.
         privacy: settings of differential privacy; the lines have gradient, parameters and the ledger then.
         resumes: file with the states of the site, which it begins with if it exists; empty for none.
+        keeps: bytes of frames that the site keeps for another hub, where steps may go on for ever; 0 for the default.
         saves: step after which the site writes that file, and ends.
     """
 
@@ -104,6 +106,7 @@ class Case:
     wraps: bool = False
     privacy: str = ""
     resumes: str = ""
+    keeps: int = 0
     saves: int = -1
 
 
@@ -279,6 +282,8 @@ def line_of(case: Case, model: nn.Module, reduction: dadplug.GradientReduction) 
 
 def train(case: Case) -> None:
     connection.HUB_TIMEOUT = case.gives_up
+    if case.keeps:
+        inbox.KeptFrames = partial(KeptFrames, case.keeps)
     dadplug.connect(kit=case.kit, timeout=200)
     if case.link:
         planner.measure_link = lambda transport: LinkCosts(*case.link)

@@ -17,6 +17,8 @@ import dadplug
 from dadplug.local_steps import LocalOptions
 
 EVERY = 4
+AT_ONCE, LATER, AHEAD = {"overlap": False}, {"overlap": True}, {"overlap": True, "delay": 2}
+"""Deltas are sent in the agreement that counts them, after the one before, or two steps ahead."""
 
 
 def sites_of(folder: Path, hub: RunningHub, options: dict | None = None, **settings: object) -> Run:
@@ -39,13 +41,19 @@ def await_agreement(run: Run, name: str, number: int) -> None:
     until(reached, run.state, ENDED)
 
 
-def check(run: Run, names: str) -> dict[int, dict]:
-    """Check that the agreed models of all sites are equal to the bit; return the agreements of all sites by number."""
+def check(run: Run, names: str, fragments: int = 1) -> dict[int, dict]:
+    """Check that the agreed models of all sites are equal to the bit; return the agreements of all sites by number.
+
+    Statistics are equal once a round.
+    """
     every: dict[int, dict] = {}
     for name in names:
         for number, line in agreements(run, name).items():
             known = every.setdefault(number, line)
-            for what in ("agreed", "present", "step", "buffers") if line["here"] and known["here"] else ("agreed",):
+            same = ["agreed", "present", "step"] if line["here"] and known["here"] else ["agreed"]
+            if len(same) > 1 and number % fragments == 0:
+                same.append("buffers")
+            for what in same:
                 assert line[what] == known[what], (name, number, what, run.state())
     finals = [next(line for line in reversed(run.written(name)) if "final" in line) for name in names]
     assert len({line["final"] for line in finals}) == 1, run.state()
@@ -88,10 +96,12 @@ def none_twice(run: Run, names: str) -> None:
         assert len(set(batches)) == len(batches)
 
 
-def equals_reference(run: Run, names: str, every: dict[int, dict], outer: tuple[float, float] = (1.0, 0.0)) -> None:
-    found = reference([run.written(name) for name in names], outer)
-    for number, line in every.items():
-        assert line["sums"] == pytest.approx(found[number], rel=1e-9, abs=1e-12), (number, run.state())
+def equals_reference(run: Run, names: str, every: dict[int, dict], options: dict) -> None:
+    outer = options.get("outer_lr", 1.0), options.get("outer_momentum", 0.0)
+    found = reference([run.written(name) for name in names], outer, options.get("fragments", 1))
+    assert len(found) >= len(every) - 1
+    for number, sums in found.items():
+        assert every[number]["sums"] == pytest.approx(sums, rel=1e-12, abs=1e-12), (number, run.state())
 
 
 @pytest.mark.parametrize(
@@ -99,6 +109,10 @@ def equals_reference(run: Run, names: str, every: dict[int, dict], outer: tuple[
     [
         ("step", 6, {}),
         ("agreement", 8, {"outer_lr": 0.7, "outer_momentum": 0.9}),
+        ("step", 10, {"overlap": True}),
+        ("step", 6, {"overlap": True, "fragments": 2, "outer_lr": 0.7, "outer_momentum": 0.9}),
+        ("agreement", 8, {"overlap": True, "delay": 1}),
+        ("step", 7, {"overlap": True, "fragments": 2, "delay": 1}),
     ],
 )
 def test_a_killed_site_costs_its_part_and_returns(tmp_path, how, leave, options):
@@ -106,8 +120,7 @@ def test_a_killed_site_costs_its_part_and_returns(tmp_path, how, leave, options)
         run = sites_of(tmp_path, hub, options)
         every = returns(run, {"leave": leave, "how": how})
         none_twice(run, "abc")
-        outer = options.get("outer_lr", 1.0), options.get("outer_momentum", 0.0)
-        equals_reference(run, "abc", every, outer)
+        equals_reference(run, "abc", every, options)
         present = [every[number]["present"] for number in sorted(every)]
         assert [0, 1, 2] in present
         assert [0, 1] in present
@@ -120,7 +133,8 @@ def test_a_killed_site_costs_its_part_and_returns(tmp_path, how, leave, options)
         told = run.processes["c"].read()[1]
         assert re.search(r"its last contribution is that of agreement \d+, and what it had done since", told), told
         joined = [line for line in run.written("c") if "joined" in line]
-        assert joined[1]["joined"] % EVERY == EVERY - 1  # one step before the agreement that the others are in
+        part = EVERY // options.get("fragments", 1)
+        assert (joined[1]["joined"] + 1) % part == 0  # one step before the agreement that the others are in
         assert joined[1]["schedule"] == joined[1]["joined"]
 
 
@@ -151,22 +165,22 @@ def counts(run: Run, names: str, every: dict[int, dict], lost: dict[str, int] | 
         assert steps[slot] == pytest.approx(trained - (lost or {}).get(name, 0)), (name, run.state())
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("options", "lost"), [(AT_ONCE, 2), (LATER, 6), (AHEAD, 4)])
 @pytest.mark.parametrize("talks", [False, True])
-def test_no_step_is_lost_or_counts_twice(tmp_path, overlap, talks):
+def test_no_step_is_lost_or_counts_twice(tmp_path, options, lost, talks):
     """A site is killed and returns; its process before has sent all but its last steps."""
     with running_hub(tmp_path / "kits", tuple("abc")) as hub:
-        run = sites_of(tmp_path, hub, {"overlap": overlap}, counts=True, talks=talks)
+        run = sites_of(tmp_path, hub, options, counts=True, talks=talks)
         every = returns(run, {"leave": 10})
-    counts(run, "abc", every, {"c": 6 if overlap else 2})
+    counts(run, "abc", every, {"c": lost})
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_sparse_deltas_of_sites_that_leave_and_are_late(tmp_path, overlap):
+@pytest.mark.parametrize("options", [AT_ONCE, LATER, AHEAD | {"fragments": 2, "delay": 1}])
+def test_sparse_deltas_of_sites_that_leave_and_are_late(tmp_path, options):
     """Replicas are equal to the bit, and all that a site has done is in the model, or in its memory without decay."""
     sparse = {"density": 0.5, "wire": "int2", "memory_decay": 1.0}
     with running_hub(tmp_path / "kits", tuple("abc")) as hub:
-        options = sparse | {"overlap": overlap, "late": "skip", "site_timeout": 2.0}
+        options = sparse | options | {"late": "skip", "site_timeout": 2.0}
         run = sites_of(tmp_path, hub, options)
         run.start("a")
         run.start("b", late=6, other=str(tmp_path / "a"))
@@ -184,10 +198,10 @@ def test_sparse_deltas_of_sites_that_leave_and_are_late(tmp_path, overlap):
     assert every[max(every)]["contributions"]["1"] == trained * elastic_local.ROWS[1]
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_the_steps_of_a_late_site_count_later(tmp_path, overlap):
+@pytest.mark.parametrize("options", [AT_ONCE, LATER, AHEAD])
+def test_the_steps_of_a_late_site_count_later(tmp_path, options):
     with running_hub(tmp_path / "kits", tuple("abc")) as hub:
-        options = {"overlap": overlap, "late": "skip", "site_timeout": 2.0}
+        options = options | {"late": "skip", "site_timeout": 2.0}
         run = sites_of(tmp_path, hub, options, counts=True)
         run.start("ab")
         run.start("c", late=2, other=str(tmp_path / "a"))
@@ -199,17 +213,24 @@ def test_the_steps_of_a_late_site_count_later(tmp_path, overlap):
     assert "this site is late: its steps count in a later agreement" in run.processes["c"].read()[1]
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_a_site_with_nan_is_left_out_and_named(tmp_path, overlap):
+@pytest.mark.parametrize(
+    ("options", "batches"),
+    [
+        (AT_ONCE, [4, 8, 8, 12, 16]),
+        (LATER, [None, 4, 8, 8, 12]),
+        (AHEAD, [2, 6, 10, 12, 16]),  # those that were sent before count
+        ({"overlap": True, "fragments": 2}, [None, None, 2, 2, 2, 6]),  # of that which has fewer of them
+    ],
+)
+def test_a_site_with_nan_is_left_out_and_named(tmp_path, options, batches):
     with running_hub(tmp_path / "kits", tuple("abc")) as hub:
-        run = sites_of(tmp_path, hub, {"overlap": overlap}, norm=True, steps=24)
+        run = sites_of(tmp_path, hub, options, norm=True, steps=24)
         run.start("ab")
         run.start("c", spoils=2)
         run.end("abc")
-        every = check(run, "abc")
-    contributions = [every[number]["contributions"].get("2") for number in range(1 + overlap, 6 + overlap)]
-    own = EVERY * elastic_local.ROWS[2]
-    assert contributions == [own, 2 * own, 2 * own, 3 * own, 4 * own]
+        every = check(run, "abc", options.get("fragments", 1))
+    contributions = [every[number]["contributions"].get("2") for number in range(1, 1 + len(batches))]
+    assert contributions == [each and each * elastic_local.ROWS[2] for each in batches]
     assert all(math.isfinite(value) for line in every.values() for value in [*line["sums"], *line["buffers"]])
     for name in "abc":
         told = run.processes[name].read()[1]
@@ -310,14 +331,14 @@ def test_a_hub_that_is_killed_costs_nothing(tmp_path):
     counts(run, "ab", every)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_training_resumes_in_the_midst_of_a_round(tmp_path, overlap):
+@pytest.mark.parametrize("options", [AT_ONCE, LATER, {"overlap": True, "delay": 3}, {"overlap": True, "fragments": 2}])
+def test_training_resumes_in_the_midst_of_a_round(tmp_path, options):
     """The agreed models are those of a training that has not been interrupted, to the bit."""
     digests = {}
     for place, saves in (("whole", -1), ("parts", 10)):
         folder = tmp_path / place
         folder.mkdir()
-        options = {"overlap": overlap, "outer_lr": 0.7, "outer_momentum": 0.9, "wire": "bf16"}
+        options = options | {"outer_lr": 0.7, "outer_momentum": 0.9, "wire": "bf16"}
         for last in (saves, -1) if saves > 0 else (-1,):
             with running_hub(folder / f"kits{last}", tuple("ab")) as hub:
                 run = sites_of(folder, hub, options, steps=26)
@@ -338,8 +359,8 @@ def test_what_needs_a_hub_or_all_sites_says_so():
             LocalOptions.create(min_sites=1, **options)
     with pytest.raises(ValueError, match="density='auto' needs all sites"):
         LocalOptions.create(min_sites=1, density="auto", wire="int2")
-    with pytest.raises(ValueError, match="delay=2 does not go with min_sites"):
-        LocalOptions.create(min_sites=1, delay=2)
+    with pytest.raises(ValueError, match="delay=2 counts steps, and rounds of round_seconds=5 have no fixed number"):
+        LocalOptions.create(min_sites=1, delay=2, round_seconds=5.0)
     with pytest.raises(ValueError, match="round_seconds must be a positive number or None"):
         LocalOptions.create(min_sites=1, round_seconds=0)
 

@@ -447,17 +447,31 @@ assert objects == [0, 1]
     assert "site 1 (saxony) is gone: ValueError: no data today" in first.output
 
 
-def test_sites_with_different_versions_say_so(tmp_path):
+@pytest.mark.parametrize("wire", [7, 8])
+def test_sites_that_exchange_different_things_say_so_and_other_releases_train(tmp_path, wire):
     code = (
-        "import sys, dadplug\nif 'saxony' in sys.argv[1]: dadplug.__version__ = '0.0.9'\n"
+        "import sys, dadplug\nfrom dadplug.hub.wire import messages\nmessages.SITES_VERSION = 7\n"
+        f"if 'saxony' in sys.argv[1]: dadplug.__version__, messages.SITES_VERSION = '0.0.9', {wire}\n"
         "dadplug.connect(kit=sys.argv[1], timeout=200)\n"
     )
     with running_hub(tmp_path / "kits", sites=NAMES) as hub:
         finished = run_sites(tmp_path, hub, code)
     for each in finished:
-        assert each.status == 1
-        assert "MismatchError: the sites run different versions of dadplug: site 0 (bavaria) 0." in each.errors
-        assert "site 1 (saxony) 0.0.9" in each.errors
+        assert each.status == int(wire != 7), each.errors
+        found = "MismatchError: the sites run different versions of dadplug: site 0 (bavaria) 0." in each.errors
+        assert found == (wire != 7)
+        assert ("site 1 (saxony) 0.0.9/8" in each.errors) == (wire != 7)
+
+
+def test_what_is_slow_to_load_is_loaded_before_the_hub_hears_of_the_site(tmp_path):
+    code = (
+        "import sys, dadplug\nfrom dadplug.hub.site.link import HubLink\n"
+        "def open(*arguments, **options): sys.exit(','.join({'numba'} - {*sys.modules}) or 3)\n"
+        "HubLink.open = open\ndadplug.connect(kit=sys.argv[1])\n"
+    )
+    with running_hub(tmp_path / "kits", sites=NAMES) as hub:
+        for each in run_sites(tmp_path, hub, code):
+            assert each.status == 3, each.errors
 
 
 # Arguments
@@ -583,12 +597,12 @@ def test_sites_of_the_version_before_get_requests_for_states_without_numbers(tmp
 # A second process of a site, whose first one may be dead without the hub knowing
 
 
-def relay_of(*names: str) -> Relay:
+def relay_of(*names: str, release: str = "1.0") -> Relay:
     """Return a relay whose sites have connected, with numbers from 1 as their processes."""
     streams = HubStreams(selectors.DefaultSelector(), SequencerHost(names))
     relay = Relay(names, 4.0, 1, 0.0, Journal(lambda line: None), streams)
     for number, name in enumerate(names, 1):
-        session, _ = dials(relay, name, number, 0.0)
+        session, _ = dials(relay, name, number, 0.0, release)
         session.stream = SimpleNamespace(notes=[])
     return relay
 
@@ -620,14 +634,17 @@ def test_it_is_refused_once_the_first_one_has_shown_that_it_is_alive():
         dials(relay, "a", 9, 2.0)
 
 
-def test_a_site_of_another_version_cannot_join():
-    relay = relay_of("a", "b")
+@pytest.mark.parametrize(("release", "joins"), [("1.0/3", True), ("1.1/3", True), ("1.0/4", False), ("1.0", False)])
+def test_a_site_joins_if_it_exchanges_the_same_in_any_release(release, joins):
+    relay = relay_of("a", "b", release="1.0/3")
     relay.run.require(Requirements(1, 4000))
     relay.drop(relay.sessions["training", 0], "it was killed", 1.0)
-    reason = r"this site has dadplug 1.1, and b, which trains already, 1.0: all sites need the same version"
-    with pytest.raises(RefusedError, match=reason):
-        dials(relay, "a", 9, 2.0, release="1.1")
-    dials(relay, "a", 9, 2.0)
+    if not joins:
+        reason = rf"this site has dadplug {release}, and b, which trains already, 1.0/3: all sites need the same number"
+        with pytest.raises(RefusedError, match=reason):
+            dials(relay, "a", 9, 2.0, release=release)
+        release = "1.0/3"
+    dials(relay, "a", 9, 2.0, release=release)
 
 
 def test_a_lost_connection_is_awaited_for_longer_while_one_is_in_its_handshake():

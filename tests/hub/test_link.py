@@ -84,6 +84,17 @@ def test_a_slow_site_is_named_after_the_timeout_and_can_be_waited_for_again(tmp_
         assert [payload[0].item() for payload in gather.wait()] == [1.0, 2.0]
 
 
+def test_what_takes_longer_than_the_timeout_is_waited_for_while_frames_arrive(tmp_path):
+    with links(tmp_path) as opened:
+        b = transports(opened)[1]
+        a = opened[0]
+        sender = threading.Thread(target=lambda: [(time.sleep(0.4), exchange(b, size=1)) for _ in range(15)])
+        sender.start()
+        assert not a.converse(lambda: int(a.inbox.early_bytes < 60), 0.1)
+        assert a.converse(lambda: int(a.inbox.early_bytes < 60), 4.0, any_frame=True)
+        sender.join()
+
+
 def test_sites_at_different_exchanges_are_told_so(tmp_path):
     with links(tmp_path) as opened:
         a, b = transports(opened, timeout=0.5)

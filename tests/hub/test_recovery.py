@@ -104,7 +104,7 @@ def test_a_site_is_awaited_for_as_long_as_the_others_say_after_a_long_outage(tmp
 )
 def test_a_hub_that_is_killed_anywhere_costs_no_step(tmp_path, mode, names, min_sites, points):
     hub = MortalHub(tmp_path / "run", names)
-    run = Run(tmp_path / "run", hub, mode=mode, min_sites=min_sites)
+    run = Run(tmp_path / "run", hub, mode=mode, min_sites=min_sites, keeps=1 if min_sites else 0)
     for number, (point, count) in enumerate(points):
         process = hub.start(point, count)
         if not number:

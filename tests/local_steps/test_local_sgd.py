@@ -179,6 +179,32 @@ def running_statistics_are_averaged_at_each_agreement() -> None:
     local.detach()
 
 
+def the_agreed_model_is_shown_in_a_block_and_training_goes_on_as_without_it() -> None:
+    site, shown = dist.get_rank(), {}
+    for shows in (False, True):
+        torch.manual_seed(0)
+        model = normalised_model(0)
+        local = LocalSGD(model, adam(model.parameters()), every=3, warm_up=1)
+        train(local, range(5), site)
+        own = model.state_dict()
+        own = {name: each.clone() for name, each in own.items()}
+        if shows:
+            with local.agreed():
+                assert local.first_difference() is None
+                assert not torch.equal(model[0].weight, own["0.weight"])
+                inside = {name: each.clone() for name, each in model.state_dict().items()}
+                others = local.gather_objects(inside)[1 - site]
+                assert all(torch.equal(each, others[name]) for name, each in inside.items())
+                with pytest.raises(RuntimeError, match=r"a step within local\.agreed"):
+                    local.step()
+            assert all(torch.equal(each, own[name]) for name, each in model.state_dict().items())
+            model[0].weight.grad = None
+        train(local, range(5, 8), site)
+        shown[shows] = vector(model)
+        local.detach()
+    assert torch.equal(shown[False], shown[True])
+
+
 def statistics_of_all_rows_in_every_step() -> None:
     """With an agreement after each step of SGD, local steps are those of one process with all rows."""
     site = dist.get_rank()
@@ -473,6 +499,7 @@ def what_a_schedule_returns_is_checked() -> None:
         a_site_that_runs_out_of_batches_takes_part_without_weight,
         the_interval_may_be_a_function_of_the_step,
         running_statistics_are_averaged_at_each_agreement,
+        the_agreed_model_is_shown_in_a_block_and_training_goes_on_as_without_it,
         statistics_of_all_rows_in_every_step,
         replicas_are_equal_to_the_bit_after_each_agreement_on_every_wire,
         a_round_with_nan_is_discarded_on_all_sites,

@@ -84,6 +84,7 @@ class Site:
     Attributes:
         name: its name in the roster.
         phase: its state.
+        entered: time at which it has joined last.
         progressed: time at which frames of a step or a state arrived.
         ended: the last step that it has ended, or missed before it joined.
         idle: whether it has contributed nothing to this step.
@@ -97,7 +98,7 @@ class Site:
     def __init__(self, name: str) -> None:
         self.name = name
         self.phase = Phase.ABSENT
-        self.progressed = 0.0
+        self.entered = self.progressed = 0.0
         self.ended = 0
         self.idle, self.awaited = False, True
         self.donor: int | None = None
@@ -107,6 +108,7 @@ class Site:
 
 _MOST_REQUESTS = 0xFFFF  # with a number of their own; the tag of a frame has 16 bits
 _MEDIAN_OF, _MEDIAN_NEEDS = 32, 5  # steps
+_LONG_STATE = 5.0  # seconds
 _JITTER = 0.05  # seconds by which no member is late
 
 
@@ -358,7 +360,7 @@ class Membership:
         if self.started:
             self._assign_donors(now)
             self._try_close(now)
-        self._announce_pause()
+        self._announce_pause(now)
         actions = list(self._actions)
         self._actions.clear()
         return actions
@@ -379,7 +381,8 @@ class Membership:
 
     def _enter(self, slot: int, phase: Phase, now: float) -> None:
         site = self._sites[slot]
-        site.phase, site.ended, site.progressed, site.awaited = phase, self.step, now, True
+        site.phase, site.ended, site.awaited = phase, self.step, True
+        site.entered = site.progressed = now
         site.donor, site.patience = None, self._rules.site_timeout / 2
 
     def _assign_donors(self, now: float) -> None:
@@ -474,7 +477,12 @@ class Membership:
             return max(site.progressed, *waiting) + self._rules.progress_timeout
         return None
 
-    def _announce_pause(self) -> None:
+    def _waits_long(self, slot: int, now: float) -> bool:
+        """Return whether a site that joins receives its state for so long that the others are told."""
+        site = self._sites[slot]
+        return site.donor is not None and now >= site.entered + _LONG_STATE
+
+    def _announce_pause(self, now: float) -> None:
         absent, count = tuple(self._in_phase(Phase.ABSENT)), len(self.participants)
         pause, waiting = None, f"waiting for {', '.join(self._sites[slot].name for slot in absent)}"
         if not self.started:
@@ -484,6 +492,8 @@ class Membership:
             pause = Pause(absent, f"{self._rules.min_sites} sites are needed and {here}: {waiting}")
         elif not self._in_phase(Phase.MEMBER):
             pause = Pause(absent, f"no connected site holds step {self.step}: {waiting}")
+        elif slow := [self._sites[slot] for slot in self._in_phase(Phase.JOINING) if self._waits_long(slot, now)]:
+            pause = Pause((), f"{', '.join(each.name for each in slow)} joins, and receives the state of the training")
         if pause == self._pause or (self.started and not count):  # no site waits any more
             return
         self._pause = pause

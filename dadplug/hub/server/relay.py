@@ -48,6 +48,7 @@ from ..wire.messages import (
     Welcome,
     pack_control,
     read_control,
+    wire_of,
 )
 from ..wire.streams import HUB_SLOT, SendQueue
 from .journal import Journal
@@ -188,10 +189,10 @@ class Relay:
         # Sites that start together compare their versions themselves.
         if session.waits and not session.recovers and not self.run.ending:
             for other in self._training():
-                if other.release != session.release:
+                if wire_of(other.release) != wire_of(session.release):
                     raise RefusedError(
                         f"this site has dadplug {session.release}, and {other.name}, which trains already, "
-                        f"{other.release}: all sites need the same version"
+                        f"{other.release}: all sites need the same number after the slash"
                     )
 
     def _announce_wait(self, session: Session) -> None:

@@ -61,7 +61,7 @@ class Session(NumberedStream):
         reached: number of frames that it had acknowledged at the last tick.
         recovers: whether it took part in a run when it connected.
         serial: serial number of its certificate.
-        release: version of dadplug at the site.
+        release: version of dadplug at the site, see `dadplug.hub.wire.messages.own_release`.
         version: version of the protocol that it speaks.
         sites: number of sites that it knows, with which it can train.
         world_size: number of sites of the project.

@@ -48,6 +48,7 @@ from ..wire.messages import (
     Position,
     Refuse,
     Welcome,
+    own_release,
     pack_control,
     read_control,
 )
@@ -344,7 +345,7 @@ class HubConnection(ABC):
             self._frames.send(pack_control(message, self.rank))
             self._flush_or_disconnect()
 
-    def converse(self, missing: Callable[[], int], seconds: float) -> bool:
+    def converse(self, missing: Callable[[], int], seconds: float, any_frame: bool = False) -> bool:
         """Send and receive until nothing is missing.
 
         Args:
@@ -352,6 +353,7 @@ class HubConnection(ABC):
                 at the end. It may raise an error to end the wait.
             seconds: time after which to end the wait. It begins anew when the number changes, the hub pauses, or is
                 away, if this connection outlasts that.
+            any_frame: whether it begins anew with every frame that passes in either direction, too.
 
         Returns:
             Whether nothing is missing.
@@ -359,7 +361,7 @@ class HubConnection(ABC):
         Raises:
             SiteError: if the connection has been given up.
         """
-        deadline, before = Deadline(seconds), -1
+        deadline, before = Deadline(seconds), (-1, 0)
         with self.waiting():
             while True:
                 with self.lock:
@@ -368,8 +370,9 @@ class HubConnection(ABC):
                 if not left:
                     return True
                 self.check()
-                if left != before or self.pauses or (self.is_away and self.outlasts_outages):
-                    deadline, before = Deadline(seconds), left
+                state = left, self._frames.passed * any_frame
+                if state != before or self.pauses or (self.is_away and self.outlasts_outages):
+                    deadline, before = Deadline(seconds), state
                 if deadline.over:
                     return False
                 self._attend(left)
@@ -473,14 +476,13 @@ class HubConnection(ABC):
             OSError: if the hub cannot be reached, or may accept this site later.
             FrameError: if the hub sends something that is no answer.
         """
-        release = sys.modules[__name__.partition(".")[0]].__version__
         hello = Hello(
             VERSION,
             self._instance,
             self.position,
             self._channel,
             received=self._frames.received,
-            release=release,
+            release=own_release(),
             sites=self.world_size,
         )
         try:

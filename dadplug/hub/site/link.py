@@ -304,6 +304,12 @@ class HubLink(HubConnection):
         """Begin at a position."""
         self._continuation = Continuation(position)
         self._frames.kept = self._continuation.kept
+        if self.rounds.elastic:
+            self.keep_all_frames()
+
+    def keep_all_frames(self) -> None:
+        """Keep the frames of the last two rounds, of any size: every round is closed, and no site waits for another."""
+        self._continuation.kept.limit = None
 
     @property
     def position(self) -> Position:
@@ -561,6 +567,7 @@ class RoundClient:
                 self.closed = link.step - 1
                 self.joined.clear()  # at the start
             self.elastic, self.skips, self.requirements = True, requirements.skips, requirements
+            link.keep_all_frames()
             link.wait_for_hub(ELASTIC_HUB_TIMEOUT, unless_known=True)
             link.check()
             self._ask()
@@ -706,7 +713,10 @@ class RoundClient:
         return {each.key[1] for each in link.cancel(incoming)}
 
     def _wait_until(self, over: Callable[[], bool], timeout: float, failure: str, dropped: bool = False) -> None:
-        """Exchange messages until a condition holds, or this site is dropped, unless it is known that it has been."""
+        """Exchange messages until a condition holds, or this site is dropped, unless it is known that it has been.
+
+        The time begins anew whenever frames pass in either direction: large ones take long over a slow connection.
+        """
 
         def left() -> int:
             if over():
@@ -716,7 +726,7 @@ class RoundClient:
                 raise DroppedError(f"the hub has dropped this site: {self.dropped}")
             return 1
 
-        if not self._link.converse(left, timeout):
+        if not self._link.converse(left, timeout, any_frame=True):
             raise SiteError(failure)
 
     # State of a site that joins

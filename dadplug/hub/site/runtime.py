@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -24,6 +23,7 @@ from ..connections import connections, current_connection
 from ..pki.kits import Kit
 from ..pki.project import Restrictions, impose_restrictions, lift_restrictions
 from ..torch import BACKEND, Collectives, HubGroup, HubStore
+from ..wire.messages import own_release, wire_of
 from .link import HubLink
 from .processes import LocalPlace, LocalSite, SiteMembers, SiteTransport
 from .transport import ElasticTransport, HubSites, HubTransport, TrainerTransport
@@ -116,9 +116,9 @@ class SiteRuntime:
 
     def _exchange_counts(self, count: int) -> list[int]:
         assert self._hub is not None
-        own = sys.modules[__name__.partition(".")[0]].__version__
+        own = own_release()
         versions, counts = zip(*self._hub.gather_objects((own, count)), strict=True)
-        if any(version != own for version in versions):
+        if any(wire_of(version) != wire_of(own) for version in versions):
             pairs = ", ".join(f"{self.link.name(slot)} {version}" for slot, version in enumerate(versions))
             raise MismatchError(f"the sites run different versions of dadplug: {pairs}")
         return list(counts)

@@ -34,6 +34,7 @@ plain values.
 from __future__ import annotations
 
 import struct
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -164,6 +165,11 @@ VERSION = 8
 OLDEST_VERSION = 7
 """Oldest version of sites that this hub serves. Since 8 a hub answers requests for its status, takes `Spent`, and
 numbers requests for states."""
+SITES_VERSION = 1
+"""Version of what sites exchange with one another.
+
+It rises with each change by which a site sends other bytes, or makes other bits of the same bytes, so that sites of
+releases with one version train together, and others do not."""
 _LONGEST_TEXT = 2000  # characters
 
 
@@ -474,7 +480,7 @@ class Hello(NamedTuple):
         channel: "training", "parameters" for the parameter manager's connection, "store" for small values by key, or
             "check", see `dadplug.hub.check`.
         received: number of frames of the hub that it has received before its connection was lost; 0 at first.
-        release: version of dadplug at the site.
+        release: `own_release` of the site.
         mark: result of `dadplug.hub.secure.secure_socket.connection_mark`; empty where the site requires encryption.
         place: name of the Unix socket at which the site waits for a hub in the same machine; empty without one.
         secret: what that hub has to send there first.
@@ -591,6 +597,19 @@ for _class, _name in ((SendState, "RequestState"), (SendStateBefore8, "SendState
     codec.register(_class, f"dadplug.hub.actions.{_name}")
     _HINTS[_class] = get_type_hints(_class)
 _MESSAGES = tuple(set(_HINTS) - {Position})
+
+
+def own_release() -> str:
+    """Return the version of dadplug in this process, and after a slash `SITES_VERSION`."""
+    return f"{sys.modules[__name__.partition('.')[0]].__version__}/{SITES_VERSION}"
+
+
+def wire_of(release: str) -> str:
+    """Return the part of a site's `own_release` that is equal at sites which can train together.
+
+    Earlier releases do not state it: they train with their own kind.
+    """
+    return release.partition("/")[2] or release
 
 
 def pack_control(message: Any, slot: int) -> bytes:

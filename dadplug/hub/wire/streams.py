@@ -214,10 +214,13 @@ class KeptFrames:
 
     Args:
         limit: bytes that are kept; beyond it the frames of all steps so far are forgotten.
+
+    Attributes:
+        limit: see above; None where `forget_before` is called after every step, so that no more than two are kept.
     """
 
-    def __init__(self, limit: int = LIMIT) -> None:
-        self._limit = limit
+    def __init__(self, limit: int | None = LIMIT) -> None:
+        self.limit = limit
         self._frames: dict[int, list[bytes]] = {}
         self._nbytes = 0
         self._first = 0  # step from which on all frames are kept
@@ -228,7 +231,7 @@ class KeptFrames:
             return
         self._frames.setdefault(head.step, []).append(frame)
         self._nbytes += len(frame)
-        if self._nbytes > self._limit:
+        if self.limit is not None and self._nbytes > self.limit:
             self._first = head.step + 1
             self.forget_before(self._first)
 
@@ -274,6 +277,11 @@ class NumberedStream:
         self.blocked = False
         self._receiver: FrameReceiver
         self._unacknowledged = 0  # bytes received since the last ping
+
+    @property
+    def passed(self) -> int:
+        """Number of frames that have arrived, here or at the other end."""
+        return self.received + self.queue.acknowledged
 
     def send(self, frame: PackedFrame) -> None:
         """Append a frame to those that are to be sent."""

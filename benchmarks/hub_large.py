@@ -1,0 +1,291 @@
+"""A sealed training of BERT-large's size over slow links through squid, which nobody looks after, with faults.
+
+    sudo python benchmarks/hub_large.py                                              758 MB, 10 Mbit/s; about 45 minutes
+    sudo python benchmarks/hub_large.py --rate 100mbit --megabytes 76 --cut 10 --stop 20 --timeout 5      two minutes
+
+Three sites, each a network namespace behind a link of the given rate, reach the hub by its name through squid
+(apt-get install squid), which alone can resolve it. They train linear layers by rankdad with `min_sites=1`. The hub is
+killed while the parameters of the first site are on their way to the others, and started again. After some steps
+together each of these happens, and steps together follow again without any action at a site:
+
+1. All links carry nothing for `--cut` seconds.
+2. The hub is stopped, and after `--stop` seconds its kit is started at another address, which its name then has.
+3. Site c is killed, and started again: it gets all parameters from another site.
+
+Checked: parameters are equal to the bit at all sites after each step that two of them have made, the sites that stay
+leave out no step, and no process but the one that is killed ends before the end. Exits with an error otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from drive import title
+from kits import end
+from link import run
+from many_sites import Star
+
+SITES = "abc"
+NAME = "hub.study.test"
+HUBS = ("10.78.0.254", "10.78.0.252")
+PROXY = "10.78.0.253"
+LIMIT = 2700.0  # seconds for a part of a run
+BLOCK = 4096  # width of a layer
+
+
+# A site
+
+
+def train(kit: str, log: str, megabytes: float, timeout: float, last: str) -> None:
+    """Train at one site until the step that the file `last` names."""
+    import torch
+    from torch import nn
+
+    import dadplug
+
+    torch.set_num_threads(1)
+    torch.manual_seed(sum(log.encode()))  # another start at each site: they get that of the first one
+    width = min(BLOCK, int((megabytes * 1e6 / 4) ** 0.5))
+    layers = [nn.Linear(width, width) for _ in range(round(megabytes * 1e6 / 4 / width**2))]
+    model = nn.Sequential(nn.Linear(64, width), *layers, nn.Linear(width, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    dadplug.connect(kit=kit)
+    reduction = dadplug.GradientReduction(model, "rankdad", rank=4, min_sites=1, timeout=timeout)
+    while not Path(last).exists() or reduction.step < int(Path(last).read_text()):
+        inputs = torch.randn(4, 64, generator=torch.Generator().manual_seed(1000 * reduction.step + ord(log[-5])))
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(inputs), inputs[:, :8].sin()).backward()
+        begin = time.monotonic()
+        reduction.synchronize()
+        seconds = time.monotonic() - begin
+        optimizer.step()
+        digest = hashlib.sha256()
+        for each in model.parameters():
+            digest.update(each.detach().numpy().data)
+        row = {"step": reduction.step - 1, "seconds": seconds, "present": list(reduction.present_sites)}
+        with Path(log).open("a") as file:
+            file.write(json.dumps(row | {"digest": digest.hexdigest()}) + "\n")
+    reduction.detach()
+
+
+# The run
+
+
+class Run:
+    """A proxy, a hub, and sites.
+
+    Args:
+        folder: folder for all files.
+        star: the links.
+        megabytes: size of the parameters.
+        timeout: option of the reduction.
+    """
+
+    def __init__(self, folder: Path, star: Star, megabytes: float, timeout: float) -> None:
+        self._folder, self._star, self._case = folder, star, [str(megabytes), str(timeout)]
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.killed: list[int] = []  # steps after which a site was killed
+        project = folder / "project.toml"
+        project.write_text(
+            f'name = "study"\nhub = "{NAME}:8470"\nsites = {json.dumps(list(SITES))}\nsealed = true\n'
+            f'proxy = "http://{PROXY}:3128"\n'
+        )
+        command = [sys.executable, "-m", "dadplug", "provision", str(project), "--out", str(folder / "kits")]
+        subprocess.run(command, check=True, capture_output=True)
+        (folder / "squid.conf").write_text(
+            f"http_port {PROXY}:3128\npid_filename {folder}/squid.pid\ncoredump_dir {folder}\nshutdown_lifetime 0\n"
+            f"access_log none\ncache_log {folder}/cache.log\ncache deny all\nhosts_file {folder}/hosts\n"
+            "acl hub port 8470\nhttp_access allow CONNECT hub\nhttp_access deny all\n"
+        )
+
+    def name_hub(self, address: str) -> None:
+        """Let the name of the hub stand for an address."""
+        (self._folder / "hosts").write_text(f"{address} {NAME}\n")
+
+    def start_proxy(self) -> None:
+        """Start squid."""
+        self._start("squid", self._star.middle, ["squid", "-N", "-f", str(self._folder / "squid.conf")])
+
+    def read_hosts(self) -> None:
+        """Let squid read the names again."""
+        self.processes["squid"].send_signal(signal.SIGHUP)
+
+    def start_hub(self, address: str) -> None:
+        """Start the hub at an address."""
+        kit = str(self._folder / "kits" / "hub")
+        self._start(
+            "hub", self._star.middle, [sys.executable, "-m", "dadplug", "hub", kit, "--listen", f"{address}:8470"]
+        )
+
+    def start_site(self, name: str) -> None:
+        """Start the program of a site."""
+        fields = [str(self._folder / "kits" / name), self._log(name), *self._case, str(self._folder / "last")]
+        space = self._star.spaces[SITES.index(name)]
+        self._start(name, space, [sys.executable, __file__, "--site", *fields])
+
+    def _start(self, name: str, space: str, command: list[str]) -> None:
+        with (self._folder / f"{name}.out").open("ab") as out:
+            command = ["ip", "netns", "exec", space, *command]
+            self.processes[name] = subprocess.Popen(command, stdout=out, stderr=out)
+
+    def _log(self, name: str) -> str:
+        return str(self._folder / f"{name}.log")
+
+    def rows(self, name: str) -> list[dict]:
+        """Return the steps of a site."""
+        path = Path(self._log(name))
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def wait(self, what: str, over: Callable[[], bool]) -> None:
+        """Wait until a condition holds, while no program ends with an error."""
+        begin = time.monotonic()
+        while not over():
+            ended = [name for name, each in self.processes.items() if each.poll() not in (None, 0)]
+            if ended or time.monotonic() - begin > LIMIT:
+                outs = [f"-- {path.name}\n{path.read_text()[-1500:]}" for path in sorted(self._folder.glob("*.out"))]
+                reason = f"{', '.join(ended)} ended with an error" if ended else f"not within {LIMIT:g} s"
+                raise SystemExit("\n".join([f"{what}: {reason}", *outs]))
+            time.sleep(0.2)
+        print(f"  {what} after {time.monotonic() - begin:.0f} s, step {self._step()}", flush=True)
+
+    def _step(self) -> int:
+        rows = self.rows("a")
+        return rows[-1]["step"] if rows else -1
+
+    def await_steps(self, what: str, count: int, present: str = SITES) -> None:
+        """Wait until sites have made some more steps together."""
+        first, wanted = self._step(), [SITES.index(each) for each in present]
+
+        def over() -> bool:
+            together = [row for row in self.rows("a") if row["step"] > first and row["present"] == wanted]
+            return len(together) >= count
+
+        self.wait(what, over)
+
+    def has_started(self) -> bool:
+        """Return whether the hub has started the training."""
+        return "training starts" in (self._folder / "hub.out").read_text()
+
+    def kill(self, name: str) -> None:
+        """Kill a process."""
+        process = self.processes.pop(name)
+        process.kill()
+        process.wait()
+
+    def finish(self) -> None:
+        """Let all sites end after some more steps."""
+        new = self._folder / "new"
+        new.write_text(str(self._step() + 10))
+        new.rename(self._folder / "last")
+        self.wait("the end", lambda: all(self.processes[name].poll() == 0 for name in SITES))
+
+    def close(self) -> None:
+        """End all processes."""
+        end(*self.processes.values())
+
+
+def with_faults(found: Run, star: Star, arguments: argparse.Namespace) -> None:
+    """Train while links are cut, the hub moves, and a site is killed."""
+    found.name_hub(HUBS[0])
+    found.start_proxy()
+    found.start_hub(HUBS[0])
+    for name in SITES:
+        found.start_site(name)
+    found.wait("all sites are connected", found.has_started)
+    time.sleep(4 * arguments.megabytes / float(arguments.rate.removesuffix("mbit")))  # for half of the parameters
+    found.kill("hub")
+    found.start_hub(HUBS[0])
+    found.await_steps("the hub was killed; all sites have begun", arguments.steps)
+    inside = ("ip", "netns", "exec", star.middle, "ip", "link", "set", "br0")
+    run(*inside, "down")
+    time.sleep(arguments.cut)
+    run(*inside, "up")
+    found.await_steps(f"all links were cut for {arguments.cut:g} s; steps together", arguments.steps)
+    hub = found.processes.pop("hub")
+    hub.terminate()
+    hub.wait()
+    time.sleep(arguments.stop)
+    found.name_hub(HUBS[1])
+    found.read_hosts()
+    found.start_hub(HUBS[1])
+    found.await_steps(f"the hub was away for {arguments.stop:g} s and has moved; steps together", arguments.steps)
+    found.kill("c")
+    found.await_steps("site c was killed; steps of the others", arguments.steps, "ab")
+    found.start_site("c")
+    found.await_steps("site c was started again; steps together", arguments.steps)
+    found.finish()
+
+
+def judge(found: Run) -> list[str]:
+    """Return what is wrong with a run."""
+    faults, digests = [], {row["step"]: row["digest"] for row in found.rows("a")}
+    for name in SITES:
+        rows = found.rows(name)
+        steps = [row["step"] for row in rows]
+        bad = [row["step"] for row in rows if digests.get(row["step"]) != row["digest"]]
+        faults += [f"the parameters of {name} differ from those of a in step {bad[0]}"] if bad else []
+        if name != "c" and steps != list(range(len(steps))):
+            faults.append(f"{name} has left out or repeated steps")
+        seconds = [row["seconds"] for row in rows]
+        print(
+            f"  {name}: {len(rows)} steps, median wait {statistics.median(seconds):.2f} s, longest {max(seconds):.0f} s"
+        )
+    return faults
+
+
+@contextlib.contextmanager
+def running(star: Star, *case: float) -> Iterator[Run]:
+    """Make a run in a folder of its own, which squid can enter, and end its processes."""
+    folder = Path(tempfile.mkdtemp(prefix="dadplug-large-"))
+    folder.chmod(0o777)
+    found = Run(folder, star, *case)
+    try:
+        yield found
+    finally:
+        found.close()
+        shutil.rmtree(folder)
+
+
+def main() -> int:
+    """Run it, and print the verdict."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--site", nargs=5, help=argparse.SUPPRESS)
+    parser.add_argument("--rate", default="10mbit", help="of each link, in mbit, as tc writes it")
+    parser.add_argument("--megabytes", type=float, default=758.0, help="of parameters")
+    parser.add_argument("--cut", type=float, default=60.0, help="seconds for which all links carry nothing")
+    parser.add_argument("--stop", type=float, default=600.0, help="seconds for which there is no hub")
+    parser.add_argument("--timeout", type=float, default=300.0, help="option of the reduction; transfers take longer")
+    parser.add_argument("--steps", type=int, default=5, help="steps together between two faults")
+    arguments = parser.parse_args()
+    if arguments.site:
+        kit, log, megabytes, timeout, last = arguments.site
+        train(kit, log, float(megabytes), float(timeout), last)
+        return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the namespaces go, too
+    print(f"{title(arguments.rate)}, {arguments.megabytes:g} MB of parameters", flush=True)
+    with Star(arguments.rate, len(SITES)) as star:
+        run("ip", "netns", "exec", star.middle, "ip", "link", "set", "lo", "up")
+        for address in (*HUBS, PROXY):
+            run("ip", "netns", "exec", star.middle, "ip", "addr", "add", f"{address}/24", "dev", "br0")
+        with running(star, arguments.megabytes, arguments.timeout) as found:
+            with_faults(found, star, arguments)
+            faults = judge(found)
+    print(*(f"FAULT: {each}" for each in faults), "failed" if faults else "passed", sep="\n")
+    return int(bool(faults))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
