@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import random
 import socket
 import threading
 import time
@@ -14,6 +15,7 @@ from running_hub import TIMEOUT, TestSite, close_step, exchange, running_hub, to
 
 from dadplug.errors import KitError, RefusedError, SiteError
 from dadplug.exchange import Traffic, codec
+from dadplug.exchange.transport import Requirements
 from dadplug.hub.pki import provision
 from dadplug.hub.pki.kits import Kit
 from dadplug.hub.secure import tls
@@ -35,6 +37,7 @@ from dadplug.hub.wire.messages import (
     Kind,
     Pause,
     Refuse,
+    RoundKind,
     Start,
     Welcome,
     read_control,
@@ -529,6 +532,41 @@ def test_many_unknown_connections_do_not_disturb_members(serve):
         until(lambda: hub.hub.acceptor.refused >= 300 and not hub.hub.acceptor._pending)
         assert hub.hub.relay.run.membership.step == step
         assert sum("refused" in line for line in hub.log) <= 15
+
+
+def fuzzed(how: str) -> bytes:
+    """Return what a member with a valid kit may send in place of frames."""
+    chance = random.Random(how)
+    if how == "noise":
+        return chance.randbytes(5000)
+    if how == "control":
+        return Head(Kind.CONTROL, 2, length=300).pack() + chance.randbytes(300)
+    if how == "flood":
+        return Head(Kind.END, 2, step=1, exchange=RoundKind.FIRST).pack() * 100_000
+    head = bytearray(Head(Kind.PAYLOAD, 2, step=1, exchange=1, length=100).pack())
+    head[chance.randrange(len(head))] ^= 1 << chance.randrange(8)
+    return bytes(head) + bytes(100)
+
+
+@pytest.mark.parametrize("how", ["noise", "control", "flood", *[f"head {seed}" for seed in range(6)]])
+def test_a_member_that_sends_anything_ends_itself_alone(tmp_path, how):
+    with running_hub(tmp_path / "kits", ("a", "b", "c")) as hub:
+        a, b, c = together(hub, "abc")
+        for site in (a, b, c):
+            site.control(Requirements(1, 60_000))
+        c.queue.append(fuzzed(how))
+        until(lambda: c.pump() or c.lost is not None or not c.queue.unsent_bytes)
+        if c.lost is None:
+            with contextlib.suppress(AssertionError):
+                c.leave("it has had its say")
+        for step in range(1, 4):
+            for site in (a, b):
+                site.send(Kind.PAYLOAD, bytes(1000), step=step, exchange=1)
+                site.send(Kind.END, step=step, exchange=RoundKind.FIRST)
+            for site in (a, b):
+                assert {0, 1} <= {*site.action(Close).contributors}
+                assert site.lost is None
+        assert not any(word in line for line in hub.log for word in ("a has left", "b has left", "Traceback", "failed"))
 
 
 def test_a_site_gets_in_though_all_places_are_taken(kits, serve, monkeypatch):
