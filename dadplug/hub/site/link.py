@@ -153,18 +153,19 @@ class HubLink(HubConnection):
                 raise FrameError("a frame of this site itself")
         elif head.kind is not Kind.SUM or head.slot:
             raise FrameError(f"a {head.kind.name} frame of slot {head.slot} is not expected")
+        void = head.kind is Kind.SUM and self.gone  # a sum that leaves out a lost site
         outdated = self._continuation.repeats(head) or self.rounds.states.is_outdated(head)
-        if outdated or self.sealing.covers(head) or self._is_void(head):
+        if outdated or self.sealing.covers(head) or void:
             return memoryview(bytearray(head.length))
         return self.inbox.room(head)
 
     def complete(self, head: Head, body: memoryview) -> None:
         if head.kind not in (Kind.PAYLOAD, Kind.SUM, Kind.STATE):
             raise FrameError(f"a {head.kind.name} frame is not expected")
-        repeated = self._continuation.repeats(head)
+        void = self._continuation.repeats(head) or (head.kind is Kind.SUM and self.gone)
         if head.kind is not Kind.STATE:
             self._continuation.count(head)
-        if repeated or self._is_void(head) or (self.rounds.states.is_outdated(head) and not self.sealing.covers(head)):
+        if void or (self.rounds.states.is_outdated(head) and not self.sealing.covers(head)):
             return
         if self.sealing.covers(head):
             for frame in self.sealing.open(head, body):
@@ -182,10 +183,6 @@ class HubLink(HubConnection):
         """Send control messages. To be called with the lock held."""
         for message in messages:
             self._frames.send(pack_control(message, self.rank))
-
-    def _is_void(self, head: Head) -> bool:
-        """Return whether a frame belongs to a sum that leaves out a lost site."""
-        return head.kind is Kind.SUM and bool(self.gone)
 
     def control(self, message: object) -> None:
         rounds = self.rounds
@@ -305,11 +302,7 @@ class HubLink(HubConnection):
         self._continuation = Continuation(position)
         self._frames.kept = self._continuation.kept
         if self.rounds.elastic:
-            self.keep_all_frames()
-
-    def keep_all_frames(self) -> None:
-        """Keep the frames of the last two rounds, of any size: every round is closed, and no site waits for another."""
-        self._continuation.kept.limit = None
+            self._continuation.kept.limit = None  # every round is closed, so that two are kept at most
 
     @property
     def position(self) -> Position:
@@ -567,7 +560,7 @@ class RoundClient:
                 self.closed = link.step - 1
                 self.joined.clear()  # at the start
             self.elastic, self.skips, self.requirements = True, requirements.skips, requirements
-            link.keep_all_frames()
+            link._continuation.kept.limit = None
             link.wait_for_hub(ELASTIC_HUB_TIMEOUT, unless_known=True)
             link.check()
             self._ask()
@@ -713,10 +706,7 @@ class RoundClient:
         return {each.key[1] for each in link.cancel(incoming)}
 
     def _wait_until(self, over: Callable[[], bool], timeout: float, failure: str, dropped: bool = False) -> None:
-        """Exchange messages until a condition holds, or this site is dropped, unless it is known that it has been.
-
-        The time begins anew whenever frames pass in either direction: large ones take long over a slow connection.
-        """
+        """Exchange messages until a condition holds, or this site is dropped, unless it is known that it has been."""
 
         def left() -> int:
             if over():
@@ -726,7 +716,7 @@ class RoundClient:
                 raise DroppedError(f"the hub has dropped this site: {self.dropped}")
             return 1
 
-        if not self._link.converse(left, timeout, any_frame=True):
+        if not self._link.converse(left, timeout, any_frame=True):  # large ones take long over a slow connection
             raise SiteError(failure)
 
     # State of a site that joins
