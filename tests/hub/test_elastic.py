@@ -26,6 +26,7 @@ from dadplug.hub.wire.messages import (
     Grow,
     Pause,
     SendState,
+    own_release,
     pack_control,
     read_control,
 )
@@ -487,7 +488,7 @@ def test_a_run_that_needs_all_sites_goes_on_without_one_that_is_new(tmp_path):
         run.start("ab")
         run.await_step("a", 2)
         add_site(hub, "abc")
-        c = TestSite(Kit.load(hub.kits / "c"), hub.address, sites=3, release=dadplug.__version__)
+        c = TestSite(Kit.load(hub.kits / "c"), hub.address, sites=3, release=own_release())
         assert c.action(Pause).reason == "waiting for a, b to leave the last run"
         run.stop(5)
         run.end("ab")
