@@ -276,7 +276,6 @@ def test_tables_that_are_spread_over_the_sites_are_refused():
 
 @support.at_sites(2)
 def test_sites_without_a_hub_cannot_leave() -> None:
-    import dadplug
 
     with pytest.raises(ValueError, match="min_sites needs a hub"):
         dadplug.GradientReduction(torch.nn.Linear(2, 2), "dsgd", min_sites=1)
