@@ -26,6 +26,7 @@ from dadplug.hub.wire.messages import (
     Grow,
     Pause,
     SendState,
+    own_release,
     pack_control,
     read_control,
 )
@@ -275,7 +276,6 @@ def test_tables_that_are_spread_over_the_sites_are_refused():
 
 @support.at_sites(2)
 def test_sites_without_a_hub_cannot_leave() -> None:
-    import dadplug
 
     with pytest.raises(ValueError, match="min_sites needs a hub"):
         dadplug.GradientReduction(torch.nn.Linear(2, 2), "dsgd", min_sites=1)
@@ -487,7 +487,7 @@ def test_a_run_that_needs_all_sites_goes_on_without_one_that_is_new(tmp_path):
         run.start("ab")
         run.await_step("a", 2)
         add_site(hub, "abc")
-        c = TestSite(Kit.load(hub.kits / "c"), hub.address, sites=3, release=dadplug.__version__)
+        c = TestSite(Kit.load(hub.kits / "c"), hub.address, sites=3, release=own_release())
         assert c.action(Pause).reason == "waiting for a, b to leave the last run"
         run.stop(5)
         run.end("ab")
