@@ -158,7 +158,7 @@ class Histories(RuleBasedStateMachine):
         self.ended: dict[int, float] = {}  # END of the open step: when
         self.waiting: list[SimulatedSite] = []  # to be admitted to a first round
         self.silent: dict[int, float] = {}  # since when a site is frozen
-        self.paused = self.admits = False
+        self.paused = self.lacks_sites = self.admits = False
         self.opened = self.hub.open_step
 
     # The hub's process around the state machine.
@@ -236,13 +236,15 @@ class Histories(RuleBasedStateMachine):
         self.ended, self.frames = {}, []
 
     def do_pause(self, action):
-        assert action.waiting_for, "a pause that waits for nobody"
-        self.paused = True
+        slow = [self.hub.phase(slot) is Phase.JOINING for slot in self.routes]
+        assert action.waiting_for or any(slow), "a pause that waits for nobody, and no state is under way"
+        self.paused, self.lacks_sites = True, bool(action.waiting_for)
 
     def do_resume(self, action):
         assert self.paused
-        self.paused = False
-        self.ended = dict.fromkeys(self.ended, self.now)  # pauses do not count
+        if self.lacks_sites:
+            self.ended = dict.fromkeys(self.ended, self.now)  # such pauses do not count
+        self.paused = self.lacks_sites = False
 
     @property
     def kind(self) -> RoundKind:
@@ -383,7 +385,7 @@ class Histories(RuleBasedStateMachine):
     def nobody_waits_for_ever(self):
         for slot, since in self.ended.items():
             longest = 4 * (PROGRESS_TIMEOUT + SITE_TIMEOUT)  # a late site catches up with 3 steps
-            assert self.paused or self.now - since <= longest + 30.0, f"site {slot} waits"
+            assert self.lacks_sites or self.now - since <= longest + 30.0, f"site {slot} waits"
 
     def teardown(self):
         """Once all are well, all become members, and steps close with all of them."""
