@@ -565,9 +565,7 @@ def serve(arguments: argparse.Namespace) -> int:
             threads=arguments.threads,
         )
         text = f"serving {', '.join(models)} on http://{arguments.host}:{arguments.port}/predict"
-        server.run(port=arguments.port, host=arguments.host, ready=lambda: print(text, flush=True))
-        for number in (signal.SIGTERM, signal.SIGINT):  # all has ended; a second signal need not interrupt the exit
-            signal.signal(number, signal.SIG_IGN)
+        server.run(arguments.port, arguments.host, ready=lambda: print(text, flush=True), ends_process=True)
     return 0
 
 

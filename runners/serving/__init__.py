@@ -69,6 +69,7 @@ class PredictionServer:
         host: str = "127.0.0.1",
         log_level: str = "warning",
         ready: Callable[[], object] | None = None,
+        ends_process: bool = False,
     ) -> None:
         """Serve until Ctrl-C or SIGTERM.
 
@@ -77,12 +78,13 @@ class PredictionServer:
             host: ``"127.0.0.1"`` for this machine only, ``"0.0.0.0"`` or ``"::"`` for all networks.
             log_level: level of the HTTP server's log.
             ready: called once all models are loaded and the server answers, in the thread of the HTTP server.
+            ends_process: whether the process ends next, so that further signals stay ignored after this method.
 
         Raises:
             LoadError: if a model cannot be loaded.
             ValueError: if the port or the host is not valid.
         """
-        self._server.serve(host, port, log_level, ready)
+        self._server.serve(host, port, log_level, ready, ends_process)
 
 
 def serve(models: Mapping[str, Any], **options: Any) -> PredictionServer:

@@ -96,10 +96,12 @@ class PredictorServer(_LitServer):
         self._predictor: Predictor | None = None
         self._ready: Callable[[], object] | None = None
 
-    def serve(self, host: str, port: int, log_level: str, ready: Callable[[], object] | None) -> None:
+    def serve(
+        self, host: str, port: int, log_level: str, ready: Callable[[], object] | None, ends_process: bool
+    ) -> None:
         """Serve until Ctrl-C or SIGTERM; see `PredictionServer.run`."""
         self._ready, interval = ready, sys.getswitchinterval()
-        with _interrupted_once():
+        with _interrupted_once(restore=not ends_process):
             try:
                 self.run(
                     host=host,
@@ -139,23 +141,27 @@ class PredictorServer(_LitServer):
 
 
 @contextlib.contextmanager
-def _interrupted_once() -> Iterator[None]:
+def _interrupted_once(restore: bool) -> Iterator[None]:
     """Let the first SIGTERM or Ctrl-C interrupt this process, and ignore further ones until the context ends.
 
     An interrupt of the shutdown would leave processes behind. `timeout` sends SIGTERM twice, and users press Ctrl-C
     again. Processes forked from this one end as if there was no handler.
+
+    Args:
+        restore: whether the former handlers come back at the end; otherwise further signals stay ignored, since one
+            between the end of this context and that of the process would change its exit status.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    pid, interrupted = os.getpid(), False
+    pid, interrupted, ended = os.getpid(), False, False
 
     def handle(number: int, frame: Any) -> None:
         nonlocal interrupted
         if os.getpid() != pid:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
-        elif not interrupted:
+        elif not (interrupted or ended):
             interrupted = True
             raise KeyboardInterrupt
 
@@ -164,5 +170,6 @@ def _interrupted_once() -> Iterator[None]:
         with contextlib.suppress(KeyboardInterrupt):  # before LitServe expects it
             yield
     finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
+        ended = True
+        for number, handler in former.items():  # Python's own handlers end before its process does
+            signal.signal(number, handler if restore else signal.SIG_IGN)
