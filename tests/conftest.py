@@ -22,6 +22,7 @@ gc.set_threshold(10_000, 20, 50)  # by default, a tenth of the time goes into lo
 # Files of long tests start first, so that in the end no process waits for another that has just begun one.
 LONG = (
     "test_loops.py",
+    "test_notebooks.py",
     "test_elastic.py",
     "test_docs.py",
     "test_zoo.py",
@@ -93,8 +94,9 @@ def pytest_unconfigure(config):
         forkserver.stop()
 
 
-def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
+def pytest_collection_modifyitems(config, items):
+    if hasattr(config, "workerinput"):  # alone, each kernel is compiled before sites need it, where that order is given
+        items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
 
 
 def pytest_collection_finish():
