@@ -94,9 +94,8 @@ def pytest_unconfigure(config):
         forkserver.stop()
 
 
-def pytest_collection_modifyitems(config, items):
-    if hasattr(config, "workerinput"):  # alone, each kernel is compiled before sites need it, where that order is given
-        items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
 
 
 def pytest_collection_finish():

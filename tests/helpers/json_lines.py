@@ -12,7 +12,7 @@ def read_lines(path: Path) -> list[Any]:
 
 
 def last_number(path: Path, key: str) -> int:
-    """Return what the last whole line with a key holds there, which costs as little in a long log; -1 if none has it."""
+    """Return what the last whole line with a key holds there; no other line is parsed. -1 if none has it."""
     text = path.read_text() if path.exists() else ""
     lines = reversed(text[: text.rfind("\n") + 1].splitlines())
     return next((json.loads(line)[key] for line in lines if f'"{key}": ' in line), -1)
