@@ -39,7 +39,9 @@ def kinds(notebook: dict) -> list[set[str]]:
 def execute(tmp_path_factory):
     """Function that executes a notebook by name, in an empty folder; torchrun and its sites start by fork."""
     launcher = tmp_path_factory.mktemp("programs") / "torchrun"
-    launcher.write_text(f'#!/bin/sh\nexec {forkserver.interpreter()} -m torch.distributed.run "$@"\n')
+    launcher.write_text(
+        f'#!/bin/sh\nexec {forkserver.interpreter(forkserver.TRAINERS)} -m torch.distributed.run "$@"\n'
+    )
     launcher.chmod(0o700)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "docs"))
