@@ -242,7 +242,7 @@ def draw(rows: list[dict], file: str) -> None:
     rates = list(dict.fromkeys(row["rate"] for row in rows if row.get("rate", "none") != "none"))
     if not runs:
         return
-    figure = Figure(figsize=(4 + 4 * len(rates), 0.8 + 3.2 * len(splits)), layout="constrained")
+    figure = Figure(figsize=(max(7, 4 + 4 * len(rates)), 0.8 + 3.2 * len(splits)), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(len(splits), 1 + len(rates), squeeze=False, sharey="row")
     colours = colours_of(list(dict.fromkeys(row["method"] for row in runs)))
