@@ -140,7 +140,8 @@ def _norms_of_rows(left: Tensor, right: Tensor) -> Tensor:
 
 def _squares(rows: Tensor) -> Tensor:
     """Return the squared lengths of rows in float64, whose range they cannot leave, without a copy in it."""
-    return torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64).square()
+    lengths: Tensor = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64)
+    return lengths.square()
 
 
 def _cross_terms(one: Rows, other: Rows) -> Tensor:
