@@ -9,6 +9,7 @@ import pkgutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -82,6 +83,13 @@ def test_what_cannot_be_imported_is_named(name, message):
     assert import_named("json:JSONDecoder.decode") is json.JSONDecoder.decode
     with pytest.raises(LoadError, match=message):
         import_named(name)
+
+
+def test_a_file_that_is_named_like_a_module_is_found_by_the_message(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("beside_this.py").touch()
+    with pytest.raises(LoadError, match=r"No module named 'beside_this'; for the file, write beside_this\.py:net"):
+        import_named("beside_this:net")
 
 
 # One base for every error, and one place where all of them are found
