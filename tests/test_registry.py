@@ -189,7 +189,8 @@ def test_sigterm_ends_the_sites_too(tmp_path):
     assert not any(os.path.exists(f"/proc/{site}") for site in sites)
 
 
-def test_the_first_site_that_fails_gives_the_status(tmp_path):
+@pytest.mark.parametrize(("end", "status"), [("os._exit(3)", 3), ("os.kill(os.getpid(), 9)", 137)])
+def test_the_first_site_that_fails_gives_the_status(tmp_path, end, status):
     script = tmp_path / "failing.py"
-    script.write_text("import os, sys; sys.exit(3 if os.environ['RANK'] == '1' else 0)")
-    assert launch_sites([str(script)], 2) == 3
+    script.write_text(f"import os\nif os.environ['RANK'] == '1':\n    {end}")
+    assert launch_sites([str(script)], 2) == status
