@@ -37,7 +37,7 @@ def built(build: Build) -> Built:
     if not isinstance(found, Sequence) or len(found) != 3:
         given = f"{len(found)} values" if isinstance(found, tuple) else type(found).__name__
         raise TypeError(f"build() must return (model, optimizer, criterion), got {given}")
-    return cast(Built, found)
+    return found
 
 
 @dataclass(frozen=True)
