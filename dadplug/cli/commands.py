@@ -142,10 +142,7 @@ def picture_file(text: str) -> Path:
     Raises:
         ArgumentTypeError: if no picture could be written there.
     """
-    path = _output_file(text, ".png")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise argparse.ArgumentTypeError("a picture needs matplotlib: pip install 'dadplug[examples]'")
-    return path
+    return _drawn(_output_file(text, ".png"))
 
 
 def _option(text: str) -> tuple[str, Any]:
@@ -171,8 +168,18 @@ def page_file(text: str) -> Path:
     return _output_file(text, ".html")
 
 
+def _pictures_file(text: str) -> Path:
+    return _drawn(_output_file(text, ".html"))
+
+
 def _json_file(text: str) -> Path:
     return _output_file(text, ".json")
+
+
+def _drawn(path: Path) -> Path:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError("a picture needs matplotlib: pip install 'dadplug[examples]'")
+    return path
 
 
 def _output_file(text: str, suffix: str) -> Path:
@@ -681,7 +688,7 @@ def compare(arguments: argparse.Namespace) -> int:
     ),
     argument("--seconds", type=float, default=240.0, help="time limit, about (default: %(default)g)"),
     argument("--picture", type=picture_file, metavar="FILE.png", help="draw originals beside reconstructions"),
-    argument("--html", type=page_file, metavar="FILE.html", help="write the report as one page"),
+    argument("--html", type=_pictures_file, metavar="FILE.html", help="write the report as one page"),
     argument("--json", type=_json_file, metavar="FILE.json", help="write the report as JSON"),
     argument(
         "--fail-above", type=float, metavar="SHARE", help="exit with status 1 if more of the samples are recovered"

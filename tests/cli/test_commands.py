@@ -217,6 +217,14 @@ def test_audit_prints_a_table_and_writes_reports(tmp_path, capsys):
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("file", ["--html=report.html", "--picture=report.png"])
+def test_audit_names_a_missing_matplotlib_before_it_starts(monkeypatch, capsys, file):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        main(["audit", "absent.py:build", "digits", file])
+    assert "a picture needs matplotlib: pip install 'dadplug[examples]'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("build", "data", "message"),
     [
