@@ -42,6 +42,7 @@ test-avx2 test-generic: test-%: $(READY)
 
 # Builds of torch without CUDA save gigabytes, where an index offers them:
 # PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test-oldest
+test-newest: CORE_TESTS += tests/test_accelerate.py tests/test_ddp.py tests/test_transformers.py
 test-oldest test-newest: test-%: .venv-%/ready
 	.venv-$*/bin/python tests/run.py $(XDIST) -m "not slow" $(CORE_TESTS)
 
@@ -80,11 +81,12 @@ $(READY): $(DEMO)
 $(OLDEST)/ready: PYTHON = $(OLDEST_PYTHON)
 $(OLDEST)/ready: PINS := --constraint constraints-oldest.txt
 $(OLDEST)/ready: constraints-oldest.txt
+$(NEWEST)/ready: FURTHER := ,transformers
 $(OLDEST)/ready $(NEWEST)/ready: setup.cfg setup.py pyproject.toml
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install --quiet --disable-pip-version-check "pip<24.1" "setuptools>=64,<81" wheel
 	$(@D)/bin/pip install --quiet --disable-pip-version-check --no-compile $(PINS) --no-build-isolation \
-		--editable ".[adapm,catalyst,lightning,hub,serve,onnx,examples]" \
+		--editable ".[adapm,catalyst,lightning,hub,serve,onnx,examples$(FURTHER)]" \
 		hypothesis "jsonargparse[signatures]" lightning pytest pytest-timeout pytest-xdist rich
 	touch $@
 
