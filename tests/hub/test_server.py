@@ -602,7 +602,7 @@ def test_a_site_sends_nothing_before_it_has_its_state(tmp_path):
         for site in (a, b):
             site.send(Kind.END, exchange=RoundKind.FIRST)
         assert c.action(Join).slot == 2
-        c.send(Kind.PAYLOAD, b"of no step", exchange=1, wait=False)
+        c.send(Kind.PAYLOAD, b"of no step", exchange=1)
         hub.await_line("c has left: a PAYLOAD frame before it has received its state")
         for site in (a, b):
             assert site.action(Close).contributors == (0, 1)
