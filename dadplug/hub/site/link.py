@@ -751,11 +751,10 @@ class RoundClient:
                 )
             state = self._receive_part(request, _STATE_EXCHANGE, nbytes, timeout)
             with self._link.lock:
-                complete = state is not None and self.states.own is request  # else another hub sends a newer one
-                self.states.awaits &= not complete
-            if state is not None and complete:
-                what = "the keys of another site have not arrived: it is stopped or busy"
-                self._wait_until(lambda: self._link.sealing.complete, timeout, what)
+                self.states.awaits &= state is None or self.states.own is not request  # another hub sends a newer one
+            if state is not None and not self.states.awaits:
+                failure = "the keys of another site have not arrived: it is stopped or busy"
+                self._wait_until(lambda: self._link.sealing.complete, timeout, failure)
                 return state
 
     def _receive_part(self, request: SendState, exchange: int, nbytes: int, timeout: float) -> bytes | None:
