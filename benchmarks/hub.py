@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -147,14 +147,13 @@ class Site:
 
 
 class Pair:
-    """The two sites of a way to connect."""
+    """The sites of a way to connect, two by default."""
 
-    def __init__(self, link: Link | Loopback, kits: Path | None, port: int) -> None:
-        names = ("a", "b")
+    def __init__(self, link: Link | Loopback, kits: Path | None, port: int, names: Sequence[str] = ("a", "b")) -> None:
         self.sites = [Site(link, rank, kits and kits / name, port) for rank, name in enumerate(names)]
 
     def ask(self, **order: object) -> list[Any]:
-        """Let both sites execute an order; return their answers."""
+        """Let all sites execute an order; return their answers."""
         for site in self.sites:
             site.order(**order)
         return [site.answer() for site in self.sites]

@@ -346,11 +346,15 @@ class Transport(ABC):
             SiteError: if the others do not let it join.
         """
 
-    def take_part(self) -> None:  # noqa: B027  (only elastic transports are joined)
+    def take_part(self) -> bool:
         """Confirm that the state has been restored: from the next round on this site takes part.
 
         In the first round it only listens: nothing that it sends counts.
+
+        Returns:
+            Whether it takes part; otherwise the state has become outdated, and `receive_state` returns another one.
         """
+        return True
 
     def close_round(self, admits: bool = False, idle: bool = False) -> None:  # noqa: B027  (only elastic ones have)
         """End a round of gathers: wait until all sites have ended it or left, and update `absent`.

@@ -47,6 +47,7 @@ class Case:
         how: "before" the forward pass, "sent" after backward, "header" before the end of the step's first round, "late"
             before that of its second round, "donates" when it is asked for its state, "sends" with a part of it on the
             way, "stops" in the same place, where the process is stopped, "joins" when it has received one;
+            "restores" likewise, where it writes the file "restored", and goes on once there is one "goes on";
             "hesitates" when it is asked for its state: it does not end, but is held up for 20 s; "raise" for an error
             before the forward pass.
         idle: steps in which the site calls `idle`.
@@ -173,6 +174,16 @@ def die_inside(case: Case, current: Callable[[], int]) -> None:
         RoundClient._send_state = partialmethod(send_half, how=case.how)
     elif case.how == "joins":
         ElasticTransport.take_part = lambda transport: die(case.how)
+    elif case.how == "restores":
+        ElasticTransport.take_part = partialmethod(restore_slowly, Path(case.folder), ElasticTransport.take_part)
+
+
+def restore_slowly(transport: ElasticTransport, folder: Path, take_part: Callable[[ElasticTransport], bool]) -> bool:
+    """Wait for a file before this site confirms that it has a state."""
+    (folder / "restored").touch()
+    while not (folder / "goes on").exists():
+        time.sleep(0.02)
+    return take_part(transport)
 
 
 def send_half(rounds: RoundClient, request: SendState, answer: Callable[[], bytes], how: str) -> None:
@@ -284,7 +295,7 @@ def train(case: Case) -> None:
     if case.link:
         planner.measure_link = lambda transport: LinkCosts(*case.link)
     model = make_model()
-    if case.how == "joins":
+    if case.how in ("joins", "restores"):
         die_inside(case, lambda: 0)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     called, reduction = build(case, model, {"optimizer": optimizer})

@@ -550,6 +550,21 @@ def joiner(hub: RunningHub, name: str) -> TestSite:
     return site
 
 
+def test_a_site_that_is_cut_off_while_it_waits_to_join_comes_back_in_its_process(tmp_path):
+    with running_hub(tmp_path / "kits", ("a", "b")) as hub:
+        a, b = together(hub, "ab")
+        for site in (a, b):
+            site.control(Requirements(1, 60_000))
+        b.leave("it is away")
+        assert a.action(Drop).slot == 1
+        b = joiner(hub, "b")
+        b.cut()
+        hub.await_line("b has left: its connection was lost")
+        b.dial()
+        assert isinstance(b.answer, Welcome)
+        assert not b.answer.resumed
+
+
 def test_the_state_for_an_earlier_process_of_a_joiner_does_not_reach_the_next_one(tmp_path):
     """The donor is held up while it sends; the joiner is started again meanwhile, and joins in the same round."""
     with running_hub(tmp_path / "kits", ("a", "b", "c")) as hub:

@@ -91,6 +91,30 @@ def test_a_hub_is_killed_while_a_site_joins(tmp_path, count, sealed):
     same_bits(lines, idles(tmp_path / "idle", "abc", presence(lines), mode="dad"))
 
 
+@pytest.mark.parametrize("sealed", [False, True])
+def test_a_hub_is_killed_while_a_site_restores_its_state(tmp_path, sealed):
+    """The others go on before the site is admitted again, so that its state has become outdated."""
+    hub = MortalHub(tmp_path / "run", "abc", sealed)
+    run = Run(tmp_path / "run", hub, mode="dad", site_timeout=5.0, pause=0.02)
+    hub.start()
+    run.start("ab")
+    run.start("c", leave=3)
+    run.end("c", -9)
+    run.start("c", how="restores")
+    until((tmp_path / "run" / "c" / "restored").exists, run.state, ENDED)
+    run.processes["c"].send_signal(signal.SIGSTOP)
+    hub.process.kill()
+    hub.start()
+    run.await_step("a", max(run.lines("a")) + 3)
+    run.processes["c"].send_signal(signal.SIGCONT)
+    until(lambda: sum("c joins" in line for line in hub.log) == 2, run.state, ENDED)
+    (tmp_path / "run" / "c" / "goes on").touch()
+    run.await_step("c", max(run.lines("a")) + 3)
+    lines = ends_with_all(run, "abc", 30)
+    hub.process.kill()
+    same_bits(lines, idles(tmp_path / "idle", "abc", presence(lines), mode="dad"))
+
+
 # Local steps
 
 

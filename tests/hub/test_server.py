@@ -38,8 +38,10 @@ from dadplug.hub.wire.messages import (
     Pause,
     Refuse,
     RoundKind,
+    Spent,
     Start,
     Welcome,
+    pack_control,
     read_control,
 )
 from dadplug.hub.wire.streams import HUB_SLOT
@@ -567,6 +569,71 @@ def test_a_member_that_sends_anything_ends_itself_alone(tmp_path, how):
                 assert {0, 1} <= {*site.action(Close).contributors}
                 assert site.lost is None
         assert not any(word in line for line in hub.log for word in ("a has left", "b has left", "Traceback", "failed"))
+
+
+@pytest.mark.parametrize("kind", ["ping", "control"])
+def test_a_member_that_floods_the_hub_is_read_slowly(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(session, "_SPARE_RATE", 0.0)
+    frame = Head(Kind.PING, 2).pack() if kind == "ping" else pack_control(Spent(1.0, 1e-5), 2)
+    with running_hub(tmp_path / "kits", ("a", "b", "c")) as hub:
+        a, b, c = sites = together(hub, "abc")
+        a.others = b.others = [c]
+        for step in (1, 2):
+            for site in sites:
+                site.send(Kind.END, step=step)
+            for site in (a, b):
+                assert site.action(Close).step == step
+            if step == 1:
+                for _ in range(20_000):
+                    c.queue.append(frame)
+                until(lambda: c.pump() or hub.hub.relay.sessions["training", 2].floods)
+                monkeypatch.setattr(session, "_SPARE_RATE", 1e9)
+
+
+def test_a_site_sends_nothing_before_it_has_its_state(tmp_path):
+    with running_hub(tmp_path / "kits", ("a", "b", "c")) as hub:
+        a, b, c = together(hub, "abc")
+        for site in (a, b, c):
+            site.control(Requirements(1, 60_000))
+        c.leave("it comes again")
+        hub.await_line("c has left: it comes again")
+        c = TestSite(hub.kit("c"), hub.address)
+        c.control(Requirements(1, 60_000))
+        for site in (a, b):
+            site.send(Kind.END, exchange=RoundKind.FIRST)
+        assert c.action(Join).slot == 2
+        c.send(Kind.PAYLOAD, b"of no step", exchange=1)
+        hub.await_line("c has left: a PAYLOAD frame before it has received its state")
+        for site in (a, b):
+            assert site.action(Close).contributors == (0, 1)
+
+
+def test_handshakes_take_a_share_of_the_time_while_members_train(serve, monkeypatch):
+    monkeypatch.setattr(acceptor, "_SHARE", 0.0)
+    monkeypatch.setattr(acceptor, "_MOST_SECONDS", 0.0)
+    with serve() as hub:
+        a, b = together(hub)
+        with socket.create_connection(hub.address, TIMEOUT) as stranger:
+            until(lambda: hub.hub.acceptor._pauses)
+            stranger.sendall(b"\x16\x03\x01\x02\x00")
+            exchange(a, b)
+            a.cut()
+            a.dial()  # others may wait for this one
+            assert a.answer.resumed
+            exchange(a, b)
+
+
+def test_many_connections_of_one_host_push_out_no_other(serve, monkeypatch):
+    monkeypatch.setattr(acceptor, "HANDSHAKE_SECONDS", 60.0)
+    with serve() as hub, contextlib.ExitStack() as stack:
+        for number in range(acceptor.MAX_PENDING + 5):
+            source = ("127.0.0.1" if number else "127.0.0.2", 0)
+            crowd = stack.enter_context(socket.create_connection(hub.address, TIMEOUT, source))
+            crowd.sendall(b"\x16\x03\x01\x02\x00")
+            until(lambda number=number: sum(hub.hub.acceptor._by_host().values()) + hub.hub.acceptor.refused > number)
+            until(lambda: not any(each.silent for each in hub.hub.acceptor._pending))
+        assert hub.hub.acceptor.refused == 5
+        assert hub.hub.acceptor._by_host()["127.0.0.2"] == 1
 
 
 def test_a_site_gets_in_though_all_places_are_taken(kits, serve, monkeypatch):

@@ -6,6 +6,8 @@ import contextlib
 import selectors
 import socket
 import ssl
+import time
+from collections import Counter
 from collections.abc import Callable
 from datetime import datetime
 from typing import Any, NamedTuple
@@ -53,6 +55,7 @@ class PendingConnection:
 
     Attributes:
         address: address of the other end.
+        host: the same without the port.
         connection: the encrypted connection.
         name: name of the site; empty until it is accepted.
         deadline: time by which the present part of its start has to be complete.
@@ -65,7 +68,7 @@ class PendingConnection:
 
     def __init__(self, connection: socket.socket, address: str, context: ssl.SSLContext, kit: Kit, now: float) -> None:
         connection.setblocking(False)
-        self.address = address
+        self.address, self.host = address, address.rpartition(":")[0]
         self.deadline = now + HANDSHAKE_SECONDS
         self.silent, self.writing = True, False
         self._kit = kit
@@ -97,6 +100,11 @@ class PendingConnection:
             if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
                 raise ConnectionError("the other end has closed the connection during the handshake") from error
             raise RefusedError(tls.explain(error)) from error
+
+    @property
+    def events(self) -> int:
+        """Events of a selector that it waits for."""
+        return selectors.EVENT_WRITE if self.writing else selectors.EVENT_READ
 
     def _shake_hands(self, now: float) -> bool:
         """Return whether the TLS handshake is complete and the site accepted."""
@@ -197,7 +205,9 @@ def _room(head: Head) -> memoryview:
 
 MAX_PENDING = 64  # at most at once
 _A_TURN = 4  # connections that are accepted, and that get on, in a turn of the hub's loop
-_READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
+# Share of the hub's time for handshakes while members train, and seconds of it that may be spent at once.
+_SHARE, _MOST_SECONDS = 0.02, 0.2
+_READ = selectors.EVENT_READ
 
 
 class Acceptor:
@@ -234,7 +244,8 @@ class Acceptor:
         self.refused = 0
         self._pending: list[PendingConnection] = []  # the oldest first
         self.closing: list[ClosingConnection] = []
-        self._listens = True
+        self._listens, self._pauses = True, False
+        self._budget, self._ticked = _MOST_SECONDS, time.monotonic()  # seconds of work
         selector.register(self._listener, _READ, self)
 
     def use(self, kit: Kit) -> None:
@@ -254,18 +265,39 @@ class Acceptor:
         """Whether a connection is in its handshake, and has sent something."""
         return any(not each.silent for each in self._pending)
 
-    def serve(self, ready: list[PendingConnection], accepts: bool, now: float) -> None:
-        """Let a few connections get on; the others are ready in the next turn, too.
+    def serve(self, ready: list[PendingConnection], accepts: bool, now: float, spares: bool = False) -> None:
+        """Let a few connections get on, first those from addresses with the fewest; the others do in a later turn.
 
         Args:
             ready: pending connections that have sent something.
             accepts: whether there are new connections.
             now: the time, in seconds.
+            spares: whether to spare members, which train: where the work takes more than its share of the time, all
+                wait for the next tick.
         """
-        for pending in ready[:_A_TURN]:
+        begin, counts = time.thread_time(), self._by_host()
+        for pending in sorted(ready, key=lambda each: counts[each.host])[: 1 if spares else _A_TURN]:
             self._advance(pending, now)
         if accepts:
-            self._accept(now)
+            self._accept(now, 1 if spares else _A_TURN)
+        if spares:
+            self._budget -= time.thread_time() - begin
+            self._pause(self._budget < 0)
+
+    def _by_host(self) -> Counter[str]:
+        """Return the numbers of pending connections by host."""
+        return Counter(each.host for each in self._pending)
+
+    def _pause(self, pauses: bool) -> None:
+        """Leave all connections as they are, or go on with them."""
+        if pauses != self._pauses:
+            self._pauses = pauses
+            self._listen(not pauses)
+            for pending in self._pending:
+                if pauses:
+                    self._selector.unregister(pending)
+                else:
+                    self._selector.register(pending, pending.events, pending)
 
     def stop_listening(self) -> None:
         """Accept no connection any more."""
@@ -280,14 +312,9 @@ class Acceptor:
             self._selector.unregister(self._listener)
         self._listens = listens
 
-    def _accept(self, now: float) -> None:
-        """Accept a few connections."""
-        for _ in range(_A_TURN):
-            silent = next((each for each in self._pending if each.silent), None)  # the oldest such
-            full = len(self._pending) >= MAX_PENDING
-            if full and silent is None:
-                self._listen(False)  # until the next tick
-                return
+    def _accept(self, now: float, most: int) -> None:
+        """Accept some connections."""
+        for _ in range(most):
             try:
                 connection, address = self._listener.accept()
             except BlockingIOError:
@@ -296,9 +323,17 @@ class Acceptor:
                 self._journal.refuse("a connection", str(error), now)
                 self._listen(False)
                 return
-            if full and silent is not None:
-                self._refuse(silent, "it has sent nothing, and there are many other connections", now)
+            if len(self._pending) >= MAX_PENDING:
+                self._refuse_one(now)
             self._admit(connection, f"{address[0]}:{address[1]}", now)
+
+    def _refuse_one(self, now: float) -> None:
+        """Refuse a pending connection: the oldest that has sent nothing, else the oldest of the host with the most."""
+        counts = self._by_host()
+        silent = [each for each in self._pending if each.silent]
+        found = (silent or sorted(self._pending, key=lambda each: -counts[each.host]))[0]
+        reason = "it has sent nothing" if silent else "it has not finished the handshake"
+        self._refuse(found, f"{reason}, and there are many other connections", now)
 
     def _admit(self, connection: socket.socket, address: str, now: float) -> None:
         try:
@@ -322,7 +357,7 @@ class Acceptor:
             self._refuse(pending, f"{type(error).__name__}: {error}", now)
             return
         if arrival is None:
-            self._selector.modify(pending, _WRITE if pending.writing else _READ, pending)
+            self._selector.modify(pending, pending.events, pending)
             return
         self._forget(pending)
         try:
@@ -335,7 +370,8 @@ class Acceptor:
         self._end(pending, reason, now)
 
     def _forget(self, pending: PendingConnection) -> None:
-        self._selector.unregister(pending)
+        if not self._pauses:
+            self._selector.unregister(pending)
         self._pending.remove(pending)
 
     def _end(self, pending: PendingConnection, reason: str, now: float) -> None:
@@ -363,13 +399,18 @@ class Acceptor:
         self.closing.remove(closing)
         closing.close()
 
-    def tick(self, now: float) -> None:
+    def tick(self, now: float, spares: bool = False) -> None:
         """End what has taken too long.
 
         Args:
             now: the time, in seconds.
+            spares: see `serve`.
         """
-        self._listen(True)
+        self._budget = min(_MOST_SECONDS, self._budget + _SHARE * (now - self._ticked))
+        self._ticked = now
+        if self._budget >= 0 or not spares:
+            self._pause(False)
+            self._listen(True)
         for pending in [each for each in self._pending if now >= each.deadline]:
             self._refuse(pending, "it has not finished the handshake in time", now)
         for closing in [each for each in self.closing if now >= each.deadline]:

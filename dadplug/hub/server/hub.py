@@ -175,7 +175,7 @@ class Hub:
         self._streams.serve(streams, lambda session, error: self.relay.fail(session, error, now))
         self._send(now)
         if pending or accepts:
-            self.acceptor.serve(pending, accepts, now)
+            self.acceptor.serve(pending, accepts, now, self.relay.trains)
         if now >= self._next_tick:
             self._tick(now)
             awaits = any(each.stream is None for each in self.relay.sessions.values())
@@ -262,7 +262,7 @@ class Hub:
         self._streams.update()
         crowded = self.relay.crowded
         for session, mask in self._masks.items():
-            if mask == _READ and not session.blocked and not crowded and session.ended is None:
+            if mask == _READ and not (session.blocked or crowded or session.floods) and session.ended is None:
                 continue
             assert session.stream is not None
             wanted = _WRITE if session.blocked and not session.stream.connection.held else 0
@@ -320,7 +320,7 @@ class Hub:
             self._service.hold(self.relay.awaits_all(now))
             for session in self.relay.silent(now):
                 self._lose(session, f"nothing has arrived for {now - session.heard:.0f} s", now)
-        self.acceptor.tick(now)
+        self.acceptor.tick(now, self.relay.trains)
         for event in self._service.events():
             self.journal.write(event)
         for session in [each for each in self._masks if each.ended is not None and now >= each.ended + _LEAVE_SECONDS]:

@@ -52,6 +52,7 @@ from ..wire.messages import (
 )
 from ..wire.streams import HUB_SLOT, SendQueue
 from .journal import Journal
+from .membership import Phase
 from .recovery import Outage, Recovery
 from .run import Run
 from .session import FULL_BYTES, Received, Session, check_hello
@@ -60,6 +61,7 @@ from .streams import HubStreams
 
 GRACE = 5.0  # seconds
 _COPY = "copy the newest roster.json into"
+_SMALL_BYTES = 1024  # bytes of a frame that costs its head more than its body
 _STEPS_AHEAD = 1000  # that a site may have ended while others have not ended the open one
 
 
@@ -244,12 +246,12 @@ class Relay:
         if session.ended is None:
             self._end(session, reason, now)
 
-    def _lose(self, session: Session, reason: str, now: float) -> None:
-        """End a session; where the run is elastic, its site may join again."""
+    def _lose(self, session: Session, reason: str, now: float, may_return: bool = False) -> None:
+        """End a session; where the run is elastic, its site may join again, and one that only waits always may."""
         if session.channel == "training" and not session.waits:
             self._act(self.run.membership.close(session.slot, reason, now), now)
         else:
-            self._end(session, reason, now)
+            self._end(session, reason, now, may_return=may_return)
 
     def tick(self, now: float, dials: bool = False) -> None:
         """Let time pass, while a connection is in its handshake (`dials`) or none is."""
@@ -283,6 +285,11 @@ class Relay:
         back = any(each.stream is None and now < each.excused for each in self.sessions.values())
         return back or self.outage.since is not None
 
+    @property
+    def trains(self) -> bool:
+        """Whether members train and none has lost its connection, so that no site waits for a handshake."""
+        return self.run.membership.started and all(each.stream is not None for each in self.sessions.values())
+
     def silent(self, now: float) -> list[Session]:
         """Return the sessions whose connections are of no use any more, in an outage in which no site is given up."""
         if self.outage.since is None:
@@ -303,9 +310,9 @@ class Relay:
             grace = self.run.grace(self._grace, dials)
             if now >= since + grace:
                 text = f"its connection was lost ({reason}), and it has not reconnected within {grace:g} s"
-                self._lose(session, text, now)
+                self._lose(session, text, now, session.waits)
         elif self.readable(session) and self._is_silent(session, now):
-            self._lose(session, f"silent for {self.run.rules.site_timeout:g} s", now)
+            self._lose(session, f"silent for {self.run.rules.site_timeout:g} s", now, session.waits)
         session.tick(now)
 
     def _is_silent(self, session: Session, now: float) -> bool:
@@ -316,8 +323,8 @@ class Relay:
 
     def readable(self, session: Session) -> bool:
         """Return whether frames of a site may be read: there is room in all queues that they go to."""
-        if not self.crowded:
-            return True
+        if session.floods or not self.crowded:
+            return not session.floods
         if session.channel in ("store", "check"):
             return not session.full
         if session.channel == "training" and not session.waits and self.run.sums.is_ahead(session.slot):
@@ -431,7 +438,7 @@ class Relay:
         if not may_return:
             self._gone[key] = session.instance, reason or "it has left"
         notice = pack_control(Drop(session.slot, step, reason), 0)
-        if session.stream is not None:
+        if session.stream is not None and not (session.waits and may_return):  # else it connects again by itself
             session.send(notice)
         if session.channel == "training":
             self.journal.write(f"{session.name} has left: {reason or 'its training is complete'}")
@@ -450,6 +457,8 @@ class Relay:
             FrameError: if the site does not keep to the protocol.
         """
         head, body, _ = frame
+        if head.kind is Kind.CONTROL or session.channel in ("store", "check"):
+            session.charge()
         if head.kind is Kind.CONTROL:
             self._take_control(session, bytes(body), now)
         elif session.channel == "store":
@@ -472,6 +481,8 @@ class Relay:
         closed = head.step < run.membership.open_step
         if session.waits or not run.membership.started or (closed and not run.elastic):
             raise FrameError(f"a {head.kind.name} frame of step {head.step}, which is not open")
+        if closed and len(body) < _SMALL_BYTES:
+            session.charge()
         if closed and run.rules.late == "wait":
             return  # it was sent again for a site that has left since
         run.membership.get_on(session.slot, now)
@@ -482,6 +493,8 @@ class Relay:
             return
         elif head.kind is Kind.STATE:
             self._pass_state(session, head, body, now)
+        elif run.membership.phase(session.slot) is Phase.JOINING:
+            raise FrameError(f"a {head.kind.name} frame before it has received its state")
         elif head.kind is Kind.PAYLOAD:
             if run.elastic:
                 run.round.append(session.slot, packed)

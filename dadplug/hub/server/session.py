@@ -20,7 +20,10 @@ _ALLOWED = {  # kinds of frames that a site may send, by channel
     "check": (Kind.PAYLOAD, Kind.CONTROL, Kind.PING),
 }
 _TO_SLOT = (Kind.STATE, Kind.MESSAGE)  # kinds whose slot names the receiver
-_TURN_BYTES = 1 << 18  # received in a turn
+_TURN_BYTES, _TURN_FRAMES = 1 << 18, 256  # received in a turn
+# Frames that training does not wait for, such as pings: a site that sends more is read more slowly. Sites send a few a
+# second. The numbers are those a second, at once, and at once on a new connection.
+_SPARE_RATE, _MOST_SPARE, _FIRST_SPARE = 250.0, 1000.0, 100.0
 
 
 class Received(NamedTuple):
@@ -106,7 +109,8 @@ class Session(NumberedStream):
         self.world_size = world_size
         self.check = CheckHandler(slot)
         self._packed = bytearray()  # the frame that is arriving
-        self._pinged = now
+        self._pinged = self._ticked = now
+        self._spare = _FIRST_SPARE  # frames that training does not wait for, which may be read before time passes
 
     def attach(self, stream: Stream, welcome: Welcome, now: float) -> None:
         """Take a new connection, and answer the site's `Hello`.
@@ -156,8 +160,9 @@ class Session(NumberedStream):
         assert self.stream is not None
         receiver, before = self._receiver, self._receiver.nbytes
         frames: list[Received] = []
-        more = True
-        while more and receiver.nbytes - before < _TURN_BYTES:
+        count, more = 0, True
+        while more and receiver.nbytes - before < _TURN_BYTES and count < _TURN_FRAMES:
+            count += 1
             try:
                 head = self.next_frame()
             except OSError:
@@ -166,6 +171,8 @@ class Session(NumberedStream):
                 raise
             if head is None:
                 more = False
+            elif head.kind is Kind.PING:
+                self.charge()
             else:
                 packed = self._packed if head.length else bytes(receiver.head_bytes)
                 frames.append(Received(head, receiver.body, packed))
@@ -176,6 +183,15 @@ class Session(NumberedStream):
         if not more:
             self.stream.connection.expect(max(1, receiver.missing))
         return frames, more
+
+    def charge(self) -> None:
+        """Count a frame that training does not wait for."""
+        self._spare -= 1
+
+    @property
+    def floods(self) -> bool:
+        """Whether it has sent so many frames that training does not wait for that it is not read for a while."""
+        return self._spare < 0
 
     @property
     def partial(self) -> bool:
@@ -221,6 +237,8 @@ class Session(NumberedStream):
 
     def tick(self, now: float) -> None:
         """Send what has waited, and a ping, which is an acknowledgement as well, if the last one was a while ago."""
+        self._spare = min(_MOST_SPARE, self._spare + (now - self._ticked) * _SPARE_RATE)
+        self._ticked = now
         self.due |= self.queue.unsent_bytes > 0
         if now >= self._pinged + PING_SECONDS:
             self.ping()

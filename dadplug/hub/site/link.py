@@ -750,10 +750,11 @@ class RoundClient:
                     f"allows {most}: do all sites train the same model?"
                 )
             state = self._receive_part(request, _STATE_EXCHANGE, nbytes, timeout)
-            if state is not None:
-                self.states.awaits = False
-                what = "the keys of another site have not arrived: it is stopped or busy"
-                self._wait_until(lambda: self._link.sealing.complete, timeout, what)
+            with self._link.lock:
+                self.states.awaits &= state is None or self.states.own is not request  # another hub sends a newer one
+            if state is not None and not self.states.awaits:
+                failure = "the keys of another site have not arrived: it is stopped or busy"
+                self._wait_until(lambda: self._link.sealing.complete, timeout, failure)
                 return state
 
     def _receive_part(self, request: SendState, exchange: int, nbytes: int, timeout: float) -> bytes | None:
@@ -767,18 +768,17 @@ class RoundClient:
         self._link.cancel([incoming])
         return None
 
-    def confirm(self) -> None:
-        """Tell the hub that this site has the state, and takes part.
+    def confirm(self) -> bool:
+        """Tell the hub that this site has the state, and takes part; False if the state is outdated.
 
-        Raises:
-            SiteError: if the hub has been restarted meanwhile.
+        Others may have gone on since it arrived, if the hub was restarted or has dropped this site.
         """
         with self._link.lock:
-            position, self._position = self._position, None
-            if position is None:
-                raise SiteError("the hub has been restarted while this site joined: start this site again")
-            self.joins, self._fresh, self.listens = False, True, True
+            if (position := self._position) is None or self.states.awaits:
+                return False
+            self.joins, self._fresh, self.listens, self._position = False, True, True, None
         self._link.post_control(Joined(position))
+        return True
 
     def rejoin(self, timeout: float) -> None:
         """Join again after the hub has dropped this site: wait until it is connected, and forget the open step.

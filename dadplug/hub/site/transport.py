@@ -457,14 +457,15 @@ class ElasticTransport(HubTransport):
     def receive_state(self, most: int) -> Any:
         if not self.joins:
             return None
-        self.link.rounds.begin(self._requirements)
+        if not self.link.rounds.states.awaits:  # else it has asked again after a loss of the connection
+            self.link.rounds.begin(self._requirements)
         state = self.link.rounds.receive_state(self.timeout, most)
         self._resize(self.link.world_size)  # the run may have grown while this site waited
         return codec.decode(state)
 
-    def take_part(self) -> None:
-        self.link.rounds.confirm()
-        self.joins = False
+    def take_part(self) -> bool:
+        self.joins = not self.link.rounds.confirm()
+        return not self.joins
 
     # Exchanges
 

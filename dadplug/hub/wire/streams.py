@@ -310,12 +310,12 @@ class NumberedStream:
             self._unacknowledged = 0
 
     def next_frame(self) -> Head | None:
-        """Receive the next frame that is no ping; see `FrameReceiver.receive`."""
-        while (head := self._receiver.receive()) is not None:
-            if head.kind is not Kind.PING:
-                self.received += 1
-                break
+        """Receive the next frame; see `FrameReceiver.receive`. A ping has been taken when it is returned."""
+        head = self._receiver.receive()
+        if head is not None and head.kind is Kind.PING:
             self.queue.acknowledge(head.step)
+        elif head is not None:
+            self.received += 1
         return head
 
     def count(self, nbytes: int) -> None:
@@ -419,7 +419,8 @@ class NumberedFrames(NumberedStream):
         """
         receiver, before = self._receiver, self._receiver.nbytes
         while self.stream is not None and (head := self.next_frame()) is not None:
-            self._complete(head, receiver.body)
+            if head.kind is not Kind.PING:
+                self._complete(head, receiver.body)
         self.count(receiver.nbytes - before)
         return receiver.nbytes > before
 
