@@ -2,13 +2,15 @@
 
     python benchmarks/privacy.py steps                                   MNISTNet, batch 64, and BERT-base, batch 8
     python benchmarks/privacy.py steps --models mnistnet --rounds 9
+    python benchmarks/privacy.py steps --models mnistnet --clock cpu --own     on a machine with other programs
     torchrun --nproc-per-node 2 benchmarks/privacy.py accuracy --data-dir MNIST     digits at epsilon 1, 3 and 8
     torchrun --nproc-per-node 3 benchmarks/privacy.py accuracy --data-dir MNIST --ways opacus:one,dsgd:secure,dsgd
     torchrun --nproc-per-node 3 benchmarks/privacy.py sums               steps of MNISTNet with secure sums, batch 16
     python benchmarks/privacy.py noise                                   time of a normal number
 
 `steps` trains one site without a network: the same model by `GradientReduction` without privacy and with it, by modes
-dsgd and rankdad, and by Opacus's hooks and its ghost clipping. Ways take turns, and the table has medians of rounds.
+dsgd and rankdad, and by Opacus's hooks and its ghost clipping (not with `--own`). Ways take turns, and the table has
+medians of rounds; with `--clock cpu` of the thread's processor time, which other programs change less.
 Layers that normalise over the batch are replaced by group normalisation, for all ways; Opacus needs BERT's embeddings
 of positions and of types to be frozen, which they are for all ways.
 
@@ -105,7 +107,7 @@ def by_opacus(model: nn.Module, batch: Any, mode: str) -> Step:
     return step
 
 
-def ways(batch: Any, build_model: Callable[[], nn.Module]) -> dict[str, Step]:
+def ways(batch: Any, build_model: Callable[[], nn.Module], own: bool) -> dict[str, Step]:
     """Return a step of each way, with a model of its own."""
     private = dadplug.DifferentialPrivacy(1.0, NORM, 0.01, len(batch[0]))
     made = {
@@ -114,7 +116,7 @@ def ways(batch: Any, build_model: Callable[[], nn.Module]) -> dict[str, Step]:
         "rankdad, rank 8": by_dadplug(build_model(), batch, mode="rankdad", rank=8),
         "rankdad, rank 8, privacy": by_dadplug(build_model(), batch, mode="rankdad", rank=8, privacy=private),
     }
-    for name, mode in (("Opacus, hooks", "hooks"), ("Opacus, ghost clipping", "ghost")):
+    for name, mode in () if own else (("Opacus, hooks", "hooks"), ("Opacus, ghost clipping", "ghost")):
         try:
             made[name] = by_opacus(build_model(), batch, mode)
             made[name]()
@@ -133,14 +135,15 @@ def time_steps(arguments: argparse.Namespace) -> None:
         size = arguments.batch_size or (64 if name == "mnistnet" else workload.batch_size)
         batch = workload.draw(size, torch.Generator().manual_seed(1))
         times: dict[str, list[float]] = {}
-        steps = ways(batch, partial(build, name))
+        steps = ways(batch, partial(build, name), arguments.own)
+        clock = time.thread_time if arguments.clock == "cpu" else time.perf_counter
         for step in steps.values():
             step()
         for _ in range(arguments.rounds):
             for way, step in steps.items():
-                start = time.perf_counter()
+                start = clock()
                 step()
-                times.setdefault(way, []).append(time.perf_counter() - start)
+                times.setdefault(way, []).append(clock() - start)
         print(f"\n| {name}, batch {size} | ms a step | of the mode without privacy |\n| --- | --- | --- |")
         for way, values in times.items():
             plain = statistics.median(times["rankdad, rank 8" if way.startswith("rankdad") else "dsgd"])
@@ -312,6 +315,8 @@ def main() -> None:
     parser.add_argument("--models", default="mnistnet,bert")
     parser.add_argument("--batch-size", type=int)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--clock", default="wall", choices=("wall", "cpu"), help="for steps")
+    parser.add_argument("--own", action="store_true", help="steps of dadplug alone, without Opacus")
     parser.add_argument("--data-dir", help="folder with MNIST")
     parser.add_argument("--epsilons", default="1,3,8")
     parser.add_argument(

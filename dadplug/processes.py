@@ -39,7 +39,7 @@ def launch_sites(arguments: Sequence[str], num_sites: int, port: int | None = No
         port: loopback port of the rendezvous; a free port if None.
 
     Returns:
-        0 if all sites have succeeded, else the exit status of the first that has not.
+        0 if all sites have succeeded, else the exit status of the first that has not; 128 and its number for a signal.
     """
     port = free_port() if port is None else port
     threads = max(1, available_cores() // num_sites)
@@ -98,7 +98,8 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
                 if process.poll() is None:
                     process.send_signal(signal.SIGINT)
             deadline = time.monotonic() + _GRACE
-    return status or next((process.returncode for process in processes if process.returncode), 0)
+    status = status or next((process.returncode for process in processes if process.returncode), 0)
+    return status if status >= 0 else 128 - status
 
 
 class Child:

@@ -96,7 +96,8 @@ def import_named(name: str) -> Any:
         try:
             module = importlib.import_module(place)
         except ModuleNotFoundError as error:
-            raise LoadError(f"{name}: {error}") from error
+            hint = f"; for the file, write {place}.py:{attribute}" if Path(f"{place}.py").is_file() else ""
+            raise LoadError(f"{name}: {error}{hint}") from error
     found: Any = module
     for part in attribute.split("."):
         if not hasattr(found, part):

@@ -30,8 +30,10 @@ def execute(path: Path, folder: Path) -> Any:
     Raises:
         nbclient.exceptions.CellExecutionError: if a cell raises an error.
     """
-    programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    os.environ |= {"PATH": programs, "PYDEVD_DISABLE_FILE_VALIDATION": "1", "OMP_NUM_THREADS": "1"}
+    programs = str(Path(sys.executable).parent)
+    if programs not in os.environ["PATH"].split(os.pathsep):  # a test has others before them
+        os.environ["PATH"] = f"{programs}{os.pathsep}{os.environ['PATH']}"
+    os.environ |= {"PYDEVD_DISABLE_FILE_VALIDATION": "1", "OMP_NUM_THREADS": "1"}
     os.environ |= {
         name: str(folder / "jupyter") for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR")
     }

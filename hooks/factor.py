@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -304,7 +303,12 @@ def stack_by_form(factors: Sequence[Factor]) -> list[Factor]:
     return [Factor.stack(group) for group in groups.values()]
 
 
-@functools.lru_cache(4)
+_identities: dict[tuple[torch.dtype, torch.device], Tensor] = {}  # the largest so far
+
+
 def _identity(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return an identity matrix, which must not be changed: filling it takes as long as a product with few rows."""
-    return torch.eye(size, dtype=dtype, device=device)
+    found = _identities.get((dtype, device))
+    if found is None or len(found) < size:
+        found = _identities[dtype, device] = torch.eye(size, dtype=dtype, device=device)
+    return found[:size, :size]

@@ -22,6 +22,7 @@ gc.set_threshold(10_000, 20, 50)  # by default, a tenth of the time goes into lo
 # Files of long tests start first, so that in the end no process waits for another that has just begun one.
 LONG = (
     "test_loops.py",
+    "test_notebooks.py",
     "test_elastic.py",
     "test_docs.py",
     "test_zoo.py",

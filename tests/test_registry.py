@@ -9,6 +9,7 @@ import pkgutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -82,6 +83,13 @@ def test_what_cannot_be_imported_is_named(name, message):
     assert import_named("json:JSONDecoder.decode") is json.JSONDecoder.decode
     with pytest.raises(LoadError, match=message):
         import_named(name)
+
+
+def test_a_file_that_is_named_like_a_module_is_found_by_the_message(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("beside_this.py").touch()
+    with pytest.raises(LoadError, match=r"No module named 'beside_this'; for the file, write beside_this\.py:net"):
+        import_named("beside_this:net")
 
 
 # One base for every error, and one place where all of them are found
@@ -181,7 +189,8 @@ def test_sigterm_ends_the_sites_too(tmp_path):
     assert not any(os.path.exists(f"/proc/{site}") for site in sites)
 
 
-def test_the_first_site_that_fails_gives_the_status(tmp_path):
+@pytest.mark.parametrize(("end", "status"), [("os._exit(3)", 3), ("os.kill(os.getpid(), 9)", 137)])
+def test_the_first_site_that_fails_gives_the_status(tmp_path, end, status):
     script = tmp_path / "failing.py"
-    script.write_text("import os, sys; sys.exit(3 if os.environ['RANK'] == '1' else 0)")
-    assert launch_sites([str(script)], 2) == 3
+    script.write_text(f"import os\nif os.environ['RANK'] == '1':\n    {end}")
+    assert launch_sites([str(script)], 2) == status

@@ -41,6 +41,8 @@ class Exit(IntEnum):
     """A certificate ends within the days of ``check --fail-before``."""
     SITES_MISSING = 4
     """A site of the roster is not connected, or training waits, for ``status --fail-missing``."""
+    INTERRUPTED = 130
+    """Ctrl-C, as shells number it."""
 
 
 Run = Callable[[argparse.Namespace], int]
@@ -92,6 +94,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
         return Exit.FAILED
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return Exit.INTERRUPTED
     return status
 
 
@@ -137,10 +142,7 @@ def picture_file(text: str) -> Path:
     Raises:
         ArgumentTypeError: if no picture could be written there.
     """
-    path = _output_file(text, ".png")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise argparse.ArgumentTypeError("a picture needs matplotlib: pip install 'dadplug[examples]'")
-    return path
+    return _drawn(_output_file(text, ".png"))
 
 
 def _option(text: str) -> tuple[str, Any]:
@@ -164,6 +166,20 @@ def page_file(text: str) -> Path:
         ArgumentTypeError: if no file could be written there.
     """
     return _output_file(text, ".html")
+
+
+def _pictures_file(text: str) -> Path:
+    return _drawn(_output_file(text, ".html"))
+
+
+def _json_file(text: str) -> Path:
+    return _output_file(text, ".json")
+
+
+def _drawn(path: Path) -> Path:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError("a picture needs matplotlib: pip install 'dadplug[examples]'")
+    return path
 
 
 def _output_file(text: str, suffix: str) -> Path:
@@ -605,7 +621,11 @@ def _dataset(arguments: argparse.Namespace) -> Any:
     if arguments.data_dir is not None:
         raise ValueError(f"--data-dir is for a data set of {', '.join(DATASETS)}: leave it out")
     dataset = import_named(arguments.dataset)
-    return dataset if hasattr(dataset, "__getitem__") else dataset()
+    found = dataset if hasattr(dataset, "__getitem__") else dataset()
+    if isinstance(found, tuple) or not hasattr(found, "__getitem__") or not hasattr(found, "__len__"):
+        kind = type(found).__name__
+        raise TypeError(f"{arguments.dataset}: {kind} is no data set, which has a length and numbered samples")
+    return found
 
 
 @command(
@@ -668,8 +688,8 @@ def compare(arguments: argparse.Namespace) -> int:
     ),
     argument("--seconds", type=float, default=240.0, help="time limit, about (default: %(default)g)"),
     argument("--picture", type=picture_file, metavar="FILE.png", help="draw originals beside reconstructions"),
-    argument("--html", type=Path, metavar="FILE.html", help="write the report as one page"),
-    argument("--json", type=Path, metavar="FILE.json", help="write the report as JSON"),
+    argument("--html", type=_pictures_file, metavar="FILE.html", help="write the report as one page"),
+    argument("--json", type=_json_file, metavar="FILE.json", help="write the report as JSON"),
     argument(
         "--fail-above", type=float, metavar="SHARE", help="exit with status 1 if more of the samples are recovered"
     ),
@@ -680,10 +700,11 @@ def audit(arguments: argparse.Namespace) -> int:
     from torch.utils.data import default_collate
 
     from ..auditing import audit
+    from ..comparison.trial import built
     from ..privacy import DifferentialPrivacy
 
     with plain_errors(ValueError, TypeError):
-        model, _, criterion = import_named(arguments.build)()
+        model, _, criterion = built(import_named(arguments.build))
         dataset, count = _dataset(arguments), arguments.batch_size
         if not 0 < count <= len(dataset):
             raise ValueError(f"batch-size must lie in 1 to {len(dataset)}, the size of the data set, got {count}")

@@ -147,7 +147,7 @@ class _Trials:
                 points = run(name, seconds, seed)
         except RunFailedError as error:
             self._failures[name] = str(error)
-            self._progress.report(f"{place}: failed")
+            self._progress.report(f"{place}: failed, {error}")
         else:
             into[name].append(points)
             self._progress.report(f"{place}: loss {points[-1].loss:.4f} after {points[-1].seconds:.1f} s")

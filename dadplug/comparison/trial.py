@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
@@ -25,6 +25,19 @@ LAPS = 10
 
 Built: TypeAlias = tuple[nn.Module, Optimizer, Callable[..., Tensor]]
 Build: TypeAlias = Callable[[], Built]
+
+
+def built(build: Build) -> Built:
+    """Return what a user's function builds.
+
+    Raises:
+        TypeError: if it is not a model, an optimizer and a criterion.
+    """
+    found = build()
+    if not isinstance(found, Sequence) or len(found) != 3:
+        given = f"{len(found)} values" if isinstance(found, tuple) else type(found).__name__
+        raise TypeError(f"build() must return (model, optimizer, criterion), got {given}")
+    return found
 
 
 @dataclass(frozen=True)
@@ -186,7 +199,7 @@ def run_trial(strategy: Strategy, task: Task, seconds: float, seed: int, rank: i
         FloatingPointError: if the held-out loss is not finite.
     """
     torch.manual_seed(seed)
-    model, optimizer, criterion = task.build()
+    model, optimizer, criterion = built(task.build)
     trainer = strategy.attach(model, optimizer)
     batches = task.batches(rank, world_size, seed)
     _train(trainer, criterion, batches, WARM_UP)

@@ -7,7 +7,7 @@ orthonormalisation, a projection of the gradient whose error is never larger tha
 from __future__ import annotations
 
 import zlib
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -63,7 +63,8 @@ class _State(NamedTuple):
     Attributes:
         carry: directions to start from.
         lost: what was not sent, as far as it is kept: further singular vectors, and the rounding errors of the wire
-            format.
+            format. Beside a whole error memory, what has been sent of it, with the opposite sign: it is added together
+            with the next gradient, in one pass over the memory.
         room: number of components that the next step may keep at least.
         bias: what rounding to int8 has taken from the gradient of the bias, without the loss scale.
         samples: unit of these, and of the error memory, see `Method.samples`; 0 for none.
@@ -137,8 +138,8 @@ class RankDAD(Method):
         loss_scale = self.loss_scales.of(name)
         share = state.samples / samples if state.samples else 1.0
         if self.errors.enabled:
-            whole = self._with_errors(name, factor, share * self._decay, loss_scale)
-            compressed = compress_matrix(whole, rank, **how)
+            whole, fill = self._with_errors(name, factor, state.lost, share * self._decay, loss_scale)
+            compressed = compress_matrix(whole, rank, fill=fill, **how)
             size = squared_norm_of(whole) if measure else 0.0
         else:
             deltas, activations = factor.deltas, factor.activations
@@ -155,7 +156,7 @@ class RankDAD(Method):
         lost = None
         if self.errors.enabled:
             right = right * loss_scale if loss_scale != 1.0 else right
-            whole.addmm_(wire.round_trip(left).T, wire.round_trip(right), alpha=-1 / loss_scale)
+            lost = self._copy(name, -wire.round_trip(left), wire.round_trip(right), 0, wire)
         elif self._keeps_rows or wire.quantised:
             lost = self._keep(name, compressed, sent, wire)
         if bias is not None and state.bias is not None:
@@ -178,9 +179,6 @@ class RankDAD(Method):
     def _keep(self, name: str, compressed: Compressed, sent: int, wire: WireFormat) -> _Kept | None:
         """Copy what the next step needs to know of a compressed gradient; None if all of it was sent as it is.
 
-        The storage is that of the step before the last, so that what lasts does not lie between what is freed: the
-        heap would grow by the gradients that no longer fit in between.
-
         Args:
             name: name of the weight.
             compressed: the compressed gradient.
@@ -190,8 +188,14 @@ class RankDAD(Method):
         left, right = compressed.left.T[: compressed.effective_rank], compressed.right.T[: compressed.effective_rank]
         if wire.dtype == left.dtype:
             left, right, sent = left[sent:], right[sent:], 0
-        if not len(left):
-            return None
+        return self._copy(name, left, right, sent, wire) if len(left) else None
+
+    def _copy(self, name: str, left: Tensor, right: Tensor, sent: int, wire: WireFormat) -> _Kept:
+        """Copy rows to where they may be kept.
+
+        The storage is that of the step before the last, so that what lasts does not lie between what is freed: the
+        heap would grow by the gradients that no longer fit in between.
+        """
         storage = self._spare.pop(name, None)
         if storage is None or storage.numel() < left.numel() + right.numel():
             storage = left.new_empty(left.numel() + right.numel())
@@ -204,24 +208,40 @@ class RankDAD(Method):
         if state is not None and state.lost is not None:
             self._spare[name] = state.lost.storage
 
-    def _with_errors(self, name: str, factor: Factor, share: float, loss_scale: float) -> Tensor:
-        """Compute the gradient without its loss scale plus the error memory, in the buffer of the next memory.
+    def _with_errors(
+        self, name: str, factor: Factor, lost: _Kept | None, share: float, loss_scale: float
+    ) -> tuple[Tensor, Callable[[slice], None]]:
+        """Return the buffer of the next memory, and a function that writes some rows of it.
+
+        These are the gradient without its loss scale plus the error memory.
 
         Args:
             name: name of the weight.
             factor: the site's factors.
+            lost: rows whose product is a part of the memory, too; None for none.
             share: scale of the memory.
             loss_scale: the loss scale of the gradient.
         """
         like = factor.deltas.new_empty(1).expand(factor.deltas.shape[1], factor.activations.shape[1])
         error, whole = self.errors.find(name, like), self.errors.prepare(name, like)
-        if factor.whole is not None:
-            if error is not None and loss_scale == 1.0:
-                return torch.add(factor.whole, error, alpha=share, out=whole)
-            torch.mul(factor.whole, 1 / loss_scale, out=whole)
-            return whole if error is None else whole.add_(error, alpha=share)
-        before, beta = (whole, 0.0) if error is None else (error, share)
-        return torch.addmm(before, factor.deltas.T, factor.activations, beta=beta, alpha=1 / loss_scale, out=whole)
+        further = None if error is None or lost is None else [each.to(like) for each in lost.rows()]
+
+        def fill(rows: slice) -> None:
+            block = whole[rows]
+            if factor.whole is None:
+                before, beta = (block, 0.0) if error is None else (error[rows], share)
+                deltas = factor.deltas.T[rows]
+                torch.addmm(before, deltas, factor.activations, beta=beta, alpha=1 / loss_scale, out=block)
+            elif error is None:
+                torch.mul(factor.whole[rows], 1 / loss_scale, out=block)
+            elif loss_scale == 1.0:
+                torch.add(factor.whole[rows], error[rows], alpha=share, out=block)
+            else:  # which may be the block itself, in a further call of a step
+                torch.mul(error[rows], share, out=block).add_(factor.whole[rows], alpha=1 / loss_scale)
+            if further is not None:
+                block.addmm_(further[0].T[rows], further[1], alpha=share)
+
+        return whole, fill
 
     def commit(self, name: str) -> None:
         self.errors.commit(name)

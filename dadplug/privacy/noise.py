@@ -142,7 +142,7 @@ def _add_to_blocks(blocks: Sequence[Reals], deviation: float, scale: float) -> N
 def _random_bits() -> Callable[[int], Bits]:
     """Return a function that draws random words of 32 bits: AES in counter mode, or the operating system's own."""
     try:
-        draw = word_stream(secrets.token_bytes(KEY_BYTES), bytes(16), _BLOCK + 2)
+        draw = word_stream(secrets.token_bytes(KEY_BYTES), bytes(12), _BLOCK + 2)
     except ImportError:  # several times slower
         return lambda count: np.frombuffer(os.urandom(4 * count), np.int32)
     return lambda count: draw(count).view(np.int32)

@@ -43,7 +43,7 @@ class Formed(Contribution):
     gradients: Tensor
 
     def clipped(self, scales: Tensor) -> Tensor:
-        return torch.einsum("i,i...->...", scales.to(self.gradients.dtype), self.gradients)
+        return scales.to(self.gradients.dtype) @ self.gradients.flatten(1)
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def squared_norms(contributions: Sequence[Contribution]) -> Tensor:
     formed = [each.gradients for each in contributions if isinstance(each, Formed)]
     rows = [each for each in contributions if isinstance(each, Rows)]
     if not rows:
-        return torch.stack(formed).sum(0).flatten(1).double().square().sum(1)
+        return _squares(sum(formed[1:], formed[0]).flatten(1))
     if formed:
         raise NotImplementedError("a parameter with rows and formed gradients")
     if len(rows) > 1 and not any(each.is_table for each in rows):
@@ -126,8 +126,7 @@ def _norms_of_rows(left: Tensor, right: Tensor) -> Tensor:
     samples, blocks, rows, height = left.shape
     width = right.shape[3]
     if rows == 1:
-        products = left.double().square().sum(3) * right.double().square().sum(3)
-        return products.sum((1, 2))
+        return (_squares(left) * _squares(right)).sum((1, 2))
     if rows * (height + width) <= height * width:
         gram = (left @ left.mT) * (right @ right.mT)
         return gram.sum((1, 2, 3), dtype=torch.float64)
@@ -137,6 +136,12 @@ def _norms_of_rows(left: Tensor, right: Tensor) -> Tensor:
         some = slice(first, first + count)
         found[some] = (left[some].mT @ right[some]).flatten(1).square().sum(1, dtype=torch.float64)
     return found
+
+
+def _squares(rows: Tensor) -> Tensor:
+    """Return the squared lengths of rows in float64, whose range they cannot leave, without a copy in it."""
+    lengths: Tensor = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64)
+    return lengths.square()
 
 
 def _cross_terms(one: Rows, other: Rows) -> Tensor:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from dadplug.examples.runs import RunProgress
 
-from dadplug.cli.commands import COMMANDS, main
+from dadplug.cli.commands import COMMANDS, Exit, main
 from dadplug.hub.pki.kits import Kit
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -196,7 +196,7 @@ def build():
 
 def test_audit_prints_a_table_and_writes_reports(tmp_path, capsys):
     (tmp_path / "audited.py").write_text(AUDIT_TASK)
-    given = ["audit", f"{tmp_path}/audited.py:build", "digits", "--mode", "dad", "--batch-size", "4", "--seconds", "5"]
+    given = ["audit", f"{tmp_path}/audited.py:build", "digits", "--mode", "dad", "--batch-size", "4"]
     files = [
         f"--{kind}={tmp_path}/report.{end}" for kind, end in (("json", "json"), ("html", "html"), ("picture", "png"))
     ]
@@ -206,7 +206,45 @@ def test_audit_prints_a_table_and_writes_reports(tmp_path, capsys):
     assert (tmp_path / "report.html").stat().st_size > 1000
     assert (tmp_path / "report.png").stat().st_size > 1000
     assert main([*given, "--fail-above", "0.5"]) == 1
-    for wrong, message in (("rank=0", "rank must be"), ("banana=1", "unknown option")):
+    for wrong, message in (
+        (("--option", "rank=0"), "rank must be"),
+        (("--option", "banana=1"), "unknown option"),
+        (("--html", f"{tmp_path}/absent/report.html"), "there is no folder"),
+        (("--json", f"{tmp_path}/report.txt"), "should end in .json"),
+    ):
         with pytest.raises(SystemExit):
-            main([*given, "--option", wrong])
+            main([*given, *wrong])
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("file", ["--html=report.html", "--picture=report.png"])
+def test_audit_names_a_missing_matplotlib_before_it_starts(monkeypatch, capsys, file):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        main(["audit", "absent.py:build", "digits", file])
+    assert "a picture needs matplotlib: pip install 'dadplug[examples]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("build", "data", "message"),
+    [
+        ("pair", "digits", "build() must return (model, optimizer, criterion), got 2 values"),
+        ("build", "wrong.py:build", "wrong.py:build: tuple is no data set"),
+    ],
+)
+def test_wrong_functions_of_a_user_are_named(tmp_path, monkeypatch, capsys, build, data, message):
+    monkeypatch.chdir(tmp_path)
+    Path("wrong.py").write_text(f"{AUDIT_TASK}\n\ndef pair():\n    return build()[:2]\n")
+    monkeypatch.delitem(sys.modules, "wrong", raising=False)
+    with pytest.raises(SystemExit):
+        main(["audit", f"wrong.py:{build}", data])
+    assert message in capsys.readouterr().err
+
+
+def test_an_interrupt_is_one_line(monkeypatch, capsys):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dadplug.hub.pki.project.Project.load", interrupted)
+    assert main(["provision", "project.toml"]) == Exit.INTERRUPTED == 130
+    assert capsys.readouterr().err == "interrupted\n"

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import dadplug
-from dadplug.comparison import STRATEGIES, Comparison, Place, Row, Strategy
+from dadplug.comparison import STRATEGIES, Comparison, Place, Row, Strategy, _Trials
 from dadplug.comparison.strategies import Trainer
 from dadplug.comparison.trial import MAX_HELD_OUT, Point, Task
 from dadplug.errors import RunFailedError
@@ -178,6 +178,14 @@ def test_wrong_arguments_are_refused_before_anything_runs():
 class Terminal(io.StringIO):
     def isatty(self):
         return True
+
+
+def test_the_reason_of_a_failed_run_is_shown_at_once(capsys):
+    def fail(name, seconds, seed):
+        raise RunFailedError("process 0: it has no memory")
+
+    _Trials(["dad"], 1.0, 2, shown=True).run(fail)
+    assert "run 1 of 2: dad: failed, process 0: it has no memory\n" in capsys.readouterr().err
 
 
 def test_progress_is_a_bar_in_a_terminal_and_lines_in_a_log():

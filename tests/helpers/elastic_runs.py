@@ -12,7 +12,7 @@ import hub_kits
 import mortal_hub
 import pytest
 import support
-from json_lines import read_lines
+from json_lines import last_number, read_lines
 from running_hub import RunningHub, running_hub, until
 from support import free_port
 
@@ -103,7 +103,7 @@ class Run:
 
         def made() -> bool:
             assert self.processes[name].poll() is None, self.state()
-            return max(self.lines(name), default=-1) >= step
+            return last_number(self.folder / name / "log.jsonl", self._key) >= step
 
         until(made, self.state, ENDED)
 

@@ -151,9 +151,13 @@ def start(
         return Program(_ask(_address(_modules(preload, bare)), request, descriptors), output, errors)
 
 
-def interpreter() -> str:
-    """Return a stand-in for the interpreter, whose programs have dadplug; for code that starts `sys.executable`."""
-    return _address(_modules((), bare=False)) + STAND_IN
+def interpreter(preload: Sequence[str] = ()) -> str:
+    """Return a stand-in for the interpreter, whose programs have dadplug; for code that starts `sys.executable`.
+
+    Args:
+        preload: further libraries, as for `start`.
+    """
+    return _address(_modules(preload, bare=False)) + STAND_IN
 
 
 def _modules(preload: Sequence[str], bare: bool) -> tuple[str, ...]:

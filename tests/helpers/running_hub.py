@@ -115,11 +115,12 @@ def add_site(hub: RunningHub, names: str, **entries: Any) -> None:
 
 
 def until(condition: Any, message: Any = lambda: "the condition has not come true", timeout: float = TIMEOUT) -> None:
-    """Wait until a condition is true."""
-    end = time.monotonic() + timeout
+    """Wait until a condition is true; what takes long is looked at less often."""
+    begin = time.monotonic()
     while not condition():
-        assert time.monotonic() < end, message()
-        time.sleep(0.005)
+        waited = time.monotonic() - begin
+        assert waited < timeout, message()
+        time.sleep(min(0.002 + waited / 20, 0.02))
 
 
 class TestSite:

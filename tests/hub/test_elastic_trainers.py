@@ -18,7 +18,7 @@ from elastic_catalyst import BATCH, train_data, valid_data
 from elastic_catalyst import net as catalyst_net
 from elastic_data import batch_of, batches_of, net, scores, trained_in_one_process
 from elastic_runs import ENDED, Run
-from json_lines import read_lines
+from json_lines import last_number, read_lines
 from running_hub import RunningHub, add_site, free_port, running_hub, until
 
 support.need("pytorch_lightning")
@@ -425,7 +425,8 @@ class Sites:
         return f"{printed}\n{(self.folder / 'journal').read_text()}"
 
     def await_step(self, name: str, step: int) -> None:
-        until(lambda: max(self.lines(name), default=-1) >= step, self.state, ENDINGS)
+        log = self.folder / name / "log.jsonl"
+        until(lambda: last_number(log, "number") >= step, self.state, ENDINGS)
 
     def await_line(self, text: str) -> None:
         until(lambda: text in (self.folder / "journal").read_text(), self.state, ENDINGS)

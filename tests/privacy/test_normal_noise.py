@@ -9,6 +9,7 @@ import torch
 from scipy import stats
 
 from dadplug.privacy import noise
+from dadplug.privacy.masks import word_stream
 from dadplug.privacy.noise import add_noise
 
 
@@ -121,3 +122,12 @@ def test_forked_processes_draw_different_noise():
         found.append(receiving.recv())
         process.join(60)
     assert len({tuple(each) for each in found}) == 3
+
+
+def test_words_are_those_of_aes_in_counter_mode():
+    from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
+    key, place = bytes(range(32)), bytes(range(12))
+    plain = Cipher(algorithms.AES(key), modes.CTR(place + bytes([0, 0, 0, 2]))).encryptor().update(bytes(400_004))
+    draw = word_stream(key, place, 70_001)
+    assert b"".join(draw(count).tobytes() for count in (1, 7, 70_000, 29_993)) == plain

@@ -1,10 +1,12 @@
 """The notebooks of the tutorials: run from top to bottom, with outputs that are those of a run."""
 
 import json
+import os
 import re
 import sys
 from pathlib import Path
 
+import forkserver
 import pytest
 
 pytestmark = pytest.mark.slow
@@ -35,11 +37,18 @@ def kinds(notebook: dict) -> list[set[str]]:
 
 @pytest.fixture(scope="module")
 def execute(tmp_path_factory):
-    """Function that executes a notebook by name, in an empty folder."""
+    """Function that executes a notebook by name, in an empty folder; torchrun and its sites start by fork."""
+    launcher = tmp_path_factory.mktemp("programs") / "torchrun"
+    launcher.write_text(
+        f'#!/bin/sh\nexec {forkserver.interpreter(forkserver.TRAINERS)} -m torch.distributed.run "$@"\n'
+    )
+    launcher.chmod(0o700)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "docs"))
-        for name in ("PATH", "IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR"):
-            patch.setenv(name, "" if name != "PATH" else __import__("os").environ["PATH"])
+        for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR"):
+            patch.setenv(name, "")
+        programs = (str(launcher.parent), str(Path(sys.executable).parent), os.environ["PATH"])
+        patch.setenv("PATH", os.pathsep.join(programs))
         import notebooks
 
         yield lambda name: notebooks.execute(FOLDER / f"{name}.ipynb", tmp_path_factory.mktemp(name))

@@ -457,7 +457,7 @@ class Relay:
             FrameError: if the site does not keep to the protocol.
         """
         head, body, _ = frame
-        if head.kind is Kind.CONTROL or session.channel in ("store", "check"):
+        if head.kind is Kind.CONTROL or (session.channel in ("store", "check") and len(body) < _SMALL_BYTES):
             session.charge()
         if head.kind is Kind.CONTROL:
             self._take_control(session, bytes(body), now)
