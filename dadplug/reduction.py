@@ -21,12 +21,12 @@ from .fused import Deferral, FusedSteps
 from .logs import get_logger
 from .methods import Quality, feedback, make_method
 from .methods.feedback import ErrorFeedback
-from .model_sync import sameness
 from .model_sync.batchnorm import SyncedBatchNorms
 from .model_sync.replicated_model import JoinState, ReplicatedModel, Stateful
 from .model_sync.sameness import FirstBatch, OptimizerSettings, Weights
 from .model_sync.samples import SampleCounter
 from .model_sync.structure import refuse_unsynchronised
+from .model_sync.tables import LookedUpRows
 from .options import Options
 from .planning.merging import check_merge
 from .planning.plan import Plan
@@ -113,7 +113,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         if self.options.sync_batchnorm:
             counter = self._counter if self.options.weighting == "samples" else None
             self._norms = SyncedBatchNorms(model, self._open_transport(process_group), counter, announces=True)
-        self._renormalised = sameness.tables_with_max_norm(model)
+        self._looked_up = LookedUpRows(model)
         self._syncing = True
         self._agreed_samples = 0
         self.share: float | None = None
@@ -322,8 +322,6 @@ class GradientReduction(FusedSteps, ReplicatedModel):
             self._norms.end_micro_batches()
         self._pending |= planner.holds_gradients or self._has_attached
         self._counter.follow()
-        for table in self._renormalised:
-            sameness.renormalise(table)
         if not planner.is_complete:
             planner.complete_plan(self._step)
         try:
@@ -396,6 +394,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         if self.site_rank in self._transport.absent:
             return
         with self.traffic.apart():
+            self._looked_up.renormalise(self._transport)
             self._settings.compare([header.settings for header in headers], self._step, self._transport)
             digests = [header.digest for header in headers]
             if self._first_batch is not None:
@@ -705,6 +704,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self._planner.release(discard=discard)
         self._pending = False
         self._counter.detach()
+        self._looked_up.detach()
         if self._private is not None:
             self._private.detach()
         if self._norms is not None:
