@@ -25,7 +25,7 @@ from .model_sync.batchnorm import SyncedBatchNorms
 from .model_sync.replicated_model import JoinState, ReplicatedModel, Stateful
 from .model_sync.sameness import FirstBatch, OptimizerSettings, Weights
 from .model_sync.samples import SampleCounter
-from .model_sync.structure import refuse_unsynchronised
+from .model_sync.structure import is_managed, refuse_unsynchronised
 from .model_sync.tables import LookedUpRows
 from .options import Options
 from .planning.merging import check_merge
@@ -123,6 +123,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self._noise: GradientNoise | None = None
         self._planner = self._make_planner()
         self._settings = OptimizerSettings(self.options.may_differ)
+        self._seen_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._has_warned = False  # of gradients that were changed before they were synchronized
         self._weights = Weights(model, self.options.compare_every)
         self._compares = True
@@ -377,6 +378,29 @@ class GradientReduction(FusedSteps, ReplicatedModel):
             optimizer: the optimizer.
         """
         self._settings.record(optimizer)
+        if self.world_size > 1 and optimizer not in self._seen_optimizers:
+            self._seen_optimizers.add(optimizer)
+            self._warn_of_own_decisions(optimizer)
+
+    def _warn_of_own_decisions(self, optimizer: Optimizer) -> None:
+        """Warn of steps that differ between sites: of parameters outside of the model, and by this site's own loss."""
+        ours = {id(each) for reduction in REDUCTIONS for each in reduction.model.parameters()}
+        stepped = (each for group in optimizer.param_groups for each in group["params"])
+        others = (each for each in stepped if id(each) not in ours and not is_managed(each))
+        further = next((each for each in others if each.grad is not None), None)
+        if further is not None:
+            _log.warning(
+                "the optimizer %s steps a parameter of shape %s that is outside of the model: its gradient is this "
+                "site's own, and its values will differ between sites. Put it into the model, or wrap its module, too",
+                type(optimizer).__name__,
+                [*further.shape],
+            )
+        if optimizer.param_groups[0].get("line_search_fn"):
+            _log.warning(
+                "the line search of %s compares losses: let the closure return the mean over the sites, such as "
+                "torch.distributed.all_reduce of the loss gives, since sites that decide by their own loss go apart",
+                type(optimizer).__name__,
+            )
 
     def _digest(self) -> int:
         """Return what the header of this step carries of the first batch or the weights."""
