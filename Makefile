@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+DEMO := $(VENV)/demo
 READY := $(VENV)/ready
 PACKAGING := setup.cfg setup.py pyproject.toml constraints.txt
 
@@ -24,7 +25,7 @@ XDIST := -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 .PHONY: demo test pytest test-avx2 test-generic test-oldest test-newest test-trainers lint types docs notebooks dist dist-test \
 	workflows clean
 
-demo: $(READY)
+demo: $(DEMO)
 	$(BIN)/python examples/two_site_mnist.py
 
 # mypy works beside the first tests.
@@ -62,12 +63,18 @@ $(VENV)/types: $(READY) $(shell find dadplug hooks runners callbacks -name '*.py
 	cd $(VENV)/installed && MYPYPATH=. ../../$(BIN)/mypy --cache-dir ../mypy --config-file ../../setup.cfg -p dadplug
 	touch $@
 
-# Catalyst's metadata is refused by pip 24.1 and newer.
-$(READY): $(PACKAGING)
+# One environment in two steps, since the demo and the examples need half of it. Python compiles modules when they are
+# first imported: most of them never are. Catalyst's metadata is refused by pip 24.1 and newer.
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
+
+$(DEMO): $(PACKAGING)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check "pip<24.1" "setuptools>=64,<81" wheel
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation \
-		--editable ".[adapm,catalyst,lightning,hub,serve,onnx,examples,test,docs]"
+	$(INSTALL) "pip<24.1" "setuptools>=64,<81" wheel
+	$(INSTALL) --constraint constraints.txt --no-build-isolation --editable ".[adapm,catalyst,lightning,hub,examples]"
+	touch $@
+
+$(READY): $(DEMO)
+	$(INSTALL) --constraint constraints.txt --no-build-isolation --editable ".[serve,onnx,test,docs]"
 	touch $@
 
 $(OLDEST)/ready: PYTHON = $(OLDEST_PYTHON)

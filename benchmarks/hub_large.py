@@ -1,4 +1,4 @@
-"""A sealed training of BERT-large's size over slow links through squid, which nobody looks after, with faults.
+"""A sealed training of BERT-large's size over slow links through squid, with faults and without an operator.
 
     sudo python benchmarks/hub_large.py                                              758 MB, 10 Mbit/s; about 45 minutes
     sudo python benchmarks/hub_large.py --rate 100mbit --megabytes 76 --cut 10 --stop 20 --timeout 5      two minutes

@@ -16,7 +16,8 @@ agreed model, or with average=160 in a way's name the running average of its mod
    --limit seconds. The table has the mean number of steps times that.
 
 Each line of results is written to OUT.json as it is measured; --keep measures only what is not there yet. With
---stop-after, too, a long table is measured in pieces: the same command until it exits with 0.
+--stop-after, too, a long table is measured in pieces: the same command until it exits with 0. OUT.png has the curves of
+seed 0 over megabytes, and over seconds at each rate.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from attach import parse
-from drive import add_pieces, begin, check_rates, may_begin, read, run_sites, title
+from drive import add_pieces, begin, check_rates, colours_of, may_begin, read, run_sites, title
 from held_out import accuracy, batches
 from link import may_make_links, reshape
 from local_ways import Way
@@ -231,6 +232,42 @@ def time_cell(seconds: float, best: float) -> str:
     return f"{seconds:.1f} s" + (f" ({seconds / best:.2f})" if best < float("inf") else "")
 
 
+def draw(rows: list[dict], file: str) -> None:
+    """Draw accuracy of seed 0 over megabytes, and over seconds at each rate; a row of panels for each split."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    runs = [row for row in rows if row.get("curve") and row["seed"] == 0]
+    splits = list(dict.fromkeys(row["split"] for row in runs))
+    rates = list(dict.fromkeys(row["rate"] for row in rows if row.get("rate", "none") != "none"))
+    if not runs:
+        return
+    figure = Figure(figsize=(max(7, 4 + 4 * len(rates)), 0.8 + 3.2 * len(splits)), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(len(splits), 1 + len(rates), squeeze=False, sharey="row")
+    colours = colours_of(list(dict.fromkeys(row["method"] for row in runs)))
+    for line, split in zip(panels, splits, strict=True):
+        for run in (row for row in runs if row["split"] == split):
+            steps = [LAP * (place + 1) for place in range(len(run["curve"]))]
+            step = {"MB": (run["megabytes"] or 0) / steps[-1]}
+            timed = [row for row in rows if row["method"] == run["method"] and row.get("split") == split]
+            step |= {row["rate"]: row["step"] for row in timed if "rate" in row}
+            for panel, unit in zip(line, ("MB", *rates), strict=True):
+                if step.get(unit):
+                    shown = {"color": colours[run["method"]], "label": label(run["method"])}
+                    panel.plot([each * step[unit] for each in steps], run["curve"], marker=".", **shown)
+        line[0].set_ylabel(f"held-out accuracy, {title(split)}")
+    for panel, unit in zip(panels[-1], ("MB", *rates), strict=True):
+        panel.set_xlabel("MB a site" if unit == "MB" else f"seconds, {title(unit)}")
+    for panel in panels.flat:
+        panel.set_xscale("log")
+        panel.grid(alpha=0.3)
+    figure.legend(
+        *panels[0, 0].get_legend_handles_labels(), loc="outside lower center", frameon=False, fontsize="small"
+    )
+    figure.savefig(file, dpi=110)
+
+
 def measure(arguments: argparse.Namespace, results: Path) -> None:
     """Measure each way in processes of its own; the results file gets a line a run, or an error."""
     for method in arguments.methods.split(","):
@@ -292,6 +329,7 @@ def main() -> int:
     measure(arguments, results)
     rows = read(results)
     Path(f"{arguments.out}.md").write_text(table(rows) + "\n")
+    draw(rows, f"{arguments.out}.png")
     print(table(rows))
     if any("error" in row for row in rows):
         return 1

@@ -52,6 +52,7 @@ class Way:
             update = get_ema_multi_avg_fn(max(0.0, 1 - self._updated / window))
             self._averaged = AveragedModel(model, multi_avg_fn=update, use_buffers=True)
         self.evaluated = self._averaged or model
+        self._sent = ALL_REDUCED.get(method, 0) * sum(each.numel() for each in model.parameters())
         self._local = self._peer = self._attached = None
         self.model = self._plain = model
         if method == "localsgd":
@@ -87,9 +88,12 @@ class Way:
             self._local.finish()
 
     def megabytes_sent(self) -> float | None:
-        """Megabytes of payload that this site has sent; None where the way does not count them."""
+        """Megabytes of payload that this site has sent, of peers what a ring sends; None where it is not counted."""
         counted = self._local or (self._attached and self._attached.reduction)
-        return None if counted is None else counted.traffic.bytes_in_steps / 1e6
+        if counted:
+            return counted.traffic.bytes_in_steps / 1e6
+        sites, rounds = dist.get_world_size(), self._steps // self.every
+        return self._sent * rounds * 2 * (sites - 1) / sites / 1e6 or None
 
     def detach(self) -> None:
         """Remove the way from the model."""
@@ -132,6 +136,8 @@ class DiLoCo:
 
 
 PEERS = {"mean": MeanOfParameters, "diloco": DiLoCo}
+ALL_REDUCED = {"ddp": 4, "ddp-fp16": 2, "mean": 4, "diloco": 2}
+"""Bytes of each parameter in an agreement."""
 
 
 def statistics_of(model: nn.Module) -> list[Tensor]:
