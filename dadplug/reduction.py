@@ -418,7 +418,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         if self.site_rank in self._transport.absent:
             return
         with self.traffic.apart():
-            self._looked_up.renormalise(self._transport)
+            self._looked_up.renormalise(self._transport, self.options.min_sites is not None)
             self._settings.compare([header.settings for header in headers], self._step, self._transport)
             digests = [header.digest for header in headers]
             if self._first_batch is not None:

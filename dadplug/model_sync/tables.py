@@ -55,9 +55,19 @@ class LookedUpRows:
             for table, rows in zip(self._tables, self._rows, strict=True)
         ]
 
-    def renormalise(self, transport: Transport) -> None:
-        """Renormalise what any site has looked up, at all sites; all of them must call it."""
+    def renormalise(self, transport: Transport, elastic: bool) -> None:
+        """Renormalise what any site has looked up, at all sites; all of them must call it.
+
+        Args:
+            transport: the transport.
+            elastic: whether sites may leave: all rows are renormalised then, which needs no message.
+        """
         if not self._tables:
+            return
+        if elastic:
+            for table, rows in zip(self._tables, self._rows, strict=True):
+                rows.clear()
+                renormalise(table)
             return
         own = [torch.cat(rows).unique() if rows else torch.empty(0, dtype=torch.int64) for rows in self._rows]
         for rows in self._rows:
