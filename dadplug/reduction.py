@@ -21,12 +21,12 @@ from .fused import Deferral, FusedSteps
 from .logs import get_logger
 from .methods import Quality, feedback, make_method
 from .methods.feedback import ErrorFeedback
-from .model_sync import sameness
 from .model_sync.batchnorm import SyncedBatchNorms
 from .model_sync.replicated_model import JoinState, ReplicatedModel, Stateful
 from .model_sync.sameness import FirstBatch, OptimizerSettings, Weights
 from .model_sync.samples import SampleCounter
-from .model_sync.structure import refuse_unsynchronised
+from .model_sync.structure import is_managed, refuse_unsynchronised
+from .model_sync.tables import LookedUpRows
 from .options import Options
 from .planning.merging import check_merge
 from .planning.plan import Plan
@@ -113,7 +113,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         if self.options.sync_batchnorm:
             counter = self._counter if self.options.weighting == "samples" else None
             self._norms = SyncedBatchNorms(model, self._open_transport(process_group), counter, announces=True)
-        self._renormalised = sameness.tables_with_max_norm(model)
+        self._looked_up = LookedUpRows(model)
         self._syncing = True
         self._agreed_samples = 0
         self.share: float | None = None
@@ -123,6 +123,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self._noise: GradientNoise | None = None
         self._planner = self._make_planner()
         self._settings = OptimizerSettings(self.options.may_differ)
+        self._seen_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._has_warned = False  # of gradients that were changed before they were synchronized
         self._weights = Weights(model, self.options.compare_every)
         self._compares = True
@@ -322,8 +323,6 @@ class GradientReduction(FusedSteps, ReplicatedModel):
             self._norms.end_micro_batches()
         self._pending |= planner.holds_gradients or self._has_attached
         self._counter.follow()
-        for table in self._renormalised:
-            sameness.renormalise(table)
         if not planner.is_complete:
             planner.complete_plan(self._step)
         try:
@@ -379,6 +378,29 @@ class GradientReduction(FusedSteps, ReplicatedModel):
             optimizer: the optimizer.
         """
         self._settings.record(optimizer)
+        if self.world_size > 1 and optimizer not in self._seen_optimizers:
+            self._seen_optimizers.add(optimizer)
+            self._warn_of_own_decisions(optimizer)
+
+    def _warn_of_own_decisions(self, optimizer: Optimizer) -> None:
+        """Warn of steps that differ between sites: of parameters outside of the model, and by this site's own loss."""
+        ours = {id(each) for reduction in REDUCTIONS for each in reduction.model.parameters()}
+        stepped = (each for group in optimizer.param_groups for each in group["params"])
+        others = (each for each in stepped if id(each) not in ours and not is_managed(each))
+        further = next((each for each in others if each.grad is not None), None)
+        if further is not None:
+            _log.warning(
+                "the optimizer %s steps a parameter of shape %s that is outside of the model: its gradient is this "
+                "site's own, and its values will differ between sites. Put it into the model, or wrap its module, too",
+                type(optimizer).__name__,
+                [*further.shape],
+            )
+        if optimizer.param_groups[0].get("line_search_fn"):
+            _log.warning(
+                "the line search of %s compares losses: let the closure return the mean over the sites, such as "
+                "torch.distributed.all_reduce of the loss gives, since sites that decide by their own loss go apart",
+                type(optimizer).__name__,
+            )
 
     def _digest(self) -> int:
         """Return what the header of this step carries of the first batch or the weights."""
@@ -396,6 +418,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         if self.site_rank in self._transport.absent:
             return
         with self.traffic.apart():
+            self._looked_up.renormalise(self._transport, self.options.min_sites is not None)
             self._settings.compare([header.settings for header in headers], self._step, self._transport)
             digests = [header.digest for header in headers]
             if self._first_batch is not None:
@@ -705,6 +728,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self._planner.release(discard=discard)
         self._pending = False
         self._counter.detach()
+        self._looked_up.detach()
         if self._private is not None:
             self._private.detach()
         if self._norms is not None:

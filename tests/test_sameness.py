@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from contextlib import contextmanager
 
 import pytest
@@ -254,6 +255,37 @@ def test_gradients_clipped_too_early_are_warned_of(sites, mode):
         assert "was changed between backward() and synchronize(), as by clipping" in messages[0]
     assert sites(2).run(clipped, mode, False, False) == [[], []]
     assert sites(2).run(clipped, mode, False, True) == [[], []]
+
+
+def steps_of_its_own(further, line_search):
+    with messages_of("reduction") as messages:
+        reduction = dadplug.GradientReduction(network(), mode="dsgd", compare_every=0)
+        outside = nn.Parameter(torch.ones(7))
+        (outside * 2).sum().backward()
+        parameters = [*reduction.model.parameters(), *([outside] if further else [])]
+        if line_search:  # one step: sites that decide by their own loss have different numbers of evaluations after it
+            optimizer = torch.optim.LBFGS(parameters, max_iter=1, max_eval=1, line_search_fn="strong_wolfe")
+            batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
+            reduction.model(batch).square().mean().backward()
+            reduction.synchronize()
+            optimizer.step(lambda: torch.zeros(()))
+        else:
+            optimizer = torch.optim.SGD(parameters, 0.1)
+            optimizer.zero_grad = reduction.model.zero_grad  # the outer gradient stays
+            train(reduction, optimizer, 3)
+        reduction.detach()
+    return messages
+
+
+@pytest.mark.parametrize(
+    ("further", "line_search", "text"),
+    [(True, False, r"SGD steps a parameter of shape \[7\] that is outside of the model"), (False, True, "line search")],
+)
+def test_steps_that_differ_between_sites_are_warned_of(sites, further, line_search, text):
+    for messages in sites(2).run(steps_of_its_own, further, line_search):
+        assert len(messages) == 1
+        assert re.search(text, messages[0])
+    assert sites(2).run(steps_of_its_own, False, False) == [[], []]
 
 
 def test_models_are_flattened_in_parts(monkeypatch):

@@ -36,6 +36,7 @@ from ..errors import MismatchError, NonFiniteError
 from ..exchange import Gather, Transport
 from ..model_sync import sameness
 from ..model_sync.buffers import MovingBuffers
+from ..model_sync.tables import renormalise, tables_with_max_norm
 from ..options import AUTO
 from .auto_format import AutoFormat
 from .delta_format import DeltaFormat
@@ -437,7 +438,7 @@ class Agreement:
         self._fragments = [Fragment(delta_format(options, transport)) for _ in range(options.fragments)]
         self._buffers = MovingBuffers(model)
         self._headers: Gather = transport.gather([len(Header._fields)] * transport.world_size, torch.int64)
-        self._tables = sameness.tables_with_max_norm(model)
+        self._tables = tables_with_max_norm(model)
         self._transit: _Transit | None = None
         self._due: int | None = None  # step at which the deltas in transit are applied, if not at the next agreement
         self._added: list[str] = []  # parameters whose first values have to be compared
@@ -508,7 +509,7 @@ class Agreement:
         self.agreed.begin_round(self._model, in_transit, names=fragment.names)
         if in_transit is None:
             for table in self._tables:  # as lookups do, since sites look up different rows
-                sameness.renormalise(table)
+                renormalise(table)
         self.count += 1
         return headers
 

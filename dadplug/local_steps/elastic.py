@@ -36,6 +36,7 @@ from ..exchange import Gather, Transport
 from ..logs import get_logger
 from ..model_sync import sameness
 from ..model_sync.buffers import agreed_value
+from ..model_sync.tables import renormalise
 from .agreement import Agreement, Fragment, Header, delta_format, divide, fingerprint, is_finite
 from .options import LocalOptions
 
@@ -221,7 +222,7 @@ class ElasticAgreement(Agreement):
             self._offer()
         if not any(each.weight for each in self._fragments) and not (self._offered and self._offered.weight):
             for table in self._tables:  # as lookups do, since sites look up different rows
-                sameness.renormalise(table)
+                renormalise(table)
         if transport.grows:
             transport.grow()
         self._report(headers, counted, names)

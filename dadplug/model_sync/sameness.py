@@ -21,11 +21,11 @@ from ..exchange import Transport
 from ..logs import get_logger
 from ..schedules import version_of
 from .structure import is_managed
+from .tables import tables_with_max_norm
 
 _STATES, _FURTHER_BYTES = 16, 1 << 28  # bound of a state: times the model's tensors, and besides
 _GROUP_BYTES = 1 << 25  # that are flattened at once
 Item = TypeVar("Item")
-_ROUNDS = 8  # of renormalisation; two are enough, but with NaN there is always a change
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -184,31 +184,6 @@ def _broadcast(flat: Tensor, tensors: Sequence[Tensor], transport: Transport) ->
     transport.broadcast(flat)
     for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
         tensor.copy_(part.view_as(tensor))
-
-
-def tables_with_max_norm(model: nn.Module) -> list[nn.Embedding | nn.EmbeddingBag]:
-    """Return the embeddings with ``max_norm``, whose lookups change their rows."""
-    tables = (module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag)))
-    return [table for table in tables if table.max_norm is not None]
-
-
-@torch.no_grad()
-def renormalise(table: nn.Embedding | nn.EmbeddingBag) -> None:
-    """Renormalise every row of a table, as a lookup does with its rows, since sites have looked up different rows.
-
-    This is repeated until nothing changes, so that a row that has been looked up twice has the bits of one that has
-    not.
-
-    Args:
-        table: an embedding with ``max_norm``.
-    """
-    assert table.max_norm is not None
-    weight, everything = table.weight, torch.arange(table.num_embeddings, device=table.weight.device)
-    for _ in range(_ROUNDS):
-        before = weight.clone()
-        torch.embedding_renorm_(weight, everything, table.max_norm, table.norm_type)
-        if torch.equal(before, weight):
-            break
 
 
 def first_difference(model: nn.Module, transport: Transport) -> str | None:
@@ -415,7 +390,12 @@ class Weights:
 
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
         named = self._model.named_parameters()
-        return [(name, each) for name, each in named if each.is_floating_point() and not is_managed(each)]
+        left_out = {id(table.weight) for table in tables_with_max_norm(self._model)}  # equal after the exchange only
+        return [
+            (name, each)
+            for name, each in named
+            if each.is_floating_point() and not is_managed(each) and id(each) not in left_out
+        ]
 
 
 class FirstBatch:

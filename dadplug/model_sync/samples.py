@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves
 
 from ..hooks import eager
 from .sameness import FirstBatch
 
 _TENSORS = {Tensor}  # a subclass may be a container to pytree
+_SEQUENCE_LAYERS = (nn.RNNBase, nn.MultiheadAttention)  # whose inputs begin with the position, unless batch_first
 
 
 class SampleCounter:
@@ -25,6 +27,10 @@ class SampleCounter:
     The number of samples is the first dimension of the first tensor among the inputs of the outermost call: of the
     model, or of one of its direct children where the model itself is never called, as in a Lightning module. Mappings
     and plain objects among the inputs are searched too. Where no input has a tensor, the outputs are searched.
+
+    Some inputs do not begin with the samples. Layers without ``batch_first`` show sequences that begin with the
+    position, and packed sequences have their own number. Otherwise outputs decide, if none begins as the first input
+    does: they may begin as another input, such as the offsets of bags, or with the second dimension of sequences.
 
     Args:
         model: the model.
@@ -46,6 +52,8 @@ class SampleCounter:
         self._on_forward = on_forward
         self._on_backward = on_backward
         self.current = 0
+        self._shown = 0  # samples of the running forward pass by a layer whose inputs begin with the position
+        self._others: set[int] = set()  # samples that outputs may show in place of `current`
         self.forwards = 0
         self.called: nn.Module = model
         self.backward_pass = -1
@@ -63,15 +71,20 @@ class SampleCounter:
         self._handles: list[Any] = []
         self._model = model
         self._watched: dict[int, nn.Module] = {}
+        self._layers: dict[int, nn.Module] = {}
         self.follow()
 
     def follow(self) -> None:
         """Watch modules that have been added to the model since."""
+        for module in self._model.modules():
+            if isinstance(module, _SEQUENCE_LAYERS) and not module.batch_first and id(module) not in self._layers:
+                self._layers[id(module)] = module
+                self._handles.append(module.register_forward_pre_hook(Watch(self._show), with_kwargs=True))
         for module in (self._model, *self._model.children()):
             if id(module) not in self._watched:
                 self._watched[id(module)] = module
-                self._handles.append(module.register_forward_pre_hook(_Watch(self._enter), with_kwargs=True))
-                self._handles.append(module.register_forward_hook(_Watch(self._leave), always_call=True))
+                self._handles.append(module.register_forward_pre_hook(Watch(self._enter), with_kwargs=True))
+                self._handles.append(module.register_forward_hook(Watch(self._leave), always_call=True))
 
     @property
     def known(self) -> bool:
@@ -156,10 +169,17 @@ class SampleCounter:
                     self.first_batch.look(inputs)
                 self._on_forward()
                 self.owned.update(leaf.untyped_storage().data_ptr() for leaf in inputs if _is_plain(leaf))
-            size = _first_dimension(inputs)
-            self.current, self._known = size or 0, size is not None
+            size = _first_dimension(inputs) if only_tensors else _listed(args, kwargs) or batch_size((args, kwargs))
+            self.current, self._known, self._shown = size or 0, size is not None, 0
+            self._others = _further_sizes(inputs) if size == _first_dimension(inputs) else set()
             if self._block is not None:
                 self.current, self._known = self._block.samples, True
+
+    def _show(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record the samples in the inputs of a layer, if they begin with the position, as those of the model do."""
+        first = next(iter((*args, *kwargs.values())), None)
+        if not self._shown and isinstance(first, Tensor) and first.dim() == 3 and len(first) == self.current:
+            self._shown = first.shape[1]
 
     def _leave(self, module: nn.Module, args: Any, outputs: Any) -> None:
         """Record that a watched module returns, and count its samples once backward runs through the outputs."""
@@ -172,7 +192,9 @@ class SampleCounter:
         known = self._known
         if not known and (size := batch_size(outputs)) is not None:
             samples, known = size, True
-        leaves = (outputs,) if type(outputs) is Tensor else tensors_of(outputs)
+        leaves = [outputs] if type(outputs) is Tensor else list(tensors_of(outputs))
+        if known and self._block is None:
+            samples = self._shown or _shown_by_outputs(samples, self._others, leaves)
         reached = [leaf for leaf in leaves if leaf.requires_grad]
         stated = self._block or _Stated(samples)
         if self.on_outputs is not None:
@@ -214,8 +236,33 @@ class _Stated:
 
 
 def batch_size(batch: Any) -> int | None:
-    """Return the first dimension of the first tensor in a batch; None where there is none."""
+    """Return the number of samples in a batch: the first dimension of its first tensor; None where there is none."""
+    leaf = next(iter(tree_leaves(batch, is_leaf=lambda each: isinstance(each, PackedSequence))), None)
+    if isinstance(leaf, PackedSequence):
+        return int(leaf.batch_sizes[0])
     return _first_dimension(tensors_of(batch))
+
+
+def _listed(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
+    """Return the number of samples in lists of pictures and of their labels, as detectors take them; else None."""
+    lists = [each for each in (*args, *kwargs.values()) if isinstance(each, (list, tuple)) and each]
+    pictures = next((each for each in lists if all(isinstance(one, Tensor) for one in each)), ())
+    labels = next((each for each in lists if all(isinstance(one, Mapping) for one in each)), ())
+    return len(labels) if len(labels) == len(pictures) else None
+
+
+def _further_sizes(inputs: Iterable[Tensor]) -> set[int]:
+    """Return what may be the number of samples, if it is not the first dimension of the first tensor."""
+    first, *others = [leaf for leaf in inputs if leaf.dim() > 0] or [torch.empty(0)]
+    sizes = {leaf.shape[0] for leaf in others}
+    is_sequence = first.dim() == 3 or (first.dim() == 2 and not first.is_floating_point())
+    return sizes | {first.shape[1]} if is_sequence else sizes
+
+
+def _shown_by_outputs(samples: int, others: Collection[int], outputs: Iterable[Tensor]) -> int:
+    """Return the number of samples: another one, if the outputs begin with it, and none begins with `samples`."""
+    sizes = [leaf.shape[0] for leaf in outputs if leaf.dim() > 0]
+    return sizes[0] if sizes and samples not in sizes and sizes[0] in others else samples
 
 
 def _first_dimension(leaves: Iterable[Tensor]) -> int | None:
@@ -246,7 +293,7 @@ def _is_plain(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
-class _Watch:
+class Watch:
     """Hook of a watched module; a copied or pickled model has one without effect in its place."""
 
     def __init__(self, function: Callable[[nn.Module, Any, Any], None] = lambda module, args, further: None) -> None:
@@ -257,7 +304,7 @@ class _Watch:
         self._function(module, args, further)
 
     def __reduce__(self) -> Any:
-        return _Watch, ()
+        return Watch, ()
 
 
 def batches_before(step: int, own: int, steps: int) -> int:
