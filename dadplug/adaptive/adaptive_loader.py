@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
 from ..errors import MismatchError
@@ -45,6 +45,10 @@ class GradientSource(Protocol):
 
     traffic: Traffic
     options: Any
+
+    @property
+    def model(self) -> nn.Module:
+        """The model."""
 
     @property
     def noise(self) -> GradientNoise:
