@@ -4,6 +4,7 @@ import re
 import shutil
 import signal
 import struct
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -299,7 +300,8 @@ def test_trainers_that_need_all_sites_say_so():
 
 def rounds_of(announced: int) -> RoundClient:
     rounds = object.__new__(RoundClient)
-    rounds._link = SimpleNamespace(name=lambda rank: f"site {rank}", sealing=SimpleNamespace(complete=True))
+    complete = SimpleNamespace(complete=True)
+    rounds._link = SimpleNamespace(name=lambda rank: f"site {rank}", sealing=complete, lock=threading.Lock())
     rounds.states = StateRequests(1)
     rounds.states.take(SendState(3, 1, 5))
     rounds._wait_until = lambda *given: None
