@@ -163,6 +163,7 @@ class Session(NumberedStream):
         count, more = 0, True
         while more and receiver.nbytes - before < _TURN_BYTES and count < _TURN_FRAMES:
             count += 1
+            acknowledged = self.queue.acknowledged
             try:
                 head = self.next_frame()
             except OSError:
@@ -172,7 +173,8 @@ class Session(NumberedStream):
             if head is None:
                 more = False
             elif head.kind is Kind.PING:
-                self.charge()
+                if self.queue.acknowledged == acknowledged:  # of no use
+                    self.charge()
             else:
                 packed = self._packed if head.length else bytes(receiver.head_bytes)
                 frames.append(Received(head, receiver.body, packed))
