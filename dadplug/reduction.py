@@ -113,7 +113,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         if self.options.sync_batchnorm:
             counter = self._counter if self.options.weighting == "samples" else None
             self._norms = SyncedBatchNorms(model, self._open_transport(process_group), counter, announces=True)
-        self._looked_up = LookedUpRows(model)
+        self._looked_up = LookedUpRows(model, elastic=self.options.min_sites is not None)
         self._syncing = True
         self._agreed_samples = 0
         self.share: float | None = None
@@ -418,7 +418,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         if self.site_rank in self._transport.absent:
             return
         with self.traffic.apart():
-            self._looked_up.renormalise(self._transport, self.options.min_sites is not None)
+            self._looked_up.renormalise(self._transport)
             self._settings.compare([header.settings for header in headers], self._step, self._transport)
             digests = [header.digest for header in headers]
             if self._first_batch is not None:

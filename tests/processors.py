@@ -8,8 +8,7 @@ Where this processor cannot imitate it, the run is skipped with the reason.
 
 The tests are those whose result depends on the instructions: all tests of kernels and fused steps, and of each method
 those that hold its numbers against one process, a best approximation or the bits of other sites. Tests of errors,
-options, states, bytes and the order of calls give the same on every processor, and run once, with the whole suite; so
-do cases of a test whose kernels another case runs, too.
+options, states, bytes and the order of calls give the same on every processor, and run once, with the whole suite.
 """
 
 import os
@@ -31,17 +30,14 @@ METHODS = {  # by file, its tests whose result depends on the processor
         "squares_may_leave_the_range_of_the_type",
     ),
     "edad": (
+        "gradients_are_those_of_one_process",
         "gradients_are_those_of_one_process_at_four_sites_and_in_single_precision",
+        "steps_that_leave_the_chain_are_exact",
         "replicas_are_equal_to_the_bit",
         "autocast_keeps_chains",
         "equal_batches_have_the_bits_of_dad",
     ),
-    "lossy_state": (
-        "what_is_kept_back_comes_later[powersgd-2]",
-        "what_is_kept_back_comes_later[rankdad-2-True-int8]",
-        "what_is_kept_back_comes_later[rankdad]",
-        "powersgd_follows_its_paper_over_several_buckets",
-    ),
+    "lossy_state": ("what_is_kept_back_comes_later", "powersgd_follows_its_paper_over_several_buckets"),
     "merge_memory": ("the_residual_is_that_of_the_best_approximation_of_sum_and_memory",),
     "owner": ("with_rank_enough_it_is_the_exact_mean", "the_residual_is_that_of_the_best_approximation"),
 }

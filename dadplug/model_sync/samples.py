@@ -79,12 +79,12 @@ class SampleCounter:
         for module in self._model.modules():
             if isinstance(module, _SEQUENCE_LAYERS) and not module.batch_first and id(module) not in self._layers:
                 self._layers[id(module)] = module
-                self._handles.append(module.register_forward_pre_hook(Watch(self._show), with_kwargs=True))
+                self._handles.append(module.register_forward_pre_hook(_Watch(self._show), with_kwargs=True))
         for module in (self._model, *self._model.children()):
             if id(module) not in self._watched:
                 self._watched[id(module)] = module
-                self._handles.append(module.register_forward_pre_hook(Watch(self._enter), with_kwargs=True))
-                self._handles.append(module.register_forward_hook(Watch(self._leave), always_call=True))
+                self._handles.append(module.register_forward_pre_hook(_Watch(self._enter), with_kwargs=True))
+                self._handles.append(module.register_forward_hook(_Watch(self._leave), always_call=True))
 
     @property
     def known(self) -> bool:
@@ -293,7 +293,7 @@ def _is_plain(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
-class Watch:
+class _Watch:
     """Hook of a watched module; a copied or pickled model has one without effect in its place."""
 
     def __init__(self, function: Callable[[nn.Module, Any, Any], None] = lambda module, args, further: None) -> None:
@@ -304,7 +304,7 @@ class Watch:
         self._function(module, args, further)
 
     def __reduce__(self) -> Any:
-        return Watch, ()
+        return _Watch, ()
 
 
 def batches_before(step: int, own: int, steps: int) -> int:

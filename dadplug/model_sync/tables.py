@@ -41,38 +41,29 @@ def renormalise(table: nn.Embedding | nn.EmbeddingBag, rows: Tensor | None = Non
 
 
 class LookedUpRows:
-    """Rows that this site has looked up in tables with ``max_norm`` since the last exchange.
+    """Rows of tables with ``max_norm`` that this site has looked up since the last exchange.
 
     Args:
         model: the model.
+        elastic: whether sites may leave: all rows count as looked up then, which needs no message.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, elastic: bool) -> None:
+        self._elastic = elastic
         self._tables = tables_with_max_norm(model)
-        self._rows: list[list[Tensor]] = [[] for _ in self._tables]
+        self._lookups = [] if elastic else [_Lookups(table.num_embeddings) for table in self._tables]
         self._handles = [
-            table.register_forward_pre_hook(_Lookups(rows), with_kwargs=True)
-            for table, rows in zip(self._tables, self._rows, strict=True)
+            table.register_forward_pre_hook(lookups, with_kwargs=True)
+            for table, lookups in zip(self._tables, self._lookups)
         ]
 
-    def renormalise(self, transport: Transport, elastic: bool) -> None:
-        """Renormalise what any site has looked up, at all sites; all of them must call it.
-
-        Args:
-            transport: the transport.
-            elastic: whether sites may leave: all rows are renormalised then, which needs no message.
-        """
-        if not self._tables:
-            return
-        if elastic:
-            for table, rows in zip(self._tables, self._rows, strict=True):
-                rows.clear()
+    def renormalise(self, transport: Transport) -> None:
+        """Renormalise what any site has looked up, at all sites; all of them must call it."""
+        if self._elastic or not self._tables:
+            for table in self._tables:
                 renormalise(table)
             return
-        own = [torch.cat(rows).unique() if rows else torch.empty(0, dtype=torch.int64) for rows in self._rows]
-        for rows in self._rows:
-            rows.clear()
-        every = [*transport.gather_present(own).values()]
+        every = [*transport.gather_present([lookups.take() for lookups in self._lookups]).values()]
         for number, table in enumerate(self._tables):
             renormalise(table, torch.cat([site[number] for site in every]).unique())
 
@@ -83,16 +74,23 @@ class LookedUpRows:
 
 
 class _Lookups:
-    """Hook of a table that records the rows that are looked up; that of a copied or pickled model records nothing."""
+    """Hook of a table that records which rows are looked up; that of a copied or pickled model records nothing."""
 
-    def __init__(self, rows: list[Tensor] | None = None) -> None:
-        self._rows = rows
+    def __init__(self, rows: int | None = None) -> None:
+        self._seen = None if rows is None else torch.zeros(rows, dtype=torch.bool)
+
+    def take(self) -> Tensor:
+        """Return the numbers of the rows, and forget them."""
+        assert self._seen is not None
+        numbers = self._seen.nonzero().flatten()
+        self._seen.zero_()
+        return numbers
 
     @eager
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._rows is not None:
+        if self._seen is not None:
             numbers = args[0] if args else kwargs["input"]
-            self._rows.append(numbers.detach().reshape(-1).unique().cpu().long())
+            self._seen[numbers.detach().flatten().cpu().long()] = True
 
     def __reduce__(self) -> Any:
         return _Lookups, ()
