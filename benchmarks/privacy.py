@@ -9,8 +9,8 @@
     python benchmarks/privacy.py noise                                   time of a normal number
 
 `steps` trains one site without a network: the same model by `GradientReduction` without privacy and with it, by modes
-dsgd and rankdad, and by Opacus's hooks and its ghost clipping (not with `--own`). Ways take turns, and the table has
-medians of rounds; with `--clock cpu` of the thread's processor time, which other programs change less.
+dsgd and rankdad, and, without `--own`, by Opacus in modes hooks and ghost. Ways take turns, and the table has medians
+of rounds; with `--clock cpu`, of the processor time of the thread, which other programs change less.
 Layers that normalise over the batch are replaced by group normalisation, for all ways; Opacus needs BERT's embeddings
 of positions and of types to be frozen, which they are for all ways.
 

@@ -1,4 +1,4 @@
-"""Step times over a hub while strangers or a member attack it, in alternating segments of one run.
+"""Step times over a hub while unknown programs or a member attack it, in alternating segments of one run.
 
     python benchmarks/unknown_connections.py                      rankdad, 8 segments of each, all attacks
     python benchmarks/unknown_connections.py --attacks hellos,frames --rate 50
@@ -7,9 +7,9 @@
 Sites a and b train with `min_sites=1` over a hub on loopback; site c has left. In every second segment a process
 attacks the hub's port:
 
-    silent    strangers open connections: a third send random bytes, a third half of the first message of TLS, and a
-              third nothing; none ends before the segment
-    hellos    strangers send the whole first message of TLS, and keep the connection open
+    silent    unknown programs connect: a third send random bytes, a third half of the first message of TLS, and a third
+              nothing; none ends before the segment
+    hellos    unknown programs send the complete first message of TLS, and keep the connection open
     foreign   a member of another project connects again and again
     noise     c connects with its kit again and again, and sends random bytes
     bodies    the same with valid heads and random bodies

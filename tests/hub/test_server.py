@@ -560,7 +560,7 @@ def test_a_member_that_sends_anything_ends_itself_alone(tmp_path, how):
         until(lambda: c.pump() or c.lost is not None or not c.queue.unsent_bytes)
         if c.lost is None:
             with contextlib.suppress(AssertionError):
-                c.leave("it has had its say")
+                c.leave("it has sent all")
         for step in range(1, 4):
             for site in (a, b):
                 site.send(Kind.PAYLOAD, bytes(1000), step=step, exchange=1)
@@ -613,9 +613,9 @@ def test_handshakes_take_a_share_of_the_time_while_members_train(serve, monkeypa
     monkeypatch.setattr(acceptor, "_MOST_SECONDS", 0.0)
     with serve() as hub:
         a, b = together(hub)
-        with socket.create_connection(hub.address, TIMEOUT) as stranger:
+        with socket.create_connection(hub.address, TIMEOUT) as unknown:
             until(lambda: hub.hub.acceptor._pauses)
-            stranger.sendall(b"\x16\x03\x01\x02\x00")
+            unknown.sendall(b"\x16\x03\x01\x02\x00")
             exchange(a, b)
             a.cut()
             a.dial()  # others may wait for this one
