@@ -104,6 +104,7 @@ def test_a_hub_is_killed_while_a_site_restores_its_state(tmp_path, sealed):
     until((tmp_path / "run" / "c" / "restored").exists, run.state, ENDED)
     run.processes["c"].send_signal(signal.SIGSTOP)
     hub.process.kill()
+    hub.process.wait(ENDED)
     hub.start()
     run.await_step("a", max(run.lines("a")) + 3)
     run.processes["c"].send_signal(signal.SIGCONT)
