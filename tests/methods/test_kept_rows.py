@@ -1,5 +1,7 @@
 """What a site of rankdad keeps of what it does not send: sent, kept and dropped parts are the whole gradient."""
 
+import statistics
+from collections.abc import Iterator
 from contextlib import nullcontext
 
 import pytest
@@ -43,9 +45,8 @@ def step(method: RankDAD, factor: Factor, samples: int, scale: float) -> torch.T
     return samples / scale * (wire.round_trip(payload.left).T @ wire.round_trip(payload.right))
 
 
-@settings(max_examples=60)
-@given(STEPS, st.sampled_from(["fp32", "bf16", "int8"]), st.integers(0, 1000))
-def test_sent_and_kept_parts_are_all_but_the_weakest_components(steps, wire, seed):
+def dropped_parts(steps: list[tuple[int, int, float]], wire: str, seed: int) -> Iterator[tuple[float, float, float]]:
+    """Take steps of random rows; yield norms: what is dropped, the least that can be, and that of the whole."""
     generator = torch.Generator().manual_seed(seed)
     method = RankDAD(Options(rank=RANK, wire=wire, iterations=3))
     for rows, samples, scale in steps:
@@ -59,9 +60,28 @@ def test_sent_and_kept_parts_are_all_but_the_weakest_components(steps, wire, see
             assert torch.equal(memory(method), before)
             continue
         values = torch.linalg.svdvals(whole)
-        best = float(values[RANK + max(kept, rows_kept(RANK, rows)) :].norm())  # of what is dropped
-        dropped = float((whole - sent - memory(method)).norm())
-        assert best - 1e-9 * float(values[0]) <= dropped <= 1.05 * best + 1e-9 * float(values[0])
+        best = float(values[RANK + max(kept, rows_kept(RANK, rows)) :].norm())
+        yield float((whole - sent - memory(method)).norm()), best, float(values[0])
+
+
+@settings(max_examples=60)
+@given(STEPS, st.sampled_from(["fp32", "bf16", "int8"]), st.integers(0, 1000))
+def test_sent_and_kept_parts_are_all_but_the_weakest_components(steps, wire, seed):
+    for dropped, best, whole in dropped_parts(steps, wire, seed):
+        # Three iterations find the weakest of nearly equal components in part. hypothesis has found a share of 1.06.
+        assert best - 1e-9 * whole <= dropped <= 1.2 * best + 1e-9 * whole
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "int8"])
+def test_hardly_more_is_dropped_than_has_to_be(wire):
+    """One component less in the memory would be a share of 1.05 and more."""
+    shares = []
+    for seed in range(40):
+        sizes = torch.randint(0, 21, (6,), generator=torch.Generator().manual_seed(seed)).tolist()
+        steps = [(rows, 1 + rows % 9, 1.0) for rows in sizes]
+        shares += [dropped / best for dropped, best, whole in dropped_parts(steps, wire, seed) if best > 1e-6 * whole]
+    assert len(shares) > 100
+    assert statistics.fmean(shares) < 1.005
 
 
 def test_nothing_is_dropped_while_the_rank_suffices():
