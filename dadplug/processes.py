@@ -23,7 +23,9 @@ from typing import Any
 from .cores import available_cores
 from .errors import RunFailedError
 from .exchange.handshake import free_port
+from .logs import get_logger
 
+_log = get_logger(__name__)
 _GRACE = 20.0  # seconds for the others to exit or return after one has failed
 
 
@@ -86,9 +88,12 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
     deadline: float | None = None
     status = 0
     while any(process.poll() is None for process in processes):
-        failed = [process.returncode for process in processes if process.poll()]
+        failed = [rank for rank, process in enumerate(processes) if process.poll()]
         if failed and deadline is None:
-            status, deadline = failed[0], time.monotonic() + _GRACE
+            status, deadline = processes[failed[0]].returncode, time.monotonic() + _GRACE
+            if status < 0:  # a site that is killed writes nothing, and others have not met it yet
+                cause = f"signal {-status} ({signal.strsignal(-status)})"
+                _log.error("site %d was ended by %s; the others have %.0f s to exit", failed[0], cause, _GRACE)
         if deadline is not None and time.monotonic() > deadline:
             break
         try:

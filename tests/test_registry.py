@@ -190,7 +190,9 @@ def test_sigterm_ends_the_sites_too(tmp_path):
 
 
 @pytest.mark.parametrize(("end", "status"), [("os._exit(3)", 3), ("os.kill(os.getpid(), 9)", 137)])
-def test_the_first_site_that_fails_gives_the_status(tmp_path, end, status):
+def test_the_first_site_that_fails_gives_the_status(tmp_path, caplog, end, status):
     script = tmp_path / "failing.py"
     script.write_text(f"import os\nif os.environ['RANK'] == '1':\n    {end}")
     assert launch_sites([str(script)], 2) == status
+    killed = ["site 1 was ended by signal 9 (Killed); the others have 20 s to exit"] if status == 137 else []
+    assert [record.message for record in caplog.records] == killed
