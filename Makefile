@@ -22,7 +22,10 @@ CORE_TESTS := $(addprefix tests/,adapm adaptive callbacks cli data exchange fuse
 # one another. pytest-xdist may wait without end after it has replaced one that crashed.
 XDIST := -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-.PHONY: demo test pytest test-avx2 test-generic test-oldest test-newest test-trainers lint types docs notebooks dist dist-test \
+# What `make test` runs of the tests; `make test-all` runs all of them. See tests/extensive.txt.
+SELECTION := -m "not extensive"
+
+.PHONY: demo test test-all pytest test-avx2 test-generic test-oldest test-newest test-trainers lint types docs notebooks dist dist-test \
 	workflows clean
 
 demo: $(DEMO)
@@ -33,18 +36,21 @@ test: lint
 	$(MAKE) --no-print-directory --jobs 2 types pytest
 	$(MAKE) --no-print-directory --jobs 2 --output-sync=target test-avx2 test-generic
 
+test-all:
+	$(MAKE) --no-print-directory test SELECTION=
+
 pytest: $(READY)
-	$(BIN)/python tests/run.py $(XDIST)
+	$(BIN)/python tests/run.py $(XDIST) $(SELECTION)
 
 # The numerical tests, as processors with fewer vector instructions than this one run them; each in one process.
 test-avx2 test-generic: test-%: $(READY)
-	$(BIN)/python tests/processors.py $*
+	$(BIN)/python tests/processors.py $* $(SELECTION)
 
 # Builds of torch without CUDA save gigabytes, where an index offers them:
 # PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test-oldest
 test-newest: CORE_TESTS += tests/test_accelerate.py tests/test_ddp.py tests/test_transformers.py
 test-oldest test-newest: test-%: .venv-%/ready
-	.venv-$*/bin/python tests/run.py $(XDIST) -m "not slow" $(CORE_TESTS)
+	.venv-$*/bin/python tests/run.py $(XDIST) -m "not slow and not extensive" $(CORE_TESTS)
 
 # Tests with trainers, engines and trackers that `make test` leaves out: they are large, or start slowly.
 test-trainers: $(TRAINERS)/ready

@@ -1,6 +1,7 @@
 import gc
 import os
 import sys
+from pathlib import Path
 
 import forkserver
 import pytest
@@ -71,12 +72,19 @@ LONG = (
 )
 
 
+# Tests that `make test-all` adds to `make test`: further cases of what others test, each longer than most.
+EXTENSIVE = frozenset(Path(__file__).with_name("extensive.txt").read_text().splitlines())
+
+
 def starts_others(config):
     """Whether this process has others run the tests."""
     return bool(config.getoption("numprocesses", None)) and not hasattr(config, "workerinput")
 
 
 def pytest_configure(config):
+    if "not extensive" in config.getoption("markexpr", ""):  # the same examples in each run; all tests try others
+        settings.register_profile("same", settings.get_profile("dadplug"), derandomize=True, database=None)
+        settings.load_profile("same")
     if starts_others(config):
         interpreter = forkserver.share()
         config.option.tx = [f"popen//python={interpreter}"] * len(config.option.tx)
@@ -94,7 +102,16 @@ def pytest_unconfigure(config):
         forkserver.stop()
 
 
-def pytest_collection_modifyitems(items):
+@pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
+def pytest_collection_modifyitems(config, items):
+    functions = {item.nodeid.partition("[")[0] for item in items}
+    files = {name.partition("::")[0] for name in functions}
+    gone = [name for name in EXTENSIVE if name.partition("::")[0] in files and name.partition("[")[0] not in functions]
+    if gone and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError(f"tests/extensive.txt lists tests that do not exist: {', '.join(sorted(gone))}")
+    for item in items:
+        if {item.nodeid, item.nodeid.partition("[")[0]} & EXTENSIVE:
+            item.add_marker("extensive")
     items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
 
 
