@@ -87,15 +87,18 @@ def _sigterm_as_exit() -> Iterator[None]:
 def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
     deadline: float | None = None
     status = 0
-    while any(process.poll() is None for process in processes):
-        failed = [rank for rank, process in enumerate(processes) if process.poll()]
+    while True:
+        running = any(process.poll() is None for process in processes)
+        failed = [rank for rank, process in enumerate(processes) if process.returncode]
         if failed and deadline is None:
             status, deadline = processes[failed[0]].returncode, time.monotonic() + _GRACE
-            if status < 0:  # a site that is killed writes nothing, and others have not met it yet
+            if status < 0:  # a site that is killed writes nothing, and others may not have met it yet
                 cause = f"signal {-status} ({signal.strsignal(-status)})"
-                _log.error("site %d was ended by %s; the others have %.0f s to exit", failed[0], cause, _GRACE)
-        if deadline is not None and time.monotonic() > deadline:
-            break
+                then = f"; the others have {_GRACE:.0f} s to exit" if running else ""
+                _log.error("site %d was ended by %s%s", failed[0], cause, then)
+        if not running or (deadline is not None and time.monotonic() > deadline):
+            status = status or next((processes[rank].returncode for rank in failed), 0)  # after an interruption
+            return status if status >= 0 else 128 - status
         try:
             time.sleep(0.05)
         except KeyboardInterrupt:
@@ -103,8 +106,6 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
                 if process.poll() is None:
                     process.send_signal(signal.SIGINT)
             deadline = time.monotonic() + _GRACE
-    status = status or next((process.returncode for process in processes if process.returncode), 0)
-    return status if status >= 0 else 128 - status
 
 
 class Child:
