@@ -34,6 +34,8 @@ _LEAST = 1 << 18  # multiplications; below, calls take longer than the work
 _UNIT = 2.0**-8  # largest share by which rounding to bfloat16 changes a number, in float32's range of normal numbers
 _HEIGHT, _VECTORS, _LANES = 6, 4, 16  # of a tile, which with its factors fills the processor's 32 registers
 _WIDTH = _VECTORS * _LANES
+_GROUP, _NUMBERS = 4, 2 * _LANES  # rows whose scalar products are computed together; numbers in a vector
+_DEARER = 3  # multiplications of scalar products that take as long as one of a gradient that is formed
 _PAIRS = 1024  # pairs of rows that are multiplied before the next: a panel of so many stays in the cache
 _FEATURE = "+avx512bf16"
 
@@ -171,9 +173,6 @@ def _tile_code(context: Any, builder: Any, signature: Any, arguments: Any) -> An
     sums = {place: cgutils.alloca_once_value(builder, ir.Constant(_vector, [0.0] * _LANES)) for place in places}
     for place in places:  # in a loop the tile is computed more than once
         builder.store(ir.Constant(_vector, [0.0] * _LANES), sums[place])
-    multiply_add = ir.InlineAsm(
-        ir.FunctionType(_vector, [_vector, _pairs, _pairs]), "vdpbf16ps $3, $2, $0", "=v,0,v,v", side_effect=False
-    )
     with cgutils.for_range(builder, pairs) as loop:
         above = builder.add(right, builder.mul(loop.index, word(4 * _WIDTH)))
         beside = builder.add(left, builder.mul(loop.index, word(4 * _HEIGHT)))
@@ -182,7 +181,7 @@ def _tile_code(context: Any, builder: Any, signature: Any, arguments: Any) -> An
             pair = _spread(builder, _load(builder, builder.add(beside, word(4 * row)), ir.IntType(32), 4), _pairs)
             for vector in range(_VECTORS):
                 place = sums[row, vector]
-                builder.store(builder.call(multiply_add, [builder.load(place), pair, columns[vector]]), place)
+                builder.store(_multiply_add(builder, builder.load(place), pair, columns[vector]), place)
     scales = _spread(builder, scale, _vector)
     with builder.if_else(adds) as branches:
         for branch, added in zip(branches, (True, False), strict=True):
@@ -197,6 +196,102 @@ def _tile_code(context: Any, builder: Any, signature: Any, arguments: Any) -> An
 
 
 _tile: Any = intrinsic(_tile_of)
+
+
+def _dots_of(context: Any, one: Any, other: Any, stride: Any, vectors: Any, out: Any, width: Any) -> Any:
+    """Compute the scalar products of 4 rows in bfloat16 with 4 others.
+
+    Args:
+        context: numba's typing context.
+        one: address of the first of 4 rows.
+        other: address of the first of 4 rows.
+        stride: bytes from one row to the next.
+        vectors: vectors of 32 numbers in a row.
+        out: address of the result.
+        width: bytes from one row of the result to the next.
+    """
+    return types.void(*[types.intp] * 6), _dots_code
+
+
+def _dots_code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    one, other, stride, vectors, out, width = arguments
+    word, group = ir.IntType(64), range(_GROUP)
+    zero = ir.Constant(_vector, [0.0] * _LANES)
+    sums = {(i, j): cgutils.alloca_once_value(builder, zero) for i in group for j in group}
+    for place in sums.values():
+        builder.store(zero, place)
+    with cgutils.for_range(builder, vectors) as loop:
+        offset = builder.mul(loop.index, word(64))
+        addresses = [builder.add(builder.mul(stride, word(row)), offset) for row in group]
+        firsts, seconds = (
+            [_load(builder, builder.add(base, each), _pairs, 2) for each in addresses] for base in (one, other)
+        )
+        for (i, j), place in sums.items():
+            builder.store(_multiply_add(builder, builder.load(place), firsts[i], seconds[j]), place)
+    for (i, j), place in sums.items():
+        address = builder.add(out, builder.add(builder.mul(width, word(i)), word(4 * j)))
+        total = builder.load(place)
+        for half in (8, 4, 2, 1):
+            parts = (
+                builder.shuffle_vector(
+                    total, total, ir.Constant(ir.VectorType(ir.IntType(32), half), [*range(first, first + half)])
+                )
+                for first in (0, half)
+            )
+            total = builder.fadd(*parts)
+        value = builder.extract_element(total, ir.IntType(32)(0))
+        builder.store(value, builder.inttoptr(address, ir.FloatType().as_pointer())).align = 4
+    return context.get_dummy_value()
+
+
+_dots: Any = intrinsic(_dots_of)
+
+
+def _multiply_add(builder: Any, total: Any, one: Any, other: Any) -> Any:
+    kind = ir.FunctionType(_vector, [_vector, _pairs, _pairs])
+    instruction = ir.InlineAsm(kind, "vdpbf16ps $3, $2, $0", "=v,0,v,v", side_effect=False)
+    return builder.call(instruction, [total, one, other])
+
+
+def squared_norms(deltas: Tensor, activations: Tensor, samples: int) -> Tensor | None:
+    """Return the squared norm of ``D_i^T A_i`` of each sample, in float64, as ``sum (D_i D_i^T) * (A_i A_i^T)``.
+
+    Args:
+        deltas: D of shape (rows, out), in bfloat16, whole samples one after the other.
+        activations: A of shape (rows, in), in bfloat16.
+        samples: number of samples.
+
+    Returns:
+        The squared norms; None where rows are so many that forming the gradients takes less time, and for shapes that
+        the kernel does not divide into groups of rows and vectors.
+    """
+    rows, (out, width) = len(deltas) // samples, (deltas.shape[1], activations.shape[1])
+    if rows * (out + width) > _DEARER * out * width:
+        return None
+    if rows % _GROUP or out % _NUMBERS or width % _NUMBERS:
+        return None
+    words = [each.contiguous().view(torch.int16).numpy().reshape(samples, rows, -1) for each in (deltas, activations)]
+    found = np.empty(samples)
+    _add_squares(words[0], words[1], np.empty((2, _GROUP, _GROUP), np.float32), found)
+    return torch.from_numpy(found)
+
+
+@njit(nogil=True)
+def _add_squares(deltas: NDArray[np.int16], activations: NDArray[np.int16], room: Reals, found: Any) -> None:
+    for sample in range(len(found)):
+        total = 0.0
+        for i in range(0, deltas.shape[1], _GROUP):
+            for j in range(0, i + 1, _GROUP):
+                for k, factor in enumerate((deltas, activations)):
+                    one, other = factor[sample, i:].ctypes.data, factor[sample, j:].ctypes.data
+                    vectors, stride = factor.shape[2] // _NUMBERS, factor.strides[1]
+                    _dots(one, other, stride, vectors, room[k].ctypes.data, room.strides[1])
+                part = 0.0
+                for x in range(_GROUP):
+                    for y in range(_GROUP):
+                        part += np.float64(room[0, x, y]) * np.float64(room[1, x, y])
+                total += part if i == j else 2.0 * part
+        found[sample] = total
 
 
 def _load(builder: Any, address: Any, kind: Any, align: int) -> Any:
