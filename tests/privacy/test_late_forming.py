@@ -45,6 +45,23 @@ def test_sums_are_those_of_the_rounded_rows(samples, rows, out, width):
 
 
 @ROUNDS
+@pytest.mark.parametrize(
+    ("rows", "out", "width"), [(1, 64, 96), (16, 64, 96), (20, 32, 32), (24, 96, 64), (18, 64, 64), (20, 40, 64)]
+)
+def test_norms_are_those_of_the_rounded_rows(rows, out, width):
+    found = rows_of(5, rows, out, width)
+    expected = [
+        (deltas.double().T @ activations.double()).square().sum()
+        for deltas, activations in zip(found.deltas.split(rows), found.activations.split(rows))
+    ]
+    torch.testing.assert_close(squared_norms([found]), torch.stack(expected), rtol=1e-5, atol=0)
+    spoilt = found.deltas.clone()
+    spoilt[rows] = torch.nan
+    norms = squared_norms([NarrowRows(spoilt, found.activations, 5)])
+    assert norms.isnan().tolist() == [False, True, False, False, False]
+
+
+@ROUNDS
 @pytest.mark.parametrize("rows", [1, 16, 33])
 def test_no_sample_adds_more_than_the_bound(rows):
     samples = 24
