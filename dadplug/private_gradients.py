@@ -27,11 +27,11 @@ from .hooks import (
     LayerCapture,
     OwnHook,
     Recorder,
-    Write,
     capturable_layers,
     refusal_of,
 )
 from .hooks.embedding import Embedding, EmbeddingBag, TableForm, _embedding
+from .hooks.factor import Write
 from .logs import get_logger
 from .model_sync.samples import SampleCounter
 from .privacy.losses import OutputRows, check_loss

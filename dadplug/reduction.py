@@ -18,7 +18,7 @@ from .adaptive.noise import GradientNoise
 from .errors import DroppedError
 from .exchange import Transport
 from .fused import Deferral, FusedSteps
-from .hooks import Write
+from .hooks.factor import Write
 from .logs import get_logger
 from .methods import Quality, feedback, make_method
 from .methods.feedback import ErrorFeedback

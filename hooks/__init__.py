@@ -3,7 +3,7 @@
 from . import convolution, embedding, libraries, linear  # noqa: F401  (each registers its families)
 from .capture import CapturedLayer, ForwardOverride, LayerCapture, OwnHook, eager, overridden
 from .elementwise import Elementwise, register_elementwise
-from .factor import LINEAR, Factor, Form, Trace, Write, stack_by_form
+from .factor import LINEAR, Factor, Form, Trace, stack_by_form
 from .registry import LayerFamily, Recorder, capturable_layers, family_of, refusal_of, register_family
 
 __all__ = [
@@ -18,7 +18,6 @@ __all__ = [
     "OwnHook",
     "Recorder",
     "Trace",
-    "Write",
     "capturable_layers",
     "eager",
     "family_of",

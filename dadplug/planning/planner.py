@@ -13,7 +13,8 @@ from torch import nn
 
 from ..exchange import Transport
 from ..exchange.codec import register
-from ..hooks import Factor, Form, Write
+from ..hooks import Factor, Form
+from ..hooks.factor import Write
 from ..methods import Method, check_allowed
 from ..methods.base import GradientPath
 from ..methods.feedback import ErrorFeedback
