@@ -145,6 +145,11 @@ def _pack(rows: NDArray[np.uint16], packed: Words) -> None:
                 start = panel * width
                 place = packed[panel, sample * pairs + pair]
                 some = min(width, count - start)
+                if some == _HEIGHT:  # a constant, so that the loop is unrolled
+                    for x in range(_HEIGHT):
+                        place[x] = np.uint32(upper[start + x]) | ((np.uint32(lower[start + x]) << np.uint32(16)) & mask)
+                    place[_HEIGHT:] = 0
+                    continue
                 for x in range(some):
                     place[x] = np.uint32(upper[start + x]) | ((np.uint32(lower[start + x]) << np.uint32(16)) & mask)
                 place[some:] = 0
