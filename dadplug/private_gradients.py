@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,15 +31,19 @@ from .hooks import (
     refusal_of,
 )
 from .hooks.embedding import Embedding, EmbeddingBag, TableForm, _embedding
+from .hooks.factor import Write
 from .logs import get_logger
 from .model_sync.samples import SampleCounter
 from .privacy.losses import OutputRows, check_loss
 from .privacy.mechanism import DifferentialPrivacy, Ledger
 from .privacy.normalisations import AffineBySample, Arrived, normalisation_of
 from .privacy.one_by_one import OneByOne, places_of
-from .privacy.rows import Contribution, Formed, Rows, squared_norms
+from .privacy.rows import Contribution, Formed, NarrowRows, Rows, squared_norms
 from .privacy.secure_sum import LEAST_SITES, SecureSum
 from .units.lazy_gradient import Placeholders, accumulated
+
+if TYPE_CHECKING:
+    from .privacy.unformed import Sum
 
 _log = get_logger(__name__)
 _SYNCHRONIZED = "_dadplug_private"  # attribute of a gradient that is that of an earlier step
@@ -177,11 +181,13 @@ class PrivateGradients:
         loss_scale: returns the loss scale of the running backward pass.
         begin: called at the beginning of each backward pass that reaches a layer.
         arrived: called at the end of such a backward pass.
+        rounds: whether rows may be rounded to bfloat16 before they are clipped, where that is faster.
 
     Attributes:
         privacy: the settings.
         ledger: the steps that have been made.
         secure_sum: adds up the sites' sums under masks, and adds the noise; None where `privatise` does.
+        may_wait: returns the names of parameters whose gradients need not be formed before they are compressed.
         reduction: marks placeholders, see `dadplug.units.lazy_gradient`.
 
     Raises:
@@ -199,13 +205,17 @@ class PrivateGradients:
         loss_scale: Callable[[], float],
         begin: Callable[[], None],
         arrived: Callable[[], None],
+        rounds: bool = False,
     ) -> None:
+        self._rounds = rounds
         self.ledger = Ledger()
         self.privacy, self._model, self._counter = privacy, model, counter
         self._loss_scale, self._begin, self._arrived = loss_scale, begin, arrived
         self.secure_sum: SecureSum | None = None
         self._contributions: dict[int, list[Contribution]] = defaultdict(list)  # by id of the parameter
         self._sums: dict[str, Tensor] = {}  # of this step, without loss scale
+        self._waiting: dict[str, Sum] = {}  # those of one backward pass, which are formed later
+        self.may_wait: Callable[[], Container[str]] = tuple
         self._samples = 0  # of the running backward pass
         self._root = -1  # number of this pass; those within it, as of reentrant checkpoints, belong to it
         self._parents: dict[int, int] = {}
@@ -307,7 +317,7 @@ class PrivateGradients:
         modules = [*self._model.modules()]
         trained = [each for each in self._model.parameters() if each.requires_grad]
         if not (_are(trained, [*self._parameters.values()]) and _are(modules, self._modules)):
-            if self._sums:
+            if self._sums or self._waiting:
                 raise PrivacyError("the model was changed within a step: call synchronize() before")
             self._release_hooks()
             self._modules = []
@@ -398,12 +408,21 @@ class PrivateGradients:
             if not samples:
                 return
             factor = Factor(activations, deltas, form).to(layer.weight.dtype)
-            self._contributions[id(layer.weight)].append(Rows.of(factor, samples))
+            self._contributions[id(layer.weight)].append(self._rows_of(factor, samples))
             if layer.bias is not None:
                 rows = form.bias_rows(factor.deltas)
                 self._contributions[id(layer.bias)].append(Formed(rows.view(samples, -1, rows.shape[1]).sum(1)))
 
         return own
+
+    def _rows_of(self, factor: Factor, samples: int) -> Contribution:
+        """Return the contribution of a call; of a linear layer in bfloat16, where rounding is allowed and faster."""
+        if self._rounds and factor.form == LINEAR:
+            from .privacy import narrow  # numba loads when first used
+
+            if narrow.suits(factor.deltas, factor.activations, samples):
+                return NarrowRows.of(factor, samples)
+        return Rows.of(factor, samples)
 
     def _checked(self, name: str, inputs: Tensor, least: int, dimension: int = 0) -> int:
         """Return the samples of a layer's input, which are those of the batch where these are known."""
@@ -454,7 +473,8 @@ class PrivateGradients:
                     "no noise protects it"
                 )
 
-    def _clip(self, contributions: Mapping[int, Sequence[Contribution]]) -> None:
+    def _clip(self, contributions: dict[int, list[Contribution]]) -> None:
+        """Clip samples, and add up what they contribute, which is released."""
         if not contributions:
             return
         norms = sum((squared_norms(each) for each in contributions.values()), torch.zeros(())).sqrt()
@@ -466,10 +486,25 @@ class PrivateGradients:
         if some and not self._warned:
             self._warned = True
             _log.warning("samples whose gradients hold NaN or Inf are left out, here and in further steps")
+        may_wait = self.may_wait()
         for name, parameter in self._parameters.items():
-            for each in contributions.get(id(parameter), ()):
-                part = _drop_spoilt(each, finite, some).clipped(scales)
-                self._sums[name] = accumulated(self._sums.get(name), part, parameter)
+            found = [_drop_spoilt(each, finite, some) for each in contributions.pop(id(parameter), ())]
+            first = name not in self._sums and name not in self._waiting
+            waiting = found[0].unformed(scales) if first and len(found) == 1 and name in may_wait else None
+            if waiting is not None:
+                self._waiting[name] = waiting
+                continue
+            for each in found:
+                self._form_waiting(name, parameter)
+                self._sums[name] = accumulated(self._sums.get(name), each.clipped(scales), parameter)
+
+    def _form_waiting(self, name: str, parameter: nn.Parameter) -> None:
+        """Form the sum of a parameter, if it waits."""
+        waiting = self._waiting.pop(name, None)
+        if waiting is not None:
+            made = parameter.new_empty(parameter.shape[0], parameter.numel() // parameter.shape[0])
+            waiting.write(slice(None), made)
+            self._sums[name] = made.view(parameter.shape)
 
     # A step
 
@@ -495,20 +530,27 @@ class PrivateGradients:
         self._placeholders.drop(gone, None)
         for name in gone:
             self._sums.pop(name, None)
+            self._waiting.pop(name, None)
         if gone and not self._placeholders:
             self._sums.clear()
+            self._waiting.clear()
             self._used.clear()
             return True
         return False
 
     @torch.no_grad()
-    def privatise(self, loss_scale: float) -> None:
+    def privatise(self, loss_scale: float) -> dict[str, Write]:
         """Add noise to the sums, divide them by the expected batch, and write them to ``.grad``.
+
+        Gradients whose names `may_wait` returns are not formed yet, where ``.grad`` is empty.
 
         The step is counted before anything is sent, whatever becomes of it.
 
         Args:
             loss_scale: what gradients are multiplied by, for a scaler to divide them.
+
+        Returns:
+            What writes rows of the gradients that are not formed, by name.
 
         Raises:
             PrivacyError: if ``.grad`` holds something else.
@@ -521,22 +563,44 @@ class PrivateGradients:
                     f".grad of {name!r} holds a gradient that is not of this step, and may not be private: call "
                     "zero_grad() before backward()"
                 )
-        sums = []
-        for name, parameter in self._parameters.items():
-            own = self._sums.pop(name, None)
-            sums.append(torch.zeros_like(parameter) if own is None else own.contiguous())
         if self.secure_sum is not None:
-            self._hand_over(sums, self.secure_sum)
-            return
+            self._hand_over([self._summed(name, each) for name, each in self._parameters.items()], self.secure_sum)
+            return {}
         self.ledger.spend(self.privacy)
-        from .privacy.noise import add_noise  # numba loads when first used
+        from .privacy.noise import Noise  # numba loads when first used
+        from .privacy.unformed import UnformedGradient
 
-        scale = loss_scale / self.privacy.expected_batch
-        add_noise(sums, self.privacy.deviation, self.privacy.secure, scale)
-        for parameter, gradient in zip(self._parameters.values(), sums, strict=True):
+        noise = Noise(self.privacy.deviation, self.privacy.secure, loss_scale / self.privacy.expected_batch)
+        may_wait, sums = self.may_wait(), {}
+        unformed: dict[str, Write] = {}
+        for name, parameter in self._parameters.items():
+            if name in may_wait and parameter.grad is None:
+                unformed[name] = UnformedGradient(self._total(name, parameter), noise, parameter.shape[0]).write
+            else:
+                sums[name] = self._summed(name, parameter)
+        noise.add([*sums.values()])
+        for name, gradient in sums.items():
+            parameter = self._parameters[name]
             parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
         self._sums.clear()
+        self._waiting.clear()
         self._used.clear()
+        return unformed
+
+    def _summed(self, name: str, parameter: nn.Parameter) -> Tensor:
+        """Return the sum of a parameter in this step, and forget it."""
+        self._form_waiting(name, parameter)
+        own = self._sums.pop(name, None)
+        return torch.zeros_like(parameter) if own is None else own.contiguous()
+
+    def _total(self, name: str, parameter: nn.Parameter) -> Sum | None:
+        """Return the sum of a parameter in this step, which need not be formed, and forget it."""
+        from .privacy.unformed import FormedSum
+
+        if name in self._waiting:
+            return self._waiting.pop(name)
+        own = self._sums.pop(name, None)
+        return None if own is None else FormedSum(own.reshape(parameter.shape[0], -1))
 
     def _hand_over(self, sums: Sequence[Tensor], secure_sum: SecureSum) -> None:
         """Leave noise and counting to the secure sum, which adds to ``.grad`` what it has summed."""
@@ -544,6 +608,7 @@ class PrivateGradients:
         for parameter in self._parameters.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+        self._waiting.clear()
         self._sums.clear()
         self._used.clear()
 
@@ -588,6 +653,7 @@ class PrivateGradients:
         self.discard()
         self._placeholders.resolve()
         self._sums.clear()
+        self._waiting.clear()
         self._used.clear()
 
     def _release_hooks(self) -> None:
@@ -629,6 +695,10 @@ def _drop_spoilt(contribution: Contribution, finite: Tensor, some: bool) -> Cont
     if isinstance(contribution, Formed):
         shape = (-1, *[1] * (contribution.gradients.dim() - 1))
         return Formed(torch.where(finite.view(shape), contribution.gradients, 0.0))
+    if isinstance(contribution, NarrowRows):
+        rows = finite.repeat_interleave(len(contribution.deltas) // max(1, contribution.samples))[:, None]
+        deltas, activations = (torch.where(rows, each, 0.0) for each in (contribution.deltas, contribution.activations))
+        return replace(contribution, deltas=deltas, activations=activations)
     assert isinstance(contribution, Rows)
     factor = contribution.factor
     rows = finite.repeat_interleave(factor.deltas.shape[0] // max(1, contribution.samples))[:, None]

@@ -18,6 +18,7 @@ from .adaptive.noise import GradientNoise
 from .errors import DroppedError
 from .exchange import Transport
 from .fused import Deferral, FusedSteps
+from .hooks.factor import Write
 from .logs import get_logger
 from .methods import Quality, feedback, make_method
 from .methods.feedback import ErrorFeedback
@@ -105,7 +106,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self._private: PrivateGradients | None = None
         if self.options.privacy is not None:
             called = self._present_loss_scale, self._begin_private, self._private_arrived
-            self._private = PrivateGradients(model, self.options.privacy, self._counter, *called)
+            lossy = not self._method.traits.exact
+            self._private = PrivateGradients(model, self.options.privacy, self._counter, *called, rounds=lossy)
             if self.options.privacy.secure_sum:
                 self._private.sum_securely(self.site_rank, self.world_size)
         self._abstains = False  # in a step without data that is not to be a private one
@@ -122,6 +124,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self.after_step: list[Callable[[], None]] = []
         self._noise: GradientNoise | None = None
         self._planner = self._make_planner()
+        if self._private is not None:
+            self._private.may_wait = self._forms_late
         self._settings = OptimizerSettings(self.options.may_differ)
         self._seen_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._has_warned = False  # of gradients that were changed before they were synchronized
@@ -182,6 +186,9 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         scales = self._method.loss_scales
         for unit in self._planner.units:
             scales.record(unit.name)
+
+    def _forms_late(self) -> set[str]:
+        return self._planner.forms_late()
 
     def _private_arrived(self) -> None:
         self._pending = True
@@ -314,11 +321,14 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         planner = self._planner
         self._drop_cleared()
         self._warn_of_changes()
+        unformed: dict[str, Write] = {}
         if self._private is not None and not self._abstains:
-            self._private.privatise(self._method.loss_scales.of(planner.units[0].name) if planner.units else 1.0)
+            scale = self._method.loss_scales.of(planner.units[0].name) if planner.units else 1.0
+            unformed = self._private.privatise(scale)
         elif self._private is not None:
             self._private.abstain()
         planner.before_synchronization()
+        planner.hold_unformed(unformed)
         if self._norms is not None:
             self._norms.end_micro_batches()
         self._pending |= planner.holds_gradients or self._has_attached

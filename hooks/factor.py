@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -156,6 +156,14 @@ class Trace:
     chain_break: str = ""
 
 
+Write = Callable[[slice, Tensor, "Tensor | None", float], None]
+"""Writes some rows of a gradient as a matrix into a block: all rows once, one block after the other.
+
+It takes the rows, the block, which is contiguous, and a matrix of its shape or None of which a share is added, and the
+share.
+"""
+
+
 @dataclass(frozen=True)
 class Factor:
     """The two factors of a weight gradient; for `nn.Linear`, ``grad W = deltas.T @ activations``.
@@ -173,6 +181,8 @@ class Factor:
         exchanged: whether the two have exchanged their roles, since the weight has the shape (in, out).
         whole: the gradient as a matrix, if it has been formed: one of the factors is it, or its transpose, beside an
             identity.
+        write: forms the gradient, if it has not been formed; see `Write`. The factors then have the shapes of `whole`
+            and of an identity, and hold NaN.
 
     Example:
         >>> factor = Factor(activations=torch.randn(16, 784), deltas=torch.randn(16, 10))
@@ -187,6 +197,7 @@ class Factor:
     trace: Trace | None = None
     exchanged: bool = False
     whole: Tensor | None = None
+    write: Write | None = None
 
     @property
     def inputs(self) -> Tensor:
@@ -205,6 +216,11 @@ class Factor:
 
     def gradient(self) -> Tensor:
         """Form the weight gradient, in the weight's shape."""
+        if self.write is not None:
+            settled = self.settled().whole
+            assert settled is not None
+            assert isinstance(self.form, Flattened)
+            return settled.view(self.form.shape)
         return self.form.gradient(self.deltas, self.activations)
 
     def bias_gradient(self) -> Tensor:
@@ -248,6 +264,29 @@ class Factor:
         identity = _identity(min(out, width), gradient.dtype, gradient.device)
         pair = (flat, identity) if out <= width else (identity, flat.T)
         return Factor(*pair, Flattened(tuple(gradient.shape)), whole=flat)
+
+    @staticmethod
+    def unformed(shape: Sequence[int], like: Tensor, write: Write) -> Factor:
+        """Return a factor of a gradient that is formed block by block.
+
+        Args:
+            shape: shape of the weight.
+            like: a tensor of its type and device.
+            write: see `write`.
+        """
+        out, width = shape[0], math.prod(shape[1:])
+        nothing, least = like.new_full((1,), math.nan), min(out, width)
+        pair = nothing.expand(least, width), nothing.expand(least, out)
+        return Factor(*pair, Flattened(tuple(shape)), write=write)
+
+    def settled(self) -> Factor:
+        """Return factors of the same gradient, which is formed now if it has not been."""
+        if self.write is None:
+            return self
+        assert isinstance(self.form, Flattened)
+        whole = self.deltas.new_empty(self.deltas.shape[1], self.activations.shape[1])
+        self.write(slice(None), whole, None, 1.0)
+        return Factor.formed(whole.view(self.form.shape))
 
     def to(self, dtype: torch.dtype) -> Factor:
         """Convert the floating-point tensors to a dtype; return the factor itself if none changes.

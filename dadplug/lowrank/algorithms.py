@@ -25,6 +25,7 @@ _FEWER_DIGITS = 100.0  # times the smallest normal number: below, errors are bey
 _FURTHER = 6  # columns carried beside those asked for, at least
 _COLD_PASSES = 2  # further passes of a cold start
 _BLOCK = 1 << 17  # numbers that are filled in and multiplied at a time, in the processor's cache
+_TILE = 12  # rows of which kernels compute some at a time
 _NOT_FINITE = "the deltas or activations hold NaN or Inf"
 
 
@@ -183,6 +184,7 @@ class Formed(Operator):
         (out, width), count = self.shape, rows.shape[0]
         made, columns = scratch.take("tall", (out, count), rows), rows.T.contiguous()
         height = max(1, _BLOCK // width)
+        height -= height % _TILE if height > _TILE else 0
         for start in range(0, out, height):
             some = slice(start, start + height)
             fill(some)

@@ -119,6 +119,8 @@ class RankDAD(Method):
 
     def encode(self, name: str, factor: Factor, with_bias: bool) -> FactorPayload:
         state, samples = self._staged.get(name) or self._states.get(name, _State()), self.samples
+        if name in self._staged or not (samples and self.errors.enabled):  # else it is formed block by block
+            factor = factor.settled()
         bias = factor.bias_gradient() if with_bias else None
         how: dict[str, Any] = {
             "iterations": self._iterations,
@@ -228,7 +230,11 @@ class RankDAD(Method):
 
         def fill(rows: slice) -> None:
             block = whole[rows]
-            if factor.whole is None:
+            if factor.write is not None:
+                factor.write(rows, block, None if error is None else error[rows], share * loss_scale)
+                if loss_scale != 1.0:
+                    block.mul_(1 / loss_scale)
+            elif factor.whole is None:
                 before, beta = (block, 0.0) if error is None else (error[rows], share)
                 deltas = factor.deltas.T[rows]
                 torch.addmm(before, deltas, factor.activations, beta=beta, alpha=1 / loss_scale, out=block)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..exchange import Transport
 from ..exchange.codec import register
-from ..hooks import Form
+from ..hooks import Factor, Form
+from ..hooks.factor import Write
 from ..methods import Method, check_allowed
 from ..methods.base import GradientPath
 from ..methods.feedback import ErrorFeedback
@@ -23,7 +25,7 @@ from ..privacy.secure_sum import SecureSum
 from ..reducer.reducer import Reducer, StepRequest
 from ..reducer.step_header import StepHeader
 from ..units.base import Unit
-from ..units.factor import ChainedUnit, FactorUnit
+from ..units.factor import ChainedUnit, FactorUnit, LowrankUnit
 from .chains import collect_chain_reports, link_units, merge_chain_reports, order_followers_first, refusal
 from .first_step import FirstStepReport, MergedReport, merge_reports
 from .merging import LinkCosts, Merging, measure_link
@@ -131,6 +133,27 @@ class Planner:
     def is_complete(self) -> bool:
         """Whether the first step of the present plan is over."""
         return self._complete
+
+    def forms_late(self) -> set[str]:
+        """Return the weights whose gradients, given as matrices, can be formed while they are compressed.
+
+        Only with one thread: several share the work on a whole gradient better than on its blocks.
+        """
+        settled = self._complete and self._structure.same_tensors() and self._structure.same_training()
+        if not settled or not self._method.errors.enabled or torch.get_num_threads() > 1:
+            return set()
+        units = (unit for unit in self.units if isinstance(unit, LowrankUnit) and not unit.layers)
+        return {unit.name for unit in units if unit.lead.device.type == "cpu"}
+
+    def hold_unformed(self, writers: Mapping[str, Write]) -> None:
+        """Hold gradients that are formed while they are compressed.
+
+        Args:
+            writers: by name.
+        """
+        for unit in self.units:
+            if isinstance(unit, LowrankUnit) and unit.name in writers:
+                unit.hold_unformed(Factor.unformed(unit.lead.shape, unit.lead.detach(), writers[unit.name]))
 
     @property
     def plan(self) -> Plan:

@@ -11,17 +11,32 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..hooks import LINEAR, Factor
 
+if TYPE_CHECKING:
+    from .narrow import NarrowProduct
+    from .unformed import Sum
+
 _CHUNK = 1 << 24  # elements of formed gradients at a time
 
 
 class Contribution(ABC):
     """Contribution of each sample to the gradient of a parameter, by one call of a layer."""
+
+    def unformed(self, scales: Tensor) -> Sum | None:
+        """Return the sum over samples, each multiplied by a scale, whose rows are computed on demand; None for none.
+
+        It has memory of its own, since a program may change its batch.
+
+        Args:
+            scales: of shape (samples,).
+        """
+        return None
 
     @abstractmethod
     def clipped(self, scales: Tensor) -> Tensor:
@@ -82,9 +97,23 @@ class Rows(Contribution):
         return cls(factor, samples, left, right)
 
     @property
+    def widened(self) -> Rows:
+        """The rows, in the type in which norms are computed."""
+        return self
+
+    @property
     def is_table(self) -> bool:
         """Whether `left` holds numbers of rows."""
         return bool(self.factor.form.table_rows)
+
+    def unformed(self, scales: Tensor) -> Sum | None:
+        if not self.is_table or self.factor.form.sparse:
+            return None
+        from .unformed import TableSum
+
+        deltas, numbers = self.factor.deltas, self.factor.activations
+        rows = scales.to(deltas.dtype).repeat_interleave(len(deltas) // max(1, self.samples))
+        return TableSum(numbers[:, 0], deltas * rows[:, None], self.factor.form.table_rows)
 
     def clipped(self, scales: Tensor) -> Tensor:
         form, deltas, activations = self.factor.form, self.factor.deltas, self.factor.activations
@@ -92,6 +121,50 @@ class Rows(Contribution):
         if form == LINEAR and activations.shape[1] < deltas.shape[1]:  # fewer numbers to scale
             return form.gradient(deltas, activations * rows[:, None])
         return form.gradient(deltas * rows[:, None], activations)
+
+
+@dataclass(frozen=True)
+class NarrowRows(Contribution):
+    """Contribution of a linear layer's rows, which are rounded to bfloat16; see `dadplug.privacy.narrow`.
+
+    Attributes:
+        deltas: D of shape (rows, out), in bfloat16, with whole samples one after the other.
+        activations: A of shape (rows, in), in bfloat16.
+        samples: number of samples.
+    """
+
+    deltas: Tensor
+    activations: Tensor
+    samples: int
+
+    @classmethod
+    def of(cls, factor: Factor, samples: int) -> NarrowRows:
+        """Return the contribution of a call.
+
+        Args:
+            factor: its factors, of a linear layer.
+            samples: number of samples.
+        """
+        return cls(factor.deltas.bfloat16(), factor.activations.bfloat16(), samples)
+
+    @property
+    def widened(self) -> Rows:
+        """The rounded rows, in the type in which norms are computed."""
+        return Rows.of(Factor(self.activations.float(), self.deltas.float()), self.samples)
+
+    def squared_norms(self) -> Tensor | None:
+        """Return the squared norm of each sample's gradient; None where those of `widened` take less time."""
+        from .narrow import squared_norms
+
+        return squared_norms(self.deltas, self.activations, self.samples)
+
+    def unformed(self, scales: Tensor) -> NarrowProduct:
+        from .narrow import NarrowProduct  # numba loads when first used
+
+        return NarrowProduct(self.deltas, self.activations, scales)
+
+    def clipped(self, scales: Tensor) -> Tensor:
+        return self.unformed(scales).whole()
 
 
 def _by_sample(blocks: Tensor, samples: int) -> Tensor:
@@ -107,8 +180,11 @@ def squared_norms(contributions: Sequence[Contribution]) -> Tensor:
     Args:
         contributions: at least one, all of the same samples.
     """
+    first = contributions[0]
+    if len(contributions) == 1 and isinstance(first, NarrowRows) and (found := first.squared_norms()) is not None:
+        return found
     formed = [each.gradients for each in contributions if isinstance(each, Formed)]
-    rows = [each for each in contributions if isinstance(each, Rows)]
+    rows = [each.widened for each in contributions if isinstance(each, (Rows, NarrowRows))]
     if not rows:
         return _squares(sum(formed[1:], formed[0]).flatten(1))
     if formed:

@@ -246,7 +246,7 @@ class SiteFactorHandler(GatheredHandler):
     def _encode(self, unit: FactorUnit) -> FactorPayload | None:
         """Encode what has arrived; record NaN and Inf, and send NaN for them."""
         unit.last_rows = unit.rows or unit.last_rows
-        factor = unit.take()
+        factor = unit.take_unformed()
         if factor is None:
             return None
         self._present.add(unit.name)

@@ -270,6 +270,10 @@ class FactorUnit(Unit):
         """The forms in which rows have arrived."""
         return {factor.form for factor in self._peek()} | set(self._formed)
 
+    def take_unformed(self) -> Factor | None:
+        """Return what `take` does, or a factor with `Factor.write`, where the gradient has not been formed yet."""
+        return self.take()
+
     def take(self) -> Factor | None:
         """Return the factors that have arrived, and forget them: stacked, in the weight's type; None without any.
 
@@ -395,6 +399,7 @@ class LowrankUnit(FactorUnit):
     ) -> None:
         super().__init__(weight, bias, parameters, layers, GradientPath.LOWRANK, LINEAR)
         self._aside: dict[str, Tensor | None] = {}  # what is in `.grad` already, while autograd forms a gradient
+        self._unformed: Factor | None = None
 
     def _before_dense(self, name: str, gradient: Tensor | None) -> None:
         self.drop_cleared()
@@ -437,9 +442,49 @@ class LowrankUnit(FactorUnit):
         unmark_agreed(own)
         return own
 
+    def hold_unformed(self, factor: Factor) -> None:
+        """Hold a gradient that is formed when it is compressed, or asked for in another way.
+
+        Args:
+            factor: a factor with `Factor.write`.
+        """
+        self._settle()
+        self._unformed = factor
+        if self._held or self.bias is not None or self._is_small([factor]):  # small ones may be taken back
+            self._settle()
+
+    def _settle(self) -> None:
+        if self._unformed is not None:
+            factor, self._unformed = self._unformed, None
+            self._hold(self.name, factor.gradient())
+
+    def _arrived(self) -> list[Factor]:
+        self._settle()
+        return super()._arrived()
+
+    def _peek(self) -> list[Factor]:
+        self._settle()
+        return super()._peek()
+
+    def _collect(self) -> list[Factor]:
+        self._settle()
+        return super()._collect()
+
+    def _forget_factors(self) -> None:
+        self._unformed = None
+        super()._forget_factors()
+
+    def take_unformed(self) -> Factor | None:
+        if self._unformed is None or self._held:
+            return self.take()
+        factor, self._unformed = self._unformed, None
+        return factor
+
     @property
     def rows(self) -> int:
         """Number of rows of the matrices that are compressed."""
+        if self._unformed is not None:
+            return self._unformed.rows
         return sum(factor.rows * factor.form.positions for factor in self._peek())
 
     def take(self) -> Factor | None:
