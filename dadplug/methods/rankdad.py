@@ -16,6 +16,7 @@ from torch import Tensor
 from ..exchange.factor_buckets import FactorPayload
 from ..exchange.wire import WireFormat, wire_format
 from ..hooks import Factor
+from ..lasting import lasting
 from ..lowrank import Carry, Compressed, compress, compress_matrix, squared_norm
 from ..lowrank.compress import squared_norm_of
 from .base import GradientPath, Method, MethodOptions, Quality, Traits, register_method
@@ -36,7 +37,6 @@ class _Kept(NamedTuple):
         sent: number of the first of them that have been sent; of these the rounding errors were not.
         wire: the format in which they were.
         loss_scale: the loss scale of the gradient.
-        storage: what both are views of; taken again by a later step.
     """
 
     left: Tensor
@@ -44,7 +44,6 @@ class _Kept(NamedTuple):
     sent: int
     wire: WireFormat
     loss_scale: float
-    storage: Tensor
 
     def rows(self) -> tuple[Tensor, Tensor]:
         """Return rows whose product is what was not sent, without the loss scale."""
@@ -70,6 +69,7 @@ class _State(NamedTuple):
         samples: unit of these, and of the error memory, see `Method.samples`; 0 for none.
         calls: number of compressions.
         quality: quality of the last one.
+        storage: what all tensors are views of, to be taken again by a later step; None where they are not.
     """
 
     carry: Carry | None = None
@@ -79,6 +79,7 @@ class _State(NamedTuple):
     samples: float = 0
     calls: int = 0
     quality: Quality | None = None
+    storage: Tensor | None = None
 
 
 @register_method("rankdad")
@@ -150,23 +151,17 @@ class RankDAD(Method):
             compressed = compress(deltas, activations, rank + room, precise=rank, **how)
             size = squared_norm(deltas, activations) if measure else 0.0
         sent = self._count_sent(compressed, rank)
-        carry = compressed.carry if sent and self.options.warm_start else state.carry
         residual = state.quality.residual if state.quality and not measure else compressed.residual_of(size, sent)
         left, right = compressed.left.T[:sent], compressed.right.T[:sent]
-        lost = None
-        if self.errors.enabled:
-            right = right * loss_scale if loss_scale != 1.0 else right
-            lost = self._copy(name, -wire.round_trip(left), wire.round_trip(right), 0, wire)
-        elif self._keeps_rows or wire.quantised:
-            lost = self._keep(name, compressed, sent, wire)
         if bias is not None and state.bias is not None:
-            bias = bias + state.bias * (share * loss_scale)
+            bias = bias + (state.bias * (share * loss_scale)).to(bias)
         rest = None if bias is None or not wire.quantised else (bias - wire.round_trip(bias[None])[0]) / loss_scale
         kept = compressed.effective_rank - sent
         quality, room = Quality(sent, residual, kept), min(room, kept)
+        staged = self._stored(name, compressed, sent, wire, state.carry, rest)
         self._release(name, self._staged.pop(name, None))
-        self._staged[name] = _State(carry, lost, room, rest, samples, state.calls + 1, quality)
-        return FactorPayload(left, right, bias)
+        self._staged[name] = staged._replace(room=room, samples=samples, calls=state.calls + 1, quality=quality)
+        return FactorPayload(left, right * loss_scale if self.errors.enabled and loss_scale != 1.0 else right, bias)
 
     def _count_sent(self, compressed: Compressed, rank: int) -> int:
         """Return the number of components that are sent, the rank at most; the others may be kept."""
@@ -176,37 +171,58 @@ class RankDAD(Method):
         values: list[float] = compressed.singular_values[:found].tolist()
         return sum(value > self.options.tolerance * values[0] for value in values)
 
-    def _keep(self, name: str, compressed: Compressed, sent: int, wire: WireFormat) -> _Kept | None:
-        """Copy what the next step needs to know of a compressed gradient; None if all of it was sent as it is.
+    def _stored(
+        self, name: str, compressed: Compressed, sent: int, wire: WireFormat, before: Carry | None, bias: Tensor | None
+    ) -> _State:
+        """Copy what the next step needs to know of a compressed gradient.
+
+        The storage is that of the step before the last.
 
         Args:
             name: name of the weight.
             compressed: the compressed gradient.
             sent: number of its first components that are sent.
             wire: the format in which they are sent.
+            before: directions from which the step has started.
+            bias: what rounding has taken from the gradient of the bias.
         """
         left, right = compressed.left.T[: compressed.effective_rank], compressed.right.T[: compressed.effective_rank]
-        if wire.dtype == left.dtype:
-            left, right, sent = left[sent:], right[sent:], 0
-        return self._copy(name, left, right, sent, wire) if len(left) else None
+        directions = compressed.carry.right if sent or before is None else before.right
+        loss_scale, first, rounded = self.loss_scales.of(name), 0, sent
+        if self.errors.enabled:
+            scaled = right[:sent] * loss_scale if loss_scale != 1.0 else right[:sent]
+            left, right, rounded = -wire.round_trip(left[:sent]), wire.round_trip(scaled), 0
+        elif not (self._keeps_rows or wire.quantised):
+            left, right = left[:0], right[:0]
+        elif wire.dtype == left.dtype:  # what is sent arrives as it is
+            left, first, rounded = left[sent:], sent, 0
+        if not self.options.warm_start:
+            directions = right
+        shared = not self.errors.enabled and bool(sent)  # the rows are among the directions
+        parts = [left, directions, right[:0] if shared else right, left[:0] if bias is None else bias[None]]
+        storage, (left, directions, right, rest) = self._copied(name, parts)
+        if shared:
+            right = directions[first : first + len(left)]
+        return _State(
+            carry=Carry(directions) if self.options.warm_start and len(directions) else before,
+            lost=_Kept(left, right, rounded, wire, loss_scale) if len(left) else None,
+            bias=None if bias is None else rest[0],
+            storage=storage,
+        )
 
-    def _copy(self, name: str, left: Tensor, right: Tensor, sent: int, wire: WireFormat) -> _Kept:
-        """Copy rows to where they may be kept.
-
-        The storage is that of the step before the last, so that what lasts does not lie between what is freed: the
-        heap would grow by the gradients that no longer fit in between.
-        """
+    def _copied(self, name: str, parts: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """Copy matrices into a storage of the layer; return it and the copies."""
+        size = sum(part.numel() for part in parts)
         storage = self._spare.pop(name, None)
-        if storage is None or storage.numel() < left.numel() + right.numel():
-            storage = left.new_empty(left.numel() + right.numel())
-        flat = storage[: left.numel() + right.numel()]
-        own_left, own_right = flat[: left.numel()].view_as(left), flat[left.numel() :].view_as(right)
-        return _Kept(own_left.copy_(left), own_right.copy_(right), sent, wire, self.loss_scales.of(name), storage)
+        if storage is None or storage.numel() < size:
+            storage = lasting(size, parts[0].dtype, parts[0].device)
+        places = storage[:size].split([part.numel() for part in parts])
+        return storage, [place.view(part.shape).copy_(part) for place, part in zip(places, parts, strict=True)]
 
     def _release(self, name: str, state: _State | None) -> None:
         """Let the next step have the storage of a state that is not needed any more."""
-        if state is not None and state.lost is not None:
-            self._spare[name] = state.lost.storage
+        if state is not None and state.storage is not None:
+            self._spare[name] = state.storage
 
     def _with_errors(
         self, name: str, factor: Factor, lost: _Kept | None, share: float, loss_scale: float
@@ -257,7 +273,8 @@ class RankDAD(Method):
         super().retain(names)
         for name, state in self._states.items():
             if name not in names:
-                self._states[name] = state._replace(lost=None, room=0, bias=None)
+                carry = None if state.carry is None else Carry(state.carry.right.clone())
+                self._states[name] = state._replace(carry=carry, lost=None, room=0, bias=None, storage=None)
                 self._spare.pop(name, None)
         if self.merger is not None:
             self.merger.retain(names)
@@ -345,9 +362,7 @@ def keeps_rows(options: MethodOptions) -> bool:
 
 def _loaded(left: Tensor, right: Tensor) -> _Kept:
     """Return rows of a state as components of which none has been sent."""
-    storage = torch.cat([left.reshape(-1), right.reshape(-1)])
-    own_left, own_right = storage[: left.numel()].view_as(left), storage[left.numel() :].view_as(right)
-    return _Kept(own_left, own_right, 0, wire_format("fp32", left.dtype), 1.0, storage)
+    return _Kept(left.clone(), right.clone(), 0, wire_format("fp32", left.dtype), 1.0)
 
 
 _MERGE_ITERATIONS = 2  # at least: the sum of the sites' factors changes more from step to step than each of them
