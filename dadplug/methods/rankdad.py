@@ -33,7 +33,8 @@ class _Kept(NamedTuple):
 
     Attributes:
         left: left vectors times singular values, as rows.
-        right: right vectors, as rows.
+        right: right vectors, as rows, and perhaps others before and after them.
+        first: place of the first of these right vectors.
         sent: number of the first of them that have been sent; of these the rounding errors were not.
         wire: the format in which they were.
         loss_scale: the loss scale of the gradient.
@@ -41,19 +42,54 @@ class _Kept(NamedTuple):
 
     left: Tensor
     right: Tensor
+    first: int
     sent: int
     wire: WireFormat
     loss_scale: float
 
     def rows(self) -> tuple[Tensor, Tensor]:
         """Return rows whose product is what was not sent, without the loss scale."""
-        left, right = self.left[: self.sent], self.right[: self.sent]
-        lefts, rights = [self.left[self.sent :]], [self.right[self.sent :]]
+        whole = self.right[self.first : self.first + len(self.left)]
+        left, right = self.left[: self.sent], whole[: self.sent]
+        lefts, rights = [self.left[self.sent :]], [whole[self.sent :]]
         if self.sent:
             rounded = self.wire.round_trip(left)
             lefts += [left - rounded, rounded]
             rights += [right, right - self.wire.round_trip(right)]
         return torch.cat(lefts), torch.cat(rights) / self.loss_scale
+
+
+class _Storage:
+    """Memory of the state of a layer.
+
+    Args:
+        size: number of elements.
+        like: gives type and device.
+    """
+
+    def __init__(self, size: int, like: Tensor) -> None:
+        self.flat = lasting(size, like.dtype, like.device)
+        self._parts: list[Tensor] = []
+
+    def copies(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Copy tensors into the memory.
+
+        Views are those of the last call where the shapes are: even small objects that last, if they are made during
+        backward, leave gaps between activations that are freed.
+
+        Args:
+            tensors: the tensors.
+
+        Returns:
+            The copies; valid until the next call.
+        """
+        if [part.shape for part in self._parts] != [each.shape for each in tensors]:
+            sizes = [each.numel() for each in tensors]
+            places = self.flat[: sum(sizes)].split(sizes)
+            self._parts = [place.view(each.shape) for place, each in zip(places, tensors, strict=True)]
+        for part, each in zip(self._parts, tensors, strict=True):
+            part.copy_(each)
+        return self._parts
 
 
 class _State(NamedTuple):
@@ -69,7 +105,7 @@ class _State(NamedTuple):
         samples: unit of these, and of the error memory, see `Method.samples`; 0 for none.
         calls: number of compressions.
         quality: quality of the last one.
-        storage: what all tensors are views of, to be taken again by a later step; None where they are not.
+        storage: where all tensors lie, to be taken again by a later step; None where they lie elsewhere.
     """
 
     carry: Carry | None = None
@@ -79,7 +115,7 @@ class _State(NamedTuple):
     samples: float = 0
     calls: int = 0
     quality: Quality | None = None
-    storage: Tensor | None = None
+    storage: _Storage | None = None
 
 
 @register_method("rankdad")
@@ -102,7 +138,7 @@ class RankDAD(Method):
         self._decay = 1.0 if options.memory_decay is None else options.memory_decay
         self._states: dict[str, _State] = {}
         self._staged: dict[str, _State] = {}
-        self._spare: dict[str, Tensor] = {}  # by layer, storage that a state has left
+        self._spare: dict[str, _Storage] = {}  # by layer, storage that a state has left
 
     @property
     def keeps_errors(self) -> bool:
@@ -199,25 +235,19 @@ class RankDAD(Method):
         if not self.options.warm_start:
             directions = right
         shared = not self.errors.enabled and bool(sent)  # the rows are among the directions
-        parts = [left, directions, right[:0] if shared else right, left[:0] if bias is None else bias[None]]
-        storage, (left, directions, right, rest) = self._copied(name, parts)
+        parts = [left, directions, right[:0] if shared else right, left[:0] if bias is None else bias]
+        storage = self._spare.pop(name, None)
+        if storage is None or len(storage.flat) < sum(part.numel() for part in parts):
+            storage = _Storage(sum(part.numel() for part in parts), left)
+        left, directions, right, rest = storage.copies(parts)
         if shared:
-            right = directions[first : first + len(left)]
+            right = directions
         return _State(
             carry=Carry(directions) if self.options.warm_start and len(directions) else before,
-            lost=_Kept(left, right, rounded, wire, loss_scale) if len(left) else None,
-            bias=None if bias is None else rest[0],
+            lost=_Kept(left, right, first, rounded, wire, loss_scale) if len(left) else None,
+            bias=None if bias is None else rest,
             storage=storage,
         )
-
-    def _copied(self, name: str, parts: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """Copy matrices into a storage of the layer; return it and the copies."""
-        size = sum(part.numel() for part in parts)
-        storage = self._spare.pop(name, None)
-        if storage is None or storage.numel() < size:
-            storage = lasting(size, parts[0].dtype, parts[0].device)
-        places = storage[:size].split([part.numel() for part in parts])
-        return storage, [place.view(part.shape).copy_(part) for place, part in zip(places, parts, strict=True)]
 
     def _release(self, name: str, state: _State | None) -> None:
         """Let the next step have the storage of a state that is not needed any more."""
@@ -362,7 +392,7 @@ def keeps_rows(options: MethodOptions) -> bool:
 
 def _loaded(left: Tensor, right: Tensor) -> _Kept:
     """Return rows of a state as components of which none has been sent."""
-    return _Kept(left.clone(), right.clone(), 0, wire_format("fp32", left.dtype), 1.0)
+    return _Kept(left.clone(), right.clone(), 0, 0, wire_format("fp32", left.dtype), 1.0)
 
 
 _MERGE_ITERATIONS = 2  # at least: the sum of the sites' factors changes more from step to step than each of them

@@ -109,7 +109,7 @@ def test_storage_is_that_of_the_step_before_the_last():
             method.rollback("w")
             continue
         method.commit("w")
-        places.append(method._states["w"].storage.data_ptr())
+        places.append(method._states["w"].storage.flat.data_ptr())
     assert len(set(places[1:])) == 2  # the first step has no memory yet
     assert places[1] != places[2]
 
