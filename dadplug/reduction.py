@@ -169,6 +169,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         if isinstance(unit, FactorUnit):
             unit.show_arrival()
             unit.keep(self._counter.owned)
+            if not self._planner.is_complete:
+                unit.set_aside()
         self.on_arrival()
 
     def _before_forward(self) -> None:

@@ -237,6 +237,18 @@ class CapturedLayer:
                 self._versions[index] = 0
         self._kept = len(self._factors)
 
+    def copy_factors(self, copy: Callable[[Tensor], Tensor]) -> None:
+        """Replace the committed factors by copies.
+
+        Args:
+            copy: makes a copy of a tensor.
+        """
+        for index, factor in enumerate(self._factors):
+            activations = copy(factor.activations)
+            self._factors[index] = replace(factor, activations=activations, deltas=copy(factor.deltas))
+            self._versions[index] = activations._version
+        self._kept = len(self._factors)
+
     def release(self) -> None:
         """Restore the layer's own forward."""
         self._hook.remove()

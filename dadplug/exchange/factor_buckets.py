@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MismatchError
+from ..lasting import copied
 from .codec import MAX_BYTES
 from .transport import Gather, Transport
 from .wire import WireFormat
@@ -347,7 +348,8 @@ class FactorBucket:
         if not share.rows:  # a bias gradient may come without rows; the second round goes by rows
             left, right = share.left, share.right
             share = FactorPayload(left.new_zeros(1, left.shape[1]), right.new_zeros(1, right.shape[1]), share.bias)
-        self._overflow[index] = share
+        bias = None if share.bias is None else copied(share.bias)
+        self._overflow[index] = FactorPayload(copied(share.left), copied(share.right), bias)
         self.extra_rows[index] = share.rows
 
     def own_share(self, index: int) -> FactorPayload:

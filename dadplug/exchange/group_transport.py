@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import MismatchError
+from ..lasting import lasting
 from .codec import MAX_BYTES, gather_objects
 from .failure_reports import PeerNames
 from .framing import Message, PeerSockets, bytes_of, wait_together
@@ -81,14 +82,14 @@ class GroupTransport(Transport):
     def gather(self, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
         if not self._peer_to_peer:
             return CollectiveGather(self, sizes, dtype)
-        payloads = [torch.zeros(size, dtype=dtype) for size in sizes]
+        payloads = [lasting(size, dtype) for size in sizes]
         self._open_sockets()
         return PairwiseExchange(self, [payloads[self.rank]] * len(sizes), payloads)
 
     def all_to_all(self, sizes: Sequence[int], dtype: torch.dtype) -> AllToAll:
         if not self.has_all_to_all:
             return super().all_to_all(sizes, dtype)
-        payloads = [torch.zeros(size, dtype=dtype) for size in sizes]
+        payloads = [lasting(size, dtype) for size in sizes]
         received = [torch.zeros_like(payloads[self.rank]) for _ in sizes]
         received[self.rank] = payloads[self.rank]
         self._open_sockets()

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..exchange.factor_buckets import FactorPayload
 from ..exchange.wire import WireFormat, wire_format
 from ..hooks import Factor
+from ..lasting import lasting
 from ..lowrank import Carry, Compressed, compress, compress_matrix, squared_norm
 from ..lowrank.compress import squared_norm_of
 from .base import GradientPath, Method, MethodOptions, Quality, Traits, register_method
@@ -32,29 +33,63 @@ class _Kept(NamedTuple):
 
     Attributes:
         left: left vectors times singular values, as rows.
-        right: right vectors, as rows.
+        right: right vectors, as rows, and perhaps others before and after them.
+        first: place of the first of these right vectors.
         sent: number of the first of them that have been sent; of these the rounding errors were not.
         wire: the format in which they were.
         loss_scale: the loss scale of the gradient.
-        storage: what both are views of; taken again by a later step.
     """
 
     left: Tensor
     right: Tensor
+    first: int
     sent: int
     wire: WireFormat
     loss_scale: float
-    storage: Tensor
 
     def rows(self) -> tuple[Tensor, Tensor]:
         """Return rows whose product is what was not sent, without the loss scale."""
-        left, right = self.left[: self.sent], self.right[: self.sent]
-        lefts, rights = [self.left[self.sent :]], [self.right[self.sent :]]
+        whole = self.right[self.first : self.first + len(self.left)]
+        left, right = self.left[: self.sent], whole[: self.sent]
+        lefts, rights = [self.left[self.sent :]], [whole[self.sent :]]
         if self.sent:
             rounded = self.wire.round_trip(left)
             lefts += [left - rounded, rounded]
             rights += [right, right - self.wire.round_trip(right)]
         return torch.cat(lefts), torch.cat(rights) / self.loss_scale
+
+
+class _Storage:
+    """Memory of the state of a layer.
+
+    Args:
+        size: number of elements.
+        like: gives type and device.
+    """
+
+    def __init__(self, size: int, like: Tensor) -> None:
+        self.flat = lasting(size, like.dtype, like.device)
+        self._parts: list[Tensor] = []
+
+    def copies(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Copy tensors into the memory.
+
+        Views are those of the last call where the shapes are: even small objects that last, if they are made during
+        backward, leave gaps between activations that are freed.
+
+        Args:
+            tensors: the tensors.
+
+        Returns:
+            The copies; valid until the next call.
+        """
+        if [part.shape for part in self._parts] != [each.shape for each in tensors]:
+            sizes = [each.numel() for each in tensors]
+            places = self.flat[: sum(sizes)].split(sizes)
+            self._parts = [place.view(each.shape) for place, each in zip(places, tensors, strict=True)]
+        for part, each in zip(self._parts, tensors, strict=True):
+            part.copy_(each)
+        return self._parts
 
 
 class _State(NamedTuple):
@@ -70,6 +105,7 @@ class _State(NamedTuple):
         samples: unit of these, and of the error memory, see `Method.samples`; 0 for none.
         calls: number of compressions.
         quality: quality of the last one.
+        storage: where all tensors lie, to be taken again by a later step; None where they lie elsewhere.
     """
 
     carry: Carry | None = None
@@ -79,6 +115,7 @@ class _State(NamedTuple):
     samples: float = 0
     calls: int = 0
     quality: Quality | None = None
+    storage: _Storage | None = None
 
 
 @register_method("rankdad")
@@ -101,7 +138,7 @@ class RankDAD(Method):
         self._decay = 1.0 if options.memory_decay is None else options.memory_decay
         self._states: dict[str, _State] = {}
         self._staged: dict[str, _State] = {}
-        self._spare: dict[str, Tensor] = {}  # by layer, storage that a state has left
+        self._spare: dict[str, _Storage] = {}  # by layer, storage that a state has left
 
     @property
     def keeps_errors(self) -> bool:
@@ -152,23 +189,17 @@ class RankDAD(Method):
             compressed = compress(deltas, activations, rank + room, precise=rank, **how)
             size = squared_norm(deltas, activations) if measure else 0.0
         sent = self._count_sent(compressed, rank)
-        carry = compressed.carry if sent and self.options.warm_start else state.carry
         residual = state.quality.residual if state.quality and not measure else compressed.residual_of(size, sent)
         left, right = compressed.left.T[:sent], compressed.right.T[:sent]
-        lost = None
-        if self.errors.enabled:
-            right = right * loss_scale if loss_scale != 1.0 else right
-            lost = self._copy(name, -wire.round_trip(left), wire.round_trip(right), 0, wire)
-        elif self._keeps_rows or wire.quantised:
-            lost = self._keep(name, compressed, sent, wire)
         if bias is not None and state.bias is not None:
-            bias = bias + state.bias * (share * loss_scale)
+            bias = bias + (state.bias * (share * loss_scale)).to(bias)
         rest = None if bias is None or not wire.quantised else (bias - wire.round_trip(bias[None])[0]) / loss_scale
         kept = compressed.effective_rank - sent
         quality, room = Quality(sent, residual, kept), min(room, kept)
+        staged = self._stored(name, compressed, sent, wire, state.carry, rest)
         self._release(name, self._staged.pop(name, None))
-        self._staged[name] = _State(carry, lost, room, rest, samples, state.calls + 1, quality)
-        return FactorPayload(left, right, bias)
+        self._staged[name] = staged._replace(room=room, samples=samples, calls=state.calls + 1, quality=quality)
+        return FactorPayload(left, right * loss_scale if self.errors.enabled and loss_scale != 1.0 else right, bias)
 
     def _count_sent(self, compressed: Compressed, rank: int) -> int:
         """Return the number of components that are sent, the rank at most; the others may be kept."""
@@ -178,37 +209,52 @@ class RankDAD(Method):
         values: list[float] = compressed.singular_values[:found].tolist()
         return sum(value > self.options.tolerance * values[0] for value in values)
 
-    def _keep(self, name: str, compressed: Compressed, sent: int, wire: WireFormat) -> _Kept | None:
-        """Copy what the next step needs to know of a compressed gradient; None if all of it was sent as it is.
+    def _stored(
+        self, name: str, compressed: Compressed, sent: int, wire: WireFormat, before: Carry | None, bias: Tensor | None
+    ) -> _State:
+        """Copy what the next step needs to know of a compressed gradient.
+
+        The storage is that of the step before the last.
 
         Args:
             name: name of the weight.
             compressed: the compressed gradient.
             sent: number of its first components that are sent.
             wire: the format in which they are sent.
+            before: directions from which the step has started.
+            bias: what rounding has taken from the gradient of the bias.
         """
         left, right = compressed.left.T[: compressed.effective_rank], compressed.right.T[: compressed.effective_rank]
-        if wire.dtype == left.dtype:
-            left, right, sent = left[sent:], right[sent:], 0
-        return self._copy(name, left, right, sent, wire) if len(left) else None
-
-    def _copy(self, name: str, left: Tensor, right: Tensor, sent: int, wire: WireFormat) -> _Kept:
-        """Copy rows to where they may be kept.
-
-        The storage is that of the step before the last, so that what lasts does not lie between what is freed: the
-        heap would grow by the gradients that no longer fit in between.
-        """
+        directions = compressed.carry.right if sent or before is None else before.right
+        loss_scale, first, rounded = self.loss_scales.of(name), 0, sent
+        if self.errors.enabled:
+            scaled = right[:sent] * loss_scale if loss_scale != 1.0 else right[:sent]
+            left, right, rounded = -wire.round_trip(left[:sent]), wire.round_trip(scaled), 0
+        elif not (self._keeps_rows or wire.quantised):
+            left, right = left[:0], right[:0]
+        elif wire.dtype == left.dtype:  # what is sent arrives as it is
+            left, first, rounded = left[sent:], sent, 0
+        if not self.options.warm_start:
+            directions = right
+        shared = not self.errors.enabled and bool(sent)  # the rows are among the directions
+        parts = [left, directions, right[:0] if shared else right, left[:0] if bias is None else bias]
         storage = self._spare.pop(name, None)
-        if storage is None or storage.numel() < left.numel() + right.numel():
-            storage = left.new_empty(left.numel() + right.numel())
-        flat = storage[: left.numel() + right.numel()]
-        own_left, own_right = flat[: left.numel()].view_as(left), flat[left.numel() :].view_as(right)
-        return _Kept(own_left.copy_(left), own_right.copy_(right), sent, wire, self.loss_scales.of(name), storage)
+        if storage is None or len(storage.flat) < sum(part.numel() for part in parts):
+            storage = _Storage(sum(part.numel() for part in parts), left)
+        left, directions, right, rest = storage.copies(parts)
+        if shared:
+            right = directions
+        return _State(
+            carry=Carry(directions) if self.options.warm_start and len(directions) else before,
+            lost=_Kept(left, right, first, rounded, wire, loss_scale) if len(left) else None,
+            bias=None if bias is None else rest,
+            storage=storage,
+        )
 
     def _release(self, name: str, state: _State | None) -> None:
         """Let the next step have the storage of a state that is not needed any more."""
-        if state is not None and state.lost is not None:
-            self._spare[name] = state.lost.storage
+        if state is not None and state.storage is not None:
+            self._spare[name] = state.storage
 
     def _with_errors(
         self, name: str, factor: Factor, lost: _Kept | None, share: float, loss_scale: float
@@ -263,7 +309,8 @@ class RankDAD(Method):
         super().retain(names)
         for name, state in self._states.items():
             if name not in names:
-                self._states[name] = state._replace(lost=None, room=0, bias=None)
+                carry = None if state.carry is None else Carry(state.carry.right.clone())
+                self._states[name] = state._replace(carry=carry, lost=None, room=0, bias=None, storage=None)
                 self._spare.pop(name, None)
         if self.merger is not None:
             self.merger.retain(names)
@@ -351,9 +398,7 @@ def keeps_rows(options: MethodOptions) -> bool:
 
 def _loaded(left: Tensor, right: Tensor) -> _Kept:
     """Return rows of a state as components of which none has been sent."""
-    storage = torch.cat([left.reshape(-1), right.reshape(-1)])
-    own_left, own_right = storage[: left.numel()].view_as(left), storage[left.numel() :].view_as(right)
-    return _Kept(own_left, own_right, 0, wire_format("fp32", left.dtype), 1.0, storage)
+    return _Kept(left.clone(), right.clone(), 0, 0, wire_format("fp32", left.dtype), 1.0)
 
 
 _MERGE_ITERATIONS = 2  # at least: the sum of the sites' factors changes more from step to step than each of them

@@ -121,7 +121,7 @@ class GatheredHandler(BucketHandler):
         self._decode(payloads, self._samples)
 
     def _decode(self, payloads: Sequence[list[FactorPayload]], samples: Sequence[int]) -> None:
-        """Form the gradients of what has arrived.
+        """Form the gradients of what has arrived, but for units of which there are no rows: these may still come.
 
         Args:
             payloads: by slot and sender.
@@ -131,8 +131,9 @@ class GatheredHandler(BucketHandler):
         self._deferred.clear()
         if any(samples):
             for unit, by_sender in zip(self.units, payloads, strict=True):
-                with self.timing("decode", unit):
-                    self._decode_unit(unit, by_sender, samples)
+                if any(payload.rows for payload in by_sender):
+                    with self.timing("decode", unit):
+                        self._decode_unit(unit, by_sender, samples)
 
     def _decode_unit(self, unit: FactorUnit, payloads: Sequence[FactorPayload], samples: Sequence[int]) -> None:
         assert unit.form is not None

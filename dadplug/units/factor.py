@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..exchange.codec import register
 from ..exchange.factor_buckets import FactorPayload
 from ..hooks import LINEAR, CapturedLayer, Elementwise, Factor, Form, LayerCapture, OwnHook, stack_by_form
+from ..lasting import copied
 from ..methods.base import GradientPath
 from .base import DenseUnit, Unit
 from .lazy_gradient import Placeholders, accumulated, is_agreed, mark_agreed, unmark_agreed
@@ -332,6 +333,15 @@ class FactorUnit(Unit):
                 room -= factor.numel
         if room <= 0:
             self._condense()
+
+    def set_aside(self) -> None:
+        """Copy factors that are held to the end of backward out of the heap.
+
+        There, activations that backward frees would leave gaps between them that are too small for gradients.
+        """
+        if self.lead.device.type == "cpu":
+            for layer in self.layers:
+                layer.copy_factors(copied)
 
     def _condense(self) -> None:
         """Replace the factors by something that takes no more memory than a gradient."""

@@ -187,7 +187,8 @@ class Placeholders:
         self._parameters = parameters
         self._source = source
         self._active: dict[str, LazyGradient] = {}
-        self._spare: dict[str, LazyGradient] = {}
+        # Made before backward: what is made there lies between activations, and would leave gaps when they go.
+        self._spare = {name: LazyGradient(parameter, name, None) for name, parameter in parameters.items()}
         self._lifted: set[str] = set()  # taken off while autograd adds to the gradient itself
 
     def __bool__(self) -> bool:

@@ -21,6 +21,7 @@ LAYERS = (
     "registry",
     "signature",
     "jit",
+    "lasting",
     "cores",
     "files",
     "schedules",

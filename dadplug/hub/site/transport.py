@@ -33,6 +33,7 @@ from ...exchange.failure_reports import PeerNames, watch_exit
 from ...exchange.framing import bytes_of
 from ...exchange.traffic import Traffic
 from ...exchange.transport import Gather, PendingSum, Requirements, StreamToHub, Transport
+from ...lasting import lasting
 from ..wire.messages import CODES, Kind, RoundKind, Spent
 from .inbox import Incoming
 from .link import CHANNEL_BITS, HubLink
@@ -282,7 +283,7 @@ class HubGather(SitesGather):
     def __init__(self, transport: HubTransport, exchange: int, sizes: Sequence[int], dtype: torch.dtype) -> None:
         self.exchange = exchange
         self._transport = transport
-        self.payloads = [torch.zeros(size, dtype=dtype) for size in sizes]
+        self.payloads = [lasting(size, dtype) for size in sizes]
         self.payload = self.payloads[transport.rank]
         self._own = bytes_of(self.payload)
         self._others = [
