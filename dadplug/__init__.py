@@ -9,7 +9,7 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _root = Path(__file__).resolve().parent.parent
 if (_root / "setup.cfg").is_file() and (_root / "hooks" / "__init__.py").is_file():
