@@ -66,8 +66,10 @@ def train(way: Way, data: Tensor, held_out: Tensor, seed: int, steps: int, every
     curve = []
     for step in range(steps + 1):
         if step % every == 0:
+            way.evaluated.eval()  # without dropout
             with torch.no_grad():
                 curve.append(float(loss(way.evaluated(check[0]), check[1])))
+            way.evaluated.train()
         if step < steps:
             take_step(way, *windows(data, BATCH, generator))
     return curve
