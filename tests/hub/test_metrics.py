@@ -13,6 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from running_hub import TestSite, close_step, running_hub, together, until
 
+import dadplug
 from dadplug.cli.commands import main
 from dadplug.errors import FrameError, KitError
 from dadplug.hub import check
@@ -56,7 +57,7 @@ def test_metrics_are_those_of_the_status(hub, server):
     found = samples(read(server.address))
     page = (ROOT / "docs/reference/hub.md").read_text()
     assert {name for name, *_ in found} == set(re.findall(r"`(dadplug_\w+)`", page.partition("## Metrics")[2]))
-    assert found["dadplug_hub_info", "0.2.0", status["project"]] == 1
+    assert found["dadplug_hub_info", dadplug.__version__, status["project"]] == 1
     assert found["dadplug_hub_steps_total",] == 1
     assert found["dadplug_hub_training",] == 1
     assert found["dadplug_hub_paused",] == 0
