@@ -187,6 +187,11 @@ def test_versions_and_kernels_are_compared(sites):
     sites(2).run(other_versions)
 
 
+def test_the_version_is_that_of_the_code_and_not_of_an_older_installation(monkeypatch):
+    monkeypatch.setattr(sameness, "version_of", lambda package: "0.0.1")
+    assert sameness.environment()["version of dadplug"] == dadplug.__version__
+
+
 def test_kernels_are_named_by_what_computes(monkeypatch):
     assert sameness.environment()["kernels"] == "numba"
     monkeypatch.setattr(dispatch, "cpu_kernels", lambda: portable)

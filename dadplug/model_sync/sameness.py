@@ -8,6 +8,7 @@ so that the error can name them.
 from __future__ import annotations
 
 import hashlib
+import sys
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -239,10 +240,13 @@ def environment() -> dict[str, str]:
     from ..lowrank import portable
     from ..lowrank.dispatch import cpu_kernels
 
-    found = {"version of torch": torch.__version__.partition("+")[0]}
-    for package in ("dadplug", "numba"):
-        found[f"version of {package}"] = version_of(package) or "unknown"
-    return found | {"kernels": "torch" if cpu_kernels() is portable else "numba"}
+    return {
+        "version of torch": torch.__version__.partition("+")[0],
+        # Of the code that runs. Metadata of a checkout are those of its installation, however old.
+        "version of dadplug": sys.modules[__name__.partition(".")[0]].__version__,
+        "version of numba": version_of("numba") or "unknown",
+        "kernels": "torch" if cpu_kernels() is portable else "numba",
+    }
 
 
 def described(may_differ: Collection[str]) -> dict[str, str]:
