@@ -532,9 +532,7 @@ class PrivateGradients:
             self._sums.pop(name, None)
             self._waiting.pop(name, None)
         if gone and not self._placeholders:
-            self._sums.clear()
-            self._waiting.clear()
-            self._used.clear()
+            self._forget_step()
             return True
         return False
 
@@ -582,10 +580,14 @@ class PrivateGradients:
         for name, gradient in sums.items():
             parameter = self._parameters[name]
             parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
+        self._forget_step()
+        return unformed
+
+    def _forget_step(self) -> None:
+        """Forget the sums of this step, and which layers were used in it."""
         self._sums.clear()
         self._waiting.clear()
         self._used.clear()
-        return unformed
 
     def _summed(self, name: str, parameter: nn.Parameter) -> Tensor:
         """Return the sum of a parameter in this step, and forget it."""
@@ -608,9 +610,7 @@ class PrivateGradients:
         for parameter in self._parameters.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        self._waiting.clear()
-        self._sums.clear()
-        self._used.clear()
+        self._forget_step()
 
     def abstain(self) -> None:
         """Have no part in a step, but for the noise that other sites count on."""
@@ -652,9 +652,7 @@ class PrivateGradients:
         """Forget the sums of this step."""
         self.discard()
         self._placeholders.resolve()
-        self._sums.clear()
-        self._waiting.clear()
-        self._used.clear()
+        self._forget_step()
 
     def _release_hooks(self) -> None:
         for handle in self._handles:

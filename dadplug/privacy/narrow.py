@@ -6,8 +6,8 @@ rows, and a norm that is taken of the rounded rows bounds it: rounding comes bef
 proof. Where a sample has one row, its scale is multiplied into the row before, which is rounded once more; the scale is
 smaller by as much as that may add.
 
-torch's own products of bfloat16 round the sum to it, too. Rounding a sum is not bounded by what one sample changes,
-so it would have to come after the noise.
+torch's own products of bfloat16 also round the sum. How much rounding changes a sum is not bounded by what one sample
+adds to it, so that a sum may be rounded only after the noise.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ _pairs = ir.VectorType(ir.IntType(32), _LANES)
 def is_available() -> bool:
     """Return whether the processor multiplies bfloat16 faster than float32: AMD's do; Intel's were not measured.
 
-    It depends on the processor alone, and not on a measurement, so that runs can be repeated. A processor that is
-    imitated by numba's variables multiplies as its features say.
+    It depends on the processor alone, and not on a measurement, so that runs can be repeated. Where numba's environment
+    variables imitate another processor, the features of that one count.
     """
     if config.DISABLE_JIT or not is_amd():
         return False
