@@ -61,7 +61,9 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """
     if uses_fastest() and _suits(inputs, weight, weight.shape[0]) and (bias is None or bias.dtype == inputs.dtype):
         return _multiply(inputs, weight, bias)
-    return F.linear(inputs, weight, bias)
+    outputs = F.linear(inputs, weight, bias)
+    # Where inputs of three dimensions hold no rows, it returns a view, which a layer that works in place refuses.
+    return outputs if outputs.numel() else outputs.clone()
 
 
 def product(left: Tensor, right: Tensor, out: Tensor | None = None, fast: bool = True) -> Tensor:

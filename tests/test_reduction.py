@@ -227,6 +227,27 @@ def test_a_step_without_any_data_leaves_no_gradient() -> None:
         assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.parametrize("mode", ["dsgd", "dad", "rankdad", "topk"])
+@support.at_sites(2)
+def test_batches_without_rows_at_all_sites_leave_zeros_as_in_one_process(mode: str) -> None:
+    """A step after one with rows; momentum and weight decay go on, which they do not where there is no gradient."""
+    for name in ("mixed", "tied", "conv2d", "partly", "sparse"):
+        with Beside(lambda name=name: zoo.build(name), mode=mode) as both:
+            for rows in (slice(None), slice(0, 0)):
+                both.zero_grad()
+                inputs, _ = zoo.batch(name, 6, seed=0)
+                for model in (both.model, both.reference):
+                    model(inputs[rows]).sum().backward()
+                both.reduction.synchronize()
+            found, expected = gradients(both.model), gradients(both.reference)
+            assert any(gradient is not None for gradient in expected.values())
+            for parameter, gradient in expected.items():
+                assert (found[parameter] is None) == (gradient is None), f"{name}: {parameter}"
+                if gradient is not None:
+                    assert found[parameter].is_sparse == gradient.is_sparse, f"{name}: {parameter}"
+                    assert not found[parameter].to_dense().any(), f"{name}: {parameter}"
+
+
 def stops() -> list[bool]:
     model = mlp()
     reduction = dadplug.GradientReduction(model, mode="rankdad", rank=2)

@@ -227,6 +227,8 @@ class Reducer:
         names = [unit.name for unit in self._units]
         attached = [] if request.attached is None else request.attached.names
         raise_fault(headers, names, context.transport.sites, attached)
+        if not any(header.samples for header in headers):
+            self._write_zeros(headers)
         return headers
 
     def _check_merged(self, headers: Sequence[StepHeader]) -> None:
@@ -245,6 +247,21 @@ class Reducer:
             if not any(header.present[position] or header.dense[position] for header in headers):
                 for parameter in unit.parameters.values():
                     parameter.grad = None
+
+    def _write_zeros(self, headers: Sequence[StepHeader]) -> None:
+        """Write zeros after a backward pass over batches without rows, as autograd does in one process.
+
+        Momentum and weight decay are applied to zeros, and not where ``.grad`` is None.
+        """
+        for position, unit in enumerate(self._units):
+            if any(header.present[position] or header.dense[position] for header in headers):
+                sparse = isinstance(unit, FactorUnit) and unit.form is not None and unit.form.sparse
+                for parameter in unit.parameters.values():
+                    if parameter.grad is None and sparse:  # SparseAdam refuses dense gradients
+                        nowhere = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
+                        parameter.grad = torch.sparse_coo_tensor(nowhere, parameter[:0].detach(), parameter.shape)
+                    elif parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
 
     def _send_rest(self) -> None:
         """Fill and launch what backward has left, and account for what has changed since."""
