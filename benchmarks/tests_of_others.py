@@ -1,11 +1,21 @@
-"""Tests of other projects with dadplug's DistributedDataParallel in the place of torch's.
+r"""Tests of other projects with dadplug's DistributedDataParallel in the place of torch's.
 
     python benchmarks/tests_of_others.py FOLDER [--mode dsgd] [--only EXPRESSION] TEST ...
 
 runs tests by pytest in a checkout of another project, such as Lightning's: first as they are, then with the drop-in in
 each Python process that they start, also those of torchrun and spawn. It prints how many tests pass both times, and the
 names of those that pass only without it. Tests that do not pass as they are say nothing about the drop-in. Nothing in
-the checkout is changed.
+the checkout is changed. The figures of docs/guides/drop-in.md, in an environment with dadplug, pytest and the project:
+
+    python benchmarks/tests_of_others.py accelerate \
+        ./tests/test_cpu.py ./tests/test_grad_sync.py ./tests/test_scheduler.py
+
+    export PYTEST_ADDOPTS="-o addopts=" PYTHONPATH=$PWD/pytorch-lightning/tests
+    python benchmarks/tests_of_others.py pytorch-lightning/tests --only "ddp or DDP or cpu" \
+        tests_fabric/strategies/test_ddp.py tests_fabric/strategies/test_ddp_integration.py
+    python benchmarks/tests_of_others.py pytorch-lightning/tests --only "ddp or DDP or cpu" \
+        tests_pytorch/strategies/test_ddp_integration.py tests_pytorch/callbacks/test_stochastic_weight_avg.py \
+        tests_pytorch/callbacks/test_weight_averaging.py tests_pytorch/callbacks/test_pruning.py
 """
 
 from __future__ import annotations
