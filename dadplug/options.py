@@ -8,8 +8,7 @@ from typing import Any, Literal
 
 from .exchange import DEFAULT_TIMEOUT, Hierarchy
 from .exchange.deadline import check_hub_timeout, check_seconds
-from .exchange.topology import check_hierarchy
-from .exchange.transport import Requirements
+from .exchange.transport import Requirements, check_hierarchy
 from .exchange.wire import FORMATS, wire_format
 from .methods import METHODS, method_names
 from .methods.base import GradientPath

@@ -24,10 +24,9 @@ from .methods import Quality, feedback, make_method
 from .methods.feedback import ErrorFeedback
 from .model_sync.batchnorm import SyncedBatchNorms
 from .model_sync.replicated_model import JoinState, ReplicatedModel, Stateful
-from .model_sync.sameness import FirstBatch, OptimizerSettings, Weights
+from .model_sync.sameness import FirstBatch, LookedUpRows, OptimizerSettings, Weights
 from .model_sync.samples import SampleCounter
 from .model_sync.structure import is_managed, refuse_unsynchronised
-from .model_sync.tables import LookedUpRows
 from .options import Options
 from .planning.merging import check_merge
 from .planning.plan import Plan

@@ -25,9 +25,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .cores import available_cores
 from .files import PRIVATE, write_file
 from .signature import OptionSet, option
+
+
+def available_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
 
 _CPU_INFO = Path("/proc/cpuinfo")
 _SOURCES = ("lowrank/*.py", "fused/*.py", "schedules.py")  # that the constants belong to

@@ -36,7 +36,7 @@ from ..errors import MismatchError, NonFiniteError
 from ..exchange import Gather, Transport
 from ..model_sync import sameness
 from ..model_sync.buffers import MovingBuffers
-from ..model_sync.tables import renormalise, tables_with_max_norm
+from ..model_sync.sameness import renormalise, tables_with_max_norm
 from ..options import AUTO
 from .auto_format import AutoFormat
 from .delta_format import DeltaFormat

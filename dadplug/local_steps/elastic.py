@@ -36,7 +36,7 @@ from ..exchange import Gather, Transport
 from ..logs import get_logger
 from ..model_sync import sameness
 from ..model_sync.buffers import agreed_value
-from ..model_sync.tables import renormalise
+from ..model_sync.sameness import renormalise
 from .agreement import Agreement, Fragment, Header, delta_format, divide, fingerprint, is_finite
 from .options import LocalOptions
 

@@ -12,8 +12,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import dadplug
 from dadplug import GradientReduction, NonFiniteError
 from dadplug.exchange.factor_buckets import FactorPayload
-from dadplug.fused import GradientProduct, updates
-from dadplug.fused.updates import apply_products, reason_against
+from dadplug.fused import GradientProduct, steps
+from dadplug.fused.steps import apply_products, reason_against
 from dadplug.schedules import Decoding
 
 ROWS = (5, 8)
@@ -287,7 +287,7 @@ def _gradient(payloads, weights):
 @pytest.mark.parametrize("portable", [False, True])
 def test_steps_equal_those_of_torch_and_leave_the_same_state(name, dtype, portable, monkeypatch):
     if portable:
-        monkeypatch.setattr(updates, "_kernels", lambda: None)
+        monkeypatch.setattr(steps, "_kernels", lambda: None)
     shape, shares = (600, 257), [0.5, 0.2, 0.3]  # several tiles, the last of them smaller
     ours = nn.Parameter(torch.randn(shape, dtype=dtype))
     theirs = nn.Parameter(ours.detach().clone())

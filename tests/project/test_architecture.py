@@ -22,7 +22,6 @@ LAYERS = (
     "signature",
     "jit",
     "lasting",
-    "cores",
     "files",
     "schedules",
     "hooks",

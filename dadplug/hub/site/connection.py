@@ -30,8 +30,8 @@ from ...errors import (
     TryAgainError,
 )
 from ...exchange.deadline import Deadline
+from ...exchange.framing import WakePipe
 from ...exchange.handshake import close_in_children
-from ...exchange.sockets import WakePipe
 from ...logs import Troubles, get_logger, span
 from ..pki.kits import Kit
 from ..pki.project import Roster

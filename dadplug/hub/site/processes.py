@@ -32,9 +32,8 @@ from ...exchange.group_transport import Work
 from ...exchange.hierarchy import Job, NodeMessages, WorkerThreads
 from ...exchange.rendezvous import meet
 from ...exchange.status import Member, Silence
-from ...exchange.topology import Nodes
 from ...exchange.traffic import Traffic
-from ...exchange.transport import Gather, PendingSum
+from ...exchange.transport import Gather, Nodes, PendingSum
 from ..connections import LOOPBACK, STARTED_PROCESSES
 from .link import HubLink
 from .transport import CollectiveTransport, HubGather, HubSites, HubTransport, SitesGather, add_up

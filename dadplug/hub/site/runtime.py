@@ -14,9 +14,8 @@ from ...errors import KitError, MismatchError, RefusedError, SealingError, SiteE
 from ...exchange.deadline import check_seconds
 from ...exchange.factory import register_network
 from ...exchange.failure_reports import describe, watch_exit
-from ...exchange.topology import Nodes
 from ...exchange.traffic import Traffic
-from ...exchange.transport import Requirements, Transport
+from ...exchange.transport import Nodes, Requirements, Transport
 from ...logs import get_logger
 from .. import torch as process_group
 from ..connections import connections, current_connection
