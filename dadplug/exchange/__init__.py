@@ -5,8 +5,8 @@ from typing import Any
 
 from .codec import gather_objects
 from .factory import open_transport
-from .failure_reports import PeerNames
 from .rendezvous import DEFAULT_TIMEOUT, connect
+from .status import PeerNames
 from .traffic import Traffic
 from .transport import Gather, Hierarchy, PendingSum, Transport
 

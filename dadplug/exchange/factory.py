@@ -15,11 +15,10 @@ from torch import Tensor
 from ..logs import get_logger
 from .codec import gather_objects
 from .deadline import within
-from .failure_reports import PeerNames, ProcessSites, introduce, own_name
 from .group_transport import GroupTransport
 from .handshake import gloo_interface
 from .hierarchy import HierarchicalTransport
-from .status import Member
+from .status import Member, PeerNames, ProcessSites, introduce, own_name
 from .traffic import Traffic
 from .transport import Gather, Hierarchy, Nodes, PendingSum, Requirements, Transport, members_of, node_id
 

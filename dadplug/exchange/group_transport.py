@@ -16,9 +16,9 @@ from torch import Tensor
 from ..errors import MismatchError
 from ..lasting import lasting
 from .codec import MAX_BYTES, gather_objects
-from .failure_reports import PeerNames
 from .framing import Message, PeerSockets, bytes_of, wait_together
 from .handshake import connect_sockets
+from .status import PeerNames
 from .traffic import Traffic
 from .transport import AllToAll, Gather, PendingSum, Transport
 

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from ..errors import MismatchError
 from .deadline import Deadline
-from .failure_reports import PeerNames
 from .framing import bytes_of
 from .group_transport import MAX_TAGS, GroupTransport, Work
+from .status import PeerNames
 from .traffic import Traffic
 from .transport import Gather, Nodes, PendingSum, Transport
 

@@ -26,9 +26,8 @@ from ..errors import MismatchError, SiteError
 from ..logs import Troubles, get_logger
 from . import codec
 from .deadline import Deadline, check_seconds, within
-from .failure_reports import ProcessSites, introduce_default, own_member
 from .handshake import choose_interface, explain_unresolved, gloo_interface
-from .status import Member, Silence, Status, ask
+from .status import Member, ProcessSites, Silence, Status, ask, introduce_default, own_member
 
 _log = get_logger(__name__)
 _STATUS_SECONDS = 1.0  # for answers to a status request

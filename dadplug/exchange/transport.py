@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import SiteError
-from .failure_reports import PeerNames
+from .status import PeerNames
 from .traffic import Traffic
 
 # Layout of hierarchical groups: the processes of each node.

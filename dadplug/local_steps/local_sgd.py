@@ -30,9 +30,9 @@ from ..reduction import GradientReduction
 from ..signature import takes_keywords_of
 from .agreement import Agreement, Header, check_fragments
 from .captured import CapturedGradients
+from .delta_format import check_memory
 from .elastic import ElasticAgreement, RoundTime
 from .options import LocalOptions, Schedule
-from .sparse_format import check_memory
 
 _log = get_logger(__name__)
 

@@ -422,7 +422,7 @@ class DAD(Method):
 
 @register_method("auto")
 class Auto(DAD):
-    """`DAD`, or an all-reduce, as `dadplug.planning.first_step` chooses by the link and the rows."""
+    """`DAD`, or an all-reduce, as `dadplug.planning.planner.merge_reports` chooses by the link and the rows."""
 
     traits = Traits(exact=True, chooses_path=True)
 

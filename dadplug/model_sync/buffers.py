@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..errors import DamagedError, MismatchError
 from ..exchange import Transport, codec
-from ..exchange.failure_reports import PeerNames
+from ..exchange.status import PeerNames
 from .sameness import flattened
 
 

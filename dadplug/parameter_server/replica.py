@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..errors import MismatchError, SiteError
 from ..exchange import Transport, codec
-from ..exchange.failure_reports import PeerNames
+from ..exchange.status import PeerNames
 from ..fused import GradientProduct, engine_for, reasons_against, take_step
 from ..methods import Method
 from ..model_sync.replicated_model import JoinState

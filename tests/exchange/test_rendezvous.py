@@ -170,7 +170,7 @@ def test_reports_arrive_in_order_and_garbage_does_not(monkeypatch):
     token = other.member.token
     first, second = (one.make_reports([token], reason) for reason in ("", "the disk is full"))
     for reports in (second, first):
-        tell({0: other.member}, reports, 60.0)
+        tell([other.member], reports, 60.0)
     assert other.report_of(one.member.token) == second[token]
     time.sleep(0.01)
     slow.close()

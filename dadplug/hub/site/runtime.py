@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ...errors import KitError, MismatchError, RefusedError, SealingError, SiteError
 from ...exchange.deadline import check_seconds
 from ...exchange.factory import register_network
-from ...exchange.failure_reports import describe, watch_exit
+from ...exchange.status import describe, watch_exit
 from ...exchange.traffic import Traffic
 from ...exchange.transport import Nodes, Requirements, Transport
 from ...logs import get_logger
