@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import SiteError
+from ..signature import valid
 from .status import PeerNames
 from .traffic import Traffic
 
@@ -87,19 +88,16 @@ def node_id() -> tuple[str, str]:
     return number, socket.gethostname()
 
 
-def check_hierarchy(hierarchy: Any) -> None:
-    """Check a value of the option ``hierarchy``.
+def _is_hierarchy(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(isinstance(ranks, (list, tuple)) for ranks in value)
+    return value in (None, "auto") or (isinstance(value, int) and not isinstance(value, bool) and value >= 1)
 
-    Raises:
-        ValueError: if it is not valid; the message lists the valid values.
-    """
-    whole = isinstance(hierarchy, int) and not isinstance(hierarchy, bool) and hierarchy >= 1
-    lists = isinstance(hierarchy, (list, tuple)) and all(isinstance(ranks, (list, tuple)) for ranks in hierarchy)
-    if hierarchy is not None and hierarchy != "auto" and not whole and not lists:
-        raise ValueError(
-            "hierarchy must be None, 'auto', a number of processes on each node, or the ranks by node like "
-            f"[[0, 1], [2, 3]], got {hierarchy!r}"
-        )
+
+check_hierarchy = valid(
+    "None, 'auto', a number of processes on each node, or the ranks by node like [[0, 1], [2, 3]]", _is_hierarchy
+)
+"""Raises ValueError, for the name of an option and its value, if the value is no hierarchy."""
 
 
 def members_of(hierarchy: Hierarchy, ids: Sequence[Any]) -> list[list[int]]:

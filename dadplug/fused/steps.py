@@ -26,10 +26,9 @@ from ..errors import MismatchError
 from ..exchange.factor_buckets import FactorPayload
 from ..hooks import OwnHook
 from ..registry import Registry
-from ..schedules import Decoding
+from ..schedules import DEFAULTS, Decoding
 
 _CUDA_TILE_ELEMENTS = 1 << 22
-_DEFAULT = Decoding()
 _LEAST = 4  # rows and columns of a gradient for which these kernels are made
 _BLOCK_COLUMNS = 2048  # four rows of so many numbers fit into the first cache
 _DOUBLE = 2.0  # a multiplication in double precision costs about this much more
@@ -56,7 +55,7 @@ class GradientProduct:
         payloads: Sequence[FactorPayload],
         weights: Sequence[float],
         transposed: bool = False,
-        constants: Decoding = _DEFAULT,
+        constants: Decoding = DEFAULTS.decoding,
     ) -> None:
         self._tile, self._narrow = constants.tile, constants.narrow
         lefts = [payload.left * weight for payload, weight in zip(payloads, weights, strict=True)]

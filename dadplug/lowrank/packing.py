@@ -16,11 +16,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..schedules import Decoding
+from ..schedules import DEFAULTS, Decoding
 from .dispatch import kernels_for, scratch
 from .portable import gram_schmidt
-
-_DEFAULT = Decoding()
 
 
 def quantise(rows: Tensor, quantised: Tensor, scales: Tensor) -> None:
@@ -89,7 +87,7 @@ def orthonormalise(rows: Tensor) -> Tensor:
 
 
 def sum_of_products(
-    lefts: Sequence[Tensor], rights: Sequence[Tensor], weights: Sequence[float], constants: Decoding = _DEFAULT
+    lefts: Sequence[Tensor], rights: Sequence[Tensor], weights: Sequence[float], constants: Decoding = DEFAULTS.decoding
 ) -> Tensor:
     """Compute ``sum over s of weights[s] * lefts[s].T @ rights[s]``, all rows in one product.
 
@@ -125,7 +123,9 @@ def sum_of_products(
     return result
 
 
-def sum_one_by_one(lefts: Sequence[Tensor], rights: Sequence[Tensor], constants: Decoding = _DEFAULT) -> Tensor:
+def sum_one_by_one(
+    lefts: Sequence[Tensor], rights: Sequence[Tensor], constants: Decoding = DEFAULTS.decoding
+) -> Tensor:
     """Compute ``sum over s of lefts[s].T @ rights[s]`` by adding one product after the other in place.
 
     Large results are computed in blocks that stay in the cache.

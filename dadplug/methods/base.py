@@ -20,7 +20,7 @@ from ..hooks import LINEAR, Factor, Form
 from ..hub.pki.project import check_restricted_rank, check_restrictions
 from ..lowrank import sum_of_products, sum_one_by_one
 from ..registry import Registry
-from ..schedules import Decoding
+from ..schedules import DEFAULTS, Decoding
 from .feedback import ErrorFeedback, LossScales
 
 
@@ -268,9 +268,6 @@ class Method:
         """
 
 
-DECODING = Decoding()
-
-
 def decode(
     shares: Sequence[FactorPayload],
     weights: Sequence[float],
@@ -278,7 +275,7 @@ def decode(
     *,
     site_by_site: bool = False,
     form: Form = LINEAR,
-    constants: Decoding = DECODING,
+    constants: Decoding = DEFAULTS.decoding,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the agreed gradient of a layer, ``sum over sites of w_s left_s^T right_s`` for fully connected ones.
 

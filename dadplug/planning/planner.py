@@ -238,6 +238,7 @@ class Planner:
 
     Attributes:
         units: the units of the present plan; read only.
+        is_complete: whether the first step of the present plan is over; read only.
         outgrown: whether the plan is that of sites which had not grown yet, so that `grow` has to follow.
         on_release: called before the capture of a plan is removed from the model.
     """
@@ -262,7 +263,6 @@ class Planner:
         self._structure = ModelStructure(model)
         self._number = next(_numbers)
         self._version = 0
-        self._complete = False  # whether the first step of the plan is over
         self._changing = False  # whether the model differs from the plan in this step; then nothing is sent early
         self._reducer: Reducer | None = None
         self._reasons: dict[str, str] = {}  # why units are all-reduced after all, in further plans too
@@ -280,17 +280,12 @@ class Planner:
         self.units: list[Unit]
         self._begin_plan()
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether the first step of the present plan is over."""
-        return self._complete
-
     def forms_late(self) -> set[str]:
         """Return the weights whose gradients, given as matrices, can be formed while they are compressed.
 
         Only with one thread: several share the work on a whole gradient better than on its blocks.
         """
-        settled = self._complete and self._structure.same_tensors() and self._structure.same_training()
+        settled = self.is_complete and self._structure.same_tensors() and self._structure.same_training()
         if not settled or not self._method.errors.enabled or torch.get_num_threads() > 1:
             return set()
         units = (unit for unit in self.units if isinstance(unit, LowrankUnit) and not unit.layers)
@@ -309,7 +304,7 @@ class Planner:
     @property
     def plan(self) -> Plan:
         """The path and the costs of every parameter; final after the first step."""
-        reducer, owners = self._reducer if self._complete else None, self._merging.owners(self.units)
+        reducer, owners = self._reducer if self.is_complete else None, self._merging.owners(self.units)
         samples = max(1, self._planned_for)
         costs = PayloadCosts(self._method, self._options, self._transport, reducer, owners, samples)
         return costs.plan(self._model, self.units, self._paths, self._notices | self._reasons)
@@ -318,7 +313,7 @@ class Planner:
     def holds_gradients(self) -> bool:
         """Whether a plan that is not complete has gradients of which no backward pass has informed it."""
         held = (unit.has_gradient or (isinstance(unit, FactorUnit) and unit.rows > 0) for unit in self.units)
-        return not self._complete and any(held)
+        return not self.is_complete and any(held)
 
     # During forward and backward
 
@@ -340,7 +335,7 @@ class Planner:
             unit: the unit.
             send: whether to send the gradient if it is complete.
         """
-        if not self._complete:
+        if not self.is_complete:
             if unit not in self._order:
                 self._order.append(unit)
         elif send and not unit.sent and unit.gradient_is_due and not self._changing:
@@ -405,7 +400,7 @@ class Planner:
         reasons = merged.chosen | self._reasons
         self.units = [new for unit in self.units for new in self._unless_dense(unit, reasons.get(unit.name))]
         self._reference = self._reference or merged.samples
-        self._complete = not self._method.traits.recomputes_deltas or self._link_chains()
+        self.is_complete = not self._method.traits.recomputes_deltas or self._link_chains()
         self._reducer = Reducer(
             order_followers_first(merged.order(self.units)),
             self._method,
@@ -437,7 +432,7 @@ class Planner:
         """
         assert self._reducer is not None
         headers = self._reducer.finish(request)
-        if not self._complete:
+        if not self.is_complete:
             self._reducer = None  # no site has had any data yet
         for unit in self.units:
             if isinstance(unit, FactorUnit):
@@ -487,7 +482,7 @@ class Planner:
 
     def grow(self) -> None:
         """Make the same plan for more sites, which have sent nothing so far."""
-        if self._reducer is not None and self._complete:
+        if self._reducer is not None and self.is_complete:
             self._rounding, state = self._reducer.rounding(), self.plan_state()
             self.release()
             self._follow(state)
@@ -534,15 +529,7 @@ class Planner:
         """
         self.on_release()
         for unit in self.units:
-            if isinstance(unit, FactorUnit):
-                unit.drop_cleared()
-                if discard:
-                    unit.discard()
-                elif unit.sent and not unit.void and not unit.reclaim():
-                    unit.abandon()
-                unit.form_gradients()
-                unit.resolve_alone()
-            unit.release()
+            unit.leave(discard=discard)
         self._capture.detach()
 
     # Plans
@@ -556,7 +543,7 @@ class Planner:
         self._capture, self.units, self._paths, self._notices = found
         self._order: list[Unit] = []  # in which gradients arrive
         self._earlier = dict(self._reasons)
-        self._complete = False
+        self.is_complete = False
         self._method.retain({unit.name for unit in self.units})
         compressed = (unit for unit in self.units if unit.path == GradientPath.LOWRANK and isinstance(unit, FactorUnit))
         self._method.fit_budget([unit.shape for unit in compressed])

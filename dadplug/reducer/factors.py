@@ -98,17 +98,17 @@ class GatheredHandler(BucketHandler):
             samples: samples of each sender.
         """
 
-    @abstractmethod
     def _samples_of(self, headers: Sequence[StepHeader]) -> list[int]:
         """Return the samples that each sender's rows stand for at the end of the step."""
+        return [header.samples for header in headers]
 
-    @abstractmethod
     def _void(self, headers: Sequence[StepHeader]) -> list[list[bool]]:
         """Return, by slot and sender, whether what was sent has been discarded since and is to be left out."""
+        return [[header.void[position] for header in headers] for position in self._positions]
 
-    @abstractmethod
     def _wanted(self, headers: Sequence[StepHeader]) -> list[bool]:
         """Return, by slot, whether there are rows to make a gradient of."""
+        return [any(header.present[position] for header in headers) for position in self._positions]
 
     # A step
 
@@ -343,15 +343,6 @@ class FactorHandler(SiteFactorHandler):
         total = sum(samples)
         return [count / total for count in samples]
 
-    def _samples_of(self, headers: Sequence[StepHeader]) -> list[int]:
-        return [header.samples for header in headers]
-
-    def _void(self, headers: Sequence[StepHeader]) -> list[list[bool]]:
-        return [[header.void[position] for header in headers] for position in self._positions]
-
-    def _wanted(self, headers: Sequence[StepHeader]) -> list[bool]:
-        return [any(header.present[position] for header in headers) for position in self._positions]
-
 
 def _factored(unit: Unit) -> FactorUnit:
     assert isinstance(unit, FactorUnit)
@@ -407,6 +398,12 @@ class KeptPayloadsHandler(GatheredHandler):
                 unit.dense = True
             if unit.dense and context.checks_finite:
                 context.faults.check_gradient(unit)
+
+    def _wanted(self, headers: Sequence[StepHeader]) -> list[bool]:
+        return [
+            any(header.present[position] for header in headers) and not any(header.void[position] for header in headers)
+            for position in self._positions
+        ]
 
     def _withdraw(self, unit: FactorUnit) -> None:
         """Undo what else has been done for a discarded gradient."""
@@ -575,12 +572,6 @@ class NodeFactorHandler(KeptPayloadsHandler):
     def _void(self, headers: Sequence[StepHeader]) -> list[list[bool]]:
         """Return that nothing is left out by itself: a gradient that is void anywhere is sent anew by all."""
         return [[False] * len(self.senders) for _ in self.units]
-
-    def _wanted(self, headers: Sequence[StepHeader]) -> list[bool]:
-        return [
-            any(header.present[position] for header in headers) and not any(header.void[position] for header in headers)
-            for position in self._positions
-        ]
 
 
 def _number_of_values(units: Sequence[tuple[int, int, int]], integers: Sequence[int]) -> int | None:

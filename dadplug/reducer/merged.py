@@ -151,20 +151,6 @@ class MergedHandler(KeptPayloadsHandler, SiteFactorHandler):
     def _weights(self, samples: Sequence[int]) -> list[float]:
         return [self.context.reference / sum(samples)]
 
-    def _samples_of(self, headers: Sequence[StepHeader]) -> list[int]:
-        return [header.samples for header in headers]
-
-    def _void(self, headers: Sequence[StepHeader]) -> list[list[bool]]:
-        return [[header.void[position] for header in headers] for position in self._positions]
-
-    def _wanted(self, headers: Sequence[StepHeader]) -> list[bool]:
-        """Return, by slot, whether there is a result; what is void anywhere is sent anew by all sites."""
-        void = self._void(headers)
-        return [
-            any(header.present[position] for header in headers) and not any(void[slot])
-            for slot, position in enumerate(self._positions)
-        ]
-
 
 @register_handler(GradientPath.LOWRANK, variant="owner")
 class OwnerHandler(MergedHandler):

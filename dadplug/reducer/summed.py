@@ -62,6 +62,8 @@ class SummedHandler(BucketHandler):
     """
 
     repeats = True
+    gathers: bool
+    """Whether payloads are gathered, and summed by each site."""
 
     def __init__(self, units: Sequence[Unit], context: HandlerContext) -> None:
         super().__init__(units, context)
@@ -75,11 +77,6 @@ class SummedHandler(BucketHandler):
         cls, unit: Unit, method: Method, wire: WireFormat, transport: Transport, gathered: bool = False
     ) -> int:
         return super().payload_bytes(unit, method, wire, transport, gathered or wire.quantised)
-
-    @property
-    @abstractmethod
-    def gathers(self) -> bool:
-        """Whether payloads are gathered, and summed by each site."""
 
     def sent_bytes(self, unit: Unit) -> int:
         nbytes = self._sent_bytes.get(unit.name)
@@ -169,6 +166,7 @@ class DenseHandler(SummedHandler):
     def __init__(self, units: Sequence[Unit], context: HandlerContext) -> None:
         super().__init__(units, context)
         self.bucket = summed_bucket([unit.lead.numel() for unit in units], context.transport, self._wire)
+        self.gathers = isinstance(self.bucket, GatheredBucket)
         self._sums: Sequence[Tensor] = ()
 
     @classmethod
@@ -176,10 +174,6 @@ class DenseHandler(SummedHandler):
         """Return a small size where buckets are gathered: these cost few bytes, and leave during backward."""
         small = min(_SMALL_MB, cls.bucket_mb)
         return small if transport.prefers_gather(int(1e6 * small)) else cls.bucket_mb
-
-    @property
-    def gathers(self) -> bool:
-        return isinstance(self.bucket, GatheredBucket)
 
     def _put(self, unit: Unit, weight: float) -> bool:
         slot, gradient = self._slots[unit.name], None if unit.lead.grad is None else unit.lead.grad.detach()
@@ -226,6 +220,7 @@ class PowerSGDHandler(SummedHandler):
             )
             for side in (0, 1)
         )
+        self.gathers = isinstance(self._left, GatheredBucket)
         self._matrices = [powersgd.WeightedGradient(None, 0.0, None, 1.0)] * len(units)
         self._bases: list[Tensor | None] = []
         self.share_state()
@@ -234,10 +229,6 @@ class PowerSGDHandler(SummedHandler):
     def payload_size(cls, unit: Unit, rows: int, method: Method) -> int:
         assert isinstance(method, powersgd.PowerSGD)
         return method.columns(*unit.shape) * sum(unit.shape)
-
-    @property
-    def gathers(self) -> bool:
-        return isinstance(self._left, GatheredBucket)
 
     def share_state(self) -> None:
         for unit in self.units:  # a site may have come with other bases from a checkpoint
@@ -323,6 +314,7 @@ class TopKHandler(SummedHandler):
     """Gather of selected elements, which each site adds up in the order of ranks, see `dadplug.methods.topk`."""
 
     bucket_mb = 0.25
+    gathers = True
 
     def __init__(self, units: Sequence[Unit], context: HandlerContext) -> None:
         super().__init__(units, context)
@@ -344,10 +336,6 @@ class TopKHandler(SummedHandler):
     ) -> int:
         assert isinstance(method, topk.TopK)
         return transport.copies * method.elements(unit.lead.numel()) * element_size(_value_format(wire, unit))
-
-    @property
-    def gathers(self) -> bool:
-        return True
 
     def _put(self, unit: Unit, weight: float) -> bool:
         slot, gradient = self._slots[unit.name], gradient_matrix(unit) if weight else None
@@ -403,8 +391,9 @@ class MaskedHandler(SummedHandler):
         self._announcements: Gather | None = None
         if not self._number:
             self._announcements = transport.gather([ANNOUNCEMENT_BYTES] * transport.world_size, torch.uint8)
+        self.gathers = transport.prefers_gather(4 * count)
         self._gather: Gather | None = None
-        if transport.prefers_gather(4 * count):
+        if self.gathers:
             self._gather = transport.gather([count] * transport.world_size, torch.int32)
         self._sum = torch.zeros(count, dtype=torch.int32, device=transport.device)
         self._pending = PendingSum()
@@ -415,10 +404,6 @@ class MaskedHandler(SummedHandler):
     ) -> int:
         rate = transport.copies if gathered else transport.ring
         return int(rate * 4 * unit.lead.numel())
-
-    @property
-    def gathers(self) -> bool:
-        return self._gather is not None
 
     def _put(self, unit: Unit, weight: float) -> bool:
         return True  # `launch` encodes all units, for the sites that are there then

@@ -104,6 +104,14 @@ class Unit:
             hook.remove()
         self._hooks.clear()
 
+    def leave(self, *, discard: bool) -> None:
+        """Leave the gradient to autograd from now on; what has arrived stays in ``.grad`` as autograd's would.
+
+        Args:
+            discard: drop what has arrived, and is held as factors, instead.
+        """
+        self.release()
+
 
 class DenseUnit(Unit):
     """A parameter whose gradient autograd forms.
