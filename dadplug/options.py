@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .exchange import DEFAULT_TIMEOUT, Hierarchy
-from .exchange.deadline import check_hub_timeout, check_seconds
 from .exchange.transport import Requirements, check_hierarchy
 from .exchange.wire import FORMATS, wire_format
 from .methods import METHODS, method_names
 from .methods.base import GradientPath
 from .privacy.mechanism import DifferentialPrivacy
 from .privacy.secure_sum import LEAST_SITES
-from .signature import OptionSet, check_choice, number, option, valid, whole_number
+from .signature import OptionSet, check_choice, check_hub_timeout, check_seconds, number, option, valid, whole_number
 
 WEIGHTINGS = ("samples", "uniform")
 WIRES = tuple(FORMATS)

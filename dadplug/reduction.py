@@ -32,8 +32,8 @@ from .planning.merging import check_merge
 from .planning.plan import Plan
 from .planning.planner import Planner
 from .private_gradients import PrivateGradients
+from .reducer.handler import StepHeader
 from .reducer.reducer import AttachedGradients, StepRequest
-from .reducer.step_header import StepHeader
 from .signature import takes_keywords_of, whole_number
 from .units.base import Unit
 from .units.factor import FactorUnit

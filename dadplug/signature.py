@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import Parameter
@@ -87,6 +88,15 @@ def number(description: str, is_valid: Callable[[float], bool], optional: bool =
         return isinstance(value, (int, float)) and not isinstance(value, bool) and is_valid(value)
 
     return valid(description, lambda value: (optional and value is None) or is_valid_number(value))
+
+
+check_seconds = number("a positive number of seconds", lambda seconds: 0 < seconds < math.inf)
+"""Raises ValueError, for the name of an option and its value, if the value is no number of seconds to wait."""
+
+check_hub_timeout = number(
+    "a positive number of seconds or None", lambda seconds: 0 < seconds < math.inf, optional=True
+)
+"""The same where None is valid, too."""
 
 
 def unknown_option(name: str, names: Sequence[str]) -> ValueError:

@@ -149,11 +149,8 @@ def test_accumulated_gradients_add_up(mode: str, use_no_sync: bool) -> None:
             both.check(step, rtol=1e-10)
 
 
-def test_no_sync_sends_nothing(sites):
-    assert sites(2).run(bytes_in_no_sync) == [0, 0]
-
-
-def bytes_in_no_sync() -> int:
+@support.at_sites(2)
+def test_no_sync_sends_nothing() -> None:
     model = mlp()
     reduction = dadplug.GradientReduction(model, mode="dad")
     for step in range(3):
@@ -163,7 +160,7 @@ def bytes_in_no_sync() -> int:
             zoo.loss(model, inputs, targets).backward()
         sent = reduction.traffic.total_bytes_sent - before
         reduction.synchronize()
-    return sent
+    assert sent == 0
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -227,7 +224,8 @@ def test_a_step_without_any_data_leaves_no_gradient() -> None:
         assert all(p.grad is None for p in model.parameters())
 
 
-def stops() -> list[bool]:
+@support.at_sites(2)
+def test_one_site_can_stop_all() -> None:
     model = mlp()
     reduction = dadplug.GradientReduction(model, mode="rankdad", rank=2)
     seen = []
@@ -236,14 +234,13 @@ def stops() -> list[bool]:
         zoo.loss(model, inputs, targets).backward()
         reduction.synchronize(stop=step == 1 and dist.get_rank() == 1)
         seen.append(reduction.stopped)
-    return seen
+    assert seen == [False, True, False]
 
 
-def test_one_site_can_stop_all(sites):
-    assert sites(2).run(stops) == [[False, True, False]] * 2
-
-
-def second_derivatives(mode: str, name: str) -> None:
+@pytest.mark.parametrize("mode", EXACT)
+@pytest.mark.parametrize("name", ["mlp", "conv1d", "transposed"])
+@support.at_sites(2)
+def test_gradient_penalties_are_exact(mode: str, name: str) -> None:
     """A gradient penalty in every other step: the inner gradient must leave no factors, the outer one is dense."""
     halves = slice(0, 4), slice(4, 8)
     mine = halves[dist.get_rank()]
@@ -264,12 +261,6 @@ def second_derivatives(mode: str, name: str) -> None:
             both.reduction.synchronize()
             sum(penalised(both.reference, inputs[half], targets[half], step) / 2 for half in halves).backward()
             both.check(step)
-
-
-@pytest.mark.parametrize("mode", EXACT)
-def test_gradient_penalties_are_exact(sites, mode):
-    for name in ("mlp", "conv1d", "transposed"):
-        sites(2).run(second_derivatives, mode, name)
 
 
 @pytest.mark.parametrize("mode", EXACT)

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from ..logs import get_logger
 from .codec import gather_objects
-from .deadline import within
 from .group_transport import GroupTransport
-from .handshake import gloo_interface
+from .handshake import gloo_interface, within
 from .hierarchy import HierarchicalTransport
 from .status import Member, PeerNames, ProcessSites, introduce, own_name
 from .traffic import Traffic

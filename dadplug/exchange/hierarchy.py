@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import MismatchError
-from .deadline import Deadline
 from .framing import bytes_of
 from .group_transport import MAX_TAGS, GroupTransport, Work
+from .handshake import Deadline
 from .status import PeerNames
 from .traffic import Traffic
 from .transport import Gather, Nodes, PendingSum, Transport

@@ -24,9 +24,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from ..errors import MismatchError, SiteError
 from ..logs import Troubles, get_logger
+from ..signature import check_seconds
 from . import codec
-from .deadline import Deadline, check_seconds, within
-from .handshake import choose_interface, explain_unresolved, gloo_interface
+from .handshake import Deadline, choose_interface, explain_unresolved, gloo_interface, within
 from .status import Member, ProcessSites, Silence, Status, ask, introduce_default, own_member
 
 _log = get_logger(__name__)

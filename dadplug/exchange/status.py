@@ -38,8 +38,7 @@ import torch.distributed as dist
 from ..errors import SiteError
 from . import codec
 from .codec import gather_objects
-from .deadline import Deadline
-from .handshake import close_in_children, listen
+from .handshake import Deadline, close_in_children, listen
 
 _STATUS_SECONDS = 1.0  # for answers to a status request
 _REPORT_SECONDS = 0.4  # for receipts of a report

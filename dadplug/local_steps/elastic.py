@@ -55,11 +55,6 @@ class RoundTime:
         self._seconds = None if seconds is None else seconds / parts
         self.begin()
 
-    @property
-    def is_timed(self) -> bool:
-        """Whether rounds are timed."""
-        return self._seconds is not None
-
     def begin(self) -> None:
         """Begin a round."""
         self._start = self._last = time.monotonic()

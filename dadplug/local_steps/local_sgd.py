@@ -456,7 +456,7 @@ class LocalSGD(HeldGradients, ReplicatedModel):
             if not counted:
                 self._count_active(True)
         self._round.end_step()
-        due = self._round.over if self._round.is_timed else self.steps >= self._next
+        due = self.steps >= self._next if self.local_options.round_seconds is None else self._round.over
         if due and (finished or self._in_trainer or not self._agreement.postpones()):
             self._agree(finished)
         elif self._agreement.end_step(self.steps, self._next - self.steps, self._weight):

@@ -23,8 +23,8 @@ from ..model_sync import sameness
 from ..model_sync.structure import ModelStructure, is_managed, without_managed
 from ..options import Options
 from ..privacy.secure_sum import SecureSum
+from ..reducer.handler import StepHeader
 from ..reducer.reducer import Reducer, StepRequest
-from ..reducer.step_header import StepHeader
 from ..schedules import Decoding, current
 from ..units.base import Unit
 from ..units.factor import ChainedUnit, FactorUnit, LowrankUnit

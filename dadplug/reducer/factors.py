@@ -23,8 +23,7 @@ from ..methods import Method, decode, decode_bias, is_product
 from ..methods.base import GradientPath
 from ..units.base import Unit, add_gradient
 from ..units.factor import FactorUnit
-from .handler import BucketHandler, HandlerContext, register_handler
-from .step_header import Fault, StepHeader
+from .handler import BucketHandler, Fault, HandlerContext, StepHeader, register_handler
 
 
 class GatheredHandler(BucketHandler):

@@ -23,16 +23,15 @@ from torch import Tensor
 
 from ..exchange.factor_buckets import ContributionBucket, FactorPayload, OwnedSlot, Slot
 from ..hooks import Factor
-from ..lowrank.packing import divide_columns, merge_coefficients, part_size
+from ..lowrank.dispatch import divide_columns, merge_coefficients, part_size
 from ..methods.base import GradientPath
 from ..methods.feedback import PartPlace
 from ..methods.rankdad import RankDAD
 from ..units.base import Unit
 from ..units.factor import FactorUnit
 from .factors import KeptPayloadsHandler, SiteFactorHandler
-from .handler import HandlerContext, register_handler
+from .handler import HandlerContext, StepHeader, register_handler
 from .owners import coefficients, gram_numbers, stacked_rows
-from .step_header import StepHeader
 
 
 class MergedHandler(KeptPayloadsHandler, SiteFactorHandler):

@@ -22,8 +22,7 @@ from ..methods import Method, powersgd, topk
 from ..methods.base import GradientPath
 from ..privacy.secure_sum import ANNOUNCEMENT_BYTES
 from ..units.base import Unit
-from .handler import BucketHandler, HandlerContext, gradient_room, register_handler, write_gradient
-from .step_header import Fault, StepHeader
+from .handler import BucketHandler, Fault, HandlerContext, StepHeader, gradient_room, register_handler, write_gradient
 
 
 class _Filled(NamedTuple):

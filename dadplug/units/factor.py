@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from ..exchange.codec import register
 from ..exchange.factor_buckets import FactorPayload
+from ..exchange.wire import copied
 from ..hooks import LINEAR, CapturedLayer, Elementwise, Factor, Form, LayerCapture, OwnHook, stack_by_form
-from ..lasting import copied
 from ..methods.base import GradientPath
-from .base import DenseUnit, Unit
-from .lazy_gradient import Placeholders, accumulated, is_agreed, mark_agreed, unmark_agreed
+from .base import DenseUnit, Placeholders, Unit, accumulated, is_agreed, mark_agreed, unmark_agreed
 
 _SMALL = 1 << 16  # elements that may be held in any case
 

@@ -118,7 +118,8 @@ def test_apply_equals_synchronize_and_step(sites, mode, optimizer, clip):
             assert found["held"] >= 6 * 3  # three weights at least in every step
 
 
-def disagree() -> list[bool]:
+@support.at_sites(2)
+def test_sites_that_differ_form_all_gradients() -> None:
     """Return, by step, whether the gradients of factored weights were formed, in steps that sites take in two ways."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4))
@@ -140,14 +141,11 @@ def disagree() -> list[bool]:
             reduction.apply(optimizer)
         formed.append(model[0].weight.grad is not None)
         assert reduction.first_difference() is None
-    return formed
+    assert formed == [False, True, True, False, False]
 
 
-def test_sites_that_differ_form_all_gradients(sites):
-    assert sites(2).run(disagree) == [[False, True, True, False, False]] * 2
-
-
-def misuse() -> list[str]:
+@support.at_sites(2)
+def test_wrong_calls() -> None:
     """Return the errors of wrong calls; none of them changes a weight."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4))
@@ -176,15 +174,10 @@ def misuse() -> list[str]:
     expect(RuntimeError, loss().backward)
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
-    return errors
-
-
-def test_wrong_calls(sites):
-    for errors in sites(2).run(misuse):
-        assert "optimizers" in errors[0]
-        assert "NaN or Inf at site 1" in errors[1]
-        assert all("apply(optimizer)" in error for error in errors[3:])
-        assert "before gradients were synchronized" in errors[2]
+    assert "optimizers" in errors[0]
+    assert "NaN or Inf at site 1" in errors[1]
+    assert all("apply(optimizer)" in error for error in errors[3:])
+    assert "before gradients were synchronized" in errors[2]
 
 
 @support.at_sites(2)

@@ -21,7 +21,6 @@ LAYERS = (
     "registry",
     "signature",
     "jit",
-    "lasting",
     "files",
     "schedules",
     "hooks",

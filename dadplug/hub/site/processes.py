@@ -26,8 +26,8 @@ from torch import Tensor
 
 from ...errors import MismatchError, SiteError
 from ...exchange import codec
-from ...exchange.deadline import within
 from ...exchange.group_transport import Work
+from ...exchange.handshake import within
 from ...exchange.hierarchy import Job, NodeMessages, WorkerThreads
 from ...exchange.rendezvous import meet
 from ...exchange.status import Member, PeerNames, ProcessSites, Silence, own_member, watch_exit

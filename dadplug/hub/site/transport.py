@@ -33,7 +33,7 @@ from ...exchange.framing import bytes_of
 from ...exchange.status import PeerNames, watch_exit
 from ...exchange.traffic import Traffic
 from ...exchange.transport import Gather, PendingSum, Requirements, StreamToHub, Transport
-from ...lasting import lasting
+from ...exchange.wire import lasting
 from ..wire.messages import CODES, Kind, RoundKind, Spent
 from .inbox import Incoming
 from .link import CHANNEL_BITS, HubLink
