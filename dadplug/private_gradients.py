@@ -278,7 +278,7 @@ class PrivateGradients:
             recorder = partial(self._formed_recorder, name, module)
             if normalisation_of(module) is not None:
                 self._overrides.append(AffineBySample(module, recorder))
-                covered |= trained
+                covered |= {id(each) for each in module.parameters(recurse=False)}  # not those of parametrizations
             if trained and places_of(module) is not None and not trained & with_factors:
                 self._overrides.append(OneByOne(module, recorder))
                 covered |= trained

@@ -102,19 +102,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self._attached: AttachedGradients | None = None
         self.stopped = False
         self._counter = SampleCounter(model, self._before_forward, self._drop_cleared)
-        self._private: PrivateGradients | None = None
-        if self.options.privacy is not None:
-            self._private = PrivateGradients(
-                model,
-                self.options.privacy,
-                self._counter,
-                lambda: self._method.loss_scales.present().value,
-                self._begin_private,
-                self._private_arrived,
-                rounds=not self._method.traits.exact,
-            )
-            if self.options.privacy.secure_sum:
-                self._private.sum_securely(self.site_rank, self.world_size)
+        self._private = self._make_private()
         self._abstains = False  # in a step without data that is not to be a private one
         self._norms: SyncedBatchNorms | None = None
         if self.options.sync_batchnorm:
@@ -129,8 +117,6 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self.after_step: list[Callable[[], None]] = []
         self._noise: GradientNoise | None = None
         self._planner = self._make_planner()
-        if self._private is not None:
-            self._private.may_wait = lambda: self._planner.forms_late()  # the planner may be replaced
         self._settings = OptimizerSettings(self.options.may_differ)
         self._seen_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._has_warned = False  # of gradients that were changed before they were synchronized
@@ -149,6 +135,23 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self._transport.donate = lambda: self._join_state(self._step, self._planner.plan_state())
         self.traffic.start()
         REDUCTIONS.add(self)
+
+    def _make_private(self) -> PrivateGradients | None:
+        if self.options.privacy is None:
+            return None
+        private = PrivateGradients(
+            self.model,
+            self.options.privacy,
+            self._counter,
+            lambda: self._method.loss_scales.present().value,
+            self._begin_private,
+            self._private_arrived,
+            rounds=not self._method.traits.exact,
+        )
+        private.may_wait = lambda: self._planner.forms_late()  # the planner may be replaced
+        if self.options.privacy.secure_sum:
+            private.sum_securely(self.site_rank, self.world_size)
+        return private
 
     def _watch_loss_scales(self) -> None:
         """Observe the loss scale of each gradient from now on."""

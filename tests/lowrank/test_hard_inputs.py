@@ -219,7 +219,7 @@ def no_basis(*_):
 
 
 def zero_basis(operator, k, search):
-    return torch.zeros(k, operator.shape[0], dtype=operator.like.dtype)
+    return torch.zeros(k, operator.shape[0], dtype=operator.activations.dtype)
 
 
 def spoilt_basis(operator, k, search):
