@@ -173,11 +173,7 @@ def test_gradients_accumulate_between_steps(mode: str, set_to_none: bool) -> Non
         for step in range(4):
             if step % 2 == 0:
                 both.zero_grad(set_to_none)
-            inputs, targets = zoo.batch("mixed", 8, seed=step)
-            zoo.loss(both.model, inputs[mine], targets[mine]).backward()
-            both.reduction.synchronize()
-            zoo.loss(both.reference, inputs, targets).backward()
-            both.check(step)
+            both.step(*zoo.batch("mixed", 8, seed=step), mine, step)
 
 
 @pytest.mark.parametrize("mode", EXACT)
@@ -205,14 +201,7 @@ def test_a_site_without_data_gets_the_others_gradient(mode: str) -> None:
             both.zero_grad()
             inputs, targets = zoo.batch("mixed", 6, seed=step)
             rows = (slice(0, 4), slice(4, 6)) if step in (1, 2) else (slice(0, 6), slice(0, 0))
-            mine = rows[rank]
-            if len(targets[mine]):
-                zoo.loss(both.model, inputs[mine], targets[mine]).backward()
-                both.reduction.synchronize()
-            else:
-                both.reduction.idle()
-            zoo.loss(both.reference, inputs, targets).backward()
-            both.check(step)
+            both.step(inputs, targets, rows[rank], step)
 
 
 @support.at_sites(2)
@@ -273,11 +262,7 @@ def test_parameters_can_be_frozen_and_freed(mode: str) -> None:
             for net in (both.model, both.reference):
                 net[0].requires_grad_(step in (2, 3))
             both.zero_grad()
-            inputs, targets = zoo.batch("mlp", 8, seed=step)
-            zoo.loss(both.model, inputs[mine], targets[mine]).backward()
-            both.reduction.synchronize()
-            zoo.loss(both.reference, inputs, targets).backward()
-            both.check(step, rtol=1e-10)
+            both.step(*zoo.batch("mlp", 8, seed=step), mine, step, rtol=1e-10)
         assert {row.path for row in both.reduction.plan if row.parameter.startswith("0.")} == {"frozen"}
 
 
@@ -369,13 +354,7 @@ def random_rows(mode: str, seed: int) -> None:
             start = sum(counts[:rank])
             mine = slice(start, start + counts[rank])
             both.zero_grad()
-            if counts[rank]:
-                zoo.loss(both.model, inputs[mine], targets[mine]).backward()
-                both.reduction.synchronize()
-            else:
-                both.reduction.idle()
-            zoo.loss(both.reference, inputs, targets).backward()
-            both.check(number)
+            both.step(inputs, targets, mine, number)
 
 
 @pytest.mark.parametrize("mode", ["dsgd", "dad"])
