@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from workloads import loss
 
 import dadplug
-from dadplug.local_steps.sparse_format import SparseFormat
+from dadplug.local_steps.delta_format import SparseFormat
 from dadplug.processes import launch_sites
 
 PRETRAINING, PRETRAINED_RATE = 400, 2e-3

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from .exchange import DEFAULT_TIMEOUT, Hierarchy
-from .exchange.deadline import check_hub_timeout, check_seconds
-from .exchange.topology import check_hierarchy
-from .exchange.transport import Requirements
+from .exchange.transport import Requirements, check_hierarchy
 from .exchange.wire import FORMATS, wire_format
 from .methods import METHODS, method_names
 from .methods.base import GradientPath
 from .privacy.mechanism import DifferentialPrivacy
 from .privacy.secure_sum import LEAST_SITES
-from .signature import OptionSet, check_choice, number, option, whole_number
+from .signature import OptionSet, check_choice, check_hub_timeout, check_seconds, number, option, valid, whole_number
 
 WEIGHTINGS = ("samples", "uniform")
 WIRES = tuple(FORMATS)
@@ -36,20 +34,11 @@ def check_mode(name: str, value: object) -> None:
     check_choice(name, value, method_names())  # methods may be registered later than this module is imported
 
 
-def check_setting_names(name: str, value: Any) -> None:
-    """Raise ValueError if a value is no tuple of names."""
-    if not isinstance(value, (tuple, list)) or not all(isinstance(each, str) for each in value):
-        raise ValueError(f"{name} must be a tuple of names, such as ('lr',), got {value!r}")
-
-
-def _check_privacy(name: str, value: object) -> None:
-    if value is not None and not isinstance(value, DifferentialPrivacy):
-        raise ValueError(f"{name} must be a DifferentialPrivacy or None, got {value!r}")
-
-
-def _check_optional_boolean(name: str, value: object) -> None:
-    if value not in (None, True, False):
-        raise ValueError(f"{name} must be True, False or None, got {value!r}")
+check_setting_names = valid(
+    "a tuple of names, such as ('lr',)",
+    lambda value: isinstance(value, (tuple, list)) and all(isinstance(each, str) for each in value),
+)
+"""Raises ValueError, for the name of an option and its value, if the value is no tuple of names."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +82,7 @@ class Options(OptionSet):
         None,
         "add what was not sent to the next step's gradient; None: powersgd and topk add all of it, rankdad its "
         "strongest singular vectors, so that no gradient is formed",
-        _check_optional_boolean,
+        valid("True, False or None", lambda value: value in (None, True, False)),
     )
     memory_decay: float | None = option(
         None,
@@ -129,7 +118,7 @@ class Options(OptionSet):
     hierarchy: Hierarchy = option(  # noqa: RUF009
         None,
         "which processes share a node: auto, a number on each, or lists of ranks; None: all links are alike",
-        lambda name, value: check_hierarchy(value),
+        check_hierarchy,
         kind=_number_or_word,
     )
     min_sites: int | None = option(
@@ -169,7 +158,7 @@ class Options(OptionSet):
         None,
         "differential privacy of each site's records, for dsgd and rankdad; on command lines as "
         "noise_multiplier=1.1,sample_rate=0.01,expected_batch=64",
-        _check_privacy,
+        valid("a DifferentialPrivacy or None", lambda value: value is None or isinstance(value, DifferentialPrivacy)),
         kind=DifferentialPrivacy.parse,
     )
     timeout: float = option(

@@ -40,7 +40,7 @@ from .privacy.normalisations import AffineBySample, Arrived, normalisation_of
 from .privacy.one_by_one import OneByOne, places_of
 from .privacy.rows import Contribution, Formed, NarrowRows, Rows, squared_norms
 from .privacy.secure_sum import LEAST_SITES, SecureSum
-from .units.lazy_gradient import Placeholders, accumulated
+from .units.base import Placeholders, accumulated
 
 if TYPE_CHECKING:
     from .privacy.unformed import Sum
@@ -188,7 +188,7 @@ class PrivateGradients:
         ledger: the steps that have been made.
         secure_sum: adds up the sites' sums under masks, and adds the noise; None where `privatise` does.
         may_wait: returns the names of parameters whose gradients need not be formed before they are compressed.
-        reduction: marks placeholders, see `dadplug.units.lazy_gradient`.
+        reduction: marks placeholders, see `dadplug.units.base.Placeholders`.
 
     Raises:
         ValueError: if a trained parameter belongs to no layer whose gradients by sample are known, or a layer mixes
@@ -239,12 +239,14 @@ class PrivateGradients:
         self._placeholders = Placeholders(self._parameters, self)
         self._buffers = [(name, each) for name, each in self._model.named_buffers() if each.is_floating_point()]
         self._versions = [each._version for _, each in self._buffers]
-        self._capture = LayerCapture(self._model, _trained_layers(self._model), weight_gradients=False)
+        layers = [
+            name for name, each in capturable_layers(self._model).items() if not isinstance(each, nn.EmbeddingBag)
+        ]
+        self._capture = LayerCapture(self._model, layers, weight_gradients=False)
         for name, module in self._model.named_modules():
             if _is_trained_bag(module):
                 self._capture.layers[name] = CapturedLayer(name, module, _Bags(self._counter), weight_gradients=False)
-        covered = self._watch_layers() | self._watch_normalisations()
-        covered |= self._watch_one_by_one({id(layer.weight) for layer in self._capture.layers.values()})
+        covered = self._watch_layers() | self._watch_modules()
         for name, parameter in self._parameters.items():
             self._handles.append(parameter.register_hook(OwnHook(partial(self._replace, name))))
         if missing := [name for name, each in self._parameters.items() if id(each) not in covered]:
@@ -267,23 +269,18 @@ class PrivateGradients:
             covered |= {id(layer.weight), id(layer.bias)}
         return covered
 
-    def _watch_normalisations(self) -> set[int]:
+    def _watch_modules(self) -> set[int]:
+        """Watch normalisations; run layers without factors on each sample alone, unless they share a weight."""
         covered: set[int] = set()
-        for name, module in self._model.named_modules():
-            trained = {id(each) for each in module._parameters.values() if each is not None and each.requires_grad}
-            if normalisation_of(module) is not None:
-                recorder = partial(self._formed_recorder, name, module)
-                self._overrides.append(AffineBySample(module, recorder))
-                covered |= trained
-        return covered
-
-    def _watch_one_by_one(self, with_factors: set[int]) -> set[int]:
-        """Run layers without factors on each sample alone, but for those that share a weight with others."""
-        covered: set[int] = set()
+        with_factors = {id(layer.weight) for layer in self._capture.layers.values()}
         for name, module in self._model.named_modules():
             trained = {id(each) for each in module.parameters() if each.requires_grad}
+            recorder = partial(self._formed_recorder, name, module)
+            if normalisation_of(module) is not None:
+                self._overrides.append(AffineBySample(module, recorder))
+                covered |= {id(each) for each in module.parameters(recurse=False)}  # not those of parametrizations
             if trained and places_of(module) is not None and not trained & with_factors:
-                self._overrides.append(OneByOne(module, partial(self._formed_recorder, name, module)))
+                self._overrides.append(OneByOne(module, recorder))
                 covered |= trained
         return covered
 
@@ -710,11 +707,6 @@ def _drop_spoilt(contribution: Contribution, finite: Tensor, some: bool) -> Cont
 def _are(these: Sequence[Any], those: Sequence[Any]) -> bool:
     """Return whether two sequences hold the same objects."""
     return len(these) == len(those) and all(map(operator.is_, these, those))
-
-
-def _trained_layers(model: nn.Module) -> list[str]:
-    """Return the names of the layers that are captured."""
-    return [name for name, module in capturable_layers(model).items() if not isinstance(module, nn.EmbeddingBag)]
 
 
 def _is_trained_bag(module: nn.Module) -> bool:

@@ -20,10 +20,10 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any
 
-from .cores import available_cores
 from .errors import RunFailedError
 from .exchange.handshake import free_port
 from .logs import get_logger
+from .schedules import available_cores
 
 _log = get_logger(__name__)
 _GRACE = 20.0  # seconds for the others to exit or return after one has failed

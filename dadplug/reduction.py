@@ -24,17 +24,16 @@ from .methods import Quality, feedback, make_method
 from .methods.feedback import ErrorFeedback
 from .model_sync.batchnorm import SyncedBatchNorms
 from .model_sync.replicated_model import JoinState, ReplicatedModel, Stateful
-from .model_sync.sameness import FirstBatch, OptimizerSettings, Weights
+from .model_sync.sameness import FirstBatch, LookedUpRows, OptimizerSettings, Weights
 from .model_sync.samples import SampleCounter
-from .model_sync.structure import is_managed, refuse_unsynchronised
-from .model_sync.tables import LookedUpRows
+from .model_sync.structure import is_managed, weak_hook
 from .options import Options
 from .planning.merging import check_merge
 from .planning.plan import Plan
 from .planning.planner import Planner
 from .private_gradients import PrivateGradients
+from .reducer.handler import StepHeader
 from .reducer.reducer import AttachedGradients, StepRequest
-from .reducer.step_header import StepHeader
 from .signature import takes_keywords_of, whole_number
 from .units.base import Unit
 from .units.factor import FactorUnit
@@ -103,13 +102,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self._attached: AttachedGradients | None = None
         self.stopped = False
         self._counter = SampleCounter(model, self._before_forward, self._drop_cleared)
-        self._private: PrivateGradients | None = None
-        if self.options.privacy is not None:
-            called = self._present_loss_scale, self._begin_private, self._private_arrived
-            lossy = not self._method.traits.exact
-            self._private = PrivateGradients(model, self.options.privacy, self._counter, *called, rounds=lossy)
-            if self.options.privacy.secure_sum:
-                self._private.sum_securely(self.site_rank, self.world_size)
+        self._private = self._make_private()
         self._abstains = False  # in a step without data that is not to be a private one
         self._norms: SyncedBatchNorms | None = None
         if self.options.sync_batchnorm:
@@ -124,8 +117,6 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self.after_step: list[Callable[[], None]] = []
         self._noise: GradientNoise | None = None
         self._planner = self._make_planner()
-        if self._private is not None:
-            self._private.may_wait = self._forms_late
         self._settings = OptimizerSettings(self.options.may_differ)
         self._seen_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._has_warned = False  # of gradients that were changed before they were synchronized
@@ -134,7 +125,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         compares_data = self.world_size > 1 and self._joined is None and self._private is None
         self._first_batch = FirstBatch() if compares_data else None
         self._counter.first_batch = self._first_batch
-        self._guard = register_optimizer_step_pre_hook(refuse_unsynchronised(self))
+        self._guard = register_optimizer_step_pre_hook(weak_hook(self._on_optimizer_step))
         self._remembers = False  # the loss scales of gradients
         if self._method.keeps_errors or self._private is not None:
             self._watch_loss_scales()
@@ -144,6 +135,23 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self._transport.donate = lambda: self._join_state(self._step, self._planner.plan_state())
         self.traffic.start()
         REDUCTIONS.add(self)
+
+    def _make_private(self) -> PrivateGradients | None:
+        if self.options.privacy is None:
+            return None
+        private = PrivateGradients(
+            self.model,
+            self.options.privacy,
+            self._counter,
+            lambda: self._method.loss_scales.present().value,
+            self._begin_private,
+            self._private_arrived,
+            rounds=not self._method.traits.exact,
+        )
+        private.may_wait = lambda: self._planner.forms_late()  # the planner may be replaced
+        if self.options.privacy.secure_sum:
+            private.sum_securely(self.site_rank, self.world_size)
+        return private
 
     def _watch_loss_scales(self) -> None:
         """Observe the loss scale of each gradient from now on."""
@@ -178,9 +186,6 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         if self._private is not None:
             self._private.before_forward()
 
-    def _present_loss_scale(self) -> float:
-        return self._method.loss_scales.present().value
-
     def _begin_private(self) -> None:
         """Record the loss scale of a backward pass whose gradients are to be private."""
         if self._held is not None:
@@ -188,9 +193,6 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         scales = self._method.loss_scales
         for unit in self._planner.units:
             scales.record(unit.name)
-
-    def _forms_late(self) -> set[str]:
-        return self._planner.forms_late()
 
     def _private_arrived(self) -> None:
         self._pending = True
@@ -383,16 +385,24 @@ class GradientReduction(FusedSteps, ReplicatedModel):
                 name,
             )
 
-    def on_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Record the settings of an optimizer that is about to step parameters of the model.
+    def _on_optimizer_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Record the settings of an optimizer of the model; called before the step of any optimizer.
 
-        Args:
-            optimizer: the optimizer.
+        Raises:
+            RuntimeError: if gradients have not been synchronized; not with a closure, which has yet to form them.
         """
+        ours = {id(parameter) for parameter in self.model.parameters()}
+        if not any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]):
+            return
         self._settings.record(optimizer)
         if self.world_size > 1 and optimizer not in self._seen_optimizers:
             self._seen_optimizers.add(optimizer)
             self._warn_of_own_decisions(optimizer)
+        if self.pending and not any(callable(given) for given in (*args, *kwargs.values())):
+            raise RuntimeError(
+                "optimizer.step() before gradients were synchronized: call reduction.synchronize() after backward(). "
+                "With DistributedDataParallel: call the wrapped model, not its module, and outside of no_sync()"
+            )
 
     def _warn_of_own_decisions(self, optimizer: Optimizer) -> None:
         """Warn of steps that differ between sites: of parameters outside of the model, and by this site's own loss."""

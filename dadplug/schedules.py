@@ -25,9 +25,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .cores import available_cores
 from .files import PRIVATE, write_file
-from .signature import OptionSet, option
+from .signature import OptionSet, option, valid
+
+
+def available_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
 
 _CPU_INFO = Path("/proc/cpuinfo")
 _SOURCES = ("lowrank/*.py", "fused/*.py", "schedules.py")  # that the constants belong to
@@ -49,11 +54,6 @@ def _constant(default: Any, low: float, high: float) -> Any:
             raise ValueError(f"{name} must lie in {low:g} to {high:g}, got {value!r}")
 
     return option(default, "", check)
-
-
-def _check_text(name: str, value: Any) -> None:
-    if not isinstance(value, str):
-        raise ValueError(f"{name} must be of type str, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class Serving(Constants):
     backend: str = option("eager", "", choices=("eager", "compiled", "onnxruntime"))
     channels_last: bool = option(False, "")
     fused: bool = option(False, "")
-    shape: str = option("", "", _check_text)
+    shape: str = option("", "", valid("of type str", lambda value: isinstance(value, str)))
 
 
 @dataclass(frozen=True)

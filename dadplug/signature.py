@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import Parameter
@@ -44,6 +45,21 @@ def check_choice(name: str, value: object, choices: Collection[str]) -> None:
         raise ValueError(f"unknown {name} {value!r}; valid ones are {', '.join(map(repr, choices))}")
 
 
+def valid(description: str, is_valid: Callable[[Any], bool]) -> Check:
+    """Return a check of a value.
+
+    Args:
+        description: words for the valid ones.
+        is_valid: whether a value is valid.
+    """
+
+    def check(name: str, value: Any) -> None:
+        if not is_valid(value):
+            raise ValueError(f"{name} must be {description}, got {value!r}")
+
+    return check
+
+
 def whole_number(least: int, otherwise: str = "", is_other: Callable[[Any], bool] = lambda value: False) -> Check:
     """Return a check for whole numbers.
 
@@ -52,13 +68,11 @@ def whole_number(least: int, otherwise: str = "", is_other: Callable[[Any], bool
         otherwise: words for what else is valid, such as "or None".
         is_other: whether a value is valid though it is no whole number.
     """
-
-    def check(name: str, value: Any) -> None:
-        if not is_other(value) and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-            further = otherwise and " " + otherwise
-            raise ValueError(f"{name} must be a whole number of at least {least}{further}, got {value!r}")
-
-    return check
+    description = f"a whole number of at least {least}{otherwise and ' ' + otherwise}"
+    return valid(
+        description,
+        lambda value: is_other(value) or (isinstance(value, int) and not isinstance(value, bool) and value >= least),
+    )
 
 
 def number(description: str, is_valid: Callable[[float], bool], optional: bool = False) -> Check:
@@ -70,12 +84,19 @@ def number(description: str, is_valid: Callable[[float], bool], optional: bool =
         optional: whether None is valid, too.
     """
 
-    def check(name: str, value: Any) -> None:
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not (optional and value is None) and not (is_number and is_valid(value)):
-            raise ValueError(f"{name} must be {description}, got {value!r}")
+    def is_valid_number(value: Any) -> bool:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and is_valid(value)
 
-    return check
+    return valid(description, lambda value: (optional and value is None) or is_valid_number(value))
+
+
+check_seconds = number("a positive number of seconds", lambda seconds: 0 < seconds < math.inf)
+"""Raises ValueError, for the name of an option and its value, if the value is no number of seconds to wait."""
+
+check_hub_timeout = number(
+    "a positive number of seconds or None", lambda seconds: 0 < seconds < math.inf, optional=True
+)
+"""The same where None is valid, too."""
 
 
 def unknown_option(name: str, names: Sequence[str]) -> ValueError:

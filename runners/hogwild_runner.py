@@ -11,7 +11,7 @@ from catalyst.callbacks.scheduler import SchedulerCallback
 from catalyst.core.misc import get_original_callback
 from torch import nn
 
-from ..exchange.failure_reports import describe
+from ..exchange.status import describe
 from ..hogwild import Hogwild
 from ..hogwild.dealing import check_loader
 from ..hogwild.training import HogwildOptions

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..exchange import Transport
-from ..exchange.failure_reports import describe
+from ..exchange.status import describe
 from ..hogwild import Hogwild
 from ..hogwild.dealing import check_loader
 from ..hogwild.layout import check_model, check_optimizer

@@ -149,11 +149,8 @@ def test_accumulated_gradients_add_up(mode: str, use_no_sync: bool) -> None:
             both.check(step, rtol=1e-10)
 
 
-def test_no_sync_sends_nothing(sites):
-    assert sites(2).run(bytes_in_no_sync) == [0, 0]
-
-
-def bytes_in_no_sync() -> int:
+@support.at_sites(2)
+def test_no_sync_sends_nothing() -> None:
     model = mlp()
     reduction = dadplug.GradientReduction(model, mode="dad")
     for step in range(3):
@@ -163,7 +160,7 @@ def bytes_in_no_sync() -> int:
             zoo.loss(model, inputs, targets).backward()
         sent = reduction.traffic.total_bytes_sent - before
         reduction.synchronize()
-    return sent
+    assert sent == 0
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -176,11 +173,7 @@ def test_gradients_accumulate_between_steps(mode: str, set_to_none: bool) -> Non
         for step in range(4):
             if step % 2 == 0:
                 both.zero_grad(set_to_none)
-            inputs, targets = zoo.batch("mixed", 8, seed=step)
-            zoo.loss(both.model, inputs[mine], targets[mine]).backward()
-            both.reduction.synchronize()
-            zoo.loss(both.reference, inputs, targets).backward()
-            both.check(step)
+            both.step(*zoo.batch("mixed", 8, seed=step), mine, step)
 
 
 @pytest.mark.parametrize("mode", EXACT)
@@ -208,14 +201,7 @@ def test_a_site_without_data_gets_the_others_gradient(mode: str) -> None:
             both.zero_grad()
             inputs, targets = zoo.batch("mixed", 6, seed=step)
             rows = (slice(0, 4), slice(4, 6)) if step in (1, 2) else (slice(0, 6), slice(0, 0))
-            mine = rows[rank]
-            if len(targets[mine]):
-                zoo.loss(both.model, inputs[mine], targets[mine]).backward()
-                both.reduction.synchronize()
-            else:
-                both.reduction.idle()
-            zoo.loss(both.reference, inputs, targets).backward()
-            both.check(step)
+            both.step(inputs, targets, rows[rank], step)
 
 
 @support.at_sites(2)
@@ -248,7 +234,8 @@ def test_batches_without_rows_at_all_sites_leave_zeros_as_in_one_process(mode: s
                     assert not found[parameter].to_dense().any(), f"{name}: {parameter}"
 
 
-def stops() -> list[bool]:
+@support.at_sites(2)
+def test_one_site_can_stop_all() -> None:
     model = mlp()
     reduction = dadplug.GradientReduction(model, mode="rankdad", rank=2)
     seen = []
@@ -257,14 +244,13 @@ def stops() -> list[bool]:
         zoo.loss(model, inputs, targets).backward()
         reduction.synchronize(stop=step == 1 and dist.get_rank() == 1)
         seen.append(reduction.stopped)
-    return seen
+    assert seen == [False, True, False]
 
 
-def test_one_site_can_stop_all(sites):
-    assert sites(2).run(stops) == [[False, True, False]] * 2
-
-
-def second_derivatives(mode: str, name: str) -> None:
+@pytest.mark.parametrize("mode", EXACT)
+@pytest.mark.parametrize("name", ["mlp", "conv1d", "transposed"])
+@support.at_sites(2)
+def test_gradient_penalties_are_exact(mode: str, name: str) -> None:
     """A gradient penalty in every other step: the inner gradient must leave no factors, the outer one is dense."""
     halves = slice(0, 4), slice(4, 8)
     mine = halves[dist.get_rank()]
@@ -288,12 +274,6 @@ def second_derivatives(mode: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("mode", EXACT)
-def test_gradient_penalties_are_exact(sites, mode):
-    for name in ("mlp", "conv1d", "transposed"):
-        sites(2).run(second_derivatives, mode, name)
-
-
-@pytest.mark.parametrize("mode", EXACT)
 @support.at_sites(2)
 def test_parameters_can_be_frozen_and_freed(mode: str) -> None:
     """A frozen part is freed in mid-training, and frozen again."""
@@ -303,11 +283,7 @@ def test_parameters_can_be_frozen_and_freed(mode: str) -> None:
             for net in (both.model, both.reference):
                 net[0].requires_grad_(step in (2, 3))
             both.zero_grad()
-            inputs, targets = zoo.batch("mlp", 8, seed=step)
-            zoo.loss(both.model, inputs[mine], targets[mine]).backward()
-            both.reduction.synchronize()
-            zoo.loss(both.reference, inputs, targets).backward()
-            both.check(step, rtol=1e-10)
+            both.step(*zoo.batch("mlp", 8, seed=step), mine, step, rtol=1e-10)
         assert {row.path for row in both.reduction.plan if row.parameter.startswith("0.")} == {"frozen"}
 
 
@@ -399,13 +375,7 @@ def random_rows(mode: str, seed: int) -> None:
             start = sum(counts[:rank])
             mine = slice(start, start + counts[rank])
             both.zero_grad()
-            if counts[rank]:
-                zoo.loss(both.model, inputs[mine], targets[mine]).backward()
-                both.reduction.synchronize()
-            else:
-                both.reduction.idle()
-            zoo.loss(both.reference, inputs, targets).backward()
-            both.check(number)
+            both.step(inputs, targets, mine, number)
 
 
 @pytest.mark.parametrize("mode", ["dsgd", "dad"])

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from ..errors import ProtocolError
 from ..exchange import Traffic
+from ..exchange.framing import Outgoing, WakePipe
 from ..exchange.handshake import close_in_children
-from ..exchange.sockets import Outgoing, WakePipe
 from .messages import HEAD_SIZE, Head, Kind, Message
 
 LENDABLE = hasattr(select, "epoll")  # its descriptor can be polled

@@ -22,7 +22,7 @@ from ..hooks import LINEAR, CapturedLayer, Form, LayerCapture, OwnHook, Recorder
 from ..methods.base import GradientPath
 from ..methods.feedback import LossScales
 from ..model_sync.samples import SampleCounter
-from ..reducer.step_header import StepHeader
+from ..reducer.handler import StepHeader
 from ..signature import whole_number
 from ..units.base import Unit, matrix_shape
 from ..units.factor import FactorUnit

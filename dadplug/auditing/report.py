@@ -52,7 +52,7 @@ class LayerReport:
     Attributes:
         name: name of the weight; empty for attacks on all messages together.
         path: the path of its gradient.
-        exposure: what the plan says about it, see `dadplug.planning.exposure`.
+        exposure: what the plan says about it, see `dadplug.planning.plan.exposure`.
         results: the results of the attacks.
     """
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import SiteError
-from ..exchange.failure_reports import PeerNames
+from ..exchange.status import PeerNames
 from ..exchange.traffic import Traffic
 from ..exchange.transport import Gather, PendingSum, Transport
 

@@ -155,7 +155,7 @@ def plain_errors(*further: type[Exception]) -> Iterator[None]:
         further: exception classes in addition to those that dadplug raises about data and sites, such as ValueError
             while arguments are checked.
     """
-    from ..exchange.failure_reports import announce
+    from ..exchange.status import announce
 
     expected: tuple[type[Exception], ...] = (DataError, KitError, SiteError, MismatchError, NonFiniteError, *further)
     try:

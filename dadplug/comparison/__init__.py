@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..cores import available_cores
 from ..errors import RunFailedError
 from ..exchange.codec import gather_objects
 from ..processes import Pool
 from ..progress import Progress
+from ..schedules import available_cores
 from ..signature import whole_number
 from .result import Comparison, Row
 from .strategies import STRATEGIES, Place, Strategy

@@ -5,11 +5,10 @@ from typing import Any
 
 from .codec import gather_objects
 from .factory import open_transport
-from .failure_reports import PeerNames
 from .rendezvous import DEFAULT_TIMEOUT, connect
-from .topology import Hierarchy
+from .status import PeerNames
 from .traffic import Traffic
-from .transport import Gather, PendingSum, Transport
+from .transport import Gather, Hierarchy, PendingSum, Transport
 
 __all__ = [
     "DEFAULT_TIMEOUT",

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from ..errors import MismatchError
-from ..lasting import copied
 from .codec import MAX_BYTES
 from .transport import Gather, Transport
-from .wire import WireFormat
+from .wire import WireFormat, copied
 
 
 class FactorPayload(NamedTuple):

@@ -14,15 +14,12 @@ from torch import Tensor
 
 from ..logs import get_logger
 from .codec import gather_objects
-from .deadline import within
-from .failure_reports import PeerNames, ProcessSites, introduce, own_name
 from .group_transport import GroupTransport
-from .handshake import gloo_interface
+from .handshake import gloo_interface, within
 from .hierarchy import HierarchicalTransport
-from .status import Member
-from .topology import Hierarchy, Nodes, members_of, node_id
+from .status import Member, PeerNames, ProcessSites, introduce, own_name
 from .traffic import Traffic
-from .transport import Gather, PendingSum, Requirements, Transport
+from .transport import Gather, Hierarchy, Nodes, PendingSum, Requirements, Transport, members_of, node_id
 
 _log = get_logger(__name__)
 _reported: list[int] = []  # processes that have reported, not the parents that they were forked from
@@ -116,7 +113,7 @@ def open_transport(
         traffic: the meter.
         device: device of the model.
         timeout: seconds after which a silent site counts as lost.
-        hierarchy: which processes share a node, see `dadplug.exchange.topology.members_of`; None for one level. It has
+        hierarchy: which processes share a node, see `dadplug.exchange.transport.members_of`; None for one level. It has
             no effect with one node, or with one process on each.
         requirements: what training requires to go on without a site that leaves; None where all sites must stay.
         for_trainer: whether a trainer exchanges by it everything but gradients. With requirements, a site that joins in

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import MismatchError
-from ..lasting import lasting
 from .codec import MAX_BYTES, gather_objects
-from .failure_reports import PeerNames
 from .framing import Message, PeerSockets, bytes_of, wait_together
 from .handshake import connect_sockets
+from .status import PeerNames
 from .traffic import Traffic
 from .transport import AllToAll, Gather, PendingSum, Transport
+from .wire import lasting
 
 _FEW_BYTES = 1 << 20  # of which receiving a copy costs next to nothing
 _PACKET_BYTES = 1 << 14  # that cost less than a few latencies

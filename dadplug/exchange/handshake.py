@@ -2,10 +2,14 @@
 
 Processes of a node connect by Unix sockets where the system has abstract names for them, as Linux does: those take
 about half of the processor time of TCP on the loopback interface.
+
+Deadlines of waits are here, too, and timeouts for calls that have none: torch's store waits forever for a server that
+is stopped.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import random
 import secrets
@@ -14,15 +18,86 @@ import selectors
 import socket
 import struct
 import sys
+import threading
+import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 from ..errors import SiteError
 from ..logs import get_logger
-from .deadline import Deadline
+
+_AT_EXIT = 1.0  # seconds
+_CHECK_SECONDS = 2.0  # between two checks of a call that takes long
+
+Result = TypeVar("Result")
+_given_up: list[threading.Thread] = []
+
+
+class Deadline:
+    """End of a wait.
+
+    Args:
+        seconds: time from now on.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds that are left, at least 0."""
+        return max(0.0, self._end - time.monotonic())
+
+    @property
+    def over(self) -> bool:
+        """Whether no time is left."""
+        return time.monotonic() >= self._end
+
+
+def within(seconds: float, call: Callable[[], Result], check: Callable[[], None] = lambda: None) -> Result:
+    """Run a call in a thread of its own, and abandon it after the timeout; the thread may continue.
+
+    Args:
+        seconds: the timeout.
+        call: the call.
+        check: called now and then meanwhile; the call is abandoned if it raises an exception.
+
+    Raises:
+        TimeoutError: if it has not ended in time.
+    """
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    thread = threading.Thread(target=run, name="dadplug-deadline", daemon=True)
+    thread.start()
+    deadline = Deadline(seconds)
+    try:
+        while not wait([future], min(deadline.left, _CHECK_SECONDS)).done:
+            if deadline.over:
+                raise TimeoutError("timed out")
+            check()
+    except BaseException:
+        _given_up.append(thread)
+        raise
+    return future.result()
+
+
+@atexit.register
+def _wait_at_exit() -> None:
+    """Wait briefly for abandoned threads: one that returns from torch while the interpreter ends aborts it."""
+    deadline = Deadline(_AT_EXIT)
+    for thread in _given_up:
+        thread.join(deadline.left)
+
 
 _log = get_logger(__name__)
 

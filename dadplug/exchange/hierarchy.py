@@ -23,13 +23,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import MismatchError
-from .deadline import Deadline
-from .failure_reports import PeerNames
 from .framing import bytes_of
 from .group_transport import MAX_TAGS, GroupTransport, Work
-from .topology import Nodes
+from .handshake import Deadline
+from .status import PeerNames
 from .traffic import Traffic
-from .transport import Gather, PendingSum, Transport
+from .transport import Gather, Nodes, PendingSum, Transport
 
 Step = tuple[str, Callable[[], None]]
 """Name of a worker thread, and what it runs."""

@@ -24,11 +24,10 @@ from torch.distributed.rendezvous import rendezvous
 
 from ..errors import MismatchError, SiteError
 from ..logs import Troubles, get_logger
+from ..signature import check_seconds
 from . import codec
-from .deadline import Deadline, check_seconds, within
-from .failure_reports import ProcessSites, introduce_default, own_member
-from .handshake import choose_interface, explain_unresolved, gloo_interface
-from .status import Member, Silence, Status, ask
+from .handshake import Deadline, choose_interface, explain_unresolved, gloo_interface, within
+from .status import Member, ProcessSites, Silence, Status, ask, introduce_default, own_member
 
 _log = get_logger(__name__)
 _STATUS_SECONDS = 1.0  # for answers to a status request

@@ -3,14 +3,16 @@
 from .steps import (
     Deferral,
     FusedSteps,
+    GradientProduct,
     HeldGradients,
     clip_norm,
     compare_digests,
+    engine_for,
     fused_remarks,
     reasons_against,
+    register_update,
     take_step,
 )
-from .updates import GradientProduct, engine_for, register_update
 
 __all__ = [
     "Deferral",

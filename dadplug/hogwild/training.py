@@ -22,11 +22,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..cores import available_cores
 from ..errors import ProcessFailedError
 from ..exchange import DEFAULT_TIMEOUT
-from ..exchange.deadline import check_seconds
-from ..signature import OptionSet, check_choice, option, whole_number
+from ..schedules import available_cores
+from ..signature import OptionSet, check_choice, check_seconds, option, whole_number
 from .dealing import DealtLoader
 from .layout import Layout, check_model, check_optimizer, coalesce_gradients, create_state, divides_by_state, keep_state
 from .memory import Board, Progress, SharedMemory, check_equal, check_system, connected, share

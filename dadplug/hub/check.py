@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import FrameError, KitError, ProxyError, RefusedError
-from ..exchange.deadline import within
+from ..exchange.handshake import within
 from .pki.certificates import current_time, revocation_list_end
 from .pki.files import REVOKED, read_file
 from .pki.kits import RENEW, SOON_DAYS, Kit, certificate_end, days_left

@@ -6,7 +6,7 @@ Nesterov momentum on the gradient -d (DiLoCo, arXiv:2311.08105, algorithm 1):
     m <- mu m + d            a <- a + lr (d + mu m)            without momentum: a <- a + lr d
 
 With lr = 1 and mu = 0 this is the mean of the sites' parameters (local SGD). That of sparse deltas is chosen in each
-round unless it is fixed, see `dadplug.local_steps.sparse_format`.
+round unless it is fixed, see `dadplug.local_steps.delta_format.SparseFormat`.
 
 With overlap the mean of a round arrives one round later. Meanwhile a site goes on from the agreed model plus what it
 has done in the round that is in transit (CoCoD-SGD, arXiv:1906.12043). At the end of round t, x the site's parameters:
@@ -36,12 +36,10 @@ from ..errors import MismatchError, NonFiniteError
 from ..exchange import Gather, Transport
 from ..model_sync import sameness
 from ..model_sync.buffers import MovingBuffers
-from ..model_sync.tables import renormalise, tables_with_max_norm
+from ..model_sync.sameness import renormalise, tables_with_max_norm
 from ..options import AUTO
-from .auto_format import AutoFormat
-from .delta_format import DeltaFormat
+from .delta_format import AutoFormat, DeltaFormat, SparseFormat
 from .options import DEFAULT_DECAY, LocalOptions
-from .sparse_format import SparseFormat
 
 # The agreed model
 

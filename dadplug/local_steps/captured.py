@@ -167,11 +167,6 @@ class CapturedGradients:
             discard: whether to drop those that are held as factors; otherwise they are written to ``.grad``.
         """
         for unit in self._units:
-            unit.drop_cleared()
-            if discard:
-                unit.discard()
-            unit.form_gradients()
-            unit.resolve_alone()
-            unit.release()
+            unit.leave(discard=discard)
         self._units = []
         self._capture.detach()

@@ -1,25 +1,57 @@
-"""Payloads of dense and low-rank deltas in the formats of `dadplug.exchange.wire`, and the memory of what they lose.
+"""Payloads of deltas: whole or of low rank, sparse, or whichever of the two loses less.
+
+**Payloads of dense and low-rank deltas in the formats of `dadplug.exchange.wire`, and the memory of what they lose.**
 
 With D the delta of a site plus its error memory E, and C the encoding (rounding, or rank-r factors and rounding):
 
     sent = C(D)            E <- D - sent            mean = sum over sites of w_s sent_s
 
 All sites decode the same payloads in the order of ranks, so that they get the same bits.
+
+**Payloads of sparse deltas: the largest entries of each block in two bits, and the memory of all else.**
+
+With d_s what site s has done in a round, E_s its memory, and C the code of `SparseCode`:
+
+    whole_s = d_s + decay E_s        sent_s = C(whole_s)        E_s <- whole_s - sent_s        mean = sum of w_s sent_s
+
+The subtraction is exact. The memory takes the place of an outer momentum: what is often near the largest is sent soon,
+and the rest fades.
+
+**The outer rate** is the factor of the mean in the step of the agreed model. Where it is not fixed, it follows the
+signs: an entry that is sent stands for more that waits in the memories, and a rate above 1 makes up for it, but only
+where the sites go the same way.
+Sums are taken by rank. Of the entries that are added to a sum that is not zero, n have its sign, and m the other one:
+
+    agreement q = (n - m) / (n + m + 16)        rate = 1 + 1.5 max(0, q)
+
+It costs no bytes, and is computed from whole numbers that all sites count alike, so that it has the same bits at all of
+them.
+
+Source: arXiv:2508.15706 (SparseLoCo), algorithm 1.
+
+**Payloads with sparse deltas for some parameters and low-rank factors for others: whatever loses less.**
+
+In the first round each site codes the delta of each matrix both ways: its largest entries at the usual density, and
+factors in int8 of the largest rank that takes no more bytes. The sites add up the squared errors, and all take the way
+with the smaller sum, for the rest of the training.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..errors import MismatchError
 from ..exchange import Transport
 from ..exchange.wire import WireFormat, wire_format
 from ..lowrank import Carry, compress_matrix, sum_of_products
 from ..methods.feedback import ErrorFeedback
+from .sparse_codec import SparseCode
 
 _ITERATIONS = 2  # power iterations of the first compression
 _WARM_ITERATIONS = 1  # of those that begin with the basis of the last one
@@ -200,3 +232,290 @@ class DeltaFormat:
         """Restore what `state_dict` returned."""
         self._errors.load_state_dict({"reference": 0, "errors": state["errors"]})
         self._carries = {name: each.clone() for name, each in state["carries"].items()}
+
+
+_MEMINFO = Path("/proc/meminfo")
+_FURTHEST = 1.5  # by which the outer rate exceeds 1 where all signs agree
+_FEW = 16  # entries without an agreement, so that chance counts little where few entries are sent by several sites
+
+
+def available_memory(device: torch.device) -> int | None:
+    """Return the bytes of memory that a process can still take on a device; None where that is not known."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
+        return 1024 * int(lines["MemAvailable"].split()[0])
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+def check_memory(model: nn.Module) -> None:
+    """Raise ValueError if the memory of sparse deltas does not fit beside a model.
+
+    Args:
+        model: the model.
+    """
+    needed: dict[torch.device, int] = {}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            size = max(parameter.dtype.itemsize, torch.float32.itemsize)
+            needed[parameter.device] = needed.get(parameter.device, 0) + parameter.numel() * size
+    for device, size in needed.items():
+        room = available_memory(device)
+        if room is not None and size > room:
+            raise ValueError(
+                f"the memory of what sparse deltas do not send takes {size / 1e9:.1f} GB on {device}, and "
+                f"{room / 1e9:.1f} GB are available: take wire='int8' with rank=32 and error_feedback=False, or freeze "
+                "a part of the model"
+            )
+
+
+def outer_rate(same: int, opposite: int) -> float:
+    """Return the outer rate of a round of sparse deltas.
+
+    Args:
+        same: entries whose signs agree between sites.
+        opposite: entries whose signs do not.
+    """
+    return 1.0 + _FURTHEST * max(0.0, (same - opposite) / (same + opposite + _FEW))
+
+
+class _SparseSlot(NamedTuple):
+    """Place of a tensor in the payload."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    code: SparseCode
+    place: slice
+
+
+class SparseFormat:
+    """Format of the payloads of sparse deltas, with the memory of this site.
+
+    Args:
+        density: function of the number of the round, from 0, that returns the share of the entries that is sent.
+        decay: factor on the memory in each round.
+        error_feedback: whether to keep what is not sent.
+        names: names of the sites by rank, for errors.
+
+    Attributes:
+        rate: outer rate of the deltas that were decoded last.
+    """
+
+    keeps_deltas = True  # `encode` only reads them, and may do so beside the next steps
+
+    def __init__(
+        self, density: Callable[[int], float], decay: float, error_feedback: bool, names: Callable[[int], str] = str
+    ) -> None:
+        self._density, self._decay, self._names = density, decay, names
+        self._errors = ErrorFeedback(enabled=True)
+        self._keeps = error_feedback
+        self._slots: dict[str, _SparseSlot] = {}
+        self._means: dict[str, Tensor] = {}  # room for the next ones
+        self._present = 0.0  # density of the layout
+        self.rate = 1.0
+
+    def begin_round(self, number: int) -> str:
+        """Choose the density of a round; return what payloads depend on besides the tensors, as a text.
+
+        Args:
+            number: number of the round, the same on all sites.
+        """
+        self._present = self._density(number)
+        return f"density {self._present!r}"
+
+    def choose(self, deltas: Mapping[str, Tensor], transport: Transport) -> None:
+        """Do nothing: all deltas are sparse."""
+
+    def layout(self, tensors: Mapping[str, Tensor]) -> dict[torch.dtype, int]:
+        """Lay out the payload for a set of tensors, as `DeltaFormat.layout` does."""
+        self._slots, start = {}, 0
+        for name, tensor in tensors.items():
+            code = SparseCode(tensor.numel(), self._present)
+            self._slots[name] = _SparseSlot(tensor.shape, tensor.dtype, code, slice(start, start + code.nbytes))
+            start += code.nbytes
+        self._errors.retain(self._slots)
+        return {torch.uint8: start}
+
+    def encode(self, deltas: Mapping[str, Tensor], payloads: Mapping[torch.dtype, Tensor]) -> None:
+        """Encode this site's deltas, and update its memory.
+
+        Args:
+            deltas: the deltas by name, contiguous and finite.
+            payloads: room for the payload, by type.
+        """
+        for name, slot in self._slots.items():
+            delta, place = deltas[name], payloads[torch.uint8][slot.place]
+            memory = self._errors.of(name, delta)
+            room = place if place.device == delta.device else torch.empty_like(place, device=delta.device)
+            slot.code.encode(delta.view(-1), memory.view(-1), self._decay, room)
+            if room is not place:
+                place.copy_(room)
+            if not self._keeps:
+                memory.zero_()
+
+    def rate_of(self, name: str) -> float:
+        """Return the outer rate of a parameter in the round that was decoded last, where it is not fixed."""
+        return self.rate
+
+    def decode(self, payloads: Mapping[torch.dtype, Sequence[Tensor]], weights: Sequence[float]) -> dict[str, Tensor]:
+        """Compute the mean of what all sites have sent, as `DeltaFormat.decode` does.
+
+        The memory of the means is that of the last call.
+
+        Raises:
+            MismatchError: if a payload is not what `encode` makes; it names the site and the tensor.
+        """
+        means, parts, signs = {}, payloads[torch.uint8], torch.zeros(2, dtype=torch.int64)
+        for name, slot in self._slots.items():
+            mean = self._means.get(name)
+            if mean is None or (mean.shape, mean.dtype, mean.device) != (slot.shape, slot.dtype, parts[0].device):
+                mean = torch.empty(slot.shape, dtype=slot.dtype, device=parts[0].device)
+            mean.zero_()
+            for rank, weight in enumerate(weights):
+                if weight:
+                    try:
+                        slot.code.decode(parts[rank][slot.place], mean.view(-1), weight, signs)
+                    except ValueError as error:
+                        raise MismatchError(
+                            f"{self._names(rank)} has sent an invalid delta of parameter {name!r}: {error}. The round "
+                            "is not applied: check that all sites run one version of dadplug, and the network between"
+                        ) from None
+            means[name] = mean
+        self._means, self.rate = means, outer_rate(*signs.tolist())
+        return {**means}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of the memory."""
+        return {"errors": self._errors.state_dict()["errors"], "carries": {}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self._errors.load_state_dict({"reference": 0, "errors": state["errors"]})
+
+
+AUTO_DENSITY = 0.02
+"""Share of the entries that is sent where entries are, with ``density="auto"``."""
+
+_FACTOR_WIRE = "int8"
+
+
+class AutoFormat:
+    """Format of payloads in which each parameter's delta is sparse or of low rank.
+
+    Args:
+        decay: factor on the memory of sparse deltas in each round.
+        error_feedback: whether to keep what is not sent.
+        names: names of the sites by rank, for errors.
+
+    Attributes:
+        ranks: by name of each parameter that is sent as factors, their rank.
+    """
+
+    keeps_deltas = False  # factors overwrite them
+
+    def __init__(self, decay: float, error_feedback: bool, names: Callable[[int], str] = str) -> None:
+        self.ranks: dict[str, int] | None = None
+        self._error_feedback = error_feedback
+        self._sparse = SparseFormat(lambda number: AUTO_DENSITY, decay, error_feedback, names)
+        self._factors: dict[int, DeltaFormat] = {}  # by rank
+        self._rooms: dict[int, dict[torch.dtype, slice]] = {}  # of these in the payloads
+        self._chosen: list[str] = []  # names that a choice was made for
+
+    def begin_round(self, number: int) -> str:
+        """Return what payloads depend on besides the tensors, as `SparseFormat.begin_round` does."""
+        return self._sparse.begin_round(number) + ", auto"
+
+    def choose(self, deltas: Mapping[str, Tensor], transport: Transport) -> None:
+        """Choose how each delta is sent, together with the other sites, where no choice has been made for them.
+
+        Args:
+            deltas: this site's deltas by name.
+            transport: the transport.
+        """
+        own = None if self.ranks is None or self._chosen != [*deltas] else self.ranks
+        measured = {} if own is not None else {name: self.errors(delta) for name, delta in deltas.items()}
+        errors = {name: each for name, each in measured.items() if each is not None}
+        reports = transport.gather_objects({"ranks": own, "errors": errors})
+        known = next((report["ranks"] for report in reports if report["ranks"] is not None), None)
+        if known is None:
+            known = {}
+            for name in deltas:
+                found = [report["errors"][name] for report in reports if name in report["errors"]]
+                if found and sum(each["factors"] for each in found) < sum(each["entries"] for each in found):
+                    known[name] = found[0]["rank"]
+        self.ranks, self._chosen = known, [*deltas]
+
+    def errors(self, delta: Tensor) -> dict[str, Any] | None:
+        """Return the squared errors of both ways of sending a delta; None where factors would take more bytes.
+
+        Args:
+            delta: the delta; any shape.
+        """
+        nbytes, form = SparseCode(delta.numel(), AUTO_DENSITY).nbytes, DeltaFormat(_FACTOR_WIRE, 1, False)
+        if delta.dim() < 2 or not delta.numel():
+            return None
+        rank = nbytes // sum(form.layout({"": delta}).values())
+        if not rank or form.rank_of(delta) is None:
+            return None
+        left = {}
+        for way, tried in (("entries", SparseFormat(lambda number: AUTO_DENSITY, 1.0, False)), ("factors", None)):
+            found = tried or DeltaFormat(_FACTOR_WIRE, rank, False)
+            found.begin_round(0)
+            rooms = {dtype: torch.zeros(size, dtype=dtype) for dtype, size in found.layout({"": delta}).items()}
+            found.encode({"": delta.clone()}, rooms)
+            sent = found.decode({dtype: [room] for dtype, room in rooms.items()}, [1.0])[""]
+            left[way] = float((delta - sent.to(delta.device)).double().square().sum())
+        return {"rank": rank, **left}
+
+    def layout(self, tensors: Mapping[str, Tensor]) -> dict[torch.dtype, int]:
+        """Lay out the payloads for a set of tensors, as `DeltaFormat.layout` does."""
+        ranks = self.ranks or {}
+        for rank in sorted({*ranks.values()} - {*self._factors}):
+            self._factors[rank] = DeltaFormat(_FACTOR_WIRE, rank, self._error_feedback)
+        sizes = self._sparse.layout({name: each for name, each in tensors.items() if name not in ranks})
+        self._rooms = {}
+        for rank, form in sorted(self._factors.items()):
+            self._rooms[rank] = {}
+            for dtype, size in form.layout({n: each for n, each in tensors.items() if ranks.get(n) == rank}).items():
+                start = sizes.get(dtype, 0)
+                self._rooms[rank][dtype] = slice(start, start + size)
+                sizes[dtype] = start + size
+        return sizes
+
+    def rate_of(self, name: str) -> float:
+        """Return the outer rate of a parameter, as `SparseFormat.rate_of` does; that of factors is 1."""
+        return 1.0 if name in (self.ranks or {}) else self._sparse.rate_of(name)
+
+    def encode(self, deltas: Mapping[str, Tensor], payloads: Mapping[torch.dtype, Tensor]) -> None:
+        """Encode this site's deltas, as `DeltaFormat.encode` does."""
+        self._sparse.encode(deltas, payloads)
+        for rank, rooms in self._rooms.items():
+            self._factors[rank].encode(deltas, {dtype: payloads[dtype][room] for dtype, room in rooms.items()})
+
+    def decode(self, payloads: Mapping[torch.dtype, Sequence[Tensor]], weights: Sequence[float]) -> dict[str, Tensor]:
+        """Compute the mean of what all sites have sent, as `DeltaFormat.decode` does.
+
+        Raises:
+            MismatchError: if a payload is not what `encode` makes; it names the site and the tensor.
+        """
+        means = self._sparse.decode(payloads, weights)
+        for rank, rooms in self._rooms.items():
+            parts = {dtype: [each[room] for each in payloads[dtype]] for dtype, room in rooms.items()}
+            means |= self._factors[rank].decode(parts, weights)
+        return means
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of the memories, and the choice."""
+        factors = {rank: form.state_dict() for rank, form in self._factors.items()}
+        return {**self._sparse.state_dict(), "ranks": self.ranks, "chosen": self._chosen, "factors": factors}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self._sparse.load_state_dict(state)
+        self.ranks, self._chosen = state.get("ranks"), [*state.get("chosen", ())]
+        self._factors = {}
+        for rank, own in state.get("factors", {}).items():
+            self._factors[rank] = DeltaFormat(_FACTOR_WIRE, rank, self._error_feedback)
+            self._factors[rank].load_state_dict(own)

@@ -36,7 +36,7 @@ from ..exchange import Gather, Transport
 from ..logs import get_logger
 from ..model_sync import sameness
 from ..model_sync.buffers import agreed_value
-from ..model_sync.tables import renormalise
+from ..model_sync.sameness import renormalise
 from .agreement import Agreement, Fragment, Header, delta_format, divide, fingerprint, is_finite
 from .options import LocalOptions
 
@@ -54,11 +54,6 @@ class RoundTime:
     def __init__(self, seconds: float | None, parts: int) -> None:
         self._seconds = None if seconds is None else seconds / parts
         self.begin()
-
-    @property
-    def is_timed(self) -> bool:
-        """Whether rounds are timed."""
-        return self._seconds is not None
 
     def begin(self) -> None:
         """Begin a round."""

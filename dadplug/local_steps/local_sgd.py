@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,7 +16,6 @@ from ..errors import DroppedError
 from ..exchange import Gather, Transport
 from ..exchange.transport import Requirements
 from ..fused import Deferral, GradientProduct, HeldGradients, clip_norm, reasons_against
-from ..hooks import OwnHook
 from ..hub.pki.project import check_restrictions
 from ..logs import get_logger
 from ..model_sync import sameness
@@ -25,14 +23,14 @@ from ..model_sync.batchnorm import SyncedBatchNorms
 from ..model_sync.replicated_model import JoinState, ReplicatedModel, Stateful
 from ..model_sync.sameness import raise_problems
 from ..model_sync.samples import SampleCounter
-from ..model_sync.structure import is_managed
+from ..model_sync.structure import is_managed, weak_hook
 from ..reduction import GradientReduction
 from ..signature import takes_keywords_of
 from .agreement import Agreement, Header, check_fragments
 from .captured import CapturedGradients
+from .delta_format import check_memory
 from .elastic import ElasticAgreement, RoundTime
 from .options import LocalOptions, Schedule
-from .sparse_format import check_memory
 
 _log = get_logger(__name__)
 
@@ -161,7 +159,7 @@ class LocalSGD(HeldGradients, ReplicatedModel):
         self._further = dict(state or {})
         if self._warm_up is None:
             self._begin_local_steps()
-        self._guard = optimizer.register_step_pre_hook(_refuse_other_steps(self))
+        self._guard = optimizer.register_step_pre_hook(weak_hook(self._check_step))
         self.traffic.start()
 
     # Set-up
@@ -314,7 +312,7 @@ class LocalSGD(HeldGradients, ReplicatedModel):
         """
         self.stop_fusing("another library calls the optimizer")
         self._follows = True
-        self._after_step = self.optimizer.register_step_post_hook(_end_followed_step(self))
+        self._after_step = self.optimizer.register_step_post_hook(weak_hook(self._end_followed_step))
 
     def _begin_step(self) -> None:
         if self._shows_agreed:
@@ -322,6 +320,19 @@ class LocalSGD(HeldGradients, ReplicatedModel):
         if self._warm_up is None:
             self._agreement.follow()
         self.calls_optimizer = True
+
+    def _check_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Raise an error where the program calls the optimizer itself; called before each of its steps.
+
+        Otherwise the gradients are formed that the step reads; with a closure, these do not exist yet.
+        """
+        if self._follows and not self.calls_optimizer:
+            self._begin_followed_step()
+            return
+        if not self.calls_optimizer:
+            raise RuntimeError("optimizer.step() beside local steps: call local.step() instead, which calls it")
+        if self._captured is not None and not any(callable(given) for given in (*args, *kwargs.values())):
+            self._captured.collect()
 
     def _begin_followed_step(self) -> None:
         """Begin a step that another library takes; leave out gradients of a batch that stands for no step."""
@@ -331,6 +342,12 @@ class LocalSGD(HeldGradients, ReplicatedModel):
             for group in self.optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
+
+    def _end_followed_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """End a local step that another library has taken; called after each step of the optimizer."""
+        if self._is_followed:
+            self.calls_optimizer = self._is_followed = False
+            self._end_step()
 
     def _end_step(self) -> None:
         if self._warm_up is not None:
@@ -439,7 +456,7 @@ class LocalSGD(HeldGradients, ReplicatedModel):
             if not counted:
                 self._count_active(True)
         self._round.end_step()
-        due = self._round.over if self._round.is_timed else self.steps >= self._next
+        due = self.steps >= self._next if self.local_options.round_seconds is None else self._round.over
         if due and (finished or self._in_trainer or not self._agreement.postpones()):
             self._agree(finished)
         elif self._agreement.end_step(self.steps, self._next - self.steps, self._weight):
@@ -749,38 +766,3 @@ def _check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> Non
             raise ValueError(f"the rows of {name!r} are spread over the sites by a parameter manager: no local steps")
         if parameter.requires_grad and parameter.is_complex():
             raise ValueError(f"parameter {name!r} is complex: local steps are for real parameters")
-
-
-def _refuse_other_steps(local: LocalSGD) -> OwnHook:
-    """Return a pre-hook for the optimizer that raises an error where the program calls it itself.
-
-    Otherwise it has the gradients formed that the step reads; with a closure, these do not exist yet.
-    """
-    reference = weakref.ref(local)
-
-    def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        found = reference()
-        if found is None:
-            return
-        if found._follows and not found.calls_optimizer:
-            found._begin_followed_step()
-            return
-        if not found.calls_optimizer:
-            raise RuntimeError("optimizer.step() beside local steps: call local.step() instead, which calls it")
-        if found._captured is not None and not any(callable(given) for given in (*args, *kwargs.values())):
-            found._captured.collect()
-
-    return OwnHook(check)
-
-
-def _end_followed_step(local: LocalSGD) -> OwnHook:
-    """Return a post-hook for the optimizer that ends a local step which another library takes."""
-    reference = weakref.ref(local)
-
-    def end(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        found = reference()
-        if found is not None and found._is_followed:
-            found.calls_optimizer = found._is_followed = False
-            found._end_step()
-
-    return OwnHook(end)

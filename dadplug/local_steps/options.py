@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..exchange import DEFAULT_TIMEOUT
-from ..exchange.deadline import check_hub_timeout, check_seconds
 from ..exchange.transport import Requirements
 from ..options import AUTO, WEIGHTINGS, WIRES, Options, check_mode, check_setting_names
-from ..signature import OptionSet, number, option, whole_number
+from ..signature import OptionSet, check_hub_timeout, check_seconds, number, option, whole_number
 
 Schedule = Callable[[int], int]
 """Function of the number of steps so far that returns the number of steps until the next agreement."""
@@ -32,10 +31,6 @@ def _check_density(name: str, value: Any) -> None:
     """Raise ValueError if a value is no density."""
     if not callable(value) and value != AUTO:
         _DENSITY(name, value)
-
-
-def _density_or_word(text: str) -> float | str:
-    return text if text == AUTO else float(text)
 
 
 _DENSITY = number(
@@ -82,7 +77,7 @@ class LocalOptions(OptionSet):
         "number of agreements so far, or auto: entries at 0.02 or factors of no more bytes, whatever loses less of a "
         "layer's first delta; None: all entries",
         _check_density,
-        kind=_density_or_word,
+        kind=lambda text: text if text == AUTO else float(text),
     )
     memory_decay: float | None = option(
         None,

@@ -54,17 +54,6 @@ class BlockCode(NamedTuple):
         indices, low = min(((low + 1) * count + ((size - 1) >> low), low) for low in range(size.bit_length()))
         return cls(size, count, low, -(-(_HEAD + 2 * count + indices) // 8))
 
-    @property
-    def index_bits(self) -> float:
-        """Bits of an index, without those that fill the last byte."""
-        return self.low + 1 + ((self.size - 1) >> self.low) / self.sent
-
-    @property
-    def entropy_bits(self) -> float:
-        """Bits of an index in the best possible code."""
-        natural = math.lgamma(self.size + 1) - math.lgamma(self.sent + 1) - math.lgamma(self.size - self.sent + 1)
-        return natural / math.log(2) / self.sent
-
 
 class SparseCode:
     """Code of the largest entries of tensors of one size.

@@ -2,8 +2,7 @@
 
 from . import sparse
 from .compress import Carry, Compressed, compress, compress_matrix, squared_norm
-from .dispatch import warmup
-from .packing import dequantise, orthonormalise, quantise, sum_of_products, sum_one_by_one, top_k
+from .dispatch import dequantise, orthonormalise, quantise, sum_of_products, sum_one_by_one, top_k, warmup
 
 __all__ = [
     "Carry",

@@ -87,11 +87,6 @@ class Operator:
         return self._formed
 
     @property
-    def like(self) -> Tensor:
-        """A tensor of the type and on the device of the computation."""
-        return self.activations
-
-    @property
     def most(self) -> int:
         """Largest rank that G can have."""
         largest: int = min(*self.deltas.shape, self.activations.shape[1])

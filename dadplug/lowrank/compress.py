@@ -317,7 +317,7 @@ def _on_device(tensor: Tensor) -> bool:
 
 def _result_blocks(operator: Operator, k: int, out: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
     """Return blocks of k rows for the factors: new ones, or those given by the caller."""
-    like = operator.like
+    like = operator.activations
     if out is None:
         return like.new_empty(k, operator.shape[0]), like.new_empty(k, operator.shape[1])
     for name, place, width in zip(("left", "right"), out, operator.shape, strict=True):

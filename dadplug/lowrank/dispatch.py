@@ -1,4 +1,14 @@
-"""Choice of the kernels: numba on the CPU; torch for CUDA tensors and where numba cannot run."""
+"""Choice of the kernels, and what is done with payloads by them.
+
+On the CPU they are numba's, on the tensors' own memory with the GIL released; for CUDA tensors, and where numba cannot
+run, they are torch's, with equal results. Operations on payloads: int8 rows with a scale each, largest elements of a
+gradient, sums of products and merges.
+
+Merges need the Gram matrices of the factors alone. For factors ``L`` (m x k) and ``R`` (n x k), ``L = Q T`` and
+``R = P S`` with orthonormal Q and P, the singular value decomposition of ``T S^T`` (k x k) is that of ``L R^T``. T and
+S follow from ``L^T L`` and ``R^T R``. So the best approximation of rank r is ``(L X) (R Y)^T`` with X and Y of k x r:
+rows of L and R may be at different sites.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +16,15 @@ import functools
 import math
 import threading
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..schedules import current
+from ..schedules import DEFAULTS, Decoding, current
 from . import portable
+from .portable import gram_schmidt
 
 _VIEWS = 4096  # shapes that are cached
 
@@ -174,3 +186,196 @@ def warmup() -> None:
     kernels.quantise(rows, quantised, scales)
     kernels.dequantise(quantised, scales, rows)
     kernels.top_k(scales, torch.zeros(1, dtype=torch.int64), scales.clone())
+
+
+def quantise(rows: Tensor, quantised: Tensor, scales: Tensor) -> None:
+    """Round each row to whole multiples, -127 to 127, of its scale.
+
+    The error of an element is at most half the scale, a 254th of the row's largest magnitude. The values of a row with
+    NaN or Inf become NaN.
+
+    Args:
+        rows: of shape (k, width), float32.
+        quantised: int8 of the same shape, contiguous; filled.
+        scales: float32 of shape (k,), contiguous; filled.
+    """
+    kernels_for(rows).quantise(rows.detach().contiguous(), quantised, scales)
+
+
+def dequantise(quantised: Tensor, scales: Tensor, rows: Tensor) -> None:
+    """Compute the values of quantised rows.
+
+    Args:
+        quantised: int8 of shape (k, width), contiguous.
+        scales: float32 of shape (k,).
+        rows: float32 of shape (k, width), contiguous; filled.
+    """
+    kernels_for(rows).dequantise(quantised, scales, rows)
+
+
+def top_k(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Find the k elements of largest magnitude; the first of equal ones count, and NaN counts as largest.
+
+    Args:
+        values: of shape (n,).
+        k: number of elements, 0 to n.
+
+    Returns:
+        Their indices, int64, ascending, and the elements.
+
+    Raises:
+        ValueError: if k is out of its range, or the shape.
+    """
+    if values.dim() != 1 or not 0 <= k <= values.numel():
+        raise ValueError(f"k must lie in 0 to the number of values, of shape (n,); got {k} of {tuple(values.shape)}")
+    values = values.detach().contiguous()
+    indices, found = torch.empty(k, dtype=torch.int64, device=values.device), values.new_empty(k)
+    kernels_for(values).top_k(values, indices, found)
+    return indices, found
+
+
+def orthonormalise(rows: Tensor) -> Tensor:
+    """Orthonormalise rows; rows that depend on others become zero. The argument may be overwritten.
+
+    Args:
+        rows: of shape (k, width), k at most width, contiguous.
+
+    Returns:
+        The orthonormal rows, in new memory.
+    """
+    exact = rows if rows.dtype in (torch.float32, torch.float64) else rows.float()
+    if exact.is_cuda:  # where compression fills up with arbitrary directions, which may differ between sites
+        lengths = torch.linalg.vector_norm(exact, dim=1, keepdim=True, dtype=torch.float64)
+        result = exact.div_(torch.where(lengths > 0, lengths, 1.0))
+        gram_schmidt(result)
+    else:
+        result, _ = kernels_for(exact).orthonormalise(exact)
+    return result.to(rows.dtype, copy=True)
+
+
+def sum_of_products(
+    lefts: Sequence[Tensor], rights: Sequence[Tensor], weights: Sequence[float], constants: Decoding = DEFAULTS.decoding
+) -> Tensor:
+    """Compute ``sum over s of weights[s] * lefts[s].T @ rights[s]``, all rows in one product.
+
+    Args:
+        lefts: a block a site, of shape (k_s, out).
+        rights: a block a site, of shape (k_s, in).
+        weights: a weight a site.
+        constants: sizes of blocks; the same at all sites, since the last bits depend on them.
+
+    Returns:
+        The sum, of shape (out, in).
+    """
+    like, count = lefts[0], sum(len(block) for block in lefts)
+    out, width = like.shape[1], rights[0].shape[1]
+    own = (
+        like.device.type == "cpu"
+        and 0 < count <= constants.few
+        and out >= 4
+        and like.dtype in (torch.float32, torch.float64)
+    )
+    rows = -(-count // 4) * 4 if own else count
+    left, right = scratch.take("lefts", (rows, out), like), scratch.take("rights", (rows, width), like)
+    start = 0
+    for block, other, weight in zip(lefts, rights, weights, strict=True):
+        torch.mul(block, weight, out=left[start : start + len(block)])
+        right[start : start + len(block)] = other
+        start += len(block)
+    left[start:], right[start:] = 0, 0
+    if not own:
+        return left.T @ right
+    result = like.new_empty(out, width)
+    kernels_for(like).product(left, right, result, constants.strip)
+    return result
+
+
+def sum_one_by_one(
+    lefts: Sequence[Tensor], rights: Sequence[Tensor], constants: Decoding = DEFAULTS.decoding
+) -> Tensor:
+    """Compute ``sum over s of lefts[s].T @ rights[s]`` by adding one product after the other in place.
+
+    Large results are computed in blocks that stay in the cache.
+
+    Args:
+        lefts: a block of rows a site, of shape (k_s, out).
+        rights: a block of rows a site, of shape (k_s, in).
+        constants: sizes of blocks, as `sum_of_products` takes them.
+
+    Returns:
+        The sum, of shape (out, in).
+    """
+    out, width = lefts[0].shape[1], rights[0].shape[1]
+    if len(lefts) == 1 or lefts[0].is_cuda or out * width <= constants.block:
+        result = lefts[0].T @ rights[0]
+        for left, right in zip(lefts[1:], rights[1:], strict=True):
+            result.addmm_(left.T, right)
+        return result
+    result = lefts[0].new_empty(out, width)
+    height = max(constants.align, constants.block // width // constants.align * constants.align)
+    for start in range(0, out, height):
+        block = result[start : start + height]
+        torch.mm(lefts[0].T[start : start + height], rights[0], out=block)
+        for left, right in zip(lefts[1:], rights[1:], strict=True):
+            block.addmm_(left.T[start : start + height], right)
+    return result
+
+
+_CUTOFF = {torch.float64: 1e-13, torch.float32: 1e-6}  # eigenvalues up to this share of the largest are rounding errors
+
+
+def merge_coefficients(
+    left: Tensor, right: Tensor, rank: int, precision: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """Compute X and Y such that ``(L X) (R Y)^T`` is the best approximation of ``L R^T`` of a rank.
+
+    Args:
+        left: ``L^T L``, of shape (k, k).
+        right: ``R^T R``, of shape (k, k).
+        rank: the rank r.
+        precision: type to which the matrices have been rounded; None for their own.
+
+    Returns:
+        X and Y, of shape (k, r), in double precision; columns beyond the rank of the product are zero, and all are NaN
+        where a Gram matrix has NaN or Inf.
+    """
+    size = left.shape[0]
+    if not bool(left.isfinite().all() and right.isfinite().all()):
+        nothing = left.new_full((size, rank), torch.nan, dtype=torch.float64)
+        return nothing, nothing
+    cutoff = _CUTOFF[precision or left.dtype]
+    root_left, inverse_left = _roots(left, cutoff)
+    root_right, inverse_right = _roots(right, cutoff)
+    heads, values, tails = torch.linalg.svd(root_left @ root_right.T)
+    scales = values[:rank].sqrt()
+    found = min(rank, len(scales))
+    x, y = left.new_zeros(2, size, rank, dtype=torch.float64)
+    x[:, :found] = inverse_left @ (heads[:, :found] * scales)
+    y[:, :found] = inverse_right @ (tails[:found].T * scales)
+    return x, y
+
+
+def _roots(gram: Tensor, cutoff: float) -> tuple[Tensor, Tensor]:
+    """Return T with ``T^T T`` the Gram matrix, and its pseudo-inverse, without the directions that are rounding errors.
+
+    Columns are scaled to norm one before, so that small ones are not taken for rounding errors.
+    """
+    norms = gram.diagonal().double().clamp_min(0.0).sqrt()
+    shrink = torch.where(norms > 0, 1 / norms.clamp_min(1e-300), 0.0)
+    values, vectors = torch.linalg.eigh(gram.double() * shrink * shrink[:, None])
+    kept = values > cutoff * values[-1].clamp_min(0.0)
+    values = torch.where(kept, values, 1.0).sqrt()
+    root = torch.where(kept, values, 0.0)[:, None] * vectors.T * norms
+    inverse = shrink[:, None] * vectors * torch.where(kept, 1 / values, 0.0)
+    return root, inverse
+
+
+def part_size(width: int, sites: int) -> int:
+    """Return the number of columns in a part of a divided matrix; the last part is padded."""
+    return -(-width // sites)
+
+
+def divide_columns(matrix: Tensor, sites: int) -> list[Tensor]:
+    """Return the columns of a matrix in parts of equal width, the last ones padded with zeros."""
+    size = part_size(matrix.shape[1], sites)
+    return list(torch.nn.functional.pad(matrix, (0, size * sites - matrix.shape[1])).split(size, 1))

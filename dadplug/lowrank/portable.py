@@ -98,7 +98,7 @@ def gram_vectors(of_deltas: Tensor, of_activations: Tensor, jitter: float, found
 
 
 def quantise(rows: Tensor, quantised: Tensor, scales: Tensor) -> None:
-    """Round rows to int8; see `packing.quantise`."""
+    """Round rows to int8; see `dispatch.quantise`."""
     largest = rows.abs().amax(1) if rows.shape[1] else rows.new_zeros(len(rows))
     spoilt = ~torch.isfinite(rows).all(1)
     small = (largest > 0) & (largest < INVERTIBLE)
@@ -109,12 +109,12 @@ def quantise(rows: Tensor, quantised: Tensor, scales: Tensor) -> None:
 
 
 def dequantise(quantised: Tensor, scales: Tensor, rows: Tensor) -> None:
-    """Compute the values of int8 rows; see `packing.dequantise`."""
+    """Compute the values of int8 rows; see `dispatch.dequantise`."""
     torch.mul(quantised, scales[:, None], out=rows)
 
 
 def top_k(values: Tensor, indices: Tensor, found: Tensor) -> None:
-    """Find the elements of largest magnitude; see `packing.top_k`."""
+    """Find the elements of largest magnitude; see `dispatch.top_k`."""
     whole, mask = (torch.int64, 2**63 - 1) if values.dtype == torch.float64 else (torch.int32, 2**31 - 1)
     exact = values if values.dtype in (torch.float32, torch.float64) else values.float()
     order = torch.argsort(exact.view(whole) & mask, descending=True, stable=True)

@@ -1,6 +1,6 @@
-"""Methods of gradient agreement, each in a file of its own."""
+"""Methods of gradient agreement: the exact ones in `base`, each other one in a file of its own."""
 
-from . import exact, powersgd, rankdad, topk  # noqa: F401  (each registers itself)
+from . import powersgd, rankdad, topk  # noqa: F401  (each registers itself)
 from .base import (
     METHODS,
     Method,

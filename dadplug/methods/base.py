@@ -1,8 +1,11 @@
-"""Base of the methods of gradient agreement: encoding of a layer's factors, and decoding of the gathered ones."""
+"""Base of the methods of gradient agreement: encoding of a layer's factors, and decoding of the gathered ones.
+
+Exact methods are here, too: dSGD, dAD, edAD, and the choice between the first two (dAD and edAD: arXiv:2102.09631,
+section 3).
+"""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -17,7 +20,7 @@ from ..hooks import LINEAR, Factor, Form
 from ..hub.pki.project import check_restricted_rank, check_restrictions
 from ..lowrank import sum_of_products, sum_one_by_one
 from ..registry import Registry
-from ..schedules import Decoding
+from ..schedules import DEFAULTS, Decoding
 from .feedback import ErrorFeedback, LossScales
 
 
@@ -132,7 +135,7 @@ class MethodOptions(Protocol):
     def merge(self) -> str: ...
 
 
-class Method(ABC):
+class Method:
     """Method of gradient agreement. A new one is a subclass in a file of its own, registered by `register_method`.
 
     Args:
@@ -163,9 +166,8 @@ class Method(ABC):
         """Whether what a step has not sent is kept for later ones, without the loss scale, which has to be known."""
         return self.errors.enabled or wire_format(self.options.wire_of(GradientPath.LOWRANK)).quantised
 
-    @abstractmethod
     def path(self, out: int, width: int) -> str:
-        """Choose the path of a layer that has factors: ``"factors"``, ``"lowrank"`` or ``"allreduce"``.
+        """Choose the path of a layer that has factors: ``"factors"``, ``"lowrank"`` or, by default, ``"allreduce"``.
 
         On the path ``"factors"`` a layer's rows are encoded in the form that they have; on ``"lowrank"`` always as
         matrices D (rows x out) and A (rows x width), whose product is the gradient.
@@ -174,6 +176,7 @@ class Method(ABC):
             out: height of the weight as a matrix, its first width: of a fully connected layer that of the output.
             width: width of the weight as a matrix, all its other widths: that of the input.
         """
+        return "allreduce"
 
     def gradient_path(self, out: int, width: int) -> str:
         """Choose the path of a weight whose gradient autograd forms; ``"allreduce"`` unless a method has its own.
@@ -184,9 +187,9 @@ class Method(ABC):
         """
         return "allreduce"
 
-    @abstractmethod
     def rows_sent(self, rows: int, out: int, width: int) -> int:
-        """Predict the number of rows that a layer with this many rows of input sends."""
+        """Predict the number of rows that a layer with this many rows of input sends; 0 on the path ``"allreduce"``."""
+        return 0
 
     def encode(self, name: str, factor: Factor, with_bias: bool) -> FactorPayload:
         """Encode a layer's factors as a payload.
@@ -217,10 +220,10 @@ class Method(ABC):
         if getattr(self.options, "privacy", None) is None:
             check_restricted_rank(name, rows if self.max_rank is None else min(self.max_rank, rows), rows)
 
-    def commit(self, name: str) -> None:  # noqa: B027  (most methods carry nothing)
+    def commit(self, name: str) -> None:
         """Keep what this step has changed in the state of a weight."""
 
-    def rollback(self, name: str) -> None:  # noqa: B027
+    def rollback(self, name: str) -> None:
         """Restore the state of a weight as it was before the step, to the bit; also before it is encoded again."""
 
     def retain(self, names: Container[str]) -> None:
@@ -254,18 +257,15 @@ class Method(ABC):
         """Return the state that the method keeps between steps."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027  (most methods carry nothing)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
 
-    def load_from_all(self, states: Sequence[dict[str, Any]]) -> None:  # noqa: B027  (most need their own alone)
+    def load_from_all(self, states: Sequence[dict[str, Any]]) -> None:
         """Restore what does not depend on the site, after `load_state_dict`.
 
         Args:
             states: what `state_dict` returned at all sites that wrote the checkpoint.
         """
-
-
-DECODING = Decoding()
 
 
 def decode(
@@ -275,7 +275,7 @@ def decode(
     *,
     site_by_site: bool = False,
     form: Form = LINEAR,
-    constants: Decoding = DECODING,
+    constants: Decoding = DEFAULTS.decoding,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the agreed gradient of a layer, ``sum over sites of w_s left_s^T right_s`` for fully connected ones.
 
@@ -399,3 +399,40 @@ def warm_up(options: MethodOptions, dtype: torch.dtype) -> None:
         payload = method.encode("warm-up", Factor(activations, deltas), True)
         decode([payload, payload], [0.5, 0.5], True, site_by_site=method.traits.exact)
         method.commit("warm-up")
+
+
+@register_method("dad")
+class DAD(Method):
+    """Gather of N (m + n) values a layer, fewer than dSGD's m n if N < m n / (m + n)."""
+
+    traits = Traits(exact=True)
+
+    def path(self, out: int, width: int) -> str:
+        return "factors"
+
+    def rows_sent(self, rows: int, out: int, width: int) -> int:
+        return rows
+
+    def encode(self, name: str, factor: Factor, with_bias: bool) -> FactorPayload:
+        return FactorPayload(factor.deltas, factor.activations)
+
+
+@register_method("auto")
+class Auto(DAD):
+    """`DAD`, or an all-reduce, as `dadplug.planning.planner.merge_reports` chooses by the link and the rows."""
+
+    traits = Traits(exact=True, chooses_path=True)
+
+
+@register_method("dsgd")
+class DSGD(Method):
+    """All-reduce of m n values a layer, in buckets that are summed during the backward pass."""
+
+    traits = Traits(exact=True, takes_factors=False)
+
+
+@register_method("edad")
+class EDAD(DAD):
+    """Gather of N n values a layer in a chain, and of N (m + n) for the last one and for layers outside of chains."""
+
+    traits = Traits(exact=True, recomputes_deltas=True)

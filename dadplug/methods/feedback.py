@@ -21,7 +21,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.utils._pytree import tree_leaves
 
 from ..exchange.factor_buckets import FactorPayload
-from ..lowrank.packing import divide_columns
+from ..lowrank.dispatch import divide_columns
 
 
 class LossScale:

@@ -148,14 +148,8 @@ class PowerSGD(Method):
         self.errors = ErrorFeedback(options.error_feedback is not False)
         self._bases: dict[str, Tensor] = {}
 
-    def path(self, out: int, width: int) -> str:
-        return "allreduce"
-
     def gradient_path(self, out: int, width: int) -> str:
         return "powersgd" if self.columns(out, width) * (out + width) < out * width else "allreduce"
-
-    def rows_sent(self, rows: int, out: int, width: int) -> int:
-        return 0
 
     def columns(self, out: int, width: int) -> int:
         """Return the rank r for a weight of this shape."""

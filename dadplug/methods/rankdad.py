@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from ..exchange.factor_buckets import FactorPayload
-from ..exchange.wire import WireFormat, wire_format
+from ..exchange.wire import WireFormat, lasting, wire_format
 from ..hooks import Factor
-from ..lasting import lasting
 from ..lowrank import Carry, Compressed, compress, compress_matrix, squared_norm
 from ..lowrank.compress import squared_norm_of
 from .base import GradientPath, Method, MethodOptions, Quality, Traits, register_method

@@ -93,14 +93,8 @@ class TopK(Method):
         super().__init__(options)
         self.errors = ErrorFeedback(options.error_feedback is not False)
 
-    def path(self, out: int, width: int) -> str:
-        return "allreduce"
-
     def gradient_path(self, out: int, width: int) -> str:
         return "topk" if out * width >= _WHOLE and self.options.density <= 0.5 else "allreduce"
-
-    def rows_sent(self, rows: int, out: int, width: int) -> int:
-        return 0
 
     def elements(self, numel: int) -> int:
         """Return the number k of elements that are sent of a gradient of `numel` elements."""

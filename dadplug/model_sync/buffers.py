@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..errors import DamagedError, MismatchError
 from ..exchange import Transport, codec
-from ..exchange.failure_reports import PeerNames
+from ..exchange.status import PeerNames
 from .sameness import flattened
 
 
@@ -120,6 +120,7 @@ class MovingBuffers:
 
     Attributes:
         names: their names, the same on all sites.
+        agreed: the agreed values of all buffers, by name.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -133,7 +134,7 @@ class MovingBuffers:
             names: names of the buffers that have changed so far.
         """
         self.names = list(names)
-        self._agreed = {name: buffer.detach().clone() for name, buffer in self._model.named_buffers()}
+        self.agreed = {name: buffer.detach().clone() for name, buffer in self._model.named_buffers()}
 
     def changed(self) -> list[str]:
         """List buffers that have changed at this site, and are not among the known ones.
@@ -143,7 +144,7 @@ class MovingBuffers:
         return [
             name
             for name, buffer in self._model.named_buffers()
-            if name not in self.names and not (name in self._agreed and torch.equal(buffer, self._agreed[name]))
+            if name not in self.names and not (name in self.agreed and torch.equal(buffer, self.agreed[name]))
         ]
 
     def announce(self, transport: Transport, shares: Mapping[int, float] | None = None) -> None:
@@ -180,12 +181,7 @@ class MovingBuffers:
     def keep(self) -> None:
         """Take the present values of the known buffers as the agreed ones."""
         buffers = dict(self._model.named_buffers())
-        self._agreed.update({name: buffers[name].detach().clone() for name in self.names if name in buffers})
-
-    @property
-    def agreed(self) -> dict[str, Tensor]:
-        """The agreed values of all buffers, by name."""
-        return self._agreed
+        self.agreed.update({name: buffers[name].detach().clone() for name in self.names if name in buffers})
 
     @torch.no_grad()
     def restore(self, names: Iterable[str] | None = None) -> None:
@@ -194,7 +190,7 @@ class MovingBuffers:
         Args:
             names: names of the buffers; None for all.
         """
-        wanted = self._agreed if names is None else {*names}
+        wanted = self.agreed if names is None else {*names}
         for name, buffer in self._model.named_buffers():
-            if name in wanted and name in self._agreed and self._agreed[name].shape == buffer.shape:
-                buffer.copy_(self._agreed[name])
+            if name in wanted and name in self.agreed and self.agreed[name].shape == buffer.shape:
+                buffer.copy_(self.agreed[name])

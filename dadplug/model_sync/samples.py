@@ -39,6 +39,7 @@ class SampleCounter:
 
     Attributes:
         current: samples of the forward pass that is running; 0 outside of one, and where they are not known.
+        known: whether `current` is known: by the inputs, or since `fixed` states it.
         forwards: number of outermost forward passes so far.
         called: the module that the last of them has called.
         backward_pass: number of the last backward pass that has been counted; -1 before.
@@ -65,7 +66,7 @@ class SampleCounter:
         self._generation = 0  # times that counting has begun anew
         self._part: tuple[int, nn.Module] | None = None  # the part that counts in the last backward pass through any
         self._depth = 0
-        self._known = True  # whether `current` is known
+        self.known = True  # whether `current` is known
         self.stated: int | None = None
         self._block: _Stated | None = None  # of the innermost `fixed` that is open
         self._handles: list[Any] = []
@@ -85,11 +86,6 @@ class SampleCounter:
                 self._watched[id(module)] = module
                 self._handles.append(module.register_forward_pre_hook(_Watch(self._enter), with_kwargs=True))
                 self._handles.append(module.register_forward_hook(_Watch(self._leave), always_call=True))
-
-    @property
-    def known(self) -> bool:
-        """Whether `current` is known: by the inputs, or since `fixed` states it."""
-        return self._known
 
     @property
     def count(self) -> int:
@@ -170,10 +166,10 @@ class SampleCounter:
                 self._on_forward()
                 self.owned.update(leaf.untyped_storage().data_ptr() for leaf in inputs if _is_plain(leaf))
             size = _first_dimension(inputs) if only_tensors else _listed(args, kwargs) or batch_size((args, kwargs))
-            self.current, self._known, self._shown = size or 0, size is not None, 0
+            self.current, self.known, self._shown = size or 0, size is not None, 0
             self._others = _further_sizes(inputs) if size == _first_dimension(inputs) else set()
             if self._block is not None:
-                self.current, self._known = self._block.samples, True
+                self.current, self.known = self._block.samples, True
 
     def _show(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record the samples in the inputs of a layer, if they begin with the position, as those of the model do."""
@@ -189,7 +185,7 @@ class SampleCounter:
         samples, self.current = self.current, 0
         if not torch.is_grad_enabled():
             return
-        known = self._known
+        known = self.known
         if not known and (size := batch_size(outputs)) is not None:
             samples, known = size, True
         leaves = [outputs] if type(outputs) is Tensor else list(tensors_of(outputs))

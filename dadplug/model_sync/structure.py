@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..hooks import OwnHook, overridden
@@ -85,22 +84,6 @@ def without_managed(model: nn.Module) -> Iterator[None]:
 _DISTRIBUTED = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "ReplicateModule")
 
 
-class Synchronized(Protocol):
-    """A model whose gradients are synchronized before the optimizer's step.
-
-    Attributes:
-        model: the model.
-        pending: whether gradients have arrived that are not synchronized yet.
-    """
-
-    model: nn.Module
-
-    @property
-    def pending(self) -> bool: ...
-
-    def on_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None: ...
-
-
 def check_model(model: nn.Module) -> None:
     """Check that a model can be captured.
 
@@ -154,26 +137,17 @@ def check_elastic(model: nn.Module) -> None:
             raise ValueError(f"min_sites: the rows of {name!r} are spread over the sites, and all of them must stay")
 
 
-def refuse_unsynchronised(reduction: Synchronized) -> OwnHook:
-    """Return a pre-hook for optimizers that reports their steps, and raises an error if `synchronize` was forgotten.
+def weak_hook(method: Callable[..., object]) -> OwnHook:
+    """Return a hook that calls a method with what it is called with, as long as the object of the method lives.
 
     Args:
-        reduction: the reduction; the hook holds it weakly.
+        method: the bound method; the hook does not keep its object alive.
     """
-    reference = weakref.ref(reduction)
+    reference = weakref.WeakMethod(method)
 
-    def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def call(*args: Any) -> None:
         found = reference()
-        if found is None:
-            return
-        ours = {id(parameter) for parameter in found.model.parameters()}
-        if not any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]):
-            return
-        found.on_optimizer_step(optimizer)
-        if found.pending and not any(callable(given) for given in (*args, *kwargs.values())):
-            raise RuntimeError(
-                "optimizer.step() before gradients were synchronized: call reduction.synchronize() after backward(). "
-                "With DistributedDataParallel: call the wrapped model, not its module, and outside of no_sync()"
-            )
+        if found is not None:
+            found(*args)
 
-    return OwnHook(check)
+    return OwnHook(call)

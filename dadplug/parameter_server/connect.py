@@ -13,8 +13,8 @@ from torch import nn
 
 from ..errors import DamagedError, MessageError, SiteError
 from ..exchange import Traffic, Transport, codec
-from ..exchange.failure_reports import PeerNames
 from ..exchange.handshake import connect_sites
+from ..exchange.status import PeerNames
 from ..exchange.transport import StreamToHub
 from ..hub.secure.secure_socket import write_all
 from ..methods import check_allowed

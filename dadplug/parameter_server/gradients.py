@@ -20,8 +20,8 @@ from ..methods.feedback import ErrorFeedback
 from ..model_sync.samples import SampleCounter
 from ..model_sync.structure import ModelStructure
 from ..options import Options
-from ..planning.first_step import FirstStepReport, merge_reports
 from ..planning.partition import partition_parameters
+from ..planning.planner import FirstStepReport, merge_reports
 from ..units.base import Unit
 from ..units.factor import FactorUnit
 from .batch_norm import CommittedBatchNorms, Packed

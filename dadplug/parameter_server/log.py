@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from ..errors import MismatchError, SiteError
 from ..exchange import Traffic, codec
-from ..exchange.deadline import Deadline
-from ..exchange.failure_reports import PeerNames
+from ..exchange.handshake import Deadline
+from ..exchange.status import PeerNames
 from .sequencer import Decision, Entry
 from .streams import Deal, Frame, FrameLoop, Kind
 

@@ -12,13 +12,12 @@ from torch import Tensor, nn
 
 from ..errors import MismatchError, SiteError
 from ..exchange import Transport, codec
-from ..exchange.failure_reports import PeerNames
+from ..exchange.status import PeerNames
 from ..fused import GradientProduct, engine_for, reasons_against, take_step
 from ..methods import Method
 from ..model_sync.replicated_model import JoinState
-from ..model_sync.sameness import tensors_of
+from ..model_sync.sameness import tables_with_max_norm, tensors_of
 from ..model_sync.structure import is_managed
-from ..model_sync.tables import tables_with_max_norm
 from .gradients import ContributionCodec, ModelGradients
 from .log import Commit
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..errors import MismatchError, SiteError
 from ..exchange import Traffic, Transport, codec
 from ..exchange.codec import decode_objects, encode_object
-from ..exchange.failure_reports import add_announcer, remove_announcer
+from ..exchange.status import add_announcer, remove_announcer
 from ..exchange.transport import Gather, PendingSum
 from ..logs import get_logger
 from ..methods import Quality, make_method

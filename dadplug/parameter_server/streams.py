@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from ..errors import StreamError
 from ..exchange import Traffic
+from ..exchange.framing import Outgoing, WakePipe
 from ..exchange.handshake import close_in_children
-from ..exchange.sockets import Outgoing, WakePipe
 from ..logs import get_logger
 
 

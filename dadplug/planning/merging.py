@@ -46,20 +46,17 @@ class LinkCosts:
     multiply: float
 
     @staticmethod
-    def worst(links: Sequence[LinkCosts]) -> LinkCosts:
-        """Return the highest of the costs that the sites have measured, since all sites wait for the slowest."""
-        return LinkCosts(
-            max(link.latency for link in links),
-            max(link.gather for link in links),
-            max(link.reduce for link in links),
-            max(link.multiply for link in links),
-        )
-
-    @staticmethod
     def worst_of(links: Iterable[LinkCosts | None]) -> LinkCosts | None:
-        """Return `worst` of the costs that have been measured; None without any."""
+        """Return the largest of each of the costs that have been measured; None without any."""
         known = [link for link in links if link is not None]
-        return LinkCosts.worst(known) if known else None
+        if not known:
+            return None
+        return LinkCosts(
+            max(link.latency for link in known),
+            max(link.gather for link in known),
+            max(link.reduce for link in known),
+            max(link.multiply for link in known),
+        )
 
     def dense(self, nbytes: int, multiplications: int) -> float:
         """Predict the seconds of a gradient that is formed and all-reduced.

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from ..hooks import LINEAR, Form, LayerCapture, capturable_layers, family_of, refusal_of
+from ..hooks import LINEAR, Form, LayerCapture, LayerFamily, capturable_layers, family_of, refusal_of
 from ..methods import Method
 from ..methods.base import GradientPath
 from ..units.base import DenseUnit, Unit, matrix_shape
@@ -187,22 +187,23 @@ def _is_compressed(parameter: nn.Parameter, method: Method) -> bool:
     return method.path(*matrix_shape(parameter)) == GradientPath.LOWRANK
 
 
-def _known_form(layer: nn.Module) -> Form | None:
+def _family(layer: nn.Module) -> LayerFamily:
+    """Return the family of a capturable layer."""
     family = family_of(layer)
     assert family is not None
-    return family.known_form(layer)
+    return family
+
+
+def _known_form(layer: nn.Module) -> Form | None:
+    return _family(layer).known_form(layer)
 
 
 def _weight(layer: nn.Module) -> nn.Parameter:
-    family = family_of(layer)
-    assert family is not None
-    weight = getattr(layer, family.weight)
+    weight = getattr(layer, _family(layer).weight)
     assert isinstance(weight, nn.Parameter)
     return weight
 
 
 def _bias(layer: nn.Module) -> nn.Parameter | None:
-    family = family_of(layer)
-    assert family is not None
-    bias: nn.Parameter | None = getattr(layer, family.bias, None)
+    bias: nn.Parameter | None = getattr(layer, _family(layer).bias, None)
     return bias if bias is not None and bias.requires_grad else None

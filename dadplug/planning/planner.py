@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from ..exchange import Transport
-from ..exchange.codec import register
+from ..exchange.codec import register, register_family
 from ..hooks import Factor, Form
+from ..hooks.convolution import Geometry
 from ..hooks.factor import Write
 from ..methods import Method, check_allowed
 from ..methods.base import GradientPath
@@ -22,15 +23,165 @@ from ..model_sync import sameness
 from ..model_sync.structure import ModelStructure, is_managed, without_managed
 from ..options import Options
 from ..privacy.secure_sum import SecureSum
+from ..reducer.handler import StepHeader
 from ..reducer.reducer import Reducer, StepRequest
-from ..reducer.step_header import StepHeader
+from ..schedules import Decoding, current
 from ..units.base import Unit
 from ..units.factor import ChainedUnit, FactorUnit, LowrankUnit
 from .chains import collect_chain_reports, link_units, merge_chain_reports, order_followers_first, refusal
-from .first_step import FirstStepReport, MergedReport, merge_reports
 from .merging import LinkCosts, Merging, measure_link
 from .partition import partition_parameters
 from .plan import PayloadCosts, Plan, dense_bytes
+
+# First step of a plan: reports of the sites on what only a step can show, and the conclusions from them.
+
+register_family(Form)
+register(Geometry)  # which forms of convolutions hold
+register(Decoding)
+
+
+@dataclass(frozen=True)
+class FirstStepReport:
+    """One site's report on its first step.
+
+    Attributes:
+        order: names of the units in the order in which backward reached them.
+        reasons: by name of a unit that cannot be sent as factors, why.
+        rows: by name of a factor unit, number of rows.
+        forms: by name of a factor unit, the forms of its factors.
+        samples: samples of the step.
+        link: measured costs of the link, where the method chooses by them.
+        decoding: this site's constants of decoding; those of the first site hold at all sites.
+    """
+
+    order: list[str]
+    reasons: dict[str, str]
+    rows: dict[str, int]
+    forms: dict[str, set[Form]]
+    samples: int
+    link: LinkCosts | None
+    decoding: Decoding
+
+    @classmethod
+    def of(
+        cls, units: Sequence[Unit], order: Sequence[Unit], share_inputs: bool, samples: int, link: LinkCosts | None
+    ) -> FirstStepReport:
+        """Report on the units after a step's backward passes.
+
+        Args:
+            units: the units.
+            order: the units whose gradients have arrived, in that order.
+            share_inputs: value of the option.
+            samples: samples of the step.
+            link: measured costs of the link, or None.
+        """
+        factored = [unit for unit in units if isinstance(unit, FactorUnit)]
+        reasons = {unit.name: "used outside its layer too" for unit in factored if unit.outside}
+        if not share_inputs:
+            fed = "share_inputs=False: its layer is fed by data"
+            reasons |= {unit.name: fed for unit in factored if unit.fed_by_data}
+        rows, forms = {unit.name: unit.rows for unit in factored}, {unit.name: unit.forms for unit in factored}
+        decoding = current().decoding
+        return cls([unit.name for unit in order], reasons, rows, forms, samples, link, decoding)
+
+
+@dataclass(frozen=True)
+class MergedReport:
+    """Conclusions of all sites from their reports on the first step.
+
+    Attributes:
+        reasons: by name of a unit that is all-reduced after all, in this plan and in further ones: why.
+        rows: by name of a factor unit, the rows that a site is expected to send.
+        samples: samples of all sites in a step.
+        chosen: by name of a factor unit that is all-reduced in this plan, since that is predicted to be faster: by how
+            much.
+        notices: by name of a unit that is sent as factors, since that is predicted to be faster: by how much.
+        largest: samples of the site that has most.
+        positions: by name of a unit, its position in the order in which rank 0's backward reached them.
+        decoding: constants of decoding: those of the first site that is present.
+    """
+
+    reasons: dict[str, str]
+    rows: dict[str, int]
+    samples: int
+    chosen: dict[str, str]
+    notices: dict[str, str]
+    largest: int
+    positions: dict[str, int]
+    decoding: Decoding
+
+    def order(self, units: Sequence[Unit]) -> list[Unit]:
+        """Return units in the order in which rank 0's backward reached them.
+
+        Units that it has not reached come last, in the reverse of the model's order.
+        """
+        backwards = units[::-1]
+        return sorted(backwards, key=lambda unit: self.positions.get(unit.name, len(self.positions)))
+
+
+# As other versions call them.
+register(FirstStepReport, "dadplug.planning.first_step.FirstStepReport")
+register(MergedReport, "dadplug.planning.first_step.MergedReport")
+
+
+def merge_reports(
+    reports: Sequence[FirstStepReport], units: Iterable[Unit], method: Method, sites: int
+) -> MergedReport:
+    """Merge the sites' reports; the result is the same on every site. Sets the form of units that have none yet.
+
+    Args:
+        reports: the reports of the sites that are present, by rank.
+        units: the units.
+        method: the method.
+        sites: number of sites, with those that are absent: a plan holds also when they come.
+    """
+    reasons: dict[str, str] = {}
+    rows: dict[str, int] = {}
+    chosen: dict[str, str] = {}
+    notices: dict[str, str] = {}
+    chooses = method.traits.chooses_path and sites > 1
+    link = LinkCosts.worst_of(each.link for each in reports) if chooses else None
+    for unit in units:
+        if not isinstance(unit, FactorUnit):
+            continue
+        most = max(each.rows.get(unit.name, 0) for each in reports)
+        given = [each.reasons[unit.name] for each in reports if unit.name in each.reasons]
+        if unit.form is None:
+            forms: set[Form] = set().union(*(each.forms[unit.name] for each in reports))
+            if len(forms) == 1:
+                unit.form = forms.pop()
+            else:
+                given.append("inputs of several sizes" if forms else "no site used it in the first step")
+        if not given and link is not None and unit.form is not None and not unit.form.sparse:
+            dense, factors = _predict(unit, unit.form, most, sites, link)
+            words = f"{1e3 * factors:.2f} ms by factors, {1e3 * dense:.2f} ms by all-reduce"
+            (chosen if dense < factors else notices)[unit.name] = f"predicted: {words}"
+        elif not given and (excess := _excess(unit, most, sites)) >= 1.0:
+            given.append(f"its factors would be {excess:.1f} times the bytes")
+        if given:
+            reasons[unit.name] = given[0]
+        encoded = unit.form is None or unit.form.encoded
+        rows[unit.name] = method.rows_sent(most, *unit.shape) if encoded else most
+    positions = {name: position for position, name in enumerate(reports[0].order)}
+    samples = [each.samples for each in reports]
+    decoding = reports[0].decoding
+    return MergedReport(reasons, rows, sum(samples), chosen, notices, max(samples), positions, decoding)
+
+
+def _excess(unit: FactorUnit, rows: int, sites: int) -> float:
+    """Return the bytes of the factors over those of an all-reduce; 0.0 where factors are sent in any case."""
+    if unit.form is None or not unit.form.may_be_dense:
+        return 0.0
+    return max(sites, 2) * rows * sum(unit.widths) / (2 * unit.lead.numel())
+
+
+def _predict(unit: FactorUnit, form: Form, rows: int, sites: int, link: LinkCosts) -> tuple[float, float]:
+    """Predict the seconds of a unit's all-reduce, and those of the exchange of its factors."""
+    numel, size = unit.lead.numel(), unit.lead.element_size()
+    multiplications = rows * form.positions * (sum(unit.widths) if form.table_rows else numel)
+    dense = link.dense(size * numel, multiplications)
+    return dense, link.factors(size * rows * sum(unit.widths), multiplications, sites)
+
 
 Layout = list[list[list[int]]]
 """By handler and slot: what `dadplug.exchange.factor_buckets.Slot.layout` returns."""
@@ -87,6 +238,7 @@ class Planner:
 
     Attributes:
         units: the units of the present plan; read only.
+        is_complete: whether the first step of the present plan is over; read only.
         outgrown: whether the plan is that of sites which had not grown yet, so that `grow` has to follow.
         on_release: called before the capture of a plan is removed from the model.
     """
@@ -111,7 +263,6 @@ class Planner:
         self._structure = ModelStructure(model)
         self._number = next(_numbers)
         self._version = 0
-        self._complete = False  # whether the first step of the plan is over
         self._changing = False  # whether the model differs from the plan in this step; then nothing is sent early
         self._reducer: Reducer | None = None
         self._reasons: dict[str, str] = {}  # why units are all-reduced after all, in further plans too
@@ -129,17 +280,12 @@ class Planner:
         self.units: list[Unit]
         self._begin_plan()
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether the first step of the present plan is over."""
-        return self._complete
-
     def forms_late(self) -> set[str]:
         """Return the weights whose gradients, given as matrices, can be formed while they are compressed.
 
         Only with one thread: several share the work on a whole gradient better than on its blocks.
         """
-        settled = self._complete and self._structure.same_tensors() and self._structure.same_training()
+        settled = self.is_complete and self._structure.same_tensors() and self._structure.same_training()
         if not settled or not self._method.errors.enabled or torch.get_num_threads() > 1:
             return set()
         units = (unit for unit in self.units if isinstance(unit, LowrankUnit) and not unit.layers)
@@ -158,7 +304,7 @@ class Planner:
     @property
     def plan(self) -> Plan:
         """The path and the costs of every parameter; final after the first step."""
-        reducer, owners = self._reducer if self._complete else None, self._merging.owners(self.units)
+        reducer, owners = self._reducer if self.is_complete else None, self._merging.owners(self.units)
         samples = max(1, self._planned_for)
         costs = PayloadCosts(self._method, self._options, self._transport, reducer, owners, samples)
         return costs.plan(self._model, self.units, self._paths, self._notices | self._reasons)
@@ -167,7 +313,7 @@ class Planner:
     def holds_gradients(self) -> bool:
         """Whether a plan that is not complete has gradients of which no backward pass has informed it."""
         held = (unit.has_gradient or (isinstance(unit, FactorUnit) and unit.rows > 0) for unit in self.units)
-        return not self._complete and any(held)
+        return not self.is_complete and any(held)
 
     # During forward and backward
 
@@ -189,7 +335,7 @@ class Planner:
             unit: the unit.
             send: whether to send the gradient if it is complete.
         """
-        if not self._complete:
+        if not self.is_complete:
             if unit not in self._order:
                 self._order.append(unit)
         elif send and not unit.sent and unit.gradient_is_due and not self._changing:
@@ -254,7 +400,7 @@ class Planner:
         reasons = merged.chosen | self._reasons
         self.units = [new for unit in self.units for new in self._unless_dense(unit, reasons.get(unit.name))]
         self._reference = self._reference or merged.samples
-        self._complete = not self._method.traits.recomputes_deltas or self._link_chains()
+        self.is_complete = not self._method.traits.recomputes_deltas or self._link_chains()
         self._reducer = Reducer(
             order_followers_first(merged.order(self.units)),
             self._method,
@@ -286,7 +432,7 @@ class Planner:
         """
         assert self._reducer is not None
         headers = self._reducer.finish(request)
-        if not self._complete:
+        if not self.is_complete:
             self._reducer = None  # no site has had any data yet
         for unit in self.units:
             if isinstance(unit, FactorUnit):
@@ -336,7 +482,7 @@ class Planner:
 
     def grow(self) -> None:
         """Make the same plan for more sites, which have sent nothing so far."""
-        if self._reducer is not None and self._complete:
+        if self._reducer is not None and self.is_complete:
             self._rounding, state = self._reducer.rounding(), self.plan_state()
             self.release()
             self._follow(state)
@@ -383,15 +529,7 @@ class Planner:
         """
         self.on_release()
         for unit in self.units:
-            if isinstance(unit, FactorUnit):
-                unit.drop_cleared()
-                if discard:
-                    unit.discard()
-                elif unit.sent and not unit.void and not unit.reclaim():
-                    unit.abandon()
-                unit.form_gradients()
-                unit.resolve_alone()
-            unit.release()
+            unit.leave(discard=discard)
         self._capture.detach()
 
     # Plans
@@ -405,7 +543,7 @@ class Planner:
         self._capture, self.units, self._paths, self._notices = found
         self._order: list[Unit] = []  # in which gradients arrive
         self._earlier = dict(self._reasons)
-        self._complete = False
+        self.is_complete = False
         self._method.retain({unit.name for unit in self.units})
         compressed = (unit for unit in self.units if unit.path == GradientPath.LOWRANK and isinstance(unit, FactorUnit))
         self._method.fit_budget([unit.shape for unit in compressed])

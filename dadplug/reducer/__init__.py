@@ -1,6 +1,6 @@
-"""The exchange of one step: a reducer, and the bucket handlers of the paths, one kind a file."""
+"""The exchange of one step: a reducer, and the bucket handlers of the paths."""
 
-from . import factors, hierarchical, masked, merged, powersgd, summed, topk  # noqa: F401  (each registers its handlers)
+from . import factors, merged, summed  # noqa: F401  (each registers its handlers)
 from .handler import BucketHandler, handler_type, register_handler
 from .summed import SummedHandler
 

@@ -23,16 +23,15 @@ from torch import Tensor
 
 from ..exchange.factor_buckets import ContributionBucket, FactorPayload, OwnedSlot, Slot
 from ..hooks import Factor
-from ..lowrank.packing import divide_columns, merge_coefficients, part_size
+from ..lowrank.dispatch import divide_columns, merge_coefficients, part_size
 from ..methods.base import GradientPath
 from ..methods.feedback import PartPlace
 from ..methods.rankdad import RankDAD
 from ..units.base import Unit
 from ..units.factor import FactorUnit
 from .factors import KeptPayloadsHandler, SiteFactorHandler
-from .handler import HandlerContext, register_handler
+from .handler import HandlerContext, StepHeader, register_handler
 from .owners import coefficients, gram_numbers, stacked_rows
-from .step_header import StepHeader
 
 
 class MergedHandler(KeptPayloadsHandler, SiteFactorHandler):
@@ -150,20 +149,6 @@ class MergedHandler(KeptPayloadsHandler, SiteFactorHandler):
 
     def _weights(self, samples: Sequence[int]) -> list[float]:
         return [self.context.reference / sum(samples)]
-
-    def _samples_of(self, headers: Sequence[StepHeader]) -> list[int]:
-        return [header.samples for header in headers]
-
-    def _void(self, headers: Sequence[StepHeader]) -> list[list[bool]]:
-        return [[header.void[position] for header in headers] for position in self._positions]
-
-    def _wanted(self, headers: Sequence[StepHeader]) -> list[bool]:
-        """Return, by slot, whether there is a result; what is void anywhere is sent anew by all sites."""
-        void = self._void(headers)
-        return [
-            any(header.present[position] for header in headers) and not any(void[slot])
-            for slot, position in enumerate(self._positions)
-        ]
 
 
 @register_handler(GradientPath.LOWRANK, variant="owner")

@@ -17,7 +17,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from ..lowrank.packing import part_size
+from ..lowrank.dispatch import part_size
 
 _GRAM_SHARE = 0.1  # of the layers' other numbers: more would make the bytes grow with the number of sites
 _LEAST_GAIN = 10_000  # numbers that division has to save at the busiest site, since it takes two further latencies

@@ -21,9 +21,17 @@ from ..privacy.secure_sum import SecureSum
 from ..schedules import Decoding
 from ..units.base import Unit
 from ..units.factor import FactorUnit
-from .handler import BucketHandler, HandlerContext, handler_type, write_gradient
+from .handler import (
+    BucketHandler,
+    Fault,
+    HandlerContext,
+    HeaderExchange,
+    StepHeader,
+    handler_type,
+    raise_fault,
+    write_gradient,
+)
 from .owners import Owners
-from .step_header import Fault, HeaderExchange, StepHeader, raise_fault
 
 
 class AttachedGradients(Protocol):
@@ -193,9 +201,7 @@ class Reducer:
         context = self._context
         context.deferral = request.deferral
         self._send_rest()
-        header = self._header(request.step, request.stop or self._asks_to_stop, request.attached)
-        header.noise_every = request.noise_every
-        header.settings, header.digest = request.settings, request.digest
+        header = self._header(request)
         context.transport.more_follows = context.transport.elastic  # the end of the round
         self._headers.send(header)
         context.transport.more_follows = False
@@ -276,9 +282,17 @@ class Reducer:
             if isinstance(unit, FactorUnit):
                 unit.release_sent()
 
-    def _header(self, step: int, stop: bool, attached: AttachedGradients | None) -> StepHeader:
+    def _header(self, request: StepRequest) -> StepHeader:
         faults, check_finite = self._context.faults, self._context.options.check_finite
-        header = StepHeader(step, self._version, self._context.samples(), stop)
+        header = StepHeader(
+            request.step,
+            self._version,
+            self._context.samples(),
+            request.stop or self._asks_to_stop,
+            noise_every=request.noise_every,
+            settings=request.settings,
+            digest=request.digest,
+        )
         if self._context.deferral is not None:
             header.deferred = self._context.deferral.digest((unit.name, unit.lead) for unit in self._units)
         header.finite = not faults.entries
@@ -286,7 +300,7 @@ class Reducer:
         if broken or (faults.entries and check_finite):
             header.fault, name = broken[0] if broken else faults.first
             header.culprit = self._context.positions[name]
-        elif attached is not None and (culprit := attached.first_not_finite()) is not None:
+        elif request.attached is not None and (culprit := request.attached.first_not_finite()) is not None:
             header.finite = False
             if check_finite:
                 header.fault, header.culprit = Fault.ATTACHED, culprit

@@ -17,7 +17,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from ..exchange.factor_buckets import FactorPayload
 from ..fused import GradientProduct
-from ..fused.updates import apply_products
+from ..fused.steps import apply_products
 from ..lowrank import sum_of_products, sum_one_by_one, top_k
 from ..lowrank.algorithms import ALGORITHMS, Operator, Search, choose, predict, terms
 from ..schedules import Decoding, Encoding, Serving, current, replaced

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from ..exchange.codec import register
 from ..exchange.factor_buckets import FactorPayload
+from ..exchange.wire import copied
 from ..hooks import LINEAR, CapturedLayer, Elementwise, Factor, Form, LayerCapture, OwnHook, stack_by_form
-from ..lasting import copied
 from ..methods.base import GradientPath
-from .base import DenseUnit, Unit
-from .lazy_gradient import Placeholders, accumulated, is_agreed, mark_agreed, unmark_agreed
+from .base import DenseUnit, Placeholders, Unit, accumulated, is_agreed, mark_agreed, unmark_agreed
 
 _SMALL = 1 << 16  # elements that may be held in any case
 
@@ -204,10 +203,6 @@ class FactorUnit(Unit):
         self._weights_then.add((self.lead._version, self.lead.data_ptr()))
         self._placeholders.put()
 
-    def abandon(self) -> None:
-        """Leave placeholders in ``.grad`` that raise an error when read, since the factors are not held any more."""
-        self._placeholders.drop(self._placeholders.names, None)
-
     def resolve(self) -> None:
         """Remove the placeholders as synchronization begins; what a program has put into ``.grad`` is all-reduced."""
         self._placeholders.resolve()
@@ -217,6 +212,16 @@ class FactorUnit(Unit):
     def resolve_alone(self) -> None:
         """Remove the placeholders where nothing is synchronized; what has been formed stays in ``.grad``."""
         self._placeholders.resolve()
+
+    def leave(self, *, discard: bool) -> None:
+        self.drop_cleared()
+        if discard:
+            self.discard()
+        elif self.sent and not self.void and not self.reclaim():  # what is not held any more raises an error when read
+            self._placeholders.drop(self._placeholders.names, None)
+        self.form_gradients()
+        self.resolve_alone()
+        super().leave(discard=discard)
 
     def mark_agreed(self) -> None:
         """Mark ``.grad`` as equal on all sites, at the end of a step."""
@@ -604,15 +609,11 @@ class ChainedUnit(FactorUnit):
         return complete
 
     def before_header(self) -> None:
-        if self._is_stale:
+        if self.broken:
             self.reclaim()
 
     @property
     def broken(self) -> bool:
-        return self._is_stale
-
-    @property
-    def _is_stale(self) -> bool:
         """Whether other sites would recompute deltas from others than this site had, or by another weight."""
         changed = self.follower.void or self.follower.weight_changed
         return self.sent and not self.void and bool(self._accepted) and changed

@@ -17,8 +17,8 @@ import torch
 from catalyst.core.engine import Engine
 
 from ...exchange import Transport
-from ...exchange.failure_reports import describe
 from ...exchange.handshake import gloo_interface
+from ...exchange.status import describe
 from ...files import replacing
 from ...reduction import GradientReduction
 from ..patches import (

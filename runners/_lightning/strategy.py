@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...exchange import Traffic, Transport, open_transport
-from ...exchange.failure_reports import describe
 from ...exchange.handshake import choose_interface, free_port, gloo_interface
+from ...exchange.status import describe
 from ...exchange.transport import Requirements
 from ...hub.connections import LOOPBACK, STARTED_PROCESSES, current_connection
 from ...model_sync import sameness

@@ -7,9 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dadplug.exchange import Traffic, failure_reports, open_transport, status
-from dadplug.exchange.failure_reports import ProcessSites, introduce
-from dadplug.exchange.status import Report, ReportHistory, StatusServer
+from dadplug.exchange import Traffic, open_transport, status
+from dadplug.exchange.status import ProcessSites, Report, ReportHistory, StatusServer, introduce
 
 CLOSED = RuntimeError("Connection closed by peer")
 
@@ -22,10 +21,10 @@ def asks_late(received: bool) -> list[str]:
     """
     meeting = open_transport(None, Traffic(), torch.device("cpu"), 60)
     sites, messages = meeting.sites, []
-    send, grace = failure_reports.tell, failure_reports._GRACE_SECONDS
-    failure_reports._GRACE_SECONDS = 0.0
+    send, grace = status.tell, status._GRACE_SECONDS
+    status._GRACE_SECONDS = 0.0
     if not received:
-        failure_reports.tell = lambda *_: None
+        status.tell = lambda *_: None
     try:
         if dist.get_rank() == 0:
             sites.announce("ValueError: broken")
@@ -40,7 +39,7 @@ def asks_late(received: bool) -> list[str]:
                 messages.append(str(sites.lost(CLOSED, 60)))
         dist.barrier()
     finally:
-        failure_reports.tell, failure_reports._GRACE_SECONDS = send, grace
+        status.tell, status._GRACE_SECONDS = send, grace
         meeting.close()
     return messages
 
@@ -59,10 +58,9 @@ def servers(monkeypatch) -> list[StatusServer]:
     """Status servers of three processes, the first of which is this one."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     found = [StatusServer(name) for name in ("one", "two", "three")]
-    for module in ("failure_reports", "status"):
-        monkeypatch.setattr(f"dadplug.exchange.{module}.status_server", lambda *_: found[0])
-    monkeypatch.setattr(failure_reports, "_watch_exit", lambda sites: None)
-    monkeypatch.setattr(failure_reports, "_GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(status, "status_server", lambda *_: found[0])
+    monkeypatch.setattr(status, "_watch_exit", lambda sites: None)
+    monkeypatch.setattr(status, "_GRACE_SECONDS", 0.0)
     yield found
     for server in found:
         server.close_descriptors()

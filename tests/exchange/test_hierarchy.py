@@ -17,7 +17,7 @@ import dadplug
 from dadplug.exchange import Traffic
 from dadplug.exchange.factory import open_transport
 from dadplug.exchange.hierarchy import HierarchicalTransport, NodeGather
-from dadplug.exchange.topology import Nodes, members_of
+from dadplug.exchange.transport import Nodes, members_of
 from dadplug.methods import METHODS, method_names
 
 LAYOUTS = (2, [[0, 1, 2], [3]], [[0, 2], [1], [3]])
@@ -176,7 +176,10 @@ def test_a_node_sends_its_gradient_once(sites):
     assert nested[0][0] < 0.7 * between  # the work is shared
 
 
-def nan_is_reported(mode: str, culprit: int) -> None:
+@pytest.mark.parametrize("mode", ["dsgd", "dad", "rankdad"])
+@support.at_sites(4)
+def test_nan_is_reported_by_all_sites(mode: str) -> None:
+    culprit = 3
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(30, 20), nn.Linear(20, 30))
     reduction = dadplug.GradientReduction(model, mode=mode, rank=2, hierarchy=2)
@@ -190,11 +193,6 @@ def nan_is_reported(mode: str, culprit: int) -> None:
         else:
             reduction.synchronize()
     assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())
-
-
-def test_nan_is_reported_by_all_sites(sites):
-    for mode in ("dsgd", "dad", "rankdad"):
-        sites(4).run(nan_is_reported, mode, 3)
 
 
 @support.at_sites(4)

@@ -10,10 +10,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import support
 import torch
 import torch.distributed as dist
 
-from dadplug.exchange import Traffic, deadline, open_transport
+from dadplug.exchange import Traffic, handshake, open_transport
 from dadplug.exchange.status import Member, Silence, Status, StatusServer, ask, tell
 
 
@@ -93,19 +94,6 @@ def test_sizes_are_checked_before_memory_is_taken(sites, size):
     assert f"process 1 announces an object of {size} bytes" in message
 
 
-def gathers_what_cannot_be_sent() -> list[str]:
-    meeting = open_transport(None, Traffic(), torch.device("cpu"), 60)
-    messages = []
-    for item in (print, {1: {2: object()}}):
-        try:
-            meeting.gather_objects(item if dist.get_rank() else 1)
-        except TypeError as error:
-            messages.append(str(error))
-    assert meeting.gather_objects(meeting.rank) == [0, 1]  # and on it goes
-    meeting.close()
-    return messages
-
-
 def takes_broadcast_bytes(size: int) -> str:
     transport = open_transport(None, Traffic(), torch.device("cpu"), 60)
     message = ""
@@ -128,10 +116,19 @@ def test_sizes_of_broadcasts_are_checked_before_memory_is_taken(sites, size):
     assert f"announces {size} bytes: there may be" in message
 
 
-def test_an_object_that_cannot_be_sent_is_an_error_on_all_sites(sites):
-    for messages in sites(2).run(gathers_what_cannot_be_sent):
-        assert len(messages) == 2
-        assert all("process 1 has an object" in message and "What can be sent" in message for message in messages)
+@support.at_sites(2)
+def test_an_object_that_cannot_be_sent_is_an_error_on_all_sites() -> None:
+    meeting = open_transport(None, Traffic(), torch.device("cpu"), 60)
+    messages = []
+    for item in (print, {1: {2: object()}}):
+        try:
+            meeting.gather_objects(item if dist.get_rank() else 1)
+        except TypeError as error:
+            messages.append(str(error))
+    assert meeting.gather_objects(meeting.rank) == [0, 1]  # and on it goes
+    meeting.close()
+    assert len(messages) == 2
+    assert all("process 1 has an object" in message and "What can be sent" in message for message in messages)
 
 
 def test_status_requests_tell_processes_that_live_from_others(monkeypatch):
@@ -170,7 +167,7 @@ def test_reports_arrive_in_order_and_garbage_does_not(monkeypatch):
     token = other.member.token
     first, second = (one.make_reports([token], reason) for reason in ("", "the disk is full"))
     for reports in (second, first):
-        tell({0: other.member}, reports, 60.0)
+        tell([other.member], reports, 60.0)
     assert other.report_of(one.member.token) == second[token]
     time.sleep(0.01)
     slow.close()
@@ -178,16 +175,16 @@ def test_reports_arrive_in_order_and_garbage_does_not(monkeypatch):
 
 
 def test_a_call_returns_its_result_or_raises_its_error():
-    assert deadline.within(60.0, lambda: 3) == 3
+    assert handshake.within(60.0, lambda: 3) == 3
     with pytest.raises(ZeroDivisionError):
-        deadline.within(60.0, lambda: 1 // 0)
+        handshake.within(60.0, lambda: 1 // 0)
 
 
 def test_a_call_that_takes_too_long_or_whose_check_fails_is_abandoned(monkeypatch):
-    monkeypatch.setattr(deadline, "_CHECK_SECONDS", 0.01)
+    monkeypatch.setattr(handshake, "_CHECK_SECONDS", 0.01)
     never = threading.Event()
     with pytest.raises(TimeoutError):
-        deadline.within(0.05, never.wait)
+        handshake.within(0.05, never.wait)
     checks = iter(range(3))
 
     def check() -> None:
@@ -195,5 +192,5 @@ def test_a_call_that_takes_too_long_or_whose_check_fails_is_abandoned(monkeypatc
             raise ConnectionError("it has ended")
 
     with pytest.raises(ConnectionError, match="it has ended"):
-        deadline.within(60.0, never.wait, check)
+        handshake.within(60.0, never.wait, check)
     never.set()

@@ -68,7 +68,8 @@ def test_messages_of_any_size_come_whole_and_in_order(sites, world_size):
     assert not any(sites(world_size).run(exchanges, False, 0))
 
 
-def falls_back() -> bool:
+@support.at_sites(2)
+def test_all_sites_go_by_gloo_where_one_cannot_do_otherwise() -> None:
     os.environ["DADPLUG_STREAMS"] = str(dist.get_rank())  # site 0 does not want to
     meeting = transport()
     gather = meeting.gather([2] * meeting.world_size, torch.float64)
@@ -76,14 +77,12 @@ def falls_back() -> bool:
     gather.launch()
     assert [float(payload.sum()) for payload in gather.wait()] == [2.0 * rank for rank in range(meeting.world_size)]
     meeting.close()
-    return meeting._sockets is None
+    assert meeting._sockets is None
 
 
-def test_all_sites_go_by_gloo_where_one_cannot_do_otherwise(sites):
-    assert all(sites(2).run(falls_back))
-
-
-def meets_intruders(words: list[bytes]) -> bool:
+@pytest.mark.parametrize("words", [[b"", b"GET / HTTP/1.1\r\n\r\n" + bytes(64)], [b"x"] * 12], ids=["nonsense", "slow"])
+@support.at_sites(2)
+def test_intruders_are_turned_away_and_delay_no_site(words: list[bytes]) -> None:
     """Others call first, on one site's listener, and say nothing, nonsense, or one byte."""
     listen, intruders = handshake.listen, []
 
@@ -104,12 +103,8 @@ def meets_intruders(words: list[bytes]) -> bool:
     finally:
         handshake.listen = listen
     meeting.close()
-    return meeting._sockets is not None and total == 3.0
-
-
-@pytest.mark.parametrize("words", [[b"", b"GET / HTTP/1.1\r\n\r\n" + bytes(64)], [b"x"] * 12], ids=["nonsense", "slow"])
-def test_intruders_are_turned_away_and_delay_no_site(sites, words):
-    assert sites(2).run(meets_intruders, words) == [True, True]
+    assert meeting._sockets is not None
+    assert total == 3.0
 
 
 def error_of(size: int, differs: bool, seconds: float = 0.0, timeout: float = 30.0) -> str:

@@ -12,8 +12,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import dadplug
 from dadplug import GradientReduction, NonFiniteError
 from dadplug.exchange.factor_buckets import FactorPayload
-from dadplug.fused import GradientProduct, updates
-from dadplug.fused.updates import apply_products, reason_against
+from dadplug.fused import GradientProduct, steps
+from dadplug.fused.steps import apply_products, reason_against
 from dadplug.schedules import Decoding
 
 ROWS = (5, 8)
@@ -118,7 +118,8 @@ def test_apply_equals_synchronize_and_step(sites, mode, optimizer, clip):
             assert found["held"] >= 6 * 3  # three weights at least in every step
 
 
-def disagree() -> list[bool]:
+@support.at_sites(2)
+def test_sites_that_differ_form_all_gradients() -> None:
     """Return, by step, whether the gradients of factored weights were formed, in steps that sites take in two ways."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4))
@@ -140,14 +141,11 @@ def disagree() -> list[bool]:
             reduction.apply(optimizer)
         formed.append(model[0].weight.grad is not None)
         assert reduction.first_difference() is None
-    return formed
+    assert formed == [False, True, True, False, False]
 
 
-def test_sites_that_differ_form_all_gradients(sites):
-    assert sites(2).run(disagree) == [[False, True, True, False, False]] * 2
-
-
-def misuse() -> list[str]:
+@support.at_sites(2)
+def test_wrong_calls() -> None:
     """Return the errors of wrong calls; none of them changes a weight."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4))
@@ -176,15 +174,10 @@ def misuse() -> list[str]:
     expect(RuntimeError, loss().backward)
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
-    return errors
-
-
-def test_wrong_calls(sites):
-    for errors in sites(2).run(misuse):
-        assert "optimizers" in errors[0]
-        assert "NaN or Inf at site 1" in errors[1]
-        assert all("apply(optimizer)" in error for error in errors[3:])
-        assert "before gradients were synchronized" in errors[2]
+    assert "optimizers" in errors[0]
+    assert "NaN or Inf at site 1" in errors[1]
+    assert all("apply(optimizer)" in error for error in errors[3:])
+    assert "before gradients were synchronized" in errors[2]
 
 
 @support.at_sites(2)
@@ -216,7 +209,8 @@ def test_clipping_that_fails_leaves_gradients_for_the_program() -> None:
     assert 0 <= _distance(model, twin) < 1e-6
 
 
-def two_optimizers() -> float:
+@support.at_sites(2)
+def test_two_optimizers() -> None:
     """Train by two optimizers, one call for both, and one weight that none of them has."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4)).double()
@@ -238,11 +232,7 @@ def two_optimizers() -> float:
             each.step()
         assert model[0].weight.grad is None
         torch.testing.assert_close(model[4].weight.grad, twin[4].weight.grad)
-    return _distance(model, twin)
-
-
-def test_two_optimizers(sites):
-    assert max(sites(2).run(two_optimizers)) < 1e-12
+    assert _distance(model, twin) < 1e-12
 
 
 def test_alone():
@@ -287,7 +277,7 @@ def _gradient(payloads, weights):
 @pytest.mark.parametrize("portable", [False, True])
 def test_steps_equal_those_of_torch_and_leave_the_same_state(name, dtype, portable, monkeypatch):
     if portable:
-        monkeypatch.setattr(updates, "_kernels", lambda: None)
+        monkeypatch.setattr(steps, "_kernels", lambda: None)
     shape, shares = (600, 257), [0.5, 0.2, 0.3]  # several tiles, the last of them smaller
     ours = nn.Parameter(torch.randn(shape, dtype=dtype))
     theirs = nn.Parameter(ours.detach().clone())

@@ -6,7 +6,8 @@ import copy
 from typing import Any
 
 import torch
-from torch import nn
+import zoo
+from torch import Tensor, nn
 
 import dadplug
 
@@ -115,6 +116,16 @@ class Beside:
         """Clear the gradients of both."""
         self.model.zero_grad(set_to_none)
         self.reference.zero_grad(set_to_none)
+
+    def step(self, inputs: Any, targets: Tensor, mine: slice, where: object, rtol: float = 1e-9) -> None:
+        """Train on rows, of which this site has its own or none, and compare the gradients of both."""
+        if len(targets[mine]):
+            zoo.loss(self.model, inputs[mine], targets[mine]).backward()
+            self.reduction.synchronize()
+        else:
+            self.reduction.idle()
+        zoo.loss(self.reference, inputs, targets).backward()
+        self.check(where, rtol)
 
     def check(self, where: object, rtol: float = 1e-9) -> None:
         """Compare the gradients of both."""

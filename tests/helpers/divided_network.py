@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import dadplug
-from dadplug.lowrank.packing import merge_coefficients
+from dadplug.lowrank.dispatch import merge_coefficients
 from dadplug.reducer import merged
 from dadplug.reducer.merged import DividedHandler, MergedHandler
 

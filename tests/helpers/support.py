@@ -134,13 +134,13 @@ def close_unused_groups() -> None:
     """
     import torch.distributed as dist
 
-    from dadplug.exchange import failure_reports
+    from dadplug.exchange import status
 
     groups = dist.distributed_c10d._world.pg_map
     if len(groups) > MOST_GROUPS:
         gc.collect()
     if len(groups) > MOST_GROUPS:
-        for each in list(failure_reports._watched):
+        for each in list(status._watched):
             each.close_transports()  # those of nodes have threads, which keep them
 
 

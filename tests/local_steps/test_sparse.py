@@ -15,10 +15,9 @@ from local_reference import adam, batch, build, ends_equal, local_steps, loss_of
 from torch import Tensor, nn
 
 from dadplug import LocalSGD, MismatchError
-from dadplug.local_steps import sparse_codec, sparse_format, sparse_portable
-from dadplug.local_steps.auto_format import AutoFormat
+from dadplug.local_steps import delta_format, sparse_codec, sparse_portable
+from dadplug.local_steps.delta_format import AutoFormat, SparseFormat
 from dadplug.local_steps.sparse_codec import BLOCK, BlockCode, SparseCode
-from dadplug.local_steps.sparse_format import SparseFormat
 
 KINDS = {
     "normal": lambda n, g: torch.randn(n, generator=g, dtype=torch.float64),
@@ -128,8 +127,12 @@ def test_two_magnitudes_lose_little_of_what_is_sent():
 def test_indices_take_about_half_a_bit_more_than_their_entropy():
     for density in (0.005, 0.01, 1 / 64, 0.02, 0.05):
         code = BlockCode.of(BLOCK, density)
-        assert code.entropy_bits < code.index_bits < code.entropy_bits + 0.7
-        assert code.index_bits < math.log2(1 / density) + 2.1
+        rest = code.size - code.sent
+        natural = math.lgamma(code.size + 1) - math.lgamma(code.sent + 1) - math.lgamma(rest + 1)
+        entropy = natural / math.log(2) / code.sent
+        index = code.low + 1 + ((code.size - 1) >> code.low) / code.sent  # bits, without those that fill the last byte
+        assert entropy < index < entropy + 0.7
+        assert index < math.log2(1 / density) + 2.1
     assert 4 * BLOCK / BlockCode.of(BLOCK, 0.02).nbytes > 160
     assert 4 * BLOCK / BlockCode.of(BLOCK, 1 / 64).nbytes > 190
 
@@ -175,24 +178,25 @@ def deltas_of(seed: int) -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
-def test_a_steady_delta_arrives_over_rounds_and_what_is_taken_back_is_sent_again():
+def test_a_steady_delta_arrives_over_rounds_and_what_reaches_no_site_leaves_the_memory_as_it_was():
     form = SparseFormat(lambda number: 0.05, 1.0, True)
     form.begin_round(0)
     delta = deltas_of(1)
     room = {dtype: torch.zeros(size, dtype=dtype) for dtype, size in form.layout(delta).items()}
     arrived = {name: torch.zeros_like(each) for name, each in delta.items()}
     for number in range(80):
+        before = form.state_dict()
         form.encode(delta, room)
         if number % 4 == 3:  # it has reached no site
-            form.take_back(room)
+            form.load_state_dict(before)
             continue
         for name, each in form.decode({torch.uint8: [room[torch.uint8]] * 2}, [0.25, 0.75]).items():
             arrived[name] += each
     errors = form.state_dict()["errors"]
     for name, each in delta.items():
         if each.numel():
-            assert off_by(arrived[name] + errors[name], 80 * each) < 1e-4, name
-            assert off_by(arrived[name], 80 * each) < 0.3, name
+            assert off_by(arrived[name] + errors[name], 60 * each) < 1e-4, name
+            assert off_by(arrived[name], 60 * each) < 0.3, name
 
 
 def test_an_invalid_payload_names_its_site_and_parameter():
@@ -229,7 +233,7 @@ def test_the_outer_rate_says_how_far_sites_agree_on_the_signs_of_what_they_send(
     ):
         form.decode({torch.uint8: [rooms[name] for name in names]}, shares)
         assert abs(form.rate_of("weight") - expected) < 0.03, names
-    assert 1.0 < sparse_format.outer_rate(1, 0) < 1.1  # chance, where few entries are sent
+    assert 1.0 < delta_format.outer_rate(1, 0) < 1.1  # chance, where few entries are sent
 
 
 # The choice between entries and factors
@@ -349,7 +353,7 @@ def wrong_options_are_errors_on_all_sites() -> None:
         with pytest.raises(ValueError, match=message):
             LocalSGD(model, adam(model.parameters()), every=2, **(options if site else {}))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sparse_format, "available_memory", lambda device: 100)
+        patch.setattr(delta_format, "available_memory", lambda device: 100)
         with pytest.raises(ValueError, match=r"memory of what sparse deltas do not send takes 0\.0 GB on cpu"):
             LocalSGD(model, adam(model.parameters()), every=2, density=0.02, wire="int2")
     counted = nn.ParameterDict({"w": torch.ones(2), "n": nn.Parameter(torch.ones(2, dtype=torch.int64), False)})

@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 
-from dadplug.lowrank import compress, compress_matrix, dispatch, kernels, orthonormalise, packing, portable
+from dadplug.lowrank import compress, compress_matrix, dispatch, kernels, orthonormalise, portable
 from dadplug.lowrank.algorithms import ALGORITHMS
 
 compress_module = importlib.import_module("dadplug.lowrank.compress")
@@ -219,7 +219,7 @@ def no_basis(*_):
 
 
 def zero_basis(operator, k, search):
-    return torch.zeros(k, operator.shape[0], dtype=operator.like.dtype)
+    return torch.zeros(k, operator.shape[0], dtype=operator.activations.dtype)
 
 
 def spoilt_basis(operator, k, search):
@@ -273,7 +273,7 @@ def test_merged_factors_are_the_optimum_at_every_scale(dtype, scales):
     left = (torch.randn(50, 12, generator=generator, dtype=torch.float64) * scales[0]).to(dtype).double()
     right = (torch.randn(30, 12, generator=generator, dtype=torch.float64) * scales[1]).to(dtype).double()
     left[:, 5] = left[:, 2]
-    x, y = packing.merge_coefficients((left.T @ left).to(dtype), (right.T @ right).to(dtype), 4)
+    x, y = dispatch.merge_coefficients((left.T @ left).to(dtype), (right.T @ right).to(dtype), 4)
     gradient, scale = left @ right.T, scales[0] * scales[1]
     best = float(torch.linalg.svdvals(gradient / scale)[4:].norm())
     found = float(((gradient - (left @ x) @ (right @ y).T) / scale).norm())

@@ -12,7 +12,7 @@ from divided_network import backward, batch, divided_layers, fail_to_merge, mean
 from torch import nn
 
 from dadplug.errors import NonFiniteError
-from dadplug.lowrank.packing import merge_coefficients
+from dadplug.lowrank.dispatch import merge_coefficients
 from dadplug.planning.merging import LinkCosts, predict_seconds
 from dadplug.reducer import merged as merging
 from dadplug.reducer.owners import OwnedLayer, assign_owners, busiest_numbers, numbers_sent

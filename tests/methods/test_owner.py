@@ -50,7 +50,9 @@ def test_with_rank_enough_it_is_the_exact_mean(sites, count):
     sites(count).run(is_exact, 4, {}, 1e-9)
 
 
-def is_noticed(factor: float) -> None:
+@pytest.mark.parametrize("factor", [0.0, 2.0])
+@support.at_sites(2)
+def test_zeros_or_twice_the_gradient_would_fail(factor: float) -> None:
     """A merger that sends zeros, or twice the sum, must not pass."""
     encode = Merger.encode
 
@@ -64,11 +66,6 @@ def is_noticed(factor: float) -> None:
             is_exact(2, {}, 1e-9)
     finally:
         Merger.encode = encode
-
-
-def test_zeros_or_twice_the_gradient_would_fail(sites):
-    for factor in (0.0, 2.0):
-        sites(2).run(is_noticed, factor)
 
 
 def spectrum(kind: str, count: int) -> torch.Tensor:

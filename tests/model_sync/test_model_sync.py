@@ -139,21 +139,13 @@ def test_micro_batches_go_on_where_a_site_joins_without_data() -> list[torch.Ten
     assert reduction._step == 5
 
 
-def refuses_one_row() -> str:
+@support.at_sites(2)
+def test_one_row_over_all_sites_is_too_few() -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     reduction = dadplug.GradientReduction(model, sync_batchnorm=True)
-    try:
+    with pytest.raises(ValueError, match="more than one value per channel when training, over all sites got 1"):
         model(torch.ones(dist.get_rank(), 3))
-    except ValueError as error:
-        return str(error)
-    finally:
-        reduction.detach()
-    return "nothing"
-
-
-def test_one_row_over_all_sites_is_too_few(sites):
-    for message in sites(2).run(refuses_one_row):
-        assert "more than one value per channel when training, over all sites got 1" in message
+    reduction.detach()
 
 
 def test_alone_it_is_ordinary_batch_normalisation():
@@ -172,7 +164,11 @@ def test_alone_it_is_ordinary_batch_normalisation():
     assert "forward" not in vars(model.spatial)
 
 
-def ends_uneven_steps(counts: tuple[tuple[int, ...], tuple[int, ...]]) -> int:
+@pytest.mark.parametrize("counts", [((2, 2), (2, 2, 2, 1)), ((1, 3, 2), (3, 1)), ((2,), (2, 1, 2))])
+@support.at_sites(2)
+def test_sites_with_other_numbers_of_micro_batches_train_and_join(
+    counts: tuple[tuple[int, ...], ...],
+) -> None:
     """Train steps of different numbers of micro-batches at each site; the site with fewer steps joins."""
     rank = dist.get_rank()
     torch.manual_seed(5)
@@ -189,13 +185,7 @@ def ends_uneven_steps(counts: tuple[tuple[int, ...], tuple[int, ...]]) -> int:
         optimizer.step()
     reduction.join(optimizer.step)
     assert reduction.first_difference() is None
-    steps = reduction.step
-    return steps
-
-
-@pytest.mark.parametrize("counts", [((2, 2), (2, 2, 2, 1)), ((1, 3, 2), (3, 1)), ((2,), (2, 1, 2))])
-def test_sites_with_other_numbers_of_micro_batches_train_and_join(sites, counts):
-    assert sites(2).run(ends_uneven_steps, counts) == [max(map(len, counts)) + 1] * 2
+    assert reduction.step == max(map(len, counts)) + 1
 
 
 # Checks of a model before anything is sent
@@ -232,23 +222,22 @@ def test_a_model_in_ddp_is_refused_by_every_entry(sites):
     assert all(message == whole for message in others)
 
 
-def refuses_sharded() -> tuple[str, str]:
+@support.at_sites(2)
+def test_a_model_in_fsdp_is_refused() -> None:
     wrapped = fsdp.FullyShardedDataParallel(nn.Linear(4, 3), device_id=torch.device("cpu"))
     in_place = fsdp.fully_shard(nn.Linear(4, 3), mesh=init_device_mesh("cpu", (2,)))
-    return _raised(lambda: dadplug.GradientReduction(wrapped)), _raised(lambda: dadplug.GradientReduction(in_place))
-
-
-def test_a_model_in_fsdp_is_refused(sites):
-    for wrapped, in_place in sites(2).run(refuses_sharded):
-        assert "wrapped in torch's FullyShardedDataParallel" in wrapped
-        assert "is sharded by torch's fully_shard" in in_place
+    refusal = _raised(lambda: dadplug.GradientReduction(wrapped))
+    assert "wrapped in torch's FullyShardedDataParallel" in refusal
+    assert "is sharded by torch's fully_shard" in _raised(lambda: dadplug.GradientReduction(in_place))
 
 
 def test_a_class_with_the_name_of_a_wrapper_is_not_one():
     refuse_wrapped(type("DistributedDataParallel", (nn.Module,), {})())
 
 
-def refuses_another_order(of: str) -> str:
+@pytest.mark.parametrize(("of", "first", "second"), [("layers", "a.weight", "b.weight"), ("parameters", "a", "b")])
+@support.at_sites(2)
+def test_another_order_is_told(of: str, first: str, second: str) -> None:
     """Build a model whose layers, or parameters, are defined in another order at site 1."""
     model, names = nn.Module(), ["a", "b"]
     for name in names[::-1] if dist.get_rank() else names:
@@ -258,14 +247,9 @@ def refuses_another_order(of: str) -> str:
             model.register_parameter(name, nn.Parameter(torch.ones(3)))
     with pytest.raises(dadplug.MismatchError) as caught:
         dadplug.GradientReduction(model)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(("of", "first", "second"), [("layers", "a.weight", "b.weight"), ("parameters", "a", "b")])
-def test_another_order_is_told(sites, of, first, second):
-    for message in sites(2).run(refuses_another_order, of):
-        assert f"has tensor {first}, site 1" in message
-        assert f"has tensor {second}. Define layers" in message
+    message = str(caught.value)
+    assert f"has tensor {first}, site 1" in message
+    assert f"has tensor {second}. Define layers" in message
 
 
 @given(steps=st.integers(1, 300), data=st.data())

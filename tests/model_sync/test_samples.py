@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+import support
 import torch
 import torch.distributed as dist
 from comparison import off_by
@@ -131,7 +132,9 @@ def trained(model: nn.Module, inputs: Callable[..., tuple[Any, ...]], sites: Seq
     return model
 
 
-def follows_one_process(name: str) -> None:
+@pytest.mark.parametrize("name", CASES)
+@support.at_sites(2)
+def test_samples_that_the_first_input_does_not_begin_with(name: str) -> None:
     kind, inputs = CASES[name]
     models = []
     for sites in ([dist.get_rank()], range(2)):
@@ -142,8 +145,3 @@ def follows_one_process(name: str) -> None:
         models.append(model)
     for (parameter, one), two in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
         assert off_by(one.detach(), two.detach()) < 1e-10, parameter
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_samples_that_the_first_input_does_not_begin_with(sites, name):
-    sites(2).run(follows_one_process, name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 
+import support
 import torch
 import torch.distributed as dist
 from comparison import off_by
@@ -40,7 +41,8 @@ def train(model: nn.Module, sites: Sequence[int]) -> None:
         optimizer.step()
 
 
-def follows_one_process() -> None:
+@support.at_sites(2)
+def test_rows_that_no_site_looks_up_stay() -> None:
     torch.manual_seed(0)
     alone = Table().double()
     model = dadplug.DistributedDataParallel(copy.deepcopy(alone), mode="dad", compare_every=1)
@@ -50,7 +52,3 @@ def follows_one_process() -> None:
         assert off_by(one.detach(), two.detach()) < 1e-10
     assert model.reduction.first_difference() is None
     assert int((alone.table.weight.norm(dim=1) > 1.001).sum()) > 100
-
-
-def test_rows_that_no_site_looks_up_stay(sites):
-    sites(2).run(follows_one_process)

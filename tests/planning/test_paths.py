@@ -74,7 +74,8 @@ def test_row_numbers_stay_home_if_asked() -> None:
         assert "fed by data" in reasons["table.weight"]
 
 
-def sizes_differ() -> str:
+@support.at_sites(2)
+def test_a_convolution_whose_size_differs_between_sites_goes_dense() -> None:
     model = nn.Conv1d(2, 200, 1).double()
     reduction = dadplug.GradientReduction(model, mode="dad")
     for _ in range(2):
@@ -82,14 +83,13 @@ def sizes_differ() -> str:
         model(torch.randn(1, 2, 1 + dist.get_rank(), dtype=torch.float64)).square().mean().backward()
         reduction.synchronize()
     (row, _) = reduction.plan
-    return f"{row.path}: {row.reason}"
+    assert f"{row.path}: {row.reason}" == "allreduce: inputs of several sizes"
 
 
-def test_a_convolution_whose_size_differs_between_sites_goes_dense(sites):
-    assert sites(2).run(sizes_differ) == ["allreduce: inputs of several sizes"] * 2
-
-
-def embeds(mode: str, wire: str) -> None:
+@pytest.mark.parametrize("mode", ["dad", "rankdad"])
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "int8"])
+@support.at_sites(2)
+def test_rows_of_tables_are_exact_and_their_numbers_travel_to_the_bit(mode: str, wire: str) -> None:
     """Rows are exact in every mode; on a coarser wire, only their deltas are rounded."""
     rank = dist.get_rank()
     torch.manual_seed(0)
@@ -106,12 +106,6 @@ def embeds(mode: str, wire: str) -> None:
             expected.index_add_(0, numbers, torch.full((len(numbers), 5), 1 / sum(map(len, used)) * len(numbers)))
         torch.testing.assert_close(model.weight.grad, expected, rtol=1e-6 if wire == "fp32" else 1e-2, atol=0)
     assert reduction.traffic.bytes_sent < 1000
-
-
-def test_rows_of_tables_are_exact_and_their_numbers_travel_to_the_bit(sites):
-    for mode in ("dad", "rankdad"):
-        for wire in ("fp32", "bf16", "int8"):
-            sites(2).run(embeds, mode, wire)
 
 
 def test_row_numbers_lie_in_a_payload_of_any_type():
@@ -142,7 +136,10 @@ def test_a_table_keeps_room_for_a_few_more_rows():
     assert slot.learn([161, 8])
 
 
-def sparse_tables(mode: str, rows: int) -> None:
+@pytest.mark.parametrize("mode", ["dsgd", "dad", "rankdad"])
+@pytest.mark.parametrize("rows", [4, 50])
+@support.at_sites(2)
+def test_sparse_gradients_come_out_sparse(mode: str, rows: int) -> None:
     """A gradient that torch gives as sparse comes out as sparse, over steps without zero_grad too."""
     rank = dist.get_rank()
     torch.manual_seed(0)
@@ -167,12 +164,6 @@ def sparse_tables(mode: str, rows: int) -> None:
             optimizer.step()
     torch.testing.assert_close(model.weight, reference.weight)
     assert reduction.first_difference() is None
-
-
-def test_sparse_gradients_come_out_sparse(sites):
-    for mode in ("dsgd", "dad", "rankdad"):
-        for rows in (4, 50):
-            sites(2).run(sparse_tables, mode, rows)
 
 
 def piles_up(mode: str) -> int:
@@ -300,7 +291,9 @@ def test_compressed_gradients_survive_a_new_plan() -> None:
             assert torch.allclose(p.grad, q.grad, rtol=1e-6, atol=1e-9), step
 
 
-def takes_several_inputs(mode: str) -> None:
+@pytest.mark.parametrize("mode", ["dsgd", "dad"])
+@support.at_sites(2)
+def test_models_of_several_inputs(mode: str) -> None:
     """Inputs by position, by keyword and in a list; one of them wants a gradient of its own."""
     rank = dist.get_rank()
     torch.manual_seed(0)
@@ -332,11 +325,6 @@ def takes_several_inputs(mode: str) -> None:
         for (name, p), q in zip(model.named_parameters(), reference.parameters()):
             assert torch.allclose(p.grad, q.grad, rtol=1e-9, atol=1e-13), (step, name)
         torch.testing.assert_close(given.grad * (len(given) / 6), numbers.grad[mine])
-
-
-def test_models_of_several_inputs(sites):
-    for mode in ("dsgd", "dad"):
-        sites(2).run(takes_several_inputs, mode)
 
 
 @pytest.mark.parametrize("rows", [-1, 1 << 40])

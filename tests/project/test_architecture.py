@@ -21,8 +21,6 @@ LAYERS = (
     "registry",
     "signature",
     "jit",
-    "lasting",
-    "cores",
     "files",
     "schedules",
     "hooks",

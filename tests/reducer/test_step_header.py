@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from dadplug import NonFiniteError
-from dadplug.reducer.step_header import Fault, FaultLog, StepHeader, raise_fault
+from dadplug.reducer.handler import Fault, FaultLog, StepHeader, raise_fault
 from dadplug.units.base import DenseUnit
 
 SITES = ["site 0 (here)", "site 1 (there)"]

@@ -10,8 +10,7 @@ import re
 import socket
 
 from ...errors import ProxyError
-from ...exchange.deadline import Deadline
-from ...exchange.handshake import explain_unresolved
+from ...exchange.handshake import Deadline, explain_unresolved
 from ...logs import escaped
 from ..pki.proxies import Proxy, target
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ...exchange.sockets import send_parts
+from ...exchange.framing import send_parts
 from ..wire.messages import Hello
 from .rate_limit import TokenBucket
 

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 
 from ...errors import FrameError, KitError, RefusedError, TryAgainError
-from ...exchange.sockets import WakePipe
+from ...exchange.framing import WakePipe
 from ...logs import get_logger
 from ..pki.kits import Kit, KitWatch, renewal_warning
 from ..pki.project import HUB

@@ -29,9 +29,8 @@ from ...errors import (
     SiteError,
     TryAgainError,
 )
-from ...exchange.deadline import Deadline
-from ...exchange.handshake import close_in_children
-from ...exchange.sockets import WakePipe
+from ...exchange.framing import WakePipe
+from ...exchange.handshake import Deadline, close_in_children
 from ...logs import Troubles, get_logger, span
 from ..pki.kits import Kit
 from ..pki.project import Roster

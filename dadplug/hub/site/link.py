@@ -16,8 +16,8 @@ from functools import partial
 
 from ...errors import DroppedError, FrameError, MismatchError, SealingError, SiteError
 from ...exchange import DEFAULT_TIMEOUT
-from ...exchange.deadline import Deadline
-from ...exchange.failure_reports import ENDED, add_announcer, remove_announcer
+from ...exchange.handshake import Deadline
+from ...exchange.status import ENDED, add_announcer, remove_announcer
 from ...exchange.transport import Requirements
 from ...logs import get_logger
 from ..pki.kits import Kit

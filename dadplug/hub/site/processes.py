@@ -26,15 +26,13 @@ from torch import Tensor
 
 from ...errors import MismatchError, SiteError
 from ...exchange import codec
-from ...exchange.deadline import within
-from ...exchange.failure_reports import PeerNames, ProcessSites, own_member, watch_exit
 from ...exchange.group_transport import Work
+from ...exchange.handshake import within
 from ...exchange.hierarchy import Job, NodeMessages, WorkerThreads
 from ...exchange.rendezvous import meet
-from ...exchange.status import Member, Silence
-from ...exchange.topology import Nodes
+from ...exchange.status import Member, PeerNames, ProcessSites, Silence, own_member, watch_exit
 from ...exchange.traffic import Traffic
-from ...exchange.transport import Gather, PendingSum
+from ...exchange.transport import Gather, Nodes, PendingSum
 from ..connections import LOOPBACK, STARTED_PROCESSES
 from .link import HubLink
 from .transport import CollectiveTransport, HubGather, HubSites, HubTransport, SitesGather, add_up

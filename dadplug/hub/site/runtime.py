@@ -11,13 +11,12 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ...errors import KitError, MismatchError, RefusedError, SealingError, SiteError
-from ...exchange.deadline import check_seconds
 from ...exchange.factory import register_network
-from ...exchange.failure_reports import describe, watch_exit
-from ...exchange.topology import Nodes
+from ...exchange.status import describe, watch_exit
 from ...exchange.traffic import Traffic
-from ...exchange.transport import Requirements, Transport
+from ...exchange.transport import Nodes, Requirements, Transport
 from ...logs import get_logger
+from ...signature import check_seconds
 from .. import torch as process_group
 from ..connections import connections, current_connection
 from ..pki.kits import Kit

@@ -29,11 +29,11 @@ from torch import Tensor
 from ...errors import MismatchError, SiteError
 from ...exchange import codec
 from ...exchange.codec import check_lengths, decode_objects, encode_object
-from ...exchange.failure_reports import PeerNames, watch_exit
 from ...exchange.framing import bytes_of
+from ...exchange.status import PeerNames, watch_exit
 from ...exchange.traffic import Traffic
 from ...exchange.transport import Gather, PendingSum, Requirements, StreamToHub, Transport
-from ...lasting import lasting
+from ...exchange.wire import lasting
 from ..wire.messages import CODES, Kind, RoundKind, Spent
 from .inbox import Incoming
 from .link import CHANNEL_BITS, HubLink

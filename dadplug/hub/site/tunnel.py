@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ...errors import FrameError, SiteError
-from ...exchange.deadline import Deadline
+from ...exchange.handshake import Deadline
 from ...exchange.transport import StreamToHub
 from ..pki.kits import Kit
 from ..secure.sealing import Keys, Opener, Sealer

@@ -27,7 +27,7 @@ from enum import IntEnum
 from typing import Any
 
 from ...errors import FrameError
-from ...exchange.sockets import send_parts
+from ...exchange.framing import send_parts
 from ..secure.sealing import OPEN_BYTES, Opener, Sealer
 from ..secure.secure_socket import SecureSocket
 from .messages import HEAD_BYTES, PIECE_BYTES, Head, Kind, frames

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import dadplug
-from dadplug.lasting import copied, lasting
+from dadplug.exchange.wire import copied, lasting
 from dadplug.reducer.factors import GatheredHandler
 
 
