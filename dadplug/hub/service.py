@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..errors import KitError
-from .pki.files import KEY, POLICY
+from .pki.files import CREDENTIAL, KEY, POLICY
 from .pki.kits import Kit
-from .pki.passphrases import CREDENTIAL
 
 _HOMES = ("/home", "/root", "/run/user")
 

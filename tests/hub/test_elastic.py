@@ -21,8 +21,8 @@ from dadplug import GradientReduction
 from dadplug.errors import FrameError, SiteError
 from dadplug.hub.pki.kits import Kit
 from dadplug.hub.server import run as run_module
+from dadplug.hub.site.inbox import StateRequests
 from dadplug.hub.site.link import RoundClient
-from dadplug.hub.site.states import StateRequests
 from dadplug.hub.wire.messages import (
     Grow,
     Pause,

@@ -22,8 +22,7 @@ from dadplug.errors import KitError
 from dadplug.files import write_file
 from dadplug.hub import Policy, Project, Roster
 from dadplug.hub.pki import provision
-from dadplug.hub.pki.certificates import current_time, fingerprint, key_to_pem, make_request, new_key, to_pem
-from dadplug.hub.pki.kits import Kit
+from dadplug.hub.pki.kits import Kit, current_time, fingerprint, key_to_pem, make_request, new_key, to_pem
 from dadplug.hub.pki.project import split_address
 from dadplug.hub.pki.provision import Authority
 

@@ -26,8 +26,7 @@ from support import free_port
 from dadplug.errors import RefusedError
 from dadplug.hub import Project
 from dadplug.hub.pki import provision
-from dadplug.hub.pki.certificates import current_time
-from dadplug.hub.pki.kits import Kit
+from dadplug.hub.pki.kits import Kit, current_time
 from dadplug.hub.secure import secure_socket, tls
 from dadplug.hub.secure.secure_socket import SecureSocket, _Records
 from dadplug.hub.site import connection as dialing

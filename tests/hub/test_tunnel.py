@@ -22,7 +22,7 @@ from running_hub import TestSite, running_hub, together, until
 
 from dadplug.adapm import ParameterManager, backends, builtin
 from dadplug.errors import SiteError
-from dadplug.hub.server.streams import HubStreams
+from dadplug.hub.server.session import HubStreams
 from dadplug.hub.site import tunnel as tunnels
 from dadplug.hub.site.tunnel import Tunnel, stream_to_hub
 from dadplug.hub.wire import streams as peer_stream

@@ -13,7 +13,21 @@ from pathlib import Path
 
 from ...errors import KitError
 from ...files import PRIVATE, PUBLIC, write_file
-from .certificates import (
+from .files import (
+    CA,
+    CERTIFICATE,
+    KEY,
+    NEXT_KEY,
+    POLICY,
+    REVOKED,
+    ROSTER,
+    find_passphrase,
+    forget_passphrase,
+    is_encrypted,
+    read_file,
+    write_folder,
+)
+from .kits import (
     Certificate,
     Key,
     PublicKey,
@@ -21,6 +35,7 @@ from .certificates import (
     certified_name,
     check_request,
     current_time,
+    find_key,
     fingerprint,
     is_issued_by,
     key_from_pem,
@@ -34,9 +49,6 @@ from .certificates import (
     read_revocation_list,
     to_pem,
 )
-from .files import CA, CERTIFICATE, KEY, NEXT_KEY, POLICY, REVOKED, ROSTER, read_file, write_folder
-from .kits import find_key
-from .passphrases import find_passphrase, forget_passphrase, is_encrypted
 from .project import AUTHORITY, HUB, Policy, Project, Roster, canonical, check_days, check_name
 
 _ISSUED = ".issued.pem"  # SERIAL.issued.pem: the record of a certificate

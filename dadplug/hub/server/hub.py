@@ -24,13 +24,11 @@ from ...logs import get_logger
 from ..pki.kits import Kit, KitWatch, renewal_warning
 from ..pki.project import HUB
 from ..secure import tls
-from ..secure.rate_limit import TokenBucket
-from ..secure.secure_socket import dial_back
+from ..secure.secure_socket import TokenBucket, dial_back
 from .acceptor import Acceptor, Arrival, ClosingConnection, PendingConnection
 from .journal import Journal
 from .relay import GRACE, Relay
-from .session import Session
-from .streams import HubStream, HubStreams, NoService, StreamService, watch
+from .session import HubStream, HubStreams, NoService, Session, StreamService, watch
 
 _log = get_logger(__name__)
 _TICK, _SHORT_TICK = 0.1, 0.02  # seconds; the second while a connection is lost, for which others may wait

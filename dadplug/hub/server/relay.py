@@ -53,11 +53,9 @@ from ..wire.messages import (
 from ..wire.streams import HUB_SLOT, SendQueue
 from .journal import Journal
 from .membership import Phase
-from .recovery import Outage, Recovery
-from .run import Run
-from .session import FULL_BYTES, Received, Session, check_hello
+from .run import Outage, Recovery, Run
+from .session import FULL_BYTES, HubStreams, Received, Session, check_hello
 from .store import Store
-from .streams import HubStreams
 
 GRACE = 5.0  # seconds
 _COPY = "copy the newest roster.json into"

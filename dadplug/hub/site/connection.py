@@ -36,8 +36,7 @@ from ...logs import Troubles, get_logger, span
 from ..pki.kits import Kit
 from ..pki.project import Roster
 from ..secure import tls
-from ..secure.rate_limit import site_bucket
-from ..secure.secure_socket import LocalDoor, SecureSocket, open_door
+from ..secure.secure_socket import LocalDoor, SecureSocket, open_door, site_bucket
 from ..wire.messages import (
     FRESH,
     VERSION,
@@ -52,8 +51,7 @@ from ..wire.messages import (
     pack_control,
     read_control,
 )
-from ..wire.redialing import DIAL_SECONDS, HUB_TIMEOUT, next_pause
-from ..wire.streams import FrameReceiver, NumberedFrames, Stream
+from ..wire.streams import DIAL_SECONDS, HUB_TIMEOUT, FrameReceiver, NumberedFrames, Stream, next_pause
 
 
 def introduce(

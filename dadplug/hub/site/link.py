@@ -21,8 +21,7 @@ from ...exchange.failure_reports import ENDED, add_announcer, remove_announcer
 from ...exchange.transport import Requirements
 from ...logs import get_logger
 from ..pki.kits import Kit
-from ..secure.epochs import AGREEMENT
-from ..secure.link_sealing import LinkSealing
+from ..secure.epochs import AGREEMENT, LinkSealing
 from ..wire.messages import (
     FRESH,
     IDLE,
@@ -47,10 +46,9 @@ from ..wire.messages import (
     Start,
     pack_control,
 )
-from ..wire.redialing import ELASTIC_HUB_TIMEOUT, return_seconds
+from ..wire.streams import ELASTIC_HUB_TIMEOUT, return_seconds
 from .connection import KERNEL_BYTES, HubConnection
-from .inbox import Continuation, Inbox, Incoming
-from .states import StateRequests
+from .inbox import Continuation, Inbox, Incoming, StateRequests
 
 CHANNEL_BITS = 24  # of the number of an exchange, below those of its channel
 _NOTICE_SECONDS = 5.0  # after which a site prints for which sites it waits

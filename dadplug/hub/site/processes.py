@@ -35,7 +35,7 @@ from ...exchange.status import Member, Silence
 from ...exchange.topology import Nodes
 from ...exchange.traffic import Traffic
 from ...exchange.transport import Gather, PendingSum
-from ..connections import LOOPBACK, STARTED_PROCESSES
+from .. import LOOPBACK, STARTED_PROCESSES
 from .link import HubLink
 from .transport import CollectiveTransport, HubGather, HubSites, HubTransport, SitesGather, add_up
 

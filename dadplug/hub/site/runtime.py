@@ -18,8 +18,8 @@ from ...exchange.topology import Nodes
 from ...exchange.traffic import Traffic
 from ...exchange.transport import Requirements, Transport
 from ...logs import get_logger
+from .. import connections, current_connection
 from .. import torch as process_group
-from ..connections import connections, current_connection
 from ..pki.kits import Kit
 from ..pki.project import Restrictions, impose_restrictions, lift_restrictions
 from ..torch import BACKEND, Collectives, HubGroup, HubStore
