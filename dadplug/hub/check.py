@@ -81,28 +81,28 @@ class CheckHandler:
         self._requests += 1
         if self._bytes_in > MOST_BYTES or self._requests > _MOST_REQUESTS:
             raise FrameError(f"a check of more than {MOST_BYTES} bytes or {_MOST_REQUESTS} requests")
-        if head.tag == Request.TIME:
-            return self._frames(head.tag, NUMBER.pack(self._clock()))
-        if head.tag == Request.UP:
-            return []
-        if head.tag == Request.STATUS:
-            content = json.dumps(status or {}).encode()
-            self._count_out(len(content))
-            return self._frames(head.tag, NUMBER.pack(len(content)) + content)
-        if head.tag != Request.DOWN or len(body) != NUMBER.size:
-            raise FrameError(f"an unknown request {head.tag} of {len(body)} bytes in a check")
-        count = NUMBER.unpack(body)[0]
-        self._count_out(count)
-        return self._frames(head.tag, bytes(count))
+        match head.tag:
+            case Request.TIME:
+                content = NUMBER.pack(self._clock())
+            case Request.UP:
+                return []
+            case Request.STATUS:
+                text = json.dumps(status or {}).encode()
+                self._count_out(len(text))
+                content = NUMBER.pack(len(text)) + text
+            case Request.DOWN if len(body) == NUMBER.size:
+                count = NUMBER.unpack(body)[0]
+                self._count_out(count)
+                content = bytes(count)
+            case _:
+                raise FrameError(f"an unknown request {head.tag} of {len(body)} bytes in a check")
+        answer = Head(Kind.PAYLOAD, self._slot, tag=head.tag)
+        return [packed + piece for packed, piece in frames(answer, memoryview(content))]
 
     def _count_out(self, count: int) -> None:
         self._bytes_out += count
         if self._bytes_out > MOST_BYTES:
             raise FrameError(f"a check that asks for more than {MOST_BYTES} bytes")
-
-    def _frames(self, tag: int, content: bytes) -> list[bytes]:
-        head = Head(Kind.PAYLOAD, self._slot, tag=tag)
-        return [packed + body for packed, body in frames(head, memoryview(content))]
 
 
 _CLOCK_NOTE, _CLOCK_FAILED = 5.0, 3000.0  # seconds of difference; certificates begin an hour before they are made
@@ -364,15 +364,11 @@ def _resolve(host: str, port: int, timeout: float) -> list[Any]:
 def _connect(addresses: Sequence[Any], timeout: float) -> tuple[socket.socket, str]:
     """Connect to the first address that answers; return the connection, and how long it has taken."""
     failure: _FailedError | None = None
-    for family, kind, protocol, _, place in addresses:
-        name = f"{place[0]}:{place[1]}"
-        connection = socket.socket(family, kind, protocol)
-        connection.settimeout(timeout)
-        begin = time.monotonic()
+    for *_, place in addresses:
+        name, begin = f"{place[0]}:{place[1]}", time.monotonic()
         try:
-            connection.connect(place)
+            connection = socket.create_connection(place[:2], timeout)
         except OSError as error:
-            connection.close()
             failure = failure or _FailedError("port", *_unreachable(name, error, timeout))
             continue
         took = time.monotonic() - begin

@@ -97,7 +97,7 @@ def test_slow_readers_of_metrics_are_few_and_end(monkeypatch):
     for each in held:
         assert each.recv(1) == b""
         each.close()
-    until(lambda: server._server._free._value == hub_status._MOST_REQUESTS)
+    until(lambda: server._free._value == hub_status._MOST_REQUESTS)
     assert read(server.address, "/healthz") == "ok\n"
     server.close()
 

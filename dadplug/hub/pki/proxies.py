@@ -185,17 +185,11 @@ def _connect_by_any(place: tuple[str, int], timeout: float, turn: int) -> socket
     found = list(dict.fromkeys(socket.getaddrinfo(*place, type=socket.SOCK_STREAM)))
     first = turn % len(found)
     errors: dict[str, OSError] = {}
-    for family, kind, protocol, _, address in found[first:] + found[:first]:
-        connection = None
+    for *_, address in found[first:] + found[:first]:
         try:
-            connection = socket.socket(family, kind, protocol)
-            connection.settimeout(timeout)
-            connection.connect(address)
-            return connection
+            return socket.create_connection(address[:2], timeout)
         except OSError as error:
             errors[str(address[0])] = error
-            if connection is not None:
-                connection.close()
     if len(errors) == 1:
         raise next(iter(errors.values()))
     raise ConnectionError("; ".join(f"{address}: {error}" for address, error in errors.items()))

@@ -30,7 +30,7 @@ lets the others have the time that sites need to come back (`Outage`).
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -102,22 +102,21 @@ class MissedSteps:
             kind: kind of the open round.
             nbytes: bytes of its payloads.
         """
-        if isinstance(action, Skip):
-            self._backlog[action.slot] = self._backlog.get(action.slot, 0) + nbytes
-            if kind is RoundKind.FIRST:
-                self._skip(action.slot)
-        elif isinstance(action, Drop):
-            self._end(action.slot, "has left")
-        elif isinstance(action, Close) and kind is RoundKind.FIRST:
-            for slot in action.contributors:
-                self._end(slot, "takes part again")
-            self._step += 1
-
-    def _skip(self, slot: int) -> None:
-        self.counts[slot] += 1
-        if slot not in self._first:
-            self._first[slot] = self._step
-            self._journal.write(f"{self._names[slot]} is late: training goes on without it from step {self._step} on")
+        match action:
+            case Skip(slot=slot):
+                self._backlog[slot] = self._backlog.get(slot, 0) + nbytes
+                if kind is RoundKind.FIRST:
+                    self.counts[slot] += 1
+                if kind is RoundKind.FIRST and slot not in self._first:
+                    self._first[slot] = self._step
+                    name = self._names[slot]
+                    self._journal.write(f"{name} is late: training goes on without it from step {self._step} on")
+            case Drop():
+                self._end(action.slot, "has left")
+            case Close() if kind is RoundKind.FIRST:
+                for slot in action.contributors:
+                    self._end(slot, "takes part again")
+                self._step += 1
 
     def _end(self, slot: int, what: str) -> None:
         self._backlog.pop(slot, None)
@@ -251,12 +250,13 @@ class OpenRound:
         limit: bytes that are kept at most.
 
     Attributes:
+        frames: senders and frames, in the order in which they were sent.
         nbytes: bytes of all frames of the round.
     """
 
     def __init__(self, limit: int = _LIMIT) -> None:
         self._limit = limit
-        self._frames: list[tuple[int, PackedFrame]] = []
+        self.frames: list[tuple[int, PackedFrame]] = []
         self.nbytes = 0
 
     @property
@@ -268,22 +268,13 @@ class OpenRound:
         """Keep a frame of a site."""
         self.nbytes += len(frame)
         if self.complete:
-            self._frames.append((slot, frame))
+            self.frames.append((slot, frame))
         else:
-            self._frames.clear()
+            self.frames.clear()
 
     def forget(self, slot: int) -> None:
         """Forget the frames of a site that has left."""
-        self._frames = [each for each in self._frames if each[0] != slot]
-
-    def clear(self) -> None:
-        """Begin a round."""
-        self._frames.clear()
-        self.nbytes = 0
-
-    def frames(self) -> Iterator[PackedFrame]:
-        """Yield the frames, in the order in which they were sent."""
-        return (frame for _, frame in self._frames)
+        self.frames = [each for each in self.frames if each[0] != slot]
 
 
 SHORT_GRACE = 0.2  # seconds for which a site may connect again where others wait for it
@@ -411,20 +402,21 @@ class Run:
     def take(self, action: Action) -> None:
         """Take an action of the membership."""
         self.missed.take(action, self._kind, self.round.nbytes)
-        if isinstance(action, Close):
-            self.round.clear()
-            self._joined.clear()
-            self._kind = RoundKind.COLLECTIVE
-        elif isinstance(action, Join):
-            self._joined[action.slot] = action
-        elif isinstance(action, Drop):
-            self._joined.pop(action.slot, None)
-            self.ahead[action.slot].clear()
-            self.round.forget(action.slot)
-        elif isinstance(action, Pause):
-            self.pause = action.reason
-        elif isinstance(action, Resume):
-            self.pause = ""
+        match action:
+            case Close():
+                self.round = OpenRound()
+                self._joined.clear()
+                self._kind = RoundKind.COLLECTIVE
+            case Join():
+                self._joined[action.slot] = action
+            case Drop():
+                self._joined.pop(action.slot, None)
+                self.ahead[action.slot].clear()
+                self.round.forget(action.slot)
+            case Pause():
+                self.pause = action.reason
+            case Resume():
+                self.pause = ""
 
     def earlier(self, accept: Accept) -> list[Action]:
         """Return the announcements that a site which joins has missed: who is absent, and who joins as well."""
@@ -719,8 +711,5 @@ class Recovery:
         self._journal.write(
             f"the run that began before the restart goes on after step {winner.position.step} with {names}"
         )
-        return Outcome("", winner.position.step, _requirements(winner) if elastic else None, slots)
-
-
-def _requirements(report: Report) -> Requirements:
-    return Requirements(report.min_sites, report.timeout_ms, report.skips, report.patience_percent)
+        required = Requirements(winner.min_sites, winner.timeout_ms, winner.skips, winner.patience_percent)
+        return Outcome("", winner.position.step, required if elastic else None, slots)

@@ -314,25 +314,16 @@ class StreamService(Protocol):
         """End the service: the hub ends."""
 
 
-class NoService:
-    """Service of a hub that has none: each stream ends at once."""
+class NoService(StreamService):
+    """Service of a hub that has none: each stream ends at once, and nothing happens."""
 
     def accept(self, slot: int, connected: socket.socket) -> None:
         """End a stream."""
         connected.close()
 
-    def begin(self, names: Sequence[str]) -> None:
-        """Take the names of the sites of the next run, for nothing."""
-
-    def hold(self, held: bool) -> None:
-        """Take whether silence counts, for nothing."""
-
     def events(self) -> Iterator[str]:
         """Return that nothing has happened."""
         return iter(())
-
-    def close(self) -> None:
-        """End the service."""
 
 
 class HubStream(PeerStream):

@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, TextIO
@@ -54,75 +54,54 @@ STATES = ("absent", "disconnected", "waiting", "joining", "member")
 """States of a site, see `Phase`; `site_state` is 1 for the present one."""
 
 
-class StatusMetrics:
-    """Collector of prometheus_client that makes metrics of the hub's status, as `status.snapshot` returns it.
+_Samples = Iterable[tuple[Sequence[str], float]]  # each with the values of the labels
 
-    Attributes:
-        status: the last status; empty before there is one.
+
+def metrics(status: dict[str, Any]) -> Iterator[Any]:
+    """Yield the metrics of prometheus_client that make up a status.
+
+    Args:
+        status: what `snapshot` has returned.
     """
-
-    def __init__(self) -> None:
-        self.status: dict[str, Any] = {}
-
-    def collect(self) -> Iterator[Any]:
-        """Yield the metrics."""
-        status = self.status
-        if not status:
-            return
-        sites = status["sites"]
-        info = _family("gauge", "hub_info", "Project and version of the hub", ("project", "version"))
-        info.add_metric([status["project"], status["version"]], 1)
-        yield info
-        for key, (kind, name, text) in _OF_HUB.items():
-            if status[key] is not None:
-                family = _family(kind, name, text)
-                family.add_metric([], float(status[key]))
-                yield family
-        here = sum(site["state"] not in ("absent", "disconnected") for site in sites)
-        late = sum(site["late_seconds"] > 0 for site in sites)
-        for name, text, value in (
-            ("hub_sites_expected", "Sites of the roster", len(sites)),
-            ("hub_sites_present", "Sites that are connected", here),
-            ("hub_late_sites", "Sites that others wait for", late),
-            ("hub_kit_problems", "Parts of the changed kit that are not used", len(status["kit_problems"])),
-        ):
-            family = _family("gauge", name, text)
-            family.add_metric([], float(value))
-            yield family
-        paused = _family("gauge", "hub_paused", "Whether training waits for sites")
-        paused.add_metric([], float(bool(status["waiting"])))
-        yield paused
-        ends = _family("gauge", "certificate_days", "Days until the certificate ends", ("name",))
-        for name, owner in [(HUB, status), *((each["name"], each) for each in sites)]:
-            if owner["certificate_days"] is not None:
-                ends.add_metric([name], owner["certificate_days"])
-        yield ends
-        for key, (kind, name, text) in _OF_SITE.items():
-            family = _family(kind, name, text, ("site",))
-            for site in sites:
-                family.add_metric([site["name"]], float(site[key]))
-            yield family
-        spent = _family("gauge", "site_epsilon", "Epsilon that the site has stated last, of a delta", ("site", "delta"))
-        for site in sites:
-            if site["epsilon"]:
-                spent.add_metric([site["name"], f"{site['delta']:g}"], float(site["epsilon"]))
-        yield spent
-        states = _family("gauge", "site_state", "Whether the site is in the state", ("site", "state"))
-        for site in sites:
-            for state in dict.fromkeys((*STATES, site["state"])):
-                states.add_metric([site["name"], state], float(state == site["state"]))
-        yield states
+    sites = status["sites"]
+    texts = status["project"], status["version"]
+    yield _family("gauge", "hub_info", "Project and version of the hub", [(texts, 1)], ("project", "version"))
+    here = sum(site["state"] not in ("absent", "disconnected") for site in sites)
+    late = sum(site["late_seconds"] > 0 for site in sites)
+    for kind, name, text, value in (
+        *((*metric, status[key]) for key, metric in _OF_HUB.items()),
+        ("gauge", "hub_sites_expected", "Sites of the roster", len(sites)),
+        ("gauge", "hub_sites_present", "Sites that are connected", here),
+        ("gauge", "hub_late_sites", "Sites that others wait for", late),
+        ("gauge", "hub_kit_problems", "Parts of the changed kit that are not used", len(status["kit_problems"])),
+        ("gauge", "hub_paused", "Whether training waits for sites", bool(status["waiting"])),
+    ):
+        if value is not None:
+            yield _family(kind, name, text, [((), value)])
+    days = {HUB: status["certificate_days"]} | {site["name"]: site["certificate_days"] for site in sites}
+    ends = [((name,), left) for name, left in days.items() if left is not None]
+    yield _family("gauge", "certificate_days", "Days until the certificate ends", ends, ("name",))
+    for key, metric in _OF_SITE.items():
+        yield _family(*metric, [((site["name"],), site[key]) for site in sites], ("site",))
+    spent = [((site["name"], f"{site['delta']:g}"), site["epsilon"]) for site in sites if site["epsilon"]]
+    text = "Epsilon that the site has stated last, of a delta"
+    yield _family("gauge", "site_epsilon", text, spent, ("site", "delta"))
+    states = [((site["name"], state), state == site["state"]) for site in sites for state in STATES]
+    yield _family("gauge", "site_state", "Whether the site is in the state", states, ("site", "state"))
 
 
-def _family(kind: str, name: str, text: str, labels: tuple[str, ...] = ()) -> Any:
+def _family(kind: str, name: str, text: str, samples: _Samples, labels: Sequence[str] = ()) -> Any:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-    kinds = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
-    return kinds[kind](f"dadplug_{name}", f"{text}.", labels=labels)
+    made = GaugeMetricFamily if kind == "gauge" else CounterMetricFamily
+    family = made(f"dadplug_{name}", f"{text}.", labels=labels)
+    for values, value in samples:
+        family.add_metric(values, float(value))
+    return family
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: _Server
+    server: MetricsServer
     timeout = _SECONDS
     server_version, sys_version = "dadplug", ""
 
@@ -131,7 +110,7 @@ class _Handler(BaseHTTPRequestHandler):
         if path == "/metrics":
             self._answer(200, self.server.text(), "text/plain; version=0.0.4; charset=utf-8")
         elif path == "/healthz":
-            silent = self.server.silent_seconds()
+            silent = time.monotonic() - self.server.given
             healthy = silent < _HEALTHY_SECONDS
             text = "ok\n" if healthy else f"the hub has given no status for {silent:.0f} s\n"
             self._answer(200 if healthy else 503, text.encode())
@@ -149,27 +128,58 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
 
-class _Server(ThreadingHTTPServer):
+class MetricsServer(ThreadingHTTPServer):
+    """Server of a hub's metrics, in a thread of its own.
+
+    Args:
+        address: host and port to listen at.
+
+    Attributes:
+        address: host and port that it listens at.
+        given: time of the last status.
+
+    Raises:
+        KitError: if prometheus_client is not installed, or the address cannot be listened at.
+    """
+
     daemon_threads = True
 
-    def __init__(self, host: str, port: int) -> None:
-        from prometheus_client import CollectorRegistry
+    def __init__(self, address: tuple[str, int]) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        try:
+            import prometheus_client
 
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        super().__init__((host, port), _Handler)
-        self.metrics, self.given = StatusMetrics(), time.monotonic()
-        self._registry = CollectorRegistry()
-        self._registry.register(self.metrics)
+            super().__init__(address, _Handler)
+        except ImportError as error:
+            raise KitError("--metrics needs prometheus_client: pip install 'dadplug[hub]'") from error
+        except OSError as error:
+            raise KitError(f"cannot serve metrics at {address[0]}:{address[1]}: {error}") from error
+        self._generate: Callable[[Any], bytes] = prometheus_client.generate_latest
+        self._status: dict[str, Any] = {}
+        self.given = time.monotonic()
+        host, port = self.server_address[:2]
+        self.address = str(host), int(port)
         self._free = threading.BoundedSemaphore(_MOST_REQUESTS)
+        self._thread = threading.Thread(target=self.serve_forever, name="dadplug-metrics", daemon=True)
+        self._thread.start()
+
+    def show(self, status: dict[str, Any]) -> None:
+        """Take a status, as `snapshot` returns it."""
+        self._status, self.given = status, time.monotonic()
+
+    def collect(self) -> Iterator[Any]:
+        """Return the metrics; none before there is a status."""
+        return metrics(self._status) if self._status else iter(())
 
     def text(self) -> bytes:
-        from prometheus_client import generate_latest
+        """Return the metrics in the format of Prometheus."""
+        return self._generate(self)
 
-        found: bytes = generate_latest(self._registry)
-        return found
-
-    def silent_seconds(self) -> float:
-        return time.monotonic() - self.given
+    def close(self) -> None:
+        """Stop listening."""
+        self.shutdown()
+        self.server_close()
+        self._thread.join()
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if self._free.acquire(blocking=False):
@@ -190,42 +200,6 @@ class _Server(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         if not isinstance(sys.exc_info()[1], OSError):
             _log.exception("metrics cannot be served")  # otherwise the client has left, or was too slow
-
-
-class MetricsServer:
-    """Server of a hub's metrics, in a thread of its own.
-
-    Args:
-        address: host and port to listen at.
-
-    Attributes:
-        address: host and port that it listens at.
-
-    Raises:
-        KitError: if prometheus_client is not installed, or the address cannot be listened at.
-    """
-
-    def __init__(self, address: tuple[str, int]) -> None:
-        try:
-            self._server = _Server(*address)
-        except ImportError as error:
-            raise KitError("--metrics needs prometheus_client: pip install 'dadplug[hub]'") from error
-        except OSError as error:
-            raise KitError(f"cannot serve metrics at {address[0]}:{address[1]}: {error}") from error
-        host, port = self._server.server_address[:2]
-        self.address = str(host), int(port)
-        self._thread = threading.Thread(target=self._server.serve_forever, name="dadplug-metrics", daemon=True)
-        self._thread.start()
-
-    def show(self, status: dict[str, Any]) -> None:
-        """Take a status, as `status.snapshot` returns it."""
-        self._server.metrics.status, self._server.given = status, time.monotonic()
-
-    def close(self) -> None:
-        """Stop listening."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
 
 
 _LATE_SECONDS = 1.0  # without a frame
