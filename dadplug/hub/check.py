@@ -19,7 +19,7 @@ import socket
 import statistics
 import struct
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import IntEnum
@@ -163,7 +163,7 @@ def check_kit(folder: Path, address: tuple[str, int] | None = None, timeout: flo
     yield from _files(kit)
     host, port = address or kit.roster.address()
     try:
-        yield from _way(kit, host, port, timeout)
+        yield from _way(kit, host, port, timeout, _measurements)
     except _FailedError as error:
         yield error.finding
 
@@ -218,30 +218,20 @@ def _ending(item: str, text: str, days: int, advice: str) -> Finding:
 # The way to the hub
 
 
-def _way(kit: Kit, host: str, port: int, timeout: float) -> Iterator[Finding]:
+def _way(
+    kit: Kit, host: str, port: int, timeout: float, work: Callable[[_Line], Iterator[Finding]]
+) -> Iterator[Finding]:
     """Go the way to the hub as far as possible.
+
+    Args:
+        kit: kit of the site.
+        host: host name or address of the hub.
+        port: its port.
+        timeout: seconds for each step.
+        work: what is done over the connection at the end.
 
     Raises:
         _FailedError: if it ends before the hub.
-    """
-    secure = yield from _reach(kit, host, port, timeout)
-    try:
-        yield _encryption(secure)
-        _enter(kit, secure, host, port, timeout)
-        yield Finding("hub", "ok", f"it accepts {kit.name}")
-        try:
-            yield from _measurements(_Line(kit.slot, secure))
-        except (OSError, FrameError) as error:
-            raise _FailedError("measurements", f"the connection was lost: {error}", _LINK) from error
-    finally:
-        secure.close()
-
-
-def _reach(kit: Kit, host: str, port: int, timeout: float) -> Generator[Finding, None, SecureSocket]:
-    """Go the way to the hub until the end of the TLS handshake, and return the connection.
-
-    Raises:
-        _FailedError: if it ends before.
     """
     try:
         proxy = find_proxy(kit.policy.proxy, host, port)
@@ -259,7 +249,13 @@ def _reach(kit: Kit, host: str, port: int, timeout: float) -> Generator[Finding,
         secure = tls.encrypt(kit, connection, host, port)
     except (RefusedError, OSError) as error:
         raise _FailedError("TLS", str(error), _advice(str(error), kit)) from error
-    return secure
+    try:
+        yield _encryption(secure)
+        _enter(kit, secure, host, port, timeout)
+        yield Finding("hub", "ok", f"it accepts {kit.name}")
+        yield from work(_Line(kit.slot, secure))
+    finally:
+        secure.close()
 
 
 def _tunnel(connection: socket.socket, proxy: Proxy, host: str, port: int) -> Finding:
@@ -300,16 +296,6 @@ def _enter(kit: Kit, secure: SecureSocket, host: str, port: int, timeout: float)
         raise _FailedError("hub", str(error), _advice(str(error), kit)) from error
 
 
-def _result(steps: Generator[Finding, None, SecureSocket]) -> SecureSocket:
-    """Carry out steps, and return their result."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            found: SecureSocket = end.value
-            return found
-
-
 def ask_status(folder: Path, address: tuple[str, int] | None = None, timeout: float = 5.0) -> dict[str, Any]:
     """Ask the hub for its status, as a site.
 
@@ -329,15 +315,16 @@ def ask_status(folder: Path, address: tuple[str, int] | None = None, timeout: fl
         raise KitError(f"{folder} is the kit of the hub: a site asks for the status, by its own kit")
     kit.check_dates()
     host, port = address or kit.roster.address()
+    found: dict[str, Any] = {}
+
+    def ask(line: _Line) -> Iterator[Finding]:
+        found.update(line.status())
+        line.close()
+        return iter(())
+
     try:
-        secure = _result(_reach(kit, host, port, timeout))
-        try:
-            _enter(kit, secure, host, port, timeout)
-            line = _Line(kit.slot, secure)
-            found = line.status()
-            line.close()
-        finally:
-            secure.close()
+        for _ in _way(kit, host, port, timeout, ask):
+            pass
     except _FailedError as error:
         raise KitError(". ".join(filter(None, (error.finding.text, error.finding.advice)))) from error
     except (OSError, FrameError, ValueError) as error:
@@ -380,22 +367,24 @@ def _connect(addresses: Sequence[Any], timeout: float) -> tuple[socket.socket, s
 
 def _unreachable(name: str, error: OSError, timeout: float) -> tuple[str, str]:
     """Return what a failed connection means, and what to do."""
-    if isinstance(error, TimeoutError):
-        return f"{name} does not answer within {timeout:g} s", (
-            "A firewall drops the packets, or the hub's machine is down. This site has to be allowed to open TCP "
-            f"connections to {name}, and the hub's machine to accept them."
-        )
-    if isinstance(error, ConnectionRefusedError):
-        return f"{name} refuses connections", (
-            "The machine is up, but nothing listens at this port: start the hub (`python -m dadplug hub KIT`), and "
-            "compare the port with that in roster.json. Some firewalls answer in this way, too."
-        )
+    match error:
+        case TimeoutError():
+            return f"{name} does not answer within {timeout:g} s", (
+                "A firewall drops the packets, or the hub's machine is down. This site has to be allowed to open TCP "
+                f"connections to {name}, and the hub's machine to accept them."
+            )
+        case ConnectionRefusedError():
+            return f"{name} refuses connections", (
+                "The machine is up, but nothing listens at this port: start the hub (`python -m dadplug hub KIT`), and "
+                "compare the port with that in roster.json. Some firewalls answer in this way, too."
+            )
     return f"{name} cannot be reached: {error.strerror or error}", "Check this machine's network and its routes."
 
 
 def _encryption(secure: SecureSocket) -> Finding:
-    end = certificate_end(dict(secure.getpeercert() or {}))
-    text = f"{secure.version()}, {(secure.cipher() or ('',))[0]}; the hub's certificate is valid until {end:%Y-%m-%d}"
+    end = certificate_end(dict(secure.tls.getpeercert() or {}))
+    cipher, *_ = secure.tls.cipher() or ("",)
+    text = f"{secure.tls.version()}, {cipher}; the hub's certificate is valid until {end:%Y-%m-%d}"
     return _ending("TLS", text, days_left(end), f"Ask the project's operator to run `{RENEW} hub`.")
 
 
@@ -488,13 +477,16 @@ class _Line:
 
 
 def _measurements(line: _Line) -> Iterator[Finding]:
-    trips, ahead = zip(*(line.time() for _ in range(_ROUND_TRIPS)))
-    trip = statistics.median(trips)
-    yield _clock(min(zip(trips, ahead))[1])
-    yield Finding("round trip", "ok", f"{1e3 * trip:.1f} ms, the median of {_ROUND_TRIPS}")
-    up, down = _rate(trip, line.upload), _rate(trip, line.download)
-    yield Finding("rate", "ok", f"up {_text(up)}, down {_text(down)}")
-    line.close()
+    try:
+        trips, ahead = zip(*(line.time() for _ in range(_ROUND_TRIPS)))
+        trip = statistics.median(trips)
+        yield _clock(min(zip(trips, ahead))[1])
+        yield Finding("round trip", "ok", f"{1e3 * trip:.1f} ms, the median of {_ROUND_TRIPS}")
+        up, down = _rate(trip, line.upload), _rate(trip, line.download)
+        yield Finding("rate", "ok", f"up {_text(up)}, down {_text(down)}")
+        line.close()
+    except (OSError, FrameError) as error:
+        raise _FailedError("measurements", f"the connection was lost: {error}", _LINK) from error
 
 
 def _clock(ahead: float) -> Finding:

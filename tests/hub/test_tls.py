@@ -57,7 +57,7 @@ def accepted(hub: Path, site: Path, client=None):
 def test_a_site_is_accepted_by_the_name_in_its_certificate(kits):
     for name in ("b", "a"):
         with accepted(kits / "hub", kits / name) as (connection, own):
-            assert own.version() == connection.version() == "TLSv1.3"
+            assert own.tls.version() == connection.tls.version() == "TLSv1.3"
             connection.sendall(b"payload")
             assert own.recv(100) == b"payload"
             own.sendall(b"answer")
@@ -499,7 +499,7 @@ def test_bytes_over_a_unix_socket_are_divided_anywhere(tmp_path):
     chance = random.Random(0)
     contents = [chance.randbytes(chance.choice([1, 31, 32, 5_000, 60_000])) for _ in range(300)]
     for end, local in zip(ends, socket.socketpair(), strict=True):
-        end.setblocking(False)
+        end.settimeout(0.0)
         end.continue_over(local)
         assert end._replaced is not None
     for content in contents:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...errors import KitError
 from .files import (
@@ -254,13 +254,12 @@ def make_revocation_list(
     return builder.sign(authority_key, _HASH)
 
 
-def read_revocation_list(pem: bytes, authority: Certificate, place: str) -> tuple[dict[int, datetime], int]:
-    """Check the signature of a revocation list and read it.
+def read_revocation_list(folder: Path, authority: Certificate) -> tuple[dict[int, datetime], int]:
+    """Read the revocation list of a kit or an authority, and check its signature.
 
     Args:
-        pem: content of the list.
+        folder: the folder.
         authority: certificate of the authority that has to have signed it.
-        place: the file, for messages.
 
     Returns:
         Dates of revocation by serial number, and the number of the list.
@@ -268,8 +267,9 @@ def read_revocation_list(pem: bytes, authority: Certificate, place: str) -> tupl
     Raises:
         KitError: if it is something else, or another authority's.
     """
+    place = folder / REVOKED
     try:
-        found = x509.load_pem_x509_crl(pem)
+        found = x509.load_pem_x509_crl(read_file(place))
         number = found.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
     except (ValueError, x509.ExtensionNotFound) as error:
         raise KitError(f"{place} is not a revocation list: {error}") from error
@@ -405,7 +405,7 @@ class Kit:
         roster, name = Roster.load(folder), certified_name(certificate)
         if name != HUB:
             roster.slot(name)
-        revoked, _ = read_revocation_list(read_file(folder / REVOKED), authority, str(folder / REVOKED))
+        revoked, _ = read_revocation_list(folder, authority)
         allowed = Policy() if name == HUB else Policy.load(_policy_file(folder))
         return cls(
             folder, name, roster, authority, certificate, find_key(folder, certificate), frozenset(revoked), allowed
@@ -459,18 +459,6 @@ def renewal_warning(name: str, end: datetime) -> str:
     return f"THE CERTIFICATE OF {name} ENDS IN {days} DAYS, on {end:%Y-%m-%d}: run `{RENEW} {name}`, and copy it"
 
 
-class KitChange(NamedTuple):
-    """Parts of a changed kit.
-
-    Attributes:
-        kit: the kit with all that can be applied; the rest is as before.
-        refused: why the other parts are not applied; each text names its file.
-    """
-
-    kit: Kit
-    refused: list[str]
-
-
 class KitWatch:
     """Watch of a kit's files.
 
@@ -482,10 +470,13 @@ class KitWatch:
         self._kit = kit
         self._seen = self._look()
 
-    def changed(self) -> KitChange | None:
+    def changed(self) -> tuple[Kit, list[str]] | None:
         """Read the kit again if one of its files has changed; otherwise return None.
 
         Each part is applied by itself: a damaged certificate does not keep a revocation from being applied.
+
+        Returns:
+            The kit with all that can be applied, the rest as before; and why the other parts are not, by their files.
         """
         seen = self._look()
         if seen == self._seen:
@@ -499,7 +490,7 @@ class KitWatch:
             except (KitError, OSError) as error:
                 refused.append(str(error))
         self._kit = kit
-        return KitChange(kit, refused)
+        return kit, refused
 
     def _look(self) -> list[tuple[int, int, int] | None]:
         found: list[tuple[int, int, int] | None] = []
@@ -536,8 +527,7 @@ def _with_certificate(kit: Kit) -> Kit:
 
 def _with_revocations(kit: Kit) -> Kit:
     """Return a kit with the revocations of its folder."""
-    path = kit.folder / REVOKED
-    revoked, _ = read_revocation_list(read_file(path), kit.authority, str(path))
+    revoked, _ = read_revocation_list(kit.folder, kit.authority)
     return replace(kit, revoked=frozenset(revoked))
 
 

@@ -331,12 +331,12 @@ class Project:
             KitError: if an entry is missing, unknown or invalid.
         """
         check_keys(table, _ENTRIES, "the project")
-        name, hub = _entry(table, "name", str), _entry(table, "hub", str)
+        name, hub = _entry(table, "name"), _entry(table, "hub")
         names = dict.fromkeys([split_address(hub)[0], *map(canonical, _texts(table, "hub_names", ()))])
-        hub_at = _entry(table, "hub_at", str) if "hub_at" in table else None
+        hub_at = _entry(table, "hub_at") if "hub_at" in table else None
         roster = Roster(name, hub, tuple(names), _texts(table, "sites", None), hub_at, table.get("sealed", False))
         own_keys = _texts(table, "own_keys", ())
-        policies = _entry(table, "policy", dict, {})
+        policies = _entry(table, "policy", dict, {}, "a table")
         for each in own_keys:
             if each != HUB:
                 roster.slot(each)
@@ -419,21 +419,28 @@ def canonical(host: str) -> str:
     return str(found) if found else host.lower()
 
 
-def _entry(table: Mapping[str, Any], name: str, kind: type, default: Any = None) -> Any:
+def _entry(
+    table: Mapping[str, Any],
+    name: str,
+    kind: type | tuple[type, ...] = str,
+    default: Any = None,
+    what: str = "a text",
+) -> Any:
     value = table.get(name, default)
     if value is None:
         raise KitError(f"{name} is missing")
     if not isinstance(value, kind):
-        raise KitError(f"{name} must be a {'table' if kind is dict else 'text'}, got {value!r}")
+        raise KitError(f"{name} must be {what}, got {value!r}")
     return value
 
 
+_TEXTS = 'a list of texts, such as ["a", "b"]'
+
+
 def _texts(table: Mapping[str, Any], name: str, default: tuple[str, ...] | None) -> tuple[str, ...]:
-    value = table.get(name, default)
-    if value is None:
-        raise KitError(f"{name} is missing")
-    if not isinstance(value, (list, tuple)) or not all(isinstance(each, str) for each in value):
-        raise KitError(f'{name} must be a list of texts, such as ["a", "b"], got {value!r}')
+    value = _entry(table, name, (list, tuple), default, _TEXTS)
+    if not all(isinstance(each, str) for each in value):
+        raise KitError(f"{name} must be {_TEXTS}, got {value!r}")
     return tuple(value)
 
 

@@ -235,8 +235,7 @@ class Authority:
         return pem
 
     def _revocation_list(self) -> tuple[dict[int, datetime], int]:
-        path = self.folder / REVOKED
-        return read_revocation_list(read_file(path), self.certificate, str(path))
+        return read_revocation_list(self.folder, self.certificate)
 
 
 REQUEST = "request.pem"

@@ -13,6 +13,7 @@ import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from ...errors import KitError, ProxyError
@@ -182,7 +183,7 @@ def _connect_by_any(place: tuple[str, int], timeout: float, turn: int) -> socket
     Raises:
         OSError: if it is possible by none.
     """
-    found = list(dict.fromkeys(socket.getaddrinfo(*place, type=socket.SOCK_STREAM)))
+    found: list[Any] = list(dict.fromkeys(socket.getaddrinfo(*place, type=socket.SOCK_STREAM)))
     first = turn % len(found)
     errors: dict[str, OSError] = {}
     for *_, address in found[first:] + found[:first]:

@@ -596,16 +596,17 @@ class LinkSealing:
         if self._epochs is None or not self._epochs.members:
             return []
         change = self._watch.changed()
-        for problem in change.refused if change is not None else ():
-            _log.warning("the kit has changed, and a part of it is not used: %s", problem)
         if change is None:
             return self._check_excluded()
-        if (new := change.kit.roster.sites[self._known :]) and not elastic:
+        kit, problems = change
+        for problem in problems:
+            _log.warning("the kit has changed, and a part of it is not used: %s", problem)
+        if (new := kit.roster.sites[self._known :]) and not elastic:
             _log.warning("the roster has new sites, which take part in the next run: %s", ", ".join(new))
-        self._epochs.replace_kit(change.kit)
+        self._epochs.replace_kit(kit)
         due = []
         for slot, serial in self._epochs.serials.items():
-            if serial in change.kit.revoked and slot not in self._excluded:
+            if serial in kit.revoked and slot not in self._excluded:
                 if not elastic:
                     raise self._revoked(slot)
                 self._excluded[slot] = time.monotonic()

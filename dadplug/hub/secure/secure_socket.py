@@ -30,7 +30,6 @@ from collections import deque
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from ...exchange.sockets import send_parts
 from ..wire.messages import Hello
@@ -172,6 +171,7 @@ class SecureSocket:
         server_hostname: name that the server's certificate has to have, at the client.
 
     Attributes:
+        tls: the session, with the certificate of the other end, the version and the cipher.
         limit: cap of what is sent, once the connection does not block; None without one.
         held: seconds for which bytes have to wait for the cap, as of the last `flush`; 0 where they do not.
     """
@@ -185,7 +185,7 @@ class SecureSocket:
     ) -> None:
         self._socket = connection
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side, server_hostname)
+        self.tls = context.wrap_bio(self._incoming, self._outgoing, server_side, server_hostname)
         self._buffer = memoryview(bytearray(_READ_BYTES))
         self._unsent = memoryview(b"")
         self._blocks = connection.gettimeout() != 0
@@ -221,7 +221,7 @@ class SecureSocket:
             if not self.flush():
                 raise ssl.SSLWantWriteError
             try:
-                self._tls.do_handshake()
+                self.tls.do_handshake()
             except ssl.SSLWantReadError:
                 if not self.flush() or self._receive():
                     continue
@@ -241,7 +241,7 @@ class SecureSocket:
         if self._replaced is not None:
             self._content.append(memoryview(content))
         else:
-            self._tls.write(content)
+            self.tls.write(content)
 
     def continue_over(self, local: socket.socket) -> None:
         """Send and receive over a Unix socket from now on, without encryption; the other end does the same.
@@ -299,15 +299,10 @@ class SecureSocket:
                 return False
         return True
 
-    def send(self, content: bytes) -> int:
-        """Send bytes and return their number; where the socket does not block, `flush` sends the rest."""
+    def sendall(self, content: bytes) -> None:
+        """Send bytes; where the socket does not block, `flush` sends the rest."""
         self.write(content)
         self.flush()
-        return len(content)
-
-    def sendall(self, content: bytes) -> None:
-        """Send bytes; see `send`."""
-        self.send(content)
 
     # What arrives
 
@@ -360,7 +355,7 @@ class SecureSocket:
 
     def _decrypt(self, buffer: memoryview) -> int:
         """Decrypt what has arrived, as far as there is room; return the number of bytes."""
-        encrypted, incoming, size = self._tls, self._incoming, len(buffer)
+        encrypted, incoming, size = self.tls, self._incoming, len(buffer)
         filled, pending = 0, self._divided and encrypted.pending()
         while filled < size and (pending or incoming.pending):
             try:
@@ -429,10 +424,6 @@ class SecureSocket:
 
     # The socket
 
-    def setblocking(self, blocks: bool) -> None:
-        """Set whether the socket blocks."""
-        self.settimeout(None if blocks else 0.0)
-
     def settimeout(self, seconds: float | None) -> None:
         """Set the timeout of the socket; 0 for one that does not block."""
         self._socket.settimeout(seconds)
@@ -487,24 +478,6 @@ class SecureSocket:
         self._socket.close()
         if self._replaced is not None:
             self._replaced.close()
-
-    # The TLS session
-
-    def getpeercert(self) -> dict[str, Any] | None:
-        """Return the certificate of the other end; see `ssl.SSLSocket`."""
-        return self._tls.getpeercert()
-
-    def certificate(self) -> bytes:
-        """Return the certificate of the other end in DER, also one that was not verified; empty without one."""
-        return self._tls.getpeercert(binary_form=True) or b""
-
-    def version(self) -> str | None:
-        """Return the version of TLS."""
-        return self._tls.version()
-
-    def cipher(self) -> tuple[str, str, int] | None:
-        """Return the cipher; see `ssl.SSLSocket`."""
-        return self._tls.cipher()
 
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")  # random, made when the kernel starts

@@ -90,7 +90,7 @@ def _inspector(kit: Kit, host: str, port: int) -> str:
         with connect(host, port, find_proxy(kit.policy.proxy, host, port), _INSPECTION_SECONDS) as connection:
             secure = SecureSocket(connection, context, server_hostname=host)
             secure.do_handshake()
-            issuer, subject = issuer_of(secure.certificate())
+            issuer, subject = issuer_of(secure.tls.getpeercert(binary_form=True) or b"")
     except (OSError, KitError, ValueError):
         return ""
     return "" if subject == HUB and issuer.endswith(AUTHORITY_SUFFIX) else escaped(issuer)
@@ -146,7 +146,7 @@ def peer_site(connection: SecureSocket, kit: Kit) -> str:
     Raises:
         RefusedError: if the site is not part of the project or its certificate has been revoked.
     """
-    certificate: dict[str, Any] = dict(connection.getpeercert() or {})
+    certificate: dict[str, Any] = dict(connection.tls.getpeercert() or {})
     subject = [pair for group in certificate.get("subject", ()) for pair in group]
     names = [value for kind, value in subject if kind == "commonName"]
     project = [value for kind, value in subject if kind == "organizationName"]
@@ -261,12 +261,13 @@ def _given_up(
     """Close a connection to the hub after an error, and return the error to raise."""
     timeout = connection.gettimeout() or 0.0
     end(connection)
-    if isinstance(error, TimeoutError):
-        return TimeoutError(f"{host}:{port} accepts connections, but has not answered within {timeout:g} s")
-    if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
-        return ConnectionError(f"{host}:{port}: the other end has closed the connection during the handshake")
-    if isinstance(error, ssl.SSLError):  # what the other end's or this end's TLS has decided
-        return RefusedError(f"{host}:{port}: {explain(error)}")
+    match error:
+        case TimeoutError():
+            return TimeoutError(f"{host}:{port} accepts connections, but has not answered within {timeout:g} s")
+        case ssl.SSLEOFError() | ssl.SSLZeroReturnError():
+            return ConnectionError(f"{host}:{port}: the other end has closed the connection during the handshake")
+        case ssl.SSLError():  # what the other end's or this end's TLS has decided
+            return RefusedError(f"{host}:{port}: {explain(error)}")
     return error
 
 

@@ -456,7 +456,7 @@ class Relay:
         """
         head, body, _ = frame
         if head.kind is Kind.CONTROL or (session.channel in ("store", "check") and len(body) < _SMALL_BYTES):
-            session.charge()
+            session.spare -= 1
         if head.kind is Kind.CONTROL:
             self._take_control(session, bytes(body), now)
         elif session.channel == "store":
@@ -480,7 +480,7 @@ class Relay:
         if session.waits or not run.membership.started or (closed and not run.elastic):
             raise FrameError(f"a {head.kind.name} frame of step {head.step}, which is not open")
         if closed and len(body) < _SMALL_BYTES:
-            session.charge()
+            session.spare -= 1
         if closed and run.rules.late == "wait":
             return  # it was sent again for a site that has left since
         run.membership.get_on(session.slot, now)

@@ -90,6 +90,7 @@ class Session(NumberedStream):
         lost: time at which the connection was lost, and the reason.
         excused: time before which the site is not given up, since it may come back from an outage of the hub.
         ended: time at which the session has ended; its last frames may still have to be sent. None before.
+        spare: frames that training does not wait for, which may be read before time passes.
         bytes_in: bytes received.
         bytes_out: bytes sent; those that were lost with a connection count again.
     """
@@ -120,7 +121,7 @@ class Session(NumberedStream):
         self.check = CheckHandler(slot)
         self._packed = bytearray()  # the frame that is arriving
         self._pinged = self._ticked = now
-        self._spare = _FIRST_SPARE  # frames that training does not wait for, which may be read before time passes
+        self.spare = _FIRST_SPARE
 
     def attach(self, stream: Stream, welcome: Welcome, now: float) -> None:
         """Take a new connection, and answer the site's `Hello`.
@@ -184,7 +185,7 @@ class Session(NumberedStream):
                 more = False
             elif head.kind is Kind.PING:
                 if self.queue.acknowledged == acknowledged:  # of no use
-                    self.charge()
+                    self.spare -= 1
             else:
                 packed = self._packed if head.length else bytes(receiver.head_bytes)
                 frames.append(Received(head, receiver.body, packed))
@@ -196,14 +197,10 @@ class Session(NumberedStream):
             self.stream.connection.expect(max(1, receiver.missing))
         return frames, more
 
-    def charge(self) -> None:
-        """Count a frame that training does not wait for."""
-        self._spare -= 1
-
     @property
     def floods(self) -> bool:
         """Whether it has sent so many frames that training does not wait for that it is not read for a while."""
-        return self._spare < 0
+        return self.spare < 0
 
     @property
     def partial(self) -> bool:
@@ -249,7 +246,7 @@ class Session(NumberedStream):
 
     def tick(self, now: float) -> None:
         """Send what has waited, and a ping, which is an acknowledgement as well, if the last one was a while ago."""
-        self._spare = min(_MOST_SPARE, self._spare + (now - self._ticked) * _SPARE_RATE)
+        self.spare = min(_MOST_SPARE, self.spare + (now - self._ticked) * _SPARE_RATE)
         self._ticked = now
         self.due |= self.queue.unsent_bytes > 0
         if now >= self._pinged + PING_SECONDS:
@@ -314,16 +311,25 @@ class StreamService(Protocol):
         """End the service: the hub ends."""
 
 
-class NoService(StreamService):
-    """Service of a hub that has none: each stream ends at once, and nothing happens."""
+class NoService:
+    """Service of a hub that has none: each stream ends at once."""
 
     def accept(self, slot: int, connected: socket.socket) -> None:
         """End a stream."""
         connected.close()
 
+    def begin(self, names: Sequence[str]) -> None:
+        """Take the names of the sites of the next run, for nothing."""
+
+    def hold(self, held: bool) -> None:
+        """Take whether silence counts, for nothing."""
+
     def events(self) -> Iterator[str]:
         """Return that nothing has happened."""
         return iter(())
+
+    def close(self) -> None:
+        """End the service."""
 
 
 class HubStream(PeerStream):

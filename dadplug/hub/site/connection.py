@@ -96,7 +96,7 @@ def _read_answer(connection: SecureSocket, door: LocalDoor | None, world_size: i
 
     receiver = FrameReceiver(connection, room)
     deadline, timeout = time.monotonic() + seconds, connection.gettimeout()
-    connection.setblocking(False)
+    connection.settimeout(0.0)
     while receiver.receive() is None:
         ends: list[SecureSocket | LocalDoor] = [connection] if door is None else [connection, door]
         ready = select.select(ends, [], [], max(0.0, deadline - time.monotonic()))[0]

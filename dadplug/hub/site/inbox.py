@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from ...errors import MismatchError
 from ..wire.messages import FRESH, Close, Continue, Head, Kind, Position, Repeat, SendState
@@ -133,9 +133,9 @@ class Inbox:
         if self._target is incoming:
             self._target = None
 
-    def cancel_all(self, slot: int) -> None:
-        """Expect the payloads of a site no longer."""
-        for key in [key for key in self._expected if key[:2] == (Kind.PAYLOAD, slot)]:
+    def cancel_all(self, kind: Kind, slots: Container[int]) -> None:
+        """Expect the messages of a kind from some sites no longer."""
+        for key in [key for key in self._expected if key[0] is kind and key[1] in slots]:
             for incoming in list(self._expected[key]):
                 self.cancel(incoming)
 
@@ -156,9 +156,7 @@ class Inbox:
 
     def forget_states(self) -> None:
         """Forget what has arrived of states, and what is expected of them."""
-        for key in [key for key in self._expected if key[0] is Kind.STATE]:
-            for incoming in list(self._expected[key]):
-                self.cancel(incoming)
+        self.cancel_all(Kind.STATE, range(len(self._names)))
         for key in [key for key in self._early if key[0] is Kind.STATE]:
             self.early_bytes -= sum(len(piece) for _, piece in self._early.pop(key))
 

@@ -310,7 +310,7 @@ class HubLink(HubConnection):
     def begin_anew(self) -> None:
         rounds, continuation = self.rounds, self._continuation
         takes_part = self.position != FRESH
-        if self.left or (takes_part and not continuation.kept.complete(continuation.position.step)):
+        if self.left or (takes_part and continuation.position.step < continuation.kept.first):
             super().begin_anew()
         self._frames.begin_anew(held=takes_part or bool(rounds.dropped))
         rounds.states.clear()
@@ -597,8 +597,7 @@ class RoundClient:
         self.listens = False
         self.closed, self._absent[message.step] = message.step, absent
         if message.step == link.step:
-            for slot in absent:
-                link.inbox.cancel_all(slot)  # what they send from now on belongs to later rounds
+            link.inbox.cancel_all(Kind.PAYLOAD, absent)  # what they send from now on belongs to later rounds
 
     # Rounds
 

@@ -372,14 +372,11 @@ class SiteTransport(CollectiveTransport, NodeMessages):
     # Messages inside the site
 
     def _start(self, tensor: Tensor, rank: int, tag: int, sends: bool) -> dist.Work:
-        gloo, index = self._open_gloo(), self.nodes.own.index(rank)
-        work: dist.Work = (gloo.send if sends else gloo.recv)([tensor], index, tag)
-        return work
-
-    def _open_gloo(self) -> Any:
         if self._gloo is None:
             raise RuntimeError("the connection is closed")
-        return self._gloo
+        start = self._gloo.send if sends else self._gloo.recv
+        work: dist.Work = start([tensor], self.nodes.own.index(rank), tag)
+        return work
 
     def wait(self, work: Work, peer: int | None = None) -> None:
         try:

@@ -183,7 +183,7 @@ class Stream:
     """
 
     def __init__(self, connection: SecureSocket) -> None:
-        connection.setblocking(False)
+        connection.settimeout(0.0)
         self.connection = connection
         self.notes: deque[bytes] = deque()
 
@@ -222,32 +222,29 @@ class KeptFrames:
 
     Attributes:
         limit: see above; None where `forget_before` is called after every step, so that no more than two are kept.
+        first: step from which on all frames are kept.
     """
 
     def __init__(self, limit: int | None = LIMIT) -> None:
         self.limit = limit
         self._frames: dict[int, list[bytes]] = {}
         self._nbytes = 0
-        self._first = 0  # step from which on all frames are kept
+        self.first = 0
 
     def append(self, head: Head, frame: bytes) -> None:
         """Keep a frame, if it is of a kind that may have to be sent again."""
-        if head.kind not in _KEPT or head.step < self._first:
+        if head.kind not in _KEPT or head.step < self.first:
             return
         self._frames.setdefault(head.step, []).append(frame)
         self._nbytes += len(frame)
         if self.limit is not None and self._nbytes > self.limit:
-            self._first = head.step + 1
-            self.forget_before(self._first)
+            self.first = head.step + 1
+            self.forget_before(self.first)
 
     def forget_before(self, step: int) -> None:
         """Forget the frames of all steps before one."""
         for each in [each for each in self._frames if each < step]:
             self._nbytes -= sum(map(len, self._frames.pop(each)))
-
-    def complete(self, step: int) -> bool:
-        """Return whether all frames from a step on are kept."""
-        return step >= self._first
 
     def frames(self, first: int, last: int | None = None) -> list[bytes]:
         """Return the frames of some steps, in the order in which they were sent.
@@ -536,16 +533,17 @@ class PeerStream:
         """
         if self._keys is not None:
             body = memoryview(self._keys[1].open(head, body))
-        if head.tag == Tag.DATA:
-            self._receive(head.offset, body)
-        elif head.tag == Tag.ROOM:
-            if len(body) != ROOM_FORMAT.size:
-                raise FrameError(f"a message of {len(body)} bytes where {ROOM_FORMAT.size} are due")
-            self.granted = max(self.granted, ROOM_FORMAT.unpack(body)[0])
-        elif head.tag == Tag.END:
-            self.end()
-        else:
-            raise FrameError(f"unknown message {head.tag} of a stream")
+        match head.tag:
+            case Tag.DATA:
+                self._receive(head.offset, body)
+            case Tag.ROOM:
+                if len(body) != ROOM_FORMAT.size:
+                    raise FrameError(f"a message of {len(body)} bytes where {ROOM_FORMAT.size} are due")
+                self.granted = max(self.granted, ROOM_FORMAT.unpack(body)[0])
+            case Tag.END:
+                self.end()
+            case _:
+                raise FrameError(f"unknown message {head.tag} of a stream")
 
     def _receive(self, offset: int, body: memoryview) -> None:
         """Take bytes that have arrived, and their place in the stream."""
