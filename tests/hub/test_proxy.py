@@ -245,7 +245,7 @@ def test_the_first_message_names_the_hub_and_the_protocol(tmp_path):
 
 def test_hub_and_site_agree_on_the_protocol(hub):
     with tls.dial(hub.kit("a"), TIMEOUT, hub.address) as connection:
-        assert connection._tls.selected_alpn_protocol() == "dadplug"
+        assert connection.tls.selected_alpn_protocol() == "dadplug"
 
 
 @contextlib.contextmanager

@@ -68,7 +68,7 @@ def test_no_session_can_be_resumed(kits):
     with accepted(kits / "hub", kits / "a") as (connection, own):
         connection.sendall(b"x")
         assert own.recv(1) == b"x"  # tickets would have come before
-        session = own._tls.session
+        session = own.tls.session
         assert not session or not session.has_ticket
 
 

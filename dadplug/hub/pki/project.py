@@ -113,28 +113,23 @@ class Policy:
             KitError: if an entry is unknown or has a wrong type.
         """
         check_keys(table, tuple(each.name for each in fields(cls)), place)
-        modes = table.get("modes")
-        if modes is not None and not (isinstance(modes, list) and all(isinstance(mode, str) for mode in modes)):
-            raise KitError(f'{place}: modes must be a list such as ["dsgd", "rankdad"], got {modes!r}')
-        flag_names = ("share_inputs", "encrypt_local", "require_privacy")
-        flags = {name: table.get(name, getattr(cls, name)) for name in flag_names}
-        for name, value in flags.items():
-            if not isinstance(value, bool):
-                raise KitError(f"{place}: {name} must be true or false, got {value!r}")
-        numbers = {name: table.get(name, getattr(cls, name)) for name in _NUMBERS}
-        for name, (most, what) in _NUMBERS.items():
-            value = numbers[name]
-            if value is None:  # the default
-                continue
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= most:
-                raise KitError(f"{place}: {name} must be a {what}, got {value!r}")
-        proxy = check_proxy(table.get("proxy", ""), place)
-        return cls(
-            None if modes is None else tuple(modes),
-            proxy=proxy,
-            **numbers,
-            **flags,
-        )
+        found = dict(table)
+        for name, value in table.items():
+            match name:
+                case "modes":
+                    if not isinstance(value, list) or not all(isinstance(mode, str) for mode in value):
+                        raise KitError(f'{place}: modes must be a list such as ["dsgd", "rankdad"], got {value!r}')
+                    found[name] = tuple(value)
+                case "proxy":
+                    check_proxy(value, place)
+                case "max_rank_share" | "rate_limit" | "hub_timeout":
+                    most, what = _NUMBERS[name]
+                    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= most:
+                        raise KitError(f"{place}: {name} must be a {what}, got {value!r}")
+                case _:
+                    if not isinstance(value, bool):
+                        raise KitError(f"{place}: {name} must be true or false, got {value!r}")
+        return cls(**found)
 
     @classmethod
     def load(cls, path: Path) -> Policy:

@@ -208,7 +208,7 @@ class Authority:
 
     def revoked(self) -> dict[int, datetime]:
         """Return the dates of revocation by serial number."""
-        return self._revocation_list()[0]
+        return read_revocation_list(self.folder, self.certificate)[0]
 
     def valid_certificates(self, name: str, now: datetime | None = None) -> list[Certificate]:
         """Return the certificates of a member that are neither expired nor revoked, the newest last."""
@@ -228,14 +228,11 @@ class Authority:
             OSError: if the list cannot be written.
         """
         now = now or current_time()
-        revoked, number = self._revocation_list()
+        revoked, number = read_revocation_list(self.folder, self.certificate)
         entries = dict.fromkeys(serials, now) | revoked
         pem = to_pem(make_revocation_list(self.certificate, self.key, entries, number + 1, now))
         write_file(self.folder / REVOKED, pem)
         return pem
-
-    def _revocation_list(self) -> tuple[dict[int, datetime], int]:
-        return read_revocation_list(self.folder, self.certificate)
 
 
 REQUEST = "request.pem"

@@ -595,9 +595,12 @@ class LinkSealing:
         """
         if self._epochs is None or not self._epochs.members:
             return []
+        for slot, since in self._excluded.items():
+            if time.monotonic() > since + _EXCLUDE_SECONDS:
+                raise self._revoked(slot)
         change = self._watch.changed()
         if change is None:
-            return self._check_excluded()
+            return []
         kit, problems = change
         for problem in problems:
             _log.warning("the kit has changed, and a part of it is not used: %s", problem)
@@ -612,12 +615,6 @@ class LinkSealing:
                 self._excluded[slot] = time.monotonic()
                 due.append(Exclude(slot, "its certificate has been revoked"))
         return due
-
-    def _check_excluded(self) -> list[Exclude]:
-        for slot, since in self._excluded.items():
-            if time.monotonic() > since + _EXCLUDE_SECONDS:
-                raise self._revoked(slot)
-        return []
 
     def _revoked(self, slot: int) -> SealingError:
         return SealingError(f"site {slot} ({self._names[slot]}): its certificate has been revoked")
@@ -659,8 +656,7 @@ class LinkSealing:
             RuntimeError: if it cannot be sealed, since it is of a kind that the hub has to read.
         """
         if not self.covers(head):
-            for packed, body in frames(head, content):
-                yield b"".join((packed, body))
+            yield from map(b"".join, frames(head, content))
         elif head.kind not in (Kind.PAYLOAD, Kind.STATE) or self._epochs is None:
             raise RuntimeError(f"a {head.kind.name} message cannot be sealed, which this site's kit requires")
         else:

@@ -209,25 +209,17 @@ def encrypt(kit: Kit, connection: socket.socket, host: str, port: int) -> Secure
         context = site_context(kit)
         secure = SecureSocket(connection, context, server_hostname=host)
         secure.do_handshake()
-    except ssl.SSLCertVerificationError as error:
-        given_up = _given_up(secure or connection, error, host, port)
-        if error.verify_code in _OTHER_AUTHORITY and (inspector := _inspector(kit, host, port)):
+    except OSError as error:
+        # The other end has not shown that it is the hub, so that it may be repaired.
+        given_up = _given_up(secure or connection, error, host, port, lasting=False)
+        if getattr(error, "verify_code", 0) in _OTHER_AUTHORITY and (inspector := _inspector(kit, host, port)):
             raise RefusedError(
                 f"{host}:{port}: TLS inspection: {explain(error)}: {inspector!r} has issued it. A proxy or firewall on "
                 f"the way decrypts connections; it has to pass those to {host}:{port} on unchanged",
                 lasting=False,
             ) from error
-        raise _repairable(given_up) from error
-    except OSError as error:
-        raise _repairable(_given_up(secure or connection, error, host, port)) from error
+        raise given_up from error
     return secure
-
-
-def _repairable(error: RefusedError | OSError) -> RefusedError | OSError:
-    """Return an error from before the other end has shown that it is the hub, marked as one that may be repaired."""
-    if isinstance(error, RefusedError):
-        error.lasting = False
-    return error
 
 
 def read_verdict(kit: Kit, connection: SecureSocket, host: str, port: int) -> None:
@@ -256,7 +248,7 @@ def read_verdict(kit: Kit, connection: SecureSocket, host: str, port: int) -> No
 
 
 def _given_up(
-    connection: socket.socket | SecureSocket, error: RefusedError | OSError, host: str, port: int
+    connection: socket.socket | SecureSocket, error: RefusedError | OSError, host: str, port: int, lasting: bool = True
 ) -> RefusedError | OSError:
     """Close a connection to the hub after an error, and return the error to raise."""
     timeout = connection.gettimeout() or 0.0
@@ -267,7 +259,7 @@ def _given_up(
         case ssl.SSLEOFError() | ssl.SSLZeroReturnError():
             return ConnectionError(f"{host}:{port}: the other end has closed the connection during the handshake")
         case ssl.SSLError():  # what the other end's or this end's TLS has decided
-            return RefusedError(f"{host}:{port}: {explain(error)}")
+            return RefusedError(f"{host}:{port}: {explain(error)}", lasting)
     return error
 
 

@@ -224,7 +224,7 @@ class Acceptor:
         self.refused = 0
         self._pending: list[PendingConnection] = []  # the oldest first
         self.closing: list[ClosingConnection] = []
-        self._listens, self._pauses = True, False
+        self._pauses = False
         self._budget, self._ticked = _MOST_SECONDS, time.monotonic()  # seconds of work
         self._own: Any = selectors.DefaultSelector()  # which the hub's waits for
         self._own.register(self._listener, _READ)
@@ -263,7 +263,8 @@ class Acceptor:
             self._accept(now, most)
         if spares:
             self._budget -= time.thread_time() - begin
-            self._pause(self._budget < 0)
+            if self._budget < 0:
+                self._pause(True)
 
     def _by_host(self) -> Counter[str]:
         """Return the numbers of pending connections by host."""
@@ -280,16 +281,8 @@ class Acceptor:
 
     def stop_listening(self) -> None:
         """Accept no connection any more."""
-        self._listen(False)
+        self._own.unregister(self._listener)
         self._listener.close()
-
-    def _listen(self, listens: bool) -> None:
-        """Accept connections, or leave them where they are."""
-        if listens and not self._listens and self._listener.fileno() >= 0:
-            self._own.register(self._listener, _READ)
-        elif self._listens and not listens:
-            self._own.unregister(self._listener)
-        self._listens = listens
 
     def _accept(self, now: float, most: int) -> None:
         """Accept some connections."""
@@ -300,7 +293,7 @@ class Acceptor:
                 return
             except OSError as error:
                 self._journal.refuse("a connection", str(error), now)
-                self._listen(False)
+                self._pause(True)
                 return
             if len(self._pending) >= MAX_PENDING:
                 self._refuse_one(now)
@@ -389,7 +382,6 @@ class Acceptor:
         self._ticked = now
         if self._budget >= 0 or not spares:
             self._pause(False)
-            self._listen(True)
         for pending in [each for each in self._pending if now >= each.deadline]:
             self._refuse(pending, "it has not finished the handshake in time", now)
         for closing in [each for each in self.closing if now >= each.deadline]:

@@ -238,7 +238,7 @@ class Hub:
         self._next_tick = 0.0  # others may wait for it
         stream = session.lose(reason, now)
         if stream is not None:
-            stream.close()
+            stream.connection.close()
         if session.ended is None:
             self.journal.write(f"connection to {session.name} ({session.channel}) lost: {reason}")
 
@@ -372,7 +372,7 @@ class Hub:
     def _close(self) -> None:
         for session in self._masks:
             if (stream := session.lose("", 0.0)) is not None:
-                stream.close()
+                stream.connection.close()
         self._streams.close()
         self._service.close()
         self.acceptor.close()

@@ -12,7 +12,7 @@ import selectors
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from ...errors import FrameError, RefusedError
 from ..check import CheckHandler
@@ -36,18 +36,8 @@ _TURN_BYTES, _TURN_FRAMES = 1 << 18, 256  # received in a turn
 _SPARE_RATE, _MOST_SPARE, _FIRST_SPARE = 250.0, 1000.0, 100.0
 
 
-class Received(NamedTuple):
-    """Frame that has been received.
-
-    Attributes:
-        head: its head.
-        body: its body.
-        packed: both, as they have arrived.
-    """
-
-    head: Head
-    body: memoryview
-    packed: PackedFrame
+Received = tuple[Head, memoryview, PackedFrame]
+"""Frame that has been received: its head, its body, and both as they have arrived."""
 
 
 class Session(NumberedStream):
@@ -188,7 +178,7 @@ class Session(NumberedStream):
                     self.spare -= 1
             else:
                 packed = self._packed if head.length else bytes(receiver.head_bytes)
-                frames.append(Received(head, receiver.body, packed))
+                frames.append((head, receiver.body, packed))
         if nbytes := receiver.nbytes - before:
             self.heard = now
             self.bytes_in += nbytes

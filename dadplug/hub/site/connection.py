@@ -368,7 +368,8 @@ class HubConnection(ABC):
                 if not left:
                     return True
                 self.check()
-                state = left, self._frames.passed * any_frame
+                passed = self._frames.received + self._frames.queue.acknowledged
+                state = left, passed * any_frame
                 if state != before or self.pauses or (self.is_away and self.outlasts_outages):
                     deadline, before = Deadline(seconds), state
                 if deadline.over:

@@ -209,10 +209,6 @@ class Stream:
                 return True
         return False
 
-    def close(self) -> None:
-        """Close the connection without a TLS closing alert."""
-        self.connection.close()
-
 
 class KeptFrames:
     """Frames that a site has sent, by step.
@@ -279,11 +275,6 @@ class NumberedStream:
         self.blocked = False
         self._receiver: FrameReceiver
         self._unacknowledged = 0  # bytes received since the last ping
-
-    @property
-    def passed(self) -> int:
-        """Number of frames that have arrived, here or at the other end."""
-        return self.received + self.queue.acknowledged
 
     def send(self, frame: PackedFrame) -> None:
         """Append a frame to those that are to be sent."""
