@@ -331,7 +331,7 @@ class Project:
         hub_at = _entry(table, "hub_at") if "hub_at" in table else None
         roster = Roster(name, hub, tuple(names), _texts(table, "sites", None), hub_at, table.get("sealed", False))
         own_keys = _texts(table, "own_keys", ())
-        policies = _entry(table, "policy", dict, {}, "a table")
+        policies = _entry(table, "policy", dict, {})
         for each in own_keys:
             if each != HUB:
                 roster.slot(each)
@@ -414,28 +414,19 @@ def canonical(host: str) -> str:
     return str(found) if found else host.lower()
 
 
-def _entry(
-    table: Mapping[str, Any],
-    name: str,
-    kind: type | tuple[type, ...] = str,
-    default: Any = None,
-    what: str = "a text",
-) -> Any:
+def _entry(table: Mapping[str, Any], name: str, kind: type = str, default: Any = None) -> Any:
     value = table.get(name, default)
     if value is None:
         raise KitError(f"{name} is missing")
     if not isinstance(value, kind):
-        raise KitError(f"{name} must be {what}, got {value!r}")
+        raise KitError(f"{name} must be a {'table' if kind is dict else 'text'}, got {value!r}")
     return value
 
 
-_TEXTS = 'a list of texts, such as ["a", "b"]'
-
-
 def _texts(table: Mapping[str, Any], name: str, default: tuple[str, ...] | None) -> tuple[str, ...]:
-    value = _entry(table, name, (list, tuple), default, _TEXTS)
-    if not all(isinstance(each, str) for each in value):
-        raise KitError(f"{name} must be {_TEXTS}, got {value!r}")
+    value = _entry(table, name, object, default)
+    if not isinstance(value, (list, tuple)) or not all(isinstance(each, str) for each in value):
+        raise KitError(f'{name} must be a list of texts, such as ["a", "b"], got {value!r}')
     return tuple(value)
 
 
