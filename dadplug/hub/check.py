@@ -352,7 +352,8 @@ def _connect(addresses: Sequence[Any], timeout: float) -> tuple[socket.socket, s
     """Connect to the first address that answers; return the connection, and how long it has taken."""
     failure: _FailedError | None = None
     for *_, place in addresses:
-        name, begin = f"{place[0]}:{place[1]}", time.monotonic()
+        name = f"{place[0]}:{place[1]}"
+        begin = time.monotonic()
         try:
             connection = socket.create_connection(place[:2], timeout)
         except OSError as error:

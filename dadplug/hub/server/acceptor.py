@@ -255,7 +255,8 @@ class Acceptor:
             spares: whether to spare members, which train: where the work takes more than its share of the time, all
                 wait for the next tick.
         """
-        begin, counts, most = time.thread_time(), self._by_host(), 1 if spares else _A_TURN
+        begin, counts = time.thread_time(), self._by_host()
+        most = 1 if spares else _A_TURN
         ready = [key.data for key, _ in self._own.select(0)]
         for pending in sorted(filter(None, ready), key=lambda each: counts[each.host])[:most]:
             self._advance(pending, now)

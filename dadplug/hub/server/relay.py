@@ -541,7 +541,8 @@ class Relay:
             receiver.send(b"".join((head._replace(slot=session.slot).pack(), body)))
 
     def _take_control(self, session: Session, body: bytes, now: float) -> None:
-        message, trains = read_control(body, len(self.roster)), session.channel == "training"
+        message = read_control(body, len(self.roster))
+        trains = session.channel == "training"
         match message:
             case Leave():
                 self.drop(session, message.reason, now)
