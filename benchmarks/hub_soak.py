@@ -335,7 +335,7 @@ class Soak:
         (self.disk / "journal").unlink()  # as log rotation would
 
     def _expire(self, name: str) -> None:
-        from dadplug.hub.pki.certificates import current_time
+        from dadplug.hub.pki.kits import current_time
         from dadplug.hub.pki.provision import renew
 
         renew(self.kits, name, days=1, now=current_time() - timedelta(days=3))

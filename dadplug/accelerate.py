@@ -25,8 +25,8 @@ from torch.utils.data import DataLoader
 
 from .ddp import DistributedDataParallel
 from .errors import MismatchError
+from .hub import current_connection
 from .hub.connect import connect
-from .hub.connections import current_connection
 from .local_steps.options import LOCAL_MODE, LocalOptions, options_class, options_of
 from .logs import get_logger
 from .options import Options

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from .hub.connections import current_connection
+from .hub import current_connection
 from .options import Options
 from .runners._lightning import packages_in_use, strategy_base
 from .signature import takes_keywords_of

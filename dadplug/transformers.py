@@ -15,8 +15,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from .hub import current_connection
 from .hub.connect import connect
-from .hub.connections import current_connection
 from .local_steps.options import LOCAL_MODE, LocalOptions, options_of
 from .logs import get_logger
 from .options import Options

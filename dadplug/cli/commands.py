@@ -327,7 +327,7 @@ def passphrase(arguments: argparse.Namespace) -> int:
     """Encrypt a key with another passphrase; the present one is found as at all times."""
     import getpass
 
-    from ..hub.pki.passphrases import VARIABLE, first_line
+    from ..hub.pki.files import VARIABLE, first_line
     from ..hub.pki.provision import protect
 
     if arguments.remove:

@@ -19,7 +19,7 @@ import socket
 import statistics
 import struct
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import IntEnum
@@ -28,12 +28,10 @@ from typing import Any, Literal
 
 from ..errors import FrameError, KitError, ProxyError, RefusedError
 from ..exchange.handshake import within
-from .pki.certificates import current_time, revocation_list_end
 from .pki.files import REVOKED, read_file
-from .pki.kits import RENEW, SOON_DAYS, Kit, certificate_end, days_left
-from .pki.proxies import Proxy, find_proxy
+from .pki.kits import RENEW, SOON_DAYS, Kit, certificate_end, current_time, days_left, revocation_list_end
+from .pki.proxies import Proxy, find_proxy, open_tunnel
 from .secure import tls
-from .secure.proxy import open_tunnel
 from .secure.secure_socket import SecureSocket
 from .site.connection import introduce
 from .wire.messages import FRESH, VERSION, Head, Hello, Kind, Leave, frames, pack_control
@@ -83,28 +81,28 @@ class CheckHandler:
         self._requests += 1
         if self._bytes_in > MOST_BYTES or self._requests > _MOST_REQUESTS:
             raise FrameError(f"a check of more than {MOST_BYTES} bytes or {_MOST_REQUESTS} requests")
-        if head.tag == Request.TIME:
-            return self._frames(head.tag, NUMBER.pack(self._clock()))
-        if head.tag == Request.UP:
-            return []
-        if head.tag == Request.STATUS:
-            content = json.dumps(status or {}).encode()
-            self._count_out(len(content))
-            return self._frames(head.tag, NUMBER.pack(len(content)) + content)
-        if head.tag != Request.DOWN or len(body) != NUMBER.size:
-            raise FrameError(f"an unknown request {head.tag} of {len(body)} bytes in a check")
-        count = NUMBER.unpack(body)[0]
-        self._count_out(count)
-        return self._frames(head.tag, bytes(count))
+        match head.tag:
+            case Request.TIME:
+                content = NUMBER.pack(self._clock())
+            case Request.UP:
+                return []
+            case Request.STATUS:
+                text = json.dumps(status or {}).encode()
+                self._count_out(len(text))
+                content = NUMBER.pack(len(text)) + text
+            case Request.DOWN if len(body) == NUMBER.size:
+                count = NUMBER.unpack(body)[0]
+                self._count_out(count)
+                content = bytes(count)
+            case _:
+                raise FrameError(f"an unknown request {head.tag} of {len(body)} bytes in a check")
+        answer = Head(Kind.PAYLOAD, self._slot, tag=head.tag)
+        return [packed + piece for packed, piece in frames(answer, memoryview(content))]
 
     def _count_out(self, count: int) -> None:
         self._bytes_out += count
         if self._bytes_out > MOST_BYTES:
             raise FrameError(f"a check that asks for more than {MOST_BYTES} bytes")
-
-    def _frames(self, tag: int, content: bytes) -> list[bytes]:
-        head = Head(Kind.PAYLOAD, self._slot, tag=tag)
-        return [packed + body for packed, body in frames(head, memoryview(content))]
 
 
 _CLOCK_NOTE, _CLOCK_FAILED = 5.0, 3000.0  # seconds of difference; certificates begin an hour before they are made
@@ -165,7 +163,7 @@ def check_kit(folder: Path, address: tuple[str, int] | None = None, timeout: flo
     yield from _files(kit)
     host, port = address or kit.roster.address()
     try:
-        yield from _way(kit, host, port, timeout)
+        yield from _way(kit, host, port, timeout, _measurements)
     except _FailedError as error:
         yield error.finding
 
@@ -220,30 +218,20 @@ def _ending(item: str, text: str, days: int, advice: str) -> Finding:
 # The way to the hub
 
 
-def _way(kit: Kit, host: str, port: int, timeout: float) -> Iterator[Finding]:
+def _way(
+    kit: Kit, host: str, port: int, timeout: float, work: Callable[[_Line], Iterator[Finding]]
+) -> Iterator[Finding]:
     """Go the way to the hub as far as possible.
+
+    Args:
+        kit: kit of the site.
+        host: host name or address of the hub.
+        port: its port.
+        timeout: seconds for each step.
+        work: what is done over the connection at the end.
 
     Raises:
         _FailedError: if it ends before the hub.
-    """
-    secure = yield from _reach(kit, host, port, timeout)
-    try:
-        yield _encryption(secure)
-        _enter(kit, secure, host, port, timeout)
-        yield Finding("hub", "ok", f"it accepts {kit.name}")
-        try:
-            yield from _measurements(_Line(kit.slot, secure))
-        except (OSError, FrameError) as error:
-            raise _FailedError("measurements", f"the connection was lost: {error}", _LINK) from error
-    finally:
-        secure.close()
-
-
-def _reach(kit: Kit, host: str, port: int, timeout: float) -> Generator[Finding, None, SecureSocket]:
-    """Go the way to the hub until the end of the TLS handshake, and return the connection.
-
-    Raises:
-        _FailedError: if it ends before.
     """
     try:
         proxy = find_proxy(kit.policy.proxy, host, port)
@@ -261,7 +249,13 @@ def _reach(kit: Kit, host: str, port: int, timeout: float) -> Generator[Finding,
         secure = tls.encrypt(kit, connection, host, port)
     except (RefusedError, OSError) as error:
         raise _FailedError("TLS", str(error), _advice(str(error), kit)) from error
-    return secure
+    try:
+        yield _encryption(secure)
+        _enter(kit, secure, host, port, timeout)
+        yield Finding("hub", "ok", f"it accepts {kit.name}")
+        yield from work(_Line(kit.slot, secure))
+    finally:
+        secure.close()
 
 
 def _tunnel(connection: socket.socket, proxy: Proxy, host: str, port: int) -> Finding:
@@ -302,16 +296,6 @@ def _enter(kit: Kit, secure: SecureSocket, host: str, port: int, timeout: float)
         raise _FailedError("hub", str(error), _advice(str(error), kit)) from error
 
 
-def _result(steps: Generator[Finding, None, SecureSocket]) -> SecureSocket:
-    """Carry out steps, and return their result."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            found: SecureSocket = end.value
-            return found
-
-
 def ask_status(folder: Path, address: tuple[str, int] | None = None, timeout: float = 5.0) -> dict[str, Any]:
     """Ask the hub for its status, as a site.
 
@@ -331,15 +315,16 @@ def ask_status(folder: Path, address: tuple[str, int] | None = None, timeout: fl
         raise KitError(f"{folder} is the kit of the hub: a site asks for the status, by its own kit")
     kit.check_dates()
     host, port = address or kit.roster.address()
+    found: dict[str, Any] = {}
+
+    def ask(line: _Line) -> Iterator[Finding]:
+        found.update(line.status())
+        line.close()
+        return iter(())
+
     try:
-        secure = _result(_reach(kit, host, port, timeout))
-        try:
-            _enter(kit, secure, host, port, timeout)
-            line = _Line(kit.slot, secure)
-            found = line.status()
-            line.close()
-        finally:
-            secure.close()
+        for _ in _way(kit, host, port, timeout, ask):
+            pass
     except _FailedError as error:
         raise KitError(". ".join(filter(None, (error.finding.text, error.finding.advice)))) from error
     except (OSError, FrameError, ValueError) as error:
@@ -366,15 +351,12 @@ def _resolve(host: str, port: int, timeout: float) -> list[Any]:
 def _connect(addresses: Sequence[Any], timeout: float) -> tuple[socket.socket, str]:
     """Connect to the first address that answers; return the connection, and how long it has taken."""
     failure: _FailedError | None = None
-    for family, kind, protocol, _, place in addresses:
+    for *_, place in addresses:
         name = f"{place[0]}:{place[1]}"
-        connection = socket.socket(family, kind, protocol)
-        connection.settimeout(timeout)
         begin = time.monotonic()
         try:
-            connection.connect(place)
+            connection = socket.create_connection(place[:2], timeout)
         except OSError as error:
-            connection.close()
             failure = failure or _FailedError("port", *_unreachable(name, error, timeout))
             continue
         took = time.monotonic() - begin
@@ -386,22 +368,24 @@ def _connect(addresses: Sequence[Any], timeout: float) -> tuple[socket.socket, s
 
 def _unreachable(name: str, error: OSError, timeout: float) -> tuple[str, str]:
     """Return what a failed connection means, and what to do."""
-    if isinstance(error, TimeoutError):
-        return f"{name} does not answer within {timeout:g} s", (
-            "A firewall drops the packets, or the hub's machine is down. This site has to be allowed to open TCP "
-            f"connections to {name}, and the hub's machine to accept them."
-        )
-    if isinstance(error, ConnectionRefusedError):
-        return f"{name} refuses connections", (
-            "The machine is up, but nothing listens at this port: start the hub (`python -m dadplug hub KIT`), and "
-            "compare the port with that in roster.json. Some firewalls answer in this way, too."
-        )
+    match error:
+        case TimeoutError():
+            return f"{name} does not answer within {timeout:g} s", (
+                "A firewall drops the packets, or the hub's machine is down. This site has to be allowed to open TCP "
+                f"connections to {name}, and the hub's machine to accept them."
+            )
+        case ConnectionRefusedError():
+            return f"{name} refuses connections", (
+                "The machine is up, but nothing listens at this port: start the hub (`python -m dadplug hub KIT`), and "
+                "compare the port with that in roster.json. Some firewalls answer in this way, too."
+            )
     return f"{name} cannot be reached: {error.strerror or error}", "Check this machine's network and its routes."
 
 
 def _encryption(secure: SecureSocket) -> Finding:
-    end = certificate_end(dict(secure.getpeercert() or {}))
-    text = f"{secure.version()}, {(secure.cipher() or ('',))[0]}; the hub's certificate is valid until {end:%Y-%m-%d}"
+    end = certificate_end(dict(secure.tls.getpeercert() or {}))
+    cipher, *_ = secure.tls.cipher() or ("",)
+    text = f"{secure.tls.version()}, {cipher}; the hub's certificate is valid until {end:%Y-%m-%d}"
     return _ending("TLS", text, days_left(end), f"Ask the project's operator to run `{RENEW} hub`.")
 
 
@@ -494,13 +478,16 @@ class _Line:
 
 
 def _measurements(line: _Line) -> Iterator[Finding]:
-    trips, ahead = zip(*(line.time() for _ in range(_ROUND_TRIPS)))
-    trip = statistics.median(trips)
-    yield _clock(min(zip(trips, ahead))[1])
-    yield Finding("round trip", "ok", f"{1e3 * trip:.1f} ms, the median of {_ROUND_TRIPS}")
-    up, down = _rate(trip, line.upload), _rate(trip, line.download)
-    yield Finding("rate", "ok", f"up {_text(up)}, down {_text(down)}")
-    line.close()
+    try:
+        trips, ahead = zip(*(line.time() for _ in range(_ROUND_TRIPS)))
+        trip = statistics.median(trips)
+        yield _clock(min(zip(trips, ahead))[1])
+        yield Finding("round trip", "ok", f"{1e3 * trip:.1f} ms, the median of {_ROUND_TRIPS}")
+        up, down = _rate(trip, line.upload), _rate(trip, line.download)
+        yield Finding("rate", "ok", f"up {_text(up)}, down {_text(down)}")
+        line.close()
+    except (OSError, FrameError) as error:
+        raise _FailedError("measurements", f"the connection was lost: {error}", _LINK) from error
 
 
 def _clock(ahead: float) -> Finding:

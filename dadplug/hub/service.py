@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..errors import KitError
-from .pki.files import KEY, POLICY
+from .pki.files import CREDENTIAL, KEY, POLICY
 from .pki.kits import Kit
-from .pki.passphrases import CREDENTIAL
 
 _HOMES = ("/home", "/root", "/run/user")
 
@@ -163,11 +162,8 @@ class Service:
         ]
         if self.user:
             steps = [f"chown -R {self.user} {shlex.quote(str(self._folder))}"]
-        blocked = [home for home in ("/root",) if any(each.startswith(f"{home}/") for each in self.program[:1])]
-        if blocked and self.user != "root":
-            steps.append(
-                f"# {self.program[0]} is below {blocked[0]}, which other users cannot read: install it in /opt"
-            )
+        if self.program[0].startswith("/root/") and self.user != "root":
+            steps.append(f"# {self.program[0]} is below /root, which other users cannot read: install it in /opt")
         return [
             *steps,
             f"install -m 644 {shlex.quote(str(path))} /etc/systemd/system/",

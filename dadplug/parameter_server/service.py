@@ -549,7 +549,7 @@ class _Start:
 
 
 class SequencerHost:
-    """Service of a hub that runs sequencers; see `dadplug.hub.server.streams.StreamService`.
+    """Service of a hub that runs sequencers; see `dadplug.hub.server.session.StreamService`.
 
     The first message on a stream names the parameter server by a key that only its sites have. If it is a start, the
     sequencer starts once each site has sent one with the same settings; otherwise all sites get the same error. If it

@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from ...errors import MismatchError
 from ...exchange import Traffic, Transport, connect, open_transport
 from ...exchange.transport import Requirements
-from ...hub.connections import current_connection
+from ...hub import current_connection
 from ...model_sync.samples import batches_before, takes_part
 from ...signature import split_keywords
 from ..loaders import batches_from, check_split_data

@@ -19,7 +19,7 @@ from ...exchange import Traffic, Transport, open_transport
 from ...exchange.handshake import choose_interface, free_port, gloo_interface
 from ...exchange.status import describe
 from ...exchange.transport import Requirements
-from ...hub.connections import LOOPBACK, STARTED_PROCESSES, current_connection
+from ...hub import LOOPBACK, STARTED_PROCESSES, current_connection
 from ...model_sync import sameness
 from ...model_sync.samples import batch_size, takes_part
 from ...signature import split_keywords
@@ -99,7 +99,7 @@ class SiteEnvironment:
     def local_rank(self) -> int:
         """Return the number of this process on its node, as torchrun or its connection by a kit sets it."""
         if (connection := current_connection()) is not None:
-            return connection.local_rank
+            return int(connection.local_rank)
         return int(os.environ.get("LOCAL_RANK", "0")) if "TORCHELASTIC_RUN_ID" in os.environ else 0
 
     def node_rank(self) -> int:

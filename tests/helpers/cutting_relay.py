@@ -54,8 +54,9 @@ class CuttingRelay:
         """Reset the connection once so many more bytes have been passed on in a direction."""
         self._cut_at = direction, self.counts[direction] + nbytes
 
-    def cut(self) -> None:
-        """Reset the connections that are open."""
+    def cut(self, refuse: bool = False) -> None:
+        """Reset the connections that are open, and refuse others from now on if asked."""
+        self.refuse = self.refuse or refuse
         pairs, self._pairs = self._pairs, []
         self.cuts += len(pairs)
         for pair in pairs:

@@ -111,6 +111,26 @@ class Run:
         """Let the sites end some steps after the last one that a site has written."""
         (self.folder / "stop").write_text(str(max(self.lines(name)) + more))
 
+    def lose(self, name: str, **fields: object) -> None:
+        """Start a process of a site, which is killed, and then another one."""
+        self.start(name, **fields)
+        self.end(name, -9)
+        self.start(name)
+
+    def finish(self, names: str, more: int = 20) -> tuple[dict[int, dict], dict[int, list[int]]]:
+        """Let sites end together some steps later; check that they are present, and have the same bits.
+
+        Returns:
+            Lines of the first one, and the slots of the sites that are present, by step.
+        """
+        self.stop(more, names[0])
+        self.end(names)
+        lines = self.lines(names[0])
+        for name in names[1:]:
+            same_bits(lines, self.lines(name))
+        assert lines[max(lines)]["present"] == [ord(name) - ord("a") for name in names]
+        return lines, presence(lines)
+
 
 def presence(lines: dict[int, dict]) -> dict[int, list[int]]:
     """Return the slots of the sites that are present, by step."""

@@ -277,7 +277,7 @@ class TestSite:
 
     def close(self) -> None:
         """Close the connection."""
-        self.stream.close()
+        self.stream.connection.close()
 
 
 def together(hub: RunningHub, names: str = "ab", channel: str = "training") -> list[TestSite]:

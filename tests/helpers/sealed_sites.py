@@ -45,12 +45,13 @@ def sealed_links(folder: Path, sites: tuple[str, ...] = SITES, sealed: bool = Tr
 
 def opened(frame: Received) -> Frame:
     """Return a frame that the hub has received, as a test reads and alters it."""
-    return Frame(frame.head, bytes(frame.body))
+    head, body, _ = frame
+    return Frame(head, bytes(body))
 
 
 def packed(frame: Frame) -> Received:
     """Return a frame as the hub passes it on."""
-    return Received(frame.head, memoryview(frame.body), frame.head.pack() + frame.body)
+    return frame.head, memoryview(frame.body), frame.head.pack() + frame.body
 
 
 def flip(frame: Frame, position: int = -1) -> Frame:

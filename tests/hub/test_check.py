@@ -17,7 +17,7 @@ from dadplug.errors import FrameError
 from dadplug.hub import Project, check
 from dadplug.hub.check import MOST_BYTES, NUMBER, CheckHandler, Request
 from dadplug.hub.pki import provision
-from dadplug.hub.pki.certificates import current_time
+from dadplug.hub.pki.kits import current_time
 from dadplug.hub.server.status import Meter, snapshot, table
 from dadplug.hub.wire.messages import Head, Kind, Refuse
 

@@ -21,8 +21,8 @@ from dadplug import GradientReduction
 from dadplug.errors import FrameError, SiteError
 from dadplug.hub.pki.kits import Kit
 from dadplug.hub.server import run as run_module
+from dadplug.hub.site.inbox import StateRequests
 from dadplug.hub.site.link import RoundClient
-from dadplug.hub.site.states import StateRequests
 from dadplug.hub.wire.messages import (
     Grow,
     Pause,
@@ -45,9 +45,7 @@ def leaves_and_returns(folder: Path, names: str, **settings: object) -> tuple[di
     with running_hub(folder / "kits", tuple(names)) as hub:
         run = Run(folder, hub, pause=0.01, **settings)
         run.start(names[:-1])
-        run.start(names[-1], leave=LEAVES)
-        run.end(names[-1], -9)
-        run.start(names[-1])
+        run.lose(names[-1], leave=LEAVES)
         hub.await_line(f"{names[-1]} joins", ENDED)
         run.stop(40)
         run.end(names)
@@ -81,9 +79,7 @@ def test_a_wrapped_model_is_updated_before_its_next_forward_pass(tmp_path):
     with running_hub(tmp_path / "kits", ("a", "b")) as hub:
         run = Run(tmp_path, hub, mode="rankdad", site_timeout=5.0, pause=0.01, wraps=True)
         run.start("a")
-        run.start("b", leave=LEAVES, how="late")
-        run.end("b", -9)
-        run.start("b")
+        run.lose("b", leave=LEAVES, how="late")
         hub.await_line("b joins", ENDED)
         run.await_step("b", max(run.lines("a")) + 2)
         run.processes["b"].send_signal(signal.SIGSTOP)
@@ -91,12 +87,8 @@ def test_a_wrapped_model_is_updated_before_its_next_forward_pass(tmp_path):
         run.await_step("a", max(run.lines("a")) + 3)
         run.processes["b"].send_signal(signal.SIGCONT)
         until(lambda: sum("b joins" in line for line in hub.log) == 2, timeout=ENDED)
-        run.stop()
-        run.end("ab")
-        lines, present = run.lines("a"), presence(run.lines("a"))
-        same_bits(lines, run.lines("b"))
+        lines, present = run.finish("ab")
     assert list(present.values()).count([0]) >= 4
-    assert present[max(present)] == [0, 1]
     same_bits(lines, idles(tmp_path / "idle", "ab", present, mode="rankdad"))
 
 
@@ -159,12 +151,8 @@ def test_a_site_that_was_stopped_joins_again_in_its_process(tmp_path, mode):
         run.await_step("a", max(run.lines("a")) + 3)
         run.processes["b"].send_signal(signal.SIGCONT)
         hub.await_line("b joins", ENDED)
-        run.stop()
-        run.end("abc")
-        lines, present = run.lines("a"), presence(run.lines("a"))
-        same_bits(lines, run.lines("b"))
+        lines, present = run.finish("abc")
     assert [0, 2] in present.values()
-    assert present[max(present)] == [0, 1, 2]
     same_bits(lines, idles(tmp_path / "idle", "abc", present, mode=mode))
 
 
@@ -217,15 +205,11 @@ def test_another_site_gives_its_state_if_one_is_lost_meanwhile(tmp_path):
         run = Run(tmp_path, hub, pause=0.01)
         run.start("a", how="donates")  # of members that have been asked equally often, the first one is asked
         run.start("b")
-        run.start("c", leave=LEAVES)
-        run.end("c", -9)
-        run.start("c")
+        run.lose("c", leave=LEAVES)
         hub.await_line("c joins", ENDED)
         hub.await_line("a has left", ENDED)
         run.await_step("c", max(run.lines("b")) + 2)
-        run.stop(5, "b")
-        run.end("bc")
-        same_bits(run.lines("b"), run.lines("c"))
+        run.finish("bc", 5)
 
 
 def test_another_site_gives_its_state_if_one_is_held_up(tmp_path):
@@ -234,9 +218,7 @@ def test_another_site_gives_its_state_if_one_is_held_up(tmp_path):
         run = Run(tmp_path, hub, pause=0.01, site_timeout=4.0)
         run.start("a", how="hesitates")
         run.start("b")
-        run.start("c", leave=LEAVES)
-        run.end("c", -9)
-        run.start("c")
+        run.lose("c", leave=LEAVES)
         hub.await_line("a is asked for its state, for c", ENDED)
         hub.await_line("b is asked for its state, for c", ENDED)
         run.stop(5, "b")
@@ -255,9 +237,7 @@ def test_a_site_that_is_lost_while_it_joins_holds_up_nobody(tmp_path):
             run.end("b", -9)
         run.start("b")
         run.await_step("b", max(run.lines("a")) + 2)
-        run.stop(5)
-        run.end("ab")
-        same_bits(run.lines("a"), run.lines("b"))
+        run.finish("ab", 5)
 
 
 def test_what_needs_all_sites_is_refused():
@@ -448,13 +428,8 @@ def test_a_site_that_is_new_counts_as_one_that_was_idle(tmp_path, mode, settings
         add_site(hub, "abc")
         run.start("c")
         hub.await_line("c joins", ENDED)
-        run.stop(20 if settings["pause"] < 1 else 4)
-        run.end("abc")
-        lines, present = run.lines("a"), presence(run.lines("a"))
-        same_bits(lines, run.lines("b"))
-        same_bits(lines, run.lines("c"))
+        lines, present = run.finish("abc", 20 if settings["pause"] < 1 else 4)
     assert present[3] == [0, 1]
-    assert present[max(present)] == [0, 1, 2]
     same_bits(lines, idles(tmp_path / "idle", "abc", present, mode=mode, **settings | {"late": "wait", "pause": 0.0}))
 
 

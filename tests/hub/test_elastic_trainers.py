@@ -40,15 +40,15 @@ def validations(run: Run, name: str) -> dict[int, dict]:
     return {line["validation"]: line for line in run.written(name) if "validation" in line}
 
 
-def leave_and_return(run: Run, names: str, lost: str) -> None:
+def leave_and_return(run: Run, names: str, lost: str, leave: int = LEAVES) -> None:
     """Train with a site that is killed and comes back, for some more epochs."""
     for name in names:
-        run.start(name, leave=LEAVES if name == lost else -1)
+        run.start(name, leave=leave if name == lost else -1)
     run.end(lost, -9)
-    before = len(steps(run, lost))
+    before = len(run.lines(lost))
     run.start(lost)
-    until(lambda: len(steps(run, lost)) >= before + MORE or run.processes[lost].poll() is not None, run.state, ENDED)
-    run.stop()
+    until(lambda: len(run.lines(lost)) >= before + MORE or run.processes[lost].poll() is not None, run.state, ENDED)
+    run.stop(name=lost)
     run.end(names)
 
 
@@ -323,14 +323,7 @@ def agree_after_rounds(lines: dict[str, dict[int, dict]]) -> list[list[int]]:
 def test_local_steps_in_lightning_go_on_and_a_site_returns(tmp_path, overlap):
     with running_hub(tmp_path / "kits", tuple("abc")) as hub:
         run = sites_of(tmp_path, hub, epochs=10000, pause=0.01, every=4, overlap=overlap)
-        for name in "abc":
-            run.start(name, leave=7 if name == "c" else -1)
-        run.end("c", -9)
-        before = len(steps(run, "c"))
-        run.start("c")
-        until(lambda: len(steps(run, "c")) >= before + MORE or run.processes["c"].poll() is not None, run.state, ENDED)
-        run.stop()
-        run.end("abc")
+        leave_and_return(run, "abc", "c", 7)
     lines = {name: steps(run, name) for name in "abc"}
     for name in "bc":
         for number, line in lines[name].items():
@@ -354,14 +347,7 @@ def test_local_steps_in_lightning_go_on_and_a_site_returns(tmp_path, overlap):
 def test_local_steps_in_catalyst_go_on_and_a_site_returns(tmp_path):
     with running_hub(tmp_path / "kits", tuple("abc")) as hub:
         run = catalyst_sites_of(tmp_path, hub, epochs=10000, returns=True, every=4)
-        for name in "abc":
-            run.start(name, leave=9 if name == "c" else -1)
-        run.end("c", -9)
-        before = len(run.lines("c"))
-        run.start("c")
-        until(lambda: len(run.lines("c")) > before + 10 or run.processes["c"].poll(), run.state, ENDED)
-        run.stop(name="c")
-        run.end("abc")
+        leave_and_return(run, "abc", "c", 9)
     lines = {name: run.lines(name) for name in "abc"}
     for number, line in lines["c"].items():
         for what in ("epoch", "batch", "lr"):

@@ -21,8 +21,7 @@ from dadplug.exchange.transport import Requirements
 from dadplug.hub.server.journal import Journal
 from dadplug.hub.server.membership import Phase
 from dadplug.hub.server.relay import Relay
-from dadplug.hub.server.session import Session
-from dadplug.hub.server.streams import HubStreams
+from dadplug.hub.server.session import HubStreams, Session
 from dadplug.hub.wire.messages import (
     FRESH,
     PIECE_BYTES,

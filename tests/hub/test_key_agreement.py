@@ -9,8 +9,7 @@ import pytest
 
 from dadplug.errors import KitError, SealingError
 from dadplug.hub.pki import provision
-from dadplug.hub.pki.certificates import current_time
-from dadplug.hub.pki.kits import Kit
+from dadplug.hub.pki.kits import Kit, current_time
 from dadplug.hub.secure import key_agreement
 from dadplug.hub.secure.key_agreement import OFFER_BYTES, Agreement
 from dadplug.hub.wire.messages import Head, Kind

@@ -169,8 +169,7 @@ def test_a_hub_that_stays_away_is_given_up(tmp_path, monkeypatch):
         CuttingRelay(hub.address) as relay,
         linked(hub, 2, [relay.address, hub.address]) as opened,
     ):
-        relay.refuse = True
-        relay.cut()
+        relay.cut(refuse=True)
         with pytest.raises(SiteError, match=r"the hub at 127.0.0.1:\d+ cannot be reached for 0.5 s"):
             exchange(transports(opened)[0]).wait()
 
@@ -182,8 +181,7 @@ def test_a_hub_that_has_been_restarted_gets_what_the_old_one_has_lost(tmp_path):
         tensors = [torch.arange(100_000.0) * (rank + 1) for rank in range(3)]
         sums, gathers = [every[0].all_reduce(tensors[0])], [exchange(each, rank) for rank, each in enumerate(every)]
         assert [int(each[0]) for each in gathers[0].wait()] == [0, 1, 2]
-        relay.refuse = True
-        relay.cut()
+        relay.cut(refuse=True)
     sums += [each.all_reduce(tensor) for each, tensor in zip(every[1:], tensors[1:], strict=True)]
     with running_hub(tmp_path / "kits", NAMES[:3]):
         for link in opened:
@@ -206,8 +204,7 @@ def test_a_hub_that_has_been_restarted_gets_what_the_old_one_has_lost(tmp_path):
 def test_a_run_ends_if_a_site_has_started_again_with_the_hub(tmp_path):
     with running_hub(tmp_path / "kits", NAMES[:2]) as hub, CuttingRelay(hub.address) as relay:
         opened = link_all(hub, 2, [relay.address] * 2)
-        relay.refuse = True
-        relay.cut()
+        relay.cut(refuse=True)
     opened[1].close_descriptors()
     with running_hub(tmp_path / "kits", NAMES[:2]), ThreadPoolExecutor(1) as pool:
         new = pool.submit(open_link, hub.kits, "b", hub.address)

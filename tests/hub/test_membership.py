@@ -39,6 +39,11 @@ def close_steps(membership, count, now=0.0, seconds=0.0):
     return now
 
 
+def ends(membership, step, now, *slots):
+    """Let some sites end a step; return what follows the last one."""
+    return [membership.end(slot, step, now) for slot in slots][-1]
+
+
 def kinds(actions, *types):
     return [action for action in actions if isinstance(action, types)]
 
@@ -97,8 +102,7 @@ def test_a_run_of_another_hub_goes_on_with_the_sites_that_hold_its_last_step():
     membership = hub(3, start=False, min_sites=2)
     assert membership.go_on(5, [0, 2], 0.0) == []
     assert (membership.position, membership.participants) == (Position(LIFE, 5), [0, 2])
-    membership.end(2, 6, 0.0)
-    assert membership.end(0, 6, 0.0) == [Close(6, (0, 2))]
+    assert ends(membership, 6, 0.0, 2, 0) == [Close(6, (0, 2))]
     paused = hub(3, start=False, min_sites=2).go_on(5, [1], 0.0)
     assert paused == [Pause((0, 2), "2 sites are needed and 1 is connected: waiting for a, c")]
 
@@ -125,8 +129,7 @@ def test_an_end_of_a_wrong_step_drops_the_site(step):
 
 def test_survivors_close_the_step_of_a_lost_site():
     membership = hub(3)
-    membership.end(0, 1, 0.0)
-    membership.end(1, 1, 0.0)
+    ends(membership, 1, 0.0, 0, 1)
     assert membership.close(2, "connection reset", 0.0) == [Drop(2, 1, "connection reset"), Close(1, (0, 1))]
 
 
@@ -134,8 +137,7 @@ def test_a_lost_site_does_not_contribute_even_if_it_has_ended_the_step():
     membership = hub(3)
     membership.end(2, 1, 0.0)
     membership.close(2, "gone", 0.0)
-    membership.end(0, 1, 0.0)
-    assert kinds(membership.end(1, 1, 0.0), Close) == [Close(1, (0, 1))]
+    assert kinds(ends(membership, 1, 0.0, 0, 1), Close) == [Close(1, (0, 1))]
 
 
 # Returning and joining.
@@ -156,8 +158,7 @@ def test_a_site_that_dials_in_takes_part_in_the_open_step_and_is_sent_a_state():
 
 def test_the_step_waits_for_a_joiner_to_have_its_state_and_to_end():
     membership = joining()
-    membership.end(0, 3, 0.0)
-    assert membership.end(1, 3, 0.0) == []
+    assert ends(membership, 3, 0.0, 0, 1) == []
     assert membership.joined(2, Position(LIFE, 2), 0.0) == []
     assert membership.end(2, 3, 0.0) == [Close(3, (0, 1, 2))]
 
@@ -169,8 +170,7 @@ def test_another_member_sends_the_state_if_its_sender_is_lost():
 
 def test_a_joiner_that_is_lost_holds_nobody_up():
     membership = joining()
-    membership.end(0, 3, 0.0)
-    membership.end(1, 3, 0.0)
+    ends(membership, 3, 0.0, 0, 1)
     assert kinds(membership.close(2, "gone", 0.0), Close) == [Close(3, (0, 1))]
 
 
@@ -243,8 +243,7 @@ def test_rules_can_be_replaced_by_those_that_fit():
 
 def test_a_pause_says_that_a_site_receives_a_large_state():
     membership = joining(progress_timeout=60.0)
-    membership.end(0, 3, 0.0)
-    membership.end(1, 3, 0.0)
+    ends(membership, 3, 0.0, 0, 1)
     assert not kinds(membership.tick(4.5), Pause)  # seconds
     assert kinds(membership.tick(5.0), Pause) == [Pause((), "c joins, and receives the state of the training")]
     membership.get_on(2, 50.0)  # parts of the state have arrived
@@ -290,8 +289,7 @@ def late(**rules):
     """A hub that skips late members, after 10 steps of one second; a and b have ended step 11 at second 11."""
     membership = hub(3, late="skip", patience=3.0, **rules)
     now = close_steps(membership, 10, seconds=1.0)
-    membership.end(0, 11, now + 1.0)
-    return membership, membership.end(1, 11, now + 1.0)
+    return membership, ends(membership, 11, now + 1.0, 0, 1)
 
 
 def test_skip_closes_the_step_without_a_late_member_which_stays():
@@ -336,8 +334,7 @@ def test_a_joiner_is_not_skipped():
     membership, _ = late()
     membership.close(2, "killed", 11.0)
     membership.dial(2, 11.0)
-    membership.end(0, 12, 11.0)
-    membership.end(1, 12, 11.0)
+    ends(membership, 12, 11.0, 0, 1)
     assert membership.phase(2) is Phase.JOINING
     assert {type(each) for each in passing(membership, 111.0)} <= {SendState, Pause, Resume}  # of another site
     membership.joined(2, Position(LIFE, 11), 111.0)
@@ -348,11 +345,9 @@ def test_a_joiner_is_not_skipped():
 def test_a_site_that_has_missed_a_step_is_waited_for_once_it_gets_on():
     membership, _ = late()
     membership.tick(13.0)
-    membership.end(0, 12, 14.0)
-    assert kinds(membership.end(1, 12, 14.0), Skip, Close) == [Skip(2, 12), Close(12, (0, 1))]  # at once
+    assert kinds(ends(membership, 12, 14.0, 0, 1), Skip, Close) == [Skip(2, 12), Close(12, (0, 1))]  # at once
     membership.end(2, 11, 14.5)
-    membership.end(0, 13, 15.0)
-    assert membership.end(1, 13, 15.0) == []
+    assert ends(membership, 13, 15.0, 0, 1) == []
     membership.end(2, 12, 15.5)
     assert membership.tick(16.9) == []
     assert kinds(membership.end(2, 13, 16.9), Close) == [Close(13, (0, 1, 2))]
@@ -431,7 +426,6 @@ def test_a_site_that_is_behind_gives_no_state():
 def test_a_member_that_is_ever_further_behind_is_dropped():
     membership, _ = late(max_lag=2)
     membership.tick(13.0)
-    membership.end(0, 12, 14.0)
-    actions = membership.end(1, 12, 14.0)
+    actions = ends(membership, 12, 14.0, 0, 1)
     assert kinds(actions, Close) == [Close(12, (0, 1))]
     assert kinds(actions, Drop) == [Drop(2, 13, "late: it is 2 steps behind")]

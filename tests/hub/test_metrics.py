@@ -17,10 +17,10 @@ import dadplug
 from dadplug.cli.commands import main
 from dadplug.errors import FrameError, KitError
 from dadplug.hub import check
-from dadplug.hub.server import journal, metrics
+from dadplug.hub.server import journal
+from dadplug.hub.server import status as hub_status
 from dadplug.hub.server.journal import Journal, JournalFile
-from dadplug.hub.server.metrics import MetricsServer
-from dadplug.hub.server.status import Meter, Outputs, for_sites, snapshot
+from dadplug.hub.server.status import Meter, MetricsServer, Outputs, for_sites, snapshot
 from dadplug.hub.wire.messages import Kind, Spent
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,7 +80,7 @@ def test_metrics_are_those_of_the_status(hub, server):
 def test_the_hub_is_healthy_while_it_gives_a_status(server, monkeypatch):
     assert read(server.address, "/healthz") == "ok\n"
     assert read(server.address) == ""
-    monkeypatch.setattr(metrics, "_HEALTHY_SECONDS", 0.0)
+    monkeypatch.setattr(hub_status, "_HEALTHY_SECONDS", 0.0)
     with pytest.raises(urllib.error.HTTPError, match="503"):
         read(server.address, "/healthz")
     with pytest.raises(urllib.error.HTTPError, match="404"):
@@ -90,14 +90,14 @@ def test_the_hub_is_healthy_while_it_gives_a_status(server, monkeypatch):
 
 
 def test_slow_readers_of_metrics_are_few_and_end(monkeypatch):
-    monkeypatch.setattr(metrics, "_SECONDS", 0.5)
-    monkeypatch.setattr(metrics._Handler, "timeout", 0.5)
+    monkeypatch.setattr(hub_status, "_SECONDS", 0.5)
+    monkeypatch.setattr(hub_status._Handler, "timeout", 0.5)
     server = MetricsServer(("127.0.0.1", 0))
-    held = [socket.create_connection(server.address, 20) for _ in range(metrics._MOST_REQUESTS + 4)]
+    held = [socket.create_connection(server.address, 20) for _ in range(hub_status._MOST_REQUESTS + 4)]
     for each in held:
         assert each.recv(1) == b""
         each.close()
-    until(lambda: server._server._free._value == metrics._MOST_REQUESTS)
+    until(lambda: server._free._value == hub_status._MOST_REQUESTS)
     assert read(server.address, "/healthz") == "ok\n"
     server.close()
 

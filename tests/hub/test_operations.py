@@ -13,8 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from running_hub import TestSite, running_hub, together, until
 
 from dadplug.cli.commands import Exit, main
-from dadplug.hub.server.metrics import MetricsServer
-from dadplug.hub.server.status import Meter, for_sites, snapshot
+from dadplug.hub.server.status import Meter, MetricsServer, for_sites, snapshot
 
 FOLDER = Path(__file__).parents[2] / "examples" / "operations"
 DOCS = Path(__file__).parents[2] / "docs"

@@ -148,8 +148,7 @@ def test_a_cut_of_every_link_costs_no_step(tmp_path, how, min_sites, sealed):
             if how == "hold":
                 relay.hold = True
             else:
-                relay.refuse = True
-                relay.cut()
+                relay.cut(refuse=True)
         hub.await_line("no site can be heard", ENDED)
         if how == "hold":  # the hub finds out, too
             until(lambda: sum("lost: nothing has arrived for" in line for line in hub.log) >= 3, run.state, ENDED)

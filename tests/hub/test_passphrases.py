@@ -8,7 +8,8 @@ import pytest
 
 from dadplug.cli.commands import main
 from dadplug.errors import KitError
-from dadplug.hub.pki import passphrases, provision
+from dadplug.hub.pki import files as passphrases
+from dadplug.hub.pki import provision
 from dadplug.hub.pki.kits import Kit
 
 

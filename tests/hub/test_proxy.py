@@ -24,9 +24,8 @@ from dadplug.errors import KitError, ProxyError, RefusedError
 from dadplug.hub import Policy, Project, check
 from dadplug.hub.pki import provision
 from dadplug.hub.pki.kits import Kit
-from dadplug.hub.pki.proxies import Proxy, find_proxy, is_exempt
+from dadplug.hub.pki.proxies import Proxy, connect, find_proxy, is_exempt
 from dadplug.hub.secure import tls
-from dadplug.hub.secure.proxy import connect
 from dadplug.hub.wire.messages import Kind
 
 
@@ -246,7 +245,7 @@ def test_the_first_message_names_the_hub_and_the_protocol(tmp_path):
 
 def test_hub_and_site_agree_on_the_protocol(hub):
     with tls.dial(hub.kit("a"), TIMEOUT, hub.address) as connection:
-        assert connection._tls.selected_alpn_protocol() == "dadplug"
+        assert connection.tls.selected_alpn_protocol() == "dadplug"
 
 
 @contextlib.contextmanager

@@ -7,8 +7,8 @@ import pytest
 from running_hub import TIMEOUT, TestSite, close_step, exchange, running_hub, together, until
 
 from dadplug.hub.pki.kits import Kit
-from dadplug.hub.secure import rate_limit
-from dadplug.hub.secure.rate_limit import TokenBucket, site_bucket
+from dadplug.hub.secure import secure_socket
+from dadplug.hub.secure.secure_socket import TokenBucket, site_bucket
 from dadplug.hub.site.link import HubLink
 from dadplug.hub.wire.messages import OLDEST_VERSION, VERSION, Head, Kind, Refuse, Start
 
@@ -16,7 +16,7 @@ from dadplug.hub.wire.messages import OLDEST_VERSION, VERSION, Head, Kind, Refus
 class Clock:
     def __init__(self, monkeypatch):
         self.now = 100.0
-        monkeypatch.setattr(rate_limit.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(secure_socket.time, "monotonic", lambda: self.now)
 
 
 def test_a_bucket_grants_its_rate(monkeypatch):

@@ -99,11 +99,12 @@ def test_a_site_is_awaited_for_as_long_as_the_others_say_after_a_long_outage(tmp
     [
         ("rankdad", "abc", 3, [("frame", 61), ("close", 5), ("frame", 1)]),
         ("dad", "ab", 1, [("close", 4), ("frame", 22)]),
-        ("dsgd", "abc", None, [("frame", 40), ("close", 2)]),
+        ("dsgd", "abc", None, [("frame", 40), ("close", 2), ("frame", 7)]),
     ],
 )
-def test_a_hub_that_is_killed_anywhere_costs_no_step(tmp_path, mode, names, min_sites, points):
-    hub = MortalHub(tmp_path / "run", names)
+@pytest.mark.parametrize("sealed", [False, True])
+def test_a_hub_that_is_killed_anywhere_costs_no_step(tmp_path, mode, names, min_sites, points, sealed):
+    hub = MortalHub(tmp_path / "run", names, sealed)
     run = Run(tmp_path / "run", hub, mode=mode, min_sites=min_sites, keeps=1 if min_sites else 0)
     for number, (point, count) in enumerate(points):
         process = hub.start(point, count)

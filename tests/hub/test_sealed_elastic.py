@@ -3,7 +3,7 @@
 import hashlib
 
 import pytest
-from elastic_runs import ENDED, Run, idles, presence, same_bits
+from elastic_runs import ENDED, Run, idles, same_bits
 from running_hub import TestSite, add_site, running_hub, together, until
 from sealed_sites import sealed_hub
 
@@ -16,17 +16,10 @@ def test_a_site_that_is_killed_and_returns_counts_as_an_idle_one(tmp_path, mode)
     with sealed_hub(tmp_path) as hub:
         run = Run(tmp_path, hub, mode=mode, pause=0.01)
         run.start("ab")
-        run.start("c", leave=3, how="late")
-        run.end("c", -9)
-        run.start("c")
+        run.lose("c", leave=3, how="late")
         hub.await_line("c joins", ENDED)
-        run.stop(40)
-        run.end("abc")
-        lines, present = run.lines("a"), presence(run.lines("a"))
-        same_bits(lines, run.lines("b"))
-        same_bits(lines, run.lines("c"))
+        lines, present = run.finish("abc", 40)
     assert [0, 1] in present.values()
-    assert present[max(present)] == [0, 1, 2]
     same_bits(lines, idles(tmp_path / "idle", "abc", present, mode=mode))
 
 
@@ -40,13 +33,8 @@ def test_a_site_that_is_new_counts_as_one_that_was_idle(tmp_path, pause):
         add_site(hub, "abc", hub_at=None, sealed=True)
         run.start("c")
         hub.await_line("c joins", ENDED)
-        run.stop(20 if pause < 1 else 4)
-        run.end("abc")
-        lines, present = run.lines("a"), presence(run.lines("a"))
-        same_bits(lines, run.lines("b"))
-        same_bits(lines, run.lines("c"))
+        lines, present = run.finish("abc", 20 if pause < 1 else 4)
     assert present[3] == [0, 1]
-    assert present[max(present)] == [0, 1, 2]
     same_bits(lines, idles(tmp_path / "idle", "abc", present, mode="dad", meets=True))
 
 

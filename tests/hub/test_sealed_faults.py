@@ -12,17 +12,6 @@ from sealed_sites import sealed_hub
 MEDIAN = 8  # first step of which the median is known, with some more
 
 
-def ends_with_all(run: Run, names: str, more: int = 20) -> dict[int, dict]:
-    """Let a run end; check that the last step has all sites, and all the same bits; return the first site's lines."""
-    run.stop(more)
-    run.end(names)
-    lines = run.lines(names[0])
-    for name in names:
-        same_bits(lines, run.lines(name))
-    assert presence(lines)[max(lines)] == [*range(len(names))]
-    return lines
-
-
 # Late sites
 
 
@@ -38,8 +27,7 @@ def test_a_late_site_misses_steps_and_another_one_returns_meanwhile(tmp_path, mo
         run.start("b")
         hub.await_line("b joins", ENDED)
         hub.await_line("c takes part again", ENDED)
-        lines = ends_with_all(run, "abc", 30)
-    present = presence(lines)
+        lines, present = run.finish("abc", 30)
     assert 2 not in present[MEDIAN]
     assert any(1 not in each for each in present.values())
     if mode == "dad":  # in others the memory of the late site stays, and that of the new process begins anew
@@ -49,30 +37,6 @@ def test_a_late_site_misses_steps_and_another_one_returns_meanwhile(tmp_path, mo
 # A hub that is killed and started again
 
 
-@pytest.mark.parametrize(
-    ("mode", "names", "min_sites", "points"),
-    [
-        ("rankdad", "abc", 3, [("frame", 61), ("close", 5), ("frame", 1)]),
-        ("dad", "ab", 1, [("close", 4), ("frame", 22)]),
-        ("dsgd", "abc", None, [("frame", 40), ("frame", 7)]),
-    ],
-)
-def test_a_hub_that_is_killed_anywhere_costs_no_step(tmp_path, mode, names, min_sites, points):
-    hub = MortalHub(tmp_path / "run", names, sealed=True)
-    run = Run(tmp_path / "run", hub, mode=mode, min_sites=min_sites)
-    for number, (point, count) in enumerate(points):
-        process = hub.start(point, count)
-        if not number:
-            run.start(names)
-        assert process.wait(ENDED) == -9, run.state()
-    hub.start()
-    lines = ends_with_all(run, names, 5)
-    hub.process.kill()
-    present = presence(lines)
-    assert all(each == [*range(len(names))] for each in present.values())
-    same_bits(lines, idles(tmp_path / "idle", names, present, mode=mode))
-
-
 @pytest.mark.parametrize(("count", "sealed"), [(1, True), (3, True), (5, True), (2, False), (4, False)])
 def test_a_hub_is_killed_while_a_site_joins(tmp_path, count, sealed):
     """After so many frames: of the welcomes, the state, the end of the round, and those of the next one."""
@@ -80,15 +44,13 @@ def test_a_hub_is_killed_while_a_site_joins(tmp_path, count, sealed):
     run = Run(tmp_path / "run", hub, mode="dad", site_timeout=5.0, pause=0.02)
     process = hub.start("joining", count)
     run.start("ab")
-    run.start("c", leave=3)
-    run.end("c", -9)
-    run.start("c")
+    run.lose("c", leave=3)
     assert process.wait(ENDED) == -9, run.state()
     hub.start()
     run.await_step("c", max(run.lines("a")) + 3)
-    lines = ends_with_all(run, "abc", 30)
+    lines, present = run.finish("abc", 30)
     hub.process.kill()
-    same_bits(lines, idles(tmp_path / "idle", "abc", presence(lines), mode="dad"))
+    same_bits(lines, idles(tmp_path / "idle", "abc", present, mode="dad"))
 
 
 @pytest.mark.parametrize("sealed", [False, True])
@@ -111,9 +73,9 @@ def test_a_hub_is_killed_while_a_site_restores_its_state(tmp_path, sealed):
     until(lambda: sum("c joins" in line for line in hub.log) == 2, run.state, ENDED)
     (tmp_path / "run" / "c" / "goes on").touch()
     run.await_step("c", max(run.lines("a")) + 3)
-    lines = ends_with_all(run, "abc", 30)
+    lines, present = run.finish("abc", 30)
     hub.process.kill()
-    same_bits(lines, idles(tmp_path / "idle", "abc", presence(lines), mode="dad"))
+    same_bits(lines, idles(tmp_path / "idle", "abc", present, mode="dad"))
 
 
 # Local steps
@@ -196,9 +158,7 @@ def test_another_site_gives_its_state_if_one_is_lost_with_half_of_it_sent(tmp_pa
         run = Run(tmp_path, hub, mode="dad", pause=0.01, site_timeout=3.0)
         run.start("a", how=how)  # of members that have been asked equally often, the first one is asked
         run.start("b")
-        run.start("c", leave=3)
-        run.end("c", -9)
-        run.start("c")
+        run.lose("c", leave=3)
         hub.await_line("a has left", ENDED)
         run.await_step("c", max(run.lines("b")) + 2)
         if how == "stops":

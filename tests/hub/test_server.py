@@ -22,9 +22,8 @@ from dadplug.hub.secure import tls
 from dadplug.hub.server import acceptor, relay, session
 from dadplug.hub.server.hub import Hub
 from dadplug.hub.server.relay import Relay
-from dadplug.hub.server.session import Session
+from dadplug.hub.server.session import HubStream, Session
 from dadplug.hub.server.store import Reply, Request
-from dadplug.hub.server.streams import HubStream
 from dadplug.hub.site.tunnel import Tunnel
 from dadplug.hub.wire.messages import (
     PIECE_BYTES,

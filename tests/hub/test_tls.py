@@ -26,8 +26,7 @@ from support import free_port
 from dadplug.errors import RefusedError
 from dadplug.hub import Project
 from dadplug.hub.pki import provision
-from dadplug.hub.pki.certificates import current_time
-from dadplug.hub.pki.kits import Kit
+from dadplug.hub.pki.kits import Kit, current_time
 from dadplug.hub.secure import secure_socket, tls
 from dadplug.hub.secure.secure_socket import SecureSocket, _Records
 from dadplug.hub.site import connection as dialing
@@ -58,7 +57,7 @@ def accepted(hub: Path, site: Path, client=None):
 def test_a_site_is_accepted_by_the_name_in_its_certificate(kits):
     for name in ("b", "a"):
         with accepted(kits / "hub", kits / name) as (connection, own):
-            assert own.version() == connection.version() == "TLSv1.3"
+            assert own.tls.version() == connection.tls.version() == "TLSv1.3"
             connection.sendall(b"payload")
             assert own.recv(100) == b"payload"
             own.sendall(b"answer")
@@ -69,7 +68,7 @@ def test_no_session_can_be_resumed(kits):
     with accepted(kits / "hub", kits / "a") as (connection, own):
         connection.sendall(b"x")
         assert own.recv(1) == b"x"  # tickets would have come before
-        session = own._tls.session
+        session = own.tls.session
         assert not session or not session.has_ticket
 
 
@@ -500,7 +499,7 @@ def test_bytes_over_a_unix_socket_are_divided_anywhere(tmp_path):
     chance = random.Random(0)
     contents = [chance.randbytes(chance.choice([1, 31, 32, 5_000, 60_000])) for _ in range(300)]
     for end, local in zip(ends, socket.socketpair(), strict=True):
-        end.setblocking(False)
+        end.settimeout(0.0)
         end.continue_over(local)
         assert end._replaced is not None
     for content in contents:

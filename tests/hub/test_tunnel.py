@@ -22,7 +22,7 @@ from running_hub import TestSite, running_hub, together, until
 
 from dadplug.adapm import ParameterManager, backends, builtin
 from dadplug.errors import SiteError
-from dadplug.hub.server.streams import HubStreams
+from dadplug.hub.server.session import HubStreams
 from dadplug.hub.site import tunnel as tunnels
 from dadplug.hub.site.tunnel import Tunnel, stream_to_hub
 from dadplug.hub.wire import streams as peer_stream
@@ -167,8 +167,7 @@ def test_short_outages_lose_nothing(cut, seed):
 def test_what_is_sent_during_an_outage_arrives_after_it(cut):
     sites, relay = cut
     sockets = sites.open()
-    relay.refuse = True
-    relay.cut()
+    relay.cut(refuse=True)
     until(lambda: all(each.outage for each in sites.tunnels))
     for each in (b"ping", b"pong"):
         assert sockets[0][1].send(each) == 4
@@ -207,8 +206,7 @@ def test_a_site_that_does_not_come_back_ends_its_streams(tmp_path):
         sites = Sites(hub, "a", relay.address)
         sites.tunnels += Sites(hub, "b").tunnels
         sockets = sites.open()
-        relay.refuse = True
-        relay.cut()
+        relay.cut(refuse=True)
         assert at_end(sockets[1][0])
         relay.refuse = False
         assert at_end(sockets[0][1])

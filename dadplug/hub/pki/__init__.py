@@ -1,1 +1,1 @@
-"""Keys, certificates, kits and policies: nothing here depends on connections or training, and may be changed alone."""
+"""Keys, certificates, kits, policies and proxies: nothing here depends on the protocol, and may be changed alone."""

@@ -113,28 +113,23 @@ class Policy:
             KitError: if an entry is unknown or has a wrong type.
         """
         check_keys(table, tuple(each.name for each in fields(cls)), place)
-        modes = table.get("modes")
-        if modes is not None and not (isinstance(modes, list) and all(isinstance(mode, str) for mode in modes)):
-            raise KitError(f'{place}: modes must be a list such as ["dsgd", "rankdad"], got {modes!r}')
-        flag_names = ("share_inputs", "encrypt_local", "require_privacy")
-        flags = {name: table.get(name, getattr(cls, name)) for name in flag_names}
-        for name, value in flags.items():
-            if not isinstance(value, bool):
-                raise KitError(f"{place}: {name} must be true or false, got {value!r}")
-        numbers = {name: table.get(name, getattr(cls, name)) for name in _NUMBERS}
-        for name, (most, what) in _NUMBERS.items():
-            value = numbers[name]
-            if value is None:  # the default
-                continue
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= most:
-                raise KitError(f"{place}: {name} must be a {what}, got {value!r}")
-        proxy = check_proxy(table.get("proxy", ""), place)
-        return cls(
-            None if modes is None else tuple(modes),
-            proxy=proxy,
-            **numbers,
-            **flags,
-        )
+        found = dict(table)
+        for name, value in table.items():
+            match name:
+                case "modes":
+                    if not isinstance(value, list) or not all(isinstance(mode, str) for mode in value):
+                        raise KitError(f'{place}: modes must be a list such as ["dsgd", "rankdad"], got {value!r}')
+                    found[name] = tuple(value)
+                case "proxy":
+                    check_proxy(value, place)
+                case "max_rank_share" | "rate_limit" | "hub_timeout":
+                    most, what = _NUMBERS[name]
+                    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= most:
+                        raise KitError(f"{place}: {name} must be a {what}, got {value!r}")
+                case _:
+                    if not isinstance(value, bool):
+                        raise KitError(f"{place}: {name} must be true or false, got {value!r}")
+        return cls(**found)
 
     @classmethod
     def load(cls, path: Path) -> Policy:
@@ -331,9 +326,9 @@ class Project:
             KitError: if an entry is missing, unknown or invalid.
         """
         check_keys(table, _ENTRIES, "the project")
-        name, hub = _entry(table, "name", str), _entry(table, "hub", str)
+        name, hub = _entry(table, "name"), _entry(table, "hub")
         names = dict.fromkeys([split_address(hub)[0], *map(canonical, _texts(table, "hub_names", ()))])
-        hub_at = _entry(table, "hub_at", str) if "hub_at" in table else None
+        hub_at = _entry(table, "hub_at") if "hub_at" in table else None
         roster = Roster(name, hub, tuple(names), _texts(table, "sites", None), hub_at, table.get("sealed", False))
         own_keys = _texts(table, "own_keys", ())
         policies = _entry(table, "policy", dict, {})
@@ -419,7 +414,7 @@ def canonical(host: str) -> str:
     return str(found) if found else host.lower()
 
 
-def _entry(table: Mapping[str, Any], name: str, kind: type, default: Any = None) -> Any:
+def _entry(table: Mapping[str, Any], name: str, kind: type = str, default: Any = None) -> Any:
     value = table.get(name, default)
     if value is None:
         raise KitError(f"{name} is missing")
@@ -429,9 +424,7 @@ def _entry(table: Mapping[str, Any], name: str, kind: type, default: Any = None)
 
 
 def _texts(table: Mapping[str, Any], name: str, default: tuple[str, ...] | None) -> tuple[str, ...]:
-    value = table.get(name, default)
-    if value is None:
-        raise KitError(f"{name} is missing")
+    value = _entry(table, name, object, default)
     if not isinstance(value, (list, tuple)) or not all(isinstance(each, str) for each in value):
         raise KitError(f'{name} must be a list of texts, such as ["a", "b"], got {value!r}')
     return tuple(value)

@@ -13,7 +13,21 @@ from pathlib import Path
 
 from ...errors import KitError
 from ...files import PRIVATE, PUBLIC, write_file
-from .certificates import (
+from .files import (
+    CA,
+    CERTIFICATE,
+    KEY,
+    NEXT_KEY,
+    POLICY,
+    REVOKED,
+    ROSTER,
+    find_passphrase,
+    forget_passphrase,
+    is_encrypted,
+    read_file,
+    write_folder,
+)
+from .kits import (
     Certificate,
     Key,
     PublicKey,
@@ -21,6 +35,7 @@ from .certificates import (
     certified_name,
     check_request,
     current_time,
+    find_key,
     fingerprint,
     is_issued_by,
     key_from_pem,
@@ -34,9 +49,6 @@ from .certificates import (
     read_revocation_list,
     to_pem,
 )
-from .files import CA, CERTIFICATE, KEY, NEXT_KEY, POLICY, REVOKED, ROSTER, read_file, write_folder
-from .kits import find_key
-from .passphrases import find_passphrase, forget_passphrase, is_encrypted
 from .project import AUTHORITY, HUB, Policy, Project, Roster, canonical, check_days, check_name
 
 _ISSUED = ".issued.pem"  # SERIAL.issued.pem: the record of a certificate
@@ -196,7 +208,7 @@ class Authority:
 
     def revoked(self) -> dict[int, datetime]:
         """Return the dates of revocation by serial number."""
-        return self._revocation_list()[0]
+        return read_revocation_list(self.folder, self.certificate)[0]
 
     def valid_certificates(self, name: str, now: datetime | None = None) -> list[Certificate]:
         """Return the certificates of a member that are neither expired nor revoked, the newest last."""
@@ -216,15 +228,11 @@ class Authority:
             OSError: if the list cannot be written.
         """
         now = now or current_time()
-        revoked, number = self._revocation_list()
+        revoked, number = read_revocation_list(self.folder, self.certificate)
         entries = dict.fromkeys(serials, now) | revoked
         pem = to_pem(make_revocation_list(self.certificate, self.key, entries, number + 1, now))
         write_file(self.folder / REVOKED, pem)
         return pem
-
-    def _revocation_list(self) -> tuple[dict[int, datetime], int]:
-        path = self.folder / REVOKED
-        return read_revocation_list(read_file(path), self.certificate, str(path))
 
 
 REQUEST = "request.pem"

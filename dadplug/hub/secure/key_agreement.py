@@ -39,9 +39,11 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from ...errors import KitError, SealingError
-from ..pki.certificates import (
+from ..pki.files import read_file
+from ..pki.kits import (
     Certificate,
     Key,
+    Kit,
     certified_name,
     current_time,
     dates,
@@ -49,8 +51,6 @@ from ..pki.certificates import (
     key_from_pem,
     public_key_of,
 )
-from ..pki.files import read_file
-from ..pki.kits import Kit
 from .sealing import SECRET_BYTES, Keys, derive, extract
 
 OFFER_BYTES = 4096

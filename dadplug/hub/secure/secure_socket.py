@@ -10,6 +10,8 @@ the running kernel and its network namespace, and the connection has the same pa
 A kernel has one connection with that pair. So nothing lies between the ends, neither a relay nor another machine. The
 hub then connects to a Unix socket of the site, whose name and secret the site has sent over TLS, and answers there.
 Messages in it belong to no network interface, where packets could be captured.
+
+What is sent may be capped: a token bucket is shared by all connections that it counts for.
 """
 
 from __future__ import annotations
@@ -22,16 +24,92 @@ import socket
 import ssl
 import struct
 import sys
+import threading
 import time
 from collections import deque
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from ...exchange.framing import send_parts
 from ..wire.messages import Hello
-from .rate_limit import TokenBucket
+
+# A full TCP segment takes 1500 bytes of the network for 1448 of a connection (IPv4, timestamps).
+_ON_THE_NETWORK = 1500 / 1448
+_BURST_SECONDS = 0.05
+_SMALLEST_BURST = 1 << 14  # bytes: a full record of TLS
+_SMALLEST_PART = 1448  # bytes: a segment is not divided further
+
+
+class TokenBucket:
+    """Number of bytes that may be sent, which grows with time; may be used by several threads.
+
+    Args:
+        megabits: megabits per second, with the heads of packets.
+
+    Raises:
+        ValueError: if it is not positive.
+    """
+
+    def __init__(self, megabits: float) -> None:
+        if not megabits > 0:
+            raise ValueError(f"rate limit {megabits}: it has to be positive, in Mbit/s")
+        self._rate = megabits * 1e6 / 8 / _ON_THE_NETWORK
+        self._most = max(_SMALLEST_BURST, self._rate * _BURST_SECONDS)
+        self._tokens, self._since = self._most, time.monotonic()
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> int:
+        """Return how many of some bytes may be sent now, which count as sent.
+
+        Args:
+            nbytes: the number of bytes.
+        """
+        with self._lock:
+            self._fill()
+            if self._tokens < min(nbytes, _SMALLEST_PART):
+                return 0
+            granted = min(nbytes, int(self._tokens))
+            self._tokens -= granted
+            return granted
+
+    def give_back(self, nbytes: int) -> None:
+        """Take back bytes that `take` has granted, and were not sent.
+
+        Args:
+            nbytes: the number of bytes.
+        """
+        with self._lock:
+            self._tokens += nbytes
+
+    def delay(self) -> float:
+        """Return the seconds until bytes may be sent again, such that each turn sends a fair part."""
+        with self._lock:
+            self._fill()
+            wanted = min(self._most / 2, 4 * _SMALLEST_PART)
+            return max(0.0, (wanted - self._tokens) / self._rate)
+
+    def _fill(self) -> None:
+        now = time.monotonic()
+        self._tokens = min(self._most, self._tokens + (now - self._since) * self._rate)
+        self._since = now
+
+
+_buckets: dict[str, TokenBucket] = {}
+
+
+def site_bucket(folder: str, megabits: float | None) -> TokenBucket | None:
+    """Return the bucket that all connections of this process with one kit share; None without a limit.
+
+    Args:
+        folder: folder of the kit.
+        megabits: its limit, in Mbit/s.
+    """
+    if megabits is None:
+        return None
+    key = f"{folder} {megabits}"
+    return _buckets.setdefault(key, TokenBucket(megabits))
+
 
 _READ_BYTES = 144 << 10  # received by one system call, at most: more than a full frame
 _RECORD_CONTENT = 1 << 14  # bytes of a full record's content
@@ -93,6 +171,7 @@ class SecureSocket:
         server_hostname: name that the server's certificate has to have, at the client.
 
     Attributes:
+        tls: the session, with the certificate of the other end, the version and the cipher.
         limit: cap of what is sent, once the connection does not block; None without one.
         held: seconds for which bytes have to wait for the cap, as of the last `flush`; 0 where they do not.
     """
@@ -106,7 +185,7 @@ class SecureSocket:
     ) -> None:
         self._socket = connection
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side, server_hostname)
+        self.tls = context.wrap_bio(self._incoming, self._outgoing, server_side, server_hostname)
         self._buffer = memoryview(bytearray(_READ_BYTES))
         self._unsent = memoryview(b"")
         self._blocks = connection.gettimeout() != 0
@@ -142,7 +221,7 @@ class SecureSocket:
             if not self.flush():
                 raise ssl.SSLWantWriteError
             try:
-                self._tls.do_handshake()
+                self.tls.do_handshake()
             except ssl.SSLWantReadError:
                 if not self.flush() or self._receive():
                     continue
@@ -162,7 +241,7 @@ class SecureSocket:
         if self._replaced is not None:
             self._content.append(memoryview(content))
         else:
-            self._tls.write(content)
+            self.tls.write(content)
 
     def continue_over(self, local: socket.socket) -> None:
         """Send and receive over a Unix socket from now on, without encryption; the other end does the same.
@@ -220,15 +299,10 @@ class SecureSocket:
                 return False
         return True
 
-    def send(self, content: bytes) -> int:
-        """Send bytes and return their number; where the socket does not block, `flush` sends the rest."""
+    def sendall(self, content: bytes) -> None:
+        """Send bytes; where the socket does not block, `flush` sends the rest."""
         self.write(content)
         self.flush()
-        return len(content)
-
-    def sendall(self, content: bytes) -> None:
-        """Send bytes; see `send`."""
-        self.send(content)
 
     # What arrives
 
@@ -281,7 +355,7 @@ class SecureSocket:
 
     def _decrypt(self, buffer: memoryview) -> int:
         """Decrypt what has arrived, as far as there is room; return the number of bytes."""
-        encrypted, incoming, size = self._tls, self._incoming, len(buffer)
+        encrypted, incoming, size = self.tls, self._incoming, len(buffer)
         filled, pending = 0, self._divided and encrypted.pending()
         while filled < size and (pending or incoming.pending):
             try:
@@ -350,10 +424,6 @@ class SecureSocket:
 
     # The socket
 
-    def setblocking(self, blocks: bool) -> None:
-        """Set whether the socket blocks."""
-        self.settimeout(None if blocks else 0.0)
-
     def settimeout(self, seconds: float | None) -> None:
         """Set the timeout of the socket; 0 for one that does not block."""
         self._socket.settimeout(seconds)
@@ -408,24 +478,6 @@ class SecureSocket:
         self._socket.close()
         if self._replaced is not None:
             self._replaced.close()
-
-    # The TLS session
-
-    def getpeercert(self) -> dict[str, Any] | None:
-        """Return the certificate of the other end; see `ssl.SSLSocket`."""
-        return self._tls.getpeercert()
-
-    def certificate(self) -> bytes:
-        """Return the certificate of the other end in DER, also one that was not verified; empty without one."""
-        return self._tls.getpeercert(binary_form=True) or b""
-
-    def version(self) -> str | None:
-        """Return the version of TLS."""
-        return self._tls.version()
-
-    def cipher(self) -> tuple[str, str, int] | None:
-        """Return the cipher; see `ssl.SSLSocket`."""
-        return self._tls.cipher()
 
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")  # random, made when the kernel starts

@@ -15,12 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import KitError, RefusedError
 from ...logs import escaped
-from ..pki.certificates import AUTHORITY_SUFFIX, issuer_of
-from ..pki.files import CA, CERTIFICATE, REVOKED
-from ..pki.passphrases import find_passphrase
+from ..pki.files import CA, CERTIFICATE, REVOKED, find_passphrase
+from ..pki.kits import AUTHORITY_SUFFIX, issuer_of
 from ..pki.project import HUB
-from ..pki.proxies import find_proxy
-from .proxy import connect
+from ..pki.proxies import connect, find_proxy
 from .secure_socket import SecureSocket, read_exactly
 
 if TYPE_CHECKING:
@@ -92,7 +90,7 @@ def _inspector(kit: Kit, host: str, port: int) -> str:
         with connect(host, port, find_proxy(kit.policy.proxy, host, port), _INSPECTION_SECONDS) as connection:
             secure = SecureSocket(connection, context, server_hostname=host)
             secure.do_handshake()
-            issuer, subject = issuer_of(secure.certificate())
+            issuer, subject = issuer_of(secure.tls.getpeercert(binary_form=True) or b"")
     except (OSError, KitError, ValueError):
         return ""
     return "" if subject == HUB and issuer.endswith(AUTHORITY_SUFFIX) else escaped(issuer)
@@ -148,7 +146,7 @@ def peer_site(connection: SecureSocket, kit: Kit) -> str:
     Raises:
         RefusedError: if the site is not part of the project or its certificate has been revoked.
     """
-    certificate: dict[str, Any] = dict(connection.getpeercert() or {})
+    certificate: dict[str, Any] = dict(connection.tls.getpeercert() or {})
     subject = [pair for group in certificate.get("subject", ()) for pair in group]
     names = [value for kind, value in subject if kind == "commonName"]
     project = [value for kind, value in subject if kind == "organizationName"]
@@ -174,7 +172,7 @@ def dial(kit: Kit, timeout: float, address: tuple[str, int] | None = None, turn:
         kit: the site's kit.
         timeout: seconds for the connection, and for each of the handshake and the hub's verdict.
         address: host and port; None for those of the kit.
-        turn: number of the attempt, see `dadplug.hub.secure.proxy.connect`.
+        turn: number of the attempt, see `dadplug.hub.pki.proxies.connect`.
 
     Returns:
         The encrypted connection.
@@ -211,25 +209,17 @@ def encrypt(kit: Kit, connection: socket.socket, host: str, port: int) -> Secure
         context = site_context(kit)
         secure = SecureSocket(connection, context, server_hostname=host)
         secure.do_handshake()
-    except ssl.SSLCertVerificationError as error:
-        given_up = _given_up(secure or connection, error, host, port)
-        if error.verify_code in _OTHER_AUTHORITY and (inspector := _inspector(kit, host, port)):
+    except OSError as error:
+        # The other end has not shown that it is the hub, so that it may be repaired.
+        given_up = _given_up(secure or connection, error, host, port, lasting=False)
+        if getattr(error, "verify_code", 0) in _OTHER_AUTHORITY and (inspector := _inspector(kit, host, port)):
             raise RefusedError(
                 f"{host}:{port}: TLS inspection: {explain(error)}: {inspector!r} has issued it. A proxy or firewall on "
                 f"the way decrypts connections; it has to pass those to {host}:{port} on unchanged",
                 lasting=False,
             ) from error
-        raise _repairable(given_up) from error
-    except OSError as error:
-        raise _repairable(_given_up(secure or connection, error, host, port)) from error
+        raise given_up from error
     return secure
-
-
-def _repairable(error: RefusedError | OSError) -> RefusedError | OSError:
-    """Return an error from before the other end has shown that it is the hub, marked as one that may be repaired."""
-    if isinstance(error, RefusedError):
-        error.lasting = False
-    return error
 
 
 def read_verdict(kit: Kit, connection: SecureSocket, host: str, port: int) -> None:
@@ -258,17 +248,18 @@ def read_verdict(kit: Kit, connection: SecureSocket, host: str, port: int) -> No
 
 
 def _given_up(
-    connection: socket.socket | SecureSocket, error: RefusedError | OSError, host: str, port: int
+    connection: socket.socket | SecureSocket, error: RefusedError | OSError, host: str, port: int, lasting: bool = True
 ) -> RefusedError | OSError:
     """Close a connection to the hub after an error, and return the error to raise."""
     timeout = connection.gettimeout() or 0.0
     end(connection)
-    if isinstance(error, TimeoutError):
-        return TimeoutError(f"{host}:{port} accepts connections, but has not answered within {timeout:g} s")
-    if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
-        return ConnectionError(f"{host}:{port}: the other end has closed the connection during the handshake")
-    if isinstance(error, ssl.SSLError):  # what the other end's or this end's TLS has decided
-        return RefusedError(f"{host}:{port}: {explain(error)}")
+    match error:
+        case TimeoutError():
+            return TimeoutError(f"{host}:{port} accepts connections, but has not answered within {timeout:g} s")
+        case ssl.SSLEOFError() | ssl.SSLZeroReturnError():
+            return ConnectionError(f"{host}:{port}: the other end has closed the connection during the handshake")
+        case ssl.SSLError():  # what the other end's or this end's TLS has decided
+            return RefusedError(f"{host}:{port}: {explain(error)}", lasting)
     return error
 
 

@@ -9,38 +9,19 @@ import ssl
 import time
 from collections import Counter
 from collections.abc import Callable
-from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...errors import FrameError, KitError, RefusedError, TryAgainError
 from ..pki.kits import Kit, certificate_end
 from ..secure import tls
 from ..secure.secure_socket import SecureSocket
 from ..wire.messages import Head, Hello, Kind, Refuse, pack_control, read_control
-from ..wire.streams import FrameReceiver, Stream
+from ..wire.streams import FrameReceiver
 from .journal import Journal
 
 HANDSHAKE_SECONDS = 2.0  # for the TLS handshake, and again for the first message
 _CLOSING_SECONDS = 0.5
 _LONGEST_HELLO = 4096  # bytes
-
-
-class Arrival(NamedTuple):
-    """Site that has shown who it is.
-
-    Attributes:
-        stream: the connection.
-        name: name of the site.
-        serial: serial number of its certificate.
-        expires: end of its certificate.
-        hello: its first message.
-    """
-
-    stream: Stream
-    name: str
-    serial: int
-    expires: datetime
-    hello: Hello
 
 
 class PendingConnection:
@@ -58,6 +39,8 @@ class PendingConnection:
         host: the same without the port.
         connection: the encrypted connection.
         name: name of the site; empty until it is accepted.
+        serial: serial number of its certificate, from then on.
+        expires: end of its certificate, too.
         deadline: time by which the present part of its start has to be complete.
         silent: whether nothing has arrived from it.
         writing: whether it waits until it can send, rather than receive.
@@ -76,14 +59,14 @@ class PendingConnection:
         self.name = ""
         self._receiver: FrameReceiver | None = None
 
-    def advance(self, now: float) -> Arrival | None:
+    def advance(self, now: float) -> Hello | None:
         """Go on with the start of the connection, as far as possible.
 
         Args:
             now: the time, in seconds.
 
         Returns:
-            The site once its first message is here, otherwise None.
+            The site's first message once it is here, otherwise None.
 
         Raises:
             RefusedError: if it is refused; the other end has been told the reason.
@@ -101,11 +84,6 @@ class PendingConnection:
                 raise ConnectionError("the other end has closed the connection during the handshake") from error
             raise RefusedError(tls.explain(error)) from error
 
-    @property
-    def events(self) -> int:
-        """Events of a selector that it waits for."""
-        return selectors.EVENT_WRITE if self.writing else selectors.EVENT_READ
-
     def _shake_hands(self, now: float) -> bool:
         """Return whether the TLS handshake is complete and the site accepted."""
         self.writing = False
@@ -121,12 +99,14 @@ class PendingConnection:
         except RefusedError as error:
             self.refuse(tls.refusal(str(error)))
             raise
-        self.connection.send(tls.ACCEPTED)  # nothing else was sent since the handshake: there is room
+        certificate: dict[str, Any] = dict(self.connection.tls.getpeercert() or {})
+        self.serial, self.expires = int(certificate["serialNumber"], 16), certificate_end(certificate)
+        self.connection.sendall(tls.ACCEPTED)  # nothing else was sent since the handshake: there is room
         self._receiver = FrameReceiver(self.connection, _room)
         self.deadline = now + HANDSHAKE_SECONDS
         return True
 
-    def _read_hello(self) -> Arrival | None:
+    def _read_hello(self) -> Hello | None:
         receiver = self._receiver
         assert receiver is not None
         head = receiver.receive()
@@ -135,9 +115,7 @@ class PendingConnection:
         hello = read_control(bytes(receiver.body), len(self._kit.roster.sites)) if head.length else None
         if not isinstance(hello, Hello) or receiver.receive() is not None or receiver.filled:
             raise FrameError("its first message is no Hello, or it has not waited for the answer")
-        certificate: dict[str, Any] = dict(self.connection.getpeercert() or {})
-        serial, end = int(certificate["serialNumber"], 16), certificate_end(certificate)
-        return Arrival(Stream(self.connection), self.name, serial, end, hello)
+        return hello
 
     def refusal(self, error: Exception) -> RefusedError:
         """Tell a site that it is refused, and return the error for the journal."""
@@ -147,7 +125,7 @@ class PendingConnection:
     def refuse(self, answer: bytes) -> None:
         """Send a last message."""
         with contextlib.suppress(OSError):  # the other end may have gone
-            self.connection.send(answer)
+            self.connection.sendall(answer)
 
     def fileno(self) -> int:
         """Return the descriptor of the connection."""
@@ -216,9 +194,11 @@ class Acceptor:
     Args:
         kit: the hub's kit.
         address: host and port to listen at; None for those of the kit's roster.
-        selector: the hub's selector, whose keys hold a `PendingConnection`, a `ClosingConnection` or this object.
+        selector: the hub's selector, whose keys hold a `ClosingConnection`, or this object where there is a new
+            connection or a pending one is ready.
         journal: log of who is refused.
-        greet: takes a site that has shown who it is, and the time; raises RefusedError or TryAgainError to refuse it.
+        greet: takes a site that has shown who it is, its first message and the time; raises RefusedError or
+            TryAgainError to refuse it.
 
     Attributes:
         address: host and port that the hub listens at.
@@ -235,7 +215,7 @@ class Acceptor:
         address: tuple[str, int] | None,
         selector: selectors.BaseSelector,
         journal: Journal,
-        greet: Callable[[PendingConnection, Arrival, float], None],
+        greet: Callable[[PendingConnection, Hello, float], None],
     ) -> None:
         self.use(kit)
         self._selector, self._journal, self._greet = selector, journal, greet
@@ -244,9 +224,11 @@ class Acceptor:
         self.refused = 0
         self._pending: list[PendingConnection] = []  # the oldest first
         self.closing: list[ClosingConnection] = []
-        self._listens, self._pauses = True, False
+        self._pauses = False
         self._budget, self._ticked = _MOST_SECONDS, time.monotonic()  # seconds of work
-        selector.register(self._listener, _READ, self)
+        self._own: Any = selectors.DefaultSelector()  # which the hub's waits for
+        self._own.register(self._listener, _READ)
+        selector.register(self._own, _READ, self)
 
     def use(self, kit: Kit) -> None:
         """Use a kit for connections from now on.
@@ -265,24 +247,25 @@ class Acceptor:
         """Whether a connection is in its handshake, and has sent something."""
         return any(not each.silent for each in self._pending)
 
-    def serve(self, ready: list[PendingConnection], accepts: bool, now: float, spares: bool = False) -> None:
+    def serve(self, now: float, spares: bool = False) -> None:
         """Let a few connections get on, first those from addresses with the fewest; the others do in a later turn.
 
         Args:
-            ready: pending connections that have sent something.
-            accepts: whether there are new connections.
             now: the time, in seconds.
             spares: whether to spare members, which train: where the work takes more than its share of the time, all
                 wait for the next tick.
         """
         begin, counts = time.thread_time(), self._by_host()
-        for pending in sorted(ready, key=lambda each: counts[each.host])[: 1 if spares else _A_TURN]:
+        most = 1 if spares else _A_TURN
+        ready = [key.data for key, _ in self._own.select(0)]
+        for pending in sorted(filter(None, ready), key=lambda each: counts[each.host])[:most]:
             self._advance(pending, now)
-        if accepts:
-            self._accept(now, 1 if spares else _A_TURN)
+        if None in ready:
+            self._accept(now, most)
         if spares:
             self._budget -= time.thread_time() - begin
-            self._pause(self._budget < 0)
+            if self._budget < 0:
+                self._pause(True)
 
     def _by_host(self) -> Counter[str]:
         """Return the numbers of pending connections by host."""
@@ -292,25 +275,15 @@ class Acceptor:
         """Leave all connections as they are, or go on with them."""
         if pauses != self._pauses:
             self._pauses = pauses
-            self._listen(not pauses)
-            for pending in self._pending:
-                if pauses:
-                    self._selector.unregister(pending)
-                else:
-                    self._selector.register(pending, pending.events, pending)
+            if pauses:
+                self._selector.unregister(self._own)
+            else:
+                self._selector.register(self._own, _READ, self)
 
     def stop_listening(self) -> None:
         """Accept no connection any more."""
-        self._listen(False)
+        self._own.unregister(self._listener)
         self._listener.close()
-
-    def _listen(self, listens: bool) -> None:
-        """Accept connections, or leave them where they are."""
-        if listens and not self._listens and self._listener.fileno() >= 0:
-            self._selector.register(self._listener, _READ, self)
-        elif self._listens and not listens:
-            self._selector.unregister(self._listener)
-        self._listens = listens
 
     def _accept(self, now: float, most: int) -> None:
         """Accept some connections."""
@@ -321,7 +294,7 @@ class Acceptor:
                 return
             except OSError as error:
                 self._journal.refuse("a connection", str(error), now)
-                self._listen(False)
+                self._pause(True)
                 return
             if len(self._pending) >= MAX_PENDING:
                 self._refuse_one(now)
@@ -344,11 +317,11 @@ class Acceptor:
             self._journal.refuse(address, tls.explain(error), now)
             return
         self._pending.append(pending)
-        self._selector.register(pending, _READ, pending)
+        self._own.register(pending, _READ, pending)
 
     def _advance(self, pending: PendingConnection, now: float) -> None:
         try:
-            arrival = pending.advance(now)
+            hello = pending.advance(now)
         except (RefusedError, OSError) as error:
             self._refuse(pending, str(error), now)
             return
@@ -356,12 +329,13 @@ class Acceptor:
             self._journal.fault(f"the connection of {pending.address} cannot be served", error)
             self._refuse(pending, f"{type(error).__name__}: {error}", now)
             return
-        if arrival is None:
-            self._selector.modify(pending, pending.events, pending)
+        if hello is None:
+            events = selectors.EVENT_WRITE if pending.writing else _READ
+            self._own.modify(pending, events, pending)
             return
         self._forget(pending)
         try:
-            self._greet(pending, arrival, now)
+            self._greet(pending, hello, now)
         except (RefusedError, TryAgainError) as error:
             self._end(pending, str(pending.refusal(error)), now)
 
@@ -370,8 +344,7 @@ class Acceptor:
         self._end(pending, reason, now)
 
     def _forget(self, pending: PendingConnection) -> None:
-        if not self._pauses:
-            self._selector.unregister(pending)
+        self._own.unregister(pending)
         self._pending.remove(pending)
 
     def _end(self, pending: PendingConnection, reason: str, now: float) -> None:
@@ -410,7 +383,6 @@ class Acceptor:
         self._ticked = now
         if self._budget >= 0 or not spares:
             self._pause(False)
-            self._listen(True)
         for pending in [each for each in self._pending if now >= each.deadline]:
             self._refuse(pending, "it has not finished the handshake in time", now)
         for closing in [each for each in self.closing if now >= each.deadline]:
@@ -418,6 +390,7 @@ class Acceptor:
 
     def close(self) -> None:
         """Close all connections."""
+        self._own.close()
         self._listener.close()
         for pending in self._pending:
             pending.detach().close()

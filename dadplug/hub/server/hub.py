@@ -24,13 +24,13 @@ from ...logs import get_logger
 from ..pki.kits import Kit, KitWatch, renewal_warning
 from ..pki.project import HUB
 from ..secure import tls
-from ..secure.rate_limit import TokenBucket
-from ..secure.secure_socket import dial_back
-from .acceptor import Acceptor, Arrival, ClosingConnection, PendingConnection
+from ..secure.secure_socket import TokenBucket, dial_back
+from ..wire.messages import Hello
+from ..wire.streams import Stream
+from .acceptor import Acceptor, ClosingConnection, PendingConnection
 from .journal import Journal
 from .relay import GRACE, Relay
-from .session import Session
-from .streams import HubStream, HubStreams, NoService, StreamService, watch
+from .session import HubStream, HubStreams, NoService, Session, StreamService, watch
 
 _log = get_logger(__name__)
 _TICK, _SHORT_TICK = 0.1, 0.02  # seconds; the second while a connection is lost, for which others may wait
@@ -150,32 +150,30 @@ class Hub:
         held = self._end_holds()
         events = self._selector.select(0 if ready else min(self._tick_seconds, held))
         now = time.monotonic()
-        pending: list[PendingConnection] = []
         streams: dict[HubStream, int] = {}
         accepts = False
         for key, mask in events:
-            if isinstance(key.data, Session):
-                if mask & _READ:
-                    self._again.add(key.data)
-                if mask & _WRITE:
-                    key.data.blocked = False
-            elif isinstance(key.data, HubStream):
-                streams[key.data] = mask
-            elif isinstance(key.data, PendingConnection):
-                pending.append(key.data)
-            elif isinstance(key.data, ClosingConnection):
-                if key.data.drain():
-                    self.acceptor.end_closing(key.data)
-            elif key.data is self.acceptor:
-                accepts = True
-            else:
-                self._pipe.clear()
+            match key.data:
+                case Session() as session:
+                    if mask & _READ:
+                        self._again.add(session)
+                    if mask & _WRITE:
+                        session.blocked = False
+                case HubStream() as stream:
+                    streams[stream] = mask
+                case ClosingConnection() as connection:
+                    if connection.drain():
+                        self.acceptor.end_closing(connection)
+                case Acceptor():
+                    accepts = True
+                case _:
+                    self._pipe.clear()
         if self._again:
             self._receive(now)
         self._streams.serve(streams, lambda session, error: self.relay.fail(session, error, now))
         self._send(now)
-        if pending or accepts:
-            self.acceptor.serve(pending, accepts, now, self.relay.trains)
+        if accepts:
+            self.acceptor.serve(now, self.relay.trains)
         if now >= self._next_tick:
             self._tick(now)
             awaits = any(each.stream is None for each in self.relay.sessions.values())
@@ -240,7 +238,7 @@ class Hub:
         self._next_tick = 0.0  # others may wait for it
         stream = session.lose(reason, now)
         if stream is not None:
-            stream.close()
+            stream.connection.close()
         if session.ended is None:
             self.journal.write(f"connection to {session.name} ({session.channel}) lost: {reason}")
 
@@ -272,7 +270,7 @@ class Hub:
                 watch(self._selector, session.stream.connection, mask, wanted, session)
                 self._masks[session] = wanted
 
-    def _greet(self, pending: PendingConnection, arrival: Arrival, now: float) -> None:
+    def _greet(self, pending: PendingConnection, hello: Hello, now: float) -> None:
         """Attach a site's connection to its session.
 
         Raises:
@@ -280,35 +278,36 @@ class Hub:
             TryAgainError: if it is refused, and may be accepted later.
         """
         try:
-            self._attach(pending, arrival, now)
+            self._attach(pending, hello, now)
         except (RefusedError, TryAgainError):
             raise
         except Exception as error:
-            self.journal.fault(f"{arrival.name} ({arrival.hello.channel}) cannot be accepted", error)
+            self.journal.fault(f"{pending.name} ({hello.channel}) cannot be accepted", error)
             for session in list(self.relay.sessions.values()):
-                if (session.channel, session.name) == (arrival.hello.channel, arrival.name):
+                if (session.channel, session.name) == (hello.channel, pending.name):
                     self.relay.fail(session, error, now)
-            if pending.fileno() >= 0 and not any(each.stream is arrival.stream for each in self._masks):
+            attached = [each.stream.connection for each in self._masks if each.stream is not None]
+            if pending.fileno() >= 0 and pending.connection not in attached:
                 self.acceptor.close_gracefully(pending.detach(), now)
 
-    def _attach(self, pending: PendingConnection, arrival: Arrival, now: float) -> None:
-        if arrival.serial in self.kit.revoked:  # since its handshake
+    def _attach(self, pending: PendingConnection, hello: Hello, now: float) -> None:
+        if pending.serial in self.kit.revoked:  # since its handshake
             raise RefusedError("its certificate has been revoked")
-        session, welcome = self.relay.greet(arrival.name, arrival.hello, arrival.serial, now)
+        session, welcome = self.relay.greet(pending.name, hello, pending.serial, now)
         if session.stream is not None:
             self._lose(session, "the site has reconnected", now)
-        connection = arrival.stream.connection
-        if not self._encrypt_local and (local := dial_back(connection, arrival.hello)) is not None:
+        connection = pending.connection
+        if not self._encrypt_local and (local := dial_back(connection, hello)) is not None:
             connection.continue_over(local)
         if self._rate_limit is not None:
             connection.limit = self._limits.setdefault(session.slot, TokenBucket(self._rate_limit))
-        session.attach(arrival.stream, welcome, now)
-        session.expires = arrival.expires
+        session.attach(Stream(connection), welcome, now)
+        session.expires = pending.expires
         self._masks[session] = _READ
         self._selector.register(connection, _READ, session)
         self._again.add(session)
         if welcome.resumed:
-            self.journal.write(f"{arrival.name} ({session.channel}) has reconnected from {pending.address}")
+            self.journal.write(f"{pending.name} ({session.channel}) has reconnected from {pending.address}")
         elif session.channel == "training":
             self._warn(renewal_warning(session.name, session.expires))
 
@@ -373,7 +372,7 @@ class Hub:
     def _close(self) -> None:
         for session in self._masks:
             if (stream := session.lose("", 0.0)) is not None:
-                stream.close()
+                stream.connection.close()
         self._streams.close()
         self._service.close()
         self.acceptor.close()

@@ -112,61 +112,6 @@ _LONG_STATE = 5.0  # seconds
 _JITTER = 0.05  # seconds by which no member is late
 
 
-class StepTimes:
-    """Times of the open step and of those before it.
-
-    Args:
-        now: the time, in seconds.
-
-    Attributes:
-        regular: whether the time of the open step counts, since its participants have not changed and none was late.
-        first_end: time at which a member was the first to end the open step.
-    """
-
-    def __init__(self, now: float) -> None:
-        self.regular = True
-        self.first_end = self._start = now
-        self._durations: deque[float] = deque(maxlen=_MEDIAN_OF)
-
-    def begin(self, now: float) -> None:
-        """Begin a step, or begin the open one anew."""
-        self._start = now
-
-    def close(self, now: float, counts: bool) -> None:
-        """Close the open step, and begin the next one.
-
-        Args:
-            now: the time, in seconds.
-            counts: whether its time is one of those that lateness is measured by.
-        """
-        if self.regular and counts:
-            self._durations.append(now - self._start)
-        self._start, self.regular = now, True
-
-    @property
-    def known(self) -> bool:
-        """Whether enough steps have been timed to know when one is late."""
-        return len(self._durations) >= _MEDIAN_NEEDS
-
-    @property
-    def median(self) -> float | None:
-        """Median seconds of the last steps whose time counts; None before there is one."""
-        return statistics.median(self._durations) if self._durations else None
-
-    def late_at(self, patience: float) -> float:
-        """Return when members that have not ended the open step are late.
-
-        No site is late if all are slow: where the first member has taken longer than a median step, the others have as
-        much time beyond it.
-
-        Args:
-            patience: the time that they have, in median steps.
-        """
-        median = statistics.median(self._durations)
-        since_start = self._start + max(_JITTER, patience * median)
-        return max(since_start, self.first_end + max(_JITTER, (patience - 1) * median))
-
-
 class Membership:
     """State machine of the hub's members.
 
@@ -192,7 +137,9 @@ class Membership:
         self.life, self.step = life, 0
         self.started = False
         self.round = RoundKind.FIRST
-        self._times = StepTimes(now)
+        self._began = self._first_end = now  # of the open step: its beginning, and its first END of a member
+        self._regular = True  # whether its time counts, since its participants have not changed and none was late
+        self._durations: deque[float] = deque(maxlen=_MEDIAN_OF)
         self._pause: Pause | None = None
         self._requests = 0  # for states
         self._actions: list[Action] = []
@@ -249,7 +196,7 @@ class Membership:
             now: the time, in seconds.
         """
         if self.started:
-            self._times.regular = False
+            self._regular = False
             self._actions.append(Accept(slot, self.position, True))
             self._join(slot, Phase.JOINING, now)
         else:
@@ -270,7 +217,7 @@ class Membership:
         self.started, self.step = True, step
         for slot in slots:
             self._enter(slot, Phase.MEMBER, now)
-        self._times.begin(now)
+        self._began = now
         return self._advance(now)
 
     def get_on(self, slot: int, now: float) -> None:
@@ -299,7 +246,7 @@ class Membership:
             self._drop(slot, f"it has ended step {step}, which it does not take part in")
         else:
             if step == self.open_step and not self._ended(self.open_step):
-                self._times.first_end = now
+                self._first_end = now
             site.ended, site.idle, site.awaited = step, idle, True
         return self._advance(now)
 
@@ -319,7 +266,7 @@ class Membership:
             self._drop(slot, f"it holds step {position.step} of another history, not step {self.step}")
         elif site.phase is Phase.JOINING:
             site.phase, site.donor = Phase.MEMBER, None
-            self._times.begin(now)  # it was not late before
+            self._began = now  # it was not late before
         return self._advance(now)
 
     def close(self, slot: int, reason: str, now: float) -> list[Action]:
@@ -343,7 +290,7 @@ class Membership:
     @property
     def step_seconds(self) -> float | None:
         """Median seconds of the last steps; None before one has closed."""
-        return self._times.median
+        return statistics.median(self._durations) if self._durations else None
 
     # What follows
 
@@ -353,7 +300,7 @@ class Membership:
             if slot in (other, site.donor):
                 site.donor = None
         self._actions.append(Drop(slot, self.open_step, reason))
-        self._times.regular = False
+        self._regular = False
 
     def _advance(self, now: float) -> list[Action]:
         """Close and pause as far as possible, and return the actions."""
@@ -371,8 +318,8 @@ class Membership:
         self._actions.append(Start(self.position))
         for slot in range(len(self._sites)):
             self._join(slot, Phase.MEMBER, now)
-        self._times.begin(now)
-        self._times.regular = True
+        self._began = now
+        self._regular = True
 
     def _join(self, slot: int, phase: Phase, now: float) -> None:
         """Announce a participant of the open step."""
@@ -426,7 +373,9 @@ class Membership:
                 return
             self._skip(missing)
         self._actions.append(Close(self.open_step, tuple(ended)))
-        self._times.close(now, self.round is RoundKind.FIRST)
+        if self._regular and self.round is RoundKind.FIRST:
+            self._durations.append(now - self._began)
+        self._began, self._regular = now, True
         self.step += 1
         self.round = RoundKind.FIRST
         for slot in missing:
@@ -438,7 +387,7 @@ class Membership:
 
     def _skip(self, slots: Sequence[int]) -> None:
         """Record that members miss the open step, whose time counts where no site has waited for them."""
-        self._times.regular &= not any(self._sites[slot].awaited for slot in slots)
+        self._regular &= not any(self._sites[slot].awaited for slot in slots)
         for slot in slots:
             self._sites[slot].awaited = False
             self._actions.append(Skip(slot, self.open_step))
@@ -447,7 +396,7 @@ class Membership:
         """Return whether the open step can close without its late members once they are late."""
         return (
             self._rules.late == "skip"
-            and (self._times.known or not self._rules.patience)
+            and (len(self._durations) >= _MEDIAN_NEEDS or not self._rules.patience)
             and self.round is not RoundKind.COLLECTIVE
             and any(not self._sites[slot].idle for slot in ended)
         )
@@ -460,10 +409,17 @@ class Membership:
         return awaited and now < self._late_at()
 
     def _late_at(self) -> float:
-        """Return when members that have not ended the open step are late."""
-        if self._rules.patience:
-            return self._times.late_at(self._rules.patience)
-        return self._times.first_end + self._rules.site_timeout
+        """Return when members that have not ended the open step are late.
+
+        No site is late if all are slow: where the first member has taken longer than a median step, the others have as
+        much time beyond it.
+        """
+        patience = self._rules.patience
+        if not patience:
+            return self._first_end + self._rules.site_timeout
+        median = statistics.median(self._durations)
+        since_start = self._began + max(_JITTER, patience * median)
+        return max(since_start, self._first_end + max(_JITTER, (patience - 1) * median))
 
     def _progress_deadline(self, slot: int) -> float | None:
         """Return when a participant is lost though it is alive; None while no site waits for it."""
@@ -471,7 +427,7 @@ class Membership:
         if site.phase is Phase.JOINING and site.donor is not None:
             return max(site.progressed, self._sites[site.donor].progressed) + self._rules.progress_timeout
         if site.phase is Phase.MEMBER and site.ended < self.open_step and self._ended(self.open_step):
-            return max(site.progressed, self._times.first_end) + self._rules.progress_timeout
+            return max(site.progressed, self._first_end) + self._rules.progress_timeout
         waiting = [each.progressed for each in self._sites if each.phase is Phase.JOINING and each.donor is None]
         if waiting and self.behind(slot):  # it would be the donor
             return max(site.progressed, *waiting) + self._rules.progress_timeout

@@ -53,11 +53,9 @@ from ..wire.messages import (
 from ..wire.streams import HUB_SLOT, SendQueue
 from .journal import Journal
 from .membership import Phase
-from .recovery import Outage, Recovery
-from .run import Run
-from .session import FULL_BYTES, Received, Session, check_hello
+from .run import Outage, Recovery, Run
+from .session import FULL_BYTES, HubStreams, Received, Session, check_hello
 from .store import Store
-from .streams import HubStreams
 
 GRACE = 5.0  # seconds
 _COPY = "copy the newest roster.json into"
@@ -458,7 +456,7 @@ class Relay:
         """
         head, body, _ = frame
         if head.kind is Kind.CONTROL or (session.channel in ("store", "check") and len(body) < _SMALL_BYTES):
-            session.charge()
+            session.spare -= 1
         if head.kind is Kind.CONTROL:
             self._take_control(session, bytes(body), now)
         elif session.channel == "store":
@@ -482,7 +480,7 @@ class Relay:
         if session.waits or not run.membership.started or (closed and not run.elastic):
             raise FrameError(f"a {head.kind.name} frame of step {head.step}, which is not open")
         if closed and len(body) < _SMALL_BYTES:
-            session.charge()
+            session.spare -= 1
         if closed and run.rules.late == "wait":
             return  # it was sent again for a site that has left since
         run.membership.get_on(session.slot, now)
@@ -544,30 +542,32 @@ class Relay:
 
     def _take_control(self, session: Session, body: bytes, now: float) -> None:
         message = read_control(body, len(self.roster))
-        if isinstance(message, Leave):
-            self.drop(session, message.reason, now)
-        elif isinstance(message, Spent) and session.channel == "training":
-            self.spent[session.slot] = message
-        elif isinstance(message, Report) and session.channel == "training":
-            if self._recovery is not None:
-                self._recovery.report(session, message)
-                self._recover(now)
-        elif isinstance(message, Requirements) and session.channel == "training":
-            session.ready = True
-            if self.run.membership.started:
-                self.run.require(message)
-                self._grow_for_waiting()
-                self._admit(now)
-            elif self._recovery is not None:
-                self._recovery.require(session, message)
-        elif isinstance(message, KeyMessage) and session.channel == "training":
-            self._pass_key(session, message)
-        elif isinstance(message, Exclude) and session.channel == "training":
-            self._exclude(session, message, now)
-        elif isinstance(message, Joined) and session.channel == "training" and not session.waits:
-            self._act(self.run.membership.joined(session.slot, message.position, now), now)
-        else:
-            raise FrameError(f"a control message {type(message).__name__} is not expected")
+        trains = session.channel == "training"
+        match message:
+            case Leave():
+                self.drop(session, message.reason, now)
+            case Spent() if trains:
+                self.spent[session.slot] = message
+            case Report() if trains:
+                if self._recovery is not None:
+                    self._recovery.report(session, message)
+                    self._recover(now)
+            case Requirements() if trains:
+                session.ready = True
+                if self.run.membership.started:
+                    self.run.require(message)
+                    self._grow_for_waiting()
+                    self._admit(now)
+                elif self._recovery is not None:
+                    self._recovery.require(session, message)
+            case KeyMessage() if trains:
+                self._pass_key(session, message)
+            case Exclude() if trains:
+                self._exclude(session, message, now)
+            case Joined() if trains and not session.waits:
+                self._act(self.run.membership.joined(session.slot, message.position, now), now)
+            case _:
+                raise FrameError(f"a control message {type(message).__name__} is not expected")
 
     def _pass_key(self, session: Session, message: KeyMessage) -> None:
         """Keep the offer of a site that waits to join, or pass a welcome on to the site whose last offer it answers."""
@@ -608,28 +608,30 @@ class Relay:
         run = self.run
         for action in actions:
             run.take(action)
-            if isinstance(action, Accept):
-                for message in (action, *run.earlier(action)):
-                    self.sessions["training", action.slot].send(pack_control(message, 0))
-                continue
-            if isinstance(action, Skip):
-                continue
-            if isinstance(action, Drop):
-                self._end_training(action, now)
-            if isinstance(action, SendState):
-                self._ask_for_state(action)
-                continue
+            match action:
+                case Accept():
+                    for message in (action, *run.earlier(action)):
+                        self.sessions["training", action.slot].send(pack_control(message, 0))
+                    continue
+                case SendState():
+                    self._ask_for_state(action)
+                    continue
+                case Skip():
+                    continue
+                case Drop():
+                    self._end_training(action, now)
             # Where all sites have to stay, none waits for the end of a step.
             self._announce(action, soon=isinstance(action, Close) and not run.elastic)
-            if isinstance(action, Join):
-                for frame in run.round.frames():
-                    self.sessions["training", action.slot].send(frame)
-            elif isinstance(action, Start):
-                self.journal.write(f"training starts after step {action.position.step}")
-            elif isinstance(action, Pause):
-                self.journal.write(f"{'paused' if run.membership.started else 'idle'}: {action.reason}")
-            elif isinstance(action, Resume):
-                self.journal.write("training goes on")
+            match action:
+                case Join():
+                    for _, frame in run.round.frames:
+                        self.sessions["training", action.slot].send(frame)
+                case Start():
+                    self.journal.write(f"training starts after step {action.position.step}")
+                case Pause():
+                    self.journal.write(f"{'paused' if run.membership.started else 'idle'}: {action.reason}")
+                case Resume():
+                    self.journal.write("training goes on")
         if any(isinstance(action, Close) for action in actions):
             self._end_ahead(now)
         if self.run.ending and not self._training():

@@ -1,14 +1,24 @@
-"""Sessions of the hub: one channel of one site, which survives the loss of its connection."""
+"""Sessions of the hub: one channel of one site, which survives the loss of its connection.
+
+**Byte streams of sites to the hub itself** are as those between two sites, see `dadplug.hub.wire.streams`. The other
+end of each is a local socket of a service, which runs in threads of its own. Memory is bounded: a site may have so many
+streams, and each of them holds the window of either direction at most.
+"""
 
 from __future__ import annotations
 
+import itertools
+import selectors
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import NamedTuple
+from typing import Any, Protocol
 
 from ...errors import FrameError, RefusedError
 from ..check import CheckHandler
+from ..secure.sealing import OPEN_BYTES
 from ..wire.messages import HEAD_BYTES, OLDEST_VERSION, VERSION, Head, Hello, Kind, Welcome, pack_control
-from ..wire.streams import HUB_SLOT, NumberedStream, PackedFrame, Stream
+from ..wire.streams import HUB_SLOT, NumberedStream, PackedFrame, PeerStream, Stream, Tag
 
 FULL_BYTES = 8 << 20  # unsent bytes of a queue at which those who fill it are no longer read
 KEPT_BYTES = 64 << 20  # the same for bytes that have not been acknowledged
@@ -26,18 +36,8 @@ _TURN_BYTES, _TURN_FRAMES = 1 << 18, 256  # received in a turn
 _SPARE_RATE, _MOST_SPARE, _FIRST_SPARE = 250.0, 1000.0, 100.0
 
 
-class Received(NamedTuple):
-    """Frame that has been received.
-
-    Attributes:
-        head: its head.
-        body: its body.
-        packed: both, as they have arrived.
-    """
-
-    head: Head
-    body: memoryview
-    packed: PackedFrame
+Received = tuple[Head, memoryview, PackedFrame]
+"""Frame that has been received: its head, its body, and both as they have arrived."""
 
 
 class Session(NumberedStream):
@@ -80,6 +80,7 @@ class Session(NumberedStream):
         lost: time at which the connection was lost, and the reason.
         excused: time before which the site is not given up, since it may come back from an outage of the hub.
         ended: time at which the session has ended; its last frames may still have to be sent. None before.
+        spare: frames that training does not wait for, which may be read before time passes.
         bytes_in: bytes received.
         bytes_out: bytes sent; those that were lost with a connection count again.
     """
@@ -110,7 +111,7 @@ class Session(NumberedStream):
         self.check = CheckHandler(slot)
         self._packed = bytearray()  # the frame that is arriving
         self._pinged = self._ticked = now
-        self._spare = _FIRST_SPARE  # frames that training does not wait for, which may be read before time passes
+        self.spare = _FIRST_SPARE
 
     def attach(self, stream: Stream, welcome: Welcome, now: float) -> None:
         """Take a new connection, and answer the site's `Hello`.
@@ -174,10 +175,10 @@ class Session(NumberedStream):
                 more = False
             elif head.kind is Kind.PING:
                 if self.queue.acknowledged == acknowledged:  # of no use
-                    self.charge()
+                    self.spare -= 1
             else:
                 packed = self._packed if head.length else bytes(receiver.head_bytes)
-                frames.append(Received(head, receiver.body, packed))
+                frames.append((head, receiver.body, packed))
         if nbytes := receiver.nbytes - before:
             self.heard = now
             self.bytes_in += nbytes
@@ -186,14 +187,10 @@ class Session(NumberedStream):
             self.stream.connection.expect(max(1, receiver.missing))
         return frames, more
 
-    def charge(self) -> None:
-        """Count a frame that training does not wait for."""
-        self._spare -= 1
-
     @property
     def floods(self) -> bool:
         """Whether it has sent so many frames that training does not wait for that it is not read for a while."""
-        return self._spare < 0
+        return self.spare < 0
 
     @property
     def partial(self) -> bool:
@@ -239,7 +236,7 @@ class Session(NumberedStream):
 
     def tick(self, now: float) -> None:
         """Send what has waited, and a ping, which is an acknowledgement as well, if the last one was a while ago."""
-        self._spare = min(_MOST_SPARE, self._spare + (now - self._ticked) * _SPARE_RATE)
+        self.spare = min(_MOST_SPARE, self.spare + (now - self._ticked) * _SPARE_RATE)
         self._ticked = now
         self.due |= self.queue.unsent_bytes > 0
         if now >= self._pinged + PING_SECONDS:
@@ -278,3 +275,181 @@ def check_hello(hello: Hello) -> None:
         )
     if hello.channel not in _ALLOWED:
         raise RefusedError(f"unknown channel {hello.channel!r}")
+
+
+_MOST_STREAMS = 32  # of a site
+_MOST_KEPT = 16 << 20  # bytes that a site has not acknowledged, beyond which streams to it are held up
+_READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
+
+
+class StreamService(Protocol):
+    """Service at the hub that sites open streams to."""
+
+    def accept(self, slot: int, connected: socket.socket) -> None:
+        """Take a stream that the site of a slot has opened; must not block."""
+
+    def begin(self, names: Sequence[str]) -> None:
+        """Take the names of the sites of the next run, by slot, where they differ from those before."""
+
+    def hold(self, held: bool) -> None:
+        """Let no silence of sites count while none can be heard, or they are on their way back."""
+
+    def events(self) -> Iterator[str]:
+        """Yield what has happened since the last call, for the journal."""
+
+    def close(self) -> None:
+        """End the service: the hub ends."""
+
+
+class NoService:
+    """Service of a hub that has none: each stream ends at once."""
+
+    def accept(self, slot: int, connected: socket.socket) -> None:
+        """End a stream."""
+        connected.close()
+
+    def begin(self, names: Sequence[str]) -> None:
+        """Take the names of the sites of the next run, for nothing."""
+
+    def hold(self, held: bool) -> None:
+        """Take whether silence counts, for nothing."""
+
+    def events(self) -> Iterator[str]:
+        """Return that nothing has happened."""
+        return iter(())
+
+    def close(self) -> None:
+        """End the service."""
+
+
+class HubStream(PeerStream):
+    """The hub's end of a stream. After the end of the session, what the service still writes is read and dropped.
+
+    Args:
+        session: session of the site.
+        channel: number of the stream, which the site has chosen.
+
+    Attributes:
+        session: session of the site.
+        mask: events that the hub's selector waits for.
+    """
+
+    def __init__(self, session: Session, channel: int) -> None:
+        super().__init__(channel, HUB_SLOT, session, _MOST_KEPT)
+        self.session = session
+        self.mask = 0
+
+    @property
+    def sendable(self) -> int:
+        return super().sendable if self.session.ended is None else OPEN_BYTES
+
+    def send(self, tag: Tag, parts: Sequence[Any]) -> None:
+        if self.session.ended is None:
+            super().send(tag, parts)
+
+
+class HubStreams:
+    """Streams of all sites to the hub.
+
+    Args:
+        selector: the hub's selector, with which the streams' local sockets are registered.
+        service: the service.
+    """
+
+    def __init__(self, selector: selectors.BaseSelector, service: StreamService) -> None:
+        self.service = service
+        self._selector = selector
+        self._streams: dict[tuple[int, int], HubStream] = {}  # by slot and channel
+        self._reached: set[HubStream] = set()  # by messages that have just arrived
+        self._freed = itertools.count(-1, -1)  # numbers of streams whose session has ended
+
+    def take(self, session: Session, head: Head, body: memoryview) -> None:
+        """Take a message of a site; those of a stream that is closed here are of no use.
+
+        Raises:
+            FrameError: if the site does not keep to the protocol, or opens too many streams.
+        """
+        stream = self._streams.get((session.slot, head.exchange))
+        if stream is None:
+            if head.tag != Tag.DATA or head.offset:
+                return
+            stream = self._begin(session, head.exchange)
+        stream.take(head, body)
+        self._reached.add(stream)
+
+    def _begin(self, session: Session, channel: int) -> HubStream:
+        if sum(slot == session.slot for slot, _ in self._streams) >= _MOST_STREAMS:
+            raise FrameError(f"more than {_MOST_STREAMS} streams to the hub")
+        stream = self._streams[session.slot, channel] = HubStream(session, channel)
+        self.service.accept(session.slot, stream.program)
+        return stream
+
+    def end(self, session: Session) -> None:
+        """End the streams of a session, which has ended: the service reads the end after what has arrived."""
+        for (slot, channel), stream in list(self._streams.items()):
+            if stream.session is session:
+                stream.end()
+                self._reached.add(stream)
+                # The site's next session may choose the same number.
+                self._streams[slot, next(self._freed)] = self._streams.pop((slot, channel))
+
+    def serve(self, ready: Mapping[HubStream, int], fail: Callable[[Session, Exception], None]) -> None:
+        """Serve the streams whose sockets are ready, or that messages have arrived for.
+
+        Args:
+            ready: events of the sockets that are ready.
+            fail: takes the session and the error of a stream that cannot be served, which is closed.
+        """
+        if not ready and not self._reached:
+            return
+        failed: list[tuple[Session, Exception]] = []
+        for key in [key for key, each in self._streams.items() if each in ready or each in self._reached]:
+            stream = self._streams[key]
+            events = ready.get(stream, 0)
+            try:
+                over = stream.serve(stream in self._reached or bool(events & _WRITE), bool(events & _READ))
+            except Exception as error:
+                failed.append((stream.session, error))
+                over = True
+            if over:
+                self._remove(key)
+        self._reached.clear()
+        for session, fault in failed:
+            fail(session, fault)
+
+    def _remove(self, key: tuple[int, int]) -> None:
+        stream = self._streams.pop(key)
+        if stream.mask:
+            self._selector.unregister(stream.local)
+        stream.close()
+
+    def update(self) -> None:
+        """Register what each socket waits for."""
+        for stream in self._streams.values():
+            wanted = _WRITE * bool(stream.incoming) | _READ * (stream.sendable > 0)
+            if wanted != stream.mask:
+                watch(self._selector, stream.local, stream.mask, wanted, stream)
+                stream.mask = wanted
+
+    def close(self) -> None:
+        """Close all streams."""
+        for key in list(self._streams):
+            self._remove(key)
+
+
+def watch(selector: selectors.BaseSelector, connection: Any, before: int, events: int, data: object) -> None:
+    """Let a selector wait for other events of a connection than before.
+
+    Args:
+        selector: the selector.
+        connection: the connection.
+        before: the events that it waits for now; 0 where the connection is not registered.
+        events: other ones; 0 for none.
+        data: what the selector returns with them.
+    """
+    if not before:
+        selector.register(connection, events, data)
+    elif events:
+        selector.modify(connection, events, data)
+    else:
+        selector.unregister(connection)

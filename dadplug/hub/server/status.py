@@ -1,4 +1,9 @@
-"""Status of the hub: which sites are here, the step, rates and which site is late, as JSON and as a table."""
+"""Status of the hub: which sites are here, the step, rates and which site is late, as JSON and as a table.
+
+Metrics for Prometheus, and whether the hub is in health, are served over HTTP: `/metrics` and `/healthz`. There is one
+connection for each request, a few at a time, each ended after some seconds: whoever reaches the port can delay other
+readers of metrics, but not the hub, which only puts its status there.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +11,196 @@ import contextlib
 import json
 import math
 import shutil
+import socket
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, TextIO
 
+from ...errors import KitError
 from ...files import write_file
+from ...logs import get_logger
 from ..pki.kits import RENEW, SOON_DAYS, days_left
 from ..pki.project import HUB
 from .hub import Hub
 from .journal import Journal, JournalFile
 from .membership import Phase
-from .metrics import MetricsServer
 from .relay import Relay
+
+_log = get_logger(__name__)
+_MOST_REQUESTS = 8  # at a time
+_SECONDS = 5.0  # for a request
+_HEALTHY_SECONDS = 10.0  # since the last status
+
+_OF_HUB = {  # by the name in the status: kind, name and help of the metric
+    "up_seconds": ("gauge", "hub_up_seconds", "Seconds since the hub has started"),
+    "started": ("gauge", "hub_training", "Whether training has started"),
+    "step": ("counter", "hub_steps", "Steps that all present sites have ended"),
+    "step_seconds": ("gauge", "hub_step_seconds", "Median seconds of the last steps"),
+    "refused": ("counter", "hub_refused_connections", "Connections that were refused"),
+}
+_OF_SITE = {
+    "step": ("gauge", "site_step", "Steps that the site has ended"),
+    "connected_seconds": ("gauge", "site_connected_seconds", "Seconds since the site has connected"),
+    "bytes_from": ("counter", "site_received_bytes", "Bytes that the hub has received from the site"),
+    "bytes_to": ("counter", "site_sent_bytes", "Bytes that the hub has sent to the site"),
+    "late_seconds": ("gauge", "site_late_seconds", "Seconds for which others have waited for the site"),
+    "missed_steps": ("counter", "site_missed_steps", "Steps that were made without the site"),
+}
+STATES = ("absent", "disconnected", "waiting", "joining", "member")
+"""States of a site, see `Phase`; `site_state` is 1 for the present one."""
+
+
+_Samples = Iterable[tuple[Sequence[str], float]]  # each with the values of the labels
+
+
+def metrics(status: dict[str, Any]) -> Iterator[Any]:
+    """Yield the metrics of prometheus_client that make up a status.
+
+    Args:
+        status: what `snapshot` has returned.
+    """
+    sites = status["sites"]
+    texts = status["project"], status["version"]
+    yield _family("gauge", "hub_info", "Project and version of the hub", [(texts, 1)], ("project", "version"))
+    here = sum(site["state"] not in ("absent", "disconnected") for site in sites)
+    late = sum(site["late_seconds"] > 0 for site in sites)
+    for kind, name, text, value in (
+        *((*metric, status[key]) for key, metric in _OF_HUB.items()),
+        ("gauge", "hub_sites_expected", "Sites of the roster", len(sites)),
+        ("gauge", "hub_sites_present", "Sites that are connected", here),
+        ("gauge", "hub_late_sites", "Sites that others wait for", late),
+        ("gauge", "hub_kit_problems", "Parts of the changed kit that are not used", len(status["kit_problems"])),
+        ("gauge", "hub_paused", "Whether training waits for sites", bool(status["waiting"])),
+    ):
+        if value is not None:
+            yield _family(kind, name, text, [((), value)])
+    days = {HUB: status["certificate_days"]} | {site["name"]: site["certificate_days"] for site in sites}
+    ends = [((name,), left) for name, left in days.items() if left is not None]
+    yield _family("gauge", "certificate_days", "Days until the certificate ends", ends, ("name",))
+    for key, metric in _OF_SITE.items():
+        yield _family(*metric, [((site["name"],), site[key]) for site in sites], ("site",))
+    spent = [((site["name"], f"{site['delta']:g}"), site["epsilon"]) for site in sites if site["epsilon"]]
+    text = "Epsilon that the site has stated last, of a delta"
+    yield _family("gauge", "site_epsilon", text, spent, ("site", "delta"))
+    states = [((site["name"], state), state == site["state"]) for site in sites for state in STATES]
+    yield _family("gauge", "site_state", "Whether the site is in the state", states, ("site", "state"))
+
+
+def _family(kind: str, name: str, text: str, samples: _Samples, labels: Sequence[str] = ()) -> Any:
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+    made = GaugeMetricFamily if kind == "gauge" else CounterMetricFamily
+    family = made(f"dadplug_{name}", f"{text}.", labels=labels)
+    for values, value in samples:
+        family.add_metric(values, float(value))
+    return family
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: MetricsServer
+    timeout = _SECONDS
+    server_version, sys_version = "dadplug", ""
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        if path == "/metrics":
+            self._answer(200, self.server.text(), "text/plain; version=0.0.4; charset=utf-8")
+        elif path == "/healthz":
+            silent = time.monotonic() - self.server.given
+            healthy = silent < _HEALTHY_SECONDS
+            text = "ok\n" if healthy else f"the hub has given no status for {silent:.0f} s\n"
+            self._answer(200 if healthy else 503, text.encode())
+        else:
+            self._answer(404, b"there are /metrics and /healthz\n")
+
+    def _answer(self, status: int, body: bytes, kind: str = "text/plain; charset=utf-8") -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+class MetricsServer(ThreadingHTTPServer):
+    """Server of a hub's metrics, in a thread of its own.
+
+    Args:
+        address: host and port to listen at.
+
+    Attributes:
+        address: host and port that it listens at.
+        given: time of the last status.
+
+    Raises:
+        KitError: if prometheus_client is not installed, or the address cannot be listened at.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        try:
+            import prometheus_client
+
+            super().__init__(address, _Handler)
+        except ImportError as error:
+            raise KitError("--metrics needs prometheus_client: pip install 'dadplug[hub]'") from error
+        except OSError as error:
+            raise KitError(f"cannot serve metrics at {address[0]}:{address[1]}: {error}") from error
+        self._generate: Callable[[Any], bytes] = prometheus_client.generate_latest
+        self._status: dict[str, Any] = {}
+        self.given = time.monotonic()
+        host, port = self.server_address[:2]
+        self.address = str(host), int(port)
+        self._free = threading.BoundedSemaphore(_MOST_REQUESTS)
+        self._thread = threading.Thread(target=self.serve_forever, name="dadplug-metrics", daemon=True)
+        self._thread.start()
+
+    def show(self, status: dict[str, Any]) -> None:
+        """Take a status, as `snapshot` returns it."""
+        self._status, self.given = status, time.monotonic()
+
+    def collect(self) -> Iterator[Any]:
+        """Return the metrics; none before there is a status."""
+        return metrics(self._status) if self._status else iter(())
+
+    def text(self) -> bytes:
+        """Return the metrics in the format of Prometheus."""
+        return self._generate(self)
+
+    def close(self) -> None:
+        """Stop listening."""
+        self.shutdown()
+        self.server_close()
+        self._thread.join()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        timer = threading.Timer(_SECONDS, self.shutdown_request, (request,))  # a slow client sends byte by byte
+        timer.daemon = True
+        timer.start()
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            timer.cancel()
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            _log.exception("metrics cannot be served")  # otherwise the client has left, or was too slow
+
 
 _LATE_SECONDS = 1.0  # without a frame
 _RATE_SECONDS = 1.0  # at least, over which rates are measured

@@ -92,21 +92,23 @@ class Store:
             FrameError: if it is no request.
         """
         request = _read(body)
-        if request.operation == "hello":  # a new process, or one that has lost its requests
-            for key in [key for key in self._waiting if key[0] == slot]:
-                del self._waiting[key]
-            return [(slot, codec.encode(Reply(request.number)))]
-        if request.operation == "cancel":
-            self._waiting.pop((slot, request.amount), None)
-            return []
-        if request.operation not in self._operations:
-            raise FrameError(f"unknown operation of the store: {request.operation[:20]!r}")
-        if request.operation in ("get", "wait") and not self._has(request):
-            if sum(key[0] == slot for key in self._waiting) >= MAX_WAITING:
-                return [(slot, codec.encode(Reply(request.number, error="too many requests are waiting")))]
-            self._waiting[slot, request.number] = request
-            return []
-        return [(slot, self._answer(request)), *self._answer_waiting()]
+        match request.operation:
+            case "hello":  # a new process, or one that has lost its requests
+                self._waiting = {key: each for key, each in self._waiting.items() if key[0] != slot}
+                return [(slot, codec.encode(Reply(request.number)))]
+            case "cancel":
+                self._waiting.pop((slot, request.amount), None)
+                return []
+            case "get" | "wait" if not self._has(request):
+                if sum(key[0] == slot for key in self._waiting) >= MAX_WAITING:
+                    return [(slot, codec.encode(Reply(request.number, error="too many requests are waiting")))]
+                self._waiting[slot, request.number] = request
+                return []
+            case unknown if unknown not in self._operations:
+                raise FrameError(f"unknown operation of the store: {unknown[:20]!r}")
+        answers = [(slot, self._answer(request))]
+        ready = [key for key, each in self._waiting.items() if self._has(each)]
+        return answers + [(key[0], self._answer(self._waiting.pop(key))) for key in ready]
 
     def _answer(self, request: Request) -> bytes:
         try:
@@ -116,10 +118,6 @@ class Store:
         except StoreError as error:
             reply = codec.encode(Reply(request.number, error=str(error)))
         return reply
-
-    def _answer_waiting(self) -> list[tuple[int, bytes]]:
-        ready = [key for key, request in self._waiting.items() if self._has(request)]
-        return [(slot, self._answer(self._waiting.pop((slot, number)))) for slot, number in ready]
 
     # Operations
 

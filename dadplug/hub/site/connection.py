@@ -35,8 +35,7 @@ from ...logs import Troubles, get_logger, span
 from ..pki.kits import Kit
 from ..pki.project import Roster
 from ..secure import tls
-from ..secure.rate_limit import site_bucket
-from ..secure.secure_socket import LocalDoor, SecureSocket, open_door
+from ..secure.secure_socket import LocalDoor, SecureSocket, open_door, site_bucket
 from ..wire.messages import (
     FRESH,
     VERSION,
@@ -51,8 +50,7 @@ from ..wire.messages import (
     pack_control,
     read_control,
 )
-from ..wire.redialing import DIAL_SECONDS, HUB_TIMEOUT, next_pause
-from ..wire.streams import FrameReceiver, NumberedFrames, Stream
+from ..wire.streams import DIAL_SECONDS, HUB_TIMEOUT, FrameReceiver, NumberedFrames, Stream, next_pause
 
 
 def introduce(
@@ -97,7 +95,7 @@ def _read_answer(connection: SecureSocket, door: LocalDoor | None, world_size: i
 
     receiver = FrameReceiver(connection, room)
     deadline, timeout = time.monotonic() + seconds, connection.gettimeout()
-    connection.setblocking(False)
+    connection.settimeout(0.0)
     while receiver.receive() is None:
         ends: list[SecureSocket | LocalDoor] = [connection] if door is None else [connection, door]
         ready = select.select(ends, [], [], max(0.0, deadline - time.monotonic()))[0]
@@ -369,7 +367,8 @@ class HubConnection(ABC):
                 if not left:
                     return True
                 self.check()
-                state = left, self._frames.passed * any_frame
+                passed = self._frames.received + self._frames.queue.acknowledged
+                state = left, passed * any_frame
                 if state != before or self.pauses or (self.is_away and self.outlasts_outages):
                     deadline, before = Deadline(seconds), state
                 if deadline.over:

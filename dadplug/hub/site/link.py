@@ -21,8 +21,7 @@ from ...exchange.status import ENDED, add_announcer, remove_announcer
 from ...exchange.transport import Requirements
 from ...logs import get_logger
 from ..pki.kits import Kit
-from ..secure.epochs import AGREEMENT
-from ..secure.link_sealing import LinkSealing
+from ..secure.epochs import AGREEMENT, LinkSealing
 from ..wire.messages import (
     FRESH,
     IDLE,
@@ -47,10 +46,9 @@ from ..wire.messages import (
     Start,
     pack_control,
 )
-from ..wire.redialing import ELASTIC_HUB_TIMEOUT, return_seconds
+from ..wire.streams import ELASTIC_HUB_TIMEOUT, return_seconds
 from .connection import KERNEL_BYTES, HubConnection
-from .inbox import Continuation, Inbox, Incoming
-from .states import StateRequests
+from .inbox import Continuation, Inbox, Incoming, StateRequests
 
 CHANNEL_BITS = 24  # of the number of an exchange, below those of its channel
 _NOTICE_SECONDS = 5.0  # after which a site prints for which sites it waits
@@ -312,7 +310,7 @@ class HubLink(HubConnection):
     def begin_anew(self) -> None:
         rounds, continuation = self.rounds, self._continuation
         takes_part = self.position != FRESH
-        if self.left or (takes_part and not continuation.kept.complete(continuation.position.step)):
+        if self.left or (takes_part and continuation.position.step < continuation.kept.first):
             super().begin_anew()
         self._frames.begin_anew(held=takes_part or bool(rounds.dropped))
         rounds.states.clear()
@@ -599,8 +597,7 @@ class RoundClient:
         self.listens = False
         self.closed, self._absent[message.step] = message.step, absent
         if message.step == link.step:
-            for slot in absent:
-                link.inbox.cancel_all(slot)  # what they send from now on belongs to later rounds
+            link.inbox.cancel_all(Kind.PAYLOAD, absent)  # what they send from now on belongs to later rounds
 
     # Rounds
 

@@ -33,7 +33,7 @@ from ...exchange.rendezvous import meet
 from ...exchange.status import Member, PeerNames, ProcessSites, Silence, own_member, watch_exit
 from ...exchange.traffic import Traffic
 from ...exchange.transport import Gather, Nodes, PendingSum
-from ..connections import LOOPBACK, STARTED_PROCESSES
+from .. import LOOPBACK, STARTED_PROCESSES
 from .link import HubLink
 from .transport import CollectiveTransport, HubGather, HubSites, HubTransport, SitesGather, add_up
 
@@ -370,14 +370,11 @@ class SiteTransport(CollectiveTransport, NodeMessages):
     # Messages inside the site
 
     def _start(self, tensor: Tensor, rank: int, tag: int, sends: bool) -> dist.Work:
-        gloo, index = self._open_gloo(), self.nodes.own.index(rank)
-        work: dist.Work = (gloo.send if sends else gloo.recv)([tensor], index, tag)
-        return work
-
-    def _open_gloo(self) -> Any:
         if self._gloo is None:
             raise RuntimeError("the connection is closed")
-        return self._gloo
+        start = self._gloo.send if sends else self._gloo.recv
+        work: dist.Work = start([tensor], self.nodes.own.index(rank), tag)
+        return work
 
     def wait(self, work: Work, peer: int | None = None) -> None:
         try:

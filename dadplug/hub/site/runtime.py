@@ -17,8 +17,8 @@ from ...exchange.traffic import Traffic
 from ...exchange.transport import Nodes, Requirements, Transport
 from ...logs import get_logger
 from ...signature import check_seconds
+from .. import connections, current_connection
 from .. import torch as process_group
-from ..connections import connections, current_connection
 from ..pki.kits import Kit
 from ..pki.project import Restrictions, impose_restrictions, lift_restrictions
 from ..torch import BACKEND, Collectives, HubGroup, HubStore
@@ -271,19 +271,11 @@ def _connected() -> SiteRuntime:
     return connection
 
 
-def _open_transport(
-    group: dist.ProcessGroup,
-    traffic: Traffic,
-    device: object,
-    timeout: float,
-    requirements: Requirements | None,
-    for_trainer: bool,
-) -> Transport:
-    return _connected().open_transport(group, traffic, timeout, requirements, for_trainer)
-
-
 process_group.register(lambda ranks, rank, seconds: _connected().open_group(ranks, rank, seconds))
-register_network(lambda group: isinstance(group, Collectives), _open_transport)
+register_network(
+    lambda group: isinstance(group, Collectives),
+    lambda group, traffic, _, *options: _connected().open_transport(group, traffic, *options),
+)
 
 _log = get_logger(__name__)
 

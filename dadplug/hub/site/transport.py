@@ -231,8 +231,33 @@ class HubTransport(CollectiveTransport):
 
     def all_reduce(self, tensor: Tensor) -> PendingSum:
         if tensor.dtype in CODES and not self.prefers_gather(tensor.numel() * tensor.element_size()):
-            return _HubSum(self, tensor)
-        return GatheredSum(self, tensor)
+            return self._sum_at_hub(tensor)
+        gather = self.gather_once([tensor.numel()] * self.world_size, tensor.dtype)
+        gather.payload.copy_(tensor.detach().reshape(-1))
+        gather.launch()
+
+        def finish() -> None:  # each site adds up the addends of all, in the order of ranks
+            tensor.detach().copy_(add_up(gather.wait()).view(tensor.shape))
+
+        return PendingSum(finish)
+
+    def _sum_at_hub(self, tensor: Tensor) -> PendingSum:
+        """Start a sum that the hub computes from the summands of all sites, in the order of ranks."""
+        own = tensor.detach()
+        staged = own.to(self.device).reshape(-1)
+        content, exchange = bytes_of(staged), self.next_collective()
+        # The link copies what it sends, so that the sum can arrive where the summand lies.
+        incoming = self.link.expect(0, exchange, content, Kind.SUM)
+        self.traffic.add(len(content))
+        self.link.send(exchange, content, Kind.SUMMAND, CODES[tensor.dtype])
+
+        def finish() -> None:
+            with self.traffic.waiting():
+                self.link.wait([incoming], self.timeout)
+            if staged.data_ptr() != own.data_ptr():
+                own.copy_(staged.view(own.shape))
+
+        return PendingSum(finish)
 
     def open_streams(self, timeout: float) -> dict[int, socket.socket]:
         return tunnel_of(self.link, timeout).open(self.gather_objects)
@@ -310,39 +335,6 @@ class HubGather(SitesGather):
                 self._transport.link.wait(self._incoming, self._transport.timeout)
             self._incoming = []
         return self.payloads
-
-
-class _HubSum(PendingSum):
-    """Sum that the hub computes from the summands of all sites, in the order of ranks."""
-
-    def __init__(self, transport: HubTransport, tensor: Tensor) -> None:
-        self._transport = transport
-        self._tensor = tensor.detach()
-        self._staged = self._tensor.to(transport.device).reshape(-1)
-        content, exchange = bytes_of(self._staged), transport.next_collective()
-        # The link copies what it sends, so that the sum can arrive where the summand lies.
-        self._incoming = transport.link.expect(0, exchange, content, Kind.SUM)
-        transport.traffic.add(len(content))
-        transport.link.send(exchange, content, Kind.SUMMAND, CODES[tensor.dtype])
-
-    def wait(self) -> None:
-        with self._transport.traffic.waiting():
-            self._transport.link.wait([self._incoming], self._transport.timeout)
-        if self._staged.data_ptr() != self._tensor.data_ptr():
-            self._tensor.copy_(self._staged.view(self._tensor.shape))
-
-
-class GatheredSum(PendingSum):
-    """Sum that every site computes from the addends of all, in the order of ranks; narrow types in single precision."""
-
-    def __init__(self, transport: HubTransport, tensor: Tensor) -> None:
-        self._tensor = tensor
-        self._gather = transport.gather_once([tensor.numel()] * transport.world_size, tensor.dtype)
-        self._gather.payload.copy_(tensor.detach().reshape(-1))
-        self._gather.launch()
-
-    def wait(self) -> None:
-        self._tensor.detach().copy_(add_up(self._gather.wait()).view(self._tensor.shape))
 
 
 def add_up(addends: Sequence[Tensor]) -> Tensor:

@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import struct
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from types import NoneType, UnionType
@@ -577,25 +577,21 @@ class Spent(NamedTuple):
 
 
 # Names on the wire: versions that differ still understand each other's `Hello` and `Refuse`.
-_NAMES: dict[str, tuple[Any, ...]] = {
-    "dadplug.hub.actions": (
-        *(Accept, Refuse, Start, Grow, Join, Drop, Close, Pause, Resume),
-        Position,
-    ),
-    "dadplug.hub.frames": (Hello, Welcome, Joined, Leave, Spent),
-    "dadplug.hub.restart_messages": (Report, Repeat, Continue),
-    "dadplug.hub.key_messages": (KeyMessage, Exclude),
-    "dadplug.exchange.requirements": (Requirements,),
-}
-_HINTS: dict[type, dict[str, Any]] = {}
+_NAMES: dict[str, type] = {
+    f"{prefix}.{each.__name__}": each
+    for prefix, classes in (
+        ("dadplug.hub.actions", (Accept, Refuse, Start, Grow, Join, Drop, Close, Pause, Resume, Position)),
+        ("dadplug.hub.frames", (Hello, Welcome, Joined, Leave, Spent)),
+        ("dadplug.hub.restart_messages", (Report, Repeat, Continue)),
+        ("dadplug.hub.key_messages", (KeyMessage, Exclude)),
+        ("dadplug.exchange.requirements", (Requirements,)),
+    )
+    for each in classes
+} | {"dadplug.hub.actions.RequestState": SendState, "dadplug.hub.actions.SendState": SendStateBefore8}
+for _name, _class in _NAMES.items():
+    codec.register(_class, _name)
+_HINTS = {each: get_type_hints(each) for each in _NAMES.values()}
 _SLOTS = {"slot", "donor", "joiner", "contributors", "waiting_for", "joined", "gone"}  # fields with numbers of sites
-for _prefix, _classes in _NAMES.items():
-    for _class in _classes:
-        codec.register(_class, f"{_prefix}.{_class.__name__}")
-        _HINTS[_class] = get_type_hints(_class)
-for _class, _name in ((SendState, "RequestState"), (SendStateBefore8, "SendState")):
-    codec.register(_class, f"dadplug.hub.actions.{_name}")
-    _HINTS[_class] = get_type_hints(_class)
 _MESSAGES = tuple(set(_HINTS) - {Position})
 
 
@@ -664,20 +660,21 @@ def decode_message(body: bytes | memoryview, kinds: tuple[type, ...], what: str)
     return message
 
 
+_FITS: dict[Any, Callable[[Any, int], bool]] = {  # by type: whether a value of it is valid, its numbers below an end
+    int: lambda value, end: 0 <= value < end,
+    float: lambda value, end: value >= 0,
+    str: lambda value, end: len(value) <= _LONGEST_TEXT,
+    bytes: lambda value, end: True,
+    bool: lambda value, end: True,
+    NoneType: lambda value, end: True,
+    Position: lambda value, end: all(_fits(each, int) for each in value),
+}
+
+
 def _fits(value: Any, hint: Any, end: int = 1 << 63) -> bool:
     """Return whether a field has the type of its hint, and its numbers are below an end."""
-    if hint is int:
-        return type(value) is int and 0 <= value < end
-    if hint is float:
-        return type(value) is float and value >= 0
-    if hint is str:
-        return type(value) is str and len(value) <= _LONGEST_TEXT
-    if hint is bytes:
-        return type(value) is bytes
-    if hint in (bool, NoneType):
-        return type(value) is hint
-    if hint is Position:
-        return type(value) is Position and _fits(tuple(value), tuple[int, int])
+    if hint in _FITS:
+        return type(value) is hint and _FITS[hint](value, end)
     if isinstance(hint, UnionType):
         return any(_fits(value, each) for each in get_args(hint))
     return type(value) is tuple and all(_fits(each, get_args(hint)[0], end) for each in value)

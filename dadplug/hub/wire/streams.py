@@ -14,10 +14,15 @@ connection; the tunnel has the other. A message frame of a stream has a kind of 
   to its program, so that a program that does not read holds up its own stream only, and neither site nor hub has to
   store more than the window;
 - `END`: nothing follows; the program has closed its socket.
+
+**Redialing.** A site whose hub is away tries again after pauses that grow with the outage, so that many sites do not
+all connect at once, and a hub that is away for hours costs nothing. Every site has tried within `return_seconds` after
+the end of an outage. A hub that gave sites up sooner would lose those that come last.
 """
 
 from __future__ import annotations
 
+import random
 import socket
 import struct
 from collections import deque
@@ -178,7 +183,7 @@ class Stream:
     """
 
     def __init__(self, connection: SecureSocket) -> None:
-        connection.setblocking(False)
+        connection.settimeout(0.0)
         self.connection = connection
         self.notes: deque[bytes] = deque()
 
@@ -204,10 +209,6 @@ class Stream:
                 return True
         return False
 
-    def close(self) -> None:
-        """Close the connection without a TLS closing alert."""
-        self.connection.close()
-
 
 class KeptFrames:
     """Frames that a site has sent, by step.
@@ -217,32 +218,29 @@ class KeptFrames:
 
     Attributes:
         limit: see above; None where `forget_before` is called after every step, so that no more than two are kept.
+        first: step from which on all frames are kept.
     """
 
     def __init__(self, limit: int | None = LIMIT) -> None:
         self.limit = limit
         self._frames: dict[int, list[bytes]] = {}
         self._nbytes = 0
-        self._first = 0  # step from which on all frames are kept
+        self.first = 0
 
     def append(self, head: Head, frame: bytes) -> None:
         """Keep a frame, if it is of a kind that may have to be sent again."""
-        if head.kind not in _KEPT or head.step < self._first:
+        if head.kind not in _KEPT or head.step < self.first:
             return
         self._frames.setdefault(head.step, []).append(frame)
         self._nbytes += len(frame)
         if self.limit is not None and self._nbytes > self.limit:
-            self._first = head.step + 1
-            self.forget_before(self._first)
+            self.first = head.step + 1
+            self.forget_before(self.first)
 
     def forget_before(self, step: int) -> None:
         """Forget the frames of all steps before one."""
         for each in [each for each in self._frames if each < step]:
             self._nbytes -= sum(map(len, self._frames.pop(each)))
-
-    def complete(self, step: int) -> bool:
-        """Return whether all frames from a step on are kept."""
-        return step >= self._first
 
     def frames(self, first: int, last: int | None = None) -> list[bytes]:
         """Return the frames of some steps, in the order in which they were sent.
@@ -277,11 +275,6 @@ class NumberedStream:
         self.blocked = False
         self._receiver: FrameReceiver
         self._unacknowledged = 0  # bytes received since the last ping
-
-    @property
-    def passed(self) -> int:
-        """Number of frames that have arrived, here or at the other end."""
-        return self.received + self.queue.acknowledged
 
     def send(self, frame: PackedFrame) -> None:
         """Append a frame to those that are to be sent."""
@@ -531,16 +524,17 @@ class PeerStream:
         """
         if self._keys is not None:
             body = memoryview(self._keys[1].open(head, body))
-        if head.tag == Tag.DATA:
-            self._receive(head.offset, body)
-        elif head.tag == Tag.ROOM:
-            if len(body) != ROOM_FORMAT.size:
-                raise FrameError(f"a message of {len(body)} bytes where {ROOM_FORMAT.size} are due")
-            self.granted = max(self.granted, ROOM_FORMAT.unpack(body)[0])
-        elif head.tag == Tag.END:
-            self.end()
-        else:
-            raise FrameError(f"unknown message {head.tag} of a stream")
+        match head.tag:
+            case Tag.DATA:
+                self._receive(head.offset, body)
+            case Tag.ROOM:
+                if len(body) != ROOM_FORMAT.size:
+                    raise FrameError(f"a message of {len(body)} bytes where {ROOM_FORMAT.size} are due")
+                self.granted = max(self.granted, ROOM_FORMAT.unpack(body)[0])
+            case Tag.END:
+                self.end()
+            case _:
+                raise FrameError(f"unknown message {head.tag} of a stream")
 
     def _receive(self, offset: int, body: memoryview) -> None:
         """Take bytes that have arrived, and their place in the stream."""
@@ -627,3 +621,38 @@ class PeerStream:
     def close(self) -> None:
         """Close the tunnel's local socket: the program reads the end of the stream."""
         self.local.close()
+
+
+DIAL_SECONDS = 5.0
+"""Seconds for each part of the start of a connection."""
+LONGEST_PAUSE = 30.0
+"""Seconds between two attempts to connect, at most."""
+HUB_TIMEOUT = 30.0
+"""Seconds after which a hub that is away is given up, where all sites have to stay."""
+ELASTIC_HUB_TIMEOUT = 24 * 3600.0
+"""The same where training goes on without a site that leaves."""
+_FIRST_PAUSE, _SHARE = 0.05, 0.1  # seconds; share of the outage
+
+
+def longest_pause(outage: float) -> float:
+    """Return the longest pause of a site between two attempts to connect.
+
+    Args:
+        outage: seconds since the hub was lost.
+    """
+    return min(LONGEST_PAUSE, max(_FIRST_PAUSE, _SHARE * outage))
+
+
+def next_pause(outage: float) -> float:
+    """Return the seconds until the next attempt to connect, at random, so that sites do not come all at once."""
+    return longest_pause(outage) * random.uniform(0.5, 1.0)
+
+
+def return_seconds(outage: float) -> float:
+    """Return the seconds within which every site that can has connected again after an outage.
+
+    Args:
+        outage: its length in seconds.
+    """
+    # An attempt that has begun before the end may first have to fail.
+    return longest_pause(outage) + min(2 * DIAL_SECONDS, max(_FIRST_PAUSE, outage))
