@@ -19,11 +19,11 @@ from ..files import write_file
 from ..page import report_page
 from .attacks.base import RECOVERED, Result
 from .capture import Observation
-from .remedies import Remedy
 from .similarity import is_picture
 
 _COLUMNS = 8  # samples of a picture
 _WIDTH = 118  # characters of lines below the table
+_MARGIN = 0.8  # similarity up to which a setting counts as a remedy: other batches are easier
 
 
 class Untried(NamedTuple):
@@ -66,6 +66,33 @@ class LayerReport:
         """Largest share of samples, of data or activations, that an attack has recovered."""
         kinds = ("data", "activations")
         return max((result.recovered for result in self.results if result.target in kinds), default=0.0)
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change of options that an audit has tried.
+
+    Attributes:
+        options: the options that it changes, as keyword arguments.
+        cost: order in which it costs: 0 for bytes alone, 1 for changed gradients too, 2 for noise.
+        recovered: share of samples that the attacks have recovered in spite of it.
+        similarity: largest similarity of a reconstruction of data.
+        bytes_sent: payload of a step, in bytes.
+    """
+
+    options: Mapping[str, Any]
+    cost: int
+    recovered: float = 1.0
+    similarity: float = 1.0
+    bytes_sent: int = 0
+
+    @property
+    def stops(self) -> bool:
+        """Whether no attack has recovered a sample, or has come near to it."""
+        return self.recovered == 0 and self.similarity <= _MARGIN
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
 
 
 @dataclass(eq=False)

@@ -6,13 +6,13 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ...registry import Registry
-from ..capture import LayerView, Observation
+from ..capture import Observation
 
 RECOVERED = 0.95
 """Similarity from which a sample counts as recovered."""
@@ -105,7 +105,7 @@ class Attack(ABC):
     """Whether it is left out where remedies are tried, since it takes long, and `span` recovers as much or more."""
 
     @abstractmethod
-    def applies(self, seen: Observation, view: LayerView | None) -> str:
+    def applies(self, seen: Observation, view: Any) -> str:
         """Return why the attack does not apply; empty where it does.
 
         Args:
@@ -114,7 +114,7 @@ class Attack(ABC):
         """
 
     @abstractmethod
-    def run(self, seen: Observation, view: LayerView | None, budget: Budget) -> Result:
+    def run(self, seen: Observation, view: Any, budget: Budget) -> Result:
         """Attack, and judge the reconstruction.
 
         Args:
