@@ -20,6 +20,7 @@ from collections import defaultdict
 from typing import NamedTuple
 
 import torch
+from command import parser_of
 from torch import nn
 
 import dadplug
@@ -99,15 +100,17 @@ def run_site(arguments: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-dir")
-    parser.add_argument("--mode", default="dsgd")
-    parser.add_argument("--batch", type=int, default=32, help="base batch, of both sites together")
-    parser.add_argument("--factors", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--steps", type=int, default=2000, help="steps with the base batch")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--lr", type=float, default=0.1)
-    parser.add_argument("--quick", action="store_true", help="one seed, 300 steps, the largest batch alone")
+    parser = parser_of(
+        __doc__,
+        data_dir=None,
+        mode="dsgd",
+        batch=(32, "base batch, of both sites together"),
+        factors={"type": int, "nargs": "+", "default": [2, 4, 8]},
+        steps=(2000, "steps with the base batch"),
+        seeds=3,
+        lr=0.1,
+        quick=(False, "one seed, 300 steps, the largest batch alone"),
+    )
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.seeds, arguments.steps, arguments.factors = 1, 300, arguments.factors[-1:]

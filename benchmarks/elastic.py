@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from command import parser_of
 from drive import HERE, check_rates
 from elastic_logs import Departure, Log, Outcome, add_pauses, different_replicas, grown, use_of_data
 from kits import end, hub_command, make_kits
@@ -255,23 +256,25 @@ def save_data(arguments: argparse.Namespace, file: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dataset", default="digits", choices=("digits", "mnist"))
-    parser.add_argument("--data-dir")
-    parser.add_argument("--mode", default="dad")
-    parser.add_argument("--model", default="small", choices=list(MODELS))
-    parser.add_argument("--sites", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--kills", type=int, default=50, help="number of departures, stops included")
-    parser.add_argument("--stops", type=int, default=2, help="departures in which the process is suspended")
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--site-timeout", type=float, default=5.0, help="seconds until a suspended site is given up")
-    parser.add_argument("--pace", type=float, default=0.05, help="seconds between steps of a run with kills")
-    parser.add_argument("--rate", default="none", help="rate of the link, such as 100mbit; needs root")
-    parser.add_argument("--quick", action="store_true", help="120 steps, 6 kills, 2 seeds")
-    parser.add_argument("--out", help="folder for kits and logs; by default they are removed")
+    parser = parser_of(
+        __doc__,
+        dataset={"default": "digits", "choices": ("digits", "mnist")},
+        data_dir=None,
+        mode="dad",
+        model={"default": "small", "choices": list(MODELS)},
+        sites=3,
+        steps=1000,
+        kills=(50, "number of departures, stops included"),
+        stops=(2, "departures in which the process is suspended"),
+        seeds=5,
+        first_seed=0,
+        batch_size=16,
+        site_timeout=(5.0, "seconds until a suspended site is given up"),
+        pace=(0.05, "seconds between steps of a run with kills"),
+        rate=("none", "rate of the link, such as 100mbit; needs root"),
+        quick=(False, "120 steps, 6 kills, 2 seeds"),
+        out=(None, "folder for kits and logs; by default they are removed"),
+    )
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.steps, arguments.kills, arguments.stops, arguments.seeds = 120, 6, 1, 2

@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from command import parser_of
 from drive import HERE
 from elastic import save_data
 from elastic_local_site import Case, train
@@ -241,22 +242,24 @@ def show(title: str, outcome: Outcome) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dataset", default="digits", choices=("digits", "mnist"))
-    parser.add_argument("--data-dir")
-    parser.add_argument("--model", default="small", choices=list(MODELS))
-    parser.add_argument("--seconds", type=float, default=1200.0, help="time of a run")
-    parser.add_argument("--paces", type=float, nargs="+", default=[0.05, 0.08, 0.12, 0.2])
-    parser.add_argument("--round-seconds", type=float, default=2.0)
-    parser.add_argument("--site-timeout", type=float, default=5.0)
-    parser.add_argument("--away", type=float, default=2.0, help="seconds until a killed site is started again")
-    parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--density", type=float, default=0.0, help="sparse deltas of this density; 0: whole ones")
-    parser.add_argument("--no-overlap", action="store_true")
-    parser.add_argument("--share", type=float, default=0.88)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="a minute and a half a run")
-    parser.add_argument("--out", help="folder for kits and logs; by default they are removed")
+    parser = parser_of(
+        __doc__,
+        dataset={"default": "digits", "choices": ("digits", "mnist")},
+        data_dir=None,
+        model={"default": "small", "choices": list(MODELS)},
+        seconds=(1200.0, "time of a run"),
+        paces={"type": float, "nargs": "+", "default": [0.05, 0.08, 0.12, 0.2]},
+        round_seconds=2.0,
+        site_timeout=5.0,
+        away=(2.0, "seconds until a killed site is started again"),
+        batch_size=16,
+        density=(0.0, "sparse deltas of this density; 0: whole ones"),
+        no_overlap=False,
+        share=0.88,
+        seed=0,
+        quick=(False, "a minute and a half a run"),
+        out=(None, "folder for kits and logs; by default they are removed"),
+    )
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.seconds = 90.0

@@ -27,6 +27,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from attach import Attached
+from command import parser_of
 from drive import colours_of, read, title
 from torch import Tensor, nn
 from workloads import SmallGPT, loss
@@ -190,17 +191,19 @@ def draw(rows: list[dict], file: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", default=METHODS, help="as benchmarks/attach.py names them; with ddp")
-    parser.add_argument("--rank", type=int, default=8)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--pretraining", type=int, default=600, help="steps on the first text")
-    parser.add_argument("--steps", type=int, default=200, help="steps on the second text")
-    parser.add_argument("--every", type=int, default=10, help="steps between two evaluations")
-    parser.add_argument("--out", default="fine_tuning", help="name of the files, without .json, .md and .png")
-    parser.add_argument("--keep", action="store_true", help="keep the curves and the weights of earlier runs")
-    parser.add_argument("--draw-only", action="store_true", help="measure nothing, show what is in OUT.json")
+    parser = parser_of(
+        __doc__,
+        methods=(METHODS, "as benchmarks/attach.py names them; with ddp"),
+        rank=8,
+        seeds=5,
+        first_seed=0,
+        pretraining=(600, "steps on the first text"),
+        steps=(200, "steps on the second text"),
+        every=(10, "steps between two evaluations"),
+        out=("fine_tuning", "name of the files, without .json, .md and .png"),
+        keep=(False, "keep the curves and the weights of earlier runs"),
+        draw_only=(False, "measure nothing, show what is in OUT.json"),
+    )
     arguments = parser.parse_args()
     results = Path(f"{arguments.out}.json")
     if "RANK" in os.environ:

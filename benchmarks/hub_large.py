@@ -32,6 +32,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from command import parser_of
 from drive import title
 from kits import end
 from link import run
@@ -261,14 +262,16 @@ def running(star: Star, *case: float) -> Iterator[Run]:
 
 def main() -> int:
     """Run it, and print the verdict."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--site", nargs=5, help=argparse.SUPPRESS)
-    parser.add_argument("--rate", default="10mbit", help="of each link, in mbit, as tc writes it")
-    parser.add_argument("--megabytes", type=float, default=758.0, help="of parameters")
-    parser.add_argument("--cut", type=float, default=60.0, help="seconds for which all links carry nothing")
-    parser.add_argument("--stop", type=float, default=600.0, help="seconds for which there is no hub")
-    parser.add_argument("--timeout", type=float, default=300.0, help="option of the reduction; transfers take longer")
-    parser.add_argument("--steps", type=int, default=5, help="steps together between two faults")
+    parser = parser_of(
+        __doc__,
+        site={"nargs": 5, "help": argparse.SUPPRESS},
+        rate=("10mbit", "of each link, in mbit, as tc writes it"),
+        megabytes=(758.0, "of parameters"),
+        cut=(60.0, "seconds for which all links carry nothing"),
+        stop=(600.0, "seconds for which there is no hub"),
+        timeout=(300.0, "option of the reduction; transfers take longer"),
+        steps=(5, "steps together between two faults"),
+    )
     arguments = parser.parse_args()
     if arguments.site:
         kit, log, megabytes, timeout, last = arguments.site

@@ -30,6 +30,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from command import parser_of
 from drive import check_rates, title
 from kits import end
 from link import may_make_links, run
@@ -306,17 +307,19 @@ def compare(folder: Path, rate: str, mode: str, arguments: argparse.Namespace) -
 
 def main() -> int:
     """Run it, and print the verdict."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--site", help=argparse.SUPPRESS)
-    parser.add_argument("--hub", nargs=2, help=argparse.SUPPRESS)
-    parser.add_argument("--rates", default="10mbit,100mbit")
-    parser.add_argument("--modes", default="dad,dsgd")
-    parser.add_argument("--late", default="wait", choices=("wait", "skip"))
-    parser.add_argument("--width", type=int, default=256, help="of the two hidden layers")
-    parser.add_argument("--pace", type=float, default=0.05, help="seconds between steps")
-    parser.add_argument("--load", type=int, default=0, help="processes that compute beside it")
-    parser.add_argument("--most", type=float, default=5.0, help="seconds that a site may wait for a step")
-    parser.add_argument("--out", help="folder for kits and logs; by default they are removed")
+    parser = parser_of(
+        __doc__,
+        site=(None, argparse.SUPPRESS),
+        hub={"nargs": 2, "help": argparse.SUPPRESS},
+        rates="10mbit,100mbit",
+        modes="dad,dsgd",
+        late={"default": "wait", "choices": ("wait", "skip")},
+        width=(256, "of the two hidden layers"),
+        pace=(0.05, "seconds between steps"),
+        load=(0, "processes that compute beside it"),
+        most=(5.0, "seconds that a site may wait for a step"),
+        out=(None, "folder for kits and logs; by default they are removed"),
+    )
     arguments = parser.parse_args()
     if arguments.site:
         train(json.loads(arguments.site))

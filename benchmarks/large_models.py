@@ -34,6 +34,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from attach import parse
+from command import parser_of
 from drive import check_rates, processor, processors, read, run_sites, title
 from link import may_make_links, reshape
 from local_ways import Way
@@ -213,20 +214,22 @@ def _shown(cell: dict | None, alone: dict | None) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join(LARGE))
-    parser.add_argument("--methods", default=METHODS, help="as benchmarks/attach.py and local_ways.py name them")
-    parser.add_argument("--rates", default="none,1gbit,100mbit,10mbit")
-    parser.add_argument("--steps", type=int, default=10, help="most steps of a cell")
-    parser.add_argument("--seconds", type=float, default=15.0, help="time after which steps of a cell are enough")
-    parser.add_argument("--longest", type=float, default=60.0, help="seconds of a step from which it is predicted")
-    parser.add_argument("--warm-up", type=int, default=WARM_UP, help="steps of a method before any is timed")
-    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no method is begun")
-    parser.add_argument("--limit", type=float, default=600.0, help="seconds without a result until a method hangs")
-    parser.add_argument("--out", default="large_models", help="name of the files, without .json, .md and .png")
-    parser.add_argument("--table", action="store_true", help="measure nothing, show what is in OUT.json")
-    parser.add_argument("--result", help=argparse.SUPPRESS)
-    parser.add_argument("--loopback", action="store_true", help=argparse.SUPPRESS)
+    parser = parser_of(
+        __doc__,
+        models=",".join(LARGE),
+        methods=(METHODS, "as benchmarks/attach.py and local_ways.py name them"),
+        rates="none,1gbit,100mbit,10mbit",
+        steps=(10, "most steps of a cell"),
+        seconds=(15.0, "time after which steps of a cell are enough"),
+        longest=(60.0, "seconds of a step from which it is predicted"),
+        warm_up={"type": int, "default": WARM_UP, "help": "steps of a method before any is timed"},
+        budget={"type": float, "default": float("inf"), "help": "seconds after which no method is begun"},
+        limit=(600.0, "seconds without a result until a method hangs"),
+        out=("large_models", "name of the files, without .json, .md and .png"),
+        table=(False, "measure nothing, show what is in OUT.json"),
+        result=(None, argparse.SUPPRESS),
+        loopback=(False, argparse.SUPPRESS),
+    )
     arguments = parser.parse_args()
     if arguments.result is not None:
         run_site(arguments)

@@ -37,6 +37,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from attach import parse
+from command import parser_of
 from drive import add_pieces, begin, check_rates, colours_of, may_begin, read, run_sites, title
 from held_out import accuracy, batches
 from link import may_make_links, reshape
@@ -284,21 +285,23 @@ def measure(arguments: argparse.Namespace, results: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dataset", default=None, choices=list(TARGETS), help="mnist if there is a --data-dir")
-    parser.add_argument("--data-dir", default=None, help="folder of MNIST's files")
-    parser.add_argument("--target", type=float, help="held-out accuracy from 0 to 1")
-    parser.add_argument("--methods", default=METHODS, help="as benchmarks/local_ways.py names them")
-    parser.add_argument("--splits", default="iid", help="iid, by-class")
-    parser.add_argument("--rates", default="100mbit,10mbit", help="may be empty: steps alone")
-    parser.add_argument("--round-trip", type=float, default=0.0, help="milliseconds of the link's round trip")
-    parser.add_argument("--sites", type=int, default=2, help="more than two meet on loopback, unshaped")
-    parser.add_argument("--rank", type=int, default=8, help="of the methods of gradients")
-    parser.add_argument("--steps", type=int, default=1500, help="steps after which a run is given up")
-    parser.add_argument("--limit", type=float, default=30.0, help="seconds in which steps are timed at a rate")
-    parser.add_argument("--patience", type=float, default=900.0, help="seconds without a result that end a way")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="one seed, two ways, a low target")
+    parser = parser_of(
+        __doc__,
+        dataset={"default": None, "choices": list(TARGETS), "help": "mnist if there is a --data-dir"},
+        data_dir=(None, "folder of MNIST's files"),
+        target={"type": float, "help": "held-out accuracy from 0 to 1"},
+        methods=(METHODS, "as benchmarks/local_ways.py names them"),
+        splits=("iid", "iid, by-class"),
+        rates=("100mbit,10mbit", "may be empty: steps alone"),
+        round_trip=(0.0, "milliseconds of the link's round trip"),
+        sites=(2, "more than two meet on loopback, unshaped"),
+        rank=(8, "of the methods of gradients"),
+        steps=(1500, "steps after which a run is given up"),
+        limit=(30.0, "seconds in which steps are timed at a rate"),
+        patience=(900.0, "seconds without a result that end a way"),
+        seeds=3,
+        quick=(False, "one seed, two ways, a low target"),
+    )
     add_pieces(parser)
     parser.add_argument("--out", default="local_steps", help="name of the files, without .md and .json")
     parser.add_argument("--method", help=argparse.SUPPRESS)

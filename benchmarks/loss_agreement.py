@@ -11,11 +11,11 @@ neither to happen. dad and dsgd get the same bits where the sites' batches are e
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 
 import torch
+from command import parser_of
 from torch import nn
 
 import dadplug
@@ -83,14 +83,16 @@ def run_site(arguments) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dataset", default="digits")
-    parser.add_argument("--data-dir")
-    parser.add_argument("--split", default="iid", choices=sorted(SPLITS))
-    parser.add_argument("--optimizer", default="adam", choices=("adam", "sgd"))
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--seed", type=int, default=0)
+    parser = parser_of(
+        __doc__,
+        dataset="digits",
+        data_dir=None,
+        split={"default": "iid", "choices": sorted(SPLITS)},
+        optimizer={"default": "adam", "choices": ("adam", "sgd")},
+        steps=50,
+        batch_size=32,
+        seed=0,
+    )
     arguments = parser.parse_args()
     if "RANK" not in os.environ:
         return launch_sites([__file__, *sys.argv[1:]], 2)

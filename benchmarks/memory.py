@@ -32,6 +32,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from attach import Attached
+from command import parser_of
 from workloads import WORKLOADS, loss
 
 import dadplug
@@ -179,15 +180,17 @@ def _beyond(row: dict, other: dict | None) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join(WORKLOADS))
-    parser.add_argument("--methods", default=METHODS, help="as benchmarks/attach.py names them; alone and ddp first")
-    parser.add_argument("--rank", type=int, default=4)
-    parser.add_argument("--optimizer", choices=("sgd", "adam"), default="sgd")
-    parser.add_argument("--tolerance", type=float, default=1.0, help="MB by which two runs of the same may differ")
-    parser.add_argument("--model", help=argparse.SUPPRESS)
-    parser.add_argument("--method", help=argparse.SUPPRESS)
-    parser.add_argument("--result", help=argparse.SUPPRESS)
+    parser = parser_of(
+        __doc__,
+        models=",".join(WORKLOADS),
+        methods=(METHODS, "as benchmarks/attach.py names them; alone and ddp first"),
+        rank=4,
+        optimizer={"choices": ("sgd", "adam"), "default": "sgd"},
+        tolerance=(1.0, "MB by which two runs of the same may differ"),
+        model=(None, argparse.SUPPRESS),
+        method=(None, argparse.SUPPRESS),
+        result=(None, argparse.SUPPRESS),
+    )
     arguments = parser.parse_args()
     if arguments.model is None:
         return compare(arguments)

@@ -40,6 +40,7 @@ import rpc_server
 import torch
 import torch.distributed as dist
 from attach import parse
+from command import parser_of
 from drive import add_pieces, begin, check_rates, may_begin, read, run_sites, title
 from held_out import accuracy, batches, dealt_batches
 from libraries import use_library
@@ -338,21 +339,23 @@ def measure(arguments: argparse.Namespace, results: Path) -> None:
 
 
 def parse_arguments() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dataset", default=None, choices=list(TARGETS), help="mnist if there is a --data-dir")
-    parser.add_argument("--data-dir", default=None, help="folder of MNIST's files")
-    parser.add_argument("--target", type=float, help="held-out accuracy from 0 to 1")
-    parser.add_argument("--methods", default=METHODS, help="ways; ratios are to the first one")
-    parser.add_argument("--cases", default=",".join(CASES))
-    parser.add_argument("--split", default="iid", help="iid or by-class")
-    parser.add_argument("--optimizer", default="adam", choices=("adam", "sgd"))
-    parser.add_argument("--rate", default="100mbit")
-    parser.add_argument("--round-trip", type=float, default=0.0, help="milliseconds of the link's round trip")
-    parser.add_argument("--batches", type=int, default=0, help="measure the time of so many batches, and no target")
-    parser.add_argument("--limit", type=float, default=90.0, help="seconds of training after which a run is given up")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="one seed, two ways, a low target")
+    parser = parser_of(
+        __doc__,
+        dataset={"default": None, "choices": list(TARGETS), "help": "mnist if there is a --data-dir"},
+        data_dir=(None, "folder of MNIST's files"),
+        target={"type": float, "help": "held-out accuracy from 0 to 1"},
+        methods=(METHODS, "ways; ratios are to the first one"),
+        cases=",".join(CASES),
+        split=("iid", "iid or by-class"),
+        optimizer={"default": "adam", "choices": ("adam", "sgd")},
+        rate="100mbit",
+        round_trip=(0.0, "milliseconds of the link's round trip"),
+        batches=(0, "measure the time of so many batches, and no target"),
+        limit=(90.0, "seconds of training after which a run is given up"),
+        seeds=3,
+        first_seed=0,
+        quick=(False, "one seed, two ways, a low target"),
+    )
     add_pieces(parser)
     parser.add_argument("--out", default="parameter_server", help="name of the files, without .md and .json")
     for hidden in ("--method", "--result"):

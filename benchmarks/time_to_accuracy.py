@@ -28,6 +28,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from attach import Attached
+from command import parser_of
 from drive import check_rates, colours_of, read, run_sites, title
 from held_out import accuracy
 from link import may_make_links, reshape
@@ -195,24 +196,26 @@ def measure(arguments: argparse.Namespace, results: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dataset", default="digits", choices=list(TASKS))
-    parser.add_argument("--data-dir", help="folder or file of the data set")
-    parser.add_argument("--target", type=float, help="test accuracy from 0 to 1; by default each data set's own")
-    parser.add_argument("--methods", default=METHODS, help="as benchmarks/attach.py names them; ddp first")
-    parser.add_argument("--rates", default="100mbit,1gbit,none")
-    parser.add_argument("--rank", type=int, default=8)
-    parser.add_argument("--lr", type=float)
-    parser.add_argument("--batch-size", type=int, help="samples of a site")
-    parser.add_argument("--every", type=int, default=20, help="steps between evaluations")
-    parser.add_argument("--limit", type=float, default=120.0, help="seconds of training after which a run is given up")
-    parser.add_argument("--steps", type=int, default=5000, help="steps after which a run is given up")
-    parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--out", default="time_to_accuracy", help="name of the files, without .md, .png and .json")
-    parser.add_argument("--draw-only", action="store_true", help="measure nothing, show what is in OUT.json")
-    parser.add_argument("--method", help=argparse.SUPPRESS)
-    parser.add_argument("--result", help=argparse.SUPPRESS)
-    parser.add_argument("--loopback", action="store_true", help=argparse.SUPPRESS)
+    parser = parser_of(
+        __doc__,
+        dataset={"default": "digits", "choices": list(TASKS)},
+        data_dir=(None, "folder or file of the data set"),
+        target={"type": float, "help": "test accuracy from 0 to 1; by default each data set's own"},
+        methods=(METHODS, "as benchmarks/attach.py names them; ddp first"),
+        rates="100mbit,1gbit,none",
+        rank=8,
+        lr={"type": float},
+        batch_size={"type": int, "help": "samples of a site"},
+        every=(20, "steps between evaluations"),
+        limit=(120.0, "seconds of training after which a run is given up"),
+        steps=(5000, "steps after which a run is given up"),
+        seeds=1,
+        out=("time_to_accuracy", "name of the files, without .md, .png and .json"),
+        draw_only=(False, "measure nothing, show what is in OUT.json"),
+        method=(None, argparse.SUPPRESS),
+        result=(None, argparse.SUPPRESS),
+        loopback=(False, argparse.SUPPRESS),
+    )
     arguments = parser.parse_args()
     if arguments.method is not None and "RANK" in os.environ:
         run_site(arguments)

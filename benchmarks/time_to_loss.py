@@ -34,6 +34,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from attach import parse
+from command import parser_of
 from drive import check_rates, colours_of, processor, processors, read, run_sites, title
 from fine_tuning import BATCH, LENGTH, WINDOWS, start_weights, text, tied_model, windows
 from large_models import bits_per_second
@@ -215,23 +216,25 @@ def draw(rows: list[dict], rate: str, file: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=("bytes", "bert"), default="bytes")
-    parser.add_argument("--methods", default=METHODS, help="as benchmarks/local_ways.py names them; ddp is the measure")
-    parser.add_argument("--rates", default="10mbit,100mbit,1gbit")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=192, help="steps of DDP whose loss is the target")
-    parser.add_argument("--most", type=float, default=2.5, help="times as many steps for the others, at most")
-    parser.add_argument("--every", type=int, default=16, help="steps between two evaluations")
-    parser.add_argument("--pretraining", type=int, default=600, help="steps on the first text")
-    parser.add_argument("--seconds", type=float, default=3.0, help="time after which steps at a rate are enough")
-    parser.add_argument("--longest", type=float, default=15.0, help="seconds of a step from which it is predicted")
-    parser.add_argument("--limit", type=float, default=900.0, help="seconds without a result until a method hangs")
-    parser.add_argument("--out", default="time_to_loss", help="name of the files, without .json, .md and .png")
-    parser.add_argument("--keep", action="store_true", help="keep the curves and the weights of earlier runs")
-    parser.add_argument("--draw-only", action="store_true", help="measure nothing, show what is in OUT.json")
-    parser.add_argument("--loopback", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--result", help=argparse.SUPPRESS)
+    parser = parser_of(
+        __doc__,
+        model={"choices": ("bytes", "bert"), "default": "bytes"},
+        methods=(METHODS, "as benchmarks/local_ways.py names them; ddp is the measure"),
+        rates="10mbit,100mbit,1gbit",
+        seeds=3,
+        steps=(192, "steps of DDP whose loss is the target"),
+        most=(2.5, "times as many steps for the others, at most"),
+        every=(16, "steps between two evaluations"),
+        pretraining=(600, "steps on the first text"),
+        seconds=(3.0, "time after which steps at a rate are enough"),
+        longest=(15.0, "seconds of a step from which it is predicted"),
+        limit=(900.0, "seconds without a result until a method hangs"),
+        out=("time_to_loss", "name of the files, without .json, .md and .png"),
+        keep=(False, "keep the curves and the weights of earlier runs"),
+        draw_only=(False, "measure nothing, show what is in OUT.json"),
+        loopback=(False, argparse.SUPPRESS),
+        result=(None, argparse.SUPPRESS),
+    )
     arguments = parser.parse_args()
     if "RANK" in os.environ:
         arguments.rank = 8

@@ -23,6 +23,7 @@ import sys
 import time
 from pathlib import Path
 
+from command import parser_of
 from drive import check_rates, colours_of, processors, read, run_sites, title
 from link import may_make_links
 from workloads import WORKLOADS
@@ -133,16 +134,18 @@ def draw(rows: list[dict], rates: list[str], file: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join(WORKLOADS))
-    parser.add_argument("--methods", default=METHODS, help="as benchmarks/attach.py names them")
-    parser.add_argument("--rates", default="10mbit,100mbit,1gbit,none")
-    parser.add_argument("--steps", type=int, default=30, help="most steps of a method at a rate (least: 3)")
-    parser.add_argument("--seconds", type=float, default=2.0, help="time after which steps of a cell are enough")
-    parser.add_argument("--rank", type=int, default=4)
-    parser.add_argument("--limit", type=float, default=180.0, help="seconds without a result until a method hangs")
-    parser.add_argument("--out", default="two_site_link", help="name of the files, without .md, .png and .json")
-    parser.add_argument("--draw-only", action="store_true", help="measure nothing, show what is in OUT.json")
+    parser = parser_of(
+        __doc__,
+        models=",".join(WORKLOADS),
+        methods=(METHODS, "as benchmarks/attach.py names them"),
+        rates="10mbit,100mbit,1gbit,none",
+        steps=(30, "most steps of a method at a rate (least: 3)"),
+        seconds=(2.0, "time after which steps of a cell are enough"),
+        rank=4,
+        limit=(180.0, "seconds without a result until a method hangs"),
+        out=("two_site_link", "name of the files, without .md, .png and .json"),
+        draw_only=(False, "measure nothing, show what is in OUT.json"),
+    )
     arguments = parser.parse_args()
     for model in arguments.models.split(","):
         if model not in WORKLOADS:
