@@ -20,10 +20,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from command import parser_of
+from command import connect_site, parser_of
 from torch import Tensor, nn
 
-import dadplug
 from dadplug.adapm import AdaDataLoader, AdaModel
 
 FIELDS, NUMBERS, ROWS = 26, 13, 50_000
@@ -136,8 +135,7 @@ def main() -> None:
         sizes={"type": int, "nargs": "*", "default": [1024, 2048, 4096], "help": "of batches"},
     )
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    dadplug.connect()
+    connect_site()
     rank = dist.get_rank() if dist.is_initialized() else 0
     if rank == 0:
         print("| model | batch | step, cpu ms | pass, cpu ms | of a step | loop / loop with intent by hand |")

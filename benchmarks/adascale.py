@@ -20,12 +20,11 @@ from collections import defaultdict
 from typing import NamedTuple
 
 import torch
-from command import parser_of
+from command import connect_site, parser_of, run_at_sites
 from torch import nn
 
 import dadplug
 from dadplug.data import load_dataset
-from dadplug.processes import launch_sites
 
 SITES = 2
 
@@ -73,8 +72,7 @@ def train(data, batch: int, scaled: bool, arguments: argparse.Namespace, seed: i
 
 
 def run_site(arguments: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    dadplug.connect()
+    connect_site()
     data = load_dataset("mnist", arguments.data_dir)
     largest = arguments.batch * arguments.factors[-1]
     settings = [("fixed batch", arguments.batch, False)]
@@ -114,10 +112,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.seeds, arguments.steps, arguments.factors = 1, 300, arguments.factors[-1:]
-    if "RANK" not in os.environ:
-        return launch_sites([__file__, *sys.argv[1:]], SITES)
-    run_site(arguments)
-    return 0
+    return run_at_sites(run_site, arguments, SITES)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,17 @@
-"""Command lines of the benchmarks, from the defaults of their options."""
+"""Command lines of the benchmarks, from the defaults of their options, and the start of their sites."""
 
 from __future__ import annotations
 
 import argparse
+import os
+import sys
+from collections.abc import Callable
 from typing import Any
+
+import torch
+
+import dadplug
+from dadplug.processes import launch_sites
 
 
 def parser_of(text: str | None, **options: Any) -> argparse.ArgumentParser:
@@ -28,3 +36,21 @@ def parser_of(text: str | None, **options: Any) -> argparse.ArgumentParser:
             settings = {"type": type(default)} | settings
         parser.add_argument(f"--{name.replace('_', '-')}", **settings)
     return parser
+
+
+def run_at_sites(run: Callable[[argparse.Namespace], object], arguments: argparse.Namespace, sites: int = 2) -> int:
+    """Start this program at sites on this machine, or, at one that has been started, run a function.
+
+    Returns:
+        The exit status.
+    """
+    if "RANK" not in os.environ:
+        return launch_sites(sys.argv, sites)
+    run(arguments)
+    return 0
+
+
+def connect_site() -> None:
+    """Connect this site, with one thread."""
+    torch.set_num_threads(1)
+    dadplug.connect()

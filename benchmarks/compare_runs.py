@@ -10,7 +10,6 @@ Exits with 1 if fewer than four of five comparisons have the verdict that is the
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections import Counter
@@ -18,7 +17,7 @@ from pathlib import Path
 
 import torch
 from command import parser_of
-from drive import add_pieces, begin, read
+from drive import add_pieces, append, begin, read
 from torch import nn
 
 import dadplug
@@ -75,8 +74,7 @@ def main() -> int:
         found = dadplug.compare(build, data, seconds=arguments.seconds)
         losses = [row.loss for row in found.rows if row.way in found.finalists]
         line = {"best": found.best, "leaders": list(found.leaders), "losses": losses}
-        with results.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        append(results, line)
     rows = read(results)
     Path(f"{arguments.out}.md").write_text(table(rows, arguments.runs) + "\n")
     print(table(rows, arguments.runs))

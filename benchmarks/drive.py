@@ -79,6 +79,12 @@ def read(file: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
+def append(file: Path | str, row: dict) -> None:
+    """Append a result to a file."""
+    with Path(file).open("a") as results:
+        results.write(json.dumps(row) + "\n")
+
+
 def add_pieces(parser: argparse.ArgumentParser) -> None:
     """Add the options by which a long measurement is made in several calls of one command."""
     parser.add_argument("--keep", action="store_true", help="measure only what OUT.json does not have")

@@ -30,8 +30,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from command import parser_of
-from drive import check_rates, colours_of, read, run_sites, title
+from command import connect_site, parser_of
+from drive import append, check_rates, colours_of, read, run_sites, title
 from link import may_make_links, reshape
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, TensorDataset
@@ -215,13 +215,11 @@ def slow_site(arguments: argparse.Namespace) -> dict:
 
 
 def run_site(arguments: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    dadplug.connect()
+    connect_site()
 
     def write(row: dict) -> None:
         if dist.get_rank() == 0:
-            with open(arguments.result, "a") as results:
-                results.write(json.dumps(row) + "\n")
+            append(arguments.result, row)
             print(json.dumps(row), flush=True)
 
     measured: list[tuple[str, str, Callable[[], dict]]] = []
@@ -261,7 +259,6 @@ def table(rows: list[dict]) -> str:
 
 def draw(rows: list[dict], file: Path) -> None:
     """Draw goodput against the batch, a panel a rate, with the chosen batches."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     rows = [row for row in rows if "goodput" in row]
@@ -269,7 +266,6 @@ def draw(rows: list[dict], file: Path) -> None:
     if not rates:
         return
     figure = Figure(figsize=(4.6 * len(rates), 3.8), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(rates), sharex=True, sharey=True, squeeze=False)[0]
     colours = colours_of(list(dict.fromkeys(row["method"] for row in rows)))
     for panel, rate in zip(panels, rates, strict=True):

@@ -19,7 +19,7 @@ import sys
 import time
 from pathlib import Path
 
-from command import parser_of
+from command import connect_site, parser_of
 
 NODES = 2
 
@@ -78,13 +78,9 @@ def measure(method: str, hierarchy: str | None, arguments: argparse.Namespace) -
 
 def work(arguments: argparse.Namespace) -> None:
     """Measure each method both ways, in each process; the first one prints."""
-    import torch
     import torch.distributed as dist
 
-    import dadplug
-
-    torch.set_num_threads(1)
-    dadplug.connect()
+    connect_site()
     first = dist.get_rank() == 0
     if first:
         print(f"{arguments.model}, {NODES} nodes x {arguments.local_size} processes")

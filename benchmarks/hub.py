@@ -33,7 +33,7 @@ from typing import IO, Any
 import torch
 from attach import Attached
 from command import parser_of
-from drive import check_rates, title
+from drive import append, check_rates, title
 from kits import end, hub_command, make_kits
 from link import ADDRESSES, Link, Loopback, may_make_links
 from step_time import sent
@@ -306,8 +306,7 @@ def main() -> int:
                 found = row(method, rate, arguments.model, ways)
                 show(found, ways, counts=not loopback)
                 if arguments.json:
-                    with open(arguments.json, "a") as results:
-                        results.write(json.dumps(found) + "\n")
+                    append(arguments.json, found)
     return 0
 
 

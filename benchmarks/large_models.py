@@ -23,7 +23,6 @@ mode auto chooses by the link in its first step, which therefore takes as long a
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import signal
 import statistics
@@ -34,15 +33,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from attach import parse
-from command import parser_of
-from drive import check_rates, processor, processors, read, run_sites, title
+from command import connect_site, parser_of
+from drive import append, check_rates, processor, processors, read, run_sites, title
 from link import may_make_links, reshape
 from local_ways import Way
 from step_time import meet, peak, sent
 from two_site_link import draw
 from workloads import LARGE, loss
-
-import dadplug
 
 OURS = "rankdad:rank=auto+dense=lowrank"  # which compresses GPT-2's table, too, that is tied to its output layer
 RANK_8 = "rankdad:rank=8+dense=lowrank"
@@ -87,8 +84,7 @@ def time_interval(way: Way, step, interval: int, arguments: argparse.Namespace) 
 
 def run_site(arguments: argparse.Namespace) -> None:
     """Time the steps of one model by one method at each rate; site 0 writes the results."""
-    torch.set_num_threads(1)
-    dadplug.connect()
+    connect_site()
     torch.manual_seed(0)
     workload = LARGE[arguments.models]
     model = workload.build()
@@ -121,8 +117,7 @@ def run_site(arguments: argparse.Namespace) -> None:
         if rate == "none":
             unshaped = row
         if dist.get_rank() == 0:
-            with open(arguments.result, "a") as results:
-                results.write(json.dumps(row) + "\n")
+            append(arguments.result, row)
             print(" ".join(f"{key}={value}" for key, value in row.items()), flush=True)
     if not arguments.loopback:
         reshape("none")
@@ -147,8 +142,7 @@ def measure(arguments: argparse.Namespace, results: Path) -> None:
                 program += ["--loopback"] if arguments.loopback else []
                 if reason := run_sites(program, arguments.loopback, results, arguments.limit):
                     print(f"{model}, {method} failed: {reason}", flush=True)
-                    with results.open("a") as file:
-                        file.write(json.dumps({"model": model, "method": method, "rate": some, "error": reason}) + "\n")
+                    append(results, {"model": model, "method": method, "rate": some, "error": reason})
 
 
 def cells(rows: list[dict]) -> dict[tuple[str, str, str], dict]:

@@ -23,7 +23,6 @@ seed 0 over megabytes, and over seconds at each rate.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import statistics
@@ -37,14 +36,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from attach import parse
-from command import parser_of
-from drive import add_pieces, begin, check_rates, colours_of, may_begin, read, run_sites, title
+from command import connect_site, parser_of
+from drive import add_pieces, append, begin, check_rates, colours_of, may_begin, read, run_sites, title
 from held_out import accuracy, batches
 from link import may_make_links, reshape
 from local_ways import Way
 from torch import Tensor, nn
 
-import dadplug
 from dadplug.data import DataPair, load_dataset
 from dadplug.models import build_for
 
@@ -127,15 +125,13 @@ def reshape_to(arguments: argparse.Namespace, rate: str) -> None:
 
 def run_site(arguments: argparse.Namespace) -> None:
     """Measure one way; site 0 writes the results."""
-    torch.set_num_threads(1)
-    dadplug.connect()
+    connect_site()
     data = load_dataset(arguments.dataset, arguments.data_dir)
     results = Path(arguments.result)
 
     def record(line: dict) -> None:
         if dist.get_rank() == 0:
-            with results.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            append(results, line)
             said = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in line.items()}
             print(*(f"{key}={value}" for key, value in said.items() if key != "curve"))
         dist.barrier()  # the other site reads what is there
@@ -235,7 +231,6 @@ def time_cell(seconds: float, best: float) -> str:
 
 def draw(rows: list[dict], file: str) -> None:
     """Draw accuracy of seed 0 over megabytes, and over seconds at each rate; a row of panels for each split."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     runs = [row for row in rows if row.get("curve") and row["seed"] == 0]
@@ -244,7 +239,6 @@ def draw(rows: list[dict], file: str) -> None:
     if not runs:
         return
     figure = Figure(figsize=(max(7, 4 + 4 * len(rates)), 0.8 + 3.2 * len(splits)), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(len(splits), 1 + len(rates), squeeze=False, sharey="row")
     colours = colours_of(list(dict.fromkeys(row["method"] for row in runs)))
     for line, split in zip(panels, splits, strict=True):
@@ -280,8 +274,7 @@ def measure(arguments: argparse.Namespace, results: Path) -> None:
         how = {"round_trip": arguments.round_trip, "sites": arguments.sites}
         if reason := run_sites(program, arguments.loopback, results, arguments.patience, **how):
             print(f"{method} failed: {reason}", flush=True)
-            with results.open("a") as file:
-                file.write(json.dumps({"method": method, "error": reason}) + "\n")
+            append(results, {"method": method, "error": reason})
 
 
 def main() -> int:

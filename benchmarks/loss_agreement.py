@@ -15,13 +15,12 @@ import os
 import sys
 
 import torch
-from command import parser_of
+from command import connect_site, parser_of, run_at_sites
 from torch import nn
 
 import dadplug
 from dadplug.data import SPLITS, load_dataset, site_indices
 from dadplug.models import MNISTNet
-from dadplug.processes import launch_sites
 
 ALONE = "one process"
 METHODS = (ALONE, f"{ALONE}, rows reordered", "dsgd", "dad")
@@ -70,8 +69,7 @@ def train(arguments, data, dtype, method: str) -> list[float]:
 
 
 def run_site(arguments) -> None:
-    torch.set_num_threads(1)
-    dadplug.connect()
+    connect_site()
     data = load_dataset(arguments.dataset, arguments.data_dir)
     first = os.environ["RANK"] == "0"
     for dtype in (torch.float64, torch.float32):
@@ -94,10 +92,7 @@ def main() -> int:
         seed=0,
     )
     arguments = parser.parse_args()
-    if "RANK" not in os.environ:
-        return launch_sites([__file__, *sys.argv[1:]], 2)
-    run_site(arguments)
-    return 0
+    return run_at_sites(run_site, arguments)
 
 
 if __name__ == "__main__":

@@ -30,14 +30,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from attach import Attached
-from command import parser_of
+from command import connect_site, parser_of
 from drive import check_rates, read, title
 from held_out import accuracy
 from link import KEEP_MEMORY, may_make_links, run, shaping
 from torch import nn
 from workloads import WORKLOADS, loss
 
-import dadplug
 from dadplug.data import load_dataset, site_indices
 from dadplug.exchange.handshake import free_port
 from dadplug.models import build_for
@@ -236,8 +235,7 @@ def main() -> None:
     arguments.methods = arguments.methods or (DIGITS_METHODS if arguments.digits else METHODS)
     arguments.loopback = arguments.digits or not may_make_links()
     if arguments.site:
-        torch.set_num_threads(1)
-        dadplug.connect()
+        connect_site()
         (count_steps if arguments.digits else time_steps)(arguments)
         return
     if not arguments.digits:

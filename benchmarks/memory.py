@@ -32,13 +32,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from attach import Attached
-from command import parser_of
+from command import connect_site, parser_of, run_at_sites
 from workloads import WORKLOADS, loss
 
-import dadplug
 from dadplug.exchange import gather_objects
 from dadplug.lowrank.dispatch import scratch
-from dadplug.processes import launch_sites
 
 METHODS = "alone,ddp,ddp-powersgd,dsgd,dad,auto,rankdad,rankdad:wire=bf16,rankdad:wire=int8,powersgd,topk"
 MALLOC = {
@@ -91,8 +89,7 @@ def train(arguments: argparse.Namespace, steps: int) -> tuple[float, float, int]
 
 
 def run_site(arguments: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    dadplug.connect()
+    connect_site()
     train(arguments, FIRST_STEPS + 1)
     settle()
     before = resident("VmRSS")
@@ -194,10 +191,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.model is None:
         return compare(arguments)
-    if "RANK" not in os.environ:
-        return launch_sites([__file__, *sys.argv[1:]], 2)
-    run_site(arguments)
-    return 0
+    return run_at_sites(run_site, arguments)
 
 
 if __name__ == "__main__":

@@ -17,15 +17,13 @@ from pathlib import Path
 
 import torch
 from catalyst import dl
-from command import parser_of
+from command import connect_site, parser_of, run_at_sites
 from dadplug.runners import DistributedRunner
 from torch import nn
 from torch.utils.data import DataLoader
 
-from dadplug import connect
 from dadplug.data import load_dataset, site_indices
 from dadplug.models import MNISTNet
-from dadplug.processes import launch_sites
 
 
 class Curve(dl.Callback):
@@ -89,8 +87,7 @@ class Silent(dl.ConsoleLogger):
 
 
 def run_site(arguments) -> None:
-    torch.set_num_threads(1)
-    connect()
+    connect_site()
     rank = int(os.environ["RANK"])
     data = load_dataset("mnist", arguments.data_dir)
     best, spent, curves = defaultdict(list), defaultdict(list), {}
@@ -133,10 +130,7 @@ def main() -> int:
         splits="iid,by-class",
     )
     arguments = parser.parse_args()
-    if "RANK" not in os.environ:
-        return launch_sites([__file__, *sys.argv[1:]], 2)
-    run_site(arguments)
-    return 0
+    return run_at_sites(run_site, arguments)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import sys
 import time
 
 import torch
-from command import parser_of
+from command import connect_site, parser_of
 from workloads import WORKLOADS, loss
 
 import dadplug
@@ -64,8 +64,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if "RANK" not in os.environ:
         return launch_sites([__file__, *sys.argv[1:]], 2)
-    torch.set_num_threads(1)
-    dadplug.connect()
+    connect_site()
     for model in arguments.models.split(","):
         for mode in arguments.modes.split(","):
             measure(model, mode, arguments.measured)

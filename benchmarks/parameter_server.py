@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import random
 import signal
@@ -41,7 +40,7 @@ import torch
 import torch.distributed as dist
 from attach import parse
 from command import parser_of
-from drive import add_pieces, begin, check_rates, may_begin, read, run_sites, title
+from drive import add_pieces, append, begin, check_rates, may_begin, read, run_sites, title
 from held_out import accuracy, batches, dealt_batches
 from libraries import use_library
 from link import may_make_links, reshape
@@ -272,8 +271,7 @@ def run_site(arguments: argparse.Namespace) -> None:
             break
         line = run | run_once(arguments, data, run["case"], run["seed"])
         if dist.get_rank() == 0:
-            with open(arguments.result, "a") as file:
-                file.write(json.dumps(line) + "\n")
+            append(arguments.result, line)
             print({key: value for key, value in line.items() if key != "curve"}, flush=True)
     if arguments.method == "rpc":
         rpc_server.leave()
@@ -334,8 +332,7 @@ def measure(arguments: argparse.Namespace, results: Path) -> None:
         program += ["--loopback", "--rate", "none"] if arguments.loopback else []
         program += ["--deadline", str(arguments.deadline)]
         if reason := run_sites(program, arguments.loopback, results, 2 * arguments.limit + 120, arguments.round_trip):
-            with results.open("a") as file:
-                file.write(json.dumps({"method": method, "error": reason}) + "\n")
+            append(results, {"method": method, "error": reason})
 
 
 def parse_arguments() -> tuple[argparse.ArgumentParser, argparse.Namespace]:

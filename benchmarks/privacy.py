@@ -37,7 +37,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from command import parser_of
+from command import connect_site, parser_of
 from drive import processor
 from libraries import use_library
 from torch import nn
@@ -154,8 +154,7 @@ def time_steps(arguments: argparse.Namespace) -> None:
 
 def time_sums(arguments: argparse.Namespace) -> None:
     """Print the table of step times with secure sums. Sites call it together."""
-    torch.set_num_threads(1)
-    dadplug.connect()
+    connect_site()
     size = arguments.batch_size or 16
     batch = WORKLOADS["mnistnet"].draw(size, torch.Generator().manual_seed(dist.get_rank()))
     private = partial(dadplug.DifferentialPrivacy, 1.0, NORM, 0.01, size)
@@ -293,8 +292,7 @@ def accuracy_of(model: nn.Module, data: Any) -> float:
 
 def measure_accuracy(arguments: argparse.Namespace) -> None:
     """Print the table of accuracies: of each way the best learning rate, mean over seeds."""
-    torch.set_num_threads(1)
-    dadplug.connect()
+    connect_site()
     lines = ["| epsilon | way | accuracy, mean of seeds | bytes a site and step |", "| --- | --- | --- | --- |"]
     for epsilon in map(float, arguments.epsilons.split(",")):
         for way in arguments.ways.split(","):

@@ -20,7 +20,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from command import parser_of
+from command import connect_site, parser_of
+from drive import append
 
 LAYERS = [(2048, 784), (1024, 2048), (512, 1024), (256, 512), (10, 256)]
 SMALL = 2 * (1024 + 512 + 256)  # numbers of the batch norms, which every method all-reduces
@@ -59,8 +60,7 @@ def site(methods: str, steps: int, file: str) -> None:
     import dadplug
     from dadplug.models import MNISTNet
 
-    torch.set_num_threads(1)
-    dadplug.connect()
+    connect_site()
     rank = int(os.environ["RANK"])
     for method in methods.split(","):
         torch.manual_seed(0)
@@ -79,8 +79,7 @@ def site(methods: str, steps: int, file: str) -> None:
         dist.all_gather_object(sent, reduction.traffic.bytes_sent)
         if rank == 0:
             row = {"method": method, "bytes": statistics.mean(sent), "ms": 1e3 * min(decoding)}
-            with Path(file).open("a") as results:
-                results.write(json.dumps(row | {"median": 1e3 * statistics.median(decoding)}) + "\n")
+            append(Path(file), row | {"median": 1e3 * statistics.median(decoding)})
         reduction.detach()
 
 

@@ -29,7 +29,7 @@ from pathlib import Path
 
 import torch
 from attach import Attached, parse
-from command import parser_of
+from command import connect_site, parser_of
 from torch import Tensor, nn
 
 import dadplug
@@ -191,8 +191,7 @@ def soak(name: str, arguments: argparse.Namespace) -> Verdict:
 
 
 def run_site(arguments: argparse.Namespace) -> int:
-    torch.set_num_threads(1)
-    dadplug.connect()
+    connect_site()
     failed = 0
     for name in arguments.methods.split(","):
         verdict = soak(name, arguments)

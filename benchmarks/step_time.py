@@ -26,12 +26,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from attach import Attached, parse
-from command import parser_of
+from command import connect_site, parser_of
 from drive import processor
 from link import reshape
 from workloads import LARGE, WORKLOADS, loss
-
-import dadplug
 
 MODELS = WORKLOADS | LARGE
 WARM_UP = 5  # steps; kernels compile, payloads find their sizes, DDP makes its buckets anew, PowerSGD's hook begins
@@ -142,8 +140,7 @@ def main() -> None:
     if arguments.shape and "GLOO_SOCKET_IFNAME" not in os.environ:
         parser.error("--rates needs a link: run it by `sudo python benchmarks/link.py none python …`")
     arguments.rates = arguments.rates.split(",") if arguments.shape else [arguments.label]
-    torch.set_num_threads(1)
-    dadplug.connect()
+    connect_site()
     peers: dict[str, float] = {}
     for name in arguments.methods.split(","):
         for rate, measured in measure(name, arguments):

@@ -15,7 +15,6 @@ Writes OUT.md, OUT.png, and OUT.json, a line a run. Rates need Linux, root and i
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import statistics
@@ -28,14 +27,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from attach import Attached
-from command import parser_of
-from drive import check_rates, colours_of, read, run_sites, title
+from command import connect_site, parser_of
+from drive import append, check_rates, colours_of, read, run_sites, title
 from held_out import accuracy
 from link import may_make_links, reshape
 from torch import nn
 from torch.utils.data import DataLoader
 
-import dadplug
 from dadplug.data import DataPair, load_dataset, site_indices
 from dadplug.experiment import OPTIMIZERS
 from dadplug.models import build_for
@@ -86,8 +84,7 @@ def train(arguments: argparse.Namespace, model: nn.Module, data: DataPair, seed:
 
 
 def run_site(arguments: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    dadplug.connect()
+    connect_site()
     data = load_dataset(arguments.dataset, arguments.data_dir)
     name, settings, *_ = TASKS[arguments.dataset]
     for seed in range(arguments.seeds):
@@ -104,8 +101,7 @@ def run_site(arguments: argparse.Namespace) -> None:
             run = train(arguments, model, sized, seed)
             if dist.get_rank() == 0:
                 label = {"dataset": arguments.dataset, "method": arguments.method, "rate": rate, "seed": seed}
-                with open(arguments.result, "a") as results:
-                    results.write(json.dumps(label | run) + "\n")
+                append(arguments.result, label | run)
                 best = max(value for _, value in run["curve"])
                 print(
                     f"{arguments.method} at {rate}, seed {seed}: {best:.4f} in {run['curve'][-1][0]:.1f} s", flush=True
@@ -158,12 +154,10 @@ def _cell(runs: list[dict], took: list[int]) -> tuple[float, str]:
 
 def draw(rows: list[dict], rates: list[str], file: Path) -> None:
     """Draw test accuracy against seconds of training, a panel a rate; of the first seed."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullFormatter
 
     figure = Figure(figsize=(4.2 * len(rates) + 1, 4.6), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(rates), sharex=True, sharey=True, squeeze=False)[0]
     curves = [row for row in rows if "curve" in row and row["seed"] == 0]
     colours = colours_of(list(dict.fromkeys(row["method"] for row in curves)))
@@ -191,8 +185,7 @@ def measure(arguments: argparse.Namespace, results: Path) -> None:
         reason = run_sites(program, arguments.loopback, results, 3 * arguments.limit + 120)
         if reason:
             print(f"{method} failed: {reason}", flush=True)
-            with results.open("a") as file:
-                file.write(json.dumps({"method": method, "error": reason}) + "\n")
+            append(results, {"method": method, "error": reason})
 
 
 def main() -> int:

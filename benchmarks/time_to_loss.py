@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import signal
 import statistics
@@ -34,8 +33,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from attach import parse
-from command import parser_of
-from drive import check_rates, colours_of, processor, processors, read, run_sites, title
+from command import connect_site, parser_of
+from drive import append, check_rates, colours_of, processor, processors, read, run_sites, title
 from fine_tuning import BATCH, LENGTH, WINDOWS, start_weights, text, tied_model, windows
 from large_models import bits_per_second
 from link import may_make_links, reshape
@@ -43,8 +42,6 @@ from local_ways import Way
 from step_time import meet, sent
 from torch import Tensor, nn
 from workloads import Transformer, loss
-
-import dadplug
 
 METHODS = (
     "ddp,ddp-fp16,ddp-powersgd,diloco:every=16,rankdad:rank=auto,rankdad:rank=auto+dense=lowrank,"
@@ -114,8 +111,7 @@ def time_steps(way: Way, data: Tensor, arguments: argparse.Namespace) -> dict[st
 
 def run_site(arguments: argparse.Namespace) -> None:
     """Train and time by each method; site 0 writes a line for each seed."""
-    torch.set_num_threads(1)
-    dadplug.connect()
+    connect_site()
     torch.manual_seed(0)
     small = arguments.model == "bytes"
     start = start_weights(arguments, *((tied_model(), TRAINING) if small else (bert(), FROM_SCRATCH)))
@@ -132,8 +128,7 @@ def run_site(arguments: argparse.Namespace) -> None:
         row["times"] = time_steps(way, data, arguments) if seed == 0 else {}
         way.detach()
         if dist.get_rank() == 0:
-            with open(arguments.result, "a") as results:
-                results.write(json.dumps(row) + "\n")
+            append(arguments.result, row)
             print(arguments.methods, seed, *(f"{each:.3f}" for each in curve[-1:]), flush=True)
         if name == "alone":
             break
@@ -196,11 +191,9 @@ def table(rows: list[dict], rates: list[str]) -> str:
 
 def draw(rows: list[dict], rate: str, file: Path) -> None:
     """Draw the mean held-out loss of each method against seconds of training at a rate."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
     panel, found = figure.subplots(), summary(rows)
     found = {method: one for method, one in found.items() if mean_curve(rows, method)}
     colours = colours_of(list(found))
@@ -267,8 +260,7 @@ def measure(arguments: argparse.Namespace, results: Path, loopback: bool) -> Non
         program += ["--loopback"] if loopback else []
         if reason := run_sites(program, loopback, results, arguments.limit):
             print(f"{method} failed: {reason}", flush=True)
-            with results.open("a") as file:
-                file.write(json.dumps({"model": arguments.model, "method": method, "error": reason}) + "\n")
+            append(results, {"model": arguments.model, "method": method, "error": reason})
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ Writes OUT.md, OUT.png, and OUT.json, a line a cell as it is measured. Rates nee
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import signal
 import sys
@@ -24,7 +23,7 @@ import time
 from pathlib import Path
 
 from command import parser_of
-from drive import check_rates, colours_of, processors, read, run_sites, title
+from drive import append, check_rates, colours_of, processors, read, run_sites, title
 from link import may_make_links
 from workloads import WORKLOADS
 
@@ -46,9 +45,8 @@ def measure(arguments: argparse.Namespace, results: Path) -> None:
             if failed is None:
                 break
             print(f"{failed} failed: {reason}", flush=True)
-            with results.open("a") as file:
-                for rate in (rate for rate in rates if (failed, rate) not in done):
-                    file.write(json.dumps({"model": model, "method": failed, "rate": rate, "error": reason}) + "\n")
+            for rate in (rate for rate in rates if (failed, rate) not in done):
+                append(results, {"model": model, "method": failed, "rate": rate, "error": reason})
             methods = methods[methods.index(failed) + 1 :]
 
 
@@ -91,14 +89,12 @@ def _cell(row: dict | None, ddp: dict | None, reasons: list[str]) -> str:
 
 def draw(rows: list[dict], rates: list[str], file: Path) -> None:
     """Draw step times by MKL, a panel a model, a group of bars a rate; those marked as a ``guess`` hatched."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     models, methods = (list(dict.fromkeys(row[key] for row in rows)) for key in ("model", "method"))
     bars = [method for method in methods if not method.startswith("alone") and "library=" not in method]
     high = math.ceil(len(models) / 2)
     figure = Figure(figsize=(13 if len(models) > 1 else 7, 3.1 * high + 0.8), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(high, min(2, len(models)), squeeze=False).flat
     for rest in panels[len(models) :]:
         rest.axis("off")
