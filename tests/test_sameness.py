@@ -7,6 +7,7 @@ import re
 from contextlib import contextmanager
 
 import pytest
+import support
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -71,7 +72,11 @@ def test_settings_of_optimizers_are_compared(sites, case):
     sites(2).run(settings_are_compared, *case)
 
 
-def edited_weights(edit, every, raises):
+@pytest.mark.parametrize(
+    ("edit", "every", "raises"), [(1e-3, 4, True), ("swap", 4, True), (1e-8, 4, False), (1e-3, 0, False)], ids=str
+)
+@support.at_sites(2)
+def test_edited_weights_are_found_and_rounding_is_not(edit, every, raises):
     model = network()
     reduction = dadplug.GradientReduction(model, mode="rankdad", compare_every=every)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -92,13 +97,6 @@ def edited_weights(edit, every, raises):
     else:
         train(reduction, optimizer, 5)
     reduction.detach()
-
-
-@pytest.mark.parametrize(
-    ("edit", "every", "raises"), [(1e-3, 4, True), ("swap", 4, True), (1e-8, 4, False), (1e-3, 0, False)], ids=str
-)
-def test_edited_weights_are_found_and_rounding_is_not(sites, edit, every, raises):
-    sites(2).run(edited_weights, edit, every, raises)
 
 
 def test_digests_see_every_bit():
@@ -170,7 +168,8 @@ def another_version(make, name):
         sameness.environment = real
 
 
-def other_versions():
+@support.at_sites(2)
+def test_versions_and_kernels_are_compared():
     def reduction(**options):
         return dadplug.GradientReduction(network(), **options)
 
@@ -181,10 +180,6 @@ def other_versions():
     for name in sameness.environment():
         another_version(reduction, name)
     another_version(local, "version of dadplug")
-
-
-def test_versions_and_kernels_are_compared(sites):
-    sites(2).run(other_versions)
 
 
 def test_the_version_is_that_of_the_code_and_not_of_an_older_installation(monkeypatch):
@@ -198,7 +193,8 @@ def test_kernels_are_named_by_what_computes(monkeypatch):
     assert sameness.environment()["kernels"] == "torch"
 
 
-def other_optimizers():
+@support.at_sites(2)
+def test_settings_of_optimizers_are_compared_before_local_steps():
     model, rank = network(), dist.get_rank()
     kind, rate, second = (torch.optim.SGD, torch.optim.Adam)[rank], (0.1, 0.2)[rank], (0.99, 0.9)[rank]
     for optimizer, text in [
@@ -211,11 +207,8 @@ def other_optimizers():
     dadplug.LocalSGD(model, torch.optim.SGD(model.parameters(), (0.1, 0.2)[rank]), may_differ=("lr",)).detach()
 
 
-def test_settings_of_optimizers_are_compared_before_local_steps(sites):
-    sites(2).run(other_optimizers)
-
-
-def edited_at_the_third_site():
+@support.at_sites(3)
+def test_weights_are_compared_by_default():
     model = network()
     reduction = dadplug.GradientReduction(model, mode="dsgd")  # by default
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
@@ -227,10 +220,6 @@ def edited_at_the_third_site():
         train(reduction, optimizer, 150)
     assert reduction._step == 101
     reduction.detach()
-
-
-def test_weights_are_compared_by_default(sites):
-    sites(3).run(edited_at_the_third_site)
 
 
 def clipped(mode, before, accumulates):

@@ -1,4 +1,4 @@
-"""What messages show beside the data: row numbers of tables, labels, and who took part.
+"""Attacks on what messages show beside the data: row numbers of tables, labels, and who took part.
 
 Row numbers: an embedding's message shows which rows a batch has looked up.
 
