@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..files import write_file
-from ..page import report_page
-from .attacks.base import RECOVERED, Result
+from ..progress import report_page
+from .attacks.base import RECOVERED, Result, is_picture
 from .capture import Observation
-from .similarity import is_picture
 
 _COLUMNS = 8  # samples of a picture
 _WIDTH = 118  # characters of lines below the table
@@ -343,7 +342,6 @@ class Report:
     def _drawn(self) -> bytes:
         """Return the picture as the content of a PNG file."""
         try:
-            from matplotlib.backends.backend_agg import FigureCanvasAgg
             from matplotlib.figure import Figure
         except ImportError as error:
             raise ImportError("the picture needs matplotlib: pip install 'dadplug[examples]'") from error
@@ -355,7 +353,6 @@ class Report:
             figure = _bars(Figure, list(self.results))
         characters = int(9 * figure.get_figwidth())
         figure.suptitle("\n".join(textwrap.wrap(self._finding(), characters)), fontsize=10)
-        FigureCanvasAgg(figure)
         buffer = io.BytesIO()
         figure.savefig(buffer, dpi=120, format="png")
         return buffer.getvalue()

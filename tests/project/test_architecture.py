@@ -49,7 +49,6 @@ LAYERS = (
     "hogwild",
     "parameter_server",
     "progress",
-    "page",
     "auditing",
     "comparison",
     "racing",

@@ -18,8 +18,18 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..capture import LayerView, Observation
-from ..similarity import Places, is_picture, judge_pictures, layer_input, matched, places
-from .base import Attack, Budget, Result, register_attack
+from .base import (
+    Attack,
+    Budget,
+    Places,
+    Result,
+    is_picture,
+    judge_pictures,
+    layer_input,
+    matched,
+    places,
+    register_attack,
+)
 from .rows import basis_of, chance_of_rows, why_not_mixed
 
 _ITERATIONS = 1000

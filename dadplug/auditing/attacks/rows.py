@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from ..capture import LayerView, Observation
-from ..similarity import by_sample, centre, judge_pictures, matched, places
-from .base import Attack, Budget, Result, register_attack
+from .base import Attack, Budget, Result, by_sample, centre, judge_pictures, matched, places, register_attack
 
 
 @register_attack("rows")

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..capture import LayerView, Observation
-from ..similarity import matched
-from .base import Attack, Budget, Result, register_attack
+from .base import Attack, Budget, Result, matched, register_attack
 from .rows import basis_of, chance_of_rows, row_result, singular, why_not_mixed
 
 MOST_ROWS = 24

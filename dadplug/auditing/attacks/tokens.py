@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from ..capture import LayerView, Observation
-from ..similarity import layer_input
-from .base import Attack, Budget, Result, register_attack
+from .base import Attack, Budget, Result, layer_input, register_attack
 from .rows import why_not_mixed
 from .shown import numbers_of
 
