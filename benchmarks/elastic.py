@@ -19,29 +19,25 @@ accuracy is below those of all runs without kills, of which there must be three.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import random
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
 from command import parser_of
 from drive import HERE, check_rates
 from elastic_logs import Departure, Log, Outcome, add_pauses, different_replicas, grown, use_of_data
-from kits import end, hub_command, make_kits
+from kits import ForkedSites, end
 from link import ADDRESSES, Link, may_make_links
 from returning_site import MODELS, Case, Order, train
 
 from dadplug.data import load_dataset
-from dadplug.exchange.handshake import free_port
 
 _POLL = 0.002  # seconds
 _AWAY = 8  # steps for which a site stays away, at most
@@ -49,7 +45,7 @@ _SPREAD = 3  # runs without kills that show how accuracies differ between seeds
 _LIMIT = 120.0  # seconds without a step
 
 
-class Run:
+class Run(ForkedSites):
     """A run: a hub, and processes of sites.
 
     Args:
@@ -64,30 +60,22 @@ class Run:
     def __init__(
         self, folder: Path, arguments: argparse.Namespace, seed: int, link: Link | None, data: Path, kills: int
     ) -> None:
-        self.folder, self.seed, self.link, self.kills = folder, seed, link, kills
+        super().__init__(folder, arguments.sites, "returning_site")
+        self.seed, self.link, self.kills = seed, link, kills
         self.arguments, self.data = arguments, data
-        self.names = [chr(ord("a") + rank) for rank in range(arguments.sites)]
         self.logs = [Log(folder / f"{name}.log") for name in self.names]
-        self.processes: dict[int, Any] = {}
         self.departures: list[Departure] = []
         self.outcome = Outcome()
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["returning_site"])
         self._chance = random.Random(seed)
         self._sampled = 0
 
     def run(self) -> Outcome:
         """Train to the last step."""
-        host, port = (ADDRESSES[0] if self.link else "127.0.0.1"), free_port()
-        kits = self.folder / "kits"
-        make_kits(kits, host, port, self.names)
-        command = hub_command(kits, "--journal", str(self.folder / "journal"))
-        if self.link is not None:
-            command = ["ip", "netns", "exec", self.link.spaces[0], *command]
+        inside = (ADDRESSES[0], ("ip", "netns", "exec", self.link.spaces[0])) if self.link else ()
         with ExitStack() as stack:
-            hub = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            hub = self.start_hub(*inside)
             stack.callback(end, hub)
-            stack.callback(self._end)
+            stack.callback(self.end)
             for rank in range(len(self.names)):
                 self._start(rank)
             self._drive(hub.pid)
@@ -110,14 +98,7 @@ class Run:
             pace=arguments.pace if self.kills else 0.0,
             space=self.link.spaces[min(rank, 1)] if self.link else "",
         )
-        self.processes[rank] = self._context.Process(target=train, args=(case,))
-        self.processes[rank].start()
-
-    def _end(self) -> None:
-        for process in self.processes.values():
-            if process.is_alive():
-                process.kill()
-            process.join()
+        self.fork(rank, train, case)
 
     def _drive(self, hub: int) -> None:
         """Kill sites and start them again, until the last site has ended."""

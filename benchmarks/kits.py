@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import subprocess
 import sys
 import time
@@ -10,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from dadplug.exchange.handshake import free_port
 from dadplug.hub import Project
 from dadplug.hub.pki.provision import provision
 
@@ -107,3 +109,43 @@ class Programs:
         process = self.processes.pop(name)
         process.kill()
         process.wait()
+
+
+class ForkedSites:
+    """A hub, and processes of sites that a forkserver starts, so that a killed one returns fast.
+
+    Args:
+        folder: folder for kits and logs.
+        sites: number of sites.
+        program: module of the sites' function, which the forkserver imports.
+    """
+
+    def __init__(self, folder: Path, sites: int, program: str) -> None:
+        self.folder, self.names = folder, [chr(ord("a") + rank) for rank in range(sites)]
+        self.processes: dict[int, Any] = {}
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload([program])
+
+    def start_hub(self, host: str = "127.0.0.1", before: Sequence[str] = ()) -> subprocess.Popen[bytes]:
+        """Make the kits, and start the hub.
+
+        Args:
+            host: address of the hub.
+            before: start of the command, which runs the rest.
+        """
+        kits = self.folder / "kits"
+        make_kits(kits, host, free_port(), self.names)
+        command = [*before, *hub_command(kits, "--journal", str(self.folder / "journal"))]
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def fork(self, rank: int, function: Callable[[Any], None], case: Any) -> None:
+        """Start the process of a site."""
+        self.processes[rank] = self._context.Process(target=function, args=(case,))
+        self.processes[rank].start()
+
+    def end(self) -> None:
+        """Kill the processes of the sites."""
+        for process in self.processes.values():
+            if process.is_alive():
+                process.kill()
+            process.join()

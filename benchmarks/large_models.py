@@ -37,7 +37,7 @@ from command import connect_site, parser_of
 from drive import append, check_rates, processor, processors, read, run_sites, title
 from link import may_make_links, reshape
 from local_ways import Way
-from step_time import meet, peak, sent
+from step_time import meet, time_steps
 from two_site_link import draw
 from workloads import LARGE, loss
 
@@ -61,25 +61,6 @@ def bits_per_second(rate: str) -> float:
 def predict(unshaped: dict, rate: str) -> float:
     """Return the seconds of a step at a rate if nothing overlaps with the exchange."""
     return unshaped["seconds"] + 8 * unshaped["bytes"] / bits_per_second(rate)
-
-
-def time_interval(way: Way, step, interval: int, arguments: argparse.Namespace) -> dict:
-    """Time intervals of steps until there are enough, or they have taken long enough; at least one."""
-    times: list[float] = []
-    meet()
-    before = sent()
-    while meet(not times or (len(times) < arguments.steps and sum(times) * interval < arguments.seconds)):
-        start = time.perf_counter()
-        for _ in range(interval):
-            step()
-        times.append((time.perf_counter() - start) / interval)
-    steps = interval * len(times)
-    return {
-        "seconds": statistics.median(times),
-        "bytes": (sent() - before) // steps,
-        "steps": steps,
-        "peak": peak(),
-    }
 
 
 def run_site(arguments: argparse.Namespace) -> None:
@@ -113,7 +94,8 @@ def run_site(arguments: argparse.Namespace) -> None:
         if not arguments.loopback:
             reshape(rate)
         row = {"model": arguments.models, "method": arguments.methods, "rate": rate, "processor": processor()}
-        row |= time_interval(way, step, interval, arguments)
+        measured = time_steps(step, arguments.steps, arguments.seconds, 1, interval)
+        row |= {"seconds": measured.seconds, "bytes": measured.nbytes, "steps": measured.steps, "peak": measured.peak}
         if rate == "none":
             unshaped = row
         if dist.get_rank() == 0:

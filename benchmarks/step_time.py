@@ -74,16 +74,26 @@ def meet(go_on: bool = True) -> bool:
     return bool(wanted)
 
 
-def time_steps(step: Callable[[], None], most: int, seconds: float) -> Measured:
-    """Time steps until there are enough, or they have taken long enough; at least three."""
+def time_steps(step: Callable[[], None], most: int, seconds: float, least: int = LEAST, interval: int = 1) -> Measured:
+    """Time intervals of steps until there are enough, or they have taken long enough.
+
+    Args:
+        step: takes a step.
+        most: intervals that are enough.
+        seconds: time that is long enough.
+        least: intervals at least.
+        interval: steps of an interval.
+    """
     times: list[float] = []
     meet()
     before = sent()
-    while meet(len(times) < LEAST or (len(times) < most and sum(times) < seconds)):
+    while meet(len(times) < least or (len(times) < most and sum(times) * interval < seconds)):
         start = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - start)
-    return Measured(statistics.median(times), (sent() - before) // len(times), len(times), peak())
+        for _ in range(interval):
+            step()
+        times.append((time.perf_counter() - start) / interval)
+    steps = interval * len(times)
+    return Measured(statistics.median(times), (sent() - before) // steps, steps, peak())
 
 
 def measure(name: str, arguments: argparse.Namespace) -> Iterator[tuple[str, Measured]]:

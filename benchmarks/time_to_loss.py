@@ -26,10 +26,11 @@ import os
 import signal
 import statistics
 import sys
-import time
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 
+import step_time
 import torch
 import torch.distributed as dist
 from attach import parse
@@ -39,7 +40,7 @@ from fine_tuning import BATCH, LENGTH, WINDOWS, start_weights, text, tied_model,
 from large_models import bits_per_second
 from link import may_make_links, reshape
 from local_ways import Way
-from step_time import meet, sent
+from step_time import meet
 from torch import Tensor, nn
 from workloads import Transformer, loss
 
@@ -94,16 +95,8 @@ def time_steps(way: Way, data: Tensor, arguments: argparse.Namespace) -> dict[st
             continue
         if not arguments.loopback:
             reshape(rate)
-        times: list[float] = []
-        meet()
-        before = sent()
-        while meet(len(times) < 3 or (len(times) < 15 and sum(times) * way.every < arguments.seconds)):
-            start = time.perf_counter()
-            for _ in range(way.every):
-                take_step(way, *batch)
-            times.append((time.perf_counter() - start) / way.every)
-        count = (sent() - before) // (way.every * len(times))
-        found[rate] = {"seconds": statistics.median(times), "bytes": count, "predicted": False}
+        measured = step_time.time_steps(partial(take_step, way, *batch), 15, arguments.seconds, 3, way.every)
+        found[rate] = {"seconds": measured.seconds, "bytes": measured.nbytes, "predicted": False}
     if not arguments.loopback:
         reshape("none")
     return found
