@@ -88,9 +88,7 @@ class Span(Attack):
     source = "DAGER, arXiv:2405.15586; Cocktail Party, arXiv:2209.05578"
 
     def applies(self, seen: Observation, view: LayerView) -> str:
-        if view.sends_rows:
-            return "the rows themselves are sent"
-        return why_not_mixed(view) or ("the layer's input is not data" if not view.fed_by_data else "")
+        return why_no_mixed_data(view)
 
     def run(self, seen: Observation, view: LayerView, budget: Budget) -> Result:
         basis, truth = basis_of(view), view.rows_of_truth().double()
@@ -136,6 +134,13 @@ def why_not_mixed(view: LayerView) -> str:
     )
     largest = max(shape or view.weight.shape)
     return "" if largest <= _MOST else f"its matrix is larger than {_MOST}, and was left out"
+
+
+def why_no_mixed_data(view: LayerView) -> str:
+    """Return why mixtures of the data cannot be had from a layer's message; empty if they can."""
+    if view.sends_rows:
+        return "the rows themselves are sent"
+    return why_not_mixed(view) or ("" if view.fed_by_data else "the layer's input is not data")
 
 
 def singular(view: LayerView) -> tuple[Tensor, Tensor, Tensor]:

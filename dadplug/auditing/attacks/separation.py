@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..capture import LayerView, Observation
 from .base import Attack, Budget, Result, matched, register_attack
-from .rows import basis_of, chance_of_rows, row_result, singular, why_not_mixed
+from .rows import basis_of, chance_of_rows, row_result, singular, why_no_mixed_data
 
 MOST_ROWS = 24
 """Rows up to which the attack is tried: the draws that it takes double with each row."""
@@ -43,12 +43,8 @@ class Spear(Attack):
     slow = True
 
     def applies(self, seen: Observation, view: LayerView) -> str:
-        if view.sends_rows:
-            return "the rows themselves are sent"
-        if reason := why_not_mixed(view):
+        if reason := why_no_mixed_data(view):
             return reason
-        if not view.fed_by_data:
-            return "the layer's input is not data"
         if view.rows > MOST_ROWS:
             return f"more than {MOST_ROWS} rows"
         if view.rows > 1 and not any(isinstance(module, nn.ReLU) for module in seen.batch.model.modules()):
@@ -208,12 +204,8 @@ class Components(Attack):
     slow = True
 
     def applies(self, seen: Observation, view: LayerView) -> str:
-        if view.sends_rows:
-            return "the rows themselves are sent"
-        if reason := why_not_mixed(view):
+        if reason := why_no_mixed_data(view):
             return reason
-        if not view.fed_by_data:
-            return "the layer's input is not data"
         few = view.rows_of_truth().shape[1] < _NUMBERS_A_ROW * view.rows
         return "too many rows for their width" if few else ""
 
