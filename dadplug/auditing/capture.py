@@ -450,6 +450,8 @@ def _fill(view: LayerView, payload: FactorPayload | None, form: Form | None, gra
         view.deltas, view.inputs = payload.right, payload.left
 
 
+# Twins of the site, in place of the other sites
+
 SITES = 2
 """Number of sites: with two, each can subtract its own part of a sum, and has that of the other."""
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ..exchange.codec import register, register_family
 from ..hooks import Form
 from ..hooks.convolution import Geometry
+from ..hooks.linear import TransposedForm
 from ..methods import Method
 from ..schedules import Decoding, current
 from ..units.base import Unit
@@ -15,6 +16,7 @@ from ..units.factor import FactorUnit
 from .merging import LinkCosts
 
 register_family(Form)
+register(TransposedForm, "dadplug.hooks.libraries.TransposedForm")  # as other versions call it
 register(Geometry)  # which forms of convolutions hold
 register(Decoding)
 
