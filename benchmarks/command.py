@@ -1,4 +1,7 @@
-"""Command lines of the benchmarks, from the defaults of their options, and the start of their sites."""
+"""Command lines of the benchmarks, from the defaults of their options, and the start of their sites.
+
+torch loads when a site starts: some programs only start others.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,6 @@ import os
 import sys
 from collections.abc import Callable
 from typing import Any
-
-import torch
-
-import dadplug
-from dadplug.processes import launch_sites
 
 
 def parser_of(text: str | None, **options: Any) -> argparse.ArgumentParser:
@@ -44,6 +42,8 @@ def run_at_sites(run: Callable[[argparse.Namespace], object], arguments: argpars
     Returns:
         The exit status.
     """
+    from dadplug.processes import launch_sites
+
     if "RANK" not in os.environ:
         return launch_sites(sys.argv, sites)
     run(arguments)
@@ -52,5 +52,9 @@ def run_at_sites(run: Callable[[argparse.Namespace], object], arguments: argpars
 
 def connect_site() -> None:
     """Connect this site, with one thread."""
+    import torch
+
+    import dadplug
+
     torch.set_num_threads(1)
     dadplug.connect()

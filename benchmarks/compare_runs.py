@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 from command import parser_of
-from drive import add_pieces, append, begin, read
+from drive import PIECES, append, begin, read
 from torch import nn
 
 import dadplug
@@ -60,8 +60,8 @@ def main() -> int:
         dataset={"default": "digits", "choices": ("digits", "mnist")},
         data_dir=(None, "folder of MNIST's files"),
         out=("compare_runs", "name of the files, without .md and .json"),
+        **PIECES,
     )
-    add_pieces(parser)
     arguments = parser.parse_args()
     results = Path(f"{arguments.out}.json")
     begin(results, arguments.keep)

@@ -85,16 +85,16 @@ def append(file: Path | str, row: dict) -> None:
         results.write(json.dumps(row) + "\n")
 
 
-def add_pieces(parser: argparse.ArgumentParser) -> None:
-    """Add the options by which a long measurement is made in several calls of one command."""
-    parser.add_argument("--keep", action="store_true", help="measure only what OUT.json does not have")
-    parser.add_argument(
-        "--stop-after",
-        type=float,
-        metavar="SECONDS",
-        help="begin no further run then, and exit with 2; the same command with --keep goes on",
-    )
-    parser.add_argument("--deadline", type=float, default=math.inf, help=argparse.SUPPRESS)
+PIECES = {
+    "keep": (False, "measure only what OUT.json does not have"),
+    "stop_after": {
+        "type": float,
+        "metavar": "SECONDS",
+        "help": "begin no further run then, and exit with 2; the same command with --keep goes on",
+    },
+    "deadline": (math.inf, argparse.SUPPRESS),
+}
+"""Options by which a long measurement is made in several calls of one command."""
 
 
 def begin(results: Path, keep: bool) -> None:

@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 from attach import parse
 from command import connect_site, parser_of
-from drive import add_pieces, append, begin, check_rates, colours_of, may_begin, read, run_sites, title
+from drive import PIECES, append, begin, check_rates, colours_of, may_begin, read, run_sites, title
 from held_out import accuracy, batches
 from link import may_make_links, reshape
 from local_ways import Way
@@ -294,12 +294,12 @@ def main() -> int:
         patience=(900.0, "seconds without a result that end a way"),
         seeds=3,
         quick=(False, "one seed, two ways, a low target"),
+        out=("local_steps", "name of the files, without .md and .json"),
+        method=(None, argparse.SUPPRESS),
+        result=(None, argparse.SUPPRESS),
+        loopback=(False, argparse.SUPPRESS),
+        **PIECES,
     )
-    add_pieces(parser)
-    parser.add_argument("--out", default="local_steps", help="name of the files, without .md and .json")
-    parser.add_argument("--method", help=argparse.SUPPRESS)
-    parser.add_argument("--result", help=argparse.SUPPRESS)
-    parser.add_argument("--loopback", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.seeds, arguments.methods, arguments.target = 1, f"diloco:every=32,{OURS}", arguments.target or 0.8

@@ -40,7 +40,7 @@ import torch
 import torch.distributed as dist
 from attach import parse
 from command import parser_of
-from drive import add_pieces, append, begin, check_rates, may_begin, read, run_sites, title
+from drive import PIECES, append, begin, check_rates, may_begin, read, run_sites, title
 from held_out import accuracy, batches, dealt_batches
 from libraries import use_library
 from link import may_make_links, reshape
@@ -352,12 +352,12 @@ def parse_arguments() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
         seeds=3,
         first_seed=0,
         quick=(False, "one seed, two ways, a low target"),
+        out=("parameter_server", "name of the files, without .md and .json"),
+        method=(None, argparse.SUPPRESS),
+        result=(None, argparse.SUPPRESS),
+        loopback=(False, argparse.SUPPRESS),
+        **PIECES,
     )
-    add_pieces(parser)
-    parser.add_argument("--out", default="parameter_server", help="name of the files, without .md and .json")
-    for hidden in ("--method", "--result"):
-        parser.add_argument(hidden, help=argparse.SUPPRESS)
-    parser.add_argument("--loopback", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.seeds, arguments.methods, arguments.target = 1, f"{SYNCHRONOUS},{SERVER}", arguments.target or 0.6
