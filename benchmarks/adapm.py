@@ -25,6 +25,7 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
+from command import parser_of
 
 import dadplug
 from dadplug.adapm import Normal, ParameterManager, Table
@@ -247,18 +248,20 @@ def loop(args: argparse.Namespace, rank: int) -> None:
 
 def main() -> None:
     """Run the benchmark at this site."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(
+        __doc__,
+        batches=(100, "batches, of a segment where there are segments"),
+        pulls=(5000, "pulls of a single key, of which a tenth warm up"),
+        segments=(7, "of each loop, after one to warm up"),
+        techniques=("all", "beside the plain server, with commas"),
+        exponents={"type": float, "nargs": "*", "default": [0.0, 0.9, 1.1], "help": "skews of the loops"},
+        work=(2.5, "processor ms of work in a batch of the loops"),
+        lookahead=(50, "batches"),
+        rank={"type": int, "help": "number of this site; torchrun's variables where not given"},
+        num_nodes=(2, "number of sites, with --rank"),
+        dist_url=("tcp://127.0.0.1:8998", "meeting point, with --rank"),
+    )
     parser.add_argument("table", choices=("rates", "latency", "loop"))
-    parser.add_argument("--batches", type=int, default=100, help="batches, of a segment where there are segments")
-    parser.add_argument("--pulls", type=int, default=5000, help="pulls of a single key, of which a tenth warm up")
-    parser.add_argument("--segments", type=int, default=7, help="of each loop, after one to warm up")
-    parser.add_argument("--techniques", default="all", help="beside the plain server, with commas")
-    parser.add_argument("--exponents", type=float, nargs="*", default=[0.0, 0.9, 1.1], help="skews of the loops")
-    parser.add_argument("--work", type=float, default=2.5, help="processor ms of work in a batch of the loops")
-    parser.add_argument("--lookahead", type=int, default=50, help="batches")
-    parser.add_argument("--rank", type=int, help="number of this site; torchrun's variables where not given")
-    parser.add_argument("--num-nodes", type=int, default=2, help="number of sites, with --rank")
-    parser.add_argument("--dist-url", default="tcp://127.0.0.1:8998", help="meeting point, with --rank")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.rank is None:

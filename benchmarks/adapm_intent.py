@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from command import connect_site, parser_of
 from torch import Tensor, nn
 
-import dadplug
 from dadplug.adapm import AdaDataLoader, AdaModel
 
 FIELDS, NUMBERS, ROWS = 26, 13, 50_000
@@ -128,13 +128,14 @@ def measure(kind: type, size: int, args: argparse.Namespace, rank: int) -> str:
 
 def main() -> None:
     """Run the benchmark at this site."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", type=int, default=20, help="of an epoch")
-    parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--sizes", type=int, nargs="*", default=[1024, 2048, 4096], help="of batches")
+    parser = parser_of(
+        __doc__,
+        batches=(20, "of an epoch"),
+        epochs=5,
+        sizes={"type": int, "nargs": "*", "default": [1024, 2048, 4096], "help": "of batches"},
+    )
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    dadplug.connect()
+    connect_site()
     rank = dist.get_rank() if dist.is_initialized() else 0
     if rank == 0:
         print("| model | batch | step, cpu ms | pass, cpu ms | of a step | loop / loop with intent by hand |")

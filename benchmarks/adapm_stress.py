@@ -6,7 +6,6 @@ python benchmarks/adapm_stress.py --hub 3
 
 from __future__ import annotations
 
-import argparse
 import random
 import socket
 import subprocess
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from command import parser_of
 
 import dadplug
 from dadplug.adapm import ParameterManager
@@ -103,12 +103,14 @@ def over_hub(count: int, arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--operations", type=int, default=1_000_000, help="keys, at all sites together")
-    parser.add_argument("--technique", default="all")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--hub", type=int, metavar="SITES", help="run a hub and so many sites on this machine")
-    parser.add_argument("--kit", help="kit of this site, to connect to a hub that runs")
+    parser = parser_of(
+        __doc__.splitlines()[0],
+        operations=(1_000_000, "keys, at all sites together"),
+        technique="all",
+        seed=0,
+        hub={"type": int, "metavar": "SITES", "help": "run a hub and so many sites on this machine"},
+        kit=(None, "kit of this site, to connect to a hub that runs"),
+    )
     args = parser.parse_args()
     if args.hub:
         own = [f"--{name}={getattr(args, name)}" for name in ("operations", "technique", "seed")]

@@ -20,11 +20,11 @@ from collections import defaultdict
 from typing import NamedTuple
 
 import torch
+from command import connect_site, parser_of, run_at_sites
 from torch import nn
 
 import dadplug
 from dadplug.data import load_dataset
-from dadplug.processes import launch_sites
 
 SITES = 2
 
@@ -72,8 +72,7 @@ def train(data, batch: int, scaled: bool, arguments: argparse.Namespace, seed: i
 
 
 def run_site(arguments: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    dadplug.connect()
+    connect_site()
     data = load_dataset("mnist", arguments.data_dir)
     largest = arguments.batch * arguments.factors[-1]
     settings = [("fixed batch", arguments.batch, False)]
@@ -99,22 +98,21 @@ def run_site(arguments: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-dir")
-    parser.add_argument("--mode", default="dsgd")
-    parser.add_argument("--batch", type=int, default=32, help="base batch, of both sites together")
-    parser.add_argument("--factors", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--steps", type=int, default=2000, help="steps with the base batch")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--lr", type=float, default=0.1)
-    parser.add_argument("--quick", action="store_true", help="one seed, 300 steps, the largest batch alone")
+    parser = parser_of(
+        __doc__,
+        data_dir=None,
+        mode="dsgd",
+        batch=(32, "base batch, of both sites together"),
+        factors={"type": int, "nargs": "+", "default": [2, 4, 8]},
+        steps=(2000, "steps with the base batch"),
+        seeds=3,
+        lr=0.1,
+        quick=(False, "one seed, 300 steps, the largest batch alone"),
+    )
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.seeds, arguments.steps, arguments.factors = 1, 300, arguments.factors[-1:]
-    if "RANK" not in os.environ:
-        return launch_sites([__file__, *sys.argv[1:]], SITES)
-    run_site(arguments)
-    return 0
+    return run_at_sites(run_site, arguments, SITES)
 
 
 if __name__ == "__main__":

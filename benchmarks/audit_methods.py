@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from command import parser_of
 from torch import Tensor, nn
 
 import dadplug
@@ -205,20 +206,20 @@ def cell(value: float | None, form: str = ".2f") -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", default="digits,text", help="digits, photos, text, separated by commas")
-    parser.add_argument("--mnist", help="folder of MNIST's files")
-    parser.add_argument("--photos", help="train.zip of the dogs-vs-cats challenge")
-    parser.add_argument("--rows", type=int, help="samples of a batch")
-    parser.add_argument("--modes", help="modes, separated by commas (default: all)")
-    parser.add_argument(
-        "--only", choices=SELECTIONS, help="the recommended settings for two hospitals, or private ones"
+    parser = parser_of(
+        __doc__,
+        data=("digits,text", "digits, photos, text, separated by commas"),
+        mnist=(None, "folder of MNIST's files"),
+        photos=(None, "train.zip of the dogs-vs-cats challenge"),
+        rows={"type": int, "help": "samples of a batch"},
+        modes=(None, "modes, separated by commas (default: all)"),
+        only={"choices": SELECTIONS, "help": "the recommended settings for two hospitals, or private ones"},
+        attacks=(None, "names of attacks, separated by commas (default: all)"),
+        seconds=(30.0, "time limit of an audit"),
+        seed=0,
+        json={"type": Path, "help": "file for all figures"},
+        picture={"type": Path, "help": "folder for a picture of each audit"},
     )
-    parser.add_argument("--attacks", help="names of attacks, separated by commas (default: all)")
-    parser.add_argument("--seconds", type=float, default=30.0, help="time limit of an audit")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="file for all figures")
-    parser.add_argument("--picture", type=Path, help="folder for a picture of each audit")
     arguments = parser.parse_args()
     found = []
     for name in arguments.data.split(","):

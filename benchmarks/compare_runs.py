@@ -10,15 +10,14 @@ Exits with 1 if fewer than four of five comparisons have the verdict that is the
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
 from collections import Counter
 from pathlib import Path
 
 import torch
-from drive import add_pieces, begin, read
+from command import parser_of
+from drive import PIECES, append, begin, read
 from torch import nn
 
 import dadplug
@@ -54,13 +53,15 @@ def agrees(rows: list[dict]) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=30.0, help="training time of a comparison")
-    parser.add_argument("--dataset", default="digits", choices=("digits", "mnist"))
-    parser.add_argument("--data-dir", help="folder of MNIST's files")
-    parser.add_argument("--out", default="compare_runs", help="name of the files, without .md and .json")
-    add_pieces(parser)
+    parser = parser_of(
+        __doc__,
+        runs=5,
+        seconds=(30.0, "training time of a comparison"),
+        dataset={"default": "digits", "choices": ("digits", "mnist")},
+        data_dir=(None, "folder of MNIST's files"),
+        out=("compare_runs", "name of the files, without .md and .json"),
+        **PIECES,
+    )
     arguments = parser.parse_args()
     results = Path(f"{arguments.out}.json")
     begin(results, arguments.keep)
@@ -73,8 +74,7 @@ def main() -> int:
         found = dadplug.compare(build, data, seconds=arguments.seconds)
         losses = [row.loss for row in found.rows if row.way in found.finalists]
         line = {"best": found.best, "leaders": list(found.leaders), "losses": losses}
-        with results.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        append(results, line)
     rows = read(results)
     Path(f"{arguments.out}.md").write_text(table(rows, arguments.runs) + "\n")
     print(table(rows, arguments.runs))

@@ -13,7 +13,6 @@ medians over rounds, and over epochs but for the first. A short run of each goes
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
 import statistics
@@ -30,6 +29,7 @@ from dadplug.cli import add_option_arguments, options_of, plain_errors
 from dadplug.data import Clicks, DataPair, load_dataset, read_criteo
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+from command import parser_of
 from ctr_methods import METHODS, Outcome, Run
 
 ALL = "alone,ddp,no-intent,adapm,adapm-manual,relocation-only,replication-only,adapm:mode=dsgd,no-intent:mode=dsgd"
@@ -87,16 +87,18 @@ def table(outcomes: dict[str, list[Outcome]]) -> str:
 
 def main() -> None:
     """Run the benchmark at this site."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", help="Criteo's train.txt or a sample in .npz (default: generated clicks)")
-    parser.add_argument("--limit", type=int, help="rows to read of it")
-    parser.add_argument("--methods", default=ALL)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--batch-size", type=int, default=128, help="rows in a batch of one site")
-    parser.add_argument("--lr", type=float, default=0.003)
-    parser.add_argument("--lookahead", type=int, default=Run.lookahead)
-    parser.add_argument("--interval", type=float, default=Run.interval)
+    parser = parser_of(
+        __doc__,
+        data=(None, "Criteo's train.txt or a sample in .npz (default: generated clicks)"),
+        limit={"type": int, "help": "rows to read of it"},
+        methods=ALL,
+        rounds=3,
+        epochs=2,
+        batch_size=(128, "rows in a batch of one site"),
+        lr=0.003,
+        lookahead={"type": int, "default": Run.lookahead},
+        interval={"type": float, "default": Run.interval},
+    )
     add_option_arguments(parser)
     parser.set_defaults(option_mode="rankdad", option_rank=4)
     arguments = parser.parse_args()

@@ -79,16 +79,22 @@ def read(file: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def add_pieces(parser: argparse.ArgumentParser) -> None:
-    """Add the options by which a long measurement is made in several calls of one command."""
-    parser.add_argument("--keep", action="store_true", help="measure only what OUT.json does not have")
-    parser.add_argument(
-        "--stop-after",
-        type=float,
-        metavar="SECONDS",
-        help="begin no further run then, and exit with 2; the same command with --keep goes on",
-    )
-    parser.add_argument("--deadline", type=float, default=math.inf, help=argparse.SUPPRESS)
+def append(file: Path | str, row: dict) -> None:
+    """Append a result to a file."""
+    with Path(file).open("a") as results:
+        results.write(json.dumps(row) + "\n")
+
+
+PIECES = {
+    "keep": (False, "measure only what OUT.json does not have"),
+    "stop_after": {
+        "type": float,
+        "metavar": "SECONDS",
+        "help": "begin no further run then, and exit with 2; the same command with --keep goes on",
+    },
+    "deadline": (math.inf, argparse.SUPPRESS),
+}
+"""Options by which a long measurement is made in several calls of one command."""
 
 
 def begin(results: Path, keep: bool) -> None:

@@ -19,28 +19,25 @@ accuracy is below those of all runs without kills, of which there must be three.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import random
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
+from command import parser_of
 from drive import HERE, check_rates
 from elastic_logs import Departure, Log, Outcome, add_pauses, different_replicas, grown, use_of_data
-from kits import end, hub_command, make_kits
+from kits import ForkedSites, end
 from link import ADDRESSES, Link, may_make_links
 from returning_site import MODELS, Case, Order, train
 
 from dadplug.data import load_dataset
-from dadplug.exchange.handshake import free_port
 
 _POLL = 0.002  # seconds
 _AWAY = 8  # steps for which a site stays away, at most
@@ -48,7 +45,7 @@ _SPREAD = 3  # runs without kills that show how accuracies differ between seeds
 _LIMIT = 120.0  # seconds without a step
 
 
-class Run:
+class Run(ForkedSites):
     """A run: a hub, and processes of sites.
 
     Args:
@@ -63,30 +60,22 @@ class Run:
     def __init__(
         self, folder: Path, arguments: argparse.Namespace, seed: int, link: Link | None, data: Path, kills: int
     ) -> None:
-        self.folder, self.seed, self.link, self.kills = folder, seed, link, kills
+        super().__init__(folder, arguments.sites, "returning_site")
+        self.seed, self.link, self.kills = seed, link, kills
         self.arguments, self.data = arguments, data
-        self.names = [chr(ord("a") + rank) for rank in range(arguments.sites)]
         self.logs = [Log(folder / f"{name}.log") for name in self.names]
-        self.processes: dict[int, Any] = {}
         self.departures: list[Departure] = []
         self.outcome = Outcome()
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["returning_site"])
         self._chance = random.Random(seed)
         self._sampled = 0
 
     def run(self) -> Outcome:
         """Train to the last step."""
-        host, port = (ADDRESSES[0] if self.link else "127.0.0.1"), free_port()
-        kits = self.folder / "kits"
-        make_kits(kits, host, port, self.names)
-        command = hub_command(kits, "--journal", str(self.folder / "journal"))
-        if self.link is not None:
-            command = ["ip", "netns", "exec", self.link.spaces[0], *command]
+        inside = (ADDRESSES[0], ("ip", "netns", "exec", self.link.spaces[0])) if self.link else ()
         with ExitStack() as stack:
-            hub = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            hub = self.start_hub(*inside)
             stack.callback(end, hub)
-            stack.callback(self._end)
+            stack.callback(self.end)
             for rank in range(len(self.names)):
                 self._start(rank)
             self._drive(hub.pid)
@@ -109,14 +98,7 @@ class Run:
             pace=arguments.pace if self.kills else 0.0,
             space=self.link.spaces[min(rank, 1)] if self.link else "",
         )
-        self.processes[rank] = self._context.Process(target=train, args=(case,))
-        self.processes[rank].start()
-
-    def _end(self) -> None:
-        for process in self.processes.values():
-            if process.is_alive():
-                process.kill()
-            process.join()
+        self.fork(rank, train, case)
 
     def _drive(self, hub: int) -> None:
         """Kill sites and start them again, until the last site has ended."""
@@ -255,23 +237,25 @@ def save_data(arguments: argparse.Namespace, file: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dataset", default="digits", choices=("digits", "mnist"))
-    parser.add_argument("--data-dir")
-    parser.add_argument("--mode", default="dad")
-    parser.add_argument("--model", default="small", choices=list(MODELS))
-    parser.add_argument("--sites", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--kills", type=int, default=50, help="number of departures, stops included")
-    parser.add_argument("--stops", type=int, default=2, help="departures in which the process is suspended")
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--site-timeout", type=float, default=5.0, help="seconds until a suspended site is given up")
-    parser.add_argument("--pace", type=float, default=0.05, help="seconds between steps of a run with kills")
-    parser.add_argument("--rate", default="none", help="rate of the link, such as 100mbit; needs root")
-    parser.add_argument("--quick", action="store_true", help="120 steps, 6 kills, 2 seeds")
-    parser.add_argument("--out", help="folder for kits and logs; by default they are removed")
+    parser = parser_of(
+        __doc__,
+        dataset={"default": "digits", "choices": ("digits", "mnist")},
+        data_dir=None,
+        mode="dad",
+        model={"default": "small", "choices": list(MODELS)},
+        sites=3,
+        steps=1000,
+        kills=(50, "number of departures, stops included"),
+        stops=(2, "departures in which the process is suspended"),
+        seeds=5,
+        first_seed=0,
+        batch_size=16,
+        site_timeout=(5.0, "seconds until a suspended site is given up"),
+        pace=(0.05, "seconds between steps of a run with kills"),
+        rate=("none", "rate of the link, such as 100mbit; needs root"),
+        quick=(False, "120 steps, 6 kills, 2 seeds"),
+        out=(None, "folder for kits and logs; by default they are removed"),
+    )
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.steps, arguments.kills, arguments.stops, arguments.seeds = 120, 6, 1, 2

@@ -10,40 +10,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch._dynamo  # which optimizers import when they are made: a site returns faster with it
-from returning_site import MODELS, Order, accuracy
+from returning_site import Order, SiteCase, accuracy
 from torch import nn
 
 import dadplug
 
 
-@dataclass(frozen=True)
-class Case:
-    """What a process of a site has to do.
+@dataclass(frozen=True, kw_only=True)
+class Case(SiteCase):
+    """What a process has to do whose site takes local steps.
 
     Attributes:
-        kit: folder of its kit.
-        log: file for its log; messages go to the same path with ".err".
-        data: file with images and labels for training and test.
-        sites: number of sites, which divide the data.
         until: time of the monotonic clock at which the site takes no more steps.
-        batch_size: samples of a step.
-        model: name of the model, see `MODELS` of returning_site.
-        seed: seed of the model and of the order of the data.
-        pace: seconds to wait after each step.
         options: options of the local steps.
     """
 
-    kit: str
-    log: str
-    data: str
-    sites: int
     until: float
-    batch_size: int
-    model: str
-    seed: int
-    pace: float
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -52,13 +34,7 @@ def train(case: Case) -> None:
 
     The log gets a line of JSON for each step, with its number and time, and one for each agreement.
     """
-    os.dup2(os.open(f"{case.log}.err", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600), 2)
-    torch.set_num_threads(1)
-    images, labels, test_images, test_labels = torch.load(case.data, mmap=True)
-    torch.manual_seed(case.seed)
-    dadplug.connect(kit=case.kit)
-    model = MODELS[case.model]()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    model, optimizer, (images, labels, test_images, test_labels) = case.begin()
     local = dadplug.LocalSGD(model, optimizer, state={"optimizer": optimizer}, **case.options)
     order = Order(len(labels), case.sites, local.site_rank, case.batch_size, case.seed)
     with Path(case.log).open("a", buffering=1) as file:

@@ -17,12 +17,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import random
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,13 +30,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from command import parser_of
 from drive import HERE
 from elastic import save_data
 from elastic_local_site import Case, train
-from kits import end, hub_command, make_kits
+from kits import ForkedSites, end
 from returning_site import MODELS
-
-from dadplug.exchange.handshake import free_port
 
 _POLL = 0.02  # seconds
 _START = 6.0  # seconds for the sites to start, which do not count
@@ -69,7 +66,7 @@ class Outcome:
     faults: list[str] = field(default_factory=list)
 
 
-class Run:
+class Run(ForkedSites):
     """A run: a hub, and processes of sites.
 
     Args:
@@ -80,38 +77,31 @@ class Run:
     """
 
     def __init__(self, folder: Path, arguments: argparse.Namespace, data: Path, kills: bool) -> None:
-        self._folder, self._arguments, self._data, self._kills = folder, arguments, data, kills
-        self._names = [chr(ord("a") + rank) for rank in range(len(arguments.paces))]
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["elastic_local_site"])
-        self._processes: dict[int, Any] = {}
+        super().__init__(folder, len(arguments.paces), "elastic_local_site")
+        self._arguments, self._data, self._kills = arguments, data, kills
         self._until = 0.0
 
     def run(self) -> Outcome:
         """Train until the time is over."""
-        kits = self._folder / "kits"
-        make_kits(kits, "127.0.0.1", free_port(), self._names)
         with ExitStack() as stack:
-            command = hub_command(kits, "--journal", str(self._folder / "journal"))
-            hub = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            stack.callback(end, hub)
-            stack.callback(self._end)
+            stack.callback(end, self.start_hub())
+            stack.callback(self.end)
             self._until = time.monotonic() + _START + self._arguments.seconds
-            for rank in range(len(self._names)):
+            for rank in range(len(self.names)):
                 self._start(rank)
             self._drive()
-        outcome = judge([self._lines(name) for name in self._names], self._arguments)
-        for rank in range(len(self._names)):
+        outcome = judge([self._lines(name) for name in self.names], self._arguments)
+        for rank in range(len(self.names)):
             if "joins again" in self._messages(rank):
                 outcome.faults.insert(0, f"site {rank} was dropped as silent: the machine is too busy for this run")
         return outcome
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
-        text = (self._folder / f"{name}.log").read_text()
+        text = (self.folder / f"{name}.log").read_text()
         return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
     def _start(self, rank: int) -> None:
-        arguments, name = self._arguments, self._names[rank]
+        arguments, name = self._arguments, self.names[rank]
         options = {
             "min_sites": 1,
             "late": "skip",
@@ -122,10 +112,10 @@ class Run:
         if arguments.density:
             options |= {"density": arguments.density, "wire": "int2"}
         case = Case(
-            kit=str(self._folder / "kits" / name),
-            log=str(self._folder / f"{name}.log"),
+            kit=str(self.folder / "kits" / name),
+            log=str(self.folder / f"{name}.log"),
             data=str(self._data),
-            sites=len(self._names),
+            sites=len(self.names),
             until=self._until,
             batch_size=arguments.batch_size,
             model=arguments.model,
@@ -133,33 +123,26 @@ class Run:
             pace=arguments.paces[rank],
             options=options,
         )
-        self._processes[rank] = self._context.Process(target=train, args=(case,))
-        self._processes[rank].start()
-
-    def _end(self) -> None:
-        for process in self._processes.values():
-            if process.is_alive():
-                process.kill()
-            process.join()
+        self.fork(rank, train, case)
 
     def _drive(self) -> None:
         """Kill each site once, and start it again, until all have ended."""
-        chance, count, seconds = random.Random(self._arguments.seed), len(self._names), self._arguments.seconds
+        chance, count, seconds = random.Random(self._arguments.seed), len(self.names), self._arguments.seconds
         first, part = self._until - seconds, seconds / (count + 1)
         order = chance.sample(range(count), count) if self._kills else []
         times = {rank: first + part * (place + 0.5 + chance.random() / 2) for place, rank in enumerate(order)}
         back: dict[int, float] = {}
-        while times or back or any(process.is_alive() for process in self._processes.values()):
+        while times or back or any(process.is_alive() for process in self.processes.values()):
             now = time.monotonic()
             for rank in [rank for rank, at in times.items() if now >= at]:
-                os.kill(self._processes[rank].pid, signal.SIGKILL)
-                self._processes[rank].join()
+                os.kill(self.processes[rank].pid, signal.SIGKILL)
+                self.processes[rank].join()
                 del times[rank]
                 back[rank] = now + self._arguments.away
             for rank in [rank for rank, at in back.items() if now >= at]:
                 del back[rank]
                 self._start(rank)
-            for rank, process in self._processes.items():
+            for rank, process in self.processes.items():
                 if process.exitcode and rank not in back:
                     raise SystemExit(f"site {rank} has failed\n{self._messages(rank)}")
             if now > self._until + 120:
@@ -167,7 +150,7 @@ class Run:
             time.sleep(_POLL)
 
     def _messages(self, rank: int) -> str:
-        return (self._folder / f"{self._names[rank]}.log.err").read_text()[-3000:]
+        return (self.folder / f"{self.names[rank]}.log.err").read_text()[-3000:]
 
 
 def judge(written: list[list[dict[str, Any]]], arguments: argparse.Namespace) -> Outcome:
@@ -241,22 +224,24 @@ def show(title: str, outcome: Outcome) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dataset", default="digits", choices=("digits", "mnist"))
-    parser.add_argument("--data-dir")
-    parser.add_argument("--model", default="small", choices=list(MODELS))
-    parser.add_argument("--seconds", type=float, default=1200.0, help="time of a run")
-    parser.add_argument("--paces", type=float, nargs="+", default=[0.05, 0.08, 0.12, 0.2])
-    parser.add_argument("--round-seconds", type=float, default=2.0)
-    parser.add_argument("--site-timeout", type=float, default=5.0)
-    parser.add_argument("--away", type=float, default=2.0, help="seconds until a killed site is started again")
-    parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--density", type=float, default=0.0, help="sparse deltas of this density; 0: whole ones")
-    parser.add_argument("--no-overlap", action="store_true")
-    parser.add_argument("--share", type=float, default=0.88)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="a minute and a half a run")
-    parser.add_argument("--out", help="folder for kits and logs; by default they are removed")
+    parser = parser_of(
+        __doc__,
+        dataset={"default": "digits", "choices": ("digits", "mnist")},
+        data_dir=None,
+        model={"default": "small", "choices": list(MODELS)},
+        seconds=(1200.0, "time of a run"),
+        paces={"type": float, "nargs": "+", "default": [0.05, 0.08, 0.12, 0.2]},
+        round_seconds=2.0,
+        site_timeout=5.0,
+        away=(2.0, "seconds until a killed site is started again"),
+        batch_size=16,
+        density=(0.0, "sparse deltas of this density; 0: whole ones"),
+        no_overlap=False,
+        share=0.88,
+        seed=0,
+        quick=(False, "a minute and a half a run"),
+        out=(None, "folder for kits and logs; by default they are removed"),
+    )
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.seconds = 90.0

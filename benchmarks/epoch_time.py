@@ -27,6 +27,7 @@ from dadplug.data import load_dataset, site_indices
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import two_site_vit
 import two_sites
+from command import parser_of
 
 
 def by_ddp(run: two_sites.Run) -> None:
@@ -72,15 +73,17 @@ def measure(name: str, arguments: argparse.Namespace, data, epochs: int) -> floa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mode", default="rankdad")
-    parser.add_argument("--rank", type=int, default=4)
-    parser.add_argument("--dataset", default="digits")
-    parser.add_argument("--data-dir")
-    parser.add_argument("--size", choices=("small", "full"), default="small")
-    parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=15, help="batches in an epoch")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = parser_of(
+        __doc__,
+        mode="rankdad",
+        rank=4,
+        dataset="digits",
+        data_dir=None,
+        size={"choices": ("small", "full"), "default": "small"},
+        batch_size=32,
+        steps=(15, "batches in an epoch"),
+        rounds=3,
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     use_library(arguments.mode, "mkl")

@@ -17,7 +17,6 @@ Writes OUT.json, a line a curve as it is measured, OUT.pt, the weights that are 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -27,11 +26,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from attach import Attached
-from drive import colours_of, read, title
+from command import connect_site, parser_of
+from drive import append, colours_of, read, title
 from torch import Tensor, nn
 from workloads import SmallGPT, loss
 
-import dadplug
 from dadplug.processes import launch_sites
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -121,8 +120,7 @@ def start_weights(arguments: argparse.Namespace, untrained: nn.Module, rate: flo
 
 def run_site(arguments: argparse.Namespace) -> None:
     """Train the model on the first text, then fine-tune it on the second one by each method for each seed."""
-    torch.set_num_threads(1)
-    dadplug.connect()
+    connect_site()
     torch.manual_seed(0)
     untrained = tied_model()
     trained = start_weights(arguments, untrained)
@@ -135,9 +133,8 @@ def run_site(arguments: argparse.Namespace) -> None:
         curve, nbytes = train(deepcopy(start), name, *code, arguments, steps=arguments.steps, seed=seed, rate=5e-4)
         if dist.get_rank() == 0:
             print(f"{method}, seed {seed}: {curve[0]:.3f} to {curve[-1]:.3f}", flush=True)
-            with open(f"{arguments.out}.json", "a") as results:
-                row = {"method": method, "seed": seed, "every": arguments.every, "curve": curve, "bytes": nbytes}
-                results.write(json.dumps(row) + "\n")
+            row = {"method": method, "seed": seed, "every": arguments.every, "curve": curve, "bytes": nbytes}
+            append(f"{arguments.out}.json", row)
 
 
 def curves_of(rows: list[dict], method: str) -> list[list[float]]:
@@ -164,11 +161,9 @@ def table(rows: list[dict]) -> str:
 
 def draw(rows: list[dict], file: Path) -> None:
     """Draw the mean of each method's curves over the range of DDP's."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
     panel = figure.subplots()
     methods = list(dict.fromkeys(row["method"] for row in rows))
     colours = colours_of(methods)
@@ -190,17 +185,19 @@ def draw(rows: list[dict], file: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", default=METHODS, help="as benchmarks/attach.py names them; with ddp")
-    parser.add_argument("--rank", type=int, default=8)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--pretraining", type=int, default=600, help="steps on the first text")
-    parser.add_argument("--steps", type=int, default=200, help="steps on the second text")
-    parser.add_argument("--every", type=int, default=10, help="steps between two evaluations")
-    parser.add_argument("--out", default="fine_tuning", help="name of the files, without .json, .md and .png")
-    parser.add_argument("--keep", action="store_true", help="keep the curves and the weights of earlier runs")
-    parser.add_argument("--draw-only", action="store_true", help="measure nothing, show what is in OUT.json")
+    parser = parser_of(
+        __doc__,
+        methods=(METHODS, "as benchmarks/attach.py names them; with ddp"),
+        rank=8,
+        seeds=5,
+        first_seed=0,
+        pretraining=(600, "steps on the first text"),
+        steps=(200, "steps on the second text"),
+        every=(10, "steps between two evaluations"),
+        out=("fine_tuning", "name of the files, without .json, .md and .png"),
+        keep=(False, "keep the curves and the weights of earlier runs"),
+        draw_only=(False, "measure nothing, show what is in OUT.json"),
+    )
     arguments = parser.parse_args()
     results = Path(f"{arguments.out}.json")
     if "RANK" in os.environ:

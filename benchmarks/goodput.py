@@ -30,7 +30,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from drive import check_rates, colours_of, read, run_sites, title
+from command import connect_site, parser_of
+from drive import append, check_rates, colours_of, read, run_sites, title
 from link import may_make_links, reshape
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, TensorDataset
@@ -214,13 +215,11 @@ def slow_site(arguments: argparse.Namespace) -> dict:
 
 
 def run_site(arguments: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    dadplug.connect()
+    connect_site()
 
     def write(row: dict) -> None:
         if dist.get_rank() == 0:
-            with open(arguments.result, "a") as results:
-                results.write(json.dumps(row) + "\n")
+            append(arguments.result, row)
             print(json.dumps(row), flush=True)
 
     measured: list[tuple[str, str, Callable[[], dict]]] = []
@@ -260,7 +259,6 @@ def table(rows: list[dict]) -> str:
 
 def draw(rows: list[dict], file: Path) -> None:
     """Draw goodput against the batch, a panel a rate, with the chosen batches."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     rows = [row for row in rows if "goodput" in row]
@@ -268,7 +266,6 @@ def draw(rows: list[dict], file: Path) -> None:
     if not rates:
         return
     figure = Figure(figsize=(4.6 * len(rates), 3.8), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(rates), sharex=True, sharey=True, squeeze=False)[0]
     colours = colours_of(list(dict.fromkeys(row["method"] for row in rows)))
     for panel, rate in zip(panels, rates, strict=True):
@@ -290,21 +287,23 @@ def draw(rows: list[dict], file: Path) -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", default=METHODS)
-    parser.add_argument("--rates", default=None, help="of the link, as tc writes them; 10mbit,100mbit where root may")
-    parser.add_argument("--largest", type=int, default=1024, help="largest batch of both sites")
-    parser.add_argument("--steps", type=int, default=140, help="steps of the training that chooses")
-    parser.add_argument("--sweep", type=int, default=1000, help="most steps of a given batch")
-    parser.add_argument("--seconds", type=float, default=3.0, help="time after which steps of a batch are enough")
-    parser.add_argument("--slow-site", action="store_true", help="measure an epoch with a site four times slower")
-    parser.add_argument("--base", type=int, default=SLOW_BASE, help="base batch of both sites, with --slow-site")
-    parser.add_argument("--quick", action="store_true", help="few steps, on loopback")
-    parser.add_argument("--limit", type=float, default=180.0, help="seconds without a result until a run hangs")
-    parser.add_argument("--out", default="goodput", help="name of the files, without .md, .png and .json")
-    parser.add_argument("--draw-only", action="store_true", help="measure nothing, show what is in OUT.json")
-    parser.add_argument("--result", help=argparse.SUPPRESS)
-    parser.add_argument("--loopback", action="store_true", help=argparse.SUPPRESS)
+    parser = parser_of(
+        __doc__,
+        methods=METHODS,
+        rates=(None, "of the link, as tc writes them; 10mbit,100mbit where root may"),
+        largest=(1024, "largest batch of both sites"),
+        steps=(140, "steps of the training that chooses"),
+        sweep=(1000, "most steps of a given batch"),
+        seconds=(3.0, "time after which steps of a batch are enough"),
+        slow_site=(False, "measure an epoch with a site four times slower"),
+        base={"type": int, "default": SLOW_BASE, "help": "base batch of both sites, with --slow-site"},
+        quick=(False, "few steps, on loopback"),
+        limit=(180.0, "seconds without a result until a run hangs"),
+        out=("goodput", "name of the files, without .md, .png and .json"),
+        draw_only=(False, "measure nothing, show what is in OUT.json"),
+        result=(None, argparse.SUPPRESS),
+        loopback=(False, argparse.SUPPRESS),
+    )
     arguments = parser.parse_args()
     if not arguments.result:
         arguments.loopback = arguments.quick or arguments.slow_site or not may_make_links()

@@ -19,6 +19,8 @@ import sys
 import time
 from pathlib import Path
 
+from command import connect_site, parser_of
+
 NODES = 2
 
 
@@ -76,13 +78,9 @@ def measure(method: str, hierarchy: str | None, arguments: argparse.Namespace) -
 
 def work(arguments: argparse.Namespace) -> None:
     """Measure each method both ways, in each process; the first one prints."""
-    import torch
     import torch.distributed as dist
 
-    import dadplug
-
-    torch.set_num_threads(1)
-    dadplug.connect()
+    connect_site()
     first = dist.get_rank() == 0
     if first:
         print(f"{arguments.model}, {NODES} nodes x {arguments.local_size} processes")
@@ -96,13 +94,15 @@ def work(arguments: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--local-size", type=int, default=2, help="processes on each node")
-    parser.add_argument("--methods", default="dsgd,dad,rankdad,powersgd,topk")
-    parser.add_argument("--model", default="mnistnet", help="a name of benchmarks/workloads.py")
-    parser.add_argument("--rank", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser = parser_of(
+        __doc__,
+        local_size=(2, "processes on each node"),
+        methods="dsgd,dad,rankdad,powersgd,topk",
+        model=("mnistnet", "a name of benchmarks/workloads.py"),
+        rank=4,
+        steps=20,
+        worker=(False, argparse.SUPPRESS),
+    )
     arguments = parser.parse_args()
     if not arguments.worker:
         return start(arguments)

@@ -39,6 +39,7 @@ from dadplug.models import build_model
 from dadplug.processes import launch_sites
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+from command import parser_of
 from hogwild import Network
 
 PROCESSES = 2
@@ -260,21 +261,21 @@ def train_for_memory(how: str, task: Task, batch: int) -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="mnist,wide_deep", help="mnist, wide_deep, or both by a comma")
-    parser.add_argument("--mnist", type=Path, help="folder of MNIST's files; without it scikit-learn's digits")
-    parser.add_argument(
-        "--criteo", type=Path, help="Criteo's train.txt or a sample in .npz (default: generated clicks)"
+    parser = parser_of(
+        __doc__,
+        models=("mnist,wide_deep", "mnist, wide_deep, or both by a comma"),
+        mnist={"type": Path, "help": "folder of MNIST's files; without it scikit-learn's digits"},
+        criteo={"type": Path, "help": "Criteo's train.txt or a sample in .npz (default: generated clicks)"},
+        optimizer={"default": "adagrad", "choices": tuple(OPTIMIZERS), "help": "of Wide & Deep"},
+        lr=(0.003, "learning rate of Wide & Deep"),
+        samples={"type": int, "help": "training samples at most"},
+        batch_size=64,
+        passes=(4, "passes over the samples, an even number"),
+        rounds=5,
+        no_memory=(False, "do not measure memory"),
+        quick=(False, "one round with 2 passes over 1,000 samples"),
+        train={"choices": ("hogwild", "ddp"), "help": argparse.SUPPRESS},
     )
-    parser.add_argument("--optimizer", default="adagrad", choices=tuple(OPTIMIZERS), help="of Wide & Deep")
-    parser.add_argument("--lr", type=float, default=0.003, help="learning rate of Wide & Deep")
-    parser.add_argument("--samples", type=int, help="training samples at most")
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--passes", type=int, default=4, help="passes over the samples, an even number")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--no-memory", action="store_true", help="do not measure memory")
-    parser.add_argument("--quick", action="store_true", help="one round with 2 passes over 1,000 samples")
-    parser.add_argument("--train", choices=("hogwild", "ddp"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.quick:
         options.samples, options.passes, options.rounds = 1000, 2, 1

@@ -32,7 +32,8 @@ from typing import IO, Any
 
 import torch
 from attach import Attached
-from drive import check_rates, title
+from command import parser_of
+from drive import append, check_rates, title
 from kits import end, hub_command, make_kits
 from link import ADDRESSES, Link, Loopback, may_make_links
 from step_time import sent
@@ -277,17 +278,19 @@ def show(found: dict[str, Any], ways: dict[str, Way], counts: bool) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", default="rankdad,dad,dsgd", help="as benchmarks/attach.py names them")
-    parser.add_argument("--model", choices=list(WORKLOADS), default="mnistnet")
-    parser.add_argument("--rates", default="100mbit,none")
-    parser.add_argument("--steps", type=int, default=20, help="most steps of a block")
-    parser.add_argument("--seconds", type=float, default=4.0, help="time after which steps of a block are enough")
-    parser.add_argument("--blocks", type=int, default=12, help="blocks of each way")
-    parser.add_argument("--warm-up", type=int, default=10, help="steps of a method before its first block")
-    parser.add_argument("--quick", action="store_true", help="three blocks of five steps")
-    parser.add_argument("--json", help="file to append the figures to, a line a method and rate")
-    parser.add_argument("--site", nargs="?", const="", help=argparse.SUPPRESS)  # a process of a site, with its kit
+    parser = parser_of(
+        __doc__,
+        methods=("rankdad,dad,dsgd", "as benchmarks/attach.py names them"),
+        model={"choices": list(WORKLOADS), "default": "mnistnet"},
+        rates="100mbit,none",
+        steps=(20, "most steps of a block"),
+        seconds=(4.0, "time after which steps of a block are enough"),
+        blocks=(12, "blocks of each way"),
+        warm_up=(10, "steps of a method before its first block"),
+        quick=(False, "three blocks of five steps"),
+        json=(None, "file to append the figures to, a line a method and rate"),
+        site={"nargs": "?", "const": "", "help": argparse.SUPPRESS},  # a process of a site, with its kit
+    )
     arguments = parser.parse_args()
     if arguments.site is not None:
         run_site(arguments.site or None)
@@ -303,8 +306,7 @@ def main() -> int:
                 found = row(method, rate, arguments.model, ways)
                 show(found, ways, counts=not loopback)
                 if arguments.json:
-                    with open(arguments.json, "a") as results:
-                        results.write(json.dumps(found) + "\n")
+                    append(arguments.json, found)
     return 0
 
 

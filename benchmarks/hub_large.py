@@ -25,15 +25,15 @@ import json
 import shutil
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from command import parser_of
 from drive import title
-from kits import end
+from kits import Programs, hub_command
 from link import run
 from many_sites import Star
 
@@ -83,7 +83,7 @@ def train(kit: str, log: str, megabytes: float, timeout: float, last: str) -> No
 # The run
 
 
-class Run:
+class Run(Programs):
     """A proxy, a hub, and sites.
 
     Args:
@@ -94,16 +94,12 @@ class Run:
     """
 
     def __init__(self, folder: Path, star: Star, megabytes: float, timeout: float) -> None:
-        self._folder, self._star, self._case = folder, star, [str(megabytes), str(timeout)]
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self.killed: list[int] = []  # steps after which a site was killed
-        project = folder / "project.toml"
-        project.write_text(
+        super().__init__(folder, star, LIMIT)
+        self._case = [str(megabytes), str(timeout)]
+        self.provision(
             f'name = "study"\nhub = "{NAME}:8470"\nsites = {json.dumps(list(SITES))}\nsealed = true\n'
             f'proxy = "http://{PROXY}:3128"\n'
         )
-        command = [sys.executable, "-m", "dadplug", "provision", str(project), "--out", str(folder / "kits")]
-        subprocess.run(command, check=True, capture_output=True)
         (folder / "squid.conf").write_text(
             f"http_port {PROXY}:3128\npid_filename {folder}/squid.pid\ncoredump_dir {folder}\nshutdown_lifetime 0\n"
             f"access_log none\ncache_log {folder}/cache.log\ncache deny all\nhosts_file {folder}/hosts\n"
@@ -112,11 +108,11 @@ class Run:
 
     def name_hub(self, address: str) -> None:
         """Let the name of the hub stand for an address."""
-        (self._folder / "hosts").write_text(f"{address} {NAME}\n")
+        (self.folder / "hosts").write_text(f"{address} {NAME}\n")
 
     def start_proxy(self) -> None:
         """Start squid."""
-        self._start("squid", self._star.middle, ["squid", "-N", "-f", str(self._folder / "squid.conf")])
+        self.run("squid", None, ["squid", "-N", "-f", str(self.folder / "squid.conf")])
 
     def read_hosts(self) -> None:
         """Let squid read the names again."""
@@ -124,41 +120,18 @@ class Run:
 
     def start_hub(self, address: str) -> None:
         """Start the hub at an address."""
-        kit = str(self._folder / "kits" / "hub")
-        self._start(
-            "hub", self._star.middle, [sys.executable, "-m", "dadplug", "hub", kit, "--listen", f"{address}:8470"]
-        )
+        self.run("hub", None, hub_command(self.folder / "kits", "--listen", f"{address}:8470"))
 
     def start_site(self, name: str) -> None:
         """Start the program of a site."""
-        fields = [str(self._folder / "kits" / name), self._log(name), *self._case, str(self._folder / "last")]
-        space = self._star.spaces[SITES.index(name)]
-        self._start(name, space, [sys.executable, __file__, "--site", *fields])
-
-    def _start(self, name: str, space: str, command: list[str]) -> None:
-        with (self._folder / f"{name}.out").open("ab") as out:
-            command = ["ip", "netns", "exec", space, *command]
-            self.processes[name] = subprocess.Popen(command, stdout=out, stderr=out)
-
-    def _log(self, name: str) -> str:
-        return str(self._folder / f"{name}.log")
-
-    def rows(self, name: str) -> list[dict]:
-        """Return the steps of a site."""
-        path = Path(self._log(name))
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        files = [str(self.folder / part) for part in (f"kits/{name}", f"{name}.log", "last")]
+        fields = [*files[:2], *self._case, files[2]]
+        self.run(name, SITES.index(name), [sys.executable, __file__, "--site", *fields])
 
     def wait(self, what: str, over: Callable[[], bool]) -> None:
         """Wait until a condition holds, while no program ends with an error."""
         begin = time.monotonic()
-        while not over():
-            ended = [name for name, each in self.processes.items() if each.poll() not in (None, 0)]
-            if ended or time.monotonic() - begin > LIMIT:
-                outs = [f"-- {path.name}\n{path.read_text()[-1500:]}" for path in sorted(self._folder.glob("*.out"))]
-                reason = f"{', '.join(ended)} ended with an error" if ended else f"not within {LIMIT:g} s"
-                raise SystemExit("\n".join([f"{what}: {reason}", *outs]))
-            time.sleep(0.2)
+        super().wait(what, over)
         print(f"  {what} after {time.monotonic() - begin:.0f} s, step {self._step()}", flush=True)
 
     def _step(self) -> int:
@@ -177,24 +150,12 @@ class Run:
 
     def has_started(self) -> bool:
         """Return whether the hub has started the training."""
-        return "training starts" in (self._folder / "hub.out").read_text()
-
-    def kill(self, name: str) -> None:
-        """Kill a process."""
-        process = self.processes.pop(name)
-        process.kill()
-        process.wait()
+        return "training starts" in (self.folder / "hub.out").read_text()
 
     def finish(self) -> None:
         """Let all sites end after some more steps."""
-        new = self._folder / "new"
-        new.write_text(str(self._step() + 10))
-        new.rename(self._folder / "last")
+        self.end_at(self._step() + 10)
         self.wait("the end", lambda: all(self.processes[name].poll() == 0 for name in SITES))
-
-    def close(self) -> None:
-        """End all processes."""
-        end(*self.processes.values())
 
 
 def with_faults(found: Run, star: Star, arguments: argparse.Namespace) -> None:
@@ -251,24 +212,25 @@ def running(star: Star, *case: float) -> Iterator[Run]:
     """Make a run in a folder of its own, which squid can enter, and end its processes."""
     folder = Path(tempfile.mkdtemp(prefix="dadplug-large-"))
     folder.chmod(0o777)
-    found = Run(folder, star, *case)
     try:
-        yield found
+        with Run(folder, star, *case) as found:
+            yield found
     finally:
-        found.close()
         shutil.rmtree(folder)
 
 
 def main() -> int:
     """Run it, and print the verdict."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--site", nargs=5, help=argparse.SUPPRESS)
-    parser.add_argument("--rate", default="10mbit", help="of each link, in mbit, as tc writes it")
-    parser.add_argument("--megabytes", type=float, default=758.0, help="of parameters")
-    parser.add_argument("--cut", type=float, default=60.0, help="seconds for which all links carry nothing")
-    parser.add_argument("--stop", type=float, default=600.0, help="seconds for which there is no hub")
-    parser.add_argument("--timeout", type=float, default=300.0, help="option of the reduction; transfers take longer")
-    parser.add_argument("--steps", type=int, default=5, help="steps together between two faults")
+    parser = parser_of(
+        __doc__,
+        site={"nargs": 5, "help": argparse.SUPPRESS},
+        rate=("10mbit", "of each link, in mbit, as tc writes it"),
+        megabytes=(758.0, "of parameters"),
+        cut=(60.0, "seconds for which all links carry nothing"),
+        stop=(600.0, "seconds for which there is no hub"),
+        timeout=(300.0, "option of the reduction; transfers take longer"),
+        steps=(5, "steps together between two faults"),
+    )
     arguments = parser.parse_args()
     if arguments.site:
         kit, log, megabytes, timeout, last = arguments.site

@@ -26,12 +26,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from command import parser_of
 from drive import check_rates, title
-from kits import end
+from kits import Programs, end
 from link import may_make_links, run
 from many_sites import Star
 
@@ -117,7 +118,7 @@ def run_hub(kit: str, received: str) -> None:
 # Runs
 
 
-class Run:
+class Run(Programs):
     """Processes of a hub and its sites.
 
     Args:
@@ -130,55 +131,28 @@ class Run:
     def __init__(self, folder: Path, star: Star | None, sealed: bool, case: dict[str, Any]) -> None:
         from dadplug.exchange.handshake import free_port
 
+        super().__init__(folder, star, LIMIT)
         folder.mkdir()
-        self.folder, self._star, self._sealed = folder, star, sealed
+        self._sealed = sealed
         self._case = {"folder": str(folder), "steps": None, "idle": None} | case
         self._hub = f"{ADDRESS if star else '127.0.0.1'}:{free_port()}"
         self.received = folder / "received"
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
-    def provision(self, names: str) -> None:
+    def make_kits(self, names: str) -> None:
         """Make the kits of sites that have none."""
-        project = self.folder / "project.toml"
         kind = "sealed = true" if self._sealed else f'hub_at = "{names[0]}"'
-        project.write_text(f'name = "study"\nhub = "{self._hub}"\nsites = {json.dumps(list(names))}\n{kind}\n')
-        command = [sys.executable, "-m", "dadplug", "provision", str(project), "--out", str(self.folder / "kits")]
-        subprocess.run(command, check=True, capture_output=True)
+        self.provision(f'name = "study"\nhub = "{self._hub}"\nsites = {json.dumps(list(names))}\n{kind}\n')
 
     def start_hub(self) -> None:
         """Start the hub."""
-        self._start("hub", "--hub", str(self.folder / "kits" / "hub"), str(self.received))
+        fields = [str(self.folder / "kits" / "hub"), str(self.received)]
+        self.run("hub", None, [sys.executable, __file__, "--hub", *fields])
 
     def start(self, names: str, **fields: Any) -> None:
         """Start sites; fields are those of the case."""
         for name in names:
             case = self._case | {"kit": str(self.folder / "kits" / name), "name": name} | fields
-            self._start(name, "--site", json.dumps(case))
-
-    def _start(self, name: str, *arguments: str) -> None:
-        command = [sys.executable, __file__, *arguments]
-        if self._star is not None:
-            space = self._star.middle if name == "hub" else self._star.spaces[SITES.index(name)]
-            command = ["ip", "netns", "exec", space, *command]
-        with (self.folder / f"{name}.out").open("ab") as out:
-            self.processes[name] = subprocess.Popen(command, stdout=out, stderr=out)
-
-    def rows(self, name: str) -> list[dict[str, Any]]:
-        """Return the steps that a site has logged."""
-        path = self.folder / f"{name}.log"
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
-
-    def wait(self, what: str, over: Any) -> None:
-        """Wait until a condition holds."""
-        until = time.monotonic() + LIMIT
-        while not over():
-            ended = [name for name, each in self.processes.items() if each.poll() not in (None, 0)]
-            if ended or time.monotonic() > until:
-                outs = [f"-- {path.name}\n{path.read_text()[-2000:]}" for path in sorted(self.folder.glob("*.out"))]
-                reason = f"{', '.join(ended)} ended with an error" if ended else f"not within {LIMIT:g} s"
-                raise SystemExit("\n".join([f"{what}: {reason}", *outs]))
-            time.sleep(0.05)
+            self.run(name, SITES.index(name), [sys.executable, __file__, "--site", json.dumps(case)])
 
     def await_step(self, name: str, present: str, more: int = 10) -> None:
         """Wait until a site has made some steps with some sites, one after the other."""
@@ -190,42 +164,24 @@ class Run:
 
         self.wait(f"steps of {present}", over)
 
-    def finish(self, more: int = 10) -> None:
+    def finish(self) -> None:
         """Let all sites end after some more steps."""
-        if self._case["steps"] is None:
-            new = self.folder / "new"
-            new.write_text(str(self.rows("a")[-1]["step"] + more))
-            new.rename(self.folder / "last")
+        self.end_at(self.rows("a")[-1]["step"] + 10)
         sites = [each for name, each in self.processes.items() if name != "hub"]
         self.wait("the end", lambda: all(each.poll() == 0 for each in sites))
-
-    def close(self) -> None:
-        """End all processes."""
-        end(*self.processes.values())
-
-
-@contextlib.contextmanager
-def running(*arguments: Any) -> Iterator[Run]:
-    """Make a run, and end its processes."""
-    found = Run(*arguments)
-    try:
-        yield found
-    finally:
-        found.close()
 
 
 def with_changes(run: Run) -> None:
     """Train while site c is killed and returns, and site d is added."""
-    run.provision("abc")
+    run.make_kits("abc")
     run.start_hub()
     run.start("abc")
     run.await_step("a", "abc")
-    run.processes["c"].send_signal(signal.SIGKILL)
-    run.processes.pop("c").wait()
+    run.kill("c")
     run.await_step("a", "ab", 3)
     run.start("c")
     run.await_step("a", "abc")
-    run.provision("abcd")  # the hub reads the new roster by itself
+    run.make_kits("abcd")  # the hub reads the new roster by itself
     run.start("d")
     run.await_step("a", "abcd")
     run.finish()
@@ -233,7 +189,7 @@ def with_changes(run: Run) -> None:
 
 def with_idle_sites(run: Run, present: dict[int, list[int]]) -> None:
     """Train the same steps with sites that are idle in those in which they were not present."""
-    run.provision("abcd")
+    run.make_kits("abcd")
     run.start_hub()
     for slot, name in enumerate(SITES):
         run.start(name, steps=len(present), idle=[step for step in present if slot not in present[step]], late="wait")
@@ -296,27 +252,29 @@ def compare(folder: Path, rate: str, mode: str, arguments: argparse.Namespace) -
         if star is not None:
             stack.enter_context(star)
             run("ip", "netns", "exec", star.middle, "ip", "addr", "add", f"{ADDRESS}/24", "dev", "br0")
-        sealed = stack.enter_context(running(folder / "sealed", star, True, case))
+        sealed = stack.enter_context(Run(folder / "sealed", star, True, case))
         with_changes(sealed)
         present = {row["step"]: row["present"] for row in sealed.rows("a")}
-        other = stack.enter_context(running(folder / "open", None, False, case | {"pace": 0.0}))
+        other = stack.enter_context(Run(folder / "open", None, False, case | {"pace": 0.0}))
         with_idle_sites(other, present)
         return [f"{title(rate)}, {mode}: {each}" for each in judge(sealed, other, arguments.most)]
 
 
 def main() -> int:
     """Run it, and print the verdict."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--site", help=argparse.SUPPRESS)
-    parser.add_argument("--hub", nargs=2, help=argparse.SUPPRESS)
-    parser.add_argument("--rates", default="10mbit,100mbit")
-    parser.add_argument("--modes", default="dad,dsgd")
-    parser.add_argument("--late", default="wait", choices=("wait", "skip"))
-    parser.add_argument("--width", type=int, default=256, help="of the two hidden layers")
-    parser.add_argument("--pace", type=float, default=0.05, help="seconds between steps")
-    parser.add_argument("--load", type=int, default=0, help="processes that compute beside it")
-    parser.add_argument("--most", type=float, default=5.0, help="seconds that a site may wait for a step")
-    parser.add_argument("--out", help="folder for kits and logs; by default they are removed")
+    parser = parser_of(
+        __doc__,
+        site=(None, argparse.SUPPRESS),
+        hub={"nargs": 2, "help": argparse.SUPPRESS},
+        rates="10mbit,100mbit",
+        modes="dad,dsgd",
+        late={"default": "wait", "choices": ("wait", "skip")},
+        width=(256, "of the two hidden layers"),
+        pace=(0.05, "seconds between steps"),
+        load=(0, "processes that compute beside it"),
+        most=(5.0, "seconds that a site may wait for a step"),
+        out=(None, "folder for kits and logs; by default they are removed"),
+    )
     arguments = parser.parse_args()
     if arguments.site:
         train(json.loads(arguments.site))

@@ -11,11 +11,11 @@ direction; the hub's work is the sum over all sites, in both directions.
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import tempfile
 from pathlib import Path
 
+from command import parser_of
 from hub_load import LoadSite, advance, usage
 from kits import end, hub_command, make_kits
 
@@ -68,9 +68,11 @@ def measure(count: int, megabytes: float) -> tuple[float, float, float, float]:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sites", default="2,4,8,16,32,64")
-    parser.add_argument("--megabytes", default="1", help="sizes of a payload")
+    parser = parser_of(
+        __doc__,
+        sites="2,4,8,16,32,64",
+        megabytes=("1", "sizes of a payload"),
+    )
     arguments = parser.parse_args()
     print("| sites | payload | memory | processor time per MB | per round | one core moves |")
     print("| ---: | ---: | ---: | ---: | ---: | ---: |")

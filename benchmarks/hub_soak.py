@@ -39,6 +39,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
+from command import parser_of
 from kits import end, hub_command, make_kits
 
 SITES = ("a", "b", "c")
@@ -391,12 +392,14 @@ def running(seed: int, kinds: list[str]) -> Iterator[Soak]:
 
 def main() -> None:
     """Run it, and print the faults and the verdict."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--site", nargs=3, help=argparse.SUPPRESS)
-    parser.add_argument("--minutes", type=float, default=90.0)
-    parser.add_argument("--every", type=float, default=60.0, help="seconds from one fault to the next, at least")
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 30))
-    parser.add_argument("--faults", default=",".join(KINDS), help="kinds of faults")
+    parser = parser_of(
+        __doc__,
+        site={"nargs": 3, "help": argparse.SUPPRESS},
+        minutes=90.0,
+        every=(60.0, "seconds from one fault to the next, at least"),
+        seed={"type": int, "default": random.SystemRandom().randrange(1 << 30)},
+        faults=(",".join(KINDS), "kinds of faults"),
+    )
     arguments = parser.parse_args()
     if arguments.site:
         train(*arguments.site)

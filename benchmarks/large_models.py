@@ -23,7 +23,6 @@ mode auto chooses by the link in its first step, which therefore takes as long a
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import signal
 import statistics
@@ -34,14 +33,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from attach import parse
-from drive import check_rates, processor, processors, read, run_sites, title
+from command import connect_site, parser_of
+from drive import append, check_rates, processor, processors, read, run_sites, title
 from link import may_make_links, reshape
 from local_ways import Way
-from step_time import meet, peak, sent
+from step_time import meet, time_steps
 from two_site_link import draw
 from workloads import LARGE, loss
-
-import dadplug
 
 OURS = "rankdad:rank=auto+dense=lowrank"  # which compresses GPT-2's table, too, that is tied to its output layer
 RANK_8 = "rankdad:rank=8+dense=lowrank"
@@ -65,29 +63,9 @@ def predict(unshaped: dict, rate: str) -> float:
     return unshaped["seconds"] + 8 * unshaped["bytes"] / bits_per_second(rate)
 
 
-def time_interval(way: Way, step, interval: int, arguments: argparse.Namespace) -> dict:
-    """Time intervals of steps until there are enough, or they have taken long enough; at least one."""
-    times: list[float] = []
-    meet()
-    before = sent()
-    while meet(not times or (len(times) < arguments.steps and sum(times) * interval < arguments.seconds)):
-        start = time.perf_counter()
-        for _ in range(interval):
-            step()
-        times.append((time.perf_counter() - start) / interval)
-    steps = interval * len(times)
-    return {
-        "seconds": statistics.median(times),
-        "bytes": (sent() - before) // steps,
-        "steps": steps,
-        "peak": peak(),
-    }
-
-
 def run_site(arguments: argparse.Namespace) -> None:
     """Time the steps of one model by one method at each rate; site 0 writes the results."""
-    torch.set_num_threads(1)
-    dadplug.connect()
+    connect_site()
     torch.manual_seed(0)
     workload = LARGE[arguments.models]
     model = workload.build()
@@ -116,12 +94,12 @@ def run_site(arguments: argparse.Namespace) -> None:
         if not arguments.loopback:
             reshape(rate)
         row = {"model": arguments.models, "method": arguments.methods, "rate": rate, "processor": processor()}
-        row |= time_interval(way, step, interval, arguments)
+        measured = time_steps(step, arguments.steps, arguments.seconds, 1, interval)
+        row |= {"seconds": measured.seconds, "bytes": measured.nbytes, "steps": measured.steps, "peak": measured.peak}
         if rate == "none":
             unshaped = row
         if dist.get_rank() == 0:
-            with open(arguments.result, "a") as results:
-                results.write(json.dumps(row) + "\n")
+            append(arguments.result, row)
             print(" ".join(f"{key}={value}" for key, value in row.items()), flush=True)
     if not arguments.loopback:
         reshape("none")
@@ -146,8 +124,7 @@ def measure(arguments: argparse.Namespace, results: Path) -> None:
                 program += ["--loopback"] if arguments.loopback else []
                 if reason := run_sites(program, arguments.loopback, results, arguments.limit):
                     print(f"{model}, {method} failed: {reason}", flush=True)
-                    with results.open("a") as file:
-                        file.write(json.dumps({"model": model, "method": method, "rate": some, "error": reason}) + "\n")
+                    append(results, {"model": model, "method": method, "rate": some, "error": reason})
 
 
 def cells(rows: list[dict]) -> dict[tuple[str, str, str], dict]:
@@ -213,20 +190,22 @@ def _shown(cell: dict | None, alone: dict | None) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join(LARGE))
-    parser.add_argument("--methods", default=METHODS, help="as benchmarks/attach.py and local_ways.py name them")
-    parser.add_argument("--rates", default="none,1gbit,100mbit,10mbit")
-    parser.add_argument("--steps", type=int, default=10, help="most steps of a cell")
-    parser.add_argument("--seconds", type=float, default=15.0, help="time after which steps of a cell are enough")
-    parser.add_argument("--longest", type=float, default=60.0, help="seconds of a step from which it is predicted")
-    parser.add_argument("--warm-up", type=int, default=WARM_UP, help="steps of a method before any is timed")
-    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no method is begun")
-    parser.add_argument("--limit", type=float, default=600.0, help="seconds without a result until a method hangs")
-    parser.add_argument("--out", default="large_models", help="name of the files, without .json, .md and .png")
-    parser.add_argument("--table", action="store_true", help="measure nothing, show what is in OUT.json")
-    parser.add_argument("--result", help=argparse.SUPPRESS)
-    parser.add_argument("--loopback", action="store_true", help=argparse.SUPPRESS)
+    parser = parser_of(
+        __doc__,
+        models=",".join(LARGE),
+        methods=(METHODS, "as benchmarks/attach.py and local_ways.py name them"),
+        rates="none,1gbit,100mbit,10mbit",
+        steps=(10, "most steps of a cell"),
+        seconds=(15.0, "time after which steps of a cell are enough"),
+        longest=(60.0, "seconds of a step from which it is predicted"),
+        warm_up={"type": int, "default": WARM_UP, "help": "steps of a method before any is timed"},
+        budget={"type": float, "default": float("inf"), "help": "seconds after which no method is begun"},
+        limit=(600.0, "seconds without a result until a method hangs"),
+        out=("large_models", "name of the files, without .json, .md and .png"),
+        table=(False, "measure nothing, show what is in OUT.json"),
+        result=(None, argparse.SUPPRESS),
+        loopback=(False, argparse.SUPPRESS),
+    )
     arguments = parser.parse_args()
     if arguments.result is not None:
         run_site(arguments)

@@ -28,6 +28,8 @@ import time
 from collections import deque
 from contextlib import suppress
 
+from command import parser_of
+
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 FAILURE_SECONDS = 20.0  # that a site may go on after the other one has failed
 
@@ -188,8 +190,10 @@ def wait_for_both(first: subprocess.Popen, second: subprocess.Popen) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--round-trip", type=float, default=0.0, help="milliseconds")
+    parser = parser_of(
+        __doc__,
+        round_trip=(0.0, "milliseconds"),
+    )
     parser.add_argument("rate")
     parser.add_argument("program", nargs=argparse.REMAINDER)
     arguments = parser.parse_args()

@@ -10,7 +10,6 @@ include selection, coding, agreements and waiting. The bytes of a round are thos
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from attach import parse
+from command import parser_of
 from workloads import SmallGPT, loss
 
 import dadplug
@@ -76,12 +76,14 @@ def time_code(numel: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--method", default=OURS)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--rows", type=int, default=1)
-    parser.add_argument("--length", type=int, default=64)
-    parser.add_argument("--code-only", action="store_true")
+    parser = parser_of(
+        __doc__,
+        method=OURS,
+        rounds=2,
+        rows=1,
+        length=64,
+        code_only=False,
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     model, words = model_and_batch(arguments.length, arguments.rows)

@@ -8,13 +8,13 @@ The ways take steps in turns, on the same rows, with one thread. Ratios are medi
 
 from __future__ import annotations
 
-import argparse
 import copy
 import statistics
 import time
 from collections.abc import Callable
 
 import torch
+from command import parser_of
 from torch import nn
 
 import dadplug
@@ -75,10 +75,12 @@ def measure(optimizer: str, rows: int, steps: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--optimizers", default="adam,sgd", help=", ".join(OPTIMIZERS))
-    parser.add_argument("--rows", default="4,32,128,512", help="rows of a batch")
-    parser.add_argument("--steps", type=int, default=50)
+    parser = parser_of(
+        __doc__,
+        optimizers=("adam,sgd", ", ".join(OPTIMIZERS)),
+        rows=("4,32,128,512", "rows of a batch"),
+        steps=50,
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     print("| ms a step (of plain) | " + " | ".join(WAYS) + " |\n" + "| --- " * (len(WAYS) + 1) + "|")

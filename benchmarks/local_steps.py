@@ -23,7 +23,6 @@ seed 0 over megabytes, and over seconds at each rate.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import statistics
@@ -37,13 +36,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from attach import parse
-from drive import add_pieces, begin, check_rates, colours_of, may_begin, read, run_sites, title
+from command import connect_site, parser_of
+from drive import PIECES, append, begin, check_rates, colours_of, may_begin, read, run_sites, title
 from held_out import accuracy, batches
 from link import may_make_links, reshape
 from local_ways import Way
 from torch import Tensor, nn
 
-import dadplug
 from dadplug.data import DataPair, load_dataset
 from dadplug.models import build_for
 
@@ -126,15 +125,13 @@ def reshape_to(arguments: argparse.Namespace, rate: str) -> None:
 
 def run_site(arguments: argparse.Namespace) -> None:
     """Measure one way; site 0 writes the results."""
-    torch.set_num_threads(1)
-    dadplug.connect()
+    connect_site()
     data = load_dataset(arguments.dataset, arguments.data_dir)
     results = Path(arguments.result)
 
     def record(line: dict) -> None:
         if dist.get_rank() == 0:
-            with results.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            append(results, line)
             said = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in line.items()}
             print(*(f"{key}={value}" for key, value in said.items() if key != "curve"))
         dist.barrier()  # the other site reads what is there
@@ -234,7 +231,6 @@ def time_cell(seconds: float, best: float) -> str:
 
 def draw(rows: list[dict], file: str) -> None:
     """Draw accuracy of seed 0 over megabytes, and over seconds at each rate; a row of panels for each split."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     runs = [row for row in rows if row.get("curve") and row["seed"] == 0]
@@ -243,7 +239,6 @@ def draw(rows: list[dict], file: str) -> None:
     if not runs:
         return
     figure = Figure(figsize=(max(7, 4 + 4 * len(rates)), 0.8 + 3.2 * len(splits)), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(len(splits), 1 + len(rates), squeeze=False, sharey="row")
     colours = colours_of(list(dict.fromkeys(row["method"] for row in runs)))
     for line, split in zip(panels, splits, strict=True):
@@ -279,31 +274,32 @@ def measure(arguments: argparse.Namespace, results: Path) -> None:
         how = {"round_trip": arguments.round_trip, "sites": arguments.sites}
         if reason := run_sites(program, arguments.loopback, results, arguments.patience, **how):
             print(f"{method} failed: {reason}", flush=True)
-            with results.open("a") as file:
-                file.write(json.dumps({"method": method, "error": reason}) + "\n")
+            append(results, {"method": method, "error": reason})
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dataset", default=None, choices=list(TARGETS), help="mnist if there is a --data-dir")
-    parser.add_argument("--data-dir", default=None, help="folder of MNIST's files")
-    parser.add_argument("--target", type=float, help="held-out accuracy from 0 to 1")
-    parser.add_argument("--methods", default=METHODS, help="as benchmarks/local_ways.py names them")
-    parser.add_argument("--splits", default="iid", help="iid, by-class")
-    parser.add_argument("--rates", default="100mbit,10mbit", help="may be empty: steps alone")
-    parser.add_argument("--round-trip", type=float, default=0.0, help="milliseconds of the link's round trip")
-    parser.add_argument("--sites", type=int, default=2, help="more than two meet on loopback, unshaped")
-    parser.add_argument("--rank", type=int, default=8, help="of the methods of gradients")
-    parser.add_argument("--steps", type=int, default=1500, help="steps after which a run is given up")
-    parser.add_argument("--limit", type=float, default=30.0, help="seconds in which steps are timed at a rate")
-    parser.add_argument("--patience", type=float, default=900.0, help="seconds without a result that end a way")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="one seed, two ways, a low target")
-    add_pieces(parser)
-    parser.add_argument("--out", default="local_steps", help="name of the files, without .md and .json")
-    parser.add_argument("--method", help=argparse.SUPPRESS)
-    parser.add_argument("--result", help=argparse.SUPPRESS)
-    parser.add_argument("--loopback", action="store_true", help=argparse.SUPPRESS)
+    parser = parser_of(
+        __doc__,
+        dataset={"default": None, "choices": list(TARGETS), "help": "mnist if there is a --data-dir"},
+        data_dir=(None, "folder of MNIST's files"),
+        target={"type": float, "help": "held-out accuracy from 0 to 1"},
+        methods=(METHODS, "as benchmarks/local_ways.py names them"),
+        splits=("iid", "iid, by-class"),
+        rates=("100mbit,10mbit", "may be empty: steps alone"),
+        round_trip=(0.0, "milliseconds of the link's round trip"),
+        sites=(2, "more than two meet on loopback, unshaped"),
+        rank=(8, "of the methods of gradients"),
+        steps=(1500, "steps after which a run is given up"),
+        limit=(30.0, "seconds in which steps are timed at a rate"),
+        patience=(900.0, "seconds without a result that end a way"),
+        seeds=3,
+        quick=(False, "one seed, two ways, a low target"),
+        out=("local_steps", "name of the files, without .md and .json"),
+        method=(None, argparse.SUPPRESS),
+        result=(None, argparse.SUPPRESS),
+        loopback=(False, argparse.SUPPRESS),
+        **PIECES,
+    )
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.seeds, arguments.methods, arguments.target = 1, f"diloco:every=32,{OURS}", arguments.target or 0.8

@@ -11,17 +11,16 @@ neither to happen. dad and dsgd get the same bits where the sites' batches are e
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 
 import torch
+from command import connect_site, parser_of, run_at_sites
 from torch import nn
 
 import dadplug
 from dadplug.data import SPLITS, load_dataset, site_indices
 from dadplug.models import MNISTNet
-from dadplug.processes import launch_sites
 
 ALONE = "one process"
 METHODS = (ALONE, f"{ALONE}, rows reordered", "dsgd", "dad")
@@ -70,8 +69,7 @@ def train(arguments, data, dtype, method: str) -> list[float]:
 
 
 def run_site(arguments) -> None:
-    torch.set_num_threads(1)
-    dadplug.connect()
+    connect_site()
     data = load_dataset(arguments.dataset, arguments.data_dir)
     first = os.environ["RANK"] == "0"
     for dtype in (torch.float64, torch.float32):
@@ -83,19 +81,18 @@ def run_site(arguments) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dataset", default="digits")
-    parser.add_argument("--data-dir")
-    parser.add_argument("--split", default="iid", choices=sorted(SPLITS))
-    parser.add_argument("--optimizer", default="adam", choices=("adam", "sgd"))
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--seed", type=int, default=0)
+    parser = parser_of(
+        __doc__,
+        dataset="digits",
+        data_dir=None,
+        split={"default": "iid", "choices": sorted(SPLITS)},
+        optimizer={"default": "adam", "choices": ("adam", "sgd")},
+        steps=50,
+        batch_size=32,
+        seed=0,
+    )
     arguments = parser.parse_args()
-    if "RANK" not in os.environ:
-        return launch_sites([__file__, *sys.argv[1:]], 2)
-    run_site(arguments)
-    return 0
+    return run_at_sites(run_site, arguments)
 
 
 if __name__ == "__main__":

@@ -11,12 +11,12 @@ of calls that take turns, on one thread. Factors are random with decaying spectr
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
 
 import torch
+from command import parser_of
 from dadplug.hooks import LayerCapture
 from torch import Tensor, nn
 
@@ -192,12 +192,14 @@ def training(steps: int, rank: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--calibrate", action="store_true")
-    parser.add_argument("--training", action="store_true")
-    parser.add_argument("--ranks", default="1,4,8,32")
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=50)
+    parser = parser_of(
+        __doc__,
+        calibrate=False,
+        training=False,
+        ranks="1,4,8,32",
+        rounds=10,
+        steps=50,
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)

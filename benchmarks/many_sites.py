@@ -30,13 +30,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from attach import Attached
+from command import connect_site, parser_of
 from drive import check_rates, read, title
 from held_out import accuracy
 from link import KEEP_MEMORY, may_make_links, run, shaping
 from torch import nn
 from workloads import WORKLOADS, loss
 
-import dadplug
 from dadplug.data import load_dataset, site_indices
 from dadplug.exchange.handshake import free_port
 from dadplug.models import build_for
@@ -215,28 +215,27 @@ def print_times(rows: list[dict]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sites", type=int, default=8)
-    parser.add_argument("--rates", default="10mbit,100mbit")
-    parser.add_argument(
-        "--methods", help=f"as benchmarks/attach.py names them; {METHODS}, or {DIGITS_METHODS} with --digits"
+    parser = parser_of(
+        __doc__,
+        sites=8,
+        rates="10mbit,100mbit",
+        methods=(None, f"as benchmarks/attach.py names them; {METHODS}, or {DIGITS_METHODS} with --digits"),
+        model={"default": "mnistnet", "choices": list(WORKLOADS)},
+        rank=4,
+        steps=15,
+        digits=(False, "count steps to an accuracy instead"),
+        seeds=3,
+        first_seed=0,
+        results={"type": Path, "help": "file of rows, to which those found are added"},
+        target=0.93,
+        most_steps=400,
+        site=(False, argparse.SUPPRESS),
     )
-    parser.add_argument("--model", default="mnistnet", choices=list(WORKLOADS))
-    parser.add_argument("--rank", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("--digits", action="store_true", help="count steps to an accuracy instead")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--results", type=Path, help="file of rows, to which those found are added")
-    parser.add_argument("--target", type=float, default=0.93)
-    parser.add_argument("--most-steps", type=int, default=400)
-    parser.add_argument("--site", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     arguments.methods = arguments.methods or (DIGITS_METHODS if arguments.digits else METHODS)
     arguments.loopback = arguments.digits or not may_make_links()
     if arguments.site:
-        torch.set_num_threads(1)
-        dadplug.connect()
+        connect_site()
         (count_steps if arguments.digits else time_steps)(arguments)
         return
     if not arguments.digits:

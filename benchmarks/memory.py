@@ -32,12 +32,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from attach import Attached
+from command import connect_site, parser_of, run_at_sites
 from workloads import WORKLOADS, loss
 
-import dadplug
 from dadplug.exchange import gather_objects
 from dadplug.lowrank.dispatch import scratch
-from dadplug.processes import launch_sites
 
 METHODS = "alone,ddp,ddp-powersgd,dsgd,dad,auto,rankdad,rankdad:wire=bf16,rankdad:wire=int8,powersgd,topk"
 MALLOC = {
@@ -90,8 +89,7 @@ def train(arguments: argparse.Namespace, steps: int) -> tuple[float, float, int]
 
 
 def run_site(arguments: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    dadplug.connect()
+    connect_site()
     train(arguments, FIRST_STEPS + 1)
     settle()
     before = resident("VmRSS")
@@ -179,22 +177,21 @@ def _beyond(row: dict, other: dict | None) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join(WORKLOADS))
-    parser.add_argument("--methods", default=METHODS, help="as benchmarks/attach.py names them; alone and ddp first")
-    parser.add_argument("--rank", type=int, default=4)
-    parser.add_argument("--optimizer", choices=("sgd", "adam"), default="sgd")
-    parser.add_argument("--tolerance", type=float, default=1.0, help="MB by which two runs of the same may differ")
-    parser.add_argument("--model", help=argparse.SUPPRESS)
-    parser.add_argument("--method", help=argparse.SUPPRESS)
-    parser.add_argument("--result", help=argparse.SUPPRESS)
+    parser = parser_of(
+        __doc__,
+        models=",".join(WORKLOADS),
+        methods=(METHODS, "as benchmarks/attach.py names them; alone and ddp first"),
+        rank=4,
+        optimizer={"choices": ("sgd", "adam"), "default": "sgd"},
+        tolerance=(1.0, "MB by which two runs of the same may differ"),
+        model=(None, argparse.SUPPRESS),
+        method=(None, argparse.SUPPRESS),
+        result=(None, argparse.SUPPRESS),
+    )
     arguments = parser.parse_args()
     if arguments.model is None:
         return compare(arguments)
-    if "RANK" not in os.environ:
-        return launch_sites([__file__, *sys.argv[1:]], 2)
-    run_site(arguments)
-    return 0
+    return run_at_sites(run_site, arguments)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ otherwise bytes are the payload that dadplug counts. Prints one line a run and a
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -18,14 +17,13 @@ from pathlib import Path
 
 import torch
 from catalyst import dl
+from command import connect_site, parser_of, run_at_sites
 from dadplug.runners import DistributedRunner
 from torch import nn
 from torch.utils.data import DataLoader
 
-from dadplug import connect
 from dadplug.data import load_dataset, site_indices
 from dadplug.models import MNISTNet
-from dadplug.processes import launch_sites
 
 
 class Curve(dl.Callback):
@@ -89,8 +87,7 @@ class Silent(dl.ConsoleLogger):
 
 
 def run_site(arguments) -> None:
-    torch.set_num_threads(1)
-    connect()
+    connect_site()
     rank = int(os.environ["RANK"])
     data = load_dataset("mnist", arguments.data_dir)
     best, spent, curves = defaultdict(list), defaultdict(list), {}
@@ -121,20 +118,19 @@ def run_site(arguments) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-dir")
-    parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--max-rank", type=int, default=8)
-    parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--modes", default="dsgd,dad,rankdad")
-    parser.add_argument("--local-batchnorm", action="store_true", help="do not normalise over all sites' rows")
-    parser.add_argument("--splits", default="iid,by-class")
+    parser = parser_of(
+        __doc__,
+        data_dir=None,
+        epochs=5,
+        seeds=3,
+        max_rank=8,
+        lr=1e-3,
+        modes="dsgd,dad,rankdad",
+        local_batchnorm=(False, "do not normalise over all sites' rows"),
+        splits="iid,by-class",
+    )
     arguments = parser.parse_args()
-    if "RANK" not in os.environ:
-        return launch_sites([__file__, *sys.argv[1:]], 2)
-    run_site(arguments)
-    return 0
+    return run_at_sites(run_site, arguments)
 
 
 if __name__ == "__main__":

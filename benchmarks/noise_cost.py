@@ -8,13 +8,13 @@ Times steps of which one in so many is measured, as by default, and compares the
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
 import time
 
 import torch
+from command import connect_site, parser_of
 from workloads import WORKLOADS, loss
 
 import dadplug
@@ -55,15 +55,16 @@ def measure(model_name: str, mode: str, measured_steps: int) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="mnistnet,vit,resnet,gpt,lstm")
-    parser.add_argument("--modes", default="dsgd,dad,rankdad")
-    parser.add_argument("--measured", type=int, default=8, help="steps to measure")
+    parser = parser_of(
+        __doc__,
+        models="mnistnet,vit,resnet,gpt,lstm",
+        modes="dsgd,dad,rankdad",
+        measured=(8, "steps to measure"),
+    )
     arguments = parser.parse_args()
     if "RANK" not in os.environ:
         return launch_sites([__file__, *sys.argv[1:]], 2)
-    torch.set_num_threads(1)
-    dadplug.connect()
+    connect_site()
     for model in arguments.models.split(","):
         for mode in arguments.modes.split(","):
             measure(model, mode, arguments.measured)

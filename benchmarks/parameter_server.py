@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import random
 import signal
@@ -40,7 +39,8 @@ import rpc_server
 import torch
 import torch.distributed as dist
 from attach import parse
-from drive import add_pieces, begin, check_rates, may_begin, read, run_sites, title
+from command import parser_of
+from drive import PIECES, append, begin, check_rates, may_begin, read, run_sites, title
 from held_out import accuracy, batches, dealt_batches
 from libraries import use_library
 from link import may_make_links, reshape
@@ -271,8 +271,7 @@ def run_site(arguments: argparse.Namespace) -> None:
             break
         line = run | run_once(arguments, data, run["case"], run["seed"])
         if dist.get_rank() == 0:
-            with open(arguments.result, "a") as file:
-                file.write(json.dumps(line) + "\n")
+            append(arguments.result, line)
             print({key: value for key, value in line.items() if key != "curve"}, flush=True)
     if arguments.method == "rpc":
         rpc_server.leave()
@@ -333,31 +332,32 @@ def measure(arguments: argparse.Namespace, results: Path) -> None:
         program += ["--loopback", "--rate", "none"] if arguments.loopback else []
         program += ["--deadline", str(arguments.deadline)]
         if reason := run_sites(program, arguments.loopback, results, 2 * arguments.limit + 120, arguments.round_trip):
-            with results.open("a") as file:
-                file.write(json.dumps({"method": method, "error": reason}) + "\n")
+            append(results, {"method": method, "error": reason})
 
 
 def parse_arguments() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dataset", default=None, choices=list(TARGETS), help="mnist if there is a --data-dir")
-    parser.add_argument("--data-dir", default=None, help="folder of MNIST's files")
-    parser.add_argument("--target", type=float, help="held-out accuracy from 0 to 1")
-    parser.add_argument("--methods", default=METHODS, help="ways; ratios are to the first one")
-    parser.add_argument("--cases", default=",".join(CASES))
-    parser.add_argument("--split", default="iid", help="iid or by-class")
-    parser.add_argument("--optimizer", default="adam", choices=("adam", "sgd"))
-    parser.add_argument("--rate", default="100mbit")
-    parser.add_argument("--round-trip", type=float, default=0.0, help="milliseconds of the link's round trip")
-    parser.add_argument("--batches", type=int, default=0, help="measure the time of so many batches, and no target")
-    parser.add_argument("--limit", type=float, default=90.0, help="seconds of training after which a run is given up")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="one seed, two ways, a low target")
-    add_pieces(parser)
-    parser.add_argument("--out", default="parameter_server", help="name of the files, without .md and .json")
-    for hidden in ("--method", "--result"):
-        parser.add_argument(hidden, help=argparse.SUPPRESS)
-    parser.add_argument("--loopback", action="store_true", help=argparse.SUPPRESS)
+    parser = parser_of(
+        __doc__,
+        dataset={"default": None, "choices": list(TARGETS), "help": "mnist if there is a --data-dir"},
+        data_dir=(None, "folder of MNIST's files"),
+        target={"type": float, "help": "held-out accuracy from 0 to 1"},
+        methods=(METHODS, "ways; ratios are to the first one"),
+        cases=",".join(CASES),
+        split=("iid", "iid or by-class"),
+        optimizer={"default": "adam", "choices": ("adam", "sgd")},
+        rate="100mbit",
+        round_trip=(0.0, "milliseconds of the link's round trip"),
+        batches=(0, "measure the time of so many batches, and no target"),
+        limit=(90.0, "seconds of training after which a run is given up"),
+        seeds=3,
+        first_seed=0,
+        quick=(False, "one seed, two ways, a low target"),
+        out=("parameter_server", "name of the files, without .md and .json"),
+        method=(None, argparse.SUPPRESS),
+        result=(None, argparse.SUPPRESS),
+        loopback=(False, argparse.SUPPRESS),
+        **PIECES,
+    )
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.seeds, arguments.methods, arguments.target = 1, f"{SYNCHRONOUS},{SERVER}", arguments.target or 0.6

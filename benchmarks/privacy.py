@@ -37,6 +37,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from command import connect_site, parser_of
 from drive import processor
 from libraries import use_library
 from torch import nn
@@ -153,8 +154,7 @@ def time_steps(arguments: argparse.Namespace) -> None:
 
 def time_sums(arguments: argparse.Namespace) -> None:
     """Print the table of step times with secure sums. Sites call it together."""
-    torch.set_num_threads(1)
-    dadplug.connect()
+    connect_site()
     size = arguments.batch_size or 16
     batch = WORKLOADS["mnistnet"].draw(size, torch.Generator().manual_seed(dist.get_rank()))
     private = partial(dadplug.DifferentialPrivacy, 1.0, NORM, 0.01, size)
@@ -292,8 +292,7 @@ def accuracy_of(model: nn.Module, data: Any) -> float:
 
 def measure_accuracy(arguments: argparse.Namespace) -> None:
     """Print the table of accuracies: of each way the best learning rate, mean over seeds."""
-    torch.set_num_threads(1)
-    dadplug.connect()
+    connect_site()
     lines = ["| epsilon | way | accuracy, mean of seeds | bytes a site and step |", "| --- | --- | --- | --- |"]
     for epsilon in map(float, arguments.epsilons.split(",")):
         for way in arguments.ways.split(","):
@@ -310,24 +309,22 @@ def measure_accuracy(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("steps", "accuracy", "sums", "noise"))
-    parser.add_argument("--models", default="mnistnet,bert")
-    parser.add_argument("--batch-size", type=int)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--clock", default="wall", choices=("wall", "cpu"), help="for steps")
-    parser.add_argument("--own", action="store_true", help="steps of dadplug alone, without Opacus")
-    parser.add_argument("--data-dir", help="folder with MNIST")
-    parser.add_argument("--epsilons", default="1,3,8")
-    parser.add_argument(
-        "--ways",
-        default="opacus,dsgd,rankdad:8,rankdad:8:1",
-        help="opacus[:one], dsgd[:secure], rankdad:RANK[:MEMORY_DECAY]",
+    parser = parser_of(
+        __doc__,
+        models="mnistnet,bert",
+        batch_size={"type": int},
+        rounds=5,
+        clock={"default": "wall", "choices": ("wall", "cpu"), "help": "for steps"},
+        own=(False, "steps of dadplug alone, without Opacus"),
+        data_dir=(None, "folder with MNIST"),
+        epsilons="1,3,8",
+        ways=("opacus,dsgd,rankdad:8,rankdad:8:1", "opacus[:one], dsgd[:secure], rankdad:RANK[:MEMORY_DECAY]"),
+        rates=("0.25,0.5,1.0", "learning rates; the best counts"),
+        seeds=2,
+        steps=200,
+        batch=(256, "expected rows of all sites in a step"),
     )
-    parser.add_argument("--rates", default="0.25,0.5,1.0", help="learning rates; the best counts")
-    parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--batch", type=int, default=256, help="expected rows of all sites in a step")
+    parser.add_argument("what", choices=("steps", "accuracy", "sums", "noise"))
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore", category=UserWarning)
     warnings.filterwarnings("ignore", category=FutureWarning)

@@ -10,7 +10,6 @@ and TCP included, by the kernel's counters of the connection (TCP_INFO), after t
 
 from __future__ import annotations
 
-import argparse
 import os
 import socket
 import struct
@@ -21,6 +20,7 @@ import threading
 import time
 from pathlib import Path
 
+from command import parser_of
 from hub_load import SECONDS, LoadSite, advance
 from kits import end, hub_command, make_kits
 
@@ -88,9 +88,11 @@ def measure(rate: float, seconds: float, by_hub: bool) -> float:
 
 def main() -> None:
     """Print the table; exit with an error if a cap is off by more than 5 %."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rates", default="1,10,50,200", help="caps, in Mbit/s")
-    parser.add_argument("--seconds", type=float, default=6.0)
+    parser = parser_of(
+        __doc__,
+        rates=("1,10,50,200", "caps, in Mbit/s"),
+        seconds=6.0,
+    )
     arguments = parser.parse_args()
     if os.environ.get("DADPLUG_NAMESPACE") != "1":
         command = 'ip link set lo mtu 1500 up && exec "$0" "$@"'

@@ -21,6 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from command import parser_of
 from link import ADDRESSES, Link, may_make_links, site_environment
 
 PORT = 6379
@@ -171,12 +172,14 @@ def start(link: Link, rank: int, program: list[str], **streams) -> subprocess.Po
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", default="100mbit")
-    parser.add_argument("--methods", default="ddp,rankdad,dad", help="as benchmarks/attach.py names them")
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--pause", type=float, default=10.0, help="seconds in which Ray's own traffic is measured")
-    parser.add_argument("--drive", action="store_true", help=argparse.SUPPRESS)
+    parser = parser_of(
+        __doc__,
+        rate="100mbit",
+        methods=("ddp,rankdad,dad", "as benchmarks/attach.py names them"),
+        steps=10,
+        pause=(10.0, "seconds in which Ray's own traffic is measured"),
+        drive=(False, argparse.SUPPRESS),
+    )
     arguments = parser.parse_args()
     if arguments.drive:
         drive(arguments)

@@ -30,21 +30,18 @@ def small() -> nn.Module:
 MODELS = {"small": small, "mnistnet": MNISTNet}
 
 
-@dataclass(frozen=True)
-class Case:
-    """What a process of a site has to do.
+@dataclass(frozen=True, kw_only=True)
+class SiteCase:
+    """What a process of a site has to do, whatever the sites exchange.
 
     Attributes:
         kit: folder of its kit.
         log: file for its log; messages go to the same path with ".err".
         data: file with images and labels for training and test.
         sites: number of sites, which divide the data.
-        steps: number of steps of the run.
         batch_size: samples of a site in a step.
-        mode: the method.
         model: name of the model, see `MODELS`.
         seed: seed of the model and of the order of the data.
-        site_timeout: option of the reduction.
         pace: seconds to wait after each step.
         space: name of the network namespace of the site; empty for none of its own.
     """
@@ -53,14 +50,38 @@ class Case:
     log: str
     data: str
     sites: int
-    steps: int
     batch_size: int
-    mode: str
     model: str
     seed: int
-    site_timeout: float
     pace: float
     space: str = ""
+
+    def begin(self) -> tuple[nn.Module, torch.optim.Optimizer, list[torch.Tensor]]:
+        """Connect this process; return the model, its optimizer, and images and labels for training and test."""
+        os.dup2(os.open(f"{self.log}.err", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600), 2)
+        if self.space:
+            enter(self.space)
+        torch.set_num_threads(1)
+        data = torch.load(self.data, mmap=True)
+        torch.manual_seed(self.seed)
+        dadplug.connect(kit=self.kit)
+        model = MODELS[self.model]()
+        return model, torch.optim.Adam(model.parameters(), lr=1e-3), data
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case(SiteCase):
+    """What a process has to do whose site exchanges gradients.
+
+    Attributes:
+        steps: number of steps of the run.
+        mode: the method.
+        site_timeout: option of the reduction.
+    """
+
+    steps: int
+    mode: str
+    site_timeout: float
 
 
 @dataclass(frozen=True)
@@ -125,15 +146,7 @@ def train(case: Case) -> None:
 
     The log gets a line of JSON before each step, with its samples, and one after it.
     """
-    os.dup2(os.open(f"{case.log}.err", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600), 2)
-    if case.space:
-        enter(case.space)
-    torch.set_num_threads(1)
-    images, labels, test_images, test_labels = torch.load(case.data, mmap=True)
-    torch.manual_seed(case.seed)
-    dadplug.connect(kit=case.kit)
-    model = MODELS[case.model]()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    model, optimizer, (images, labels, test_images, test_labels) = case.begin()
     reduction = dadplug.GradientReduction(
         model, case.mode, min_sites=1, site_timeout=case.site_timeout, state={"optimizer": optimizer}
     )

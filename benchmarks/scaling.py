@@ -20,6 +20,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+from command import connect_site, parser_of
+from drive import append
+
 LAYERS = [(2048, 784), (1024, 2048), (512, 1024), (256, 512), (10, 256)]
 SMALL = 2 * (1024 + 512 + 256)  # numbers of the batch norms, which every method all-reduces
 BATCH, RANK, BYTES = 16, 4, 4
@@ -57,8 +60,7 @@ def site(methods: str, steps: int, file: str) -> None:
     import dadplug
     from dadplug.models import MNISTNet
 
-    torch.set_num_threads(1)
-    dadplug.connect()
+    connect_site()
     rank = int(os.environ["RANK"])
     for method in methods.split(","):
         torch.manual_seed(0)
@@ -77,18 +79,19 @@ def site(methods: str, steps: int, file: str) -> None:
         dist.all_gather_object(sent, reduction.traffic.bytes_sent)
         if rank == 0:
             row = {"method": method, "bytes": statistics.mean(sent), "ms": 1e3 * min(decoding)}
-            with Path(file).open("a") as results:
-                results.write(json.dumps(row | {"median": 1e3 * statistics.median(decoding)}) + "\n")
+            append(Path(file), row | {"median": 1e3 * statistics.median(decoding)})
         reduction.detach()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", default="dsgd,dad,rankdad,rankdad:merge=owner,powersgd")
-    parser.add_argument("--sites", default="2,4,8")
-    parser.add_argument("--predict", default="64,1024")
-    parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("--file", help=argparse.SUPPRESS)
+    parser = parser_of(
+        __doc__,
+        methods="dsgd,dad,rankdad,rankdad:merge=owner,powersgd",
+        sites="2,4,8",
+        predict="64,1024",
+        steps=15,
+        file=(None, argparse.SUPPRESS),
+    )
     arguments = parser.parse_args()
     if arguments.file:
         return site(arguments.methods, arguments.steps, arguments.file)

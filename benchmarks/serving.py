@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
+from command import parser_of
 from serving_load import WIDTH, Load, load, request_of, requests_of
 from torch import nn
 
@@ -327,13 +328,15 @@ def main() -> None:
         else:
             serve_litserve(int(port), Path(folder), int(rest[0]), float(rest[1]))
         return
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(
+        __doc__.splitlines()[0],
+        seconds=(1.5, "of a segment (default: %(default)g)"),
+        rounds=(2, "segments of each kind (default: %(default)d)"),
+        grid={"type": int, "default": len(GRID), "help": "settings of LitServe (default: all)"},
+        bentoml={"metavar": "PYTHON", "help": "interpreter with bentoml, torch and psutil"},
+        clients=(16, "clients of slow and zipf (default: %(default)d)"),
+    )
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)} (default: all)")
-    parser.add_argument("--seconds", type=float, default=1.5, help="of a segment (default: %(default)g)")
-    parser.add_argument("--rounds", type=int, default=2, help="segments of each kind (default: %(default)d)")
-    parser.add_argument("--grid", type=int, default=len(GRID), help="settings of LitServe (default: all)")
-    parser.add_argument("--bentoml", metavar="PYTHON", help="interpreter with bentoml, torch and psutil")
-    parser.add_argument("--clients", type=int, default=16, help="clients of slow and zipf (default: %(default)d)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import psutil
 import torch
+from command import parser_of
 from torch import Tensor, nn
 
 from dadplug.adapm.shards import VERSION, write_index, write_whole
@@ -184,12 +185,14 @@ PARTS: dict[str, Callable[[argparse.Namespace], None]] = {"contexts": contexts, 
 
 def main() -> None:
     """Measure."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(
+        __doc__,
+        data_dir=(None, "folder with MNIST's files (default: the embedded digits)"),
+        seeds=(5, "trainings (default: %(default)d)"),
+        steps=(300, "training steps of each model (default: %(default)d)"),
+        rows=(1_000_000, "of the table (default: %(default)d)"),
+    )
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)} (default: all)")
-    parser.add_argument("--data-dir", help="folder with MNIST's files (default: the embedded digits)")
-    parser.add_argument("--seeds", type=int, default=5, help="trainings (default: %(default)d)")
-    parser.add_argument("--steps", type=int, default=300, help="training steps of each model (default: %(default)d)")
-    parser.add_argument("--rows", type=int, default=1_000_000, help="of the table (default: %(default)d)")
     options = parser.parse_args()
     for part in options.parts or PARTS:
         PARTS[part](options)

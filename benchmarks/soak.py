@@ -29,6 +29,7 @@ from pathlib import Path
 
 import torch
 from attach import Attached, parse
+from command import connect_site, parser_of
 from torch import Tensor, nn
 
 import dadplug
@@ -190,8 +191,7 @@ def soak(name: str, arguments: argparse.Namespace) -> Verdict:
 
 
 def run_site(arguments: argparse.Namespace) -> int:
-    torch.set_num_threads(1)
-    dadplug.connect()
+    connect_site()
     failed = 0
     for name in arguments.methods.split(","):
         verdict = soak(name, arguments)
@@ -211,14 +211,16 @@ def run_site(arguments: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", default="dad,rankdad:wire=bf16+error_feedback=true")
-    parser.add_argument("--steps", type=int, default=10_000)
-    parser.add_argument("--sites", type=int, default=2, help="number of sites, unless torchrun says it")
-    parser.add_argument("--delay", type=float, default=0.002, help="longest random delay, in seconds")
-    parser.add_argument("--look", type=int, default=100, help="steps between comparisons of replicas and gradients")
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds after which a silent site counts as hung")
-    parser.add_argument("--seed", type=int, default=0)
+    parser = parser_of(
+        __doc__,
+        methods="dad,rankdad:wire=bf16+error_feedback=true",
+        steps=10_000,
+        sites=(2, "number of sites, unless torchrun says it"),
+        delay=(0.002, "longest random delay, in seconds"),
+        look=(100, "steps between comparisons of replicas and gradients"),
+        timeout=(120.0, "seconds after which a silent site counts as hung"),
+        seed=0,
+    )
     arguments = parser.parse_args()
     for name in arguments.methods.split(","):
         if parse(name)[0] not in method_names():

@@ -21,6 +21,7 @@ from copy import deepcopy
 
 import torch
 import torch.distributed as dist
+from command import parser_of
 from fine_tuning import BATCH, ROOT, tied_model, windows
 from torch import Tensor, nn
 from workloads import loss
@@ -152,12 +153,14 @@ def measure(arguments: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sites", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--rate", type=float, default=1e-4, help="Adam's, in the local steps")
-    parser.add_argument("--processes", action="store_true", help="a process for each site, on this machine")
+    parser = parser_of(
+        __doc__,
+        sites=4,
+        rounds=20,
+        seeds=1,
+        rate=(1e-4, "Adam's, in the local steps"),
+        processes=(False, "a process for each site, on this machine"),
+    )
     arguments = parser.parse_args()
     if arguments.processes and "RANK" not in os.environ:
         return launch_sites([__file__, *sys.argv[1:]], arguments.sites)

@@ -10,7 +10,6 @@ of the same model and batch without dadplug, its weight gradients formed, measur
 
 from __future__ import annotations
 
-import argparse
 import copy
 import os
 import statistics
@@ -18,6 +17,7 @@ import time
 
 import torch
 import torch.distributed as dist
+from command import parser_of
 from torch import nn
 
 import dadplug
@@ -31,12 +31,14 @@ def meet() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mode", default="rankdad")
-    parser.add_argument("--rank", type=int, default=4)
-    parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--trace", help="file for a Chrome trace of five steps at site 0")
+    parser = parser_of(
+        __doc__,
+        mode="rankdad",
+        rank=4,
+        batch_size=16,
+        steps=60,
+        trace=(None, "file for a Chrome trace of five steps at site 0"),
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if "RANK" in os.environ:

@@ -26,11 +26,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from attach import Attached, parse
+from command import connect_site, parser_of
 from drive import processor
 from link import reshape
 from workloads import LARGE, WORKLOADS, loss
-
-import dadplug
 
 MODELS = WORKLOADS | LARGE
 WARM_UP = 5  # steps; kernels compile, payloads find their sizes, DDP makes its buckets anew, PowerSGD's hook begins
@@ -75,16 +74,26 @@ def meet(go_on: bool = True) -> bool:
     return bool(wanted)
 
 
-def time_steps(step: Callable[[], None], most: int, seconds: float) -> Measured:
-    """Time steps until there are enough, or they have taken long enough; at least three."""
+def time_steps(step: Callable[[], None], most: int, seconds: float, least: int = LEAST, interval: int = 1) -> Measured:
+    """Time intervals of steps until there are enough, or they have taken long enough.
+
+    Args:
+        step: takes a step.
+        most: intervals that are enough.
+        seconds: time that is long enough.
+        least: intervals at least.
+        interval: steps of an interval.
+    """
     times: list[float] = []
     meet()
     before = sent()
-    while meet(len(times) < LEAST or (len(times) < most and sum(times) < seconds)):
+    while meet(len(times) < least or (len(times) < most and sum(times) * interval < seconds)):
         start = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - start)
-    return Measured(statistics.median(times), (sent() - before) // len(times), len(times), peak())
+        for _ in range(interval):
+            step()
+        times.append((time.perf_counter() - start) / interval)
+    steps = interval * len(times)
+    return Measured(statistics.median(times), (sent() - before) // steps, steps, peak())
 
 
 def measure(name: str, arguments: argparse.Namespace) -> Iterator[tuple[str, Measured]]:
@@ -122,25 +131,26 @@ def measure(name: str, arguments: argparse.Namespace) -> Iterator[tuple[str, Mea
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", default="alone,ddp,ddp-powersgd,dsgd,dad,rankdad", help="as benchmarks/attach.py")
-    parser.add_argument("--model", choices=list(MODELS), default="mnistnet")
-    parser.add_argument("--json", help="file to append the results to, a line a method and rate")
-    parser.add_argument("--rates", help="rates to give the link, such as 10mbit,1gbit,none; by default as it is")
-    parser.add_argument("--label", default="", help="what the file calls the rate, without --rates")
-    parser.add_argument("--rank", type=int, default=4)
-    parser.add_argument("--batch-size", type=int, help="samples a site; by default each model's own")
-    parser.add_argument("--warm-up", type=int, default=WARM_UP, help="steps of a method before any is timed")
-    parser.add_argument("--steps", type=int, default=60, help="most steps of a method at a rate")
-    parser.add_argument("--seconds", type=float, default=20.0, help="time after which steps of a method are enough")
-    parser.add_argument("--optimizer", choices=("sgd", "adam"), default="sgd")
+    parser = parser_of(
+        __doc__,
+        methods=("alone,ddp,ddp-powersgd,dsgd,dad,rankdad", "as benchmarks/attach.py"),
+        model={"choices": list(MODELS), "default": "mnistnet"},
+        json=(None, "file to append the results to, a line a method and rate"),
+        rates=(None, "rates to give the link, such as 10mbit,1gbit,none; by default as it is"),
+        label=("", "what the file calls the rate, without --rates"),
+        rank=4,
+        batch_size={"type": int, "help": "samples a site; by default each model's own"},
+        warm_up={"type": int, "default": WARM_UP, "help": "steps of a method before any is timed"},
+        steps=(60, "most steps of a method at a rate"),
+        seconds=(20.0, "time after which steps of a method are enough"),
+        optimizer={"choices": ("sgd", "adam"), "default": "sgd"},
+    )
     arguments = parser.parse_args()
     arguments.shape = arguments.rates is not None
     if arguments.shape and "GLOO_SOCKET_IFNAME" not in os.environ:
         parser.error("--rates needs a link: run it by `sudo python benchmarks/link.py none python …`")
     arguments.rates = arguments.rates.split(",") if arguments.shape else [arguments.label]
-    torch.set_num_threads(1)
-    dadplug.connect()
+    connect_site()
     peers: dict[str, float] = {}
     for name in arguments.methods.split(","):
         for rate, measured in measure(name, arguments):

@@ -20,13 +20,14 @@ the checkout is changed. The figures of docs/guides/drop-in.md, in an environmen
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+
+from command import parser_of
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -110,12 +111,14 @@ def compare(plain: dict[str, str], replaced: dict[str, str]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(
+        __doc__,
+        mode=("dsgd", "mode of the drop-in"),
+        only=("", "expression by which tests are chosen, as pytest's -k"),
+        seconds=(3600, "limit of each of the two runs"),
+    )
     parser.add_argument("folder", type=Path, help="folder in which the other project runs its tests")
     parser.add_argument("tests", nargs="+", help="files or names of tests, for pytest")
-    parser.add_argument("--mode", default="dsgd", help="mode of the drop-in")
-    parser.add_argument("--only", default="", help="expression by which tests are chosen, as pytest's -k")
-    parser.add_argument("--seconds", type=int, default=3600, help="limit of each of the two runs")
     given = parser.parse_args()
     plain = run(given.folder, given.tests, given.only, None, given.seconds)
     replaced = run(given.folder, given.tests, given.only, given.mode, given.seconds)

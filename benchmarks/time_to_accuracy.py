@@ -15,7 +15,6 @@ Writes OUT.md, OUT.png, and OUT.json, a line a run. Rates need Linux, root and i
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import statistics
@@ -28,13 +27,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from attach import Attached
-from drive import check_rates, colours_of, read, run_sites, title
+from command import connect_site, parser_of
+from drive import append, check_rates, colours_of, read, run_sites, title
 from held_out import accuracy
 from link import may_make_links, reshape
 from torch import nn
 from torch.utils.data import DataLoader
 
-import dadplug
 from dadplug.data import DataPair, load_dataset, site_indices
 from dadplug.experiment import OPTIMIZERS
 from dadplug.models import build_for
@@ -85,8 +84,7 @@ def train(arguments: argparse.Namespace, model: nn.Module, data: DataPair, seed:
 
 
 def run_site(arguments: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    dadplug.connect()
+    connect_site()
     data = load_dataset(arguments.dataset, arguments.data_dir)
     name, settings, *_ = TASKS[arguments.dataset]
     for seed in range(arguments.seeds):
@@ -103,8 +101,7 @@ def run_site(arguments: argparse.Namespace) -> None:
             run = train(arguments, model, sized, seed)
             if dist.get_rank() == 0:
                 label = {"dataset": arguments.dataset, "method": arguments.method, "rate": rate, "seed": seed}
-                with open(arguments.result, "a") as results:
-                    results.write(json.dumps(label | run) + "\n")
+                append(arguments.result, label | run)
                 best = max(value for _, value in run["curve"])
                 print(
                     f"{arguments.method} at {rate}, seed {seed}: {best:.4f} in {run['curve'][-1][0]:.1f} s", flush=True
@@ -157,12 +154,10 @@ def _cell(runs: list[dict], took: list[int]) -> tuple[float, str]:
 
 def draw(rows: list[dict], rates: list[str], file: Path) -> None:
     """Draw test accuracy against seconds of training, a panel a rate; of the first seed."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullFormatter
 
     figure = Figure(figsize=(4.2 * len(rates) + 1, 4.6), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(rates), sharex=True, sharey=True, squeeze=False)[0]
     curves = [row for row in rows if "curve" in row and row["seed"] == 0]
     colours = colours_of(list(dict.fromkeys(row["method"] for row in curves)))
@@ -190,29 +185,30 @@ def measure(arguments: argparse.Namespace, results: Path) -> None:
         reason = run_sites(program, arguments.loopback, results, 3 * arguments.limit + 120)
         if reason:
             print(f"{method} failed: {reason}", flush=True)
-            with results.open("a") as file:
-                file.write(json.dumps({"method": method, "error": reason}) + "\n")
+            append(results, {"method": method, "error": reason})
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dataset", default="digits", choices=list(TASKS))
-    parser.add_argument("--data-dir", help="folder or file of the data set")
-    parser.add_argument("--target", type=float, help="test accuracy from 0 to 1; by default each data set's own")
-    parser.add_argument("--methods", default=METHODS, help="as benchmarks/attach.py names them; ddp first")
-    parser.add_argument("--rates", default="100mbit,1gbit,none")
-    parser.add_argument("--rank", type=int, default=8)
-    parser.add_argument("--lr", type=float)
-    parser.add_argument("--batch-size", type=int, help="samples of a site")
-    parser.add_argument("--every", type=int, default=20, help="steps between evaluations")
-    parser.add_argument("--limit", type=float, default=120.0, help="seconds of training after which a run is given up")
-    parser.add_argument("--steps", type=int, default=5000, help="steps after which a run is given up")
-    parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--out", default="time_to_accuracy", help="name of the files, without .md, .png and .json")
-    parser.add_argument("--draw-only", action="store_true", help="measure nothing, show what is in OUT.json")
-    parser.add_argument("--method", help=argparse.SUPPRESS)
-    parser.add_argument("--result", help=argparse.SUPPRESS)
-    parser.add_argument("--loopback", action="store_true", help=argparse.SUPPRESS)
+    parser = parser_of(
+        __doc__,
+        dataset={"default": "digits", "choices": list(TASKS)},
+        data_dir=(None, "folder or file of the data set"),
+        target={"type": float, "help": "test accuracy from 0 to 1; by default each data set's own"},
+        methods=(METHODS, "as benchmarks/attach.py names them; ddp first"),
+        rates="100mbit,1gbit,none",
+        rank=8,
+        lr={"type": float},
+        batch_size={"type": int, "help": "samples of a site"},
+        every=(20, "steps between evaluations"),
+        limit=(120.0, "seconds of training after which a run is given up"),
+        steps=(5000, "steps after which a run is given up"),
+        seeds=1,
+        out=("time_to_accuracy", "name of the files, without .md, .png and .json"),
+        draw_only=(False, "measure nothing, show what is in OUT.json"),
+        method=(None, argparse.SUPPRESS),
+        result=(None, argparse.SUPPRESS),
+        loopback=(False, argparse.SUPPRESS),
+    )
     arguments = parser.parse_args()
     if arguments.method is not None and "RANK" in os.environ:
         run_site(arguments)

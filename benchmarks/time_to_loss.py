@@ -22,28 +22,27 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import signal
 import statistics
 import sys
-import time
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 
+import step_time
 import torch
 import torch.distributed as dist
 from attach import parse
-from drive import check_rates, colours_of, processor, processors, read, run_sites, title
+from command import connect_site, parser_of
+from drive import append, check_rates, colours_of, processor, processors, read, run_sites, title
 from fine_tuning import BATCH, LENGTH, WINDOWS, start_weights, text, tied_model, windows
 from large_models import bits_per_second
 from link import may_make_links, reshape
 from local_ways import Way
-from step_time import meet, sent
+from step_time import meet
 from torch import Tensor, nn
 from workloads import Transformer, loss
-
-import dadplug
 
 METHODS = (
     "ddp,ddp-fp16,ddp-powersgd,diloco:every=16,rankdad:rank=auto,rankdad:rank=auto+dense=lowrank,"
@@ -96,16 +95,8 @@ def time_steps(way: Way, data: Tensor, arguments: argparse.Namespace) -> dict[st
             continue
         if not arguments.loopback:
             reshape(rate)
-        times: list[float] = []
-        meet()
-        before = sent()
-        while meet(len(times) < 3 or (len(times) < 15 and sum(times) * way.every < arguments.seconds)):
-            start = time.perf_counter()
-            for _ in range(way.every):
-                take_step(way, *batch)
-            times.append((time.perf_counter() - start) / way.every)
-        count = (sent() - before) // (way.every * len(times))
-        found[rate] = {"seconds": statistics.median(times), "bytes": count, "predicted": False}
+        measured = step_time.time_steps(partial(take_step, way, *batch), 15, arguments.seconds, 3, way.every)
+        found[rate] = {"seconds": measured.seconds, "bytes": measured.nbytes, "predicted": False}
     if not arguments.loopback:
         reshape("none")
     return found
@@ -113,8 +104,7 @@ def time_steps(way: Way, data: Tensor, arguments: argparse.Namespace) -> dict[st
 
 def run_site(arguments: argparse.Namespace) -> None:
     """Train and time by each method; site 0 writes a line for each seed."""
-    torch.set_num_threads(1)
-    dadplug.connect()
+    connect_site()
     torch.manual_seed(0)
     small = arguments.model == "bytes"
     start = start_weights(arguments, *((tied_model(), TRAINING) if small else (bert(), FROM_SCRATCH)))
@@ -131,8 +121,7 @@ def run_site(arguments: argparse.Namespace) -> None:
         row["times"] = time_steps(way, data, arguments) if seed == 0 else {}
         way.detach()
         if dist.get_rank() == 0:
-            with open(arguments.result, "a") as results:
-                results.write(json.dumps(row) + "\n")
+            append(arguments.result, row)
             print(arguments.methods, seed, *(f"{each:.3f}" for each in curve[-1:]), flush=True)
         if name == "alone":
             break
@@ -195,11 +184,9 @@ def table(rows: list[dict], rates: list[str]) -> str:
 
 def draw(rows: list[dict], rate: str, file: Path) -> None:
     """Draw the mean held-out loss of each method against seconds of training at a rate."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
     panel, found = figure.subplots(), summary(rows)
     found = {method: one for method, one in found.items() if mean_curve(rows, method)}
     colours = colours_of(list(found))
@@ -215,23 +202,25 @@ def draw(rows: list[dict], rate: str, file: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=("bytes", "bert"), default="bytes")
-    parser.add_argument("--methods", default=METHODS, help="as benchmarks/local_ways.py names them; ddp is the measure")
-    parser.add_argument("--rates", default="10mbit,100mbit,1gbit")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=192, help="steps of DDP whose loss is the target")
-    parser.add_argument("--most", type=float, default=2.5, help="times as many steps for the others, at most")
-    parser.add_argument("--every", type=int, default=16, help="steps between two evaluations")
-    parser.add_argument("--pretraining", type=int, default=600, help="steps on the first text")
-    parser.add_argument("--seconds", type=float, default=3.0, help="time after which steps at a rate are enough")
-    parser.add_argument("--longest", type=float, default=15.0, help="seconds of a step from which it is predicted")
-    parser.add_argument("--limit", type=float, default=900.0, help="seconds without a result until a method hangs")
-    parser.add_argument("--out", default="time_to_loss", help="name of the files, without .json, .md and .png")
-    parser.add_argument("--keep", action="store_true", help="keep the curves and the weights of earlier runs")
-    parser.add_argument("--draw-only", action="store_true", help="measure nothing, show what is in OUT.json")
-    parser.add_argument("--loopback", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--result", help=argparse.SUPPRESS)
+    parser = parser_of(
+        __doc__,
+        model={"choices": ("bytes", "bert"), "default": "bytes"},
+        methods=(METHODS, "as benchmarks/local_ways.py names them; ddp is the measure"),
+        rates="10mbit,100mbit,1gbit",
+        seeds=3,
+        steps=(192, "steps of DDP whose loss is the target"),
+        most=(2.5, "times as many steps for the others, at most"),
+        every=(16, "steps between two evaluations"),
+        pretraining=(600, "steps on the first text"),
+        seconds=(3.0, "time after which steps at a rate are enough"),
+        longest=(15.0, "seconds of a step from which it is predicted"),
+        limit=(900.0, "seconds without a result until a method hangs"),
+        out=("time_to_loss", "name of the files, without .json, .md and .png"),
+        keep=(False, "keep the curves and the weights of earlier runs"),
+        draw_only=(False, "measure nothing, show what is in OUT.json"),
+        loopback=(False, argparse.SUPPRESS),
+        result=(None, argparse.SUPPRESS),
+    )
     arguments = parser.parse_args()
     if "RANK" in os.environ:
         arguments.rank = 8
@@ -264,8 +253,7 @@ def measure(arguments: argparse.Namespace, results: Path, loopback: bool) -> Non
         program += ["--loopback"] if loopback else []
         if reason := run_sites(program, loopback, results, arguments.limit):
             print(f"{method} failed: {reason}", flush=True)
-            with results.open("a") as file:
-                file.write(json.dumps({"model": arguments.model, "method": method, "error": reason}) + "\n")
+            append(results, {"model": arguments.model, "method": method, "error": reason})
 
 
 if __name__ == "__main__":

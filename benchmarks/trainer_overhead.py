@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from command import parser_of
 from drive import processor
 from libraries import use_library
 from torch import nn
@@ -278,16 +279,16 @@ def measure_in_ray(arguments: argparse.Namespace) -> dict[str, tuple[float, floa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     usual = [name for name in WAYS if name != "trainer"]  # transformers may be absent
-    parser.add_argument("--ways", default=",".join(usual), help=", ".join(WAYS))
-    parser.add_argument("--model", choices=list(MODELS), default="mnistnet")
-    parser.add_argument("--mode", default="rankdad")
-    parser.add_argument("--batch-size", type=int, help="rows of a site; by default each model's own")
-    parser.add_argument("--steps", type=int, default=100, help="steps of a way in a round")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument(
-        "--ray", action="store_true", help="at two workers of Ray Train: compare its rows with torchrun's"
+    parser = parser_of(
+        __doc__,
+        ways=(",".join(usual), ", ".join(WAYS)),
+        model={"choices": list(MODELS), "default": "mnistnet"},
+        mode="rankdad",
+        batch_size={"type": int, "help": "rows of a site; by default each model's own"},
+        steps=(100, "steps of a way in a round"),
+        rounds=5,
+        ray=(False, "at two workers of Ray Train: compare its rows with torchrun's"),
     )
     arguments = parser.parse_args()
     if unknown := [name for name in arguments.ways.split(",") if name not in WAYS]:

@@ -13,7 +13,6 @@ the median of the five. Optuna (TPE) is compared if it is installed: pip install
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from command import parser_of
 
 from dadplug import schedules
 from dadplug.lowrank import warmup
@@ -231,14 +231,16 @@ def start() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--measure", type=Path)
-    parser.add_argument("--replay", type=Path)
-    parser.add_argument("--picture", type=Path, nargs=2)
-    parser.add_argument("--pairs", action="store_true")
-    parser.add_argument("--falsified", action="store_true")
-    parser.add_argument("--start", action="store_true")
-    parser.add_argument("--seconds", type=float, default=60.0)
+    parser = parser_of(
+        __doc__,
+        measure={"type": Path},
+        replay={"type": Path},
+        picture={"type": Path, "nargs": 2},
+        pairs=False,
+        falsified=False,
+        start=False,
+        seconds=60.0,
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.measure or arguments.pairs or arguments.falsified:

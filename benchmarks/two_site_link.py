@@ -16,14 +16,14 @@ Writes OUT.md, OUT.png, and OUT.json, a line a cell as it is measured. Rates nee
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import signal
 import sys
 import time
 from pathlib import Path
 
-from drive import check_rates, colours_of, processors, read, run_sites, title
+from command import parser_of
+from drive import append, check_rates, colours_of, processors, read, run_sites, title
 from link import may_make_links
 from workloads import WORKLOADS
 
@@ -45,9 +45,8 @@ def measure(arguments: argparse.Namespace, results: Path) -> None:
             if failed is None:
                 break
             print(f"{failed} failed: {reason}", flush=True)
-            with results.open("a") as file:
-                for rate in (rate for rate in rates if (failed, rate) not in done):
-                    file.write(json.dumps({"model": model, "method": failed, "rate": rate, "error": reason}) + "\n")
+            for rate in (rate for rate in rates if (failed, rate) not in done):
+                append(results, {"model": model, "method": failed, "rate": rate, "error": reason})
             methods = methods[methods.index(failed) + 1 :]
 
 
@@ -90,14 +89,12 @@ def _cell(row: dict | None, ddp: dict | None, reasons: list[str]) -> str:
 
 def draw(rows: list[dict], rates: list[str], file: Path) -> None:
     """Draw step times by MKL, a panel a model, a group of bars a rate; those marked as a ``guess`` hatched."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     models, methods = (list(dict.fromkeys(row[key] for row in rows)) for key in ("model", "method"))
     bars = [method for method in methods if not method.startswith("alone") and "library=" not in method]
     high = math.ceil(len(models) / 2)
     figure = Figure(figsize=(13 if len(models) > 1 else 7, 3.1 * high + 0.8), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(high, min(2, len(models)), squeeze=False).flat
     for rest in panels[len(models) :]:
         rest.axis("off")
@@ -133,16 +130,18 @@ def draw(rows: list[dict], rates: list[str], file: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join(WORKLOADS))
-    parser.add_argument("--methods", default=METHODS, help="as benchmarks/attach.py names them")
-    parser.add_argument("--rates", default="10mbit,100mbit,1gbit,none")
-    parser.add_argument("--steps", type=int, default=30, help="most steps of a method at a rate (least: 3)")
-    parser.add_argument("--seconds", type=float, default=2.0, help="time after which steps of a cell are enough")
-    parser.add_argument("--rank", type=int, default=4)
-    parser.add_argument("--limit", type=float, default=180.0, help="seconds without a result until a method hangs")
-    parser.add_argument("--out", default="two_site_link", help="name of the files, without .md, .png and .json")
-    parser.add_argument("--draw-only", action="store_true", help="measure nothing, show what is in OUT.json")
+    parser = parser_of(
+        __doc__,
+        models=",".join(WORKLOADS),
+        methods=(METHODS, "as benchmarks/attach.py names them"),
+        rates="10mbit,100mbit,1gbit,none",
+        steps=(30, "most steps of a method at a rate (least: 3)"),
+        seconds=(2.0, "time after which steps of a cell are enough"),
+        rank=4,
+        limit=(180.0, "seconds without a result until a method hangs"),
+        out=("two_site_link", "name of the files, without .md, .png and .json"),
+        draw_only=(False, "measure nothing, show what is in OUT.json"),
+    )
     arguments = parser.parse_args()
     for model in arguments.models.split(","):
         if model not in WORKLOADS:

@@ -42,6 +42,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from command import parser_of
 from hub import Pair, spread
 from kits import end, hub_command, make_kits
 from link import Loopback
@@ -264,15 +265,17 @@ def measure(pair: Pair, hub: int, attack: Callable[[], None], arguments: argpars
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--attacks", default=",".join(ATTACKS))
-    parser.add_argument("--method", default="rankdad", help="as benchmarks/attach.py names them")
-    parser.add_argument("--model", default="mnistnet")
-    parser.add_argument("--connections", type=int, default=500, help="connections of an attack in a segment, at most")
-    parser.add_argument("--rate", type=float, default=100.0, help="megabits per second of an attack, at most")
-    parser.add_argument("--segments", type=int, default=8, help="segments with, and as many without")
-    parser.add_argument("--seconds", type=float, default=3.0, help="length of a segment")
-    parser.add_argument("--quick", action="store_true", help="two segments of half a second")
+    parser = parser_of(
+        __doc__,
+        attacks=",".join(ATTACKS),
+        method=("rankdad", "as benchmarks/attach.py names them"),
+        model="mnistnet",
+        connections=(500, "connections of an attack in a segment, at most"),
+        rate=(100.0, "megabits per second of an attack, at most"),
+        segments=(8, "segments with, and as many without"),
+        seconds=(3.0, "length of a segment"),
+        quick=(False, "two segments of half a second"),
+    )
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.segments, arguments.seconds, arguments.connections = 2, 0.5, 60

@@ -15,9 +15,8 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-import torch
+from command import connect_site
 
-import dadplug
 from dadplug.data import load_dataset
 from dadplug.processes import launch_sites
 
@@ -28,8 +27,7 @@ from runs import picture
 
 
 def run_site(own: argparse.Namespace, rest: list[str]) -> None:
-    torch.set_num_threads(1)
-    dadplug.connect()
+    connect_site()
     rank = int(os.environ["RANK"])
     best, spent, first = defaultdict(list), {}, []
     for seed in range(own.seeds):

@@ -377,13 +377,11 @@ class AdaptiveBatchSize(Monitor):
         Args:
             path: path of the PNG file.
         """
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
         shown = {"batch/size": "batch", "batch/gain": "gain", "batch/noise_scale": "noise scale, samples"}
         shown["batch/goodput"] = "goodput, samples/s"
         figure = Figure(figsize=(7, 7), layout="constrained")
-        FigureCanvasAgg(figure)
         panels = figure.subplots(len(shown), 1, sharex=True)
         for panel, (name, label) in zip(panels, shown.items(), strict=True):
             panel.step(range(len(self.history)), [values[name] for values in self.history], where="post")

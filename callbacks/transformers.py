@@ -48,7 +48,7 @@ class MonitorCallback(TrainerCallback):
         samples = args.per_device_train_batch_size * args.gradient_accumulation_steps
         for monitor in self._monitors:
             values = monitor.end(reduction, samples)
-            if self._shows_layers or not monitor.of_layers:
+            if len(self.kinds) == 1 or not monitor.of_layers:
                 self._means.add(values, totals=monitor.totals)
             else:
                 self._means.add({name: value for name, value in values.items() if name.endswith("/mean")})
@@ -63,10 +63,6 @@ class MonitorCallback(TrainerCallback):
             values = self._means.take()
             logs.update(values)
             state.log_history[-1].update(values)
-
-    @property
-    def _shows_layers(self) -> bool:
-        return len(self.kinds) == 1
 
 
 def _reduction_of(model: Any) -> GradientReduction | None:

@@ -34,16 +34,15 @@ from .hooks.embedding import Embedding, EmbeddingBag, TableForm, _embedding
 from .hooks.factor import Write
 from .logs import get_logger
 from .model_sync.samples import SampleCounter
+from .privacy.layers import AffineBySample, Arrived, OneByOne, normalisation_of, places_of
 from .privacy.losses import OutputRows, check_loss
 from .privacy.mechanism import DifferentialPrivacy, Ledger
-from .privacy.normalisations import AffineBySample, Arrived, normalisation_of
-from .privacy.one_by_one import OneByOne, places_of
 from .privacy.rows import Contribution, Formed, NarrowRows, Rows, squared_norms
 from .privacy.secure_sum import LEAST_SITES, SecureSum
 from .units.base import Placeholders, accumulated
 
 if TYPE_CHECKING:
-    from .privacy.unformed import Sum
+    from .privacy.noise import Sum
 
 _log = get_logger(__name__)
 _SYNCHRONIZED = "_dadplug_private"  # attribute of a gradient that is that of an earlier step
@@ -562,8 +561,10 @@ class PrivateGradients:
             self._hand_over([self._summed(name, each) for name, each in self._parameters.items()], self.secure_sum)
             return {}
         self.ledger.spend(self.privacy)
-        from .privacy.noise import Noise  # numba loads when first used
-        from .privacy.unformed import UnformedGradient
+        from .privacy.noise import (
+            Noise,  # numba loads when first used
+            UnformedGradient,
+        )
 
         noise = Noise(self.privacy.deviation, self.privacy.secure, loss_scale / self.privacy.expected_batch)
         may_wait, sums = self.may_wait(), {}
@@ -594,7 +595,7 @@ class PrivateGradients:
 
     def _total(self, name: str, parameter: nn.Parameter) -> Sum | None:
         """Return the sum of a parameter in this step, which need not be formed, and forget it."""
-        from .privacy.unformed import FormedSum
+        from .privacy.noise import FormedSum
 
         if name in self._waiting:
             return self._waiting.pop(name)

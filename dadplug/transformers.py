@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from .hub import current_connection
 from .hub.connect import connect
@@ -75,7 +76,8 @@ def attach(
     launched = trainer.args.world_size > 1
     if kit is not None and not launched:
         connect(kit=kit, timeout=options_of(**own).timeout)
-    if not launched and not _has_others():
+    others = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if not launched and not others:
         _log.warning(
             "no other site: this Trainer trains alone, without dadplug. Start the script by torchrun, one process for "
             "each site, or connect the sites before, by dadplug.connect(...) or attach(..., kit=...)"
@@ -130,7 +132,7 @@ def _reasons(trainer: Any) -> Iterator[str]:
         yield "this Trainer is attached already: call attach() once"
     if trainer.is_in_train or trainer.state.global_step > 0:
         yield "this Trainer has begun to train: call attach() before trainer.train(), on a new Trainer"
-    if isinstance(trainer.model, _wrappers()) or trainer.model_wrapped is not trainer.model:
+    if isinstance(trainer.model, (DataParallel, DistributedDataParallel)) or trainer.model_wrapped is not trainer.model:
         yield (
             "the model is wrapped already, by torch's DistributedDataParallel or another wrapper: give the Trainer the "
             "model itself, which attach() wraps"
@@ -193,12 +195,6 @@ def _reasons_of_settings(trainer: Any) -> Iterator[str]:
             )
 
 
-def _wrappers() -> tuple[type, ...]:
-    from torch.nn.parallel import DataParallel, DistributedDataParallel
-
-    return DataParallel, DistributedDataParallel
-
-
 def _complete(trainer: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Return the options, with those that follow from the Trainer.
 
@@ -243,10 +239,6 @@ def _check_place(trainer: Any, kit: str | Path | None, options: Options | LocalO
         )
     if options.min_sites is not None and kit is None and current_connection() is None:
         raise ValueError("min_sites needs a hub, which tracks the sites that are present: attach(..., kit=...)")
-
-
-def _has_others() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _check_alone(trainer: Any) -> None:

@@ -180,11 +180,9 @@ def table(runs: list[dict[str, Any]], steps: int) -> str:
 
 def picture(runs: list[dict[str, Any]], path: Path, title: str) -> None:
     """Plot the loss against time and against steps, as a PNG file."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4), layout="constrained")
-    FigureCanvasAgg(figure)
     by_time, by_step = figure.subplots(1, 2, sharey=True)
     for run in runs:
         by_time.plot(run["seconds"], run["losses"], label=run["mode"])

@@ -146,12 +146,10 @@ def picture(runs: Sequence[RunRecord], path: str | Path, title: str) -> None:
         ImportError: if matplotlib is not installed.
     """
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("the picture needs matplotlib: pip install 'dadplug[examples]'") from error
     figure = Figure(figsize=(10, 4), layout="constrained")
-    FigureCanvasAgg(figure)
     by_step, by_bytes = figure.subplots(1, 2, sharey=True)
     styles = ("-", "--", ":", "-.")
     for place, run in enumerate(runs):

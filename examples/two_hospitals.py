@@ -184,11 +184,9 @@ def stays(lines: list[dict], slot: int) -> list[list[dict]]:
 
 def draw(launcher: Launcher, path: Path) -> None:
     """Draw loss, accuracy and members over time."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 6), layout="constrained")
-    FigureCanvasAgg(figure)
     loss, right, members = figure.subplots(3, 1, sharex=True, height_ratios=(4, 3, 1.3))
     first = launcher.lines[STAYS][0]["time"]
     for slot, name in enumerate(SITES):

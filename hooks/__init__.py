@@ -1,9 +1,8 @@
 """Hooks on layers, which capture activations and deltas; they know no trainer and no network."""
 
-from . import convolution, embedding, libraries, linear  # noqa: F401  (each registers its families)
+from . import convolution, embedding, linear  # noqa: F401  (each registers its families)
 from .capture import CapturedLayer, ForwardOverride, LayerCapture, OwnHook, eager, overridden
-from .elementwise import Elementwise, register_elementwise
-from .factor import LINEAR, Factor, Form, Trace, stack_by_form
+from .factor import LINEAR, Elementwise, Factor, Form, Trace, register_elementwise, stack_by_form
 from .registry import LayerFamily, Recorder, capturable_layers, family_of, refusal_of, register_family
 
 __all__ = [

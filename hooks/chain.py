@@ -18,8 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
 
-from .elementwise import IDENTITY, Elementwise
-from .factor import LINEAR, Form, Trace
+from .factor import IDENTITY, LINEAR, Elementwise, Form, Trace
 from .registry import Recorder
 
 _MIXES = "mixes rows"

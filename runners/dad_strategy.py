@@ -12,8 +12,7 @@ from ..errors import PrivacyError
 from ..options import Options
 from ..reduction import GradientReduction
 from ..signature import takes_keywords_of
-from ._lightning.hub_strategy import HubStrategy
-from ._lightning.strategy import StrategyArguments
+from ._lightning.strategy import HubStrategy, StrategyArguments
 
 
 class DADStrategyBase(HubStrategy):

@@ -10,8 +10,7 @@ from typing import Any
 from ..local_steps import LocalOptions, LocalSGD
 from ..local_steps.options import Schedule
 from ..signature import takes_keywords_of
-from ._lightning.hub_strategy import HubStrategy
-from ._lightning.strategy import StrategyArguments
+from ._lightning.strategy import HubStrategy, StrategyArguments
 
 
 class LocalSGDStrategyBase(HubStrategy):

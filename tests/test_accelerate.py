@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import support
 import torch
 import torch.distributed as dist
 from comparison import off_by
@@ -193,7 +194,8 @@ def test_sites_may_have_different_numbers_of_batches(sites):
     sites(2).run(joins_with_two_models)
 
 
-def gathers() -> None:
+@support.at_sites(2)
+def test_metrics_have_each_row_once() -> None:
     accelerator = fresh(mode="dsgd")
     loader = accelerator.prepare(DataLoader(TensorDataset(rows(21)), 4))
     found = torch.cat([accelerator.gather_for_metrics(inputs) for (inputs,) in loader])
@@ -203,11 +205,9 @@ def gathers() -> None:
     accelerator.free_memory()
 
 
-def test_metrics_have_each_row_once(sites):
-    sites(2).run(gathers)
-
-
-def triggers() -> None:
+@pytest.mark.skipif("reducer" not in vars(dadplug.DistributedDataParallel), reason="needs the drop-in's reducer")
+@support.at_sites(2)
+def test_a_backward_pass_sends_what_was_held_back() -> None:
     """Gradients of a forward pass inside of no_sync, which the backward pass sends."""
     accelerator = fresh(mode="dad")
     model, alone, rank = accelerator.prepare(build()), build(), dist.get_rank()
@@ -223,17 +223,13 @@ def triggers() -> None:
     accelerator.free_memory()
 
 
-@pytest.mark.skipif("reducer" not in vars(dadplug.DistributedDataParallel), reason="needs the drop-in's reducer")
-def test_a_backward_pass_sends_what_was_held_back(sites):
-    sites(2).run(triggers)
-
-
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(rows(16))
 
 
-def keeps_data() -> None:
+@support.at_sites(2)
+def test_sites_load_their_own_data() -> None:
     """Loaders of sites with data of their own, and streams, which are not sent by site 0."""
     accelerator = fresh(mode="dad", split_data=False)
     own = rows(9 + 4 * dist.get_rank(), seed=dist.get_rank())
@@ -251,10 +247,6 @@ def keeps_data() -> None:
     assert type(stream).__name__ == "DataLoaderShard"
     expected = rows(16).reshape(2, 2, 4, 6)[:, dist.get_rank()]
     assert torch.equal(torch.stack(list(stream)), expected)
-
-
-def test_sites_load_their_own_data(sites):
-    sites(2).run(keeps_data)
 
 
 def resumes(folder: str, options: dict) -> None:
@@ -351,7 +343,8 @@ def test_local_steps_need_one_optimizer_and_no_synchronous_steps(monkeypatch):
         fresh(bucket_mb=1.0, **LOCAL)
 
 
-def trains_two_models() -> None:
+@support.at_sites(2)
+def test_two_models_train_with_two_optimizers() -> None:
     """A generator and a discriminator, each with its optimizer: several backward passes, some through both."""
     accelerator = fresh(mode="dad")
     rank, alone = dist.get_rank(), (build(1), nn.Linear(3, 1).double())
@@ -380,11 +373,8 @@ def trains_two_models() -> None:
     accelerator.free_memory()
 
 
-def test_two_models_train_with_two_optimizers(sites):
-    sites(2).run(trains_two_models)
-
-
-def computes_in_bf16() -> None:
+@support.at_sites(2)
+def test_bf16_is_that_of_a_plain_loop() -> None:
     accelerator = fresh(mode="dsgd", mixed_precision="bf16")
     model = accelerator.prepare(build().float())
     inputs = rows(4, seed=dist.get_rank()).float()
@@ -402,10 +392,6 @@ def computes_in_bf16() -> None:
         assert torch.equal(p.grad, q.grad)
     reduction.detach()
     fresh()  # without mixed precision for the next test
-
-
-def test_bf16_is_that_of_a_plain_loop(sites):
-    sites(2).run(computes_in_bf16)
 
 
 def scales(mode: str) -> None:
@@ -441,7 +427,8 @@ def test_a_step_that_overflows_at_one_site_is_skipped_at_all(sites):
         sites(2).run(scales, mode)
 
 
-def compiles() -> None:
+@support.at_sites(2)
+def test_a_model_may_be_compiled() -> None:
     accelerator = fresh(mode="dad", dynamo_backend="aot_eager")
     model, alone = accelerator.prepare(build()), build()
     assert isinstance(model, dadplug.DistributedDataParallel)
@@ -457,11 +444,8 @@ def compiles() -> None:
     fresh()
 
 
-def test_a_model_may_be_compiled(sites):
-    sites(2).run(compiles)
-
-
-def uses() -> None:
+@support.at_sites(2)
+def test_an_accelerator_that_exists_uses_a_mode() -> None:
     rank, alone = dist.get_rank(), build()
     accelerator = accelerate.Accelerator(cpu=True)
     use(accelerator, "dad")
@@ -490,11 +474,8 @@ def uses() -> None:
         Accelerator(cpu=True).prepare(wrapped)
 
 
-def test_an_accelerator_that_exists_uses_a_mode(sites):
-    sites(2).run(uses)
-
-
-def refuses_parameters() -> None:
+@support.at_sites(2)
+def test_an_optimizer_may_not_step_what_would_differ() -> None:
     accelerator = fresh(mode="dad")
     bound, model = nn.Linear(3, 1).double(), build()
     optimizer = torch.optim.SGD([*model.parameters(), *bound.parameters()], 0.1)
@@ -510,10 +491,6 @@ def refuses_parameters() -> None:
         with pytest.raises(RuntimeError, match="before gradients were synchronized"):
             optimizer.step()
     accelerator.free_memory()
-
-
-def test_an_optimizer_may_not_step_what_would_differ(sites):
-    sites(2).run(refuses_parameters)
 
 
 def test_one_process_trains_alone(monkeypatch):

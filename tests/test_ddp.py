@@ -6,6 +6,7 @@ import copy
 from contextlib import nullcontext
 
 import pytest
+import support
 import torch
 import torch.distributed as dist
 from comparison import off_by
@@ -89,7 +90,8 @@ def test_a_script_of_ddp_trains_as_one_process(sites):
         sites(2).run(follows_one_process, mode)
 
 
-def joins() -> None:
+@support.at_sites(2)
+def test_sites_join_with_different_numbers_of_batches() -> None:
     """Sites with different numbers of batches end with equal weights: those of the longest."""
     rank, model = dist.get_rank(), dadplug.DistributedDataParallel(build(), mode="dad", compare_every=2)
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
@@ -112,11 +114,8 @@ def joins() -> None:
     model.reduction.detach()
 
 
-def test_sites_join_with_different_numbers_of_batches(sites):
-    sites(2).run(joins)
-
-
-def follows_buffers() -> None:
+@support.at_sites(2)
+def test_buffers_are_those_of_site_0() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)).double()
     model = dadplug.DistributedDataParallel(net, mode="dsgd")
@@ -136,11 +135,8 @@ def follows_buffers() -> None:
     model.reduction.detach()
 
 
-def test_buffers_are_those_of_site_0(sites):
-    sites(2).run(follows_buffers)
-
-
-def scales() -> None:
+@support.at_sites(2)
+def test_gradients_are_final_when_backward_returns() -> None:
     """A GradScaler of torch, whose scale the gradients contain when backward returns."""
     rank = dist.get_rank()
     model = dadplug.DistributedDataParallel(build(), mode="dad")
@@ -156,10 +152,6 @@ def scales() -> None:
     scaler.step(optimizer)
     scaler.update()
     model.reduction.detach()
-
-
-def test_gradients_are_final_when_backward_returns(sites):
-    sites(2).run(scales)
 
 
 def test_what_cannot_work_is_refused():

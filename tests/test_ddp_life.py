@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import support
 import torch
 import torch.distributed as dist
 from comparison import off_by
@@ -112,7 +113,8 @@ def trains(
         optimizer.step()
 
 
-def outputs_of_all_kinds() -> None:
+@support.at_sites(2)
+def test_outputs_of_all_kinds() -> None:
     def of_dataclass(model: nn.Module, sites: Any) -> None:
         trains(model, sites, lambda net, x, _: net(x, "dataclass").logits.square().mean())
 
@@ -133,11 +135,8 @@ def outputs_of_all_kinds() -> None:
         follow(steps)
 
 
-def test_outputs_of_all_kinds(sites):
-    sites(2).run(outputs_of_all_kinds)
-
-
-def checkpoints() -> None:
+@support.at_sites(2)
+def test_activation_checkpointing_in_both_forms() -> None:
     def steps(model: nn.Module, sites: Any) -> None:
         trains(model, sites, lambda net, x, _: net(x).square().mean())
         if isinstance(model, TorchDDP):
@@ -145,10 +144,6 @@ def checkpoints() -> None:
 
     for reentrant in (True, False):
         follow(steps, lambda reentrant=reentrant: Net(reentrant))
-
-
-def test_activation_checkpointing_in_both_forms(sites):
-    sites(2).run(checkpoints)
 
 
 class Critic(Net):
@@ -163,7 +158,8 @@ def penalised(net: nn.Module, x: Tensor, step: int) -> Tensor:
     return penalty if step == 2 else outputs.mean() + penalty
 
 
-def differentiates_twice() -> None:
+@support.at_sites(2)
+def test_autograd_grad_and_double_backward() -> None:
     def steps(model: nn.Module, sites: Any) -> None:
         trains(model, sites, penalised)
         if isinstance(model, TorchDDP):
@@ -179,11 +175,8 @@ def differentiates_twice() -> None:
     follow(steps)
 
 
-def test_autograd_grad_and_double_backward(sites):
-    sites(2).run(differentiates_twice)
-
-
-def backward_passes() -> None:
+@support.at_sites(2)
+def test_backward_passes_that_are_repeated_or_interrupted() -> None:
     def separate(model: nn.Module, sites: Any) -> None:
         def loss(net: nn.Module, x: Tensor, _: int) -> None:
             outputs = net(x)
@@ -228,11 +221,8 @@ def backward_passes() -> None:
         follow(steps)
 
 
-def test_backward_passes_that_are_repeated_or_interrupted(sites):
-    sites(2).run(backward_passes)
-
-
-def freezes() -> None:
+@support.at_sites(2)
+def test_layers_are_frozen_and_freed() -> None:
     def steps(model: nn.Module, sites: Any) -> None:
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         for step in range(6):
@@ -242,10 +232,6 @@ def freezes() -> None:
             optimizer.step()
 
     follow(steps)
-
-
-def test_layers_are_frozen_and_freed(sites):
-    sites(2).run(freezes)
 
 
 class Shared(nn.Module):
@@ -260,15 +246,13 @@ class Shared(nn.Module):
         return self.last(self.first(x).tanh())
 
 
-def shares() -> None:
+@support.at_sites(2)
+def test_shared_parameters() -> None:
     follow(lambda model, sites: trains(model, sites, lambda net, x, _: net(x).square().mean()), Shared)
 
 
-def test_shared_parameters(sites):
-    sites(2).run(shares)
-
-
-def adversaries() -> None:
+@support.at_sites(2)
+def test_adversarial_networks() -> None:
     """Two wrapped models in a step: the gradients that one gets by way of the other are cleared, or it is frozen."""
     for freeze in (False, True):
         for mode in MODES:
@@ -296,10 +280,6 @@ def adversaries() -> None:
                 each.reduction.detach()
 
 
-def test_adversarial_networks(sites):
-    sites(2).run(adversaries)
-
-
 class Outer(nn.Module):
     """A model of which one part is wrapped; the part is not used in each step."""
 
@@ -311,7 +291,8 @@ class Outer(nn.Module):
         return self.part(self.before(x))
 
 
-def nests() -> None:
+@support.at_sites(2)
+def test_a_wrapped_part_of_a_model() -> None:
     for mode in MODES:
         model = Outer(dadplug.DistributedDataParallel(build(1), mode=mode))
         alone = Outer(build(1))
@@ -326,10 +307,6 @@ def nests() -> None:
         model.part.reduction.detach()
 
 
-def test_a_wrapped_part_of_a_model(sites):
-    sites(2).run(nests)
-
-
 class Branches(nn.Module):
     """A part that a site may leave out, behind an input that needs gradients."""
 
@@ -341,7 +318,8 @@ class Branches(nn.Module):
         return self.used(x) if use else x * 2
 
 
-def leaves_out_everything() -> None:
+@support.at_sites(2)
+def test_a_site_uses_no_parameter() -> None:
     """One site's pass reaches no parameter: it contributes nothing, and takes part."""
     rank, model = dist.get_rank(), dadplug.DistributedDataParallel(build(0, Branches), mode="dad")
     alone = build(0, Branches)
@@ -355,11 +333,8 @@ def leaves_out_everything() -> None:
     model.reduction.detach()
 
 
-def test_a_site_uses_no_parameter(sites):
-    sites(2).run(leaves_out_everything)
-
-
-def averages() -> None:
+@support.at_sites(2)
+def test_copies_and_moving_averages() -> None:
     """Copies: a moving average as scripts make it, evaluated at one site, and a copy that trains on."""
     rank, model, alone = dist.get_rank(), dadplug.DistributedDataParallel(build(), mode="dad"), build()
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)
@@ -392,11 +367,8 @@ def averages() -> None:
         each.reduction.detach()
 
 
-def test_copies_and_moving_averages(sites):
-    sites(2).run(averages)
-
-
-def pickles() -> None:
+@support.at_sites(2)
+def test_pickled_models_and_groups() -> None:
     rank, model = dist.get_rank(), dadplug.DistributedDataParallel(build(), mode="dad", weighting="uniform")
     trains(model, [rank], lambda net, x, _: net(x).square().mean())
     stream = io.BytesIO()
@@ -424,11 +396,8 @@ def pickles() -> None:
     other.reduction.detach()
 
 
-def test_pickled_models_and_groups(sites):
-    sites(2).run(pickles)
-
-
-def arguments_of_torch() -> None:
+@support.at_sites(2)
+def test_arguments_in_the_order_of_torch() -> None:
     rank = dist.get_rank()
     group = dist.new_group([0, 1])
     by_position = dadplug.DistributedDataParallel(build(), None, None, 0, True, True, group, 25, True, mode="dsgd")
@@ -463,10 +432,6 @@ def arguments_of_torch() -> None:
         dadplug.DistributedDataParallel(build(), "dad", [0])
 
 
-def test_arguments_in_the_order_of_torch(sites):
-    sites(2).run(arguments_of_torch)
-
-
 class Normalised(nn.Module):
     """A model with running statistics, some of which scripts leave out of the exchange."""
 
@@ -480,7 +445,8 @@ class Normalised(nn.Module):
         return self.last(self.norm(self.first(x))) * self.extra
 
 
-def ignores() -> None:
+@support.at_sites(2)
+def test_parameters_and_buffers_that_are_left_out() -> None:
     rank = dist.get_rank()
     net = build(0, Normalised)
     with torch.no_grad():
@@ -509,11 +475,8 @@ def ignores() -> None:
         model.reduction.detach()
 
 
-def test_parameters_and_buffers_that_are_left_out(sites):
-    sites(2).run(ignores)
-
-
-def joins_in_all_ways() -> None:
+@support.at_sites(2)
+def test_join_with_running_statistics() -> None:
     """Sites with different numbers of batches, running statistics, and site 0 as the first that has none left."""
     rank = dist.get_rank()
     for outer in (False, True):
@@ -542,11 +505,8 @@ def joins_in_all_ways() -> None:
         model.reduction.detach()
 
 
-def test_join_with_running_statistics(sites):
-    sites(2).run(joins_in_all_ways)
-
-
-def joins_two_models() -> None:
+@support.at_sites(2)
+def test_join_of_two_models() -> None:
     """`Join` of two models, which train one after the other in each step; a site has three batches more."""
     rank = dist.get_rank()
     models = [dadplug.DistributedDataParallel(build(seed), mode="dad") for seed in range(2)]
@@ -569,11 +529,8 @@ def joins_two_models() -> None:
         model.reduction.detach()
 
 
-def test_join_of_two_models(sites):
-    sites(2).run(joins_two_models)
-
-
-def mixes_precision() -> None:
+@support.at_sites(2)
+def test_mixed_precision() -> None:
     """Autocast in bfloat16, and a GradScaler that skips a step at both sites since one has Inf."""
     rank = dist.get_rank()
     for mode in MODES:
@@ -602,11 +559,8 @@ def mixes_precision() -> None:
         model.reduction.detach()
 
 
-def test_mixed_precision(sites):
-    sites(2).run(mixes_precision)
-
-
-def announces() -> None:
+@support.at_sites(2)
+def test_backward_passes_that_trainers_announce() -> None:
     """The calls of Accelerate and Lightning: a backward pass synchronizes whose forward pass was in `no_sync`."""
     rank, model, alone = dist.get_rank(), dadplug.DistributedDataParallel(build(), mode="dad"), build()
     with model.no_sync():
@@ -626,11 +580,8 @@ def announces() -> None:
     model.reduction.detach()
 
 
-def test_backward_passes_that_trainers_announce(sites):
-    sites(2).run(announces)
-
-
-def transforms() -> None:
+@support.at_sites(2)
+def test_transforms_of_torch_func() -> None:
     """Transforms of torch.func through the wrapper, which exchange nothing."""
     rank, model = dist.get_rank(), dadplug.DistributedDataParallel(build(), mode="dad")
     x = rows(0, [rank])
@@ -644,7 +595,3 @@ def transforms() -> None:
     model(x).square().mean().backward()
     assert model.reduction.step == 1
     model.reduction.detach()
-
-
-def test_transforms_of_torch_func(sites):
-    sites(2).run(transforms)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,15 +13,16 @@ from torch import Tensor, nn
 
 from ..local_steps import LocalOptions
 from ..options import Options
+from ..privacy import DifferentialPrivacy
 from ..progress import Progress
 from .attacks import ATTACKS, Attack, Budget, Result
 from .capture import LOCAL, Batch, LayerView, Observation, capture, tensors_of
-from .remedies import Remedy, candidates
-from .report import Report, Untried, share_recovered
+from .report import Remedy, Report, Untried, share_recovered
 
 OBSERVERS = ("site", "hub")
 _OTHERS = 4  # layers that are not fed by data on which an attack is tried
 _REMEDY_SHARE = 0.35  # of the time
+_RANKS = (8, 4, 2, 1)  # that are tried
 _SOLVED = 0.99  # share of the samples from which no slow attack is needed
 
 
@@ -85,7 +87,8 @@ def audit(
     batch = Batch(copy.deepcopy(model), criterion, inputs, targets)
     if len(batch) != len(batch.data):
         raise ValueError(f"all inputs must have one row a sample, got {len(batch)} and {len(batch.data)} rows")
-    start, bar = time.monotonic(), Progress(seconds, shown=bool(progress) if progress is not None else _in_terminal())
+    shown = sys.stderr.isatty() if progress is None else progress
+    start, bar = time.monotonic(), Progress(seconds, shown=shown)
     bar.show("one step between twins")
     seen = capture(batch, mode, fused=fused, seed=seed, **options)
     unreadable = observer == "hub" and sealed
@@ -182,7 +185,7 @@ def _find_remedy(
     tried: list[Remedy] = []
     batch = report.seen.batch
     longest, begin = 0.0, time.monotonic()
-    for remedy in candidates(report.mode, report.options, len(batch)):
+    for remedy in _candidates(report.mode, report.options, len(batch)):
         if budget.left < longest:
             break
         bar.show(f"trying {remedy}")
@@ -200,6 +203,28 @@ def _find_remedy(
             return tried[-1], tried
         longest, begin = max(longest, time.monotonic() - begin), time.monotonic()
     return None, tried
+
+
+def _candidates(mode: str, options: Mapping[str, Any], rows: int) -> Iterator[Remedy]:
+    """Yield the changes that are tried, those that cost least first.
+
+    Args:
+        mode: the mode.
+        options: its options.
+        rows: samples of the batch.
+    """
+    rank = options.get("rank")
+    present = rank if isinstance(rank, int) else rows
+    if mode in ("dad", "edad", "rankdad", "auto") and options.get("share_inputs", True):
+        yield Remedy({"share_inputs": False}, 0)
+    # A local step's deltas are compressed in the same way.
+    name = mode if mode in (LOCAL, "powersgd") else "rankdad"
+    for smaller in _RANKS:
+        if mode not in ("rankdad", "powersgd") or smaller < present:
+            yield Remedy({"mode": name, "rank": smaller} if name != mode else {"rank": smaller}, 1)
+    if mode != LOCAL and options.get("privacy") is None:
+        privacy = DifferentialPrivacy(noise_multiplier=1.0, expected_batch=rows)
+        yield Remedy({"mode": "rankdad", "rank": 8, "privacy": privacy}, 2)
 
 
 def _checked(observer: str, seconds: float, attacks: Sequence[str] | None) -> list[Attack]:
@@ -240,9 +265,3 @@ def _check_options(mode: str, options: dict[str, Any]) -> None:
             raise ValueError(f"lr must be a positive number, got {lr!r}")
         return
     Options.create(mode=mode, **options)
-
-
-def _in_terminal() -> bool:
-    import sys
-
-    return sys.stderr.isatty()

@@ -1,10 +1,13 @@
-"""Capture of one step as other sites see it: the real exchange of a model, with twins in place of the other sites."""
+"""Capture of one step as other sites see it: the real exchange of a model, with twins in place of the other sites.
+
+A site's twins send what it sends, so that one process sees what they see.
+"""
 
 from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -13,14 +16,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..exchange import Transport
+from ..errors import SiteError
 from ..exchange.factor_buckets import FactorPayload
+from ..exchange.status import PeerNames
+from ..exchange.traffic import Traffic
+from ..exchange.transport import Gather, PendingSum, Transport
 from ..hooks import LINEAR, Form, family_of
 from ..local_steps import LocalSGD
 from ..methods.base import GradientPath
 from ..planning.plan import Plan
 from ..reduction import GradientReduction
-from .twins import TwinTransport
 
 LOCAL = "localsgd"
 """Value of the option ``mode`` that stands for the deltas of `dadplug.LocalSGD`."""
@@ -443,3 +448,69 @@ def _fill(view: LayerView, payload: FactorPayload | None, form: Form | None, gra
     view.form, view.deltas, view.inputs = form, payload.left, payload.right
     if view.transposed and not getattr(form, "transposed", False):  # as a matrix, the weight's rows are its inputs
         view.deltas, view.inputs = payload.right, payload.left
+
+
+# Twins of the site, in place of the other sites
+
+SITES = 2
+"""Number of sites: with two, each can subtract its own part of a sum, and has that of the other."""
+
+_FEW_BYTES = 1 << 20  # of which two sites gather sums, as they do over torch.distributed
+
+
+class _TwinNames(PeerNames):
+    def lost(self, error: BaseException, timeout: float, peer: int | None = None) -> SiteError:
+        return SiteError(str(error))  # a twin cannot be lost
+
+
+class _TwinGather(Gather):
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device, meter: Traffic) -> None:
+        self.payload = torch.zeros(size, dtype=dtype, device=device)
+        self._arrived = [self.payload, *(torch.zeros_like(self.payload) for _ in range(SITES - 1))]
+        self._meter = meter
+
+    def launch(self) -> None:
+        self._meter.add((SITES - 1) * self.payload.numel() * self.payload.element_size())
+        for other in self._arrived[1:]:
+            other.copy_(self.payload)
+
+    def wait(self) -> list[Tensor]:
+        return self._arrived
+
+
+class TwinTransport(Transport):
+    """Transport without a network, whose other site sends to the bit what this one sends.
+
+    The agreed gradient is that of one site then, after encoding and decoding by the formats of the network.
+
+    Args:
+        traffic: the meter.
+        device: device of the tensors that are exchanged.
+    """
+
+    def __init__(self, traffic: Traffic, device: torch.device) -> None:
+        names = _TwinNames(0, ["audited site", *(f"observer {number}" for number in range(1, SITES))])
+        super().__init__(names, traffic, 0, device, 1.0)
+
+    def close(self) -> None:
+        pass
+
+    def gather(self, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
+        return _TwinGather(sizes[0], dtype, self.device, self.traffic)
+
+    def all_reduce(self, tensor: Tensor) -> PendingSum:
+        self.traffic.add(int(self.ring * tensor.numel() * tensor.element_size()))
+        tensor.mul_(SITES)
+        return PendingSum()
+
+    def broadcast(self, tensor: Tensor) -> None:
+        pass
+
+    def broadcast_bytes(self, content: bytes) -> bytes:
+        return content
+
+    def gather_objects(self, item: Any) -> list[Any]:
+        return [item] * SITES
+
+    def prefers_gather(self, nbytes: int) -> bool:
+        return nbytes <= _FEW_BYTES

@@ -16,14 +16,13 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..files import write_file
-from ..page import report_page
-from .attacks.base import RECOVERED, Result
+from ..progress import report_page
+from .attacks.base import RECOVERED, Result, is_picture
 from .capture import Observation
-from .remedies import Remedy
-from .similarity import is_picture
 
 _COLUMNS = 8  # samples of a picture
 _WIDTH = 118  # characters of lines below the table
+_MARGIN = 0.8  # similarity up to which a setting counts as a remedy: other batches are easier
 
 
 class Untried(NamedTuple):
@@ -66,6 +65,33 @@ class LayerReport:
         """Largest share of samples, of data or activations, that an attack has recovered."""
         kinds = ("data", "activations")
         return max((result.recovered for result in self.results if result.target in kinds), default=0.0)
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change of options that an audit has tried.
+
+    Attributes:
+        options: the options that it changes, as keyword arguments.
+        cost: order in which it costs: 0 for bytes alone, 1 for changed gradients too, 2 for noise.
+        recovered: share of samples that the attacks have recovered in spite of it.
+        similarity: largest similarity of a reconstruction of data.
+        bytes_sent: payload of a step, in bytes.
+    """
+
+    options: Mapping[str, Any]
+    cost: int
+    recovered: float = 1.0
+    similarity: float = 1.0
+    bytes_sent: int = 0
+
+    @property
+    def stops(self) -> bool:
+        """Whether no attack has recovered a sample, or has come near to it."""
+        return self.recovered == 0 and self.similarity <= _MARGIN
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
 
 
 @dataclass(eq=False)
@@ -316,7 +342,6 @@ class Report:
     def _drawn(self) -> bytes:
         """Return the picture as the content of a PNG file."""
         try:
-            from matplotlib.backends.backend_agg import FigureCanvasAgg
             from matplotlib.figure import Figure
         except ImportError as error:
             raise ImportError("the picture needs matplotlib: pip install 'dadplug[examples]'") from error
@@ -328,7 +353,6 @@ class Report:
             figure = _bars(Figure, list(self.results))
         characters = int(9 * figure.get_figwidth())
         figure.suptitle("\n".join(textwrap.wrap(self._finding(), characters)), fontsize=10)
-        FigureCanvasAgg(figure)
         buffer = io.BytesIO()
         figure.savefig(buffer, dpi=120, format="png")
         return buffer.getvalue()

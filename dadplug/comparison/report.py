@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ..page import report_page
+from ..progress import report_page
 
 if TYPE_CHECKING:
     from .trial import Point

@@ -16,6 +16,7 @@ from ..exchange.codec import register, register_family
 from ..hooks import Factor, Form
 from ..hooks.convolution import Geometry
 from ..hooks.factor import Write
+from ..hooks.linear import TransposedForm
 from ..methods import Method, check_allowed
 from ..methods.base import GradientPath
 from ..methods.feedback import ErrorFeedback
@@ -36,6 +37,7 @@ from .plan import PayloadCosts, Plan, dense_bytes
 # First step of a plan: reports of the sites on what only a step can show, and the conclusions from them.
 
 register_family(Form)
+register(TransposedForm, "dadplug.hooks.libraries.TransposedForm")  # as other versions call it
 register(Geometry)  # which forms of convolutions hold
 register(Decoding)
 

@@ -7,7 +7,6 @@ private numbers, which costs no privacy.
 
 from __future__ import annotations
 
-from .loader import PoissonLoader
-from .mechanism import DifferentialPrivacy, Ledger
+from .mechanism import DifferentialPrivacy, Ledger, PoissonLoader
 
 __all__ = ["DifferentialPrivacy", "Ledger", "PoissonLoader"]

@@ -20,7 +20,7 @@ from ..hooks import LINEAR, Factor
 
 if TYPE_CHECKING:
     from .narrow import NarrowProduct
-    from .unformed import Sum
+    from .noise import Sum
 
 _CHUNK = 1 << 24  # elements of formed gradients at a time
 
@@ -109,7 +109,7 @@ class Rows(Contribution):
     def unformed(self, scales: Tensor) -> Sum | None:
         if not self.is_table or self.factor.form.sparse:
             return None
-        from .unformed import TableSum
+        from .noise import TableSum  # numba loads when first used
 
         deltas, numbers = self.factor.deltas, self.factor.activations
         rows = scales.to(deltas.dtype).repeat_interleave(len(deltas) // max(1, self.samples))

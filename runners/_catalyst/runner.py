@@ -30,9 +30,8 @@ from ...model_sync.samples import batches_before, takes_part
 from ...signature import split_keywords
 from ..loaders import batches_from, check_split_data
 from ..patches import merge_metrics
-from .engine import SiteEngine, plain
+from .engine import SiteEngine, begin_epoch, plain
 from .fixes import OLDER_NAMES, FixedOptimizer, accumulation_steps, adapt, fused_callbacks, load_model, load_runner
-from .loaders import begin_epoch
 
 _AS_IN_SUPERVISED = {"help": "as in `SupervisedRunner`"}
 _SPLIT = {

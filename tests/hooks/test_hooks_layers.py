@@ -5,13 +5,14 @@ from itertools import product
 import pytest
 import torch
 import torch.nn.functional as F
-from dadplug.hooks import Factor, LayerCapture, capturable_layers
+from dadplug.hooks import Elementwise, Factor, LayerCapture, capturable_layers, linear
 from dadplug.hooks.registry import refusal_of
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import dadplug
 from dadplug.errors import NonFiniteError
+from dadplug.exchange import codec
 
 
 def backward(layer, weights, *inputs, **named):
@@ -408,3 +409,11 @@ def blames_the_loss() -> None:
 def test_what_is_not_finite_at_a_weight_of_in_by_out_is_told_from_its_input(sites):
     pytest.importorskip("transformers")
     sites(2).run(blames_the_loss)
+
+
+def test_forms_and_functions_keep_their_names_in_messages():
+    """Names are part of the wire format, wherever the classes are."""
+    assert dadplug.GradientReduction  # which registers them
+    assert b"dadplug.hooks.libraries.TransposedForm" in codec.encode(linear.TRANSPOSED)
+    assert b"dadplug.hooks.elementwise.Elementwise" in codec.encode(Elementwise("ReluBackward0"))
+    assert codec.decode(codec.encode(linear.TRANSPOSED)) == linear.TRANSPOSED

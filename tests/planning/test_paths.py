@@ -11,7 +11,7 @@ import torch.distributed as dist
 import zoo
 from chained_models import chained, compare, draw, loss, mlp, pair
 from dadplug.hooks import Elementwise, register_elementwise
-from dadplug.hooks.elementwise import _KINDS
+from dadplug.hooks.factor import _KINDS
 from torch import nn
 
 import dadplug

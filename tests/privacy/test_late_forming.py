@@ -7,9 +7,8 @@ from torch import nn
 
 import dadplug
 from dadplug.privacy import narrow
-from dadplug.privacy.noise import Noise
+from dadplug.privacy.noise import FormedSum, Noise, TableSum, UnformedGradient
 from dadplug.privacy.rows import NarrowRows, squared_norms
-from dadplug.privacy.unformed import FormedSum, TableSum, UnformedGradient
 
 ROUNDS = pytest.mark.skipif(not narrow.is_available(), reason="the processor multiplies no bfloat16")
 

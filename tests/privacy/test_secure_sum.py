@@ -6,6 +6,7 @@ import pickle
 
 import numpy as np
 import pytest
+import support
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -275,23 +276,17 @@ def test_noise_and_epsilon_of_sums(sites):
     assert all_of_them == math.inf
 
 
-def differs():
+@support.at_sites(3)
+def test_other_settings_at_another_site():
     privacy = settings(secure_sum=True, max_grad_norm=0.1 if dist.get_rank() else 0.2)
     with pytest.raises(MismatchError, match=r"option privacy is .*max_grad_norm=0.2' at site 0 .*max_grad_norm=0.1'"):
         dadplug.GradientReduction(net(5), "dsgd", privacy=privacy)
 
 
-def test_other_settings_at_another_site(sites):
-    sites(3).run(differs)
-
-
-def two():
+@support.at_sites(2)
+def test_two_sites_are_too_few():
     with pytest.raises(ValueError, match="needs at least 3 sites, and there are 2"):
         dadplug.GradientReduction(net(5), "dsgd", privacy=SHARED)
-
-
-def test_two_sites_are_too_few(sites):
-    sites(2).run(two)
 
 
 @pytest.mark.parametrize(

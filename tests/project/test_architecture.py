@@ -47,7 +47,6 @@ LAYERS = (
     "hogwild",
     "parameter_server",
     "progress",
-    "page",
     "auditing",
     "comparison",
     "racing",

@@ -1,6 +1,6 @@
-"""Attacks on what a site sends, a file each; their order is that of the imports."""
+"""Attacks on what a site sends; their order is that of the imports, and of the classes in a file."""
 
-from . import rows, span, words, labels, membership, tokens, spear, components, inversion  # noqa: F401, I001
+from . import rows, shown, tokens, separation, inversion  # noqa: F401, I001
 from .base import ATTACKS, RECOVERED, Attack, Budget, Result, register_attack
 
 __all__ = ["ATTACKS", "RECOVERED", "Attack", "Budget", "Result", "register_attack"]

@@ -18,10 +18,19 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..capture import LayerView, Observation
-from ..similarity import Places, is_picture, judge_pictures, layer_input, matched, places
-from .base import Attack, Budget, Result, register_attack
-from .rows import chance_of_rows
-from .span import basis_of, why_not_mixed
+from .base import (
+    Attack,
+    Budget,
+    Places,
+    Result,
+    is_picture,
+    judge_pictures,
+    layer_input,
+    matched,
+    places,
+    register_attack,
+)
+from .rows import basis_of, chance_of_rows, why_not_mixed
 
 _ITERATIONS = 1000
 _FEW = 200
@@ -37,12 +46,12 @@ class Activations(Attack):
     whole = True
     share = 0.2
 
-    def applies(self, seen: Observation, view: LayerView | None) -> str:
+    def applies(self, seen: Observation, view: None) -> str:
         if seen.batch.is_text:
             return "the data are not numbers, but tokens"
         return "" if _visible(seen) else "no rows of a later layer are sent"
 
-    def run(self, seen: Observation, view: LayerView | None, budget: Budget) -> Result:
+    def run(self, seen: Observation, view: None, budget: Budget) -> Result:
         batch, shown = seen.batch, _visible(seen)
         assert shown is not None
         assert shown.truth is not None
@@ -70,14 +79,14 @@ class Inversion(Attack):
     share = 0.5
     slow = True
 
-    def applies(self, seen: Observation, view: LayerView | None) -> str:
+    def applies(self, seen: Observation, view: None) -> str:
         if seen.batch.is_text:
             return "the data are not numbers, but tokens"
         if len(seen.batch) > _MOST_SAMPLES:
             return f"more than {_MOST_SAMPLES} samples"
         return "" if seen.gradients else "no gradients are seen"
 
-    def run(self, seen: Observation, view: LayerView | None, budget: Budget) -> Result:
+    def run(self, seen: Observation, view: None, budget: Budget) -> Result:
         batch = seen.batch
         model = copy.deepcopy(batch.model)
         trained = {name: each for name, each in model.named_parameters() if name in seen.gradients}

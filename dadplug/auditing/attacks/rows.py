@@ -1,12 +1,18 @@
-"""Rows of a layer's inputs that are sent as they are: nothing is left to compute."""
+"""Rows of a layer's inputs that are sent as they are, and the span of rows that a gradient and low-rank factors show.
+
+``G = D^T A ~ L^T R``: the rows of R, and the right singular vectors of G, are mixtures of the rows of A. With P the
+projection on their span, an observer who has a candidate x, such as the record of a patient, compares x with P x by
+least squares. A similarity of 1 confirms the candidate, if strangers have less: these are the other half of the batch,
+in a step with its first half. The attacks that separate the mixtures start here.
+"""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from ..capture import LayerView, Observation
-from ..similarity import by_sample, judge_pictures, matched, places
-from .base import Attack, Budget, Result, register_attack
+from .base import Attack, Budget, Result, by_sample, centre, judge_pictures, matched, places, register_attack
 
 
 @register_attack("rows")
@@ -15,14 +21,12 @@ class Rows(Attack):
 
     source = "arXiv:2102.09631"
 
-    def applies(self, seen: Observation, view: LayerView | None) -> str:
-        assert view is not None
+    def applies(self, seen: Observation, view: LayerView) -> str:
         if not view.sends_rows or view.truth is None or view.is_table:
             return "no rows of inputs are sent"
         return ""
 
-    def run(self, seen: Observation, view: LayerView | None, budget: Budget) -> Result:
-        assert view is not None
+    def run(self, seen: Observation, view: LayerView, budget: Budget) -> Result:
         assert view.inputs is not None
         assert view.truth is not None
         width = view.inputs.shape[1]
@@ -70,3 +74,90 @@ def row_result(
             result.pictures = known.data(found, data.shape)
             judge_pictures(result, data)
     return result
+
+
+_MOST = 4096  # rows and columns of a gradient whose singular vectors are computed
+_TOLERANCE = 1e-5
+_TELLING = 0.85  # similarity of strangers up to which the span tells samples apart
+
+
+@register_attack("span")
+class Span(Attack):
+    """Least squares of the samples on the span of what is seen."""
+
+    source = "DAGER, arXiv:2405.15586; Cocktail Party, arXiv:2209.05578"
+
+    def applies(self, seen: Observation, view: LayerView) -> str:
+        return why_no_mixed_data(view)
+
+    def run(self, seen: Observation, view: LayerView, budget: Budget) -> Result:
+        basis, truth = basis_of(view), view.rows_of_truth().double()
+        width = truth.shape[1]
+        scores = _inside(truth - centre(truth), basis)
+        chance = _of_strangers(seen, view) or (basis.shape[1] / width) ** 0.5
+        note = "a candidate is confirmed, not found"
+        if basis.shape[1] > width // 2 or chance > _TELLING:
+            scores, note = (
+                torch.zeros_like(scores),
+                f"it tells nothing: strangers have {chance:.2f}",
+            )
+        result = row_result(self.name, seen, view, truth @ basis @ basis.T, scores, chance, note)
+        if not scores.any():
+            result.pictures = result.psnr = result.ssim = None
+        return result
+
+
+def _inside(rows: Tensor, basis: Tensor) -> Tensor:
+    """Return the share of each row's length that lies in a span."""
+    share: Tensor = (rows @ basis).norm(dim=1) / rows.norm(dim=1).clamp_min(1e-30)
+    return share
+
+
+def _of_strangers(seen: Observation, view: LayerView) -> float:
+    """Return the similarity of samples that had no part in a step with the span that it shows; 0 if not known."""
+    same = [] if seen.half is None else [each for each in seen.half.layers if each.name == view.name]
+    if not same or why_not_mixed(same[0]) or same[0].truth is None or view.truth is None:
+        return 0.0
+    count = len(same[0].rows_of_truth())
+    strangers = view.rows_of_truth().double()[count:]
+    return float(_inside(strangers - centre(strangers), basis_of(same[0])).mean()) if len(strangers) else 0.0
+
+
+def why_not_mixed(view: LayerView) -> str:
+    """Return why mixtures of rows cannot be had from a layer's message; empty if they can."""
+    if not view.is_linear or view.truth is None:
+        return "no layer whose gradient is a product of rows"
+    if view.inputs is None and view.formed is None:
+        return "nothing of it is sent"
+    shape = (
+        (view.deltas.shape[1], view.inputs.shape[1]) if view.inputs is not None and view.deltas is not None else None
+    )
+    largest = max(shape or view.weight.shape)
+    return "" if largest <= _MOST else f"its matrix is larger than {_MOST}, and was left out"
+
+
+def why_no_mixed_data(view: LayerView) -> str:
+    """Return why mixtures of the data cannot be had from a layer's message; empty if they can."""
+    if view.sends_rows:
+        return "the rows themselves are sent"
+    return why_not_mixed(view) or ("" if view.fed_by_data else "the layer's input is not data")
+
+
+def singular(view: LayerView) -> tuple[Tensor, Tensor, Tensor]:
+    """Return U, S and V^T of what is seen of a gradient, for as many singular values as the layer has rows."""
+    if view.inputs is not None and view.deltas is not None:
+        left, right = view.deltas.double(), view.inputs.double()
+        q, r = torch.linalg.qr(left.T)
+        p, s = torch.linalg.qr(right.T)
+        u, values, v = torch.linalg.svd(r @ s.T)
+        u, v = q @ u, v @ p.T
+    else:
+        u, values, v = torch.linalg.svd(view.gradient().double(), full_matrices=False)
+    rank = int((values > _TOLERANCE * values.max().clamp_min(1e-300)).sum())
+    count = min(rank, view.rows)
+    return u[:, :count], values[:count], v[:count]
+
+
+def basis_of(view: LayerView) -> Tensor:
+    """Return an orthonormal basis of the span, of shape (in, k)."""
+    return singular(view)[2].T

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from ..capture import LayerView, Observation
-from ..similarity import layer_input
-from .base import Attack, Budget, Result, register_attack
-from .span import why_not_mixed
-from .words import numbers_of
+from .base import Attack, Budget, Result, layer_input, register_attack
+from .rows import why_not_mixed
+from .shown import numbers_of
 
 Distance = Callable[[Tensor], Tensor]
 """Function from the vectors of tokens at all positions, (c, positions, width), to distances."""
@@ -33,8 +32,7 @@ class Tokens(Attack):
     source = "arXiv:2405.15586"
     share = 0.4
 
-    def applies(self, seen: Observation, view: LayerView | None) -> str:
-        assert view is not None
+    def applies(self, seen: Observation, view: LayerView) -> str:
         if not seen.batch.is_text or seen.batch.data.dim() != 2:
             return "the data are not texts of shape (samples, positions)"
         if view.layer != first_linear(seen):
@@ -45,8 +43,7 @@ class Tokens(Attack):
             return reason
         return "" if view.rows < view.rows_of_truth().shape[1] else "as many rows as the input has features, or more"
 
-    def run(self, seen: Observation, view: LayerView | None, budget: Budget) -> Result:
-        assert view is not None
+    def run(self, seen: Observation, view: LayerView, budget: Budget) -> Result:
         texts, counts = seen.batch.data, seen.batch.data != -1
         candidates, size = _candidates(seen)
         compare = _nearest(view, texts.shape) if view.sends_rows else _in_span(_common_basis(seen, view))

@@ -1,9 +1,13 @@
-"""Exact separation of the rows behind a ReLU (SPEAR, arXiv:2403.03945).
+"""Separation of mixed rows: exact behind a ReLU (SPEAR), or by independent components (Cocktail Party).
 
-With ``G = L R`` of rank b there is a matrix Q with ``D^T = L Q`` and ``A = Q^-1 R``. Behind a ReLU the columns of D^T
-have zeros, one for each inactive neuron. So: draw b - 1 rows of L, find the vector q that they are orthogonal to, and
-keep it if L q has many more zeros than these. It is a column of Q then, up to its scale, which does not change a
-picture; with a bias, ``grad b = D^T 1`` gives the scale.
+SPEAR (arXiv:2403.03945): with ``G = L R`` of rank b there is a matrix Q with ``D^T = L Q`` and ``A = Q^-1 R``. Behind a
+ReLU the columns of D^T have zeros, one for each inactive neuron. So: draw b - 1 rows of L, find the vector q that they
+are orthogonal to, and keep it if L q has many more zeros than these. It is a column of Q then, up to its scale, which
+does not change a picture; with a bias, ``grad b = D^T 1`` gives the scale.
+
+Cocktail Party (arXiv:2209.05578): the rows that are seen are mixtures ``R = M A`` of the samples. Pictures have
+distributions of values that are far from normal, their mixtures are closer to it: the fixed-point iteration of FastICA
+finds the combinations that are least so.
 """
 
 from __future__ import annotations
@@ -14,10 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from ..capture import LayerView, Observation
-from ..similarity import matched
-from .base import Attack, Budget, Result, register_attack
-from .rows import chance_of_rows, row_result
-from .span import singular, why_not_mixed
+from .base import Attack, Budget, Result, matched, register_attack
+from .rows import basis_of, chance_of_rows, row_result, singular, why_no_mixed_data
 
 MOST_ROWS = 24
 """Rows up to which the attack is tried: the draws that it takes double with each row."""
@@ -40,22 +42,16 @@ class Spear(Attack):
     share = 0.15
     slow = True
 
-    def applies(self, seen: Observation, view: LayerView | None) -> str:
-        assert view is not None
-        if view.sends_rows:
-            return "the rows themselves are sent"
-        if reason := why_not_mixed(view):
+    def applies(self, seen: Observation, view: LayerView) -> str:
+        if reason := why_no_mixed_data(view):
             return reason
-        if not view.fed_by_data:
-            return "the layer's input is not data"
         if view.rows > MOST_ROWS:
             return f"more than {MOST_ROWS} rows"
         if view.rows > 1 and not any(isinstance(module, nn.ReLU) for module in seen.batch.model.modules()):
             return "" if uses_function(seen.batch.model) else "the model has no ReLU"
         return ""
 
-    def run(self, seen: Observation, view: LayerView | None, budget: Budget) -> Result:
-        assert view is not None
+    def run(self, seen: Observation, view: LayerView, budget: Budget) -> Result:
         u, values, v = singular(view)
         truth = view.rows_of_truth()
         mixed = values[:, None] * v
@@ -194,3 +190,55 @@ def _independent(found: list[tuple[int, Tensor]], count: int) -> Tensor:
         if len(chosen) == count:
             break
     return torch.stack(chosen) if chosen else torch.empty(0, count)
+
+
+_ITERATIONS = 300
+_NUMBERS_A_ROW = 8  # values of a row for each row that is to be separated, at least
+
+
+@register_attack("components")
+class Components(Attack):
+    """Samples from mixtures of them, by independent component analysis."""
+
+    source = "arXiv:2209.05578"
+    slow = True
+
+    def applies(self, seen: Observation, view: LayerView) -> str:
+        if reason := why_no_mixed_data(view):
+            return reason
+        few = view.rows_of_truth().shape[1] < _NUMBERS_A_ROW * view.rows
+        return "too many rows for their width" if few else ""
+
+    def run(self, seen: Observation, view: LayerView, budget: Budget) -> Result:
+        truth = view.rows_of_truth()
+        found = separate(basis_of(view).T, budget)
+        best, scores = matched(found, truth)
+        return row_result(self.name, seen, view, best, scores, chance_of_rows(len(found), truth.shape[1]))
+
+
+def separate(mixed: Tensor, budget: Budget, seed: int = 0) -> Tensor:
+    """Return the independent components of rows.
+
+    Args:
+        mixed: orthonormal rows of shape (k, width).
+        budget: time limit.
+        seed: seed of the start.
+    """
+    centred = mixed - mixed.mean(1, keepdim=True)
+    width = mixed.shape[1]
+    values, vectors = torch.linalg.eigh(centred @ centred.T / width)
+    keep = values > 1e-10 * values.max()
+    whitening = vectors[:, keep].T / values[keep].sqrt()[:, None]
+    white = whitening @ centred
+    count = len(white)
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.linalg.qr(torch.randn(count, count, generator=generator, dtype=torch.float64).to(mixed))[0]
+    for number in budget.rounds():
+        outputs = torch.tanh(weights @ white)
+        update = outputs @ white.T / width - (1 - outputs.square()).mean(1, keepdim=True) * weights
+        left, _, right = torch.linalg.svd(update)
+        before, weights = weights, left @ right
+        if number + 1 >= _ITERATIONS or bool((1 - (weights * before).sum(1).abs() < 1e-9).all()):
+            break
+    found: Tensor = weights @ whitening @ mixed
+    return found
