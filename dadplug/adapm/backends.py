@@ -16,8 +16,7 @@ from ..errors import MismatchError
 from ..exchange import Traffic, open_transport
 from ..registry import Registry
 from ..signature import check_choice
-from .initialisers import Initialiser
-from .store import Block, Codes, Keys
+from .store import Block, Codes, Initialiser, Keys
 
 NO_PLACES = 'backend="adapm" does not report which keys are at a site'
 

@@ -18,8 +18,7 @@ from . import kernels
 from .backends import BACKENDS, NO_PLACES, Backend, Done, TableSpec
 from .bindings import BindingsBackend
 from .builtin import BuiltinBackend
-from .initialisers import Constant, Initialiser
-from .store import UNBOUNDED, Block, Keys
+from .store import UNBOUNDED, Block, Constant, Initialiser, Keys
 
 BACKENDS.register("builtin")(BuiltinBackend)
 BACKENDS.register("adapm")(BindingsBackend)
@@ -581,7 +580,7 @@ class ParameterManager:
             name: name of the table, for messages.
             width: number of values per key.
             rows: keys are 0 to rows - 1; None for any key of at least 0, with values that are created at first use.
-            initialiser: initialiser of the values, see `dadplug.adapm.initialisers`; None for zeros.
+            initialiser: initialiser of the values, see `dadplug.adapm.store`; None for zeros.
             capacity: number of keys for which this site reserves memory at first.
             max_rows: maximum number of keys that this site keeps. Above it, the least recently used keys that it owns
                 are evicted with all that has been pushed to them; when they are used again, they start with their

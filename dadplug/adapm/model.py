@@ -19,11 +19,10 @@ from ..lowrank import sparse
 from ..model_sync.structure import mark_managed, without_managed
 from ..reduction import GradientReduction
 from ..signature import check_choice
-from .initialisers import Initialiser, Normal
-from .managed_weight import ManagedEmbedding, ManagedEmbeddingBag, ManagedWeight, RowSteps, group_of
+from .managed_weight import ManagedEmbedding, ManagedEmbeddingBag, ManagedWeight, RowSteps, group_of, row_optimizer_for
 from .manager import ParameterManager
 from .recorder import Recorder
-from .row_optimizers import row_optimizer_for
+from .store import Initialiser, Normal
 
 _POLL = 0.1  # seconds between checks whether the reading thread of a loader has to stop
 

@@ -26,7 +26,7 @@ from ..errors import IntentError
 from ..hooks.capture import ForwardOverride, overridden
 from ..jit import njit
 from ..lowrank import kernels
-from .initialisers import STEP
+from .store import STEP
 
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent)

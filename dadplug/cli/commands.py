@@ -24,7 +24,7 @@ from typing import Any
 from ..errors import KitError, SiteError
 from ..hub.pki.project import AUTHORITY, HUB, Project
 from ..registry import import_named
-from .arguments import Declaration, add_kit_argument, argument, group, place_of, plain_errors
+from . import Declaration, add_kit_argument, argument, group, place_of, plain_errors
 
 ERRORS = (KitError, SiteError, ImportError, OSError)  # errors that a user can fix: no traceback
 

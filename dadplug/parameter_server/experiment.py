@@ -23,7 +23,7 @@ from ..hogwild.training import choose_start, quiet_fork
 from ..models import build_model
 from ..processes import Child
 from ..signature import whole_number
-from .options import ServerOptions
+from .connect import ServerOptions
 from .server import ParameterServer
 
 _Report = tuple[list[float], float, dict[str, Tensor]]

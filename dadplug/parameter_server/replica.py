@@ -20,7 +20,7 @@ from ..model_sync.sameness import tensors_of
 from ..model_sync.structure import is_managed
 from ..model_sync.tables import tables_with_max_norm
 from .gradients import ContributionCodec, ModelGradients
-from .log import Commit
+from .streams import Commit
 
 Settings = list[dict[str, Any]]
 """By parameter group, the values of its settings by name: learning rate, momentum, betas and so on."""

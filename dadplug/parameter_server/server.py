@@ -25,6 +25,7 @@ from ..signature import check_choice, takes_keywords_of
 from .connect import (
     ReturnedSites,
     ReturnedTransport,
+    ServerOptions,
     gather_workers,
     largest_message,
     open_log,
@@ -32,11 +33,9 @@ from .connect import (
 )
 from .dealing import LogLink, OwnLoader, SharedLoader, SiteLoader
 from .gradients import ContributionCodec, ModelGradients, UnsentGradients
-from .log import Commit
-from .options import ServerOptions
 from .replica import ANY_STATE, LoggedOptimizer, Replica, check_site_model
 from .service import SequencerService
-from .streams import Kind
+from .streams import Commit, Kind
 
 _log = get_logger(__name__)
 _DETACHED = "it has called detach()"

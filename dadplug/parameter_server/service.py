@@ -24,9 +24,8 @@ from ..exchange.handshake import listen
 from ..hub.secure.secure_socket import read_exactly, write_all
 from ..signature import check_choice
 from .dealing import DEALS, Answer, OwnDealer, SharedDealer
-from .log import HUB
 from .sequencer import Decision, Sequencer, make_rules
-from .streams import Frame, FrameLoop, Kind
+from .streams import HUB, Frame, FrameLoop, Kind
 
 VERSION = 1  # of the messages between a site and the hub, and of the frames that follow them
 KEY_CHARACTERS = 32

@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from ...errors import MismatchError
 from ...exchange import Transport
-from ...hogwild.dealing import settings_of, with_batches
+from ...hogwild.training import settings_of, with_batches
 from ..loaders import DelegatingLoader, SiteSampler, fingerprint
 
 

@@ -23,7 +23,7 @@ import dadplug
 from dadplug.errors import NonFiniteError
 from dadplug.model_sync.samples import SampleCounter
 from dadplug.parameter_server import server as server_module
-from dadplug.parameter_server.batch_norm import CommittedBatchNorms
+from dadplug.parameter_server.gradients import CommittedBatchNorms
 from dadplug.parameter_server.streams import Kind
 
 

@@ -11,9 +11,8 @@ import pytest
 from dadplug import MismatchError, SiteError
 from dadplug.exchange import Traffic, codec
 from dadplug.parameter_server.connect import ReturnedSites
-from dadplug.parameter_server.log import HUB, Holder, Log
 from dadplug.parameter_server.service import Donors, SequencerService, Settings
-from dadplug.parameter_server.streams import Frame, Kind, _Stream
+from dadplug.parameter_server.streams import HUB, Frame, Holder, Kind, Log, _Stream
 
 SECONDS = 60.0
 

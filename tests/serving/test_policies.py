@@ -14,8 +14,7 @@ from served import patient_predictor
 from dadplug.errors import UnavailableError
 from dadplug.serving import FeedbackError
 from dadplug.serving.cache import Ticket
-from dadplug.serving.feedback import FeedbackJournal, Record
-from dadplug.serving.policies import Choice, Exp3, Exp4, Fixed, policy_of
+from dadplug.serving.policies import Choice, Exp3, Exp4, FeedbackJournal, Fixed, Record, policy_of
 from dadplug.serving.served_model import BatchLimit, RequestQueue, measured_latency
 
 MODELS = ("a", "b", "c")
