@@ -718,34 +718,10 @@ class RowSteps:
     def _unweighted(self) -> list[str]:
         return [name for name, weight in self._managed.items() if weight.needs_share]
 
-    def begin(self, args: Any, kwargs: Any) -> Any:
-        """Hide the gradients of managed weights from the optimizer, also those that a closure computes.
-
-        Args:
-            args: positional arguments of ``step``, with the optimizer.
-            kwargs: keyword arguments of ``step``.
-
-        Returns:
-            The arguments that replace them; None if they do not change.
-        """
-        closures = {id(each): self._hiding(each) for each in (*args[1:], *kwargs.values()) if callable(each)}
-        if not closures:
-            self._hide()
-            return None
-        args = tuple(closures.get(id(each), each) for each in args)
-        return args, {name: closures.get(id(each), each) for name, each in kwargs.items()}
-
-    def _hiding(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        def call() -> Any:
-            self._show()
-            result = closure()
-            self._hide()
-            return result
-
-        return call
-
-    def _hide(self) -> None:
+    def hide(self) -> None:
+        """Hide the gradients of managed weights from the update of the optimizer."""
         self.finish("optimizer.step()")
+        self._hidden = {}
         for name, weight in self._managed.items():
             if weight.parameter.grad is not None:
                 self._hidden[name], weight.parameter.grad = weight.parameter.grad, None

@@ -16,7 +16,7 @@ from torch.optim.optimizer import Optimizer
 
 from ..errors import IntentError
 from ..lowrank import sparse
-from ..model_sync.structure import mark_managed, without_managed
+from ..model_sync.structure import before_update, mark_managed, without_managed
 from ..reduction import GradientReduction
 from ..signature import check_choice
 from .managed_weight import ManagedEmbedding, ManagedEmbeddingBag, ManagedWeight, RowSteps, group_of, row_optimizer_for
@@ -392,22 +392,23 @@ def _make_reduction(
 
 
 def _register_hooks(model: AdaModel, optimizer: Optimizer) -> list[Any]:
-    """Register hooks before and after the optimizer's step; they hold a weak reference to the model.
+    """Register hooks before the optimizer's update and after its step; they hold a weak reference to the model.
 
     So an optimizer that outlives the model does not keep the tables.
     """
     reference = weakref.ref(model)
 
-    def begin(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    def hide() -> None:
         model = reference()
-        return None if model is None else model._steps.begin(args, kwargs)
+        if model is not None:
+            model._steps.hide()
 
     def step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         model = reference()
         if model is not None:
             model.step_managed(optimizer)
 
-    return [optimizer.register_step_pre_hook(begin), optimizer.register_step_post_hook(step)]
+    return [before_update(optimizer, hide), optimizer.register_step_post_hook(step)]
 
 
 def _with_zeros(first: Initialiser, zeros: list[int]) -> Initialiser:

@@ -23,6 +23,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from ..errors import MismatchError
 from ..exchange import Traffic, Transport
 from ..exchange.codec import register
+from ..model_sync.structure import before_update
 from ..signature import whole_number
 from .goodput import BatchLimits, BatchSplit, Measurement, Period, choose, fit, initial_split
 from .loader import ElasticDataLoader, check_sampler, order_of_sampler
@@ -678,39 +679,22 @@ class AdaScale:
         self._scheduled = 0  # steps of the scheduler
         self._rates: list[Any] | None = None  # learning rates while they are scaled
         self._hooks = [
-            optimizer.register_step_pre_hook(self._before_step),
+            before_update(optimizer, self._scale),
             optimizer.register_step_post_hook(self._after_step),
         ]
 
     # Hooks of the optimizer
 
-    def _before_step(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Scale the learning rates; with a closure, after it has computed the gradients."""
-        self._restore()  # the last step may have failed
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first one is the optimizer
-        if closure is None:
-            self._scale()
-            return None
-        scaled = self._after(closure)
-        return ((args[0], scaled, *args[2:]), kwargs) if len(args) > 1 else (args, kwargs | {"closure": scaled})
-
-    def _after(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        def scaled() -> Any:
-            result = closure()
-            self._scale()
-            return result
-
-        return scaled
-
     def _scale(self) -> None:
+        """Scale the learning rates."""
         if self._noise.base_batch is None and self._noise.batch:
             self._noise.base_batch = self._noise.batch
         self.gain = self._noise.gain()
         self.factor = self.gain if self._rule == "linear" else math.sqrt(self.gain)
-        if self._rates is None:
-            self._rates = [group["lr"] for group in self.optimizer.param_groups]
-            for group in self.optimizer.param_groups:
-                group["lr"] = group["lr"] * self.factor
+        self._restore()  # the last step may have failed
+        self._rates = [group["lr"] for group in self.optimizer.param_groups]
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["lr"] * self.factor
 
     def _after_step(self, *_: Any) -> None:
         if self._rates is not None:

@@ -290,13 +290,11 @@ def draw(rows: Sequence[Row], title: str, path: str | Path) -> None:
         ImportError: if matplotlib is not installed.
     """
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
         from matplotlib.ticker import LogLocator, NullFormatter
     except ImportError as error:
         raise ImportError("the picture needs matplotlib: pip install 'dadplug[examples]'") from error
     figure: Any = Figure(figsize=(10, 4.8), layout="constrained")
-    FigureCanvasAgg(figure)
     by_time, by_bytes = figure.subplots(1, 2, sharey=True)
     for place, row in enumerate(rows):
         for number, run in enumerate(row.runs):

@@ -31,124 +31,81 @@ from ..signature import whole_number
 # Strategies
 
 
+@dataclass
 class Trainer:
-    """A model in training; without further methods in one process alone.
-
-    Args:
-        model: the model.
-        optimizer: its optimizer.
+    """A model in training.
 
     Attributes:
         model: module to call in training.
+        optimizer: its optimizer.
+        step: follows a backward pass: exchanges what the strategy exchanges, and changes the parameters.
+        bytes_sent: returns the payload bytes that this process has sent so far.
+        end_lap: ends a lap, after which processes wait for each other; the time of it counts.
+        close: removes the strategy from the model, once all processes have made their last step.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
-        self.model = model
-        self.optimizer = optimizer
-
-    def step(self) -> None:
-        """Follow a backward pass: exchange what the strategy exchanges, and change the parameters."""
-        self.optimizer.step()
-
-    def end_lap(self) -> None:
-        """End a lap, after which processes wait for each other; the time of it counts."""
-
-    @property
-    def bytes_sent(self) -> int:
-        """Payload bytes that this process has sent so far."""
-        return 0
-
-    def close(self) -> None:
-        """Remove the strategy from the model, once all processes have made their last step."""
+    model: nn.Module
+    optimizer: Optimizer
+    step: Callable[[], object]
+    bytes_sent: Callable[[], int] = int
+    end_lap: Callable[[], object] = lambda: None
+    close: Callable[[], object] = lambda: None
 
 
-class DDPTrainer(Trainer):
-    """A model in training by DistributedDataParallel, whose all-reduce goes round a ring."""
-
-    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
-        super().__init__(DistributedDataParallel(model), optimizer)
-        sizes = (p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-        self._bytes_a_step = 2 * (dist.get_world_size() - 1) * sum(sizes) // dist.get_world_size()
-        self._steps = 0
-
-    def step(self) -> None:
-        super().step()
-        self._steps += 1
-
-    @property
-    def bytes_sent(self) -> int:
-        """Payload bytes of the ring all-reduces so far, by their formula: torch counts none."""
-        return self._steps * self._bytes_a_step
+def train_alone(model: nn.Module, optimizer: Optimizer) -> Trainer:
+    """Train in one process alone."""
+    return Trainer(model, optimizer, optimizer.step)
 
 
-class ReductionTrainer(Trainer):
-    """A model in training with a `GradientReduction`, which gets the options."""
+def train_by_ddp(model: nn.Module, optimizer: Optimizer) -> Trainer:
+    """Train by DistributedDataParallel, whose all-reduce goes round a ring.
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, **options: Any) -> None:
-        super().__init__(model, optimizer)
-        self.reduction = GradientReduction(model, **options)
+    Payload bytes are those of the ring all-reduces by their formula: torch counts none.
+    """
+    sizes = (p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    bytes_a_step = 2 * (dist.get_world_size() - 1) * sum(sizes) // dist.get_world_size()
+    steps = 0
 
-    def step(self) -> None:
-        self.reduction.synchronize()
-        super().step()
+    def step() -> None:
+        nonlocal steps
+        optimizer.step()
+        steps += 1
 
-    @property
-    def bytes_sent(self) -> int:
-        return self.reduction.traffic.bytes_in_steps
-
-    def close(self) -> None:
-        self.reduction.detach(discard=True)
+    return Trainer(DistributedDataParallel(model), optimizer, step, lambda: steps * bytes_a_step)
 
 
-class LocalTrainer(Trainer):
-    """A model in training with a `LocalSGD`, which gets the options."""
+def train_by_reduction(model: nn.Module, optimizer: Optimizer, **options: Any) -> Trainer:
+    """Train with a `GradientReduction`, which gets the options."""
+    reduction = GradientReduction(model, **options)
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, **options: Any) -> None:
-        super().__init__(model, optimizer)
-        self.local = LocalSGD(model, optimizer, **options)
+    def step() -> None:
+        reduction.synchronize()
+        optimizer.step()
 
-    def step(self) -> None:
-        self.local.step()
-
-    @property
-    def bytes_sent(self) -> int:
-        return self.local.traffic.bytes_in_steps
-
-    def close(self) -> None:
-        self.local.finish()
-        self.local.detach()
+    close = partial(reduction.detach, discard=True)
+    return Trainer(model, optimizer, step, lambda: reduction.traffic.bytes_in_steps, close=close)
 
 
-class ServerTrainer(Trainer):
-    """A model in training with a `ParameterServer`, which gets the options."""
+def train_locally(model: nn.Module, optimizer: Optimizer, **options: Any) -> Trainer:
+    """Train with a `LocalSGD`, which gets the options."""
+    local = LocalSGD(model, optimizer, **options)
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, **options: Any) -> None:
-        super().__init__(model, optimizer)
-        self.server = ParameterServer(model, optimizer, **options)
+    def close() -> None:
+        local.finish()
+        local.detach()
 
-    def step(self) -> None:
-        self.server.step()
-
-    def end_lap(self) -> None:
-        self.server.finish()
-
-    @property
-    def bytes_sent(self) -> int:
-        return self.server.traffic.total_bytes_sent
-
-    def close(self) -> None:
-        self.server.detach()
+    return Trainer(model, optimizer, local.step, lambda: local.traffic.bytes_in_steps, close=close)
 
 
-class HogwildTrainer(Trainer):
-    """A model in training by a `Hogwild` of connected processes."""
+def train_by_server(model: nn.Module, optimizer: Optimizer, **options: Any) -> Trainer:
+    """Train with a `ParameterServer`, which gets the options."""
+    server = ParameterServer(model, optimizer, **options)
+    return Trainer(model, optimizer, server.step, lambda: server.traffic.total_bytes_sent, server.finish, server.detach)
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
-        super().__init__(model, optimizer)
-        self.hogwild = Hogwild(model, optimizer)
 
-    def close(self) -> None:
-        self.hogwild.finish()
+def train_by_hogwild(model: nn.Module, optimizer: Optimizer) -> Trainer:
+    """Train by a `Hogwild` of connected processes."""
+    return Trainer(model, optimizer, optimizer.step, close=Hogwild(model, optimizer).finish)
 
 
 @dataclass(frozen=True)
@@ -221,25 +178,25 @@ class SharedMemory(Strategy):
 
 
 STRATEGIES: Registry[str, Strategy] = Registry("way to train")
-STRATEGIES.register("alone")(Alone("alone, 1 thread", Trainer))
-STRATEGIES.register("threads")(Alone("alone, all threads", Trainer, all_threads=True))
-STRATEGIES.register("ddp")(Strategy("DDP", DDPTrainer))
-STRATEGIES.register("dad")(Strategy("dad", partial(ReductionTrainer, mode="dad")))
+STRATEGIES.register("alone")(Alone("alone, 1 thread", train_alone))
+STRATEGIES.register("threads")(Alone("alone, all threads", train_alone, all_threads=True))
+STRATEGIES.register("ddp")(Strategy("DDP", train_by_ddp))
+STRATEGIES.register("dad")(Strategy("dad", partial(train_by_reduction, mode="dad")))
 STRATEGIES.register("rankdad")(
-    Strategy("rankdad, rank 8, bf16", partial(ReductionTrainer, mode="rankdad", rank=8, wire="bf16"))
+    Strategy("rankdad, rank 8, bf16", partial(train_by_reduction, mode="rankdad", rank=8, wire="bf16"))
 )
-STRATEGIES.register("hogwild")(SharedMemory("Hogwild!", HogwildTrainer))
+STRATEGIES.register("hogwild")(SharedMemory("Hogwild!", train_by_hogwild))
 STRATEGIES.register("localsgd")(
-    Strategy("local SGD, every 16 steps, bf16", partial(LocalTrainer, every=16, wire="bf16"))
+    Strategy("local SGD, every 16 steps, bf16", partial(train_locally, every=16, wire="bf16"))
 )
 STRATEGIES.register("diloco")(
     Strategy(
         "DiLoCo, every 32 steps, bf16",
-        partial(LocalTrainer, every=32, outer_lr=0.7, outer_momentum=0.9, wire="bf16"),
+        partial(train_locally, every=32, outer_lr=0.7, outer_momentum=0.9, wire="bf16"),
     )
 )
 STRATEGIES.register("server")(
-    Strategy("parameter server, rank 8, bf16", partial(ServerTrainer, mode="rankdad", rank=8, wire="bf16"))
+    Strategy("parameter server, rank 8, bf16", partial(train_by_server, mode="rankdad", rank=8, wire="bf16"))
 )
 
 
@@ -429,13 +386,13 @@ def run_trial(strategy: Strategy, task: Task, seconds: float, seed: int, rank: i
     trainer = strategy.attach(model, optimizer)
     batches = task.batches(rank, world_size, seed)
     _train(trainer, criterion, batches, WARM_UP)
-    clock, sent = _Clock(seconds), trainer.bytes_sent
+    clock, sent = _Clock(seconds), trainer.bytes_sent()
     points = [Point(0.0, 0.0, 0, task.evaluate(model, criterion))]
     while steps := clock.next_lap():
         with clock.timed(steps):
             _train(trainer, criterion, batches, steps)
         if rank == 0:
-            megabytes = (trainer.bytes_sent - sent) / 1e6
+            megabytes = (trainer.bytes_sent() - sent) / 1e6
             points.append(Point(clock.seconds, megabytes, clock.steps, task.evaluate(model, criterion)))
     trainer.close()
     if not all(math.isfinite(point.loss) for point in points):

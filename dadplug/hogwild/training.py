@@ -20,9 +20,9 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,6 +32,8 @@ from ..cores import available_cores
 from ..errors import ProcessFailedError
 from ..exchange import DEFAULT_TIMEOUT
 from ..exchange.deadline import check_seconds
+from ..model_sync.structure import before_update
+from ..processes import Child
 from ..signature import OptionSet, check_choice, option, whole_number
 from .layout import Layout, check_model, check_optimizer, coalesce_gradients, create_state, divides_by_state, keep_state
 from .memory import Board, Progress, SharedMemory, check_equal, check_system, connected, share
@@ -200,11 +202,26 @@ class _Interpreter(subprocess.Popen[bytes]):
             self.wait(timeout)
 
 
-class _Worker(NamedTuple):
-    """Started process, with the pipe for its result."""
+class _Spawned(Child):
+    """Process in a new interpreter, with the pipe for its result.
 
-    process: BaseProcess | _Interpreter
-    pipe: Connection
+    Args:
+        rank: its number.
+        training: object whose copy trains in it.
+        payload: the file that `_pack` has written.
+    """
+
+    def __init__(self, rank: int, training: Hogwild, payload: SharedMemory) -> None:
+        self.pipe, pipe = multiprocessing.Pipe(duplex=False)
+        threads = str(training.threads)
+        environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "DADPLUG_HOGWILD_RANK": str(rank)}
+        with pipe:
+            self.process = _Interpreter(
+                [sys.executable, "-c", _PROGRAM.format(path=sys.path, pipe=pipe.fileno(), payload=payload.descriptor)],
+                env=os.environ | environment,
+                pass_fds=(pipe.fileno(), payload.descriptor, training._descriptor),
+                stdin=subprocess.DEVNULL,
+            )
 
 
 def choose_start(threads: int) -> str:
@@ -274,15 +291,14 @@ def run_workers(
         TypeError: if the function or its arguments cannot be copied to a new interpreter.
     """
     payload = _pack(training, function, args) if start == "spawn" else None
-    workers: list[_Worker] = []
+    workers: list[Child] = []
     try:
         for rank in range(training.processes):
-            ours, theirs = multiprocessing.Pipe(duplex=False)
-            with theirs:
-                if payload is None:
-                    workers.append(_Worker(_fork(rank, theirs, training, function, args), ours))
-                else:
-                    workers.append(_Worker(_spawn(rank, theirs, training, payload), ours))
+            if payload is None:
+                with quiet_fork():
+                    workers.append(Child(_train, rank, training, function, args, method="fork"))
+            else:
+                workers.append(_Spawned(rank, training, payload))
         return _collect(workers, board)
     finally:
         with _uninterrupted():
@@ -307,27 +323,6 @@ def _uninterrupted() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _fork(
-    rank: int, pipe: Connection, training: Hogwild, function: Callable[..., Any], args: tuple[Any, ...]
-) -> BaseProcess:
-    process = multiprocessing.get_context("fork").Process(
-        target=_train, args=(rank, pipe, training, function, args), name=f"hogwild-{rank}"
-    )
-    with quiet_fork():
-        process.start()
-    return process
-
-
-def _spawn(rank: int, pipe: Connection, training: Hogwild, payload: SharedMemory) -> _Interpreter:
-    threads = str(training.threads)
-    return _Interpreter(
-        [sys.executable, "-c", _PROGRAM.format(path=sys.path, pipe=pipe.fileno(), payload=payload.descriptor)],
-        env=os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "DADPLUG_HOGWILD_RANK": str(rank)},
-        pass_fds=(pipe.fileno(), payload.descriptor, training._descriptor),
-        stdin=subprocess.DEVNULL,
-    )
 
 
 def _pack(training: Hogwild, function: Callable[..., Any], args: tuple[Any, ...]) -> SharedMemory:
@@ -365,10 +360,10 @@ def main(pipe: int, payload: int) -> None:
         return
     del content
     torch.set_rng_state(generator)
-    _train(int(os.environ["DADPLUG_HOGWILD_RANK"]), connection, training, function, args)
+    _train(connection, int(os.environ["DADPLUG_HOGWILD_RANK"]), training, function, args)
 
 
-def _train(rank: int, pipe: Connection, training: Hogwild, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _train(pipe: Connection, rank: int, training: Hogwild, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """Call the function in a started process, and send its result or its traceback."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the first one ends the others
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -396,12 +391,13 @@ def _seed(seed: int) -> None:
         numpy.random.seed(seed % 2**32)
 
 
-def _collect(workers: list[_Worker], board: Board) -> tuple[list[Any], list[dict[str, Any]]]:
+def _collect(workers: list[Child], board: Board) -> tuple[list[Any], list[dict[str, Any]]]:
     results: dict[int, Any] = {}
     while len(results) < len(workers):
         waiting = {rank: worker for rank, worker in enumerate(workers) if rank not in results}
         wait([worker.pipe for worker in waiting.values()], _POLL)
-        for rank, (process, pipe) in waiting.items():
+        for rank, worker in waiting.items():
+            process, pipe = worker.process, worker.pipe
             ended = process.exitcode is not None
             if pipe.poll():
                 try:
@@ -419,7 +415,7 @@ def _collect(workers: list[_Worker], board: Board) -> tuple[list[Any], list[dict
     return [results[rank][0] for rank in range(len(workers))], results[0][1]
 
 
-def _killed(rank: int, process: BaseProcess | _Interpreter, board: Board) -> str:
+def _killed(rank: int, process: Any, board: Board) -> str:
     status = process.exitcode
     if status is not None and status < 0:
         cause = f"was killed by {signal.Signals(-status).name}"
@@ -615,7 +611,7 @@ class Hogwild:
         layout.board.join(self.rank, self._parent)
         self._hooks.append(self.model.register_load_state_dict_post_hook(layout.give_counters))
         for optimizer in self.optimizers:
-            self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
+            self._hooks.append(before_update(optimizer, partial(self._count, optimizer)))
             if self._state == "shared":
                 self._hooks += keep_state(optimizer, layout.counts.give)
             if self._state == "shared" and divides_by_state(optimizer):
@@ -718,23 +714,8 @@ class Hogwild:
             raise RuntimeError("no training runs: call this in a function that Hogwild.run() calls in each process")
         return self._layout
 
-    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
-        """Take the numbers of a step, before it or, with a closure, after the gradients have been computed."""
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
-            self._count(optimizer)
-            return None
-
-        def counted() -> Any:
-            loss = closure()
-            self._count(optimizer)
-            return loss
-
-        if len(args) > 1:
-            return (args[0], counted, *args[2:]), kwargs
-        return args, kwargs | {"closure": counted}
-
     def _count(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take the numbers of a step."""
         layout = self._required()
         turns = self._state == "shared" and divides_by_state(optimizer)
         if turns:
