@@ -178,27 +178,21 @@ class SharedMemory(Strategy):
 
 
 STRATEGIES: Registry[str, Strategy] = Registry("way to train")
-STRATEGIES.register("alone")(Alone("alone, 1 thread", train_alone))
-STRATEGIES.register("threads")(Alone("alone, all threads", train_alone, all_threads=True))
-STRATEGIES.register("ddp")(Strategy("DDP", train_by_ddp))
-STRATEGIES.register("dad")(Strategy("dad", partial(train_by_reduction, mode="dad")))
-STRATEGIES.register("rankdad")(
-    Strategy("rankdad, rank 8, bf16", partial(train_by_reduction, mode="rankdad", rank=8, wire="bf16"))
-)
-STRATEGIES.register("hogwild")(SharedMemory("Hogwild!", train_by_hogwild))
-STRATEGIES.register("localsgd")(
-    Strategy("local SGD, every 16 steps, bf16", partial(train_locally, every=16, wire="bf16"))
-)
-STRATEGIES.register("diloco")(
-    Strategy(
+for _name, _strategy in {
+    "alone": Alone("alone, 1 thread", train_alone),
+    "threads": Alone("alone, all threads", train_alone, all_threads=True),
+    "ddp": Strategy("DDP", train_by_ddp),
+    "dad": Strategy("dad", partial(train_by_reduction, mode="dad")),
+    "rankdad": Strategy("rankdad, rank 8, bf16", partial(train_by_reduction, mode="rankdad", rank=8, wire="bf16")),
+    "hogwild": SharedMemory("Hogwild!", train_by_hogwild),
+    "localsgd": Strategy("local SGD, every 16 steps, bf16", partial(train_locally, every=16, wire="bf16")),
+    "diloco": Strategy(
         "DiLoCo, every 32 steps, bf16",
         partial(train_locally, every=32, outer_lr=0.7, outer_momentum=0.9, wire="bf16"),
-    )
-)
-STRATEGIES.register("server")(
-    Strategy("parameter server, rank 8, bf16", partial(train_by_server, mode="rankdad", rank=8, wire="bf16"))
-)
-
+    ),
+    "server": Strategy("parameter server, rank 8, bf16", partial(train_by_server, mode="rankdad", rank=8, wire="bf16")),
+}.items():
+    STRATEGIES.register(_name)(_strategy)
 
 # A trial
 

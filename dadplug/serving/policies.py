@@ -298,6 +298,10 @@ Array = np.ndarray[Any, Any]
 Combined = tuple[Array, int | None, str, float]  # output, label, model and confidence, as in a `Prediction`
 
 
+TASKS: Registry[str, type[Task]] = Registry("task")
+
+
+@TASKS.register("classification")
 class Classification:
     """Outputs are scores of classes; the class with the largest score is a model's vote."""
 
@@ -349,6 +353,7 @@ class Classification:
         return float(y != kept[0])
 
 
+@TASKS.register("regression")
 class Regression:
     """Outputs are numbers; the answer is their weighted mean.
 
@@ -413,9 +418,6 @@ class Regression:
 
 
 Task = Classification | Regression
-TASKS: Registry[str, type[Task]] = Registry("task")
-TASKS.register("classification")(Classification)
-TASKS.register("regression")(Regression)
 
 
 def task_of(name: str, scale: float) -> Task:
