@@ -67,12 +67,10 @@ class TableEngine(ABC):
     Attributes:
         locates_keys: whether `here` and `states` are supported.
         clock: clock of this site.
-        counts: numbers of keys by event, see `ParameterManager.counts`.
     """
 
     locates_keys: ClassVar[bool] = True
     clock: int
-    counts: dict[str, int]
 
     @abstractmethod
     def pull(self, table: int, keys: Keys, out: Block) -> int | Done | None:
@@ -212,9 +210,9 @@ class Backend(ABC):
         """Advance the clock by one; return the new value."""
 
     @property
+    @abstractmethod
     def counts(self) -> dict[str, int]:
         """Numbers of keys by event, see `ParameterManager.counts`."""
-        return dict(self.engine.counts)
 
     @abstractmethod
     def intend(self, table: int, keys: Keys, start: int, end: int) -> None:

@@ -40,7 +40,7 @@ from .service import (
     read_message,
     write_message,
 )
-from .streams import Holder, Log
+from .streams import Log
 
 # Options
 
@@ -209,8 +209,7 @@ def open_log(
     settings = Settings(tuple(workers), rules, options.deal, in_trainer, limit, silence, timeout)
     if (stream := transport.open_hub_stream(timeout)) is not None:
         key = start_at_hub(transport, stream, settings)
-        holder = Holder.at_hub(stream.hub, stream.check)
-        log = Log(stream.connected, holder, sites, limit, silence, timeout, traffic)
+        log = Log(stream.connected, sites, limit, silence, timeout, traffic, hub=stream)
         return log, None, f"{_SEQUENCER_AT_HUB}{transport.dialed_by}/{key}"
     own, served = _connect_star(transport, timeout)
     service, address = None, ("", "")
@@ -220,7 +219,7 @@ def open_log(
     place, token = transport.gather_objects(address)[0]
     place = f"{_OVER_HUB}{transport.dialed_by}" if transport.dialed_by else place
     delayed = service.blocks_others if service else bool
-    log = Log(own, Holder.at_site(sites, 0, timeout), sites, limit, silence, timeout, traffic, delayed=delayed)
+    log = Log(own, sites, limit, silence, timeout, traffic, delayed=delayed)
     return log, service, f"{place}/{token}" if token else ""
 
 
@@ -373,18 +372,18 @@ def return_to_log(
         SiteError: if the training cannot be reached.
     """
     timeout = options.timeout
-    connected, sites, holder = _dial(address, timeout)
+    connected, sites, hub = _dial(address, timeout)
     check_allowed(options.of_reduction())  # a kit restricts it
-    log = Log(connected, holder, sites, limit, options.site_timeout, timeout, traffic, returns=True)
+    log = Log(connected, sites, limit, options.site_timeout, timeout, traffic, hub=hub, returns=True)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     return log, ReturnedTransport(sites, traffic, device, timeout, log)
 
 
-def _dial(address: str, timeout: float) -> tuple[socket.socket, ReturnedSites, Holder]:
+def _dial(address: str, timeout: float) -> tuple[socket.socket, ReturnedSites, StreamToHub | None]:
     """Connect to the site that has the sequencer, directly or over the hub, or to the hub that has it.
 
     Returns:
-        The socket, the sites by name, and the holder of the sequencer.
+        The socket, the sites by name, and the stream where the hub has the sequencer.
     """
     try:
         place, token, last = address.rsplit("/", 2)
@@ -397,7 +396,8 @@ def _dial(address: str, timeout: float) -> tuple[socket.socket, ReturnedSites, H
         raise ValueError(f"rejoin should be the return_address of a ParameterServer, got {address!r}") from error
     try:
         if place.startswith(_SEQUENCER_AT_HUB):
-            return _return_to_hub(place.removeprefix(_SEQUENCER_AT_HUB), rank, token, timeout)
+            stream, sites = _return_to_hub(place.removeprefix(_SEQUENCER_AT_HUB), rank, token, timeout)
+            return stream.connected, sites, stream
         if place.startswith(_OVER_HUB):
             connected = _dial_hub(place.removeprefix(_OVER_HUB), timeout).dial(0)
         else:
@@ -407,11 +407,14 @@ def _dial(address: str, timeout: float) -> tuple[socket.socket, ReturnedSites, H
         sites = ReturnedSites(rank, read_message(connected, MOST_NAMES))
     except (OSError, DamagedError) as error:
         raise SiteError(f"the training at {place} cannot be reached, it may have ended: {error}") from error
-    return connected, sites, Holder.at_site(sites, 0, timeout)
+    return connected, sites, None
 
 
-def _return_to_hub(folder: str, rank: int, key: str, timeout: float) -> tuple[socket.socket, ReturnedSites, Holder]:
+def _return_to_hub(folder: str, rank: int, key: str, timeout: float) -> tuple[StreamToHub, ReturnedSites]:
     """Connect to the hub that has the sequencer.
+
+    Returns:
+        The stream, and the sites by name.
 
     Raises:
         SiteError: if there is no such training.
@@ -430,7 +433,7 @@ def _return_to_hub(folder: str, rank: int, key: str, timeout: float) -> tuple[so
     problem, names = _read_answer(stream.connected)
     if problem:
         raise SiteError(f"the training at {stream.hub} cannot be reached: {problem}")
-    return stream.connected, ReturnedSites(rank, names), Holder.at_hub(stream.hub, stream.check)
+    return stream, ReturnedSites(rank, names)
 
 
 def _dial_hub(folder: str, timeout: float) -> Tunnel:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from ..errors import ProcessFailedError
 from ..exchange import connect
 from ..exchange.handshake import free_port
-from ..hogwild.experiment import Criterion, evaluate
+from ..hogwild import Criterion, evaluate
 from ..hogwild.training import choose_start, quiet_fork
 from ..models import build_model
 from ..processes import Child

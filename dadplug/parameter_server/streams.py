@@ -20,6 +20,7 @@ from ..exchange.deadline import Deadline
 from ..exchange.failure_reports import PeerNames
 from ..exchange.handshake import close_in_children
 from ..exchange.sockets import Outgoing, WakePipe
+from ..exchange.transport import StreamToHub
 from ..logs import get_logger
 from .sequencer import Decision, Entry
 
@@ -468,58 +469,6 @@ _LOOK_SECONDS = 1.0  # between two looks whether the hub is away
 HUB = -1  # in place of a rank: the hub
 
 
-class Holder(NamedTuple):
-    """Place that has the sequencer: a site or the hub.
-
-    Attributes:
-        rank: rank of the site; `HUB` for the hub.
-        name: its name.
-        lost: converts the error of the connection to it into one that says what was lost.
-    """
-
-    rank: int
-    name: str
-    lost: Callable[[Exception], SiteError]
-
-    @classmethod
-    def at_site(cls, sites: PeerNames, rank: int, timeout: float) -> Holder:
-        """Return the holder that is a site.
-
-        Args:
-            sites: the sites by name.
-            rank: the site.
-            timeout: seconds that a wait may take.
-        """
-
-        def lost(error: Exception) -> SiteError:
-            found = sites.lost(error, timeout, rank)
-            return SiteError(f"{found} (it has the sequencer, without which training cannot go on)")
-
-        return cls(rank, sites[rank], lost)
-
-    @classmethod
-    def at_hub(cls, name: str, check: Callable[[], None]) -> Holder:
-        """Return the holder that is the hub.
-
-        Args:
-            name: name of the hub.
-            check: raises the error with which the connection to the hub has failed, if it has.
-        """
-
-        def lost(error: Exception) -> SiteError:
-            try:
-                check()
-                found = f"{name} has ended the connection to its sequencer: {error}"
-            except SiteError as failure:
-                found = str(failure)
-            return SiteError(
-                f"{found} (the hub has the log of this training; if the hub was restarted, the log is lost: start all "
-                "sites again from their last checkpoint)"
-            )
-
-        return cls(HUB, name, lost)
-
-
 class Commit(NamedTuple):
     """Entry of the log with the contributions that it commits.
 
@@ -541,12 +490,12 @@ class Log(FrameLoop):
 
     Args:
         connected: the socket.
-        holder: the site or hub at which the sequencer is.
         sites: the sites by name.
         limit: bytes of the largest contribution.
         silence: seconds of silence after which the sequencer counts as lost.
         timeout: seconds that a wait may take.
         traffic: meter of sent bytes.
+        hub: this site's stream to the hub, where the hub has the sequencer; None where site 0 has it.
         returns: whether this site returns into a training.
         delayed: returns whether the sequencer has not passed on what it has, where it is at this site.
 
@@ -564,16 +513,17 @@ class Log(FrameLoop):
     def __init__(
         self,
         connected: socket.socket,
-        holder: Holder,
         sites: PeerNames,
         limit: int,
         silence: float,
         timeout: float,
         traffic: Traffic,
+        hub: StreamToHub | None = None,
         returns: bool = False,
         delayed: Callable[[], bool] = lambda: False,
     ) -> None:
-        super().__init__("dadplug-log", {holder.rank: connected}, limit, silence, traffic, sites.rank)
+        self._peer = 0 if hub is None else HUB
+        super().__init__("dadplug-log", {self._peer: connected}, limit, silence, traffic, sites.rank)
         self.left: dict[int, str] = {}
         self.losses: list[tuple[int, str]] = []
         self.outstanding = 0
@@ -583,8 +533,8 @@ class Log(FrameLoop):
         self.epochs = 0
         self.over = -1
         self._epochs = 0  # that this site has begun in the phase
-        self._holder = holder
-        self._sites = sites
+        self._hub, self._sites = hub, sites
+        self._name = sites[0] if hub is None else hub.hub  # of the place that has the sequencer
         self._timeout = timeout
         self._delayed = delayed
         self._count = 0  # contributions of this site
@@ -601,7 +551,7 @@ class Log(FrameLoop):
     @property
     def blocked(self) -> bool:
         """Whether this site's last contribution has not left yet."""
-        return self.is_blocked(self._holder.rank) or self._delayed()
+        return self.is_blocked(self._peer) or self._delayed()
 
     def send(
         self,
@@ -615,7 +565,7 @@ class Log(FrameLoop):
         body: bytes = b"",
     ) -> None:
         """Send a message; for its fields see `Kind` and `Frame`."""
-        self.post(self._holder.rank, Frame(kind, self._own, number, base, reached, samples, used, body))
+        self.post(self._peer, Frame(kind, self._own, number, base, reached, samples, used, body))
 
     def contribute(self, base: int, reached: int, samples: int, used: int, body: bytes) -> None:
         """Send a contribution.
@@ -697,7 +647,7 @@ class Log(FrameLoop):
                     names = ", ".join(self._sites[site] for site in self._awaited if site != self._own)
                     raise SiteError(
                         f"no contribution has been committed for {self._timeout:g} s: the sequencer waits for "
-                        f"{names or self._holder.name}"
+                        f"{names or self._name}"
                     )
                 if self.is_away:  # no time counts
                     deadline = Deadline(self._timeout)
@@ -706,11 +656,26 @@ class Log(FrameLoop):
     def _raise_failure(self) -> None:
         """Raise the error by which the sequencer is lost, if there is one."""
         if isinstance(self._error, TimeoutError):
-            raise SiteError(f"{self._holder.name}, which has the sequencer, does not answer: {self._error}")
+            raise SiteError(f"{self._name}, which has the sequencer, does not answer: {self._error}")
         if self._error is not None and not isinstance(self._error, (SiteError, MismatchError)):
-            self._error = self._holder.lost(self._error)
+            self._error = self._lost(self._error)
         if self._error is not None:
             raise self._error
+
+    def _lost(self, error: Exception) -> SiteError:
+        """Convert the error of the connection to the sequencer into one that says what was lost."""
+        if self._hub is None:
+            found = self._sites.lost(error, self._timeout, self._peer)
+            return SiteError(f"{found} (it has the sequencer, without which training cannot go on)")
+        try:
+            self._hub.check()
+            text = f"{self._name} has ended the connection to its sequencer: {error}"
+        except SiteError as failure:
+            text = str(failure)
+        return SiteError(
+            f"{text} (the hub has the log of this training; if the hub was restarted, the log is lost: start all sites "
+            "again from their last checkpoint)"
+        )
 
     def on_lost(self, peer: int, error: Exception) -> None:
         with self._changed:
@@ -724,7 +689,7 @@ class Log(FrameLoop):
                     self._handle(frame)
                 except (KeyError, TypeError, ValueError) as error:
                     self._error = MismatchError(
-                        f"{self._holder.name}, which has the sequencer, has sent a {frame.kind.name} that "
+                        f"{self._name}, which has the sequencer, has sent a {frame.kind.name} that "
                         f"does not fit: {error}"
                     )
             self._changed.notify_all()

@@ -498,7 +498,7 @@ def scheduled(model: nn.Module) -> Run:
     if serving is None or serving == Serving(shape=serving.shape):
         return runner_of(model)
     try:
-        example = example_of(model, shape_of(serving))
+        example = example_of(model, tuple(int(part) for part in serving.shape.split(",") if part))
         reference, run = runner_of(model), make_run(model, serving, example)
         check(reference, run, example)
         return run
@@ -519,11 +519,6 @@ def check(reference: Run, run: Run, example: Array) -> None:
     size = float(np.abs(expected).max()) if expected.size else 0.0
     if expected.shape != found.shape or not np.allclose(found, expected, rtol=_RELATIVE, atol=_RELATIVE * size):
         raise ValueError("its outputs differ from those of the model")
-
-
-def shape_of(serving: Serving) -> tuple[int, ...]:
-    """Return the shape of one input."""
-    return tuple(int(part) for part in serving.shape.split(",") if part)
 
 
 def example_of(model: nn.Module, shape: tuple[int, ...], batch: int = 2) -> Array:

@@ -196,8 +196,10 @@ class Tuner:
         old, new = task.space.named(task.default), task.space.named(chosen)
         took = self.measure(task, task.default, SAMPLES) if outcome is None else outcome.default
         self._add(task.name, old, new, (len(found.measured), size), took, outcome)
-        changed = chosen != task.default and outcome is not None
-        self.progress.report(f"{task.name}: {_less(outcome) if changed else 'as before'}")
+        text = "as before"
+        if outcome is not None and chosen != task.default:
+            text = f"{100 * (1 - outcome.ratio):.0f} % less time"
+        self.progress.report(f"{task.name}: {text}")
         return chosen
 
     def _prove(self, task: Task, found: Found) -> tuple[Config, Proof | None]:
@@ -256,10 +258,6 @@ class Tuner:
         self._add(task.name, old, new if keep else old, (len(measured), len(configs)), took, outcome)
         self.progress.report(f"{task.name}: {'rates fitted' if keep else 'as before'}")
         return fitted if keep else default
-
-
-def _less(outcome: Proof | None) -> str:
-    return "" if outcome is None else f"{100 * (1 - outcome.ratio):.0f} % less time"
 
 
 def tune(

@@ -323,15 +323,7 @@ TUNED = Record(
 
 
 @pytest.fixture
-def records(tmp_path, monkeypatch):
-    monkeypatch.setenv("DADPLUG_TUNING", str(tmp_path / "tuning"))
-    schedules.forget()
-    yield tmp_path / "tuning"
-    schedules.forget()
-
-
-@pytest.fixture
-def path(records):
+def path(folder):
     return schedules.save(TUNED, Machine.this(), [{"task": "some"}])
 
 
@@ -348,7 +340,7 @@ def test_what_is_saved_is_what_later_processes_use(path):
     assert schedules.current() == later
 
 
-def test_without_a_file_or_switched_off_the_defaults_hold(records, monkeypatch):
+def test_without_a_file_or_switched_off_the_defaults_hold(folder, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert schedules.load() == Record()
@@ -576,9 +568,7 @@ def test_a_way_that_fails_is_not_used(monkeypatch, fails):
     assert any(note.startswith("compiled") for note in task.notes)
 
 
-def test_tuning_a_model_stores_its_way(compiled, tmp_path, monkeypatch):
-    monkeypatch.setenv("DADPLUG_TUNING", str(tmp_path))
-    schedules.forget()
+def test_tuning_a_model_stores_its_way(compiled, folder):
     wanted = label(Serving("compiled", True, True))
 
     def measure(task, config, samples):
@@ -592,7 +582,6 @@ def test_tuning_a_model_stores_its_way(compiled, tmp_path, monkeypatch):
     other = nn.Sequential(nn.Linear(6, 2))
     tune(other, 1000, input_shape=(6,), timer=measure, progress=False)
     assert set(schedules.load().served) == {loading.key_of(model), loading.key_of(other)}
-    schedules.forget()
 
 
 # Sites whose files differ: what decodes is the choice of site 0
