@@ -218,10 +218,6 @@ class Backend(ABC):
     def intend(self, table: int, keys: Keys, start: int, end: int) -> None:
         """Record that this site will use keys, which are in range, while ``start <= clock < end``."""
 
-    def owned(self, table: int) -> tuple[Keys, Block]:
-        """Return copies of the keys that this site owns, in ascending order, and of their values."""
-        return self.engine.owned(table)
-
     @abstractmethod
     def flush(self) -> None:
         """Wait until all pushes of this site have reached the owners, and its replicas have been refreshed.

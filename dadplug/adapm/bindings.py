@@ -391,13 +391,11 @@ def _import(transport: Transport) -> Any:
     Raises:
         ImportError: on all sites, if one cannot import them.
     """
+    reason = ""
     try:
         import adapm
     except ImportError as error:
         reason = f"{error}"
-        adapm = None
-    else:
-        reason = ""
     for site, why in enumerate(transport.gather_objects(reason)):
         if why:
             raise ImportError(f"{_HOW}. At {transport.sites[site]}: {why}")

@@ -134,7 +134,7 @@ class AdaModel(nn.Module):
         if first is None and parameter.is_meta:
             first = _with_zeros(Normal(), list(given))
         if first is None:
-            self.manager.broadcast(parameter.data)
+            self.manager.transport.broadcast(parameter.data)
         row_optimizer = row_optimizer_for(optimizer, group_of(optimizer, parameter))
         ignored = given if len(paddings) == 1 else set()  # a key that only some layers pad has a gradient
         weight = ManagedWeight(name, parameter, row_optimizer, self.manager, first, ignored)
@@ -474,8 +474,8 @@ def _rows_of_all_sites(manager: ParameterManager, weights: list[ManagedWeight]) 
         all_rows = rows.new_zeros(sum(of_sites), rows.shape[1])
         all_keys[mine], all_rows[mine] = keys, rows
         if all_keys.numel():
-            manager.sum_over_sites(all_keys)
-            manager.sum_over_sites(all_rows)
+            manager.transport.all_reduce(all_keys).wait()
+            manager.transport.all_reduce(all_rows).wait()
         found.append(sparse.sum_duplicates(all_keys, all_rows)[1])
     return found
 

@@ -188,7 +188,8 @@ def accumulates_over_synchronizations(loop):
         loop.zero_grad()
         for micro in (step, step + 1):
             (loop.loss(micro) / 2).backward()
-            loop.apply()
+            loop.synchronize()
+        loop.step()
 
 
 def never_clears(loop):
@@ -368,7 +369,8 @@ def rests_at_one_site(loop):
             loop.managed.reduction.idle()
         else:
             loop.loss(step, only=0 if step in (1, 2) else None).backward()
-            loop.apply()
+            loop.synchronize()
+        loop.step()
 
 
 LOOPS = [each for each in [*globals().values()] if inspect.isfunction(each) and each.__module__ == __name__]
