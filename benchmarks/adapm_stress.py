@@ -67,10 +67,10 @@ def stress(operations: int, technique: str, *, keys: int = 4000, width: int = 4,
                 under_way.pop(chance.randrange(len(under_way))).wait()
         manager.wait_sync(everywhere=True)
         expected = pushed.clone()
-        manager.sum_over_sites(expected)
+        manager.transport.all_reduce(expected).wait()
         assert torch.equal(table.pull(torch.arange(keys)), expected), "the sums differ"
         owned = torch.tensor([len(table.owned()[0])])
-        manager.sum_over_sites(owned)
+        manager.transport.all_reduce(owned).wait()
         assert int(owned) == int((expected != 0).any(1).sum()), "a key has no owner, or two"
         manager.barrier()
         return {"operations": done, "seconds": time.perf_counter() - start, **manager.counts}

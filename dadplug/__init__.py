@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from . import parameter_server as parameter_server
     from . import serving as serving
     from .adaptive import Accumulator, AdaptiveDataLoader, ElasticDataLoader, ElasticSampler, remaining_epochs_until
-    from .adaptive.adascale import AdaScale
+    from .adaptive.adaptive_loader import AdaScale
     from .callbacks.trackers import Tracker, track
     from .comparison import compare
     from .ddp import DistributedDataParallel
@@ -58,7 +58,7 @@ _LAZY = {
     "Accumulator": "adaptive",
     "AdaPMRunner": "runners",
     "AdaPMStrategy": "runners",
-    "AdaScale": "adaptive.adascale",
+    "AdaScale": "adaptive.adaptive_loader",
     "AdaptiveDataLoader": "adaptive",
     "DADStrategy": "runners",
     "DadplugError": "errors",

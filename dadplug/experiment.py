@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
 
-from .cli.arguments import (
+from .cli import (
     Place,
     add_kit_argument,
     add_option_arguments,

@@ -242,7 +242,7 @@ class Record:
     Attributes:
         decoding: constants that all sites take from site 0.
         encoding: constants that each site has for itself.
-        served: how served models compute, by `dadplug.serving.schedule.key_of`.
+        served: how served models compute, by `dadplug.serving.loading.key_of`.
         tuned: whether the constants were measured on this machine.
     """
 

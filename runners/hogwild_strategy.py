@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from ..exchange import Transport
 from ..exchange.status import describe
 from ..hogwild import Hogwild
-from ..hogwild.dealing import check_loader
 from ..hogwild.layout import check_model, check_optimizer
-from ..hogwild.training import HogwildOptions
+from ..hogwild.training import HogwildOptions, check_loader
 from ..signature import takes_keywords_of
 from ._lightning.strategy import SiteStrategy, StrategyArguments
 from .loaders import HogwildLoader

@@ -1,11 +1,11 @@
 """Parameter management for sparse layers: tables whose rows are spread over the sites (AdaPM)."""
 
 from ..errors import IntentError
-from .initialisers import Columns, Constant, Normal, Uniform
+from .managed_weight import RowwiseAdagrad
 from .manager import ParameterManager, Pending, Sample, Sampler, Table
 from .model import AdaDataLoader, AdaModel
-from .row_optimizers import RowwiseAdagrad
 from .shards import join_shards, load_shards, save_shards
+from .store import Columns, Constant, Normal, Uniform
 from .timeline import Timeline
 
 __all__ = [

@@ -16,8 +16,7 @@ from ..errors import MismatchError
 from ..exchange import Traffic, open_transport
 from ..registry import Registry
 from ..signature import check_choice
-from .initialisers import Initialiser
-from .store import Block, Codes, Keys
+from .store import Block, Codes, Initialiser, Keys
 
 NO_PLACES = 'backend="adapm" does not report which keys are at a site'
 
@@ -68,12 +67,10 @@ class TableEngine(ABC):
     Attributes:
         locates_keys: whether `here` and `states` are supported.
         clock: clock of this site.
-        counts: numbers of keys by event, see `ParameterManager.counts`.
     """
 
     locates_keys: ClassVar[bool] = True
     clock: int
-    counts: dict[str, int]
 
     @abstractmethod
     def pull(self, table: int, keys: Keys, out: Block) -> int | Done | None:
@@ -213,17 +210,13 @@ class Backend(ABC):
         """Advance the clock by one; return the new value."""
 
     @property
+    @abstractmethod
     def counts(self) -> dict[str, int]:
         """Numbers of keys by event, see `ParameterManager.counts`."""
-        return dict(self.engine.counts)
 
     @abstractmethod
     def intend(self, table: int, keys: Keys, start: int, end: int) -> None:
         """Record that this site will use keys, which are in range, while ``start <= clock < end``."""
-
-    def owned(self, table: int) -> tuple[Keys, Block]:
-        """Return copies of the keys that this site owns, in ascending order, and of their values."""
-        return self.engine.owned(table)
 
     @abstractmethod
     def flush(self) -> None:

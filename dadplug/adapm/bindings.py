@@ -132,27 +132,73 @@ class Library:
             self._server.shutdown()
 
 
-class BindingsEngine(TableEngine):
-    """Engine of tables on the library.
+class BindingsBackend(Backend, TableEngine):
+    """The backend on AdaPM's own engine.
+
+    The library imposes these differences: tables have a known number of rows and are all added before the first use;
+    ``technique`` cannot be ``"static"``; a process can have one manager; `counts` and `traffic` have less information:
+    remote keys are all keys of calls of which another site had to answer a part.
+    If a site is lost, the processes of the other sites are ended, since calls into the library cannot be interrupted: a
+    watchdog process of each site does so within seconds, or after `timeout` for a site that runs and does not respond.
 
     Args:
-        start: function that starts the library, called at the first use.
-        rank: this site.
-        sites: number of sites.
+        technique: as for `ParameterManager`, except ``"static"``.
+        process_group: as for `ParameterManager`.
+        timeout: as for `ParameterManager`.
+        interval: not used; the library has its own.
+
+    Raises:
+        ImportError: if there is no module ``adapm``.
+        ValueError: if an option is out of range, or the sites are connected through a hub.
+        MismatchError: if the sites' options differ.
     """
 
     locates_keys = False
+    techniques = tuple(name for name in TECHNIQUES if name != "static")
 
-    def __init__(self, start: Callable[[], Library], rank: int = 0, sites: int = 1) -> None:
-        self._start = start
-        self._rank, self._sites = rank, sites
-        self._library: Library | None = None
+    def __init__(
+        self, technique: str, process_group: dist.ProcessGroup | None, timeout: float, interval: float
+    ) -> None:
+        if technique not in self.techniques:
+            raise ValueError(f"technique {technique!r} is not one of AdaPM's: {', '.join(map(repr, self.techniques))}")
+        super().__init__(technique, process_group, timeout, interval)
+        if not self.transport.is_direct:
+            raise ValueError(
+                'backend="adapm" opens connections between the sites, in the clear, which a hub does not carry: leave '
+                "backend out"
+            )
+        self._adapm = _import(self.transport)
+        self.check_equal("options", ("adapm", technique, timeout))
+        self.engine = self
+        self.clock = 0
+        self._counts = dict.fromkeys(COUNTS[:4], 0)
+        self._library: Library | None = None  # once it is ready
+        self._begun: Library | None = None
         self._lock = threading.RLock()
-        self.tables: list[TableSpec] = []
+        self._tables: list[TableSpec] = []
         self._first: list[int] = []  # the library's numbers of their keys 0
         self._pushes: list[Waiting] = []
-        self.clock = 0
-        self.counts = dict.fromkeys(COUNTS[:4], 0)
+        self._scheduler: subprocess.Popen[bytes] | None = None
+        self._watchdog: Watchdog | None = None
+        self._closed = False
+
+    def add_table(self, spec: TableSpec) -> None:
+        name, rows = spec.name, spec.rows
+        if rows is None:
+            raise ValueError(f'table {name!r} needs rows=, a number of keys: backend="adapm" has no open ranges')
+        if spec.max_rows is not None:
+            raise ValueError(f'table {name!r}: backend="adapm" keeps all rows, and takes no max_rows')
+        if self._begun is not None:
+            raise RuntimeError(f'table {name!r} comes too late: with backend="adapm", add all before any is used')
+        if self._size + rows > _MOST_KEYS:
+            raise ValueError(f'backend="adapm" has at most {_MOST_KEYS:,} keys in all tables together')
+        self._first.append(self._size)
+        self._tables.append(spec)
+
+    @property
+    def _size(self) -> int:
+        """Number of keys of all tables."""
+        return sum(spec.rows or 0 for spec in self._tables)
 
     @property
     def library(self) -> Library:
@@ -164,28 +210,54 @@ class BindingsEngine(TableEngine):
                     self._library.call("advance_clock")
             return self._library
 
+    def _start(self) -> Library:
+        """Start the library with the tables added so far; wait for all sites."""
+        tables = self._tables
+        if not tables:
+            raise RuntimeError('with backend="adapm", add the tables before anything else')
+        lengths = torch.cat([torch.full((spec.rows or 0,), spec.width) for spec in tables])
+        own = reachable_address(self.transport.gather_objects)
+        address, port = self.transport.gather_objects([own, free_port()])[0]
+        os.environ.update(DMLC_NUM_SERVER=str(self.world_size), DMLC_PS_ROOT_URI=address, DMLC_PS_ROOT_PORT=str(port))
+        if self.rank == 0:
+            self._scheduler = start_scheduler(lengths.numel())
+        os.environ.update(DMLC_ROLE="server", DMLC_NODE_HOST=own)
+        if self.world_size > 1:
+            self._watchdog = Watchdog(own)
+            names = [self.transport.sites[rank] for rank in range(self.world_size)]
+            self._watchdog.start(self.timeout, names, self.transport.gather_objects(self._watchdog.place), self.rank)
+        self._begun = library = Library(self._adapm, lengths, self.technique, self._watchdog, self._meet)
+        library.call("begin_setup")  # there are no replicas yet, for which the library's set has other semantics
+        first = 0
+        for spec in tables:
+            for part in torch.arange(self.rank, spec.rows or 0, self.world_size).split(_CHUNK):
+                values = torch.empty(part.numel(), spec.width)
+                spec.initialiser(part.numpy(), values.numpy())
+                library.call("set", part + first, values.reshape(-1))
+            first += spec.rows or 0
+        library.call("end_setup")
+        return library
+
+    def _meet(self) -> None:
+        """Wait for all sites by the process group, whose errors name a lost site."""
+        self.transport.gather_objects(None)
+
     def advance_clock(self) -> int:
-        """Advance the clock by one; return the new value."""
+        self.check()
         self.clock += 1
         if self._library is not None:
             self._library.call("advance_clock")
         return self.clock
 
-    def add_table(self, spec: TableSpec) -> None:
-        """Add a table with a number of rows."""
-        self._first.append(self.size)
-        self.tables.append(spec)
-
     @property
-    def size(self) -> int:
-        """Number of keys of all tables."""
-        return sum(spec.rows or 0 for spec in self.tables)
+    def counts(self) -> dict[str, int]:
+        return dict(self._counts)
 
     def _numbers(self, table: int, keys: Keys) -> Tensor:
         return torch.from_numpy(keys + self._first[table])
 
     def pull(self, table: int, keys: Keys, out: Block) -> int | Waiting | None:
-        position: int = first_outside(keys, self.tables[table].rows or 0)
+        position: int = first_outside(keys, self._tables[table].rows or 0)
         if position >= 0:
             return position
         if not keys.shape[0]:
@@ -205,10 +277,10 @@ class BindingsEngine(TableEngine):
     def _begin(self, name: str, keys: Keys, numbers: Tensor, values: Tensor, out: Any = None) -> Waiting | None:
         """Begin a pull, or a push, which copies the values; return None if it is complete, otherwise its end."""
         timestamp = int(self.library.call(name, numbers, values, True))
-        self.counts[f"{name}ed"] += keys.shape[0]
+        self._counts[f"{name}ed"] += keys.shape[0]
         if timestamp == -1:
             return None
-        self.counts[f"{name}ed_remotely"] += keys.shape[0]
+        self._counts[f"{name}ed_remotely"] += keys.shape[0]
         return Waiting(self.library, timestamp, (numbers, values, out))
 
     def set(self, table: int, keys: Keys, values: Block) -> tuple[bool, None]:
@@ -232,14 +304,14 @@ class BindingsEngine(TableEngine):
         )
 
     def intend(self, table: int, keys: Keys, start: int, end: int) -> None:
-        """Record that this site will use keys while ``start <= clock < end``."""
         if keys.shape[0]:
             self.library.call("intent", self._numbers(table, keys), start, end)
 
     def owned(self, table: int) -> tuple[Keys, Block]:
         """Return the keys whose home is this site and their values; the library does not provide the owned keys."""
-        spec = self.tables[table]
-        keys = np.arange(self._rank, spec.rows or 0, self._sites)
+        self.check()
+        spec = self._tables[table]
+        keys = np.arange(self.rank, spec.rows or 0, self.world_size)
         values = np.empty((keys.shape[0], spec.width), np.float32)
         self._pull_now(table, keys, values)
         return keys, values
@@ -254,114 +326,11 @@ class BindingsEngine(TableEngine):
             self._pushes.pop().wait()
 
     def flush(self) -> None:
-        """Wait until the pushes of this site have reached the owners, and replicas have been refreshed after that."""
+        self.check()
         self._wait_for_pushes()
-        if self.tables:
+        if self._tables:
             self.library.call("wait_sync")
             self.library.call("wait_sync")
-
-
-class BindingsBackend(Backend):
-    """The backend on AdaPM's own engine.
-
-    The library imposes these differences: tables have a known number of rows and are all added before the first use;
-    ``technique`` cannot be ``"static"``; a process can have one manager; `counts` and `traffic` have less information:
-    remote keys are all keys of calls of which another site had to answer a part.
-    If a site is lost, the processes of the other sites are ended, since calls into the library cannot be interrupted: a
-    watchdog process of each site does so within seconds, or after `timeout` for a site that runs and does not respond.
-
-    Args:
-        technique: as for `ParameterManager`, except ``"static"``.
-        process_group: as for `ParameterManager`.
-        timeout: as for `ParameterManager`.
-        interval: not used; the library has its own.
-
-    Raises:
-        ImportError: if there is no module ``adapm``.
-        ValueError: if an option is out of range, or the sites are connected through a hub.
-        MismatchError: if the sites' options differ.
-    """
-
-    engine: BindingsEngine
-    techniques = tuple(name for name in TECHNIQUES if name != "static")
-
-    def __init__(
-        self, technique: str, process_group: dist.ProcessGroup | None, timeout: float, interval: float
-    ) -> None:
-        if technique not in self.techniques:
-            raise ValueError(f"technique {technique!r} is not one of AdaPM's: {', '.join(map(repr, self.techniques))}")
-        super().__init__(technique, process_group, timeout, interval)
-        if not self.transport.is_direct:
-            raise ValueError(
-                'backend="adapm" opens connections between the sites, in the clear, which a hub does not carry: leave '
-                "backend out"
-            )
-        self._adapm = _import(self.transport)
-        self.check_equal("options", ("adapm", technique, timeout))
-        self._library: Library | None = None
-        self._scheduler: subprocess.Popen[bytes] | None = None
-        self._watchdog: Watchdog | None = None
-        self._closed = False
-        self.engine = BindingsEngine(self._start, self.rank, self.world_size)
-
-    def add_table(self, spec: TableSpec) -> None:
-        name, rows = spec.name, spec.rows
-        if rows is None:
-            raise ValueError(f'table {name!r} needs rows=, a number of keys: backend="adapm" has no open ranges')
-        if spec.max_rows is not None:
-            raise ValueError(f'table {name!r}: backend="adapm" keeps all rows, and takes no max_rows')
-        if self._library is not None:
-            raise RuntimeError(f'table {name!r} comes too late: with backend="adapm", add all before any is used')
-        if self.engine.size + rows > _MOST_KEYS:
-            raise ValueError(f'backend="adapm" has at most {_MOST_KEYS:,} keys in all tables together')
-        self.engine.add_table(spec)
-
-    def _start(self) -> Library:
-        """Start the library with the tables added so far; wait for all sites."""
-        tables = self.engine.tables
-        if not tables:
-            raise RuntimeError('with backend="adapm", add the tables before anything else')
-        lengths = torch.cat([torch.full((spec.rows or 0,), spec.width) for spec in tables])
-        own = reachable_address(self.transport.gather_objects)
-        address, port = self.transport.gather_objects([own, free_port()])[0]
-        os.environ.update(DMLC_NUM_SERVER=str(self.world_size), DMLC_PS_ROOT_URI=address, DMLC_PS_ROOT_PORT=str(port))
-        if self.rank == 0:
-            self._scheduler = start_scheduler(lengths.numel())
-        os.environ.update(DMLC_ROLE="server", DMLC_NODE_HOST=own)
-        if self.world_size > 1:
-            self._watchdog = Watchdog(own)
-            names = [self.transport.sites[rank] for rank in range(self.world_size)]
-            self._watchdog.start(self.timeout, names, self.transport.gather_objects(self._watchdog.place), self.rank)
-        self._library = library = Library(self._adapm, lengths, self.technique, self._watchdog, self._meet)
-        library.call("begin_setup")  # there are no replicas yet, for which the library's set has other semantics
-        first = 0
-        for spec in tables:
-            for part in torch.arange(self.rank, spec.rows or 0, self.world_size).split(_CHUNK):
-                values = torch.empty(part.numel(), spec.width)
-                spec.initialiser(part.numpy(), values.numpy())
-                library.call("set", part + first, values.reshape(-1))
-            first += spec.rows or 0
-        library.call("end_setup")
-        return library
-
-    def _meet(self) -> None:
-        """Wait for all sites by the process group, whose errors name a lost site."""
-        self.transport.gather_objects(None)
-
-    def advance_clock(self) -> int:
-        self.check()
-        return self.engine.advance_clock()
-
-    def intend(self, table: int, keys: Keys, start: int, end: int) -> None:
-        self.engine.intend(table, keys, start, end)
-
-    def owned(self, table: int) -> tuple[Keys, Block]:
-        self.check()
-        return super().owned(table)
-
-    def flush(self) -> None:
-        self.check()
-        self.engine.flush()
 
     def barrier(self) -> None:
         self.check()
@@ -384,9 +353,9 @@ class BindingsBackend(Backend):
         if self._closed:
             return
         try:
-            if self._library is not None:
+            if self._begun is not None:
                 self._meet()
-                self._library.end()
+                self._begun.end()
         except BaseException as error:
             self.abandon(f"{type(error).__name__}: {error}")
             raise
@@ -400,8 +369,8 @@ class BindingsBackend(Backend):
             return
         self.transport.sites.announce(reason)
         self._closed = True
-        if self._library is not None:
-            self._library.abandon()
+        if self._begun is not None:
+            self._begun.abandon()
         self._end_processes(0.0)
 
     def _end_processes(self, patience: float) -> None:
@@ -422,13 +391,11 @@ def _import(transport: Transport) -> Any:
     Raises:
         ImportError: on all sites, if one cannot import them.
     """
+    reason = ""
     try:
         import adapm
     except ImportError as error:
         reason = f"{error}"
-        adapm = None
-    else:
-        reason = ""
     for site, why in enumerate(transport.gather_objects(reason)):
         if why:
             raise ImportError(f"{_HOW}. At {transport.sites[site]}: {why}")

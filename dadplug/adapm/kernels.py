@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..jit import njit
-from .initialisers import STEP, mixed
 from .store import (
     ASKED,
     IDLE,
@@ -20,6 +19,7 @@ from .store import (
     REPLICA,
     REQUESTED,
     SLOT_TOP,
+    STEP,
     Block,
     Codes,
     Index,
@@ -31,6 +31,7 @@ from .store import (
     free_row,
     free_slot,
     get,
+    mixed,
     put,
     record_location,
     row_of,

@@ -1,13 +1,16 @@
 """Managed weights: embeddings whose rows live in a table of the parameter manager, and the steps of these rows.
 
-The gradient of a managed weight is a sparse tensor in ``.grad``, accumulated and cleared by autograd.
+The gradient of a managed weight is a sparse tensor in ``.grad``, accumulated and cleared by autograd. Row optimizers
+turn values ``[weights | state]`` and gradients into the deltas to push.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -22,9 +25,8 @@ from ..hooks.capture import ForwardOverride
 from ..lowrank import sparse
 from ..model_sync.structure import mark_managed
 from ..reduction import GradientReduction
-from .initialisers import Columns, Constant, Initialiser
 from .manager import ParameterManager
-from .row_optimizers import RowOptimizer
+from .store import Columns, Constant, Initialiser
 
 _CHUNK = 65536  # rows that are copied at a time
 _INITIAL_ROWS = 1024  # capacity of a table whose rows are created at first use
@@ -82,6 +84,193 @@ def _refusal(what: str) -> str:
         "would get another result. Clip with AdaModel.clip_grad_norm_, or leave the managed weights out: "
         "AdaModel.other_parameters()"
     )
+
+
+# Row optimizers
+
+
+class RowOptimizer(ABC):
+    """Step of an optimizer on rows, as deltas, so that the steps of several sites add up.
+
+    Attributes:
+        state_names: torch's names of the parts of the state, of equal widths; checkpoints use them.
+        counts_steps: whether a checkpoint's state also has a number of steps.
+        initial: initial value of the state.
+    """
+
+    state_names: ClassVar[tuple[str, ...]] = ()
+    counts_steps: ClassVar[bool] = False
+    initial = 0.0
+
+    def state_width(self, width: int) -> int:
+        """Return the number of columns of the state for weights of a width."""
+        return len(self.state_names) * width
+
+    @abstractmethod
+    def deltas(self, values: Tensor, gradients: Tensor, step: int, options: dict[str, Any]) -> Tensor:
+        """Compute the deltas of one step.
+
+        Args:
+            values: pulled values, of shape (n, width and state).
+            gradients: of shape (n, width).
+            step: number of this step, from 1.
+            options: options of the parameter group of the optimizer.
+
+        Returns:
+            The deltas, of the shape of `values`.
+        """
+
+
+class SGDRows(RowOptimizer):
+    """Rows stepped as by torch.optim.SGD: ``w -= lr g``."""
+
+    def deltas(self, values: Tensor, gradients: Tensor, step: int, options: dict[str, Any]) -> Tensor:
+        return gradients * -float(options["lr"])
+
+
+class AdagradRows(RowOptimizer):
+    """Rows stepped as by torch.optim.Adagrad: ``s += g^2; w -= lr g / (sqrt(s) + eps)``.
+
+    Args:
+        initial: initial value of ``s``.
+    """
+
+    state_names = ("sum",)
+    counts_steps = True
+
+    def __init__(self, initial: float) -> None:
+        self.initial = initial
+
+    def deltas(self, values: Tensor, gradients: Tensor, step: int, options: dict[str, Any]) -> Tensor:
+        rate = float(options["lr"]) / (1 + (step - 1) * options["lr_decay"])
+        squares = gradients.square()
+        sums = values[:, gradients.shape[1] :] + squares
+        return torch.cat([-rate * (gradients / (sums.sqrt() + options["eps"])), squares], 1)
+
+
+class RowwiseAdagradRows(RowOptimizer):
+    """Rows stepped as by `RowwiseAdagrad`: ``s += mean(g^2); w -= lr g / (sqrt(s) + eps)``, with one s per row."""
+
+    state_names = ("sum",)
+
+    def state_width(self, width: int) -> int:
+        return 1
+
+    def deltas(self, values: Tensor, gradients: Tensor, step: int, options: dict[str, Any]) -> Tensor:
+        squares = gradients.square().mean(1, keepdim=True)
+        sums = values[:, gradients.shape[1] :] + squares
+        return torch.cat([gradients * (-float(options["lr"]) / (sums.sqrt() + options["eps"])), squares], 1)
+
+
+class AdamRows(RowOptimizer):
+    """Rows stepped as by torch.optim.SparseAdam or torch.optim.Adam; moments of rows without a gradient do not change.
+
+    Args:
+        sparse: whether eps is added to the uncorrected root, as in SparseAdam.
+    """
+
+    state_names = ("exp_avg", "exp_avg_sq")
+    counts_steps = True
+
+    def __init__(self, sparse: bool) -> None:
+        self.sparse = sparse
+
+    def deltas(self, values: Tensor, gradients: Tensor, step: int, options: dict[str, Any]) -> Tensor:
+        width = gradients.shape[1]
+        first, second = options["betas"]
+        averages, squares = values[:, width : 2 * width], values[:, 2 * width :]
+        more, more_squares = (1 - first) * (gradients - averages), (1 - second) * (gradients.square() - squares)
+        correction = math.sqrt(1 - second**step)
+        rate = float(options["lr"]) * correction / (1 - first**step)
+        eps = options["eps"] * (1 if self.sparse else correction)
+        moves = -rate * ((averages + more) / ((squares + more_squares).sqrt() + eps))
+        return torch.cat([moves, more, more_squares], 1)
+
+
+class RowwiseAdagrad(torch.optim.Optimizer):
+    """Adagrad with one accumulator per row of a matrix, as used for recommenders: ``s += mean(g^2)`` over the row.
+
+    Args:
+        params: parameters or parameter groups. A parameter that is not a matrix counts as one row.
+        lr: learning rate.
+        eps: term added to the denominator.
+
+    Raises:
+        ValueError: if `lr` or `eps` is negative.
+
+    Example:
+        >>> import torch
+        >>> from dadplug.adapm import RowwiseAdagrad
+        >>> table = torch.nn.Embedding(10, 4)
+        >>> optimizer = RowwiseAdagrad(table.parameters(), lr=0.1)
+        >>> table(torch.tensor([1, 2])).sum().backward()
+        >>> optimizer.step()
+        >>> optimizer.state[table.weight]["sum"].shape
+        torch.Size([10, 1])
+    """
+
+    def __init__(self, params: Any, lr: float = 1e-2, eps: float = 1e-10) -> None:
+        if lr < 0 or eps < 0:
+            raise ValueError(f"lr and eps must be at least 0, got {lr} and {eps}")
+        super().__init__(params, {"lr": lr, "eps": eps})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Perform one step. Rows whose gradient is zero do not change.
+
+        Args:
+            closure: function that computes the loss again and returns it.
+
+        Returns:
+            The loss of the closure, or None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+                matrix = gradient if gradient.dim() == 2 else gradient.reshape(1, -1)
+                sums = self.state[parameter].setdefault("sum", matrix.new_zeros(matrix.shape[0], 1))
+                sums += matrix.square().mean(1, keepdim=True)
+                parameter -= (group["lr"] * matrix / (sums.sqrt() + group["eps"])).view_as(parameter)
+        return loss
+
+
+def row_optimizer_for(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> RowOptimizer:
+    """Return the row optimizer that corresponds to a parameter group of a torch optimizer.
+
+    Args:
+        optimizer: the optimizer.
+        group: its parameter group with the managed weight.
+
+    Raises:
+        ValueError: if the optimizer or one of its options cannot step only the rows of a batch.
+    """
+    for option in ("momentum", "weight_decay", "amsgrad", "maximize"):
+        if group.get(option):
+            raise ValueError(
+                f"managed embeddings step only the rows of a batch, which {option}={group[option]} does not allow: "
+                "give them a parameter group, or an optimizer, without it"
+            )
+    if isinstance(optimizer, torch.optim.SGD):
+        return SGDRows()
+    if isinstance(optimizer, torch.optim.Adagrad):
+        return AdagradRows(group["initial_accumulator_value"])
+    if isinstance(optimizer, RowwiseAdagrad):
+        return RowwiseAdagradRows()
+    if isinstance(optimizer, torch.optim.SparseAdam) or type(optimizer) is torch.optim.Adam:
+        return AdamRows(isinstance(optimizer, torch.optim.SparseAdam))
+    raise ValueError(
+        f"managed embeddings cannot be stepped by {type(optimizer).__name__}: use SGD, Adagrad, SparseAdam, Adam or "
+        "dadplug.adapm.RowwiseAdagrad for them"
+    )
+
+
+# Managed weights
 
 
 class Lookup:
@@ -529,34 +718,10 @@ class RowSteps:
     def _unweighted(self) -> list[str]:
         return [name for name, weight in self._managed.items() if weight.needs_share]
 
-    def begin(self, args: Any, kwargs: Any) -> Any:
-        """Hide the gradients of managed weights from the optimizer, also those that a closure computes.
-
-        Args:
-            args: positional arguments of ``step``, with the optimizer.
-            kwargs: keyword arguments of ``step``.
-
-        Returns:
-            The arguments that replace them; None if they do not change.
-        """
-        closures = {id(each): self._hiding(each) for each in (*args[1:], *kwargs.values()) if callable(each)}
-        if not closures:
-            self._hide()
-            return None
-        args = tuple(closures.get(id(each), each) for each in args)
-        return args, {name: closures.get(id(each), each) for name, each in kwargs.items()}
-
-    def _hiding(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        def call() -> Any:
-            self._show()
-            result = closure()
-            self._hide()
-            return result
-
-        return call
-
-    def _hide(self) -> None:
+    def hide(self) -> None:
+        """Hide the gradients of managed weights from the update of the optimizer."""
         self.finish("optimizer.step()")
+        self._hidden = {}
         for name, weight in self._managed.items():
             if weight.parameter.grad is not None:
                 self._hidden[name], weight.parameter.grad = weight.parameter.grad, None

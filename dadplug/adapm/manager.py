@@ -18,8 +18,7 @@ from . import kernels
 from .backends import BACKENDS, NO_PLACES, Backend, Done, TableSpec
 from .bindings import BindingsBackend
 from .builtin import BuiltinBackend
-from .initialisers import Constant, Initialiser
-from .store import UNBOUNDED, Block, Keys
+from .store import UNBOUNDED, Block, Constant, Initialiser, Keys
 
 BACKENDS.register("builtin")(BuiltinBackend)
 BACKENDS.register("adapm")(BindingsBackend)
@@ -264,7 +263,7 @@ class Table:
         Returns:
             Keys, int64 of shape (n,), and values, float32 of shape (n, width).
         """
-        keys, values = self._backend.owned(self._number)
+        keys, values = self._engine.owned(self._number)
         return torch.from_numpy(keys), torch.from_numpy(values)
 
     def states(self, keys: Tensor) -> Tensor:
@@ -522,6 +521,7 @@ class ParameterManager:
     Attributes:
         rank: number of this site.
         world_size: number of sites.
+        transport: transport of the process group.
         traffic: meter of the bytes that this site has sent.
         technique: the technique.
         timeout: the timeout in seconds.
@@ -559,7 +559,7 @@ class ParameterManager:
         self.technique, self.timeout = technique, timeout
         self.traffic = self._backend.traffic
         self.rank, self.world_size = self._backend.rank, self._backend.world_size
-        self._transport = self._backend.transport
+        self.transport = self._backend.transport
         self._tables: dict[str, Table] = {}
 
     def table(
@@ -581,7 +581,7 @@ class ParameterManager:
             name: name of the table, for messages.
             width: number of values per key.
             rows: keys are 0 to rows - 1; None for any key of at least 0, with values that are created at first use.
-            initialiser: initialiser of the values, see `dadplug.adapm.initialisers`; None for zeros.
+            initialiser: initialiser of the values, see `dadplug.adapm.store`; None for zeros.
             capacity: number of keys for which this site reserves memory at first.
             max_rows: maximum number of keys that this site keeps. Above it, the least recently used keys that it owns
                 are evicted with all that has been pushed to them; when they are used again, they start with their
@@ -624,19 +624,7 @@ class ParameterManager:
         Returns:
             The objects by site.
         """
-        return self._transport.gather_objects(item)
-
-    def broadcast_bytes(self, content: bytes) -> bytes:
-        """Return the bytes of site 0; all sites must call it, and the arguments of other sites are ignored."""
-        return self._transport.broadcast_bytes(content)
-
-    def sum_over_sites(self, tensor: torch.Tensor) -> None:
-        """Replace a CPU tensor's values by their sums over the sites; all sites must call it with the same shape."""
-        self._transport.all_reduce(tensor).wait()
-
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Replace a tensor's values by those of site 0; all sites must call it with the same shape."""
-        self._transport.broadcast(tensor)
+        return self.transport.gather_objects(item)
 
     @property
     def current_clock(self) -> int:

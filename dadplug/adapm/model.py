@@ -16,14 +16,13 @@ from torch.optim.optimizer import Optimizer
 
 from ..errors import IntentError
 from ..lowrank import sparse
-from ..model_sync.structure import mark_managed, without_managed
+from ..model_sync.structure import before_update, mark_managed, without_managed
 from ..reduction import GradientReduction
 from ..signature import check_choice
-from .initialisers import Initialiser, Normal
-from .managed_weight import ManagedEmbedding, ManagedEmbeddingBag, ManagedWeight, RowSteps, group_of
+from .managed_weight import ManagedEmbedding, ManagedEmbeddingBag, ManagedWeight, RowSteps, group_of, row_optimizer_for
 from .manager import ParameterManager
 from .recorder import Recorder
-from .row_optimizers import row_optimizer_for
+from .store import Initialiser, Normal
 
 _POLL = 0.1  # seconds between checks whether the reading thread of a loader has to stop
 
@@ -135,7 +134,7 @@ class AdaModel(nn.Module):
         if first is None and parameter.is_meta:
             first = _with_zeros(Normal(), list(given))
         if first is None:
-            self.manager.broadcast(parameter.data)
+            self.manager.transport.broadcast(parameter.data)
         row_optimizer = row_optimizer_for(optimizer, group_of(optimizer, parameter))
         ignored = given if len(paddings) == 1 else set()  # a key that only some layers pad has a gradient
         weight = ManagedWeight(name, parameter, row_optimizer, self.manager, first, ignored)
@@ -393,22 +392,23 @@ def _make_reduction(
 
 
 def _register_hooks(model: AdaModel, optimizer: Optimizer) -> list[Any]:
-    """Register hooks before and after the optimizer's step; they hold a weak reference to the model.
+    """Register hooks before the optimizer's update and after its step; they hold a weak reference to the model.
 
     So an optimizer that outlives the model does not keep the tables.
     """
     reference = weakref.ref(model)
 
-    def begin(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    def hide() -> None:
         model = reference()
-        return None if model is None else model._steps.begin(args, kwargs)
+        if model is not None:
+            model._steps.hide()
 
     def step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         model = reference()
         if model is not None:
             model.step_managed(optimizer)
 
-    return [optimizer.register_step_pre_hook(begin), optimizer.register_step_post_hook(step)]
+    return [before_update(optimizer, hide), optimizer.register_step_post_hook(step)]
 
 
 def _with_zeros(first: Initialiser, zeros: list[int]) -> Initialiser:
@@ -474,8 +474,8 @@ def _rows_of_all_sites(manager: ParameterManager, weights: list[ManagedWeight]) 
         all_rows = rows.new_zeros(sum(of_sites), rows.shape[1])
         all_keys[mine], all_rows[mine] = keys, rows
         if all_keys.numel():
-            manager.sum_over_sites(all_keys)
-            manager.sum_over_sites(all_rows)
+            manager.transport.all_reduce(all_keys).wait()
+            manager.transport.all_reduce(all_rows).wait()
         found.append(sparse.sum_duplicates(all_keys, all_rows)[1])
     return found
 

@@ -24,9 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from ..errors import IntentError
 from ..hooks.capture import ForwardOverride, overridden
-from ..jit import njit
-from ..lowrank import kernels
-from .initialisers import STEP
+from ..lowrank import kernels, sparse
 
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent)
@@ -320,28 +318,6 @@ def _distinct(lookups: dict[str, list[NDArray[np.int64]]]) -> dict[str, Tensor]:
     return {name: found[tuple(map(id, each))] for name, each in lookups.items()}
 
 
-@njit(cache=True, nogil=True)
-def count_absent(keys: NDArray[np.int64], others: NDArray[np.int64]) -> int:
-    """Count the keys that are not in `others`; both may hold any int64."""
-    bits = 4
-    while (1 << bits) < 2 * others.shape[0]:
-        bits += 1
-    mask, shift = (1 << bits) - 1, np.uint64(64 - bits)
-    places = np.full(1 << bits, -1, np.int64)
-    for i in range(others.shape[0]):
-        place = np.int64((np.uint64(others[i]) * STEP) >> shift)
-        while places[place] >= 0 and others[places[place]] != others[i]:
-            place = (place + 1) & mask
-        places[place] = i
-    count = 0
-    for i in range(keys.shape[0]):
-        place = np.int64((np.uint64(keys[i]) * STEP) >> shift)
-        while places[place] >= 0 and others[places[place]] != keys[i]:
-            place = (place + 1) & mask
-        count += places[place] < 0
-    return count
-
-
 def count_missing(keys: Tensor, announced: Tensor) -> int:
     """Count the keys that have not been announced.
 
@@ -351,7 +327,9 @@ def count_missing(keys: Tensor, announced: Tensor) -> int:
     """
     if keys.numel() <= announced.numel() and torch.equal(keys, announced[: keys.numel()]):
         return 0  # one lookup, whose distinct keys are in the same order
-    return int(count_absent(keys.contiguous().numpy(), announced.contiguous().numpy()))
+    _, places = sparse.unique(torch.cat([announced, keys]))  # numbers in the order of the first occurrence
+    known = int(places[: announced.numel()].max()) + 1 if announced.numel() else 0
+    return int((places[announced.numel() :] >= known).sum())
 
 
 def _line_of(error: BaseException) -> str:

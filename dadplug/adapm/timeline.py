@@ -141,13 +141,11 @@ class Timeline:
         if not sites or any(len(site.clocks) < 2 for site in sites):
             raise ValueError("there is nothing to draw: each site must call note() twice at least")
         try:
-            from matplotlib.backends.backend_agg import FigureCanvasAgg
             from matplotlib.figure import Figure
         except ImportError as error:
             raise ImportError("the picture needs matplotlib: pip install 'dadplug[examples]'") from error
         watched = bool(sites[0].states)
         figure: Any = Figure(figsize=(11, 8 if watched else 5), layout="constrained")
-        FigureCanvasAgg(figure)
         lower: Any = figure
         if watched:
             upper, lower = figure.subfigures(2, 1, height_ratios=(1.2, 1.6))

@@ -24,7 +24,7 @@ from typing import Any
 from ..errors import KitError, SiteError
 from ..hub.pki.project import AUTHORITY, HUB, Project
 from ..registry import import_named
-from .arguments import Declaration, add_kit_argument, argument, group, place_of, plain_errors
+from . import Declaration, add_kit_argument, argument, group, place_of, plain_errors
 
 ERRORS = (KitError, SiteError, ImportError, OSError)  # errors that a user can fix: no traceback
 
@@ -133,16 +133,32 @@ def named(text: str) -> tuple[str, str]:
     return (name, path) if separator and name and "/" not in name else (Path(text).stem, text)
 
 
-def picture_file(text: str) -> Path:
-    """Return the path of a picture that is drawn at the end of a long run.
+def output_file(suffix: str, is_drawn: bool = False) -> Callable[[str], Path]:
+    """Return a function of a command-line argument, the path of a file that is written at the end of a long run.
 
     Args:
-        text: value of a command-line argument.
+        suffix: suffix of the file.
+        is_drawn: whether it has a picture.
 
     Raises:
-        ArgumentTypeError: if no picture could be written there.
+        ArgumentTypeError: in the function, if no such file could be written there.
     """
-    return _drawn(_output_file(text, ".png"))
+
+    def check(text: str) -> Path:
+        path = Path(text)
+        if path.suffix.lower() != suffix:
+            raise argparse.ArgumentTypeError(f"{text!r} should end in {suffix}")
+        if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+            raise argparse.ArgumentTypeError(f"there is no folder {str(path.parent)!r} that may be written to")
+        if is_drawn and importlib.util.find_spec("matplotlib") is None:
+            raise argparse.ArgumentTypeError("a picture needs matplotlib: pip install 'dadplug[examples]'")
+        return path
+
+    return check
+
+
+PICTURE = output_file(".png", is_drawn=True)
+PAGE = output_file(".html")
 
 
 def _option(text: str) -> tuple[str, Any]:
@@ -154,41 +170,6 @@ def _option(text: str) -> tuple[str, Any]:
         return name, ast.literal_eval(value)
     except (ValueError, SyntaxError):
         return name, value
-
-
-def page_file(text: str) -> Path:
-    """Return the path of an HTML file that is written at the end of a long run.
-
-    Args:
-        text: value of a command-line argument.
-
-    Raises:
-        ArgumentTypeError: if no file could be written there.
-    """
-    return _output_file(text, ".html")
-
-
-def _pictures_file(text: str) -> Path:
-    return _drawn(_output_file(text, ".html"))
-
-
-def _json_file(text: str) -> Path:
-    return _output_file(text, ".json")
-
-
-def _drawn(path: Path) -> Path:
-    if importlib.util.find_spec("matplotlib") is None:
-        raise argparse.ArgumentTypeError("a picture needs matplotlib: pip install 'dadplug[examples]'")
-    return path
-
-
-def _output_file(text: str, suffix: str) -> Path:
-    path = Path(text)
-    if path.suffix.lower() != suffix:
-        raise argparse.ArgumentTypeError(f"{text!r} should end in {suffix}")
-    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"there is no folder {str(path.parent)!r} that may be written to")
-    return path
 
 
 def _days(text: str) -> int:
@@ -635,8 +616,13 @@ def _dataset(arguments: argparse.Namespace) -> Any:
     argument("--batch-size", type=int, default=32, help="samples a process (default: %(default)d)"),
     argument("--processes", type=int, help="processes of this machine (default: one a core, at most 4)"),
     argument("--ways", help="names of ways, separated by commas (default: all that apply)"),
-    argument("--picture", type=picture_file, metavar="FILE.png", help="plot the loss against seconds and megabytes"),
-    argument("--html", type=page_file, metavar="FILE.html", help="write table and pictures as one HTML file"),
+    argument(
+        "--picture",
+        type=PICTURE,
+        metavar="FILE.png",
+        help="plot the loss against seconds and megabytes",
+    ),
+    argument("--html", type=PAGE, metavar="FILE.html", help="write table and pictures as one HTML file"),
     BETWEEN_SITES,
 )
 def compare(arguments: argparse.Namespace) -> int:
@@ -687,9 +673,16 @@ def compare(arguments: argparse.Namespace) -> int:
         "--sealed", action="store_true", help="sites encrypt for each other, so that the hub cannot read payloads"
     ),
     argument("--seconds", type=float, default=240.0, help="time limit, about (default: %(default)g)"),
-    argument("--picture", type=picture_file, metavar="FILE.png", help="draw originals beside reconstructions"),
-    argument("--html", type=_pictures_file, metavar="FILE.html", help="write the report as one page"),
-    argument("--json", type=_json_file, metavar="FILE.json", help="write the report as JSON"),
+    argument(
+        "--picture",
+        type=PICTURE,
+        metavar="FILE.png",
+        help="draw originals beside reconstructions",
+    ),
+    argument(
+        "--html", type=output_file(".html", is_drawn=True), metavar="FILE.html", help="write the report as one page"
+    ),
+    argument("--json", type=output_file(".json"), metavar="FILE.json", help="write the report as JSON"),
     argument(
         "--fail-above", type=float, metavar="SHARE", help="exit with status 1 if more of the samples are recovered"
     ),

@@ -15,8 +15,7 @@ from ..progress import Progress
 from ..schedules import available_cores
 from ..signature import whole_number
 from .result import Comparison, Row
-from .strategies import STRATEGIES, Place, Strategy
-from .trial import Build, Point, Task, run_trial
+from .trial import STRATEGIES, Build, Place, Point, Strategy, Task, run_trial
 
 __all__ = ["STRATEGIES", "Comparison", "Place", "Row", "Strategy", "compare"]
 

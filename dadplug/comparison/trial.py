@@ -1,4 +1,7 @@
-"""One trial of a comparison: a strategy trains a model for some seconds, and its held-out loss is recorded."""
+"""One trial of a comparison: a strategy trains a model for some seconds, and its held-out loss is recorded.
+
+Strategies are one process alone, DDP, and dadplug's families of exchange.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,191 @@ import time
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from ..exchange.codec import register
+from ..hogwild import Hogwild
+from ..local_steps import LocalSGD
+from ..parameter_server import ParameterServer
+from ..reduction import GradientReduction
+from ..registry import Registry
 from ..signature import whole_number
-from .strategies import Strategy, Trainer
+
+# Strategies
+
+
+@dataclass
+class Trainer:
+    """A model in training.
+
+    Attributes:
+        model: module to call in training.
+        optimizer: its optimizer.
+        step: follows a backward pass: exchanges what the strategy exchanges, and changes the parameters.
+        bytes_sent: returns the payload bytes that this process has sent so far.
+        end_lap: ends a lap, after which processes wait for each other; the time of it counts.
+        close: removes the strategy from the model, once all processes have made their last step.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    step: Callable[[], object]
+    bytes_sent: Callable[[], int] = int
+    end_lap: Callable[[], object] = lambda: None
+    close: Callable[[], object] = lambda: None
+
+
+def train_alone(model: nn.Module, optimizer: Optimizer) -> Trainer:
+    """Train in one process alone."""
+    return Trainer(model, optimizer, optimizer.step)
+
+
+def train_by_ddp(model: nn.Module, optimizer: Optimizer) -> Trainer:
+    """Train by DistributedDataParallel, whose all-reduce goes round a ring.
+
+    Payload bytes are those of the ring all-reduces by their formula: torch counts none.
+    """
+    sizes = (p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    bytes_a_step = 2 * (dist.get_world_size() - 1) * sum(sizes) // dist.get_world_size()
+    steps = 0
+
+    def step() -> None:
+        nonlocal steps
+        optimizer.step()
+        steps += 1
+
+    return Trainer(DistributedDataParallel(model), optimizer, step, lambda: steps * bytes_a_step)
+
+
+def train_by_reduction(model: nn.Module, optimizer: Optimizer, **options: Any) -> Trainer:
+    """Train with a `GradientReduction`, which gets the options."""
+    reduction = GradientReduction(model, **options)
+
+    def step() -> None:
+        reduction.synchronize()
+        optimizer.step()
+
+    close = partial(reduction.detach, discard=True)
+    return Trainer(model, optimizer, step, lambda: reduction.traffic.bytes_in_steps, close=close)
+
+
+def train_locally(model: nn.Module, optimizer: Optimizer, **options: Any) -> Trainer:
+    """Train with a `LocalSGD`, which gets the options."""
+    local = LocalSGD(model, optimizer, **options)
+
+    def close() -> None:
+        local.finish()
+        local.detach()
+
+    return Trainer(model, optimizer, local.step, lambda: local.traffic.bytes_in_steps, close=close)
+
+
+def train_by_server(model: nn.Module, optimizer: Optimizer, **options: Any) -> Trainer:
+    """Train with a `ParameterServer`, which gets the options."""
+    server = ParameterServer(model, optimizer, **options)
+    return Trainer(model, optimizer, server.step, lambda: server.traffic.total_bytes_sent, server.finish, server.detach)
+
+
+def train_by_hogwild(model: nn.Module, optimizer: Optimizer) -> Trainer:
+    """Train by a `Hogwild` of connected processes."""
+    return Trainer(model, optimizer, optimizer.step, close=Hogwild(model, optimizer).finish)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Place of a comparison.
+
+    Attributes:
+        processes: number of processes that can train together: processes of this machine, or sites.
+        cores: cores of this machine that the processes may use.
+        connected: whether the processes are sites that the user has connected, rather than processes of this machine.
+    """
+
+    processes: int
+    cores: int
+    connected: bool
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A way to train with several processes. Register one in `STRATEGIES` to have it compared.
+
+    Attributes:
+        label: name in tables and pictures.
+        attach: function of a model and its optimizer that returns a trainer; all processes call it. It raises
+            ValueError if the strategy does not allow the model or its optimizer.
+    """
+
+    label: str
+    attach: Callable[[nn.Module, Optimizer], Trainer]
+
+    def applies(self, place: Place) -> bool:
+        """Return whether there is anything to compare at a place."""
+        return place.processes > 1
+
+    def processes(self, place: Place) -> int:
+        """Return the number of processes that train."""
+        return place.processes
+
+    def threads(self, place: Place) -> int:
+        """Return the number of torch's threads in each process."""
+        return max(1, place.cores // (1 if place.connected else self.processes(place)))
+
+
+@dataclass(frozen=True)
+class Alone(Strategy):
+    """One process that exchanges nothing; of sites that are connected, each for itself.
+
+    Attributes:
+        all_threads: whether it uses all cores of its machine, rather than one.
+    """
+
+    all_threads: bool = False
+
+    def applies(self, place: Place) -> bool:
+        # Sites train with all their cores; one process of a machine may do as well with one.
+        return place.cores > 1 if self.all_threads else not place.connected or place.cores == 1
+
+    def processes(self, place: Place) -> int:
+        return place.processes if place.connected else 1
+
+    def threads(self, place: Place) -> int:
+        return place.cores if self.all_threads else 1
+
+
+class SharedMemory(Strategy):
+    """A strategy for processes of one machine."""
+
+    def applies(self, place: Place) -> bool:
+        return super().applies(place) and not place.connected
+
+
+STRATEGIES: Registry[str, Strategy] = Registry("way to train")
+for _name, _strategy in {
+    "alone": Alone("alone, 1 thread", train_alone),
+    "threads": Alone("alone, all threads", train_alone, all_threads=True),
+    "ddp": Strategy("DDP", train_by_ddp),
+    "dad": Strategy("dad", partial(train_by_reduction, mode="dad")),
+    "rankdad": Strategy("rankdad, rank 8, bf16", partial(train_by_reduction, mode="rankdad", rank=8, wire="bf16")),
+    "hogwild": SharedMemory("Hogwild!", train_by_hogwild),
+    "localsgd": Strategy("local SGD, every 16 steps, bf16", partial(train_locally, every=16, wire="bf16")),
+    "diloco": Strategy(
+        "DiLoCo, every 32 steps, bf16",
+        partial(train_locally, every=32, outer_lr=0.7, outer_momentum=0.9, wire="bf16"),
+    ),
+    "server": Strategy("parameter server, rank 8, bf16", partial(train_by_server, mode="rankdad", rank=8, wire="bf16")),
+}.items():
+    STRATEGIES.register(_name)(_strategy)
+
+# A trial
 
 MAX_HELD_OUT = 1000  # samples
 WARM_UP = 3  # steps before the clock starts: kernels are compiled, plans are made
@@ -203,13 +380,13 @@ def run_trial(strategy: Strategy, task: Task, seconds: float, seed: int, rank: i
     trainer = strategy.attach(model, optimizer)
     batches = task.batches(rank, world_size, seed)
     _train(trainer, criterion, batches, WARM_UP)
-    clock, sent = _Clock(seconds), trainer.bytes_sent
+    clock, sent = _Clock(seconds), trainer.bytes_sent()
     points = [Point(0.0, 0.0, 0, task.evaluate(model, criterion))]
     while steps := clock.next_lap():
         with clock.timed(steps):
             _train(trainer, criterion, batches, steps)
         if rank == 0:
-            megabytes = (trainer.bytes_sent - sent) / 1e6
+            megabytes = (trainer.bytes_sent() - sent) / 1e6
             points.append(Point(clock.seconds, megabytes, clock.steps, task.evaluate(model, criterion)))
     trainer.close()
     if not all(math.isfinite(point.loss) for point in points):

@@ -371,13 +371,9 @@ def _named(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
 
 
 def _view(memory: SharedMemory, tensor: Tensor, offset: int) -> Tensor:
-    view = memory.tensor(offset, tensor.numel(), tensor.dtype)
-    return view.as_strided(tensor.shape, _strides(tensor))
-
-
-def _strides(tensor: Tensor) -> tuple[int, ...]:
-    """Return the strides of a tensor if it has no gaps and overlaps, as in channels_last, and contiguous ones else."""
-    return torch.empty_like(tensor, memory_format=torch.preserve_format, device="meta").stride()
+    """Return a tensor's place; strides are its own if it has no gaps and overlaps, as in channels_last."""
+    strides = torch.empty_like(tensor, memory_format=torch.preserve_format, device="meta").stride()
+    return memory.tensor(offset, tensor.numel(), tensor.dtype).as_strided(tensor.shape, strides)
 
 
 def _tensors(

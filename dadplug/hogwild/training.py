@@ -1,7 +1,11 @@
-"""Training of one model by several processes of one machine, on parameters in shared memory (Hogwild!)."""
+"""Training of one model by several processes of one machine, on parameters in shared memory (Hogwild!).
+
+A loader's batches are dealt to the processes: each batch of an epoch to one of them.
+"""
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -12,23 +16,170 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from ..errors import ProcessFailedError
 from ..exchange import DEFAULT_TIMEOUT
+from ..model_sync.structure import before_update
+from ..processes import Child
 from ..schedules import available_cores
 from ..signature import OptionSet, check_choice, check_seconds, option, whole_number
-from .dealing import DealtLoader
 from .layout import Layout, check_model, check_optimizer, coalesce_gradients, create_state, divides_by_state, keep_state
 from .memory import Board, Progress, SharedMemory, check_equal, check_system, connected, share
+
+# Dealing of batches
+
+_SETTINGS = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+)
+
+
+class DealtLoader:
+    """Loader that yields those batches of another loader that this process is dealt.
+
+    The processes take batches on demand, so that a slow one takes fewer. Each batch is used once an epoch. An epoch
+    begins for all processes together. The order is the one that the loader of process 0 draws.
+
+    All other attributes are those of the other loader. There is no length: it is not known before the epoch is over.
+
+    Args:
+        loader: a DataLoader over a data set with a length, the same in all processes.
+        board: the control block.
+        ahead: number of batches that the caller takes before it trains on the first of them.
+        limit: number of batches of an epoch, at most; all if None.
+
+    Raises:
+        TypeError: if it is no DataLoader.
+        ValueError: if its batches cannot be dealt.
+    """
+
+    def __init__(self, loader: Any, board: Board, ahead: int = 0, limit: int | None = None) -> None:
+        check_loader(loader)
+        self._loader, self._board, self._ahead, self._limit = loader, board, ahead, limit
+        self._taken = 0  # batches that the caller has taken and that are not reported as finished
+        self._drawn: deque[int] = deque()
+        self._running = False
+        self._dealt = with_batches(loader, DrawnBatches(self._draw))
+
+    @property
+    def batches(self) -> int:
+        """Number of batches of an epoch, of all processes together."""
+        batches = len(self._loader.batch_sampler)
+        return batches if self._limit is None else min(batches, self._limit)
+
+    def __iter__(self) -> Generator[Any, None, None]:
+        if self._running:
+            raise RuntimeError("this loader is being read already: finish the epoch before the next one begins")
+        self._drawn.clear()
+        self._taken, self._running = 0, True
+        try:
+            for batch in self._dealt:
+                self._taken += 1
+                yield batch
+                self.finish(self._ahead)
+        finally:
+            self._running = False
+
+    def _draw(self) -> Iterator[list[int]]:
+        self._board.begin_epoch(self._draw_order)
+        while (batch := self._board.draw()) is not None:
+            self._drawn.append(batch)
+            yield self._board.indices(batch)
+
+    def _draw_order(self) -> list[list[int]]:
+        batches = [list(map(int, batch)) for batch in itertools.islice(self._loader.batch_sampler, self._limit)]
+        if not batches:
+            raise ValueError("the loader has no batches")
+        return batches
+
+    def finish(self, left: int = 0) -> None:
+        """Report that the batches that were taken are finished.
+
+        Args:
+            left: number of batches, the last ones, that are not.
+        """
+        while self._taken > left:
+            self._taken -= 1
+            self._board.finish_batch(self._drawn.popleft())
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_loader" or name.startswith("__"):  # not set yet while a copy is built
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+
+class DrawnBatches:
+    """Sampler of batches from a function.
+
+    Args:
+        draw: returns the batches of an epoch as lists of indices.
+    """
+
+    def __init__(self, draw: Callable[[], Iterator[list[int]]]) -> None:
+        self._draw = draw
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._draw()
+
+
+def with_batches(loader: DataLoader[Any], batches: Iterable[list[int]]) -> DataLoader[Any]:
+    """Return a loader like another one, which reads other batches.
+
+    Args:
+        loader: the other loader.
+        batches: indices of the samples of each batch.
+    """
+    return DataLoader(loader.dataset, batch_sampler=batches, **settings_of(loader))
+
+
+def settings_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return the arguments with which a loader was made, but for those that decide about its batches."""
+    settings = {name: getattr(loader, name) for name in _SETTINGS}
+    if loader.num_workers:
+        settings |= {"prefetch_factor": loader.prefetch_factor, "persistent_workers": loader.persistent_workers}
+    return settings
+
+
+def check_loader(loader: Any, by: str = "Hogwild!") -> None:
+    """Raise TypeError or ValueError if the batches of a loader cannot be dealt.
+
+    Args:
+        loader: the loader.
+        by: who deals them, for messages.
+    """
+    if not isinstance(loader, DataLoader):
+        raise TypeError(f"batches of a DataLoader can be dealt, not of {type(loader).__name__}")
+    if isinstance(loader.dataset, IterableDataset):
+        raise ValueError(
+            "an IterableDataset has no order that could be dealt: use a data set with a length and indices"
+        )
+    if loader.batch_sampler is None:
+        raise ValueError("the loader makes no batches (batch_size=None): give it a batch_size or a batch_sampler")
+    samplers = (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
+    if any(isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1 for sampler in samplers):
+        raise ValueError(
+            f"the loader has a DistributedSampler, which splits the data already: leave it out, since {by} deals "
+            "the batches of the whole data set"
+        )
+
+
+# Processes
 
 _PROBE = 3.0  # seconds for a forked process to show that it can train
 _POLL = 0.2  # seconds between two looks at processes that report nothing
@@ -50,11 +201,26 @@ class _Interpreter(subprocess.Popen[bytes]):
             self.wait(timeout)
 
 
-class _Worker(NamedTuple):
-    """Started process, with the pipe for its result."""
+class _Spawned(Child):
+    """Process in a new interpreter, with the pipe for its result.
 
-    process: BaseProcess | _Interpreter
-    pipe: Connection
+    Args:
+        rank: its number.
+        training: object whose copy trains in it.
+        payload: the file that `_pack` has written.
+    """
+
+    def __init__(self, rank: int, training: Hogwild, payload: SharedMemory) -> None:
+        self.pipe, pipe = multiprocessing.Pipe(duplex=False)
+        threads = str(training.threads)
+        environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "DADPLUG_HOGWILD_RANK": str(rank)}
+        with pipe:
+            self.process = _Interpreter(
+                [sys.executable, "-c", _PROGRAM.format(path=sys.path, pipe=pipe.fileno(), payload=payload.descriptor)],
+                env=os.environ | environment,
+                pass_fds=(pipe.fileno(), payload.descriptor, training._descriptor),
+                stdin=subprocess.DEVNULL,
+            )
 
 
 def choose_start(threads: int) -> str:
@@ -124,15 +290,14 @@ def run_workers(
         TypeError: if the function or its arguments cannot be copied to a new interpreter.
     """
     payload = _pack(training, function, args) if start == "spawn" else None
-    workers: list[_Worker] = []
+    workers: list[Child] = []
     try:
         for rank in range(training.processes):
-            ours, theirs = multiprocessing.Pipe(duplex=False)
-            with theirs:
-                if payload is None:
-                    workers.append(_Worker(_fork(rank, theirs, training, function, args), ours))
-                else:
-                    workers.append(_Worker(_spawn(rank, theirs, training, payload), ours))
+            if payload is None:
+                with quiet_fork():
+                    workers.append(Child(_train, rank, training, function, args, method="fork"))
+            else:
+                workers.append(_Spawned(rank, training, payload))
         return _collect(workers, board)
     finally:
         with _uninterrupted():
@@ -157,27 +322,6 @@ def _uninterrupted() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _fork(
-    rank: int, pipe: Connection, training: Hogwild, function: Callable[..., Any], args: tuple[Any, ...]
-) -> BaseProcess:
-    process = multiprocessing.get_context("fork").Process(
-        target=_train, args=(rank, pipe, training, function, args), name=f"hogwild-{rank}"
-    )
-    with quiet_fork():
-        process.start()
-    return process
-
-
-def _spawn(rank: int, pipe: Connection, training: Hogwild, payload: SharedMemory) -> _Interpreter:
-    threads = str(training.threads)
-    return _Interpreter(
-        [sys.executable, "-c", _PROGRAM.format(path=sys.path, pipe=pipe.fileno(), payload=payload.descriptor)],
-        env=os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "DADPLUG_HOGWILD_RANK": str(rank)},
-        pass_fds=(pipe.fileno(), payload.descriptor, training._descriptor),
-        stdin=subprocess.DEVNULL,
-    )
 
 
 def _pack(training: Hogwild, function: Callable[..., Any], args: tuple[Any, ...]) -> SharedMemory:
@@ -215,10 +359,10 @@ def main(pipe: int, payload: int) -> None:
         return
     del content
     torch.set_rng_state(generator)
-    _train(int(os.environ["DADPLUG_HOGWILD_RANK"]), connection, training, function, args)
+    _train(connection, int(os.environ["DADPLUG_HOGWILD_RANK"]), training, function, args)
 
 
-def _train(rank: int, pipe: Connection, training: Hogwild, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _train(pipe: Connection, rank: int, training: Hogwild, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """Call the function in a started process, and send its result or its traceback."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the first one ends the others
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -246,12 +390,13 @@ def _seed(seed: int) -> None:
         numpy.random.seed(seed % 2**32)
 
 
-def _collect(workers: list[_Worker], board: Board) -> tuple[list[Any], list[dict[str, Any]]]:
+def _collect(workers: list[Child], board: Board) -> tuple[list[Any], list[dict[str, Any]]]:
     results: dict[int, Any] = {}
     while len(results) < len(workers):
         waiting = {rank: worker for rank, worker in enumerate(workers) if rank not in results}
         wait([worker.pipe for worker in waiting.values()], _POLL)
-        for rank, (process, pipe) in waiting.items():
+        for rank, worker in waiting.items():
+            process, pipe = worker.process, worker.pipe
             ended = process.exitcode is not None
             if pipe.poll():
                 try:
@@ -269,7 +414,7 @@ def _collect(workers: list[_Worker], board: Board) -> tuple[list[Any], list[dict
     return [results[rank][0] for rank in range(len(workers))], results[0][1]
 
 
-def _killed(rank: int, process: BaseProcess | _Interpreter, board: Board) -> str:
+def _killed(rank: int, process: Any, board: Board) -> str:
     status = process.exitcode
     if status is not None and status < 0:
         cause = f"was killed by {signal.Signals(-status).name}"
@@ -279,6 +424,8 @@ def _killed(rank: int, process: BaseProcess | _Interpreter, board: Board) -> str
         f"process {rank} (pid {process.pid}) of {board.processes} {cause}{board.describe(rank)}. The others were ended"
     )
 
+
+# Training
 
 STATES = ("shared", "own")
 STARTS = ("auto", "fork", "spawn")
@@ -463,7 +610,7 @@ class Hogwild:
         layout.board.join(self.rank, self._parent)
         self._hooks.append(self.model.register_load_state_dict_post_hook(layout.give_counters))
         for optimizer in self.optimizers:
-            self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
+            self._hooks.append(before_update(optimizer, partial(self._count, optimizer)))
             if self._state == "shared":
                 self._hooks += keep_state(optimizer, layout.counts.give)
             if self._state == "shared" and divides_by_state(optimizer):
@@ -566,23 +713,8 @@ class Hogwild:
             raise RuntimeError("no training runs: call this in a function that Hogwild.run() calls in each process")
         return self._layout
 
-    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
-        """Take the numbers of a step, before it or, with a closure, after the gradients have been computed."""
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
-            self._count(optimizer)
-            return None
-
-        def counted() -> Any:
-            loss = closure()
-            self._count(optimizer)
-            return loss
-
-        if len(args) > 1:
-            return (args[0], counted, *args[2:]), kwargs
-        return args, kwargs | {"closure": counted}
-
     def _count(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take the numbers of a step."""
         layout = self._required()
         turns = self._state == "shared" and divides_by_state(optimizer)
         if turns:

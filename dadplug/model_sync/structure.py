@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ..hooks import OwnHook, overridden
 
@@ -151,3 +153,30 @@ def weak_hook(method: Callable[..., object]) -> OwnHook:
             found(*args)
 
     return OwnHook(call)
+
+
+def before_update(optimizer: torch.optim.Optimizer, action: Callable[[], object]) -> RemovableHandle:
+    """Call a function in each step of an optimizer, before its update; with a closure, once that has the gradients.
+
+    Args:
+        optimizer: the optimizer.
+        action: the function.
+
+    Returns:
+        The handle by which the hook is removed.
+    """
+
+    def before(_: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first one is the optimizer
+        if closure is None:
+            action()
+            return None
+
+        def computed() -> Any:
+            loss = closure()
+            action()
+            return loss
+
+        return ((args[0], computed, *args[2:]), kwargs) if len(args) > 1 else (args, kwargs | {"closure": computed})
+
+    return optimizer.register_step_pre_hook(before)

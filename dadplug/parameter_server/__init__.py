@@ -9,8 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .connect import ServerOptions
     from .experiment import Outcome, launch_ps_and_workers
-    from .options import ServerOptions
     from .server import ParameterServer
 
 __all__ = ["Outcome", "ParameterServer", "ServerOptions", "launch_ps_and_workers"]
@@ -18,7 +18,7 @@ __all__ = ["Outcome", "ParameterServer", "ServerOptions", "launch_ps_and_workers
 _LAZY = {
     "Outcome": "experiment",
     "ParameterServer": "server",
-    "ServerOptions": "options",
+    "ServerOptions": "connect",
     "launch_ps_and_workers": "experiment",
 }
 

@@ -1,12 +1,18 @@
-"""Connections between the sites and the sequencer, each over one socket: at the start, and of sites that return."""
+"""Start of a parameter server: its options, and the connections between the sites and the sequencer.
+
+The connections are over one socket each: at the start, and of sites that return. The options have here the one
+definition of their names, types, defaults and help texts.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 import socket
 import struct
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch import nn
@@ -19,8 +25,10 @@ from ..exchange.transport import StreamToHub
 from ..hub.secure.secure_socket import write_all
 from ..methods import check_allowed
 from ..model_sync.sameness import raise_problems
-from .log import Holder, Log
-from .options import ServerOptions
+from ..options import Options
+from ..signature import OptionSet, check_choice, option
+from .dealing import DEALS
+from .sequencer import Rules, make_rules
 from .service import (
     HELLO,
     KEY_CHARACTERS,
@@ -32,6 +40,106 @@ from .service import (
     read_message,
     write_message,
 )
+from .streams import Log
+
+# Options
+
+_REDUCTION = {option.name: option for option in dataclasses.fields(Options)}
+MODES = ("dsgd", "dad", "rankdad")
+_OWN = ("staleness", "quorum", "gather", "late", "deal")  # not those of a reduction
+
+
+def _as_in_reductions(name: str) -> Any:
+    """Define an option that a gradient reduction has, too."""
+    return option(_REDUCTION[name].default, _REDUCTION[name].metadata["help"])
+
+
+def check_mode(mode: object) -> None:
+    """Raise ValueError if a method cannot be used with a parameter server.
+
+    Args:
+        mode: value of the option ``mode``.
+    """
+    if mode in MODES:
+        return
+    reasons = {
+        "edad": "mode 'edad' recomputes deltas from the rows of all sites in one step, which are not there",
+        "powersgd": "mode 'powersgd' sums over all sites twice in each step",
+        "topk": "mode 'topk' is not built for it",
+        "auto": "mode 'auto' chooses paths by the time of synchronous steps",
+    }
+    reason = reasons.get(str(mode), f"unknown mode {mode!r}")
+    raise ValueError(f"{reason}; valid modes of a parameter server are {', '.join(map(repr, MODES))}")
+
+
+@dataclass(frozen=True)
+class ServerOptions(OptionSet):
+    """Options of `dadplug.ParameterServer`, its strategy and its runner.
+
+    Raises:
+        ValueError: if a value is not valid; the message lists the valid ones.
+    """
+
+    mode: str = option("rankdad", "how gradients are encoded: dsgd, dad or rankdad")
+    staleness: int = option(8, "largest number of versions by which a gradient may be late; 0: synchronous steps")
+    quorum: int = option(1, "number of sites whose gradients make a commit; 1 for asynchronous steps")
+    gather: float = option(
+        0.75,
+        "largest part of a site's step for which its gradient waits for those of other sites that are expected, to be "
+        "committed together; 0: not at all",
+    )
+    late: str = option(
+        "scale",
+        "treatment of a gradient that is t > 0 versions late: scale (learning rate times 1 / (1 + t)), keep, or drop "
+        "(above the staleness; then no site waits)",
+    )
+    deal: str = option(
+        "own",
+        "data of loaders that server.loader() returns: own (of each site; a fast site makes further passes), or shared "
+        "(one data set, whose batches are handed out on demand)",
+    )
+    site_timeout: float = option(30.0, "seconds of silence after which a site counts as lost; the others go on")
+    rank: int | Literal["auto"] = _as_in_reductions("rank")
+    iterations: int = _as_in_reductions("iterations")
+    tolerance: float = _as_in_reductions("tolerance")
+    warm_start: bool = _as_in_reductions("warm_start")
+    error_feedback: bool | None = _as_in_reductions("error_feedback")
+    weighting: str = _as_in_reductions("weighting")
+    wire: str = _as_in_reductions("wire")
+    may_differ: tuple[str, ...] = _as_in_reductions("may_differ")
+    dense: str = _as_in_reductions("dense")
+    share_inputs: bool = _as_in_reductions("share_inputs")
+    sync_batchnorm: bool = option(
+        False,
+        "normalise by the statistics of all sites' rows: of other sites, those that they have committed last; with a "
+        "quorum of all sites where these are not equally fast",
+    )
+    average_buffers: bool = _as_in_reductions("average_buffers")
+    timeout: float = _as_in_reductions("timeout")
+    hub_timeout: float | None = _as_in_reductions("hub_timeout")
+
+    def __post_init__(self) -> None:
+        check_mode(self.mode)
+        make_rules(self.staleness, self.quorum, self.late, self.gather)
+        check_choice("deal", self.deal, DEALS)
+        self.of_reduction()
+
+    @property
+    def rules(self) -> Rules:
+        """Rules of the sequencer."""
+        return make_rules(self.staleness, self.quorum, self.late, self.gather)
+
+    def of_reduction(self) -> Options:
+        """Return those options that a gradient reduction has, too."""
+        return Options(**{name: value for name, value in vars(self).items() if name not in _OWN})
+
+    @classmethod
+    def unknown(cls, name: str) -> ValueError:
+        """Return the error for an unknown option, or for one that only a gradient reduction has."""
+        if name in _REDUCTION:
+            return ValueError(f"a ParameterServer has no option {name!r}; valid options are {', '.join(cls.names())}")
+        return super().unknown(name)
+
 
 if TYPE_CHECKING:
     from ..hub.site.tunnel import Tunnel
@@ -101,8 +209,7 @@ def open_log(
     settings = Settings(tuple(workers), rules, options.deal, in_trainer, limit, silence, timeout)
     if (stream := transport.open_hub_stream(timeout)) is not None:
         key = start_at_hub(transport, stream, settings)
-        holder = Holder.at_hub(stream.hub, stream.check)
-        log = Log(stream.connected, holder, sites, limit, silence, timeout, traffic)
+        log = Log(stream.connected, sites, limit, silence, timeout, traffic, hub=stream)
         return log, None, f"{_SEQUENCER_AT_HUB}{transport.dialed_by}/{key}"
     own, served = _connect_star(transport, timeout)
     service, address = None, ("", "")
@@ -112,7 +219,7 @@ def open_log(
     place, token = transport.gather_objects(address)[0]
     place = f"{_OVER_HUB}{transport.dialed_by}" if transport.dialed_by else place
     delayed = service.blocks_others if service else bool
-    log = Log(own, Holder.at_site(sites, 0, timeout), sites, limit, silence, timeout, traffic, delayed=delayed)
+    log = Log(own, sites, limit, silence, timeout, traffic, delayed=delayed)
     return log, service, f"{place}/{token}" if token else ""
 
 
@@ -265,18 +372,18 @@ def return_to_log(
         SiteError: if the training cannot be reached.
     """
     timeout = options.timeout
-    connected, sites, holder = _dial(address, timeout)
+    connected, sites, hub = _dial(address, timeout)
     check_allowed(options.of_reduction())  # a kit restricts it
-    log = Log(connected, holder, sites, limit, options.site_timeout, timeout, traffic, returns=True)
+    log = Log(connected, sites, limit, options.site_timeout, timeout, traffic, hub=hub, returns=True)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     return log, ReturnedTransport(sites, traffic, device, timeout, log)
 
 
-def _dial(address: str, timeout: float) -> tuple[socket.socket, ReturnedSites, Holder]:
+def _dial(address: str, timeout: float) -> tuple[socket.socket, ReturnedSites, StreamToHub | None]:
     """Connect to the site that has the sequencer, directly or over the hub, or to the hub that has it.
 
     Returns:
-        The socket, the sites by name, and the holder of the sequencer.
+        The socket, the sites by name, and the stream where the hub has the sequencer.
     """
     try:
         place, token, last = address.rsplit("/", 2)
@@ -289,7 +396,8 @@ def _dial(address: str, timeout: float) -> tuple[socket.socket, ReturnedSites, H
         raise ValueError(f"rejoin should be the return_address of a ParameterServer, got {address!r}") from error
     try:
         if place.startswith(_SEQUENCER_AT_HUB):
-            return _return_to_hub(place.removeprefix(_SEQUENCER_AT_HUB), rank, token, timeout)
+            stream, sites = _return_to_hub(place.removeprefix(_SEQUENCER_AT_HUB), rank, token, timeout)
+            return stream.connected, sites, stream
         if place.startswith(_OVER_HUB):
             connected = _dial_hub(place.removeprefix(_OVER_HUB), timeout).dial(0)
         else:
@@ -299,11 +407,14 @@ def _dial(address: str, timeout: float) -> tuple[socket.socket, ReturnedSites, H
         sites = ReturnedSites(rank, read_message(connected, MOST_NAMES))
     except (OSError, DamagedError) as error:
         raise SiteError(f"the training at {place} cannot be reached, it may have ended: {error}") from error
-    return connected, sites, Holder.at_site(sites, 0, timeout)
+    return connected, sites, None
 
 
-def _return_to_hub(folder: str, rank: int, key: str, timeout: float) -> tuple[socket.socket, ReturnedSites, Holder]:
+def _return_to_hub(folder: str, rank: int, key: str, timeout: float) -> tuple[StreamToHub, ReturnedSites]:
     """Connect to the hub that has the sequencer.
+
+    Returns:
+        The stream, and the sites by name.
 
     Raises:
         SiteError: if there is no such training.
@@ -322,7 +433,7 @@ def _return_to_hub(folder: str, rank: int, key: str, timeout: float) -> tuple[so
     problem, names = _read_answer(stream.connected)
     if problem:
         raise SiteError(f"the training at {stream.hub} cannot be reached: {problem}")
-    return stream.connected, ReturnedSites(rank, names), Holder.at_hub(stream.hub, stream.check)
+    return stream, ReturnedSites(rank, names)
 
 
 def _dial_hub(folder: str, timeout: float) -> Tunnel:

@@ -26,8 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..exchange import codec
-from .log import Log
-from .streams import Deal, Frame, Kind
+from .streams import Deal, Frame, Kind, Log
 
 DEALS = ("own", "shared")
 _AHEAD, _MOST_AHEAD = 2, 16  # batches that a site asks for before it needs them
@@ -374,7 +373,7 @@ class SharedLoader(SiteLoader):
     """
 
     def __init__(self, loader: Any, seed: int, link: LogLink) -> None:
-        from ..hogwild.dealing import DrawnBatches, with_batches  # a hub needs the dealers alone
+        from ..hogwild.training import DrawnBatches, with_batches  # a hub needs the dealers alone
 
         super().__init__(loader, link)
         count_batches(loader)  # refuse loaders whose batches cannot be dealt
@@ -439,7 +438,7 @@ def count_batches(loader: Any) -> int:
         TypeError: if the loader is no DataLoader.
         ValueError: if its batches cannot be dealt.
     """
-    from ..hogwild.dealing import check_loader
+    from ..hogwild.training import check_loader
 
     check_loader(loader, "a parameter server")
     if not hasattr(loader.batch_sampler, "__len__"):

@@ -18,12 +18,12 @@ from torch.utils.data import DataLoader
 from ..errors import ProcessFailedError
 from ..exchange import connect
 from ..exchange.handshake import free_port
-from ..hogwild.experiment import Criterion, evaluate
+from ..hogwild import Criterion, evaluate
 from ..hogwild.training import choose_start, quiet_fork
 from ..models import build_model
 from ..processes import Child
 from ..signature import whole_number
-from .options import ServerOptions
+from .connect import ServerOptions
 from .server import ParameterServer
 
 _Report = tuple[list[float], float, dict[str, Tensor]]

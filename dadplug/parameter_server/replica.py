@@ -1,4 +1,4 @@
-"""Replica of one site: the model that the log is applied to."""
+"""Replica of one site: the optimizer and the model that the log is applied to."""
 
 from __future__ import annotations
 
@@ -10,16 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import MismatchError, SiteError
+from ..errors import MismatchError
 from ..exchange import Transport, codec
-from ..exchange.status import PeerNames
 from ..fused import GradientProduct, engine_for, reasons_against, take_step
-from ..methods import Method
-from ..model_sync.replicated_model import JoinState
-from ..model_sync.sameness import tables_with_max_norm, tensors_of
+from ..model_sync.sameness import tables_with_max_norm
 from ..model_sync.structure import is_managed
-from .gradients import ContributionCodec, ModelGradients
-from .log import Commit
 
 Settings = list[dict[str, Any]]
 """By parameter group, the values of its settings by name: learning rate, momentum, betas and so on."""
@@ -190,125 +185,6 @@ def _alike(own: Settings, other: Any) -> bool:
 
 ANY_STATE = {"state of the optimizer": "that of the training"}
 """Description of an optimizer's state where it need not be the same, since it is taken over."""
-
-
-class Replica:
-    """Replica of the model at one site.
-
-    Args:
-        gradients: the model's gradients.
-        codec: codec of contributions.
-        method: the method.
-        optimizer: the optimizer.
-        sites: the sites by name.
-
-    Attributes:
-        version: number of commits of the sequencer's log that have been applied.
-        dropped: number of this site's contributions that have been dropped as too late.
-    """
-
-    def __init__(
-        self,
-        gradients: ModelGradients,
-        codec: ContributionCodec,
-        method: Method,
-        optimizer: LoggedOptimizer,
-        sites: PeerNames,
-    ) -> None:
-        self.version = self.dropped = 0
-        self._gradients = gradients
-        self._codec = codec
-        self._method = method
-        self._optimizer = optimizer
-        self._sites = sites
-        self._norms = gradients.norms
-
-    def apply(self, commit: Commit) -> None:
-        """Make the optimizer's step of one commit.
-
-        Raises:
-            MismatchError: if a contribution does not fit this site's model.
-        """
-        decision = commit.decision
-        self.dropped += sum(site == self._sites.rank for site, _ in decision.dropped)
-        if not decision.entries:
-            return
-        unpacked = [
-            self._codec.unpack(body, self._sites[entry.site])
-            for entry, body in zip(decision.entries, commit.bodies, strict=True)
-        ]
-        samples = [float(entry.samples) for entry in decision.entries]
-        scales = [entry.scale for entry in decision.entries]
-        with torch.no_grad():
-            contents = [each.content for each in unpacked]
-            gradients, products = self._codec.merge(contents, samples, scales, self._optimizer.fused)
-            self._gradients.write(gradients)
-        scale = sum(count * each for count, each in zip(samples, scales, strict=True)) / sum(samples)
-        self._optimizer.step(unpacked[0].settings, scale, products)
-        self._gradients.clear()
-        self._move_to(decision.version)
-        if self._norms is not None:
-            for entry, each in zip(decision.entries, unpacked, strict=True):
-                self._norms.follow(entry.site, each.statistics or {}, self.version)
-
-    def _move_to(self, version: int, statistics: Any = None) -> None:
-        """Set the version; with those of another site or of a checkpoint, the statistics of batch normalisation."""
-        self.version = version
-        if self._norms is not None:
-            self._norms.version = version
-            if statistics is not None:
-                self._norms.load_state_dict(statistics)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what this site has beside its model and its optimizer."""
-        state = {"dropped": self.dropped, "method": self._method.state_dict(), "codec": self._codec.state_dict()}
-        return state | self._shared_state()
-
-    def _shared_state(self) -> dict[str, Any]:
-        statistics = {} if self._norms is None else self._norms.state_dict()
-        return {"reference": self._gradients.reference, "statistics": statistics}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned.
-
-        Args:
-            state: the state.
-        """
-        self.dropped = state["dropped"]
-        self._gradients.expected_reference = state["reference"]
-        self._method.load_state_dict(state["method"])
-        self._codec.load_state_dict(state["codec"])
-        self._move_to(self.version, state.get("statistics", {}))
-
-    def snapshot(self, model: nn.Module, description: dict[str, str], further: dict[str, Any]) -> JoinState:
-        """Return the state that a site needs which takes over this version.
-
-        Args:
-            model: the model.
-            description: what has to be the same at that site.
-            further: further state.
-        """
-        optimizer = {"optimizer": self._optimizer.optimizer.state_dict(), "fused": self._optimizer.kind}
-        further = further | optimizer | self._shared_state()
-        return JoinState(description, tensors_of(model), self.version, list(self._gradients.reports), further)
-
-    def take_over(self, state: JoinState) -> None:
-        """Take over the version of another site, whose tensors the model has already.
-
-        Args:
-            state: result of `snapshot` there.
-
-        Raises:
-            SiteError: if the sites have not made their first step.
-            MismatchError: if this site cannot make the steps that the others make.
-        """
-        if not state.plan:
-            raise SiteError("the sites have not made their first step, which needs all of them: start them again")
-        self._optimizer.follow_fused(state.further["fused"])
-        self._gradients.merge(state.plan)
-        self._gradients.reference = state.further["reference"]
-        self._optimizer.optimizer.load_state_dict(state.further["optimizer"])
-        self._move_to(state.step, state.further["statistics"])
 
 
 def check_site_model(model: nn.Module) -> None:

@@ -21,10 +21,12 @@ from ..logs import get_logger
 from ..methods import Quality, make_method
 from ..model_sync.buffers import average_packed, pack_buffers
 from ..model_sync.replicated_model import JoinState, ReplicatedModel, Stateful
+from ..model_sync.sameness import tensors_of
 from ..signature import check_choice, takes_keywords_of
 from .connect import (
     ReturnedSites,
     ReturnedTransport,
+    ServerOptions,
     gather_workers,
     largest_message,
     open_log,
@@ -32,11 +34,9 @@ from .connect import (
 )
 from .dealing import LogLink, OwnLoader, SharedLoader, SiteLoader
 from .gradients import ContributionCodec, ModelGradients, UnsentGradients
-from .log import Commit
-from .options import ServerOptions
-from .replica import ANY_STATE, LoggedOptimizer, Replica, check_site_model
+from .replica import ANY_STATE, LoggedOptimizer, check_site_model
 from .service import SequencerService
-from .streams import Kind
+from .streams import Commit, Kind
 
 _log = get_logger(__name__)
 _DETACHED = "it has called detach()"
@@ -72,6 +72,7 @@ class ParameterServer(ReplicatedModel):
     Attributes:
         server_options: the options.
         phases: number of phases that have ended, by `finish`.
+        dropped: number of this site's contributions that have been dropped as too late.
 
     Raises:
         ValueError: on all sites, if an option of one is unknown, its value not valid, or the optimizer cannot be used.
@@ -124,7 +125,8 @@ class ParameterServer(ReplicatedModel):
         sites, lifetime = self._transport.sites, _LIFETIME * (self._rules.staleness + 1)
         self._gradients = ModelGradients(model, self._method, self.options, sites.rank, len(sites), lifetime)
         self._codec = ContributionCodec(self._gradients, self._method, self.options)
-        self._replica = Replica(self._gradients, self._codec, self._method, self._optimizer, sites)
+        self._version = self.dropped = 0
+        self._norms = self._gradients.norms
         self._held = UnsentGradients()
         self._detached = False
         self._unfinished = False  # whether it has made a step in the phase
@@ -176,14 +178,9 @@ class ParameterServer(ReplicatedModel):
     # Steps
 
     @property
-    def dropped(self) -> int:
-        """Number of this site's contributions that have been dropped as too late."""
-        return self._replica.dropped
-
-    @property
     def version(self) -> int:
         """Number of commits that this site has applied, with those before a checkpoint that it has loaded."""
-        return self._earlier + self._replica.version
+        return self._earlier + self._version
 
     def step(self) -> None:
         """Send the gradients of the backward passes since the last call, then apply what has been committed.
@@ -206,7 +203,7 @@ class ParameterServer(ReplicatedModel):
         if self._in_trainer and begins:  # sites may return from now on until the end of the phase
             self._started = True
             self._log.send(Kind.TRAINS)
-        known = self._replica.version  # by the sequencer, as the one that this site goes on at
+        known = self._version  # by the sequencer, as the one that this site goes on at
         self._send_unless_blocked()  # first, so that it is on its way while commits are applied
         self._apply_arrived()
         self._send_unless_blocked()
@@ -216,8 +213,8 @@ class ParameterServer(ReplicatedModel):
             self._apply_arrived()
         self._apply_arrived()  # what has arrived meanwhile
         slack = 0 if waits else self._rules.staleness // _SLACK
-        if self._rules.staleness and self._replica.version > known + slack and not self._held.samples:
-            self._log.send(Kind.REACHED, reached=self._replica.version)
+        if self._rules.staleness and self._version > known + slack and not self._held.samples:
+            self._log.send(Kind.REACHED, reached=self._version)
         self._warn_of_left()
         self.traffic.end_step()
 
@@ -226,7 +223,7 @@ class ParameterServer(ReplicatedModel):
         taken, samples = self._gradients.collect(self._transport)
         self._epoch_samples += self._gradients.counted
         if taken and samples:
-            self._held.add(taken, samples, self._replica.version)
+            self._held.add(taken, samples, self._version)
 
     def _send_unless_blocked(self) -> None:
         """Send what is held, unless the last contribution has not left and this site may go on without it."""
@@ -238,7 +235,7 @@ class ParameterServer(ReplicatedModel):
         """Send what is held."""
         held, self._held = self._held, UnsentGradients()
         body = self._codec.encode(held.mean(), held.samples, self._optimizer.settings())
-        self._log.contribute(held.base, self._replica.version, held.samples, self._take_used(), body)
+        self._log.contribute(held.base, self._version, held.samples, self._take_used(), body)
 
     def _take_used(self) -> int:
         """Return the number of dealt batches that nothing has reported as used."""
@@ -251,10 +248,46 @@ class ParameterServer(ReplicatedModel):
         """Apply the commits that have arrived; return the one that ends the phase, if it has."""
         last = None
         for last in self._log.take():
-            self._replica.apply(last)
+            self._apply(last)
             if last.asks is not None:
                 self._send_state(last.asks)
         return last if last is not None and last.decision.over else None
+
+    def _apply(self, commit: Commit) -> None:
+        """Make the optimizer's step of one commit.
+
+        Raises:
+            MismatchError: if a contribution does not fit this site's model.
+        """
+        decision = commit.decision
+        self.dropped += sum(site == self.site_rank for site, _ in decision.dropped)
+        if not decision.entries:
+            return
+        unpacked = [
+            self._codec.unpack(body, self._transport.sites[entry.site])
+            for entry, body in zip(decision.entries, commit.bodies, strict=True)
+        ]
+        samples = [float(entry.samples) for entry in decision.entries]
+        scales = [entry.scale for entry in decision.entries]
+        with torch.no_grad():
+            contents = [each.content for each in unpacked]
+            gradients, products = self._codec.merge(contents, samples, scales, self._optimizer.fused)
+            self._gradients.write(gradients)
+        scale = sum(count * each for count, each in zip(samples, scales, strict=True)) / sum(samples)
+        self._optimizer.step(unpacked[0].settings, scale, products)
+        self._gradients.clear()
+        self._move_to(decision.version)
+        if self._norms is not None:
+            for entry, each in zip(decision.entries, unpacked, strict=True):
+                self._norms.follow(entry.site, each.statistics or {}, self._version)
+
+    def _move_to(self, version: int, statistics: Any = None) -> None:
+        """Set the version; with those of another site or of a checkpoint, the statistics of batch normalisation."""
+        self._version = version
+        if self._norms is not None:
+            self._norms.version = version
+            if statistics is not None:
+                self._norms.load_state_dict(statistics)
 
     def _take_end(self) -> Commit:
         """Wait for the end of the phase, and apply what has been committed up to it."""
@@ -423,15 +456,33 @@ class ParameterServer(ReplicatedModel):
         """Send the state of this site to one that returns."""
         objects = {name: each.state_dict() for name, each in self._further.items()}
         further = {"earlier": self._earlier, "phases": self.phases, "epochs": self._log.epochs, "objects": objects}
-        state = self._replica.snapshot(self.model, self._described, further)
+        further |= {"optimizer": self._optimizer.optimizer.state_dict(), "fused": self._optimizer.kind}
+        reports = list(self._gradients.reports)
+        state = JoinState(
+            self._described, tensors_of(self.model), self._version, reports, further | self._shared_state()
+        )
         self._log.send(Kind.SNAPSHOT, site, body=codec.encode(state))
 
     def _take_over(self, state: JoinState) -> None:
-        """Go on from the state of another site: apply what has been committed since, and take part."""
+        """Go on from the state of another site: apply what has been committed since, and take part.
+
+        Args:
+            state: the state, whose tensors the model has already.
+
+        Raises:
+            SiteError: if the sites have not made their first step.
+            MismatchError: if this site cannot make the steps that the others make.
+        """
         objects = state.further["objects"]
         if objects.keys() != self._further.keys():
             raise MismatchError(f"state= names {sorted(self._further)}, and at the other sites {sorted(objects)}")
-        self._replica.take_over(state)
+        if not state.plan:
+            raise SiteError("the sites have not made their first step, which needs all of them: start them again")
+        self._optimizer.follow_fused(state.further["fused"])
+        self._gradients.merge(state.plan)
+        self._gradients.reference = state.further["reference"]
+        self._optimizer.optimizer.load_state_dict(state.further["optimizer"])
+        self._move_to(state.step, state.further["statistics"])
         for name, value in objects.items():
             self._further[name].load_state_dict(value)
         self._earlier, self.phases = state.further["earlier"], state.further["phases"]
@@ -456,7 +507,15 @@ class ParameterServer(ReplicatedModel):
             raise RuntimeError("this replica differs from those of the other sites: call finish() on all sites before")
         if self._held.samples or self._log.outstanding or self._gradients.pending:
             raise RuntimeError("some gradients of this site are not committed yet: call finish() on all sites before")
-        return {"version": self.version, "epochs": self._log.epochs} | self._replica.state_dict()
+        return {"version": self.version, "epochs": self._log.epochs} | self._own_state()
+
+    def _own_state(self) -> dict[str, Any]:
+        state = {"dropped": self.dropped, "method": self._method.state_dict(), "codec": self._codec.state_dict()}
+        return state | self._shared_state()
+
+    def _shared_state(self) -> dict[str, Any]:
+        statistics = {} if self._norms is None else self._norms.state_dict()
+        return {"reference": self._gradients.reference, "statistics": statistics}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned; all sites must do so, before their first step.
@@ -464,11 +523,15 @@ class ParameterServer(ReplicatedModel):
         Args:
             state: the state.
         """
-        self._earlier = state["version"] - self._replica.version
+        self._earlier = state["version"] - self._version
         if epochs := state.get("epochs", 0):  # 0 in earlier versions at other sites than 0
             self._log.epochs = epochs
             self._log.send(Kind.EPOCHS, epochs)
-        self._replica.load_state_dict(state)
+        self.dropped = state["dropped"]
+        self._gradients.expected_reference = state["reference"]
+        self._method.load_state_dict(state["method"])
+        self._codec.load_state_dict(state["codec"])
+        self._move_to(self._version, state.get("statistics", {}))
 
     def load_states(self, states: Sequence[Mapping[str, Any] | None]) -> None:
         """Restore this site's state from those of all sites, as a checkpoint contains them.
@@ -482,7 +545,7 @@ class ParameterServer(ReplicatedModel):
         if own is not None:
             self.load_state_dict(own)
         elif (other := next((each for each in states if each is not None), None)) is not None:
-            empty = self._replica.state_dict() | {"reference": other["reference"]}
+            empty = self._own_state() | {"reference": other["reference"]}
             self.load_state_dict(dict(other) | empty)
 
     # Calls of trainers that need nothing

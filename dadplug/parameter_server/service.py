@@ -24,9 +24,8 @@ from ..exchange.handshake import listen
 from ..hub.secure.secure_socket import read_exactly, write_all
 from ..signature import check_choice
 from .dealing import DEALS, Answer, OwnDealer, SharedDealer
-from .log import HUB
-from .sequencer import Decision, Sequencer, make_rules
-from .streams import Frame, FrameLoop, Kind
+from .sequencer import Sequencer, make_rules
+from .streams import HUB, Frame, FrameLoop, Kind
 
 VERSION = 1  # of the messages between a site and the hub, and of the frames that follow them
 KEY_CHARACTERS = 32
@@ -453,7 +452,9 @@ class SequencerService(FrameLoop):
 
     def _decide(self) -> None:
         while (decision := self._sequencer.decide()) is not None:
-            self._send_all(Frame(Kind.DECISION, number=self._dealer.epochs, body=pack(decision)))
+            entries = [tuple(each) for each in decision.entries]
+            body = codec.encode((decision.version, entries, decision.dropped, decision.over))  # read by `Log`
+            self._send_all(Frame(Kind.DECISION, number=self._dealer.epochs, body=body))
             for key in decision.keys:
                 del self._open[key]
             if decision.over:
@@ -527,11 +528,6 @@ class SequencerService(FrameLoop):
             return self._own
         awaited = self._sequencer.awaited  # others wait for them, so that they may be slow to answer
         return min(able, key=lambda site: (site not in self._contributors, site in awaited, site))
-
-
-def pack(decision: Decision) -> bytes:
-    """Return a decision as bytes, for `Log`."""
-    return codec.encode((decision.version, [tuple(each) for each in decision.entries], decision.dropped, decision.over))
 
 
 class _Start:

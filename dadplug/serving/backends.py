@@ -33,7 +33,7 @@ Array = np.ndarray[Any, Any]
 Stamp = tuple[int, int, int] | None
 
 _log = get_logger("dadplug.serving")
-_PROGRAM = "import sys; sys.path[:] = {path!r}; from dadplug.serving.launcher import main; main()"
+_PROGRAM = "import sys; sys.path[:] = {path!r}; from dadplug.serving.loading import main; main()"
 _START_SECONDS = 120.0  # for the launcher to import torch
 _INSIDE = "DADPLUG_SERVING_MODEL"  # set in the environment of models' processes
 _SIZES = struct.Struct("<IQ")  # of the head and of the array of a message

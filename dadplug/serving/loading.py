@@ -1,28 +1,47 @@
 """Loading of models from files, in the models' processes. No file can run code of its own: code comes from builders.
 
-Tables in the files of a sharded checkpoint are mapped: their rows are not loaded.
+Tables in the files of a sharded checkpoint are mapped: their rows are not loaded. A module can compute batches in
+several ways: compiled, by onnxruntime, channels last, with normalisations fused. `dadplug.tune` measures which is
+fastest for a model on a machine; models that are served later compute in that way.
+
+`main` is the program that starts the processes of models by fork, with torch already imported, and ends them. It talks
+to the server over the socket that is its standard input, one JSON object a line: ``{"start": {...}}`` with the socket
+of the new process attached is answered by ``{"pid": n}``; ``{"kill": n}`` by ``{"killed": n}``. The server asks to kill
+each process that it has started, also one that has ended: its number is not used again before. When the server ends, so
+do the launcher and all processes that it has started.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import ctypes
+import hashlib
 import inspect
+import json
 import mmap
+import os
 import pickle
+import signal
+import socket
+import sys
+import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
-from ..errors import InputError, LoadError
+from ..errors import InputError, LoadError, ModelError
 from ..models import MODELS
 from ..registry import import_named
-from .backends import Array, dtype_of, runner_of
+from ..schedules import Serving, current
+from .backends import Array, checked_outputs, dtype_of, reader_of, receive, runner_of, send
 from .options import Schema
-from .schedule import onnx_session, scheduled
 
 _ONNX_DTYPES = {"tensor(float)": "float32", "tensor(double)": "float64", "tensor(bool)": "bool"} | {
     f"tensor({name})": name for name in ("float16", "int64", "int32", "int16", "int8", "uint8")
@@ -450,3 +469,248 @@ def map_tables(model: nn.Module, index: Mapping[str, Any], tables: Mapping[str, 
                 raise LoadError(f"{path} has max_norm, which changes rows when they are looked up")
             parent, _, child = path.rpartition(".")
             setattr(model.get_submodule(parent), child, MappedEmbedding(layer, tables[name]))
+
+
+# Ways to compute
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_RELATIVE = 1e-3  # error that counts as rounding, relative to the largest output
+
+Run = Callable[[Array], Any]
+
+
+def key_of(model: nn.Module) -> str:
+    """Return the name of a model's architecture in the file of tuned constants: types, shapes and code, not weights."""
+    found = hashlib.sha256(repr(model).encode())
+    for name, each in model.state_dict().items():
+        found.update(f"{name} {tuple(each.shape)} {each.dtype}".encode())
+    return found.hexdigest()[:24]
+
+
+def scheduled(model: nn.Module) -> Run:
+    """Return the function that computes batches of a model, in the way that was tuned, or as the module does.
+
+    Args:
+        model: the model, with its weights.
+    """
+    serving = current().served.get(key_of(model))
+    if serving is None or serving == Serving(shape=serving.shape):
+        return runner_of(model)
+    try:
+        example = example_of(model, tuple(int(part) for part in serving.shape.split(",") if part))
+        reference, run = runner_of(model), make_run(model, serving, example)
+        check(reference, run, example)
+        return run
+    except Exception as error:  # of any kind, from compilers
+        warnings.warn(
+            f"the model is served as it is, since the tuned way ({serving.backend}) fails: {error}", stacklevel=2
+        )
+        return runner_of(model)
+
+
+def check(reference: Run, run: Run, example: Array) -> None:
+    """Compare the outputs of a way with those of the module.
+
+    Raises:
+        ValueError: if they differ by more than rounding.
+    """
+    expected, found = (np.asarray(each(example)) for each in (reference, run))
+    size = float(np.abs(expected).max()) if expected.size else 0.0
+    if expected.shape != found.shape or not np.allclose(found, expected, rtol=_RELATIVE, atol=_RELATIVE * size):
+        raise ValueError("its outputs differ from those of the model")
+
+
+def example_of(model: nn.Module, shape: tuple[int, ...], batch: int = 2) -> Array:
+    """Return random inputs of a model whose inputs are numbers, of shape (batch, ...)."""
+    like = next((each for each in model.parameters() if each.is_floating_point()), torch.empty(0))
+    generator = torch.Generator().manual_seed(0)
+    found: Array = torch.randn(batch, *shape, generator=generator).to(like.dtype).numpy()
+    return found
+
+
+def make_run(model: nn.Module, serving: Serving, example: Array) -> Run:
+    """Return a function that computes batches in a given way; the model itself is not changed.
+
+    Args:
+        model: the model.
+        serving: the way.
+        example: inputs of shape (samples, ...), with which compilers are called once.
+
+    Raises:
+        ImportError: if onnxruntime or its exporter is not installed.
+    """
+    module: Any = copy.deepcopy(model).eval()
+    if serving.fused:
+        module = fused(module)
+    if serving.channels_last:
+        module = module.to(memory_format=torch.channels_last)
+    if serving.backend == "onnxruntime":
+        return _onnx_run(module, example)
+    if serving.backend == "compiled":
+        module = torch.compile(module, dynamic=True)
+    run = runner_of(module, serving.channels_last)
+    run(example)
+    return run
+
+
+def _onnx_run(module: nn.Module, example: Array) -> Run:
+    """Return a function that computes batches by onnxruntime."""
+    batch = torch.export.Dim("batch", max=1 << 20)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program = torch.onnx.export(
+            module, (torch.from_numpy(example),), dynamo=True, dynamic_shapes=({0: batch},), verbose=False
+        )
+    assert program is not None
+    session = onnx_session(program.model_proto.SerializeToString(), torch.get_num_threads())
+    name, output = session.get_inputs()[0].name, session.get_outputs()[0].name
+    return lambda inputs: session.run([output], {name: inputs})[0]
+
+
+def onnx_session(source: str | bytes, threads: int) -> Any:
+    """Return a session of onnxruntime for an ONNX file, or for the content of one.
+
+    Raises:
+        ImportError: if onnxruntime is not installed.
+    """
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    return onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+
+
+def fused(module: nn.Module) -> nn.Module:
+    """Put normalisations by running statistics into the weights of the layers before them.
+
+    Args:
+        module: a module in evaluation mode, whose code can be traced.
+
+    Returns:
+        The traced module; the module itself if no normalisation follows a convolution or a linear layer.
+    """
+    traced = fx.symbolic_trace(module)
+    layers: dict[str, Any] = dict(traced.named_modules())
+    count = 0
+    users = Counter(str(node.target) for node in traced.graph.nodes if node.op == "call_module")
+    for node in list(traced.graph.nodes):
+        if node.op != "call_module" or not isinstance(layers[str(node.target)], NORMS) or len(node.args) != 1:
+            continue
+        before, norm = node.args[0], layers[str(node.target)]
+        if not isinstance(before, fx.Node) or before.op != "call_module" or len(before.users) > 1:
+            continue
+        layer = layers[str(before.target)]
+        if users[str(before.target)] > 1 or users[str(node.target)] > 1 or norm.running_var is None:
+            continue
+        if isinstance(layer, _CONVOLUTIONS):
+            new: nn.Module = fuse_conv_bn_eval(layer, norm)
+        elif isinstance(layer, nn.Linear) and isinstance(norm, nn.BatchNorm1d):
+            new = fuse_linear_bn_eval(layer, norm)
+        else:
+            continue
+        parent, _, name = str(before.target).rpartition(".")
+        setattr(traced.get_submodule(parent), name, new)
+        layers[str(before.target)] = new
+        node.replace_all_uses_with(before)
+        traced.graph.erase_node(node)
+        count += 1
+    traced.delete_all_unused_submodules()
+    traced.recompile()
+    return traced if count else module
+
+
+# Processes of models
+
+_LONGEST = 1 << 20
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl
+
+
+def main() -> None:
+    """Serve the socket that is standard input until it is closed."""
+    import torch
+
+    from . import loading  # noqa: F401  # processes of models have it then
+
+    torch.set_num_threads(1)  # threads would not survive a fork
+    control = socket.socket(fileno=os.dup(0))
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)  # a model's process must not keep the socket open
+    os.close(nothing)
+    children: set[int] = set()
+    while True:
+        content, descriptors, _, _ = socket.recv_fds(control, _LONGEST, 1)
+        while content and not content.endswith(b"\n"):
+            content += control.recv(_LONGEST)
+        if not content:
+            break
+        request = json.loads(content)
+        if "start" in request:
+            pid = os.fork()
+            if not pid:
+                control.close()
+                _become_model(descriptors[0], request["start"])
+            children.add(pid)
+            os.close(descriptors[0])
+            answer = {"pid": pid}
+        else:
+            if request["kill"] in children:
+                _kill(request["kill"])
+                children.remove(request["kill"])
+            answer = {"killed": request["kill"]}
+        control.sendall(json.dumps(answer).encode() + b"\n")
+    for pid in children:
+        _kill(pid)
+
+
+def _kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+def _become_model(descriptor: int, description: dict[str, Any]) -> None:
+    """Serve a model in this process, and end it."""
+    status = 1
+    try:
+        if sys.platform == "linux":
+            with contextlib.suppress(OSError, AttributeError):
+                ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+        serve(socket.socket(fileno=descriptor), description)
+        status = 0
+    except BaseException as error:  # no exit handlers of the launcher's libraries
+        print(f"dadplug.serving: {type(error).__name__}: {error}", file=sys.stderr)
+    finally:
+        os._exit(status)
+
+
+def serve(connection: socket.socket, description: dict[str, Any]) -> None:
+    """Load a model, and answer batches until the connection is closed.
+
+    Args:
+        connection: connection to the server.
+        description: `Model.description`, and the number of ``threads``.
+    """
+    import torch
+
+    from .loading import load
+
+    torch.set_num_threads(description["threads"])
+    try:
+        loaded = load(description)
+    except Exception as error:
+        text = f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        send(connection, {"error": text})
+        return
+    send(connection, {"input_shape": loaded.schema.shape, "input_dtype": loaded.schema.dtype})
+    reader = reader_of(connection)
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        while True:
+            _, batch = receive(reader)
+            assert batch is not None
+            try:
+                outputs = checked_outputs(loaded.run, batch)
+            except (InputError, ModelError) as error:
+                send(connection, {"error": f"{error}"[:2000], "input": isinstance(error, InputError)})
+            else:
+                send(connection, {}, outputs)

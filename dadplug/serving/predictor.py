@@ -18,11 +18,9 @@ from ..files import write_file
 from ..logs import get_logger
 from .backends import backend_of, stamp_of
 from .cache import KnownInput, PredictionCache, Result, digest_of
-from .feedback import FeedbackJournal, Record, task_of
-from .metrics import Metrics, gauges_of
 from .options import Model, Schema, ServingOptions, merged
-from .policies import Choice, policy_of
-from .served_model import ServedModel
+from .policies import Choice, FeedbackJournal, Record, policy_of, task_of
+from .served_model import Metrics, ServedModel, gauges_of
 
 _log = get_logger("dadplug.serving")
 _POLL = 0.01  # seconds between two looks for the first answer, once the goal has passed

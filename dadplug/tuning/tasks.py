@@ -21,7 +21,7 @@ from ..fused.steps import apply_products
 from ..lowrank import sum_of_products, sum_one_by_one, top_k
 from ..lowrank.algorithms import ALGORITHMS, Operator, Search, choose, predict, terms
 from ..schedules import Decoding, Encoding, Serving, current, replaced
-from ..serving import schedule
+from ..serving import loading
 from ..serving.backends import runner_of
 from .search import Config, Space, Task, Vector
 
@@ -392,9 +392,9 @@ class ServingTask(Task):
     def __init__(self, model: nn.Module, shape: Sequence[int], enough: Callable[[], bool]) -> None:
         self._model = copy.deepcopy(model).eval()
         self.shape = ",".join(map(str, shape))
-        largest = schedule.example_of(model, tuple(shape), max(_BATCHES))
+        largest = loading.example_of(model, tuple(shape), max(_BATCHES))
         self._batches = [np.ascontiguousarray(largest[:size]) for size in _BATCHES]
-        self._runs: dict[str, schedule.Run] = {}
+        self._runs: dict[str, loading.Run] = {}
         self._ways: dict[str, Serving] = {}
         self.notes: list[str] = []
         for way in self._candidates():
@@ -421,7 +421,7 @@ class ServingTask(Task):
         """Return the ways to try, the simplest first."""
         modules = list(self._model.modules())
         last = [False, True] if any(isinstance(each, nn.Conv2d) for each in modules) else [False]
-        fusing = [False, True] if any(isinstance(each, schedule.NORMS) for each in modules) else [False]
+        fusing = [False, True] if any(isinstance(each, loading.NORMS) for each in modules) else [False]
         found = []
         for backend in ("eager", "onnxruntime", "compiled"):
             if backend == "onnxruntime" and not (find_spec("onnxruntime") and find_spec("onnxscript")):
@@ -436,9 +436,9 @@ class ServingTask(Task):
 
     def _try(self, way: Serving) -> None:
         try:
-            run = schedule.make_run(self._model, way, self._batches[1])
+            run = loading.make_run(self._model, way, self._batches[1])
             for batch in self._batches:
-                schedule.check(runner_of(self._model), run, batch)
+                loading.check(runner_of(self._model), run, batch)
         except Exception as error:  # of any kind, from compilers and tracing
             text: Any = (str(error) or type(error).__name__).strip().splitlines()[0]
             self.notes.append(f"{label(way)}: does not work ({text[:80]})")

@@ -74,6 +74,12 @@ class Loop:
         ids, targets = self.batch(step, only)
         return (self.model(ids) - targets).square().mean()
 
+    def begin(self, step):
+        """A step up to the gradients that are agreed on."""
+        self.zero_grad()
+        self.loss(step).backward()
+        self.synchronize()
+
     def zero_grad(self, **options):
         for optimizer in filter(None, (self.optimizer, self.second)):
             optimizer.zero_grad(**options)
@@ -94,10 +100,13 @@ class Loop:
             optimizer.step(*args)
         self.refresh()
 
-    def train(self, step):
-        self.loss(step).backward()
+    def apply(self):
         self.synchronize()
         self.step()
+
+    def train(self, step):
+        self.loss(step).backward()
+        self.apply()
 
     def update(self, step):
         """A step as it should be."""
@@ -109,8 +118,7 @@ class Loop:
         for step in numbers:
             self.zero_grad()
             yield step
-            self.synchronize()
-            self.step()
+            self.apply()
 
 
 # Training loops on managed embeddings, which run on a site or in one process, and a comparison of both
@@ -156,8 +164,7 @@ def clears_after_forward(loop):
         loss = loop.loss(step)
         loop.zero_grad()
         loss.backward()
-        loop.synchronize()
-        loop.step()
+        loop.apply()
 
 
 def skips_batches(loop):
@@ -166,8 +173,7 @@ def skips_batches(loop):
         loop.loss(step).backward()
         if step % 3 == 1:
             continue
-        loop.synchronize()
-        loop.step()
+        loop.apply()
 
 
 def accumulates_without_sync(loop):
@@ -189,8 +195,7 @@ def accumulates_over_synchronizations(loop):
 def never_clears(loop):
     for step in range(4):
         (loop.loss(step) / 4).backward()
-        loop.synchronize()
-        loop.step()
+        loop.apply()
 
 
 def steps_twice(loop):
@@ -232,8 +237,7 @@ def fails_in_the_loader(loop):
             loop.zero_grad()
             loop.loss(step).backward()
             if step < 1:
-                loop.synchronize()
-                loop.step()
+                loop.apply()
     for step in range(STEPS):
         loop.update(step)
 
@@ -280,9 +284,7 @@ def asks_for_gradients(loop):
 
 def runs_two_optimizers(loop):
     for step in range(STEPS):
-        loop.zero_grad()
-        loop.loss(step).backward()
-        loop.synchronize()
+        loop.begin(step)
         loop.optimizer.step()
         if step % 2:
             loop.second.step()
@@ -327,9 +329,7 @@ def goes_through_a_graph_twice(loop):
 
 def changes_gradients(loop):
     for step in range(STEPS):
-        loop.zero_grad()
-        loop.loss(step).backward()
-        loop.synchronize()
+        loop.begin(step)
         for parameter in loop.model.parameters():
             parameter.grad.mul_(0.5)
         loop.step()
@@ -337,9 +337,7 @@ def changes_gradients(loop):
 
 def clips(loop):
     for step in range(STEPS):
-        loop.zero_grad()
-        loop.loss(step).backward()
-        loop.synchronize()
+        loop.begin(step)
         if loop.managed is None:
             norm = nn.utils.clip_grad_norm_(loop.net.parameters(), 0.05)
         else:

@@ -391,7 +391,7 @@ def test_no_thread_works_on_tables_while_the_interpreter_ends():
     assert not named[0].is_alive()
 
 
-PARTS = ("initialisers", "manager", "model", "row_optimizers", "shards", "timeline")
+PARTS = ("managed_weight", "manager", "model", "shards", "store", "timeline")
 
 
 @pytest.mark.parametrize("name", [*(f"adapm.{part}" for part in PARTS), "data", "models"])

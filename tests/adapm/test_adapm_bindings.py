@@ -17,7 +17,7 @@ from torch import nn
 
 from dadplug.adapm import AdaModel, Normal, ParameterManager, bindings
 from dadplug.adapm.backends import TableSpec
-from dadplug.adapm.bindings import BindingsEngine, Library
+from dadplug.adapm.bindings import BindingsBackend, Library
 
 
 @pytest.fixture
@@ -156,7 +156,7 @@ def test_a_model_has_torchs_results(fake):
 
 
 class Nodes:
-    """Two nodes in one process, each with the adapter's engine."""
+    """Two nodes in one process, each with the adapter."""
 
     def __init__(self, monkeypatch, rows=6, width=2):
         self.cluster = Cluster(2)
@@ -165,7 +165,9 @@ class Nodes:
             monkeypatch.setattr(bindings, "_set_up", False)
             lengths = torch.full((rows,), width)
             library = Library(self.cluster.module(rank), lengths, "all", None, lambda: None)
-            engine = BindingsEngine(lambda library=library: library)
+            monkeypatch.setitem(sys.modules, "adapm", self.cluster.module(rank))
+            engine = BindingsBackend("all", None, 60.0, 0.0)
+            engine._start = lambda library=library: library
             engine.add_table(TableSpec("t", width, rows, Normal(), None, None))
             self.engines.append(engine)
 

@@ -20,12 +20,11 @@ from hypothesis import strategies as st
 from dadplug import SiteError
 from dadplug.adapm import ParameterManager, messages
 from dadplug.adapm.backends import Done
+from dadplug.adapm.builtin import Connection, Network
 from dadplug.adapm.engine import TECHNIQUES, Engine
-from dadplug.adapm.initialisers import Constant
 from dadplug.adapm.kernels import SAME, VALUE
 from dadplug.adapm.messages import HEAD_SIZE, MOST_BYTES, Head, Kind, Message, most_keys
-from dadplug.adapm.network import Connection, Network
-from dadplug.adapm.store import Store
+from dadplug.adapm.store import Constant, Store
 from dadplug.errors import ProtocolError
 from dadplug.exchange import Traffic, handshake
 from dadplug.exchange.handshake import connect_sites

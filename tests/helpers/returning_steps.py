@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dadplug
-from dadplug.parameter_server.replica import Replica
+from dadplug.parameter_server import ParameterServer
 
 SAMPLES, BATCH, EPOCHS = 96, 4, 3
 LOST = 2  # rank of the site that is killed, by default
@@ -116,14 +116,14 @@ class Steps:
     def __init__(self, case: Case, epoch: Callable[[], int]) -> None:
         self._case, self._epoch = case, epoch
         self._numbers: dict[int, int] = {}
-        original = Replica.apply
+        original = ParameterServer._apply
 
-        def apply(replica: Any, commit: Any) -> None:
+        def apply(server: Any, commit: Any) -> None:
             for entry in commit.decision.entries:
                 case.write(commit=commit.decision.version, site=entry.site, number=entry.number)
-            original(replica, commit)
+            original(server, commit)
 
-        Replica.apply = apply  # type: ignore[method-assign]
+        ParameterServer._apply = apply  # type: ignore[method-assign]
 
     def begin(self, inputs: torch.Tensor, **line: Any) -> None:
         """Begin a step with a batch."""

@@ -8,13 +8,13 @@ from dadplug.parameter_server.sequencer import Decision, Entry
 
 def recorded(server: ParameterServer) -> list[Decision]:
     """Return a list to which the entries of the log are appended as the server applies them."""
-    log, apply = [], server._replica.apply
+    log, apply = [], server._apply
 
     def record(commit):
         log.append(commit.decision)
         apply(commit)
 
-    server._replica.apply = record
+    server._apply = record
     return log
 
 

@@ -16,8 +16,7 @@ from torch.utils.data import DataLoader
 
 import dadplug
 from dadplug import Hogwild, ProcessFailedError
-from dadplug.hogwild.dealing import check_loader
-from dadplug.hogwild.training import choose_start
+from dadplug.hogwild.training import check_loader, choose_start
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 

@@ -14,8 +14,7 @@ from data_files import photo_files
 from elastic_runs import ENDED, Run, same_bits
 from running_hub import TestSite, free_port, running_hub, until
 
-from dadplug.cli import place_of
-from dadplug.cli.arguments import Place
+from dadplug.cli import Place, place_of
 from dadplug.data import load_dataset
 from dadplug.errors import KitError, RefusedError
 from dadplug.experiment import _loaders as experiment_loaders

@@ -23,7 +23,7 @@ import dadplug
 from dadplug.errors import NonFiniteError
 from dadplug.model_sync.samples import SampleCounter
 from dadplug.parameter_server import server as server_module
-from dadplug.parameter_server.batch_norm import CommittedBatchNorms
+from dadplug.parameter_server.gradients import CommittedBatchNorms
 from dadplug.parameter_server.streams import Kind
 
 
@@ -396,7 +396,7 @@ def sends_before_it_applies(staleness: int) -> tuple[list[int], list[int], int]:
     model = nn.Linear(6, 4)
     server = dadplug.ParameterServer(model, torch.optim.SGD(model.parameters(), lr=0.1), staleness=staleness, gather=0)
     sent, reported = [], []
-    apply, send = server._replica.apply, server._log.send
+    apply, send = server._apply, server._log.send
 
     def apply_later(commit) -> None:
         sent.append(server._log._count)
@@ -411,7 +411,7 @@ def sends_before_it_applies(staleness: int) -> tuple[list[int], list[int], int]:
     server.step()
     while not server._log._commits and not server.version:
         server._log.wait()
-    server._replica.apply, server._log.send = apply_later, report
+    server._apply, server._log.send = apply_later, report
     model(torch.randn(3, 6)).sum().backward()
     server.step()
     found = list(sent), list(reported), server.version
@@ -629,7 +629,7 @@ def statistics_of_a_batch_with_nan_are_not_sent() -> None:
     server.finish()
     assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
     assert server.first_difference() is None
-    norms = server._replica._norms
+    norms = server._norms
     assert norms is not None
     states = server.gather_objects({site: packed for site, (_, packed) in norms.state_dict().items()})
     assert sorted(states[0]) == sorted(states[1]) == [0, 1]

@@ -367,7 +367,7 @@ def summary(model: nn.Module, server: dadplug.ParameterServer) -> tuple:
     moments = server._optimizer.optimizer.state_dict()["state"].values()
     tensors = [*model.state_dict().values(), *(value for each in moments for value in each.values())]
     state = [value.numpy().tobytes() for value in tensors]
-    if (norms := server._replica._norms) is not None:
+    if (norms := server._norms) is not None:
         committed = norms.state_dict()
         assert sorted(committed) == [0, 1, 2]
         state += [str(age).encode() + packed["1"].numpy().tobytes() for _, (age, packed) in sorted(committed.items())]

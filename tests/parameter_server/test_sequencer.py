@@ -11,8 +11,8 @@ from server_log import keys
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from dadplug.errors import SequenceError
+from dadplug.parameter_server.connect import ServerOptions
 from dadplug.parameter_server.dealing import Answer, OwnDealer, SharedDealer, draw_order
-from dadplug.parameter_server.options import ServerOptions
 from dadplug.parameter_server.sequencer import LATE, Decision, Entry, Rules, Sequencer
 from dadplug.parameter_server.streams import Deal
 

@@ -4,16 +4,14 @@ import contextlib
 import socket
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 
-from dadplug import MismatchError, SiteError
+from dadplug import MismatchError
 from dadplug.exchange import Traffic, codec
 from dadplug.parameter_server.connect import ReturnedSites
-from dadplug.parameter_server.log import HUB, Holder, Log
 from dadplug.parameter_server.service import Donors, SequencerService, Settings
-from dadplug.parameter_server.streams import Frame, Kind, _Stream
+from dadplug.parameter_server.streams import HUB, Frame, Kind, Log, _Stream
 
 SECONDS = 60.0
 
@@ -216,7 +214,7 @@ def test_beyond_the_memory_the_site_that_does_not_read_is_dropped(serve, peer):
 def test_a_site_that_there_is_not_is_refused():
     ours, theirs = socket.socketpair()
     sites = ReturnedSites(1, ["a", "b"])
-    log = Log(ours, Holder(0, "site 0", SiteError), sites, 1 << 16, SECONDS, SECONDS, Traffic())
+    log = Log(ours, sites, 1 << 16, SECONDS, SECONDS, Traffic())
     with theirs:
         _Stream(theirs, 1 << 16).send(Frame(Kind.LEFT, 2))
         with pytest.raises(MismatchError, match="has sent a LEFT that does not fit: there is no site 2"):
@@ -229,8 +227,7 @@ def test_the_site_with_the_sequencer_knows_that_nothing_gets_through_to_the_othe
     first, _, third = peers = [peer(rank) for rank in range(3)]
     service = serve(peers, own=0)
     ours, theirs = socket.socketpair()
-    holder, own = Holder(0, "site 0", SiteError), SimpleNamespace(rank=0)
-    log = Log(ours, holder, own, 1 << 16, SECONDS, SECONDS, Traffic(), delayed=service.blocks_others)
+    log = Log(ours, ReturnedSites(0, ["a"]), 1 << 16, SECONDS, SECONDS, Traffic(), delayed=service.blocks_others)
 
     def wait_for(blocked: bool, *readers: Peer) -> None:
         deadline = time.monotonic() + SECONDS

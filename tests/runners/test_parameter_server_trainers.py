@@ -94,7 +94,7 @@ def test_the_trainers_option_normalises_over_sites() -> None:
     server = current.strategy.server
     assert server.server_options.sync_batchnorm
     assert server.first_difference() is None
-    committed = server._replica._norms.state_dict()
+    committed = server._norms.state_dict()
     assert [list(packed) for _, packed in committed.values()] == [["net.1"]] * 2
 
 

@@ -11,8 +11,8 @@ from functools import partial
 import numpy as np
 import pytest
 from dadplug.runners.serving import PredictionClient, http_app
-from dadplug.runners.serving.connection import Connection, Limits
 from dadplug.runners.serving.http_app import HttpApp
+from dadplug.runners.serving.lit_server import Connection, Limits
 from served import HeldModel, patient_predictor, served
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 

@@ -14,8 +14,7 @@ from served import patient_predictor
 from dadplug.errors import UnavailableError
 from dadplug.serving import FeedbackError
 from dadplug.serving.cache import Ticket
-from dadplug.serving.feedback import FeedbackJournal, Record
-from dadplug.serving.policies import Choice, Exp3, Exp4, Fixed, policy_of
+from dadplug.serving.policies import Choice, Exp3, Exp4, FeedbackJournal, Fixed, Record, policy_of
 from dadplug.serving.served_model import BatchLimit, RequestQueue, measured_latency
 
 MODELS = ("a", "b", "c")
@@ -24,6 +23,15 @@ MODELS = ("a", "b", "c")
 def bound(policy, models=MODELS):
     policy.bind(models)
     return policy
+
+
+def queue_of(*tickets, most=100):
+    """Return a queue in which some requests wait."""
+    queue = RequestQueue("m", most)
+    for each in tickets:
+        queue.put(each)
+    queue.wait()
+    return queue
 
 
 def test_fixed_takes_the_first_model_or_the_named_one():
@@ -272,18 +280,15 @@ def test_a_batch_below_the_limit_is_no_evidence_for_a_larger_one():
 
 
 def test_the_limit_settles_where_the_latency_is_the_goal():
-    limit, sizes = BatchLimit(0.05, maximum=256), []
-    for _ in range(400):
-        limit.record(limit.size, 0.002 * limit.size)  # 25 samples take 0.05 s
-        sizes.append(limit.size)
-    assert min(sizes[100:]) >= 21
-    assert max(sizes[100:]) <= 26
-    sizes.clear()
-    for _ in range(400):
-        limit.record(limit.size, 0.008 * limit.size)  # the model becomes four times slower
-        sizes.append(limit.size)
-    assert min(sizes[50:]) >= 4
-    assert max(sizes[50:]) <= 7
+    limit = BatchLimit(0.05, maximum=256)
+    # 25 samples take 0.05 s; then the model becomes four times slower
+    for seconds, settled, least, most in ((0.002, 100, 21, 26), (0.008, 50, 4, 7)):
+        sizes = []
+        for _ in range(400):
+            limit.record(limit.size, seconds * limit.size)
+            sizes.append(limit.size)
+        assert least <= min(sizes[settled:])
+        assert max(sizes[settled:]) <= most
 
 
 def test_a_backlog_does_not_count_against_the_batch():
@@ -296,40 +301,28 @@ def ticket(shape=(2,), deadline=1e9, dtype=np.float32):
 
 
 def test_a_batch_takes_what_waits_up_to_the_limit():
-    queue = RequestQueue("m", most=100)
     tickets = [ticket() for _ in range(5)]
-    for each in tickets:
-        queue.put(each)
-    queue.wait()
+    queue = queue_of(*tickets)
     assert queue.take(3, 0.0) == (tickets[:3], [])
     assert queue.take(3, 0.0) == (tickets[3:], [])
     assert queue.take(3, 0.0) == ([], [])
 
 
 def test_only_inputs_of_one_shape_and_dtype_are_batched():
-    queue = RequestQueue("m", most=100)
     tickets = [ticket((2,)), ticket((3,)), ticket((2,)), ticket((2,), dtype=np.int64)]
-    for each in tickets:
-        queue.put(each)
-    queue.wait()
+    queue = queue_of(*tickets)
     assert queue.take(9, 0.0)[0] == [tickets[0], tickets[2]]
     assert queue.take(9, 0.0)[0] == [tickets[1]]
     assert queue.take(9, 0.0)[0] == [tickets[3]]
 
 
 def test_requests_past_their_deadlines_are_not_computed():
-    queue = RequestQueue("m", most=100)
     late, early = ticket(deadline=5.0), ticket(deadline=50.0)
-    queue.put(late)
-    queue.put(early)
-    queue.wait()
-    assert queue.take(9, 10.0) == ([early], [late])
+    assert queue_of(late, early).take(9, 10.0) == ([early], [late])
 
 
 def test_a_full_queue_refuses_requests():
-    queue = RequestQueue("m", most=2)
-    queue.put(ticket())
-    queue.put(ticket())
+    queue = queue_of(ticket(), ticket(), most=2)
     with pytest.raises(UnavailableError, match="2 requests wait for model 'm'"):
         queue.put(ticket())
 

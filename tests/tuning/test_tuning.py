@@ -20,7 +20,7 @@ from dadplug.cli.commands import main
 from dadplug.lowrank import sum_of_products, sum_one_by_one, top_k
 from dadplug.lowrank.algorithms import choose, predict
 from dadplug.schedules import Decoding, Encoding, Machine, Record, Serving
-from dadplug.serving import schedule
+from dadplug.serving import loading
 from dadplug.serving.backends import runner_of
 from dadplug.tuning import tasks, tune
 from dadplug.tuning.search import RuntimeModel, Space, Task, compare_in_pairs, search
@@ -323,15 +323,7 @@ TUNED = Record(
 
 
 @pytest.fixture
-def records(tmp_path, monkeypatch):
-    monkeypatch.setenv("DADPLUG_TUNING", str(tmp_path / "tuning"))
-    schedules.forget()
-    yield tmp_path / "tuning"
-    schedules.forget()
-
-
-@pytest.fixture
-def path(records):
+def path(folder):
     return schedules.save(TUNED, Machine.this(), [{"task": "some"}])
 
 
@@ -348,7 +340,7 @@ def test_what_is_saved_is_what_later_processes_use(path):
     assert schedules.current() == later
 
 
-def test_without_a_file_or_switched_off_the_defaults_hold(records, monkeypatch):
+def test_without_a_file_or_switched_off_the_defaults_hold(folder, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert schedules.load() == Record()
@@ -496,7 +488,7 @@ def norms(module):
 def test_normalisations_become_part_of_the_layers_before_them():
     model = trained()
     before = {name: each.clone() for name, each in model.state_dict().items()}
-    new = schedule.fused(model)
+    new = loading.fused(model)
     called = {node.target for node in new.graph.nodes if node.op == "call_module"}
     assert {each for each in called if "norm" in each or each == "first.1"} == set()
     assert "alone" in called
@@ -516,7 +508,7 @@ def test_what_is_used_twice_is_not_fused():
             return self.norm(once) + once + self.other(self.conv(inputs))
 
     model = Shared().eval()
-    assert schedule.fused(model) is model
+    assert loading.fused(model) is model
 
 
 @pytest.fixture
@@ -533,27 +525,27 @@ def test_all_ways_give_the_outputs_of_the_model(compiled):
     for backend in ("eager", "compiled"):
         for last in (False, True):
             for fused in (False, True):
-                run = schedule.make_run(model, Serving(backend, last, fused), example)
+                run = loading.make_run(model, Serving(backend, last, fused), example)
                 torch.testing.assert_close(run(example), expected, rtol=1e-4, atol=1e-5)
     assert len(compiled) == 4
 
 
 def test_a_served_model_computes_as_it_was_tuned(compiled):
-    model, key = trained(), schedule.key_of(trained())
+    model, key = trained(), loading.key_of(trained())
     record = Record(served={key: Serving("compiled", True, True, "3,6,6")}, tuned=True)
-    example = schedule.example_of(model, (3, 6, 6))
+    example = loading.example_of(model, (3, 6, 6))
     expected = runner_of(model)(example)
-    schedule.scheduled(model)
+    loading.scheduled(model)
     assert not compiled
     with schedules.replaced(record), warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = schedule.scheduled(model)(example)
+        found = loading.scheduled(model)(example)
     assert norms(compiled[0]) == 1
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     other = nn.Sequential(nn.Linear(8, 5))
-    assert schedule.key_of(other) != key
+    assert loading.key_of(other) != key
     with schedules.replaced(record):
-        schedule.scheduled(other)
+        loading.scheduled(other)
     assert len(compiled) == 1
 
 
@@ -566,19 +558,17 @@ def test_a_way_that_fails_is_not_used(monkeypatch, fails):
 
     monkeypatch.setattr(torch, "compile", compile_badly)
     model = trained()
-    record = Record(served={schedule.key_of(model): Serving("compiled", shape="3,6,6")}, tuned=True)
-    example = schedule.example_of(model, (3, 6, 6))
+    record = Record(served={loading.key_of(model): Serving("compiled", shape="3,6,6")}, tuned=True)
+    example = loading.example_of(model, (3, 6, 6))
     with schedules.replaced(record), pytest.warns(UserWarning, match="served as it is"):
-        run = schedule.scheduled(model)
+        run = loading.scheduled(model)
     assert torch.equal(run(example), runner_of(model)(example))
     task = ServingTask(model, (3, 6, 6), lambda: False)
     assert all("compiled" not in way for (way,) in task.space.configs())
     assert any(note.startswith("compiled") for note in task.notes)
 
 
-def test_tuning_a_model_stores_its_way(compiled, tmp_path, monkeypatch):
-    monkeypatch.setenv("DADPLUG_TUNING", str(tmp_path))
-    schedules.forget()
+def test_tuning_a_model_stores_its_way(compiled, folder):
     wanted = label(Serving("compiled", True, True))
 
     def measure(task, config, samples):
@@ -586,13 +576,12 @@ def test_tuning_a_model_stores_its_way(compiled, tmp_path, monkeypatch):
 
     model = trained()
     result = tune(model, 1000, input_shape=(3, 6, 6), timer=measure, progress=False)
-    assert schedules.load().served == {schedule.key_of(model): Serving("compiled", True, True, "3,6,6")}
+    assert schedules.load().served == {loading.key_of(model): Serving("compiled", True, True, "3,6,6")}
     assert result.rows[-1].task == "served model"
     assert "compiled, channels last, fused" in result.table()
     other = nn.Sequential(nn.Linear(6, 2))
     tune(other, 1000, input_shape=(6,), timer=measure, progress=False)
-    assert set(schedules.load().served) == {schedule.key_of(model), schedule.key_of(other)}
-    schedules.forget()
+    assert set(schedules.load().served) == {loading.key_of(model), loading.key_of(other)}
 
 
 # Sites whose files differ: what decodes is the choice of site 0
