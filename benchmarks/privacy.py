@@ -319,7 +319,7 @@ def main() -> None:
         data_dir=(None, "folder with MNIST"),
         epsilons="1,3,8",
         ways=("opacus,dsgd,rankdad:8,rankdad:8:1", "opacus[:one], dsgd[:secure], rankdad:RANK[:MEMORY_DECAY]"),
-        rates=("0.25,0.5,1.0", "learning rates; the best counts"),
+        rates=("0.03125,0.0625,0.125,0.25", "learning rates; the best counts"),
         seeds=2,
         steps=200,
         batch=(256, "expected rows of all sites in a step"),

@@ -82,7 +82,7 @@ def valid_modes() -> str:
 
 
 def load(path: str) -> ModuleType:
-    """Import a test module by its path, once."""
+    """Import a test module or a benchmark by its path, once; it finds the modules beside it, as when it is run."""
     name = "_".join(["loaded", *Path(path).with_suffix("").parts[-2:]])
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
@@ -90,7 +90,11 @@ def load(path: str) -> ModuleType:
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
-        spec.loader.exec_module(module)
+        sys.path.append(str(Path(path).resolve().parent))
+        try:
+            spec.loader.exec_module(module)
+        finally:
+            sys.path.pop()
     return sys.modules[name]
 
 

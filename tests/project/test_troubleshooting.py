@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dadplug.hub.pki import proxies
-from dadplug.hub.secure import tls
+from dadplug.hub.secure import proxy, tls
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "guides" / "troubleshooting.md"
@@ -58,7 +57,7 @@ def messages() -> list[tuple[str, str]]:
     for path in MODULES:
         place = path.relative_to(ROOT)
         found += [(text, f"{place}:{line}") for line, text in raised(ast.parse(path.read_text()))]
-    for module, names in ((tls, ("_REASONS", "_VERDICTS")), (proxies, ("_REFUSALS", "_TROUBLES"))):
+    for module, names in ((tls, ("_REASONS", "_VERDICTS")), (proxy, ("_REFUSALS", "_TROUBLES"))):
         for name in names:
             found += [(text, f"{module.__name__}.{name}") for text in getattr(module, name).values()]
     return [each for each in found if len(re.sub(rf"[{GAP}\W]", "", each[0])) >= SHORTEST]
