@@ -20,7 +20,6 @@ WIRES = tuple(FORMATS)
 DENSES = ("allreduce", "lowrank")
 MERGES = ("all", "owner", "auto")
 PRIVATE_MODES = ("dsgd", "rankdad")
-PRIVATE_DECAY = 0.9  # of what rankdad has not sent, see docs/guides/differential-privacy.md
 AUTO = "auto"
 _ROW_BYTES = 32  # of each column of a low-rank factor, with rank="auto": a rank of 8 in fp32 has as many
 
@@ -86,8 +85,8 @@ class Options(OptionSet):
     )
     memory_decay: float | None = option(
         None,
-        "rankdad with error_feedback=True: factor in each step on the memory of what was not sent; None: 1, with "
-        f"privacy {PRIVATE_DECAY}, since most of it is noise",
+        "rankdad with error_feedback=True, as with privacy: factor in each step on the memory of what was not sent; "
+        "None: 1",
         number("a number from 0 to 1 or None", lambda value: 0 <= value <= 1, optional=True),
         kind=float,
     )
@@ -244,8 +243,6 @@ class Options(OptionSet):
             object.__setattr__(self, "dense", "lowrank")
             if self.error_feedback is None:
                 object.__setattr__(self, "error_feedback", True)
-            if self.error_feedback and self.memory_decay is None:
-                object.__setattr__(self, "memory_decay", PRIVATE_DECAY)
 
     def _follow_secure_sum(self) -> None:
         """Refuse what does not go with sums under masks."""

@@ -294,12 +294,11 @@ def test_whole_memory_decays_by_the_stated_factor(decay, formed):
             assert off_by(state["errors"]["errors"]["w"] + left.T @ right, kept) < 1e-12
 
 
-def test_the_memory_of_private_gradients_decays_by_default():
+def test_private_gradients_are_kept_by_default():
     privacy = dadplug.DifferentialPrivacy(sample_rate=0.1)
-    assert Options(mode="rankdad", privacy=privacy).memory_decay == 0.9
-    assert Options(mode="rankdad", privacy=privacy, memory_decay=1.0).memory_decay == 1.0
-    assert Options(mode="dsgd", privacy=privacy).memory_decay is None
-    assert Options(mode="rankdad", privacy=privacy, error_feedback=False).memory_decay is None
+    assert Options(mode="rankdad", privacy=privacy).error_feedback is True
+    assert Options(mode="rankdad", privacy=privacy, memory_decay=0.9).memory_decay == 0.9
+    assert Options(mode="rankdad", privacy=privacy, error_feedback=False).error_feedback is False
 
 
 @pytest.mark.parametrize("options", [{"mode": "dsgd"}, {"mode": "rankdad"}, {"mode": "topk", "error_feedback": True}])
