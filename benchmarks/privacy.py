@@ -318,7 +318,10 @@ def main() -> None:
         own=(False, "steps of dadplug alone, without Opacus"),
         data_dir=(None, "folder with MNIST"),
         epsilons="1,3,8",
-        ways=("opacus,dsgd,rankdad:16,rankdad:8,rankdad:16:0.9", "opacus[:one], dsgd[:secure], rankdad:RANK[:MEMORY_DECAY]"),
+        ways=(
+            "opacus,dsgd,rankdad:16,rankdad:8,rankdad:16:0.9",
+            "opacus[:one], dsgd[:secure], rankdad:RANK[:MEMORY_DECAY]",
+        ),
         rates=("0.03125,0.0625,0.125,0.25", "learning rates; the best counts"),
         seeds=2,
         steps=200,
