@@ -1,7 +1,6 @@
 """Low-rank compression against its peers: error relative to the optimum, and time, over shapes and ranks.
 
     python benchmarks/lowrank.py                    the table
-    python benchmarks/lowrank.py --calibrate        the rates that dadplug/lowrank/cost.py predicts with
     python benchmarks/lowrank.py --training         errors on factors of MNISTNet and a small ViT in training
 
 Peers: the published deflation iteration in torch (3 iterations a vector), torch.svd_lowrank(niter=2) of the formed
@@ -22,7 +21,6 @@ from torch import Tensor, nn
 
 from dadplug.data import load_dataset
 from dadplug.lowrank import Carry, compress
-from dadplug.lowrank.dispatch import cpu_kernels
 from dadplug.models import build_model
 
 # Name, rows N, out, in.
@@ -127,27 +125,6 @@ def table(ranks: list[int], rounds: int) -> None:
             )
 
 
-def calibrate() -> None:
-    """Measure the rates of cost.py, on one core."""
-    rows, out, width, k = 256, 1024, 1024, 16
-    deltas, activations = torch.randn(rows, out), torch.randn(rows, width)
-    block = torch.randn(k, out)
-    few = torch.randn(32, 1024)
-    gram = few @ few.T
-    found = torch.empty(8, 32)
-    took = seconds(
-        {
-            "fat": lambda: deltas.T @ activations,
-            "skinny": lambda: (block @ deltas.T) @ activations,
-            "eigen": lambda: cpu_kernels().gram_vectors(gram, gram, 1e-6, found),
-        },
-        50,
-    )
-    print(f"FAT    {rows * out * width / took['fat'] / 1e6:8.0f} a microsecond")
-    print(f"SKINNY {k * rows * (out + width) / took['skinny'] / 1e6:8.0f}")
-    print(f"EIGEN  {32**3 / took['eigen'] / 1e6:8.0f}")
-
-
 def training(steps: int, rank: int) -> None:
     """Follows two models in training: cold and warm errors of every layer, relative to the best."""
     digits = load_dataset("digits")
@@ -194,7 +171,6 @@ def training(steps: int, rank: int) -> None:
 def main() -> None:
     parser = parser_of(
         __doc__,
-        calibrate=False,
         training=False,
         ranks="1,4,8,32",
         rounds=10,
@@ -204,9 +180,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     ranks = [int(rank) for rank in arguments.ranks.split(",")]
-    if arguments.calibrate:
-        calibrate()
-    elif arguments.training:
+    if arguments.training:
         for rank in ranks:
             training(arguments.steps, rank)
     else:
