@@ -255,7 +255,7 @@ class Observation:
 
     @cached_property
     def half(self) -> Observation | None:
-        """The same step with the first half of the batch, in which the other samples are strangers; None below 4."""
+        """The same step with the first half of the batch, without the other samples; None below 4."""
         if self.again is None or len(self.batch) < 4:
             return None
         return self.again(self.batch.part(slice(0, len(self.batch) // 2)))

@@ -662,7 +662,7 @@ class Log(FrameLoop):
             raise self._error
 
     def _lost(self, error: Exception) -> SiteError:
-        """Convert the error of the connection to the sequencer into one that says what was lost."""
+        """Return the error to raise for one of the connection to the sequencer."""
         if self._hub is None:
             found = self._sites.lost(error, self._timeout, self._peer)
             return SiteError(f"{found} (it has the sequencer, without which training cannot go on)")

@@ -2,8 +2,8 @@
 
 ``G = D^T A ~ L^T R``: the rows of R, and the right singular vectors of G, are mixtures of the rows of A. With P the
 projection on their span, an observer who has a candidate x, such as the record of a patient, compares x with P x by
-least squares. A similarity of 1 confirms the candidate, if strangers have less: these are the other half of the batch,
-in a step with its first half. The attacks that separate the mixtures start here.
+least squares. A similarity of 1 confirms the candidate, if unrelated samples have less: those of the other half of the
+batch, in a step with its first half. The attacks that separate the mixtures start here.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def row_result(
 
 _MOST = 4096  # rows and columns of a gradient whose singular vectors are computed
 _TOLERANCE = 1e-5
-_TELLING = 0.85  # similarity of strangers up to which the span tells samples apart
+_LARGEST_CHANCE = 0.85  # similarity of unrelated samples up to which the span distinguishes samples
 
 
 @register_attack("span")
@@ -94,13 +94,11 @@ class Span(Attack):
         basis, truth = basis_of(view), view.rows_of_truth().double()
         width = truth.shape[1]
         scores = _inside(truth - centre(truth), basis)
-        chance = _of_strangers(seen, view) or (basis.shape[1] / width) ** 0.5
+        chance = _of_unrelated(seen, view) or (basis.shape[1] / width) ** 0.5
         note = "a candidate is confirmed, not found"
-        if basis.shape[1] > width // 2 or chance > _TELLING:
-            scores, note = (
-                torch.zeros_like(scores),
-                f"it tells nothing: strangers have {chance:.2f}",
-            )
+        if basis.shape[1] > width // 2 or chance > _LARGEST_CHANCE:
+            scores = torch.zeros_like(scores)
+            note = f"not informative: unrelated samples have a similarity of {chance:.2f}"
         result = row_result(self.name, seen, view, truth @ basis @ basis.T, scores, chance, note)
         if not scores.any():
             result.pictures = result.psnr = result.ssim = None
@@ -113,14 +111,14 @@ def _inside(rows: Tensor, basis: Tensor) -> Tensor:
     return share
 
 
-def _of_strangers(seen: Observation, view: LayerView) -> float:
+def _of_unrelated(seen: Observation, view: LayerView) -> float:
     """Return the similarity of samples that had no part in a step with the span that it shows; 0 if not known."""
     same = [] if seen.half is None else [each for each in seen.half.layers if each.name == view.name]
     if not same or why_not_mixed(same[0]) or same[0].truth is None or view.truth is None:
         return 0.0
     count = len(same[0].rows_of_truth())
-    strangers = view.rows_of_truth().double()[count:]
-    return float(_inside(strangers - centre(strangers), basis_of(same[0])).mean()) if len(strangers) else 0.0
+    others = view.rows_of_truth().double()[count:]
+    return float(_inside(others - centre(others), basis_of(same[0])).mean()) if len(others) else 0.0
 
 
 def why_not_mixed(view: LayerView) -> str:

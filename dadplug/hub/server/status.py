@@ -1,7 +1,7 @@
 """Status of the hub: which sites are here, the step, rates and which site is late, as JSON and as a table.
 
 Metrics for Prometheus, and whether the hub is in health, are served over HTTP: `/metrics` and `/healthz`. There is one
-connection for each request, a few at a time, each ended after some seconds: whoever reaches the port can delay other
+connection for each request, a few at a time, each ended after some seconds: any client of the port can delay other
 readers of metrics, but not the hub, which only puts its status there.
 """
 
@@ -308,7 +308,7 @@ def snapshot(hub: Hub, meter: Meter) -> dict[str, Any]:
 
 
 def for_sites(status: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of a status that sites may read: neither the journal, with addresses of strangers, nor the kit.
+    """Return the part of a status that sites may read: neither the journal, with addresses of others, nor the kit.
 
     Args:
         status: what `snapshot` has returned.
