@@ -88,7 +88,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
     deadline: float | None = None
     status = 0
     while True:
-        running = any(process.poll() is None for process in processes)
+        running = [process for process in processes if process.poll() is None]  # all of them are asked
         failed = [rank for rank, process in enumerate(processes) if process.returncode]
         if failed and deadline is None:
             status, deadline = processes[failed[0]].returncode, time.monotonic() + _GRACE

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import dadplug
-from dadplug import errors
+from dadplug import errors, processes
 from dadplug.errors import LoadError
 from dadplug.processes import launch_sites
 from dadplug.registry import Registry, import_named
@@ -196,3 +196,11 @@ def test_the_first_site_that_fails_gives_the_status(tmp_path, caplog, end, statu
     assert launch_sites([str(script)], 2) == status
     messages = [record.message.partition(";")[0] for record in caplog.records]
     assert messages == (["site 1 was ended by signal 9 (Killed)"] if status == 137 else [])
+
+
+def test_a_site_that_is_killed_while_another_waits_for_it_ends_both(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(processes, "_GRACE", 1.0)
+    script = tmp_path / "waiting.py"
+    script.write_text("import os, time\nif os.environ['RANK'] == '1':\n    os.kill(os.getpid(), 9)\ntime.sleep(60)")
+    assert launch_sites([str(script)], 2) == 137
+    assert caplog.messages == ["site 1 was ended by signal 9 (Killed); the others have 1 s to exit"]
