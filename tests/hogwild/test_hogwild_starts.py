@@ -1,5 +1,6 @@
 """Ways in which processes start and end, and sparse tables between several processes."""
 
+import copy
 import gc
 import os
 import re
@@ -302,13 +303,21 @@ def test_refusals_reach_all_processes(sites):
 
 
 def loader() -> DataLoader:
-    return DataLoader(training.pairs(), batch_size=training.BATCH, shuffle=True)
+    # Normalising the last batch, of two rows, sometimes makes a step that is far too large, also in one process.
+    return DataLoader(training.pairs(), batch_size=training.BATCH, shuffle=True, drop_last=True)
+
+
+@torch.no_grad()
+def loss_of(model: nn.Module) -> float:
+    inputs, targets = training.pairs().tensors
+    return float(nn.functional.cross_entropy(copy.deepcopy(model).eval()(inputs), targets))
 
 
 def experiment() -> None:
     by_processes = {}
     for processes, epochs in ((1, 4), (2, 2), (4, 1)):
         model = training.network()
+        before = loss_of(model)
         optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.5)
         tracker = [9.0]
         losses = train_model(
@@ -319,12 +328,12 @@ def experiment() -> None:
             optimizer,
             log_interval=5,
             loss_tracker=tracker,
-            test_dataloader=loader(),
+            test_dataloader=DataLoader(training.pairs(), batch_size=training.BATCH),
         )
         assert losses is tracker
         assert losses.pop(0) == 9.0
-        assert len(losses) == 4 * training.BATCHES  # as many samples in each configuration
-        assert sum(losses[-12:]) < 0.8 * sum(losses[:12])
+        assert len(losses) == 4 * (training.BATCHES - 1)  # as many samples in each configuration
+        assert loss_of(model) < 0.7 * before
         by_processes[processes] = losses
     model = training.network()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.5)
