@@ -15,7 +15,7 @@ from .privacy.mechanism import DifferentialPrivacy
 from .privacy.secure_sum import LEAST_SITES
 from .signature import OptionSet, check_choice, check_hub_timeout, check_seconds, number, option, valid, whole_number
 
-WEIGHTINGS = ("samples", "uniform")
+WEIGHTINGS = ("uniform", "samples")
 WIRES = tuple(FORMATS)
 DENSES = ("allreduce", "lowrank")
 MERGES = ("all", "owner", "auto")
@@ -91,7 +91,9 @@ class Options(OptionSet):
         kind=float,
     )
     weighting: str = option(
-        "samples", "share of a site in the mean over sites: by its rows, or equal", choices=WEIGHTINGS
+        "uniform",
+        "share of a site in the mean over sites: equal, as in DDP, or by its samples; with privacy, by those expected",
+        choices=WEIGHTINGS,
     )
     wire: str = option(
         AUTO,
@@ -252,7 +254,6 @@ class Options(OptionSet):
                 "that masks would not cancel"
             )
         reasons = {
-            f"weighting={self.weighting!r}": (self.weighting != "samples", "a site's sum has its own noise then"),
             f"wire={self.wire!r}": (self.wire not in (AUTO, "fp32"), "masked numbers have 32 bits"),
             f"hierarchy={self.hierarchy!r}": (self.hierarchy is not None, "each process masks for all others"),
             f"late={self.late!r}": (self.late != "wait", "each site that is left out restarts the step"),

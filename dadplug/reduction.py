@@ -25,7 +25,7 @@ from .methods.feedback import ErrorFeedback
 from .model_sync.batchnorm import SyncedBatchNorms
 from .model_sync.replicated_model import JoinState, ReplicatedModel, Stateful
 from .model_sync.sameness import FirstBatch, LookedUpRows, OptimizerSettings, Weights
-from .model_sync.samples import SampleCounter
+from .model_sync.samples import SampleCounter, warn_of_unequal
 from .model_sync.structure import is_managed, weak_hook
 from .options import Options
 from .planning.merging import check_merge
@@ -101,13 +101,15 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self._method = make_method(self.options)
         self._attached: AttachedGradients | None = None
         self.stopped = False
-        self._counter = SampleCounter(model, self._before_forward, self._drop_cleared)
+        self._counter = SampleCounter(
+            model, self._before_forward, self._drop_cleared, self._by_samples, lambda: self._has_attached
+        )
         self._private = self._make_private()
         self._abstains = False  # in a step without data that is not to be a private one
         self._norms: SyncedBatchNorms | None = None
         if self.options.sync_batchnorm:
-            counter = self._counter if self.options.weighting == "samples" else None
-            self._norms = SyncedBatchNorms(model, self._open_transport(process_group), counter, announces=True)
+            transport = self._open_transport(process_group)
+            self._norms = SyncedBatchNorms(model, transport, self._counter, announces=True)
         self._looked_up = LookedUpRows(model, elastic=self.options.min_sites is not None)
         self._syncing = True
         self._agreed_samples = 0
@@ -162,6 +164,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
 
     def _arrived(self, unit: Unit) -> None:
         """Record that a backward pass has delivered a unit's gradient; send the gradient if it is complete."""
+        self._counter.deliver()
         if self._private is not None:  # gradients arrive all together
             return
         if self._held is not None:
@@ -212,11 +215,25 @@ class GradientReduction(FusedSteps, ReplicatedModel):
                 self._noise.discard()
 
     def _samples(self) -> int:
-        """Return the samples that this site's gradients stand for so far in the step."""
-        by_samples = self.options.weighting == "samples"
+        """Return the weight of this site's gradients so far in the step."""
         if self.options.privacy is not None:  # how many samples a batch has is private
-            return 0 if self._abstains else self.options.privacy.expected_batch if by_samples else 1
-        return self._counter.of_step(self._pending, by_samples=by_samples, alone=self.world_size == 1)
+            return 0 if self._abstains else self.options.privacy.expected_batch
+        return self._counter.weight(self._pending, self.world_size == 1)
+
+    @property
+    def _batch(self) -> int:
+        """Samples of this site in the step, as far as they are known and not private; 0 where they are not."""
+        return self._counter.count if self.options.privacy is None else self.options.privacy.expected_batch
+
+    def weigh_by_dealt(self, samples: int | None) -> None:
+        """State the samples of the next steps, which are the site's weight in them, whatever `weighting` says.
+
+        For loaders that deal batches to all sites, and call it at all of them before the same step.
+
+        Args:
+            samples: samples that this site gets in a step; None for weights by `weighting` again.
+        """
+        self._counter.dealt = samples
 
     def _open_transport(self, process_group: dist.ProcessGroup | None) -> Transport:
         transport = super()._open_transport(process_group)
@@ -338,7 +355,9 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self._pending |= planner.holds_gradients or self._has_attached
         self._counter.follow()
         if not planner.is_complete:
-            planner.complete_plan(self._step)
+            planner.complete_plan(self._step, self._batch)
+            if self._step == 0 and not self._by_samples and self._counter.dealt is None and self._private is None:
+                warn_of_unequal(planner.batches)
         try:
             wish = self._noise.wish if self._noise else 0
             held = None if wish else deferral  # estimates read the gradients
@@ -350,6 +369,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
                     noise_every=wish,
                     settings=self._settings.take(),
                     digest=self._digest(),
+                    batch=self._batch,
                     deferral=held,
                 )
             )
@@ -364,10 +384,9 @@ class GradientReduction(FusedSteps, ReplicatedModel):
                 self._attached.fill_with_inf()
             self._measure_noise(headers)
         finally:
-            private = self.options.privacy
-            self._epoch_samples += self._counter.count if private is None else private.expected_batch
+            self._epoch_samples += self._batch
             self._end_step()
-        planner.follow_sizes([header.samples for header in headers])
+        planner.follow_sizes([header.batch for header in headers])
         if self._noise is not None:
             self._noise.prepare(self.model, planner.units, self._counter, self._step)
 
@@ -454,14 +473,14 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         if self._noise is None and not any(header.noise_every for header in headers):
             return
         noise = self._make_noise()
-        samples = self._counter.of_step(self._pending, by_samples=True, alone=True)
+        samples = (self._batch or 1) if self._pending else 0
         with self.traffic.apart(), suppress(DroppedError):  # this site gets the estimates of another one
             planner, scales = self._planner, self._method.loss_scales
             noise.measure(self._step, headers, samples, planner.units, self._transport, scales)
 
     def _make_noise(self) -> GradientNoise:
         if self._noise is None:
-            self._noise = GradientNoise(self.options.weighting == "samples")
+            self._noise = GradientNoise()
             self._watch_loss_scales()
         return self._noise
 

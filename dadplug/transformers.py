@@ -57,8 +57,7 @@ def attach(
             may then leave; one whose program is started again goes on at the step of the others.
         split_data: whether to split the training data over the sites: True; False, where each brings its own; or
             ``"auto"``: with a launcher they are split, without one where all sites have the same data set.
-        options: the other options, see `dadplug.options.Options`. ``weighting`` is ``"uniform"`` with a launcher unless
-            it is given.
+        options: the other options, see `dadplug.options.Options`.
 
     Raises:
         TypeError: if it is no Trainer.
@@ -209,11 +208,9 @@ def _complete(trainer: Any, options: dict[str, Any]) -> dict[str, Any]:
             "local steps do not wait for other processes, and the Trainer divides each loss by the tokens of all of "
             "them: set average_tokens_across_devices=False in the TrainingArguments"
         )
-    if options.setdefault("weighting", "uniform") != "uniform" and (
-        by_tokens and trainer.args.average_tokens_across_devices
-    ):
+    if options.get("weighting") == "samples" and by_tokens and trainer.args.average_tokens_across_devices:
         raise ValueError(
-            f"weighting={options['weighting']!r} would weight losses a second time, which the Trainer divides by the "
+            "weighting='samples' would weight losses a second time, which the Trainer divides by the "
             "tokens of all processes: leave it out, or set average_tokens_across_devices=False"
         )
     return options

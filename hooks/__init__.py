@@ -1,11 +1,21 @@
 """Hooks on layers, which capture activations and deltas; they know no trainer and no network."""
 
 from . import convolution, embedding, linear  # noqa: F401  (each registers its families)
-from .capture import CapturedLayer, ForwardOverride, LayerCapture, OwnHook, eager, overridden
+from .capture import (
+    CallOverride,
+    CapturedLayer,
+    ForwardOverride,
+    LayerCapture,
+    OwnHook,
+    being_exported,
+    eager,
+    overridden,
+)
 from .factor import LINEAR, Elementwise, Factor, Form, Trace, register_elementwise, stack_by_form
 from .registry import LayerFamily, Recorder, capturable_layers, family_of, refusal_of, register_family
 
 __all__ = [
+    "CallOverride",
     "CapturedLayer",
     "Elementwise",
     "LINEAR",
@@ -17,6 +27,7 @@ __all__ = [
     "OwnHook",
     "Recorder",
     "Trace",
+    "being_exported",
     "capturable_layers",
     "eager",
     "family_of",

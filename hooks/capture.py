@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from inspect import signature
 from typing import Any, TypeVar
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +19,10 @@ from .factor import LINEAR, Factor, Form, Trace, stack_by_form
 from .registry import LayerFamily, Recorder, capturable_layers, family_of
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_CALL = "_compiled_call_impl"  # attribute of a module, which torch leaves out of copies
 
 
-def eager(function: _Function) -> _Function:
+def eager(function: _Function | None = None, *, nested: bool = False) -> Any:
     """Decorate a function so that torch.compile does not trace it: the graph breaks, and the function runs eagerly.
 
     `torch.compiler.disable` does so, too, but imports the compiler, which takes seconds. These are the marks by which
@@ -28,20 +30,75 @@ def eager(function: _Function) -> _Function:
 
     Args:
         function: the function; changed in place.
+        nested: whether what it calls is compiled.
 
     Returns:
         The function.
     """
+    if function is None:
+        return partial(eager, nested=nested)
     frames: Any = torch._C._dynamo.eval_frame
     marked: Any = function
     marked._torchdynamo_disable = True
     marked._torchdynamo_disable_msg = "a captured layer runs as it is"
     if hasattr(frames, "set_code_exec_strategy"):
-        skip = frames._FrameAction.SKIP
-        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))  # and what it calls
+        actions = frames._FrameAction
+        inside = actions.DEFAULT if nested else actions.SKIP
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(actions.SKIP, inside))
     else:
         frames.skip_code(function.__code__)
     return function
+
+
+def being_exported() -> bool:
+    """Return whether the running forward pass is traced for `torch.jit.trace` or `torch.export`, and trains nothing."""
+    return torch._C._get_tracing_state() is not None or torch.compiler.is_exporting()
+
+
+def _nothing() -> None:
+    """Stand for a reference whose object is gone."""
+
+
+class CallOverride:
+    """Call of a module inside of a function, in the place that `nn.Module.compile` uses.
+
+    Hooks and forward of the module stay as they are. What is made of the module has no part of it: copies, pickles,
+    and modules that are traced or exported.
+
+    Args:
+        module: module whose calls are overridden until `restore`.
+        around: method that gets the call, the module, and positional and keyword arguments, and returns what the call
+            returns. It is not kept alive: without its object, the module is called as before.
+    """
+
+    def __init__(self, module: nn.Module, around: Callable[..., Any]) -> None:
+        self._module = module
+        self._around: Callable[[], Any] = WeakMethod(around)
+        self._inner = vars(module).get(_CALL)
+        vars(module)[_CALL] = self
+
+    @property
+    def holds(self) -> bool:
+        """Whether the module is still called by this override, and was not compiled since."""
+        found = vars(self._module).get(_CALL)
+        while isinstance(found, CallOverride) and found is not self:
+            found = found._inner
+        return found is self
+
+    @partial(eager, nested=True)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call, around = self._inner or self._module._call_impl, self._around()
+        if around is None or being_exported():
+            return call(*args, **kwargs)
+        return around(call, self._module, args, kwargs)
+
+    def restore(self) -> None:
+        """Restore the module's own call; a second call does nothing."""
+        self._around = _nothing  # where another override calls this one
+        if vars(self._module).get(_CALL) is self:
+            vars(self._module)[_CALL] = self._inner
+            if self._inner is None:
+                del vars(self._module)[_CALL]
 
 
 class ForwardOverride:
@@ -167,14 +224,14 @@ class CapturedLayer:
 
         It is not, and autograd computes the gradients, where `torch.func.functional_call` or a change of the model
         has put other tensors in the place of weight and bias, where they have hooks of the user's, which have to see
-        a gradient, and inside transforms of `torch.func`.
+        a gradient, inside transforms of `torch.func`, and while the model is exported.
         """
         if not (torch.is_grad_enabled() and self.weight.requires_grad):
             return False
         parameters = self.module._parameters
         if parameters.get(self.family.weight) is not self.weight or parameters.get(self.family.bias) is not self._bias:
             return False
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if torch._C._functorch.peek_interpreter_stack() is not None or being_exported():
             return False
         if self.weight_gradients:
             return True

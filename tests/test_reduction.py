@@ -38,7 +38,7 @@ def matches_one_process(name: str, mode: str, steps: int, options: dict) -> int:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(1.0)
-    reduction = dadplug.GradientReduction(model, mode=mode, **options)
+    reduction = dadplug.GradientReduction(model, mode=mode, **{"weighting": "samples"} | options)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.2) for each in (model, reference)]
     for step in range(steps):
         inputs, targets = zoo.batch(name, 12 + step % 3, seed=step)
@@ -73,7 +73,7 @@ def replicas_stay_equal(names: list[str], mode: str, steps: int, options: dict) 
     for name in names:
         torch.manual_seed(rank)
         model = zoo.build(name, torch.float32)
-        reduction = dadplug.GradientReduction(model, mode=mode, rank=2, **options)
+        reduction = dadplug.GradientReduction(model, mode=mode, rank=2, **{"weighting": "samples"} | options)
         kind = torch.optim.SGD if name in ("sparse", "bags") else torch.optim.AdamW  # it takes no sparse gradients
         optimizer = kind(model.parameters(), lr=0.01)
         for step in range(steps):
@@ -104,7 +104,7 @@ def curve(mode: str) -> list[float]:
     data = load_dataset("digits")
     model = MNISTNet()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    reduction = GradientReduction(model, mode, sync_batchnorm=True)
+    reduction = GradientReduction(model, mode, sync_batchnorm=True, weighting="samples")
     mine = site_indices(data.train.labels, reduction.site_rank, reduction.world_size, "by-class")
     losses = []
     for step in range(20):
@@ -152,7 +152,7 @@ def test_accumulated_gradients_add_up(mode: str, use_no_sync: bool) -> None:
 @support.at_sites(2)
 def test_no_sync_sends_nothing() -> None:
     model = mlp()
-    reduction = dadplug.GradientReduction(model, mode="dad")
+    reduction = dadplug.GradientReduction(model, mode="dad", weighting="samples")
     for step in range(3):
         inputs, targets = zoo.batch("mlp", 4, seed=step)
         before = reduction.traffic.total_bytes_sent
@@ -207,7 +207,7 @@ def test_a_site_without_data_gets_the_others_gradient(mode: str) -> None:
 @support.at_sites(2)
 def test_a_step_without_any_data_leaves_no_gradient() -> None:
     model = mlp()
-    reduction = dadplug.GradientReduction(model, mode="dad")
+    reduction = dadplug.GradientReduction(model, mode="dad", weighting="samples")
     for _ in range(2):
         reduction.idle()
         assert all(p.grad is None for p in model.parameters())
@@ -237,7 +237,7 @@ def test_batches_without_rows_at_all_sites_leave_zeros_as_in_one_process(mode: s
 @support.at_sites(2)
 def test_one_site_can_stop_all() -> None:
     model = mlp()
-    reduction = dadplug.GradientReduction(model, mode="rankdad", rank=2)
+    reduction = dadplug.GradientReduction(model, mode="rankdad", rank=2, weighting="samples")
     seen = []
     for step in range(3):
         inputs, targets = zoo.batch("mlp", 4, seed=step)
@@ -288,7 +288,7 @@ def test_parameters_can_be_frozen_and_freed(mode: str) -> None:
 
 
 def test_the_old_name_of_the_site_rank_warns():
-    reduction = dadplug.GradientReduction(torch.nn.Linear(2, 2), mode="rankdad", rank=3)
+    reduction = dadplug.GradientReduction(torch.nn.Linear(2, 2), mode="rankdad", rank=3, weighting="samples")
     with pytest.warns(DeprecationWarning, match=r"use reduction\.site_rank"):
         assert reduction.rank == reduction.site_rank == 0
 
@@ -297,10 +297,10 @@ def test_the_old_name_of_the_site_rank_warns():
 def test_arguments_of_other_types_are_refused() -> None:
     for other in (None, "model", torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)):
         with pytest.raises(TypeError, match=f"the model must be a torch.nn.Module, got {type(other).__name__}"):
-            GradientReduction(other, mode="dad")
+            GradientReduction(other, mode="dad", weighting="samples")
     for group in ("gloo", 3, dist.GroupMember.NON_GROUP_MEMBER):
         with pytest.raises(TypeError, match="process_group must be a"):
-            GradientReduction(nn.Linear(2, 2), mode="dad", process_group=group)
+            GradientReduction(nn.Linear(2, 2), mode="dad", process_group=group, weighting="samples")
 
 
 # Reports and state of a reduction: plan, traffic, state, buffers, options
@@ -324,7 +324,7 @@ def step(reduction, model, samples=8, seed=0, width=40):
 @support.at_sites(2)
 def test_the_plan_says_what_is_sent(mode: str, wire: str) -> None:
     model = layers()
-    reduction = dadplug.GradientReduction(model, mode=mode, rank=4, wire=wire, density=0.1)
+    reduction = dadplug.GradientReduction(model, mode=mode, rank=4, wire=wire, density=0.1, weighting="samples")
     assert [row.parameter for row in reduction.plan] == [name for name, _ in model.named_parameters()]
     for seed in range(4):
         step(reduction, model, samples=6 + dist.get_rank(), seed=seed)
@@ -345,7 +345,7 @@ def test_the_plan_says_what_is_sent(mode: str, wire: str) -> None:
 
 def bytes_by_step(mode: str, samples: list) -> list[int]:
     model = layers()
-    reduction = dadplug.GradientReduction(model, mode=mode)
+    reduction = dadplug.GradientReduction(model, mode=mode, weighting="samples")
     sent = []
     for seed, count in enumerate(samples):
         step(reduction, model, samples=count, seed=seed)
@@ -393,7 +393,7 @@ def test_resuming_goes_on_to_the_bit(mode: str) -> None:
 
     def make():
         model = layers()
-        reduction = dadplug.GradientReduction(model, mode=mode, rank=3, iterations=1)
+        reduction = dadplug.GradientReduction(model, mode=mode, rank=3, iterations=1, weighting="samples")
         return model, reduction, torch.optim.Adam(model.parameters(), lr=0.01)
 
     def run(parts, steps):
@@ -423,11 +423,11 @@ def test_resuming_goes_on_to_the_bit(mode: str) -> None:
 
 def test_a_state_of_another_mode_is_refused():
     model = layers()
-    reduction = dadplug.GradientReduction(model, mode="rankdad")
+    reduction = dadplug.GradientReduction(model, mode="rankdad", weighting="samples")
     state = reduction.state_dict()
     reduction.detach()
     with pytest.raises(ValueError, match="the state is of mode 'rankdad', this reduction of 'dad'"):
-        dadplug.GradientReduction(model, mode="dad").load_state_dict(state)
+        dadplug.GradientReduction(model, mode="dad", weighting="samples").load_state_dict(state)
 
 
 @pytest.mark.parametrize("weighting", ["samples", "uniform"])
@@ -461,7 +461,7 @@ def test_all_start_from_site_0() -> None:
     torch.manual_seed(dist.get_rank())
     model = zoo.build("mixed")
     model.batchnorm.running_mean.normal_()
-    reduction = dadplug.GradientReduction(model)
+    reduction = dadplug.GradientReduction(model, weighting="samples")
     everybody = reduction.gather_objects({name: value.clone() for name, value in model.state_dict().items()})
     for name, value in everybody[0].items():
         assert torch.equal(everybody[1][name], value), name
@@ -476,7 +476,7 @@ def test_raw_inputs_stay_at_their_site(mode: str) -> None:
     torch.manual_seed(0)
     reference = layers(torch.float64)
     model = copy.deepcopy(reference)
-    reduction = dadplug.GradientReduction(model, mode=mode, rank=8, share_inputs=False)
+    reduction = dadplug.GradientReduction(model, mode=mode, rank=8, share_inputs=False, weighting="samples")
     everything = []
     for number in range(3):
         step(reduction, model, seed=number)
@@ -493,40 +493,6 @@ def test_raw_inputs_stay_at_their_site(mode: str) -> None:
     assert paths["0.weight"] == ("allreduce", "share_inputs=False: its layer is fed by data")
     assert paths["3.weight"][0] != "allreduce"
     torch.testing.assert_close(*everything[0], rtol=1e-9, atol=1e-13)  # the first layer's is exact in any mode
-
-
-@support.at_sites(2)
-def test_samples_can_be_stated() -> None:
-    """Sequence-first inputs, whose first dimension is no batch."""
-    rank = dist.get_rank()
-    with Beside(lambda: nn.GRU(3, 2).double(), mode="dsgd") as both:
-        batches = [torch.randn(5, count, 3, dtype=torch.float64) for count in (2, 6)]
-        for step in range(2):
-            both.zero_grad()
-            with both.reduction.samples(batches[rank].shape[1]):
-                both.model(batches[rank])[0].mean().backward()
-            both.reduction.synchronize()
-            both.reference(torch.cat(batches, 1))[0].mean().backward()
-            both.check(step)
-
-
-@support.at_sites(2)
-def test_parts_of_a_model_count_samples_too() -> None:
-    """A model that is never called itself, only its parts, as in a Lightning module."""
-
-    def loss(model, inputs):
-        return model["head"](torch.tanh(model["body"](inputs))).square().mean()
-
-    parts = {"body": nn.Linear(3, 4), "head": nn.Linear(4, 2)}
-    with Beside(lambda: nn.ModuleDict(parts).double(), mode="dad") as both:
-        inputs = torch.randn(9, 3, dtype=torch.float64)
-        mine = (inputs[:2], inputs[2:])[dist.get_rank()]
-        for step in range(2):
-            both.zero_grad()
-            loss(both.model, mine).backward()
-            both.reduction.synchronize()
-            loss(both.reference, inputs).backward()
-            both.check(step)
 
 
 @pytest.mark.parametrize("mode", ["dsgd", "dad"])
@@ -553,7 +519,7 @@ def test_parts_called_beside_their_model_do_not_count(mode: str) -> None:
 @pytest.mark.parametrize("mode", ["dsgd", "dad", "rankdad"])
 def test_alone_it_trains_by_the_same_method(mode):
     model, reference = layers(torch.float64), layers(torch.float64)
-    reduction = dadplug.GradientReduction(model, mode=mode, rank=64)
+    reduction = dadplug.GradientReduction(model, mode=mode, rank=64, weighting="samples")
     for seed in range(3):
         step(reduction, model, seed=seed)
         reference.zero_grad()
@@ -569,7 +535,7 @@ def test_alone_it_trains_by_the_same_method(mode):
 
 def test_a_step_without_synchronize_is_refused():
     model = layers()
-    reduction = dadplug.GradientReduction(model)
+    reduction = dadplug.GradientReduction(model, weighting="samples")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     other = nn.Linear(2, 2)
     model(torch.randn(4, 40)).sum().backward()
@@ -585,21 +551,21 @@ def test_a_step_without_synchronize_is_refused():
 
 def test_two_reductions_on_one_model_are_refused():
     model = layers()
-    reduction = dadplug.GradientReduction(model, mode="dad")
+    reduction = dadplug.GradientReduction(model, mode="dad", weighting="samples")
     with pytest.raises(ValueError, match=r"layer '0' is in another GradientReduction or LayerCapture: detach\(\)"):
-        dadplug.GradientReduction(model, mode="dad")
+        dadplug.GradientReduction(model, mode="dad", weighting="samples")
     reduction.detach()
-    dadplug.GradientReduction(model, mode="dad").detach()
+    dadplug.GradientReduction(model, mode="dad", weighting="samples").detach()
 
 
 def test_lazy_modules_need_a_shape_first():
     with pytest.raises(ValueError, match="parameter 'weight' has no shape yet"):
-        dadplug.GradientReduction(nn.LazyLinear(3))
+        dadplug.GradientReduction(nn.LazyLinear(3), weighting="samples")
 
 
 def test_copies_and_pickles_of_the_model_train_alone():
     model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
-    reduction = dadplug.GradientReduction(model, mode="dad", sync_batchnorm=True)
+    reduction = dadplug.GradientReduction(model, mode="dad", sync_batchnorm=True, weighting="samples")
     saved = io.BytesIO()
     torch.save(model, saved)
     saved.seek(0)
@@ -613,6 +579,6 @@ def test_copies_and_pickles_of_the_model_train_alone():
 
 def test_the_traffic_meter_prints():
     model = layers()
-    reduction = dadplug.GradientReduction(model)
+    reduction = dadplug.GradientReduction(model, weighting="samples")
     assert "bytes in the last step" in repr(reduction.traffic)
     reduction.detach()

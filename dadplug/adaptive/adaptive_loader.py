@@ -47,7 +47,6 @@ class GradientSource(Protocol):
     """Part of `dadplug.GradientReduction`, which imports this room, that is needed here and by `dadplug.AdaScale`."""
 
     traffic: Traffic
-    options: Any
 
     @property
     def model(self) -> nn.Module:
@@ -56,6 +55,9 @@ class GradientSource(Protocol):
     @property
     def noise(self) -> GradientNoise:
         """The gradient noise."""
+
+    def weigh_by_dealt(self, samples: int | None) -> None:
+        """State the samples of the next steps, which are the site's weight in them."""
 
     @property
     def gain(self) -> float:
@@ -171,6 +173,12 @@ def _payload_of(plan: Any, rows: int) -> tuple[float, float]:
 def _medians(times: Sequence[tuple[float, float, int]]) -> Measurement:
     seconds, compute, nbytes = (statistics.median(column) for column in zip(*times, strict=True))
     return Measurement(seconds, compute, float(nbytes), len(times))
+
+
+def _deal(rows: int | None) -> None:
+    """State the samples of this site in the next steps to all reductions, since sites have batches of other sizes."""
+    for each in REDUCTIONS:
+        each.weigh_by_dealt(rows)
 
 
 def _counts(source: GradientSource) -> tuple[int, int, float]:
@@ -418,6 +426,7 @@ class AdaptiveDataLoader(ElasticDataLoader):
                 batches = DataLoader.__iter__(self)  # what workers have loaded ahead is dropped, and comes again
         finally:
             self.accumulates, self._given = False, None
+            _deal(None)
             current.leave(running)
 
     def _give_split(self, current: Progress, running: Pass, batches: Iterator[Any]) -> Generator[Any, None, bool]:
@@ -430,6 +439,8 @@ class AdaptiveDataLoader(ElasticDataLoader):
             began = time.perf_counter()
             parts = self._batches.parts(step)
             rows = sum(map(len, parts))
+            if scales:
+                _deal(rows)
             for left, part in zip(reversed(range(len(parts))), parts, strict=True):
                 batch = next(batches)
                 assert self._given is not None
@@ -465,7 +476,7 @@ class AdaptiveDataLoader(ElasticDataLoader):
 
         Raises:
             RuntimeError: if the program has taken no step, or more than one with several micro-batches.
-            ValueError: if several reductions have taken steps, or one that does not weight by samples.
+            ValueError: if several reductions have taken steps.
         """
         source = self._find_source() if self._gradients is None else self._gradients
         if not self._uses:
@@ -509,11 +520,6 @@ class AdaptiveDataLoader(ElasticDataLoader):
 
     def _use(self, source: GradientSource) -> None:
         """Begin to measure a reduction's noise."""
-        if source.options.weighting != "samples":
-            raise ValueError(
-                f"weighting={source.options.weighting!r} weights sites with different batches alike: "
-                "autoscale_batch_size needs weighting='samples'"
-            )
         if source.noise.base_batch is None:
             source.noise.base_batch = self._base_batch
         self._gradients, self._uses = source, True

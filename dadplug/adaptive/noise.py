@@ -43,14 +43,10 @@ class GradientNoise:
 
     Reading ``reduction.noise`` at one site or more turns the estimates on at all of them, for the steps to come.
 
-    Args:
-        by_samples: whether step headers have the sites' samples, so that `batch` follows them in every step.
-
     Attributes:
         base_batch: samples of all sites in a step for which the learning rate has been chosen, which `gain` refers to;
             None before it is set. Set it to the same number at all sites.
-        batch: samples of all sites in the last step, or with ``weighting="uniform"`` in that of the last estimate; 0
-            before the first.
+        batch: samples of all sites in the last step; 0 before the first.
         wish: `every` as this site asks for it; 0 where it does not ask.
 
     Example:
@@ -60,8 +56,7 @@ class GradientNoise:
         >>> noise.scale, noise.layers["fc1.weight"].variance
     """
 
-    def __init__(self, by_samples: bool) -> None:
-        self._by_samples = by_samples
+    def __init__(self) -> None:
         self.base_batch: int | None = None
         self.batch = self.wish = 0
         self._agreed_every = 0
@@ -212,7 +207,7 @@ class GradientNoise:
         weights = {rank: header.samples for rank, header in enumerate(headers) if header.samples}
         if weights:
             total, due = sum(weights.values()), step == self._next
-            self.batch = total if self._by_samples else self.batch
+            self.batch = sum(headers[rank].batch or 1 for rank in weights)
             shares = {rank: count / total for rank, count in weights.items()}
             if due or self._pair is not None:
                 own = _Gradients.of(units, scales)
@@ -241,7 +236,6 @@ class GradientNoise:
             return  # a site has left in the meantime
         sites = [(shares[rank], every[rank]) for rank in sorted(shares)]
         counts = [(share, site.samples) for share, site in sites]
-        self._follow_batch(counts)
         if not all(site.parts for _, site in sites):
             return  # a site has begun its plan anew, and measured nothing
         estimates = estimate_step(sites, [*own.values], own.compressed)
@@ -261,13 +255,8 @@ class GradientNoise:
         every = transport.gather_present((samples, pair.norms(own)))
         if shares.keys() <= every.keys():
             counts = [(shares[rank], every[rank][0]) for rank in sorted(shares)]
-            self._follow_batch(counts)
             norms = [every[rank][1] for rank in sorted(shares)]
             self._add(step, pair.estimate(_effective_samples(counts), norms))
-
-    def _follow_batch(self, counts: Sequence[tuple[float, int]]) -> None:
-        if not self._by_samples:
-            self.batch = sum(samples for _, samples in counts)
 
     def _add(self, step: int, estimates: Mapping[str, NoiseEstimate]) -> None:
         """Add estimates to the averages; those that are not finite do not count."""
@@ -533,7 +522,7 @@ class NoiseProbe:
 
     def _pass(self) -> _Pass:
         found = self.passes.setdefault(self._counter.backward_pass, _Pass())
-        found.samples = self._counter.count
+        found.samples = self._counter.reached
         return found
 
     def _measure(self, name: str, table: dict[str, Any], value: Callable[[], Any]) -> None:

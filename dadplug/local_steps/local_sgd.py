@@ -151,7 +151,14 @@ class LocalSGD(HeldGradients, ReplicatedModel):
         self._active: Gather | None = None  # with synchronised normalisation: which sites have taken a step
         if self.local_options.warm_up:
             self._warm_up = GradientReduction(model, process_group=process_group, **vars(self.options))
-        self._counter = SampleCounter(model, self._before_forward, lambda: None)
+        self._counter = SampleCounter(
+            model,
+            self._before_forward,
+            self._drop_cleared,
+            self._by_samples,
+            lambda: not self._by_samples,
+            watches_parameters=self._by_samples,
+        )
         self._round = RoundTime(self.local_options.round_seconds, self.local_options.fragments)
         self._over_at = -1  # step at which all sites had finished, and this one has not called `finish` since
         elastic = self.local_options.min_sites is not None
@@ -204,7 +211,7 @@ class LocalSGD(HeldGradients, ReplicatedModel):
         """Begin with the model's parameters, which are equal on all sites."""
         if self.local_options.sync_batchnorm:
             transport = super()._open_transport(self._group)
-            counter = self._counter if self.local_options.weighting == "samples" else None
+            counter = self._counter if self._by_samples else None
             self._norms = SyncedBatchNorms(self.model, transport, counter)
             self._active = transport.gather([1] * self.world_size, torch.int64)
         self._agreement.begin()
@@ -338,7 +345,7 @@ class LocalSGD(HeldGradients, ReplicatedModel):
         """Begin a step that another library takes; leave out gradients of a batch that stands for no step."""
         self._begin_step()
         self._is_followed = True
-        if not self._counter.of_step(True, by_samples=True, alone=True):
+        if not self._counter.weight(True, True):
             for group in self.optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
@@ -353,10 +360,10 @@ class LocalSGD(HeldGradients, ReplicatedModel):
         if self._warm_up is not None:
             self._end_synchronous_step()
             return
-        by_samples = self.local_options.weighting == "samples"
         trained = any(parameter.grad is not None for parameter in self.model.parameters())
-        samples = self._counter.of_step(trained, by_samples=by_samples, alone=self.world_size == 1)
+        samples = self._counter.weight(trained, self.world_size == 1)
         self._counter.reset()
+        self._counter.follow()
         self._end_local_step(samples, finished=False)
 
     def idle(self) -> None:
@@ -449,7 +456,7 @@ class LocalSGD(HeldGradients, ReplicatedModel):
             finished: whether the site has no more batches.
             counted: whether the sites have exchanged already who has taken a step.
         """
-        self._weight = self._weight + weight if self.local_options.weighting == "samples" else max(self._weight, weight)
+        self._weight = self._weight + weight if self._by_samples else max(self._weight, weight)
         self.steps += 1
         if self._norms is not None:
             self._norms.end_step()
@@ -632,6 +639,11 @@ class LocalSGD(HeldGradients, ReplicatedModel):
     def _before_forward(self) -> None:
         if self._captured is not None:
             self._captured.before_forward()
+
+    def _drop_cleared(self) -> None:
+        """Forget the samples of gradients that the program has cleared."""
+        if self._by_samples and self._captured is None and all(each.grad is None for each in self.model.parameters()):
+            self._counter.discard()
 
     def stop_fusing(self, reason: str) -> None:
         """Take ordinary steps from now on.

@@ -100,7 +100,7 @@ class LocalOptions(OptionSet):
     )
     error_feedback: bool = option(True, "add what rounding and rank have left out to the next delta")
     weighting: str = option(
-        "samples", "share of a site in the mean over sites: by its rows, or equal", choices=WEIGHTINGS
+        "uniform", "share of a site in the mean over sites: equal, or by its samples", choices=WEIGHTINGS
     )
     warm_up: int = option(0, "synchronous steps before the local ones", whole_number(0))
     warm_up_mode: str = option("dsgd", "method of agreement of the synchronous steps", check_mode)

@@ -178,7 +178,7 @@ class SyncedForward(ForwardOverride):
             var, mean = torch.var_mean(wide, _all_but_channels(inputs), correction=0)
         else:
             var, mean = wide.new_zeros(2, inputs.shape[1])
-        weight = 1.0 if self._samples is None else float(self._samples.current or inputs.shape[0])
+        weight = 1.0 if self._samples is None else self._samples.weight_of_pass(inputs.shape[0])
         every = sums.of_forward(torch.cat([mean, var * rows, mean.new_tensor([rows, weight])]))
         width = mean.numel()
         means, squares, counts, weights = every[:, :width], every[:, width : 2 * width], every[:, -2], every[:, -1]

@@ -90,6 +90,7 @@ class ReplicatedModel:
         self.traffic = Traffic()
         self._transport = self._open_transport(process_group)
         self.site_rank, self.world_size = self._transport.rank, self._transport.world_size
+        self._by_samples = options.weighting == "samples"
         self._epoch_samples = 0  # since buffers were averaged
         self._further: dict[str, Stateful] = {}
         if self._transport.joins:
@@ -219,13 +220,13 @@ class ReplicatedModel:
     def average_buffers(self) -> None:
         """Replace running statistics and other float buffers by their mean over sites; all sites must call it.
 
-        The mean is weighted by the samples since the last call, or equally with ``weighting="uniform"``. The runners
-        call it before evaluation and at checkpoints.
+        All sites count the same, or with ``weighting="samples"`` by their samples since the last call. The runners call
+        it before evaluation and at checkpoints.
 
         Raises:
             SiteError: if a site is gone or does not answer.
         """
-        weight = float(self._epoch_samples) if self.options.weighting == "samples" else 1.0
+        weight = float(self._epoch_samples) if self._by_samples else 1.0
         with self.traffic.apart(), suppress(DroppedError):  # this site gets the buffers of another one when it rejoins
             buffers.average_buffers(self.model, self._transport, weight)
         self._epoch_samples = 0

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ..errors import MismatchError
 from ..exchange import Transport
-from ..hooks import eager
+from ..hooks import CallOverride, eager
 from ..logs import get_logger
 from ..schedules import version_of
 from .structure import is_managed
@@ -67,11 +67,7 @@ class LookedUpRows:
     def __init__(self, model: nn.Module, elastic: bool) -> None:
         self._elastic = elastic
         self._tables = tables_with_max_norm(model)
-        self._lookups = [] if elastic else [_Lookups(table.num_embeddings) for table in self._tables]
-        self._handles = [
-            table.register_forward_pre_hook(lookups, with_kwargs=True)
-            for table, lookups in zip(self._tables, self._lookups)
-        ]
+        self._lookups = [] if elastic else [_Lookups(table) for table in self._tables]
 
     def renormalise(self, transport: Transport) -> None:
         """Renormalise what any site has looked up, at all sites; all of them must call it."""
@@ -84,32 +80,33 @@ class LookedUpRows:
             renormalise(table, torch.cat([site[number] for site in every]).unique())
 
     def detach(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
+        """Record lookups no longer."""
+        for lookups in self._lookups:
+            lookups.override.restore()
 
 
 class _Lookups:
-    """Hook of a table that records which rows are looked up; that of a copied or pickled model records nothing."""
+    """Record of the rows of a table that are looked up.
 
-    def __init__(self, rows: int | None = None) -> None:
-        self._seen = None if rows is None else torch.zeros(rows, dtype=torch.bool)
+    Args:
+        table: the table.
+    """
+
+    def __init__(self, table: nn.Embedding | nn.EmbeddingBag) -> None:
+        self._seen = torch.zeros(table.num_embeddings, dtype=torch.bool)
+        self.override = CallOverride(table, self._around)
 
     def take(self) -> Tensor:
         """Return the numbers of the rows, and forget them."""
-        assert self._seen is not None
         numbers = self._seen.nonzero().flatten()
         self._seen.zero_()
         return numbers
 
     @eager
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._seen is not None:
-            numbers = args[0] if args else kwargs["input"]
-            self._seen[numbers.detach().flatten().cpu().long()] = True
-
-    def __reduce__(self) -> Any:
-        return _Lookups, ()
+    def _around(self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        numbers = args[0] if args else kwargs["input"]
+        self._seen[numbers.detach().flatten().cpu().long()] = True
+        return call(*args, **kwargs)
 
 
 _STATES, _FURTHER_BYTES = 16, 1 << 28  # bound of a state: times the model's tensors, and besides

@@ -1,4 +1,11 @@
-"""Samples of a step, which are a site's weight in the mean over sites, and sites with different numbers of batches."""
+"""Samples of a step, which may be a site's weight in the mean over sites, and sites with different numbers of batches.
+
+**The rule.** A forward pass has as many samples as the first tensor that the model gets has elements in its first
+dimension. The first tensor is that of the first argument that has one; an argument may be a tensor, a tuple or a
+mapping. A pass counts once a backward pass through its outputs has delivered gradients to the model's parameters:
+passes of `torch.autograd.grad` for inputs, and transforms of `torch.func`, do not count. Where the rule does not fit,
+the number of samples has to be stated.
+"""
 
 from __future__ import annotations
 
@@ -13,84 +20,109 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
-from ..hooks import eager
+from ..hooks import CallOverride, OwnHook, eager
 from .sameness import FirstBatch
 
-_TENSORS = {Tensor}  # a subclass may be a container to pytree
 _SEQUENCE_LAYERS = (nn.RNNBase, nn.MultiheadAttention)  # whose inputs begin with the position, unless batch_first
+_STATE_IT = "state the number of samples by `with reduction.samples(n):` around forward, or pass weighting='uniform'"
 
 
 class SampleCounter:
-    """Counter of the samples of a model's forward passes through which backward has run.
+    """Counter of the samples of a model's forward passes whose gradients have arrived.
 
-    The number of samples is the first dimension of the first tensor among the inputs of the outermost call: of the
-    model, or of one of its direct children where the model itself is never called, as in a Lightning module. Mappings
-    and plain objects among the inputs are searched too. Where no input has a tensor, the outputs are searched.
-
-    Some inputs do not begin with the samples. Layers without ``batch_first`` show sequences that begin with the
-    position, and packed sequences have their own number. Otherwise outputs decide, if none begins as the first input
-    does: they may begin as another input, such as the offsets of bags, or with the second dimension of sequences.
+    It watches the calls of the model, and of its direct children, which are called alone where the model itself is
+    never called, as in a Lightning module. Only calls of the model count by the rule.
 
     Args:
         model: the model.
         on_forward: called before every outermost forward that backward may follow.
         on_backward: called before a backward pass through such a forward is counted.
+        by_samples: whether samples are a site's weight, so that they have to be known.
+        has_arrived: returns whether a backward pass that is ending has delivered gradients of which `deliver` was not
+            called.
+        watches_parameters: whether to call `deliver` whenever autograd has added to the gradient of a parameter.
 
     Attributes:
+        by_samples: as the argument.
         current: samples of the forward pass that is running; 0 outside of one, and where they are not known.
-        known: whether `current` is known: by the inputs, or since `fixed` states it.
+        known: whether `current` is known: by the rule, or since `fixed` states it.
         forwards: number of outermost forward passes so far.
         called: the module that the last of them has called.
-        backward_pass: number of the last backward pass that has been counted; -1 before.
+        backward_pass: number of the last backward pass that has reached the outputs of a forward pass; -1 before.
         stated: samples that the last `fixed` of the step has stated; None where there was none.
+        dealt: samples of the step, as the loader that deals the batches of all sites states, which are the site's
+            weight then; None without such a loader.
         owned: addresses of the memory of inputs since the last `reset`, which a program may overwrite.
         first_batch: gets the inputs of the first outermost forward of a training; None where it is not wanted.
         on_outputs: called with the outputs of each outermost forward that backward may follow, and its samples.
     """
 
-    def __init__(self, model: nn.Module, on_forward: Callable[[], None], on_backward: Callable[[], None]) -> None:
-        self._on_forward = on_forward
-        self._on_backward = on_backward
-        self.current = 0
-        self._shown = 0  # samples of the running forward pass by a layer whose inputs begin with the position
-        self._others: set[int] = set()  # samples that outputs may show in place of `current`
-        self.forwards = 0
+    def __init__(
+        self,
+        model: nn.Module,
+        on_forward: Callable[[], None],
+        on_backward: Callable[[], None],
+        by_samples: bool,
+        has_arrived: Callable[[], bool] = bool,
+        watches_parameters: bool = False,
+    ) -> None:
+        self._on_forward, self._on_backward, self._has_arrived = on_forward, on_backward, has_arrived
+        self.by_samples = by_samples
+        self.current = self.forwards = 0
+        self.known = True
         self.called: nn.Module = model
         self.backward_pass = -1
         self.owned: set[int] = set()
         self.first_batch: FirstBatch | None = None
         self.on_outputs: Callable[[list[Tensor], int], None] | None = None
-        self._of_model = self._of_parts = 0
-        self._reached = self._unknown = False  # whether backward has run, and through passes of unknown size
-        self._generation = 0  # times that counting has begun anew
-        self._part: tuple[int, nn.Module] | None = None  # the part that counts in the last backward pass through any
-        self._depth = 0
-        self.known = True  # whether `current` is known
         self.stated: int | None = None
-        self._block: _Stated | None = None  # of the innermost `fixed` that is open
-        self._handles: list[Any] = []
+        self.dealt: int | None = None
+        self._count = 0
+        self._doubt = ""  # why the count does not stand for all that has arrived
+        self._counts = self._weighs = False  # whether any pass has been counted, and any but those stated to be empty
+        self._reached: list[tuple[int, _Passes]] = []  # by running backward passes, which have delivered nothing yet
+        self._generation = 0  # times that counting has begun anew
+        self._block: _Passes | None = None  # of the innermost `fixed` that is open
+        self._pass = _Passes(0)  # of the running forward pass, or the last one
+        self._runs = False  # whether a forward pass is running
         self._model = model
-        self._watched: dict[int, nn.Module] = {}
-        self._layers: dict[int, nn.Module] = {}
+        self._overrides: dict[int, CallOverride] = {}
+        self._watches_parameters = watches_parameters
+        self._hooks: dict[int, tuple[Tensor, RemovableHandle]] = {}  # of parameters, by id
         self.follow()
 
     def follow(self) -> None:
-        """Watch modules that have been added to the model since."""
-        for module in self._model.modules():
-            if isinstance(module, _SEQUENCE_LAYERS) and not module.batch_first and id(module) not in self._layers:
-                self._layers[id(module)] = module
-                self._handles.append(module.register_forward_pre_hook(_Watch(self._show), with_kwargs=True))
+        """Watch modules that have been added to the model since, or compiled, and parameters that have been freed."""
         for module in (self._model, *self._model.children()):
-            if id(module) not in self._watched:
-                self._watched[id(module)] = module
-                self._handles.append(module.register_forward_pre_hook(_Watch(self._enter), with_kwargs=True))
-                self._handles.append(module.register_forward_hook(_Watch(self._leave), always_call=True))
+            self._watch(module)
+        for module in self._model.modules() if self.by_samples else ():
+            if _begins_with_position(module):
+                self._watch(module)
+        for parameter in self._model.parameters() if self._watches_parameters else ():
+            if parameter.requires_grad and id(parameter) not in self._hooks:
+                hook = OwnHook(lambda _: self.deliver())
+                self._hooks[id(parameter)] = parameter, parameter.register_post_accumulate_grad_hook(hook)
+
+    def _watch(self, module: nn.Module) -> None:
+        if id(module) not in self._overrides or not self._overrides[id(module)].holds:
+            self._overrides[id(module)] = CallOverride(module, self._around)
 
     @property
     def count(self) -> int:
-        """Samples that backward has reached since the last `reset`: by calls of the model, else of its children."""
-        return self._of_model or self._of_parts
+        """Samples of this step, as far as they are known."""
+        if self.dealt is not None:
+            return self.dealt
+        return self._count if self._counts and not self._doubt else self.stated or 0
+
+    @property
+    def reached(self) -> int:
+        """Samples of this step with those that the running backward pass has reached, as far as they are known."""
+        waiting = {passes for _, passes in self._reached if passes.counted_in != self._generation}
+        if self._doubt or any(passes.doubt for passes in waiting) or not (self._counts or waiting):
+            return self.dealt or self.stated or 0
+        return self._count + sum(passes.samples for passes in waiting)
 
     @contextmanager
     def fixed(self, samples: int) -> Iterator[None]:
@@ -99,7 +131,7 @@ class SampleCounter:
         Args:
             samples: the number of samples.
         """
-        before, self._block = self._block, _Stated(samples)
+        before, self._block = self._block, _Passes(samples, stated=True)
         self.stated = samples
         try:
             yield
@@ -108,32 +140,52 @@ class SampleCounter:
             if before is not None:
                 self.stated = before.samples
 
-    def of_step(self, pending: bool, *, by_samples: bool, alone: bool) -> int:
+    def weight(self, pending: bool, alone: bool) -> int:
         """Return the weight of a site's gradients in the mean over sites.
 
         Args:
             pending: whether the site has gradients in this step.
-            by_samples: whether the weight is the number of samples; otherwise it is 1, or 0 without samples.
-            alone: whether there is no other site, so that an unknown number needs no warning.
+            alone: whether there is no other site, so that weights need not be known.
+
+        Raises:
+            ValueError: if samples are the weight, and the rule does not say how many there are.
         """
-        count = self.count
-        if (not self._reached or self._unknown) and pending:
-            if self.stated is not None:
-                count = self.stated
-            else:
-                count = 1
-                if by_samples and not alone:
-                    warnings.warn(
-                        "cannot tell how many samples a step has, since the loss does not come from a call of the "
-                        "model; each site counts the same. Say it by `with reduction.samples(n):` around forward",
-                        stacklevel=4,
-                    )
-        return count if by_samples else int(pending and count > 0)
+        if self.dealt is not None:
+            return self.dealt if pending else 0
+        if not self.by_samples:
+            return int(pending and (self._weighs if self._counts else self.stated != 0))
+        if not pending or (self._counts and not self._doubt):
+            return self._count
+        if self.stated is not None:
+            return self.stated
+        if alone:
+            return 1
+        reason = self._doubt or "the loss does not come from a call of the model"
+        raise ValueError(f"weighting='samples' cannot count the samples of this step: {reason}. {_STATE_IT}")
+
+    def weight_of_pass(self, rows: int) -> float:
+        """Return the weight of the running forward pass in statistics over sites.
+
+        Args:
+            rows: rows of the layer, where the samples of the pass are not known.
+        """
+        return float(self.current or rows) if self.by_samples or self.dealt is not None else 1.0
+
+    def deliver(self) -> None:
+        """Count the passes that the running backward pass has reached, since it has delivered a gradient."""
+        for _, passes in self._reached:
+            if passes.counted_in != self._generation:
+                passes.counted_in = self._generation
+                self._counts = True
+                self._weighs |= bool(passes.samples) or not passes.stated
+                self._count += passes.samples
+                self._doubt = self._doubt or passes.doubt
+        self._reached.clear()
 
     def discard(self) -> None:
         """Forget the backward passes so far, whose gradients have been cleared."""
-        self._of_model = self._of_parts = 0
-        self._reached = self._unknown = False
+        self._count, self._counts, self._weighs, self._doubt = 0, False, False, ""
+        self._reached.clear()
         self._generation += 1
 
     def reset(self) -> None:
@@ -142,128 +194,177 @@ class SampleCounter:
         self.owned.clear()
         self.stated = None
         if self._block is not None:
-            self._block = _Stated(self._block.samples)
+            self._block = _Passes(self._block.samples, stated=True)
             self.stated = self._block.samples
 
     def detach(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
+        """Watch the model no longer."""
+        for override in self._overrides.values():
+            override.restore()
+        for _, handle in self._hooks.values():
             handle.remove()
-        self._handles.clear()
+        self._overrides.clear()
+        self._hooks.clear()
 
-    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Record that a watched module is called."""
-        self._depth += 1
-        if self._depth == 1:
-            self.forwards += 1
-            self.called = module
-            only_tensors = not kwargs and _TENSORS.issuperset(map(type, args))
-            inputs = list(args if only_tensors else tensors_of((args, kwargs)))
-            if torch.is_grad_enabled():
-                transformed = torch._C._functorch.peek_interpreter_stack() is not None  # whose tensors hide values
-                if self.first_batch is not None and module.training and not transformed:
-                    self.first_batch.look(inputs)
-                self._on_forward()
-                self.owned.update(leaf.untyped_storage().data_ptr() for leaf in inputs if _is_plain(leaf))
-            size = _first_dimension(inputs) if only_tensors else _listed(args, kwargs) or batch_size((args, kwargs))
-            self.current, self.known, self._shown = size or 0, size is not None, 0
-            self._others = _further_sizes(inputs) if size == _first_dimension(inputs) else set()
-            if self._block is not None:
-                self.current, self.known = self._block.samples, True
+    @eager(nested=True)
+    def _around(self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Call a watched module."""
+        if self._runs:
+            if _begins_with_position(module) and self._block is None:
+                self._check_positions(module, args, kwargs)
+            return call(*args, **kwargs)
+        self._runs = True
+        try:  # an interrupted pass leaves nothing behind
+            self._enter(module, args, kwargs)
+            outputs = call(*args, **kwargs)
+            self._leave(outputs)
+            return outputs
+        finally:
+            self._runs, self.current = False, 0
 
-    def _show(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Record the samples in the inputs of a layer, if they begin with the position, as those of the model do."""
+    def _enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Record that an outermost forward pass begins."""
+        self.forwards += 1
+        self.called = module
+        inputs = list(tensors_of((args, kwargs)))
+        if torch.is_grad_enabled():
+            transformed = torch._C._functorch.peek_interpreter_stack() is not None  # whose tensors hide values
+            if self.first_batch is not None and module.training and not transformed:
+                self.first_batch.look(inputs)
+            if torch._C._current_graph_task_id() == -1:  # what an earlier backward pass has reached was for nothing
+                self._reached.clear()
+            self._on_forward()
+            self.owned.update(leaf.untyped_storage().data_ptr() for leaf in inputs if _is_plain(leaf))
+        self._pass = self._block or _by_rule((*args, *kwargs.values()))
+        self.current, self.known = self._pass.samples, not self._pass.unknown
+        if _begins_with_position(module) and self._block is None:
+            self._check_positions(module, args, kwargs)
+
+    def _check_positions(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Doubt the samples where the inputs of a layer begin with the position, and those of the model as they do."""
         first = next(iter((*args, *kwargs.values())), None)
-        if not self._shown and isinstance(first, Tensor) and first.dim() == 3 and len(first) == self.current:
-            self._shown = first.shape[1]
+        if isinstance(first, Tensor) and first.dim() == 3 and first.shape[0] == self._pass.samples != first.shape[1]:
+            name = type(module).__name__
+            self._pass.doubt = (
+                self._pass.doubt or f"inputs begin with the position, as those of {name} without batch_first"
+            )
 
-    def _leave(self, module: nn.Module, args: Any, outputs: Any) -> None:
-        """Record that a watched module returns, and count its samples once backward runs through the outputs."""
-        self._depth -= 1
-        if self._depth > 0:
-            return
-        samples, self.current = self.current, 0
+    def _leave(self, outputs: Any) -> None:
+        """Record that an outermost forward pass has ended; it counts once backward has run through its outputs."""
         if not torch.is_grad_enabled():
             return
-        known = self.known
-        if not known and (size := batch_size(outputs)) is not None:
-            samples, known = size, True
-        leaves = [outputs] if type(outputs) is Tensor else list(tensors_of(outputs))
-        if known and self._block is None:
-            samples = self._shown or _shown_by_outputs(samples, self._others, leaves)
+        passes = self._pass
+        leaves = list(tensors_of(outputs))
+        if passes is not self._block:
+            passes.compare(leaf.size(0) for leaf in leaves if leaf.dim() > 0 and leaf.numel() != 1)
+        counts = self.called is self._model or passes is self._block  # parts of a model are called beside it, too
         reached = [leaf for leaf in leaves if leaf.requires_grad]
-        stated = self._block or _Stated(samples)
         if self.on_outputs is not None:
-            self.on_outputs(reached, samples)
+            self.on_outputs(reached, passes.samples)
 
-        def count(_: Tensor) -> None:
+        def reach(*_: Any) -> None:
             now = torch._C._current_graph_task_id()
             if now != self.backward_pass:
                 self.backward_pass = now
                 self._on_backward()
-            if stated.counted_in != self._generation:
-                stated.counted_in = self._generation
-                self._reached = True
-                self._unknown |= not known
-                if module is self._model:
-                    self._of_model += samples
-                elif self._counts_part(module, now):
-                    self._of_parts += samples
+                torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(now))
+            if counts:
+                self._reached.append((now, passes))
 
         for output in reached:
-            output.register_hook(count)
+            if output.grad_fn is None:
+                output.register_hook(reach)
+            else:  # a hook of the tensor would be lost, or crash, where a program writes into it
+                output.grad_fn.register_prehook(reach)
 
-    def _counts_part(self, part: nn.Module, backward_pass: int) -> bool:
-        """Return whether a part of the model counts in a backward pass: the first that it reaches does, the rest not.
-
-        The samples of a pass have to be known before gradients leave, and other parts are reached while they do.
-        """
-        if self._part is None or self._part[0] != backward_pass:
-            self._part = backward_pass, part
-        return self._part[1] is part
+    def _end_backward(self, backward_pass: int) -> None:
+        """Forget what a backward pass has reached that delivers nothing, as those of `torch.autograd.grad`."""
+        if self._reached and self._has_arrived():
+            self.deliver()
+        self._reached = [each for each in self._reached if each[0] != backward_pass]
 
 
-@dataclass
-class _Stated:
-    """A stated number of samples, counted once between two calls of `SampleCounter.discard`."""
+@dataclass(eq=False)
+class _Passes:
+    """Forward passes that count together: one, or all inside of a block that states their samples.
+
+    Attributes:
+        samples: their samples; 0 where they are not known.
+        doubt: why they are not known; empty where they are.
+        stated: whether the program states them.
+        counted_in: the generation in which they were counted last.
+    """
 
     samples: int
+    doubt: str = ""
+    stated: bool = False
     counted_in: int = -1
+
+    @property
+    def unknown(self) -> bool:
+        """Whether the inputs do not show the samples at all."""
+        return not self.samples and bool(self.doubt)
+
+    def compare(self, sizes: Iterable[int]) -> None:
+        """Doubt the samples if no output begins with them, or with a multiple of them.
+
+        Args:
+            sizes: first dimensions of the outputs.
+        """
+        found = [*sizes]
+        fits = any(each == self.samples or (self.samples and each % self.samples == 0) for each in found)
+        if found and not fits and not self.doubt:
+            self.doubt = (
+                f"the first tensor that the model gets has the length {self.samples}, and its output {found[0]}"
+            )
+
+
+def _by_rule(arguments: Iterable[Any]) -> _Passes:
+    """Return the samples of a forward pass with some arguments, by the rule at the top of the module."""
+    return _first(arguments) or _Passes(0, "the model gets no tensor")
+
+
+def _first(arguments: Iterable[Any]) -> _Passes | None:
+    for argument in arguments:
+        found = None
+        if isinstance(argument, PackedSequence):
+            found = _Passes(int(argument.batch_sizes[0]))
+        elif isinstance(argument, Tensor):
+            found = _Passes(argument.size(0)) if argument.dim() > 0 else None
+        elif isinstance(argument, (Mapping, tuple)):
+            found = _first(argument.values() if isinstance(argument, Mapping) else argument)
+        elif any(True for _ in tensors_of(argument)):
+            found = _Passes(0, f"its first tensor is in an argument of type {type(argument).__name__}")
+        if found is not None:
+            return found
+    return None
 
 
 def batch_size(batch: Any) -> int | None:
-    """Return the number of samples in a batch: the first dimension of its first tensor; None where there is none."""
-    leaf = next(iter(tree_leaves(batch, is_leaf=lambda each: isinstance(each, PackedSequence))), None)
-    if isinstance(leaf, PackedSequence):
-        return int(leaf.batch_sizes[0])
-    return _first_dimension(tensors_of(batch))
+    """Return the number of samples in a batch by the rule, where its items are the arguments; None if it has none."""
+    passes = _by_rule(batch if isinstance(batch, (list, tuple)) else (batch,))
+    return None if passes.doubt else passes.samples
 
 
-def _listed(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
-    """Return the number of samples in lists of pictures and of their labels, as detectors take them; else None."""
-    lists = [each for each in (*args, *kwargs.values()) if isinstance(each, (list, tuple)) and each]
-    pictures = next((each for each in lists if all(isinstance(one, Tensor) for one in each)), ())
-    labels = next((each for each in lists if all(isinstance(one, Mapping) for one in each)), ())
-    return len(labels) if len(labels) == len(pictures) else None
+def _begins_with_position(module: nn.Module) -> bool:
+    """Return whether the inputs of a layer begin with the position, and not with the samples."""
+    return isinstance(module, _SEQUENCE_LAYERS) and not module.batch_first
 
 
-def _further_sizes(inputs: Iterable[Tensor]) -> set[int]:
-    """Return what may be the number of samples, if it is not the first dimension of the first tensor."""
-    first, *others = [leaf for leaf in inputs if leaf.dim() > 0] or [torch.empty(0)]
-    sizes = {leaf.shape[0] for leaf in others}
-    is_sequence = first.dim() == 3 or (first.dim() == 2 and not first.is_floating_point())
-    return sizes | {first.shape[1]} if is_sequence else sizes
+def warn_of_unequal(batches: Collection[int]) -> None:
+    """Warn of batches of different sizes at sites that count equally.
 
-
-def _shown_by_outputs(samples: int, others: Collection[int], outputs: Iterable[Tensor]) -> int:
-    """Return the number of samples: another one, if the outputs begin with it, and none begins with `samples`."""
-    sizes = [leaf.shape[0] for leaf in outputs if leaf.dim() > 0]
-    return sizes[0] if sizes and samples not in sizes and sizes[0] in others else samples
-
-
-def _first_dimension(leaves: Iterable[Tensor]) -> int | None:
-    first = next((leaf for leaf in leaves if leaf.dim() > 0), None)
-    return None if first is None else first.shape[0]
+    Args:
+        batches: samples of each site that has a batch in the first step; 0 where they are not known.
+    """
+    if all(batches) and len({*batches}) > 1:
+        warnings.warn(
+            f"the sites' batches have {', '.join(map(str, batches))} samples in the first step, and each site counts "
+            "the same, as in DistributedDataParallel (weighting='uniform', the default). weighting='samples' weights "
+            "sites by their samples: by the first dimension of the first tensor that the model gets, or as `with "
+            "reduction.samples(n):` around forward states",
+            stacklevel=3,
+        )
 
 
 def tensors_of(batch: Any, depth: int = 3) -> Iterator[Tensor]:
@@ -287,20 +388,6 @@ def tensors_of(batch: Any, depth: int = 3) -> Iterator[Tensor]:
 
 def _is_plain(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-
-
-class _Watch:
-    """Hook of a watched module; a copied or pickled model has one without effect in its place."""
-
-    def __init__(self, function: Callable[[nn.Module, Any, Any], None] = lambda module, args, further: None) -> None:
-        self._function = function
-
-    @eager
-    def __call__(self, module: nn.Module, args: Any, further: Any) -> None:
-        self._function(module, args, further)
-
-    def __reduce__(self) -> Any:
-        return _Watch, ()
 
 
 def batches_before(step: int, own: int, steps: int) -> int:

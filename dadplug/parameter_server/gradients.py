@@ -27,7 +27,7 @@ from ..hooks import Factor, stack_by_form
 from ..methods import Method, decode, decode_bias, feedback, is_product
 from ..methods.feedback import ErrorFeedback
 from ..model_sync.batchnorm import SyncedForward
-from ..model_sync.samples import SampleCounter
+from ..model_sync.samples import SampleCounter, warn_of_unequal
 from ..model_sync.structure import ModelStructure
 from ..options import Options
 from ..planning.partition import partition_parameters
@@ -356,7 +356,9 @@ class ModelGradients:
         self._alone = sites == 1
         self._by_samples = options.weighting == "samples"
         self._structure = ModelStructure(model)
-        self.counter = SampleCounter(model, self.check_unchanged, lambda: self._drop_cleared(begins=True))
+        self.counter = SampleCounter(
+            model, self.check_unchanged, lambda: self._drop_cleared(begins=True), self._by_samples
+        )
         found = partition_parameters(model, method, (), options.dense == "lowrank")
         self._capture, self.units = found.capture, found.units
         self._order: list[Unit] = []
@@ -391,6 +393,7 @@ class ModelGradients:
 
     def _arrived(self, unit: Unit) -> None:
         """Record that a backward pass has delivered a unit's gradient; in the first step, in which order."""
+        self.counter.deliver()
         unit.arrivals += 1
         self.pending = True
         self._scaled |= feedback.running().value != 1.0
@@ -412,13 +415,17 @@ class ModelGradients:
         """
         self._drop_cleared()
         self.counter.follow()
-        samples = self.counter.of_step(self.pending, by_samples=self._by_samples, alone=self._alone)
+        samples = self.counter.weight(self.pending, self._alone)
         scaled = self._scaled
         if not scaled and not self.reference:
-            own = FirstStepReport.of(self.units, self._order, self._options.share_inputs, samples, None)
+            own = FirstStepReport.of(
+                self.units, self._order, self._options.share_inputs, samples, self.counter.count, None
+            )
             reports = transport.gather_objects(own)
             if any(each.samples for each in reports):
                 self.merge(reports)
+                if not self._by_samples:
+                    warn_of_unequal([each.batch for each in reports if each.samples])
         taken = self._take()
         self.counted = self.counter.count
         self.counter.reset()

@@ -51,7 +51,8 @@ class FirstStepReport:
         reasons: by name of a unit that cannot be sent as factors, why.
         rows: by name of a factor unit, number of rows.
         forms: by name of a factor unit, the forms of its factors.
-        samples: samples of the step.
+        samples: weight of the site in the step.
+        batch: samples of the step; 0 where they are not known.
         link: measured costs of the link, where the method chooses by them.
         decoding: this site's constants of decoding; those of the first site hold at all sites.
     """
@@ -61,12 +62,19 @@ class FirstStepReport:
     rows: dict[str, int]
     forms: dict[str, set[Form]]
     samples: int
+    batch: int
     link: LinkCosts | None
     decoding: Decoding
 
     @classmethod
     def of(
-        cls, units: Sequence[Unit], order: Sequence[Unit], share_inputs: bool, samples: int, link: LinkCosts | None
+        cls,
+        units: Sequence[Unit],
+        order: Sequence[Unit],
+        share_inputs: bool,
+        samples: int,
+        batch: int,
+        link: LinkCosts | None,
     ) -> FirstStepReport:
         """Report on the units after a step's backward passes.
 
@@ -74,7 +82,8 @@ class FirstStepReport:
             units: the units.
             order: the units whose gradients have arrived, in that order.
             share_inputs: value of the option.
-            samples: samples of the step.
+            samples: weight of the site in the step.
+            batch: samples of the step; 0 where they are not known.
             link: measured costs of the link, or None.
         """
         factored = [unit for unit in units if isinstance(unit, FactorUnit)]
@@ -84,7 +93,7 @@ class FirstStepReport:
             reasons |= {unit.name: fed for unit in factored if unit.fed_by_data}
         rows, forms = {unit.name: unit.rows for unit in factored}, {unit.name: unit.forms for unit in factored}
         decoding = current().decoding
-        return cls([unit.name for unit in order], reasons, rows, forms, samples, link, decoding)
+        return cls([unit.name for unit in order], reasons, rows, forms, samples, batch, link, decoding)
 
 
 @dataclass(frozen=True)
@@ -94,7 +103,8 @@ class MergedReport:
     Attributes:
         reasons: by name of a unit that is all-reduced after all, in this plan and in further ones: why.
         rows: by name of a factor unit, the rows that a site is expected to send.
-        samples: samples of all sites in a step.
+        samples: weights of all sites in a step, added up.
+        batches: samples of each site that has a batch in the step; 0 where they are not known.
         chosen: by name of a factor unit that is all-reduced in this plan, since that is predicted to be faster: by how
             much.
         notices: by name of a unit that is sent as factors, since that is predicted to be faster: by how much.
@@ -106,6 +116,7 @@ class MergedReport:
     reasons: dict[str, str]
     rows: dict[str, int]
     samples: int
+    batches: list[int]
     chosen: dict[str, str]
     notices: dict[str, str]
     largest: int
@@ -167,7 +178,9 @@ def merge_reports(
     positions = {name: position for position, name in enumerate(reports[0].order)}
     samples = [each.samples for each in reports]
     decoding = reports[0].decoding
-    return MergedReport(reasons, rows, sum(samples), chosen, notices, max(samples), positions, decoding)
+    batches = [each.batch for each in reports if each.samples]
+    largest = max(batches, default=0)
+    return MergedReport(reasons, rows, sum(samples), batches, chosen, notices, largest, positions, decoding)
 
 
 def _excess(unit: FactorUnit, rows: int, sites: int) -> float:
@@ -368,11 +381,17 @@ class Planner:
             if isinstance(unit, FactorUnit):
                 unit.resolve()
 
-    def complete_plan(self, step: int) -> None:
+    @property
+    def batches(self) -> list[int]:
+        """Samples of each site that had a batch in the first step of the plan; 0 where they are not known."""
+        return [] if self._merged is None else self._merged.batches
+
+    def complete_plan(self, step: int, batch: int) -> None:
         """Complete the plan in its first step, with all sites: the order of units, and the units that go dense.
 
         Args:
             step: number of the step.
+            batch: samples of this site in the step; 0 where they are not known.
 
         Raises:
             ValueError: on all sites, if the method needs chains of layers, and the model has none.
@@ -388,7 +407,9 @@ class Planner:
             with self._transport.traffic.apart():
                 self._link = measure_link(self._transport)
         check_allowed(self._options)
-        own = FirstStepReport.of(self.units, self._order, self._options.share_inputs, self._samples(), self._link)
+        own = FirstStepReport.of(
+            self.units, self._order, self._options.share_inputs, self._samples(), batch, self._link
+        )
         reports = [*self._transport.gather_present(own).values()]
         self._merging.link = LinkCosts.worst_of(each.link for each in reports)
         self._conclude(merge_reports(reports, self.units, self._method, self._transport.world_size))
@@ -446,15 +467,15 @@ class Planner:
         for unit in self.units:
             unit.begin_step()
 
-    def follow_sizes(self, samples: Sequence[int]) -> None:
+    def follow_sizes(self, batches: Sequence[int]) -> None:
         """Make a new plan, where the method chooses by sizes, once batches have had another size for some steps.
 
         Args:
-            samples: samples of each site in the step that is over.
+            batches: samples of each site in the step that is over; 0 where they are not known.
         """
-        if not self._method.traits.chooses_path or not any(samples):
+        if not self._method.traits.chooses_path or not any(batches):
             return
-        off = not self._planned_for / _OTHER_SIZE <= max(samples) <= self._planned_for * _OTHER_SIZE
+        off = not self._planned_for / _OTHER_SIZE <= max(batches) <= self._planned_for * _OTHER_SIZE
         self._off_plan = self._off_plan + 1 if off else 0
         if self._off_plan >= _SOME_STEPS:
             self._plan_anew()

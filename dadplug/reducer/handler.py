@@ -89,7 +89,7 @@ class FaultLog:
         return activations[-1] if activations else self.entries[0]
 
 
-_HEAD = 11  # integers before those of the units
+_HEAD = 12  # integers before those of the units
 _PRESENT, _DENSE, _VOID = 1, 2, 4  # bits of a unit's flags
 
 
@@ -100,7 +100,7 @@ class StepHeader:
     Attributes:
         step: number of the step.
         version: version of the plan, which changes when parameters are frozen or freed.
-        samples: samples that the site's gradients stand for.
+        samples: the site's weight in the mean.
         stop: whether the site asks all to stop after this step.
         fault: kind of the fault to report; `Fault.NONE` for none.
         culprit: index of the unit at fault; for `Fault.ATTACHED`, of the attached parameter.
@@ -110,6 +110,7 @@ class StepHeader:
             none.
         settings: digest of the optimizers' settings in the last step; 0 for none.
         digest: of the first batch, or of the weights, see `dadplug.model_sync.sameness`; 0 for none.
+        batch: samples of the site in the step; 0 where they are not known.
         present: by unit, whether the site has a gradient for it.
         dense: by unit, whether the site has a gradient for it that its bucket does not carry; with a handler that can
             repeat its exchange, whether the unit's payload is void, since its gradient has changed.
@@ -128,6 +129,7 @@ class StepHeader:
     deferred: int = 0
     settings: int = 0
     digest: int = 0
+    batch: int = 0
     present: list[bool] = field(default_factory=list)
     dense: list[bool] = field(default_factory=list)
     void: list[bool] = field(default_factory=list)
@@ -147,13 +149,14 @@ class StepHeader:
         return cls(step, version, 0, present=none, dense=none, void=[void] * units, extra_rows=[0] * units)
 
     def pack(self) -> list[int]:
-        """Return the header as integers: 11 of the step, then flags and rows of the units."""
+        """Return the header as integers: 12 of the step, then flags and rows of the units."""
         flags = [
             _PRESENT * present + _DENSE * dense + _VOID * void
             for present, dense, void in zip(self.present, self.dense, self.void, strict=True)
         ]
         head = [self.step, self.version, self.samples, self.stop, self.fault, self.culprit, self.finite]
-        return [*map(int, head), self.noise_every, self.deferred, self.settings, self.digest, *flags, *self.extra_rows]
+        further = [self.noise_every, self.deferred, self.settings, self.digest, self.batch]
+        return [*map(int, head), *further, *flags, *self.extra_rows]
 
     @classmethod
     def unpack(cls, integers: Sequence[int]) -> StepHeader:
@@ -163,8 +166,7 @@ class StepHeader:
         present, dense, void = ([bool(flag & bit) for flag in flags] for bit in (_PRESENT, _DENSE, _VOID))
         step, version, samples, stop, fault, culprit, finite, noise, *digests = integers[:_HEAD]
         head = step, version, samples, bool(stop), Fault(fault), culprit, bool(finite), noise
-        deferred, settings, digest = digests
-        return cls(*head, deferred, settings, digest, present, dense, void, extra)
+        return cls(*head, *digests, present, dense, void, extra)
 
 
 class HeaderExchange:

@@ -78,6 +78,7 @@ class StepRequest:
         noise_every: as in `StepHeader`.
         settings: as in `StepHeader`.
         digest: as in `StepHeader`.
+        batch: as in `StepHeader`.
         deferral: which weights' gradients may stay products, if all sites say so; takes these products.
     """
 
@@ -88,6 +89,7 @@ class StepRequest:
     noise_every: int = 0
     settings: int = 0
     digest: int = 0
+    batch: int = 0
     deferral: Deferral | None = None
 
 
@@ -292,6 +294,7 @@ class Reducer:
             noise_every=request.noise_every,
             settings=request.settings,
             digest=request.digest,
+            batch=request.batch,
         )
         if self._context.deferral is not None:
             header.deferred = self._context.deferral.digest((unit.name, unit.lead) for unit in self._units)

@@ -9,6 +9,7 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -529,7 +530,9 @@ class BaseRunner(SupervisedRunner):
         return False
 
     def _train_batch(self) -> None:
-        self.handle_batch(batch=self.batch)
+        counts = getattr(self.options, "weighting", "") == "samples"
+        with self.reduction.samples(self.batch_size) if counts else nullcontext():
+            self.handle_batch(batch=self.batch)
 
     def _idle(self) -> None:
         """Participate in a step without data."""

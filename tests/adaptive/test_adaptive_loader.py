@@ -20,8 +20,8 @@ from dadplug.exchange import Traffic
 class Gradients:
     """A reduction whose noise is given, and whose steps take a given time on a clock of its own."""
 
-    def __init__(self, noise_scale: float = 300.0, weighting: str = "samples", **speed: float) -> None:
-        self.traffic, self.options, self.plan = Traffic(), SimpleNamespace(weighting=weighting), []
+    def __init__(self, noise_scale: float = 300.0, **speed: float) -> None:
+        self.traffic, self.plan = Traffic(), []
         self.noise = SimpleNamespace(base_batch=None, scale=noise_scale)
         self.gain = 1.5
         self.clock, self.exchange = 0.0, 0.0
@@ -231,15 +231,11 @@ def test_bounds_that_contradict_each_other_are_refused(arguments, message):
         loader().autoscale_batch_size(*arguments)
 
 
-def test_a_reduction_is_needed_that_weights_by_samples():
+def test_a_reduction_is_needed():
     data = loader()
     data.autoscale_batch_size(64)
     with pytest.raises(RuntimeError, match=r"needs a dadplug\.GradientReduction"):
         list(data)
-    gradients = Gradients(weighting="uniform")
-    data.autoscale_batch_size(64, reduction=gradients)
-    with pytest.raises(ValueError, match="needs weighting='samples'"):
-        train(data, gradients)
 
 
 # Several sites

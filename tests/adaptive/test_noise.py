@@ -146,7 +146,7 @@ def test_layers_with_factors_match_the_gradients_of_samples(name):
     inputs, targets = batch(name, 7, 1)
     gradients = sample_gradients(model, inputs, targets)
     for mode in ("dad", "dsgd", "rankdad", "powersgd"):
-        reduction = dadplug.GradientReduction(model, mode=mode, rank=2)
+        reduction = dadplug.GradientReduction(model, mode=mode, rank=2, weighting="samples")
         assert math.isnan(reduction.noise.scale)
         step(model, reduction, *batch(name, 5, 0))
         step(model, reduction, inputs, targets)
@@ -170,7 +170,7 @@ def matches_at_sites(name: str, modes: list[str]) -> list[tuple[float, ...]]:
     shares = [slice(*pair) for pair in pairwise(bounds)]
     gradients = sample_gradients(model, inputs, targets)
     for mode in modes:
-        reduction = dadplug.GradientReduction(model, mode=mode, rank=2)
+        reduction = dadplug.GradientReduction(model, mode=mode, rank=2, weighting="samples")
         if rank == 0:  # the others are asked by its header
             reduction.noise.every = 1
         step(model, reduction, *batch(name, 4, rank))
@@ -216,7 +216,7 @@ def test_estimates_have_no_bias(name, mode, monkeypatch):
     found: list[dict] = []
     add = GradientNoise._add
     monkeypatch.setattr(GradientNoise, "_add", lambda self, at, each: (found.append(each), add(self, at, each)))
-    reduction = dadplug.GradientReduction(model, mode=mode, rank=2)
+    reduction = dadplug.GradientReduction(model, mode=mode, rank=2, weighting="samples")
     reduction.noise.every = 1
     generator = torch.Generator().manual_seed(1)
     for _ in range(61):
@@ -242,7 +242,7 @@ def test_one_site_without_factors_compares_successive_steps():
     inputs, targets = batch("mlp", 64, 5)
     targets = targets % 2
     truth = sample_gradients(model, inputs, targets)["0.weight"]
-    reduction = dadplug.GradientReduction(model, mode="dad")
+    reduction = dadplug.GradientReduction(model, mode="dad", weighting="samples")
     reduction.noise.every = 2
     generator = torch.Generator().manual_seed(1)
     for each in range(800):
@@ -260,7 +260,7 @@ def test_cleared_gradients_do_not_count_and_loss_scales_are_taken_out():
     inputs, targets = batch("mlp", 7, 1)
     gradients = sample_gradients(model, inputs, targets)
     for mode in ("dad", "dsgd"):
-        reduction = dadplug.GradientReduction(model, mode=mode)
+        reduction = dadplug.GradientReduction(model, mode=mode, weighting="samples")
         reduction.noise.every = 1
         step(model, reduction, *batch("mlp", 5, 0))
         model.zero_grad()
@@ -277,7 +277,7 @@ def test_cleared_gradients_do_not_count_and_loss_scales_are_taken_out():
 def test_state_goes_on_where_it_was_saved():
     model = build("mlp")
     for mode in ("dad", "dsgd"):
-        reduction = dadplug.GradientReduction(model, mode=mode)
+        reduction = dadplug.GradientReduction(model, mode=mode, weighting="samples")
         reduction.noise.every = 2
         reduction.noise.base_batch = 3
         for seed in range(4):
@@ -288,7 +288,7 @@ def test_state_goes_on_where_it_was_saved():
             expected_next.append((reduction.noise.variance, reduction.gain))
         reduction.detach()
         assert len(set(expected_next)) > 1
-        reduction = dadplug.GradientReduction(model, mode=mode)
+        reduction = dadplug.GradientReduction(model, mode=mode, weighting="samples")
         reduction.load_state_dict(state)
         found = []
         for seed in range(4, 8):
@@ -309,7 +309,7 @@ def test_rows_divide_into_samples_by_the_size_of_the_batch():
 
 
 def test_every_has_to_be_a_number_of_steps():
-    reduction = dadplug.GradientReduction(build("mlp"), mode="dad")
+    reduction = dadplug.GradientReduction(build("mlp"), mode="dad", weighting="samples")
     for wrong in (0, 1.5, "2"):
         with pytest.raises(ValueError, match=r"noise\.every must be a whole number"):
             reduction.noise.every = wrong
@@ -335,7 +335,7 @@ def model():
 
 @pytest.fixture
 def reduction(model):
-    made = dadplug.GradientReduction(model, mode="dad")
+    made = dadplug.GradientReduction(model, mode="dad", weighting="samples")
     made.noise.every = 1
     yield made
     made.detach()

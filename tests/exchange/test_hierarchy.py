@@ -99,7 +99,7 @@ def gradients_of(mode: str, options: dict, processes: int) -> list[torch.Tensor]
     """The gradients of eight steps on the same rows, by any number of processes on two nodes."""
     torch.manual_seed(5)
     model = zoo.build("mlp")
-    reduction = dadplug.GradientReduction(model, mode=mode, rank=2, **options)
+    reduction = dadplug.GradientReduction(model, mode=mode, rank=2, **{"weighting": "samples"} | options)
     found, share = [], 4 // processes
     for step in range(8):
         model.zero_grad()
@@ -132,7 +132,9 @@ def test_rows_that_come_late_count_as_much(announced: bool) -> None:
     torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(30, 20), nn.Tanh(), nn.Linear(20, 30)).double()
     reference = copy.deepcopy(model)
-    reduction = dadplug.GradientReduction(model, mode="rankdad", rank=8, tolerance=0.0, hierarchy=2)
+    reduction = dadplug.GradientReduction(
+        model, mode="rankdad", rank=8, tolerance=0.0, hierarchy=2, weighting="samples"
+    )
     for step in range(6):
         model.zero_grad(), reference.zero_grad()
         data = torch.randn(2, 4, 1 + step % 2, 30, dtype=torch.float64)
@@ -155,7 +157,9 @@ def test_rows_that_come_late_count_as_much(announced: bool) -> None:
 def costs(hierarchy) -> tuple[int, int, int, str]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(200, 160), nn.ReLU(), nn.Linear(160, 200))
-    reduction = dadplug.GradientReduction(model, mode="rankdad", rank=4, bucket_mb=0.004, hierarchy=hierarchy)
+    reduction = dadplug.GradientReduction(
+        model, mode="rankdad", rank=4, bucket_mb=0.004, hierarchy=hierarchy, weighting="samples"
+    )
     for _ in range(4):
         model.zero_grad()
         model(torch.randn(16, 200)).square().mean().backward()
@@ -182,7 +186,7 @@ def test_nan_is_reported_by_all_sites(mode: str) -> None:
     culprit = 3
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(30, 20), nn.Linear(20, 30))
-    reduction = dadplug.GradientReduction(model, mode=mode, rank=2, hierarchy=2)
+    reduction = dadplug.GradientReduction(model, mode=mode, rank=2, hierarchy=2, weighting="samples")
     for step in range(5):
         model.zero_grad()
         loss = model(torch.randn(4, 30)).square().mean()
@@ -203,13 +207,15 @@ def test_it_resumes_and_follows_frozen_layers() -> None:
     for interrupted in (False, True):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(30, 20), nn.Linear(20, 30))
-        reduction = dadplug.GradientReduction(model, mode="rankdad", rank=2, hierarchy="auto" if interrupted else 2)
+        reduction = dadplug.GradientReduction(
+            model, mode="rankdad", rank=2, hierarchy="auto" if interrupted else 2, weighting="samples"
+        )
         torch.manual_seed(dist.get_rank())
         for step in range(6):
             if step == 3 and interrupted:
                 state = copy.deepcopy(reduction.state_dict())
                 reduction.detach()
-                reduction = dadplug.GradientReduction(model, mode="rankdad", rank=2, hierarchy=2)
+                reduction = dadplug.GradientReduction(model, mode="rankdad", rank=2, hierarchy=2, weighting="samples")
                 reduction.load_state_dict(state)
             model[0].requires_grad_(step != 4)
             model.zero_grad()
@@ -281,15 +287,17 @@ def test_layouts():
 @pytest.mark.parametrize("wrong", [0, -1, True, "node", 2.5, [0, 1]])
 def test_an_invalid_hierarchy_is_reported(wrong):
     with pytest.raises(ValueError, match=r"hierarchy must be None, 'auto', a number"):
-        dadplug.GradientReduction(nn.Linear(2, 2), hierarchy=wrong)
+        dadplug.GradientReduction(nn.Linear(2, 2), hierarchy=wrong, weighting="samples")
 
 
 @support.at_sites(4)
 def test_a_hierarchy_that_does_not_fit_is_reported() -> None:
     with pytest.raises(ValueError, match=r"hierarchy=3 processes on each node do not divide 4 processes"):
-        dadplug.GradientReduction(nn.Linear(2, 2), hierarchy=3)
+        dadplug.GradientReduction(nn.Linear(2, 2), hierarchy=3, weighting="samples")
     with pytest.raises(ValueError, match=r"must name each of the ranks 0 to 3 once"):
-        dadplug.GradientReduction(nn.Linear(2, 2), hierarchy=[[0, 1], [1, 2]])
-    alone = dadplug.GradientReduction(nn.Linear(2, 2), mode="dsgd", hierarchy=4)  # one node: nothing to nest
+        dadplug.GradientReduction(nn.Linear(2, 2), hierarchy=[[0, 1], [1, 2]], weighting="samples")
+    alone = dadplug.GradientReduction(
+        nn.Linear(2, 2), mode="dsgd", hierarchy=4, weighting="samples"
+    )  # one node: nothing to nest
     assert "4 sites, " in str(alone.plan)
     alone.detach()

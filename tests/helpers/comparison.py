@@ -104,7 +104,7 @@ class Beside:
         torch.manual_seed(3)
         self.reference: nn.Module = build()
         self.model = copy.deepcopy(self.reference)
-        self.reduction = dadplug.GradientReduction(self.model, **options)
+        self.reduction = dadplug.GradientReduction(self.model, **{"weighting": "samples"} | options)
 
     def __enter__(self) -> Beside:
         return self

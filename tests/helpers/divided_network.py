@@ -53,7 +53,9 @@ def mean_of_sites(model, step, world_size, active=None):
 
 
 def reduce(model, **options):
-    return dadplug.GradientReduction(model, mode="rankdad", **{"tolerance": 0.0, "merge": "owner"} | options)
+    return dadplug.GradientReduction(
+        model, mode="rankdad", **{"weighting": "samples", "tolerance": 0.0, "merge": "owner"} | options
+    )
 
 
 def divided_layers(reduction) -> list[str]:

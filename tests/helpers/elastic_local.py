@@ -183,7 +183,7 @@ def run(case: Case) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1 / 64 if case.counts else 0.02)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, 1.0 if case.counts else 0.9)
     options = {"timeout": 200, "every": 4, "overlap": False, "min_sites": 1, "state": {"scheduler": scheduler}}
-    local = dadplug.LocalSGD(model, optimizer, **(options | case.options))
+    local = dadplug.LocalSGD(model, optimizer, **({"weighting": "samples"} | options | case.options))
     slot = local.site_rank
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "local": local}
     restore(case, parts)

@@ -269,8 +269,8 @@ def build(
         "privacy": dadplug.DifferentialPrivacy.parse(case.privacy) if case.privacy else None,
     }
     if not case.wraps:
-        return model, dadplug.GradientReduction(model, case.mode, **options)
-    wrapper = dadplug.DistributedDataParallel(model, case.mode, **options)
+        return model, dadplug.GradientReduction(model, case.mode, **{"weighting": "samples"} | options)
+    wrapper = dadplug.DistributedDataParallel(model, case.mode, **{"weighting": "samples"} | options)
     return wrapper, wrapper.reduction
 
 

@@ -137,7 +137,7 @@ def train(model: nn.Module, loss: Callable[[int], torch.Tensor], steps: int, **o
         steps: number of steps.
         options: of the reduction.
     """
-    reduction = GradientReduction(model, **options)
+    reduction = GradientReduction(model, **{"weighting": "samples"} | options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(steps):
         optimizer.zero_grad()

@@ -53,7 +53,7 @@ def train(local: Any, steps: Iterable[int], site: int, rows: int = 8) -> None:
 def local_steps(seed: int = 0, dtype: torch.dtype = torch.float64, **options: Any) -> LocalSGD:
     """Build local steps of a model and Adam."""
     model = build(seed, dtype)
-    return LocalSGD(model, adam(model.parameters()), **options)
+    return LocalSGD(model, adam(model.parameters()), **{"weighting": "samples"} | options)
 
 
 def ends_equal(local: LocalSGD) -> None:
@@ -78,7 +78,7 @@ def resumes(options: dict, stop: int) -> None:
         model.insert(1, nn.BatchNorm1d(20))
         optimizer = adam([{"params": model[:2].parameters(), "lr": 0.02}, {"params": model[2:].parameters()}])
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
-        return model, optimizer, scheduler, LocalSGD(model, optimizer, every=4, **options)
+        return model, optimizer, scheduler, LocalSGD(model, optimizer, every=4, **{"weighting": "samples"} | options)
 
     model, _, scheduler, straight = make()
     run_some(straight, scheduler, range(14), site)

@@ -45,7 +45,7 @@ def trains(name: str, mode: str, steps: int, options: dict | None = None, nodes:
     agreement = Agreement({key: settings[key] for key in settings if key != "hierarchy"}, world_size, nodes)
     check = exactly if METHODS[mode].traits.exact else Lossily(agreement)
     with small_gradients_compressed():
-        reduction = dadplug.GradientReduction(model, **settings)
+        reduction = dadplug.GradientReduction(model, **{"weighting": "samples"} | settings)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         worst = 0.0
         for step in range(steps):

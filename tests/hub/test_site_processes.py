@@ -53,7 +53,7 @@ def trains(mode: str, options: dict, steps: int = 4) -> tuple[float, int, int]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(rank)
     model = build(mode, options)
-    reduction = GradientReduction(model, mode=mode, **options)
+    reduction = GradientReduction(model, mode=mode, **{"weighting": "samples"} | options)
     reference = copy.deepcopy(model)
     worst = 0.0
     for step in range(steps):
@@ -147,8 +147,8 @@ def exchanges_by_the_reduction() -> list:
     model = nn.Linear(3, 2)
     for options in ({"min_sites": 1, "state": {}}, {"min_sites": 2, "mode": "dsgd"}):
         with pytest.raises(ValueError, match=r"one process at each site, and bavaria has 2, saxony has"):
-            GradientReduction(model, **options)
-    reduction = GradientReduction(model, mode="dad")
+            GradientReduction(model, **{"weighting": "samples"} | options)
+    reduction = GradientReduction(model, mode="dad", weighting="samples")
     weights = reduction.gather_objects(model.weight.detach())
     assert all(torch.equal(weights[0], each) for each in weights)
     with pytest.raises(TypeError, match="process 1 has an object that cannot be gathered"):
@@ -244,7 +244,7 @@ def test_catalysts_runner_trains_with_all_processes(four):
 def takes_local_steps() -> torch.Tensor:
     model = nn.Linear(6, 3)
     torch.manual_seed(dist.get_rank())
-    local = LocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.1), every=2, wire="fp32")
+    local = LocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.1), every=2, wire="fp32", weighting="samples")
     for _ in range(4):
         model(torch.randn(4, 6)).square().mean().backward()
         local.step()
@@ -278,7 +278,7 @@ def test_sites_may_have_different_numbers_of_processes_and_seal_their_messages(t
 
 def is_lost() -> None:
     """Exchange until process 1 kills itself."""
-    reduction = GradientReduction(nn.Linear(3, 2), mode="dsgd", timeout=60)
+    reduction = GradientReduction(nn.Linear(3, 2), mode="dsgd", timeout=60, weighting="samples")
     for number in itertools.count():
         if number == 3 and dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)

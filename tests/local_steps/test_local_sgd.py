@@ -52,7 +52,7 @@ def equals_reference(cases: list[dict]) -> None:
     for options in cases:
         reference = reference_of(options, count)
         model = build(site)  # rank 0's parameters have to reach the other
-        local = LocalSGD(model, adam(model.parameters()), every=4, **options)
+        local = LocalSGD(model, adam(model.parameters()), every=4, **{"weighting": "samples"} | options)
         for first, last in ((0, 4), (4, 8), (8, 11)):
             reference.round(batches(first, (last,) * count), last=last == 11)
             train(local, range(first, last), site, ROWS[site])
@@ -157,7 +157,7 @@ def running_statistics_are_averaged_at_each_agreement() -> None:
     torch.manual_seed(0)
     model = normalised_model(site)
     model.register_buffer("mask", torch.ones(5))  # which nothing changes
-    local = LocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.01), every=3, overlap=False)
+    local = LocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.01), every=3, overlap=False, weighting="samples")
     train(local, range(2), site, ROWS[site])
     norm = model[1]
     model.eval()
@@ -184,7 +184,7 @@ def the_agreed_model_is_shown_in_a_block_and_training_goes_on_as_without_it() ->
     for shows in (False, True):
         torch.manual_seed(0)
         model = normalised_model(0)
-        local = LocalSGD(model, adam(model.parameters()), every=3, warm_up=1)
+        local = LocalSGD(model, adam(model.parameters()), every=3, warm_up=1, weighting="samples")
         train(local, range(5), site)
         own = model.state_dict()
         own = {name: each.clone() for name, each in own.items()}
@@ -209,7 +209,14 @@ def statistics_of_all_rows_in_every_step() -> None:
     """With an agreement after each step of SGD, local steps are those of one process with all rows."""
     site = dist.get_rank()
     reference, model = normalised_model(0), normalised_model(site)
-    local = LocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.1), every=1, overlap=False, sync_batchnorm=True)
+    local = LocalSGD(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        every=1,
+        overlap=False,
+        sync_batchnorm=True,
+        weighting="samples",
+    )
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
     for step in range(4):
         both = [batch(step, s, ROWS[s]) for s in range(2)]
@@ -243,7 +250,14 @@ def replicas_are_equal_to_the_bit_after_each_agreement_on_every_wire() -> None:
         exact = {}
         for options in [{}, *LOSSY]:
             model = build(site, dtype)
-            local = LocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.05), every=3, overlap=False, **options)
+            local = LocalSGD(
+                model,
+                torch.optim.SGD(model.parameters(), lr=0.05),
+                every=3,
+                overlap=False,
+                **options,
+                weighting="samples",
+            )
             start = vector(model).double()
             for first in range(0, 9, 3):
                 train(local, range(first, first + 3), site, 8 - 3 * site)
@@ -306,7 +320,7 @@ def parameters_may_be_frozen_added_and_shared() -> None:
     model[4].requires_grad_(False)
     model.register_parameter("tied", model[2].weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    local = LocalSGD(model, optimizer, every=2)
+    local = LocalSGD(model, optimizer, every=2, weighting="samples")
     frozen = model[4].weight.clone()
     train(local, range(4), site)
     assert torch.equal(model[4].weight, frozen)
@@ -339,7 +353,7 @@ def any_optimizer_takes_the_steps() -> None:
     site = dist.get_rank()
     model = build()
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
-    local = LocalSGD(model, optimizer, every=2)
+    local = LocalSGD(model, optimizer, every=2, weighting="samples")
 
     def closure():
         optimizer.zero_grad()
@@ -354,7 +368,7 @@ def any_optimizer_takes_the_steps() -> None:
     ends_equal(local)
     optimizer.step(closure)
 
-    local = LocalSGD(model, adam(model.parameters()), warm_up=1)
+    local = LocalSGD(model, adam(model.parameters()), warm_up=1, weighting="samples")
     with pytest.raises(ValueError, match="leave warm_up out"):
         local.step(closure)
     local.detach()
@@ -386,17 +400,17 @@ def wrong_arguments_are_errors_on_all_sites_before_anything_has_changed() -> Non
             model = build(site)
             own = options if wrong_site in (site, None) else {}
             with pytest.raises(ValueError, match=message) as caught:
-                LocalSGD(model, adam(model.parameters()), **own)
+                LocalSGD(model, adam(model.parameters()), **{"weighting": "samples"} | own)
             assert ("site 1 (" in str(caught.value)) == (wrong_site == 1 and site == 0)
             assert torch.equal(vector(model), start)
     with pytest.raises(MismatchError, match=r"option every is 64 at site 0 .* and 32 at site 1"):
-        LocalSGD(model, adam(model.parameters()), every=64 if site == 0 else 32)
+        LocalSGD(model, adam(model.parameters()), every=64 if site == 0 else 32, weighting="samples")
     with pytest.raises(MismatchError, match=r"tensor 0\.weight"):
-        LocalSGD(wide := nn.Sequential(nn.Linear(3, 3 + site)), adam(wide.parameters()))
+        LocalSGD(wide := nn.Sequential(nn.Linear(3, 3 + site)), adam(wide.parameters()), weighting="samples")
     with pytest.raises(ValueError, match="not the model's"):
-        LocalSGD(model, adam([*model.parameters(), nn.Parameter(torch.zeros(2))]))
+        LocalSGD(model, adam([*model.parameters(), nn.Parameter(torch.zeros(2))]), weighting="samples")
     assert torch.equal(vector(model), start)
-    local = LocalSGD(model, adam(model.parameters()), every=lambda step: 2 + site * (step > 1))
+    local = LocalSGD(model, adam(model.parameters()), every=lambda step: 2 + site * (step > 1), weighting="samples")
     with pytest.raises(MismatchError, match=r"the sites agree at different steps, site 0 .* at 4 and site 1 .* at 5"):
         train(local, range(5), site)
     local.detach()
@@ -416,7 +430,7 @@ def test_a_site_that_exits_is_named_with_its_reason() -> None:
 
 def test_one_process_trains_as_its_optimizer_does():
     model, plain = build(), build()
-    local = LocalSGD(model, adam(model.parameters()), every=3)
+    local = LocalSGD(model, adam(model.parameters()), every=3, weighting="samples")
     train(local, range(7), 0)
     optimizer = adam(plain.parameters())
     for step in range(7):
@@ -426,7 +440,7 @@ def test_one_process_trains_as_its_optimizer_does():
     local.finish()
     assert off_by(vector(model), vector(plain)) < 1e-12
     with pytest.raises(ValueError, match="every must be"):
-        LocalSGD(model, adam(model.parameters()), every=-3)
+        LocalSGD(model, adam(model.parameters()), every=-3, weighting="samples")
 
 
 # GradScalers, hubs, schedules that fail, sites that are killed
@@ -450,7 +464,9 @@ def a_grad_scaler_leaves_out_the_steps_of_its_site() -> None:
     site = dist.get_rank()
     for overlap in (True, False):
         model, plain = build(0, torch.float32), build(0, torch.float32)
-        expected = LocalSGD(plain, torch.optim.SGD(plain.parameters(), lr=0.1), every=3, overlap=overlap)
+        expected = LocalSGD(
+            plain, torch.optim.SGD(plain.parameters(), lr=0.1), every=3, overlap=overlap, weighting="samples"
+        )
         for step in range(7):
             if (step, site) == (4, 1):
                 loss_of(plain, *batch(step, site, 5, torch.float32)).backward()
@@ -459,7 +475,9 @@ def a_grad_scaler_leaves_out_the_steps_of_its_site() -> None:
             else:
                 train(expected, [step], site, 8 - 3 * site)
         expected.finish()
-        local = LocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.1), every=3, overlap=overlap)
+        local = LocalSGD(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), every=3, overlap=overlap, weighting="samples"
+        )
         assert trains_scaled(local, site, infinite=(4, 1)) == (512.0 if site else 1024.0)
         assert torch.equal(vector(model), vector(plain))
         assert local.first_difference() is None
@@ -467,7 +485,7 @@ def a_grad_scaler_leaves_out_the_steps_of_its_site() -> None:
             each.detach()
     model = build(0, torch.float32)
     options = {"warm_up": 3, "check_finite": False}
-    local = LocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.1), every=3, **options)
+    local = LocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.1), every=3, **{"weighting": "samples"} | options)
     assert trains_scaled(local, site, infinite=(1, 1)) == 512.0  # a synchronous step is left out at all sites
     assert vector(model).isfinite().all()
     assert local.first_difference() is None
@@ -484,7 +502,12 @@ def what_a_schedule_returns_is_checked() -> None:
         for wrong_site in (1, None):
             model = build()
             with pytest.raises(ValueError, match=message):
-                LocalSGD(model, adam(model.parameters()), every=every if wrong_site in (site, None) else 4)
+                LocalSGD(
+                    model,
+                    adam(model.parameters()),
+                    every=every if wrong_site in (site, None) else 4,
+                    weighting="samples",
+                )
     local = local_steps(0, every=lambda step: 4 if step < 8 else -1, overlap=False)
     with pytest.raises(ValueError, match=r"every\(8\) must be a whole number of at least 1, got -1"):
         train(local, range(12), site)
@@ -536,7 +559,9 @@ def resume(folder: str, fragments: int) -> LocalSGD:
     """Build local steps, and load the last checkpoint of this site if there is one."""
     model = build(0, torch.float32)
     optimizer = adam(model.parameters())
-    local = LocalSGD(model, optimizer, every=3, rank=2, wire="int8", fragments=fragments, timeout=60)
+    local = LocalSGD(
+        model, optimizer, every=3, rank=2, wire="int8", fragments=fragments, timeout=60, weighting="samples"
+    )
     path = Path(folder) / f"{dist.get_rank()}.pt"
     if path.exists():
         for each, state in zip((model, optimizer, local), torch.load(path, weights_only=True)):

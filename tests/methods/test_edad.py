@@ -17,7 +17,7 @@ import dadplug
 def matches_one_process(name: str, dtype: torch.dtype, bound: float, steps: int, options: dict) -> list[str]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model, reference = pair(name, dtype)
-    reduction = dadplug.GradientReduction(model, mode="edad", **options)
+    reduction = dadplug.GradientReduction(model, mode="edad", **{"weighting": "samples"} | options)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
     for step in range(steps):
         inputs, targets = draw(12 + step % 3, step, dtype)
@@ -61,7 +61,7 @@ def takes_any_rows(name: str, seed: int) -> None:
     """Any number of rows and micro-batches at each site, none included, in the first step too."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model, reference = pair(name)
-    reduction = dadplug.GradientReduction(model, mode="edad")
+    reduction = dadplug.GradientReduction(model, mode="edad", weighting="samples")
     generator = torch.Generator().manual_seed(seed)
     for step in range(15):
         counts = torch.randint(
@@ -136,7 +136,7 @@ def test_steps_that_leave_the_chain_are_exact(only_one_site: bool) -> None:
     torch.manual_seed(3)
     reference = Wanders().double()
     model = copy.deepcopy(reference)
-    reduction = dadplug.GradientReduction(model, mode="edad")
+    reduction = dadplug.GradientReduction(model, mode="edad", weighting="samples")
     ways = (
         "",
         "skip",
@@ -168,7 +168,7 @@ def test_steps_that_leave_the_chain_are_exact(only_one_site: bool) -> None:
 def bytes_sent(mode: str, options: dict) -> tuple[int, int]:
     torch.manual_seed(0)
     model = mlp(64, 64, 64, 64, 64, 64, 64, 10)
-    reduction = dadplug.GradientReduction(model, mode=mode, **options)
+    reduction = dadplug.GradientReduction(model, mode=mode, **{"weighting": "samples"} | options)
     for step in range(3):
         generator = torch.Generator().manual_seed(step)
         inputs, targets = torch.randn(16, 64, generator=generator), torch.randint(0, 10, (16,), generator=generator)
@@ -192,7 +192,7 @@ def replicas_stay_equal(names: list[str], options: dict) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for name in names:
         model, _ = pair(name, torch.float32)
-        reduction = dadplug.GradientReduction(model, mode="edad", **options)
+        reduction = dadplug.GradientReduction(model, mode="edad", **{"weighting": "samples"} | options)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         for step in range(8):
             inputs, targets = draw(14, step, torch.float32)
@@ -219,7 +219,7 @@ def test_autocast_keeps_chains() -> None:
     rank, grads = dist.get_rank(), {}
     for mode in ("dad", "edad"):
         model, _ = pair("mlp", torch.float32)
-        reduction = dadplug.GradientReduction(model, mode=mode)
+        reduction = dadplug.GradientReduction(model, mode=mode, weighting="samples")
         for step in range(2):
             model.zero_grad()
             inputs, targets = draw(12, step, torch.float32)
@@ -238,7 +238,7 @@ def test_autocast_keeps_chains() -> None:
 def bits(mode: str) -> list[torch.Tensor]:
     torch.manual_seed(0)
     model = mlp(20, 30, 30, 10)
-    reduction = dadplug.GradientReduction(model, mode=mode)
+    reduction = dadplug.GradientReduction(model, mode=mode, weighting="samples")
     for step in range(2):
         model.zero_grad()
         generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
@@ -269,16 +269,16 @@ def test_a_run_can_be_resumed() -> None:
                     parameter -= 0.1 * parameter.grad
 
     whole, cut = pair("mlp")
-    reduction = dadplug.GradientReduction(whole, mode="edad")
+    reduction = dadplug.GradientReduction(whole, mode="edad", weighting="samples")
     train(whole, reduction, range(6))
     reduction.detach()
-    reduction = dadplug.GradientReduction(cut, mode="edad")
+    reduction = dadplug.GradientReduction(cut, mode="edad", weighting="samples")
     train(cut, reduction, range(3))
     state, weights = reduction.state_dict(), copy.deepcopy(cut.state_dict())
     reduction.detach()
     fresh = mlp(6, 9, 8, 7, 4).double()
     fresh.load_state_dict(weights)
-    reduction = dadplug.GradientReduction(fresh, mode="edad")
+    reduction = dadplug.GradientReduction(fresh, mode="edad", weighting="samples")
     reduction.load_state_dict(state)
     assert reduction.step == 3
     train(fresh, reduction, range(3, 6))
@@ -289,7 +289,7 @@ def test_a_run_can_be_resumed() -> None:
 
 def names_the_layer_of_a_bad_number(where: str) -> str:
     model, _ = pair("mlp")
-    reduction = dadplug.GradientReduction(model, mode="edad")
+    reduction = dadplug.GradientReduction(model, mode="edad", weighting="samples")
     try:
         for step in range(3):
             inputs, targets = draw(4, step)

@@ -55,7 +55,7 @@ class Loop:
         hidden = (nn.Linear(40, 60), nn.Tanh(), nn.LayerNorm(60), nn.Linear(60, 50), nn.Tanh(), nn.Linear(50, 30))
         self.model = nn.Sequential(*hidden).double()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
-        self.reduction = dadplug.GradientReduction(self.model, **options)
+        self.reduction = dadplug.GradientReduction(self.model, **{"weighting": "samples"} | options)
         self.rank = dist.get_rank()
         self.seen: list[torch.Tensor] = []
 
@@ -292,7 +292,7 @@ def test_every_network_has_the_scale_of_its_own_scaler() -> None:
     def train(with_scalers: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
         networks = nn.ModuleList(nn.Linear(40, 60) for _ in range(2)).double()
-        reduction = dadplug.GradientReduction(networks, mode="topk", density=0.05)
+        reduction = dadplug.GradientReduction(networks, mode="topk", density=0.05, weighting="samples")
         scalers = [GradScaler("cpu", init_scale=scale, enabled=with_scalers) for scale in (4096.0, 2.0)]
         optimizers = [torch.optim.SGD(network.parameters(), lr=0.05) for network in networks]
         seen = []
@@ -381,7 +381,7 @@ def mean_over_steps(options: dict, steps: int) -> float:
     model = network()
     true = [gradients(model, rank) for rank in range(dist.get_world_size())]
     samples = [6 + rank for rank in range(len(true))]
-    reduction = dadplug.GradientReduction(model, **options)
+    reduction = dadplug.GradientReduction(model, **{"weighting": "samples"} | options)
     sums = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     for _ in range(steps):
         gradients(model, dist.get_rank())
@@ -411,7 +411,7 @@ def follows_the_paper() -> None:
     """Beside PowerSGD as its paper writes it, in one process that sees all sites' gradients."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model, apart = network(torch.float64), network(torch.float64)
-    reduction = dadplug.GradientReduction(model, mode="powersgd", rank=3, bucket_mb=0.001)
+    reduction = dadplug.GradientReduction(model, mode="powersgd", rank=3, bucket_mb=0.001, weighting="samples")
     assert {row.path for row in reduction.plan if len(row.shape) == 2} == {"powersgd"}
     samples = [6 + each for each in range(world_size)]
     weights = {name: p for name, p in model.named_parameters() if p.dim() == 2}
@@ -440,7 +440,7 @@ def test_powersgd_follows_its_paper_over_several_buckets(sites, count):
 def test_topk_sends_the_largest_and_keeps_the_rest() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model, apart = network(torch.float64), network(torch.float64)
-    reduction = dadplug.GradientReduction(model, mode="topk", density=0.05)
+    reduction = dadplug.GradientReduction(model, mode="topk", density=0.05, weighting="samples")
     samples = [6 + each for each in range(world_size)]
     weights = {name: p for name, p in model.named_parameters() if p.numel() >= 1024}
     errors = {name: [torch.zeros(p.numel(), dtype=p.dtype) for _ in samples] for name, p in weights.items()}
@@ -461,7 +461,7 @@ def test_topk_sends_the_largest_and_keeps_the_rest() -> None:
 
 def trains(steps: int, state: list | None, options: dict) -> tuple:
     model, rank = network(), dist.get_rank()
-    reduction = dadplug.GradientReduction(model, **options)
+    reduction = dadplug.GradientReduction(model, **{"weighting": "samples"} | options)
     return train(model, reduction, lambda step: gradients(model, rank, step, 4 + (step + rank) % 3), steps, state)
 
 
@@ -476,7 +476,7 @@ def test_replicas_stay_equal_and_resume_on_the_same_curve(sites, options):
 @support.at_sites(2)
 def test_a_state_may_be_loaded_in_mid_training(mode: str) -> None:
     model = network()
-    reduction = dadplug.GradientReduction(model, mode=mode)
+    reduction = dadplug.GradientReduction(model, mode=mode, weighting="samples")
     for step in range(3):
         gradients(model, dist.get_rank(), step)
         reduction.synchronize()
@@ -494,7 +494,7 @@ def test_a_state_may_be_loaded_in_mid_training(mode: str) -> None:
 @support.at_sites(2)
 def test_nan_is_reported_and_forgotten(options: dict) -> None:
     model = network()
-    reduction = dadplug.GradientReduction(model, **options)
+    reduction = dadplug.GradientReduction(model, **{"weighting": "samples"} | options)
     for step in range(6):
         model.zero_grad()
         inputs = batch(dist.get_rank(), step)

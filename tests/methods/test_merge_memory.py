@@ -230,7 +230,9 @@ def comes_later(options: dict) -> float:
     """Distance of the sum of two agreed gradients from what the sites sent in the first; none in the second."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(30, 40, bias=False)).double()
-    reduction = dadplug.GradientReduction(model, mode="rankdad", merge="owner", rank=2, tolerance=0.0, **options)
+    reduction = dadplug.GradientReduction(
+        model, mode="rankdad", merge="owner", rank=2, tolerance=0.0, **{"weighting": "samples"} | options
+    )
     inputs = torch.randn(2, 30, dtype=torch.float64) + dist.get_rank()
     total, true = 0.0, None
     for factor in (1.0, 0.0):

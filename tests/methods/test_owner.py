@@ -22,7 +22,9 @@ def is_exact(steps: int, options: dict, limit: float) -> float:
     """Compare each step with one process, at a rank that leaves nothing out; return the largest error."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model, apart = network(widths=SMALL), network(widths=SMALL)
-    reduction = dadplug.GradientReduction(model, mode="rankdad", rank=30, tolerance=0.0, merge="owner", **options)
+    reduction = dadplug.GradientReduction(
+        model, mode="rankdad", rank=30, tolerance=0.0, merge="owner", **{"weighting": "samples"} | options
+    )
     assert {row.path for row in reduction.plan if len(row.shape) == 2} == {"lowrank"}
     worst = 0.0
     for step in range(steps):
@@ -83,7 +85,7 @@ def residuals(kind: str, rank: int) -> list[float]:
 
     model = nn.Sequential(nn.Linear(48, 64, bias=False)).double()
     options = {"rank": rank, "tolerance": 0.0, "error_feedback": False}  # a memory would be part of the sum
-    reduction = dadplug.GradientReduction(model, mode="rankdad", merge="owner", **options)
+    reduction = dadplug.GradientReduction(model, mode="rankdad", merge="owner", **{"weighting": "samples"} | options)
     common, apart = torch.Generator().manual_seed(7), torch.Generator().manual_seed(site)
     left, right = (torch.randn(40, n, generator=common, dtype=torch.float64) for n in (64, 48))  # that sites share
     found = []
@@ -120,7 +122,7 @@ def sums_up(options: dict, steps: int) -> tuple[float, float]:
     """
     model = network(torch.float32, SMALL)
     true = mean_of_sites(model, 0, dist.get_world_size())
-    reduction = dadplug.GradientReduction(model, mode="rankdad", merge="owner", **options)
+    reduction = dadplug.GradientReduction(model, mode="rankdad", merge="owner", **{"weighting": "samples"} | options)
     sums = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     for step in range(steps):
         backward(model, dist.get_rank(), 0)
@@ -149,7 +151,9 @@ def test_what_changes_after_it_was_sent_counts() -> None:
     """Check steps whose gradients are read, cleared, added to or not finite after their buckets have left."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model, apart = network(widths=SMALL), network(widths=SMALL)
-    reduction = dadplug.GradientReduction(model, mode="rankdad", rank=30, tolerance=0.0, merge="owner", bucket_mb=0.001)
+    reduction = dadplug.GradientReduction(
+        model, mode="rankdad", rank=30, tolerance=0.0, merge="owner", bucket_mb=0.001, weighting="samples"
+    )
     for step in range(7):
         model.zero_grad()
         expected = mean_of_sites(apart, step, world_size)
@@ -182,7 +186,7 @@ def test_what_changes_after_it_was_sent_counts() -> None:
 def trains(steps: int, state: list | None) -> tuple:
     options = {"rank": 2, "error_feedback": True, "wire": "bf16"}
     model = network(torch.float32, SMALL)
-    reduction = dadplug.GradientReduction(model, mode="rankdad", merge="owner", **options)
+    reduction = dadplug.GradientReduction(model, mode="rankdad", merge="owner", **{"weighting": "samples"} | options)
     return train(model, reduction, lambda step: backward(model, dist.get_rank(), step), steps, state)
 
 
@@ -198,7 +202,7 @@ def test_checkpoints_hold_the_owners_memory(sites):
 
 def bytes_of_a_step(merge: str) -> tuple[int, int, str]:
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(16)))
-    reduction = dadplug.GradientReduction(model, mode="rankdad", rank=4, merge=merge)
+    reduction = dadplug.GradientReduction(model, mode="rankdad", rank=4, merge=merge, weighting="samples")
     planned = reduction.plan.bytes
     for _ in range(3):
         model.zero_grad()
@@ -249,7 +253,7 @@ def test_auto_predicts_by_latency_and_bytes():
 
 def chooses(merge: str) -> tuple[tuple[str, str, int], ...]:
     model = network(torch.float32, SMALL)
-    reduction = dadplug.GradientReduction(model, mode="rankdad", merge=merge, rank=2)
+    reduction = dadplug.GradientReduction(model, mode="rankdad", merge=merge, rank=2, weighting="samples")
     for step in range(2):
         backward(model, dist.get_rank(), step)
         reduction.synchronize()
@@ -261,7 +265,7 @@ def refuses(options: dict, message: str) -> None:
     model = network(torch.float32, SMALL)
     before = [p.clone() for p in model.parameters()]
     with pytest.raises(ValueError, match=message):
-        dadplug.GradientReduction(model, mode="rankdad", merge="owner", **options)
+        dadplug.GradientReduction(model, mode="rankdad", merge="owner", **{"weighting": "samples"} | options)
     assert all(torch.equal(p, q) for p, q in zip(before, model.parameters(), strict=True))
 
 
@@ -270,7 +274,9 @@ def test_the_option_is_checked(sites):
     sites(2).run(refuses, {"hierarchy": 1}, "hierarchy")
     for options, message in (({"mode": "dad"}, "mode='rankdad'"), ({"min_sites": 1}, "min_sites"), ({}, "'all'")):
         with pytest.raises(ValueError, match=message):
-            dadplug.GradientReduction(nn.Linear(2, 2), **{"merge": "owner" if options else "none"} | options)
+            dadplug.GradientReduction(
+                nn.Linear(2, 2), **{"merge": "owner" if options else "none"} | options, weighting="samples"
+            )
 
 
 @support.at_sites(3)
@@ -282,7 +288,7 @@ def test_it_works_over_messages_of_gloo() -> None:
 @support.at_sites(3)
 def test_a_silent_owner_is_named() -> None:
     rank, model = dist.get_rank(), network(torch.float32, SMALL)
-    reduction = dadplug.GradientReduction(model, mode="rankdad", merge="owner", rank=2)
+    reduction = dadplug.GradientReduction(model, mode="rankdad", merge="owner", rank=2, weighting="samples")
     backward(model, rank, 0)
     reduction.synchronize()
     reduction._transport.timeout = 2

@@ -82,7 +82,7 @@ def test_a_site_without_data_joins_in() -> None:
     torch.manual_seed(5)
     reference = Net().double()
     model = copy.deepcopy(reference)
-    reduction = dadplug.GradientReduction(model, mode="dad", sync_batchnorm=True)
+    reduction = dadplug.GradientReduction(model, mode="dad", sync_batchnorm=True, weighting="samples")
     for step in range(4):
         inputs, targets = batch(8, seed=step)
         model.zero_grad(), reference.zero_grad()
@@ -103,7 +103,7 @@ def test_micro_batches_can_be_uneven() -> None:
     rank = dist.get_rank()
     torch.manual_seed(5)
     model = Net().double()
-    reduction = dadplug.GradientReduction(model, mode="dad", sync_batchnorm=True)
+    reduction = dadplug.GradientReduction(model, mode="dad", sync_batchnorm=True, weighting="samples")
     for step in range(2):
         for micro in range(2):
             inputs, targets = batch(4, seed=10 * step + micro)

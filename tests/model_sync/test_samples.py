@@ -1,7 +1,10 @@
-"""Samples of a site's batch where they are not the first dimension of the first input: held against one process."""
+"""Weights of sites: equal by default, and by the samples of their batches where that is asked for."""
 
 from __future__ import annotations
 
+import copy
+import io
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,52 +30,61 @@ class Recurrent(nn.Module):
         return self.last(states if self.whole else end[-1])
 
 
-class Words(nn.Module):
-    """Cells in a loop over positions, after a table."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.cell = nn.Embedding(9, 6), nn.GRUCell(6, 6)
-
-    def forward(self, words: Tensor) -> Tensor:
-        state = None
-        for each in self.table(words):
-            state = self.cell(each, state)
-        assert state is not None
-        return state
-
-
 class Bags(nn.Module):
     """Bags of any size in one tensor, which offsets divide."""
 
-    def __init__(self) -> None:
+    def __init__(self, last: bool = False) -> None:
         super().__init__()
-        self.bags, self.last = nn.EmbeddingBag(20, 6), nn.Linear(6, 2)
+        self.bags, self.last = nn.EmbeddingBag(20, 6, include_last_offset=last), nn.Linear(6, 2)
 
-    def forward(self, words: Tensor, offsets: Tensor) -> Tensor:
+    def forward(self, *inputs: Tensor) -> Tensor:
+        offsets, words = sorted(inputs, key=len)
         return self.last(self.bags(words, offsets))
 
 
-class Positioned(nn.Module):
-    """An input that all samples share before the samples."""
+class Graph:
+    """A batch of graphs as one object, as PyTorch Geometric has it: their nodes in one tensor."""
+
+    def __init__(self, x: Tensor, batch: Tensor) -> None:
+        self.x, self.batch = x, batch
+
+
+class Pooled(nn.Module):
+    """A model of graphs, with an output for each."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.place = nn.Linear(6, 4), nn.Linear(3, 4)
+        self.layer = nn.Linear(6, 2)
 
-    def forward(self, places: Tensor, x: Tensor) -> Tensor:
-        return self.first(x) + self.place(places).sum(0)
+    def forward(self, data: Any, batch: Tensor | None = None) -> Tensor:
+        x, batch = (data.x, data.batch) if batch is None else (data, batch)
+        return torch.zeros(int(batch.max()) + 1, 2, dtype=x.dtype).index_add(0, batch, self.layer(x))
 
 
 class Detector(nn.Module):
-    """A model of lists of pictures and labels, with an output for each."""
+    """A model of lists of pictures and labels, which returns its loss."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(6, 2)
 
     def forward(self, pictures: list[Tensor], labels: list[dict[str, Tensor]]) -> Tensor:
-        return torch.stack([self.layer(each).sum() - one["box"] for each, one in zip(pictures, labels)])
+        return torch.stack([self.layer(each).sum() - one["box"] for each, one in zip(pictures, labels)]).square().mean()
+
+
+class Parts(nn.Module):
+    """A container whose parts the program calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 5), nn.Linear(5, 2)
+
+    def train_step(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).tanh())
+
+
+def plain() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
 
 
 def sequences(step: int, sites: Sequence[int], length: int = 0) -> list[Tensor]:
@@ -84,12 +96,16 @@ def sequences(step: int, sites: Sequence[int], length: int = 0) -> list[Tensor]:
     return made
 
 
+def rows(step: int, sites: Sequence[int]) -> tuple[Any, ...]:
+    return (torch.cat(sequences(step, sites, 1)),)
+
+
+def in_a_mapping(step: int, sites: Sequence[int]) -> tuple[Any, ...]:
+    return ({"scale": torch.ones(()), "x": rows(step, sites)[0]},)
+
+
 def positions_first(step: int, sites: Sequence[int]) -> tuple[Any, ...]:
     return (torch.stack(sequences(step, sites, 4), 1),)
-
-
-def words_first(step: int, sites: Sequence[int]) -> tuple[Any, ...]:
-    return ((positions_first(step, sites)[0][..., 0].abs() * 100).long() % 9,)
 
 
 def packed(step: int, sites: Sequence[int]) -> tuple[Any, ...]:
@@ -98,12 +114,25 @@ def packed(step: int, sites: Sequence[int]) -> tuple[Any, ...]:
 
 def with_offsets(step: int, sites: Sequence[int]) -> tuple[Any, ...]:
     found = sequences(step, sites)
-    ends = torch.tensor([0, *(len(each) for each in found)]).cumsum(0)
-    return (torch.cat(found)[:, 0].abs() * 100).long() % 20, ends[:-1]
+    ends = torch.tensor([0, *(len(each) + 1 for each in found)]).cumsum(0)
+    words = torch.cat([torch.cat([each, each[:1]]) for each in found])
+    return (words[:, 0].abs() * 100).long() % 20, ends[:-1]
 
 
-def shared_first(step: int, sites: Sequence[int]) -> tuple[Any, ...]:
-    return torch.ones(4, 3, dtype=torch.float64), torch.cat(sequences(step, sites, 1))
+def with_last_offset(step: int, sites: Sequence[int]) -> tuple[Any, ...]:
+    words, offsets = with_offsets(step, sites)
+    return torch.cat([offsets, torch.tensor([len(words)])]), words
+
+
+def graphs(step: int, sites: Sequence[int]) -> tuple[Any, ...]:
+    found = sequences(step, sites)
+    sizes = torch.tensor([len(each) + 1 for each in found])
+    nodes = torch.cat([torch.cat([each, each[:1]]) for each in found])
+    return nodes, torch.arange(len(found)).repeat_interleave(sizes)
+
+
+def graph_object(step: int, sites: Sequence[int]) -> tuple[Any, ...]:
+    return (Graph(*graphs(step, sites)),)
 
 
 def lists(step: int, sites: Sequence[int]) -> tuple[Any, ...]:
@@ -111,37 +140,286 @@ def lists(step: int, sites: Sequence[int]) -> tuple[Any, ...]:
     return found, [{"box": each.mean()} for each in found]
 
 
-CASES: dict[str, tuple[Callable[[], nn.Module], Callable[..., tuple[Any, ...]]]] = {
+class OfMapping(nn.Module):
+    """A model of a mapping."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 2)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.layer(batch["x"]) * batch["scale"]
+
+
+Case = tuple[Callable[[], nn.Module], Callable[..., tuple[Any, ...]]]
+COUNTED: dict[str, Case] = {
+    "rows": (plain, rows),
+    "a mapping": (OfMapping, in_a_mapping),
+    "packed sequences": (Recurrent, packed),
+}
+STATED: dict[str, Case] = {
     "positions first, last output": (Recurrent, positions_first),
     "positions first, all outputs": (lambda: Recurrent(whole=True), positions_first),
     "attention": (lambda: nn.TransformerEncoderLayer(6, 2, 8, 0.0), positions_first),
-    "cells": (Words, words_first),
-    "packed sequences": (Recurrent, packed),
     "offsets of bags": (Bags, with_offsets),
-    "a shared input first": (Positioned, shared_first),
+    "offsets with the last one first": (lambda: Bags(True), with_last_offset),
+    "nodes of graphs": (Pooled, graphs),
+    "an object": (Pooled, graph_object),
     "lists of pictures": (Detector, lists),
+    "parts": (Parts, rows),
 }
 
 
-def trained(model: nn.Module, inputs: Callable[..., tuple[Any, ...]], sites: Sequence[int]) -> nn.Module:
+def loss_of(model: nn.Module, inputs: tuple[Any, ...]) -> Tensor:
+    outputs = model.train_step(*inputs) if isinstance(model, Parts) else model(*inputs)
+    return outputs.square().mean()
+
+
+def trained(kind: Callable[[], nn.Module], inputs: Any, step: Callable[[int, nn.Module, Callable[..., Tensor]], None]):
+    torch.manual_seed(0)
+    model = kind().double()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for step in range(3):
+    for number in range(3):
         optimizer.zero_grad()
-        model(*inputs(step, sites)).square().mean().backward()
+        step(number, model, lambda sites, number=number: loss_of(model, inputs(number, sites)))
         optimizer.step()
     return model
 
 
-@pytest.mark.parametrize("name", CASES)
+def assert_equal(found: nn.Module, expected: nn.Module) -> None:
+    for (name, one), two in zip(found.named_parameters(), expected.parameters(), strict=True):
+        assert off_by(one.detach(), two.detach()) < 1e-10, name
+
+
+@pytest.mark.parametrize("name", [*COUNTED, *STATED])
 @support.at_sites(2)
-def test_samples_that_the_first_input_does_not_begin_with(name: str) -> None:
-    kind, inputs = CASES[name]
-    models = []
-    for sites in ([dist.get_rank()], range(2)):
-        torch.manual_seed(0)
-        model = kind().double()
-        wrapped = dadplug.DistributedDataParallel(model, mode="dsgd") if len(sites) == 1 else model
-        trained(wrapped, inputs, sites)
-        models.append(model)
-    for (parameter, one), two in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
-        assert off_by(one.detach(), two.detach()) < 1e-10, parameter
+def test_sites_count_equally_or_by_samples(name: str) -> None:
+    kind, inputs = (COUNTED | STATED)[name]
+    own, made = dist.get_rank(), {}
+
+    def at_a_site(number: int, model: nn.Module, loss: Any, **options: Any) -> None:
+        reduction = made.setdefault(id(model), None) or dadplug.GradientReduction(model, mode="dsgd", **options)
+        made[id(model)] = reduction
+        loss([own]).backward()
+        reduction.synchronize()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        uniform = trained(kind, inputs, at_a_site)
+    assert_equal(
+        uniform, trained(kind, inputs, lambda number, model, loss: (sum(map(loss, ([0], [1]))) / 2).backward())
+    )
+
+    def by_samples(number: int, model: nn.Module, loss: Any) -> None:
+        at_a_site(number, model, loss, weighting="samples")
+
+    def stated(number: int, model: nn.Module, loss: Any) -> None:
+        made.setdefault(id(model), dadplug.GradientReduction(model, mode="dsgd", weighting="samples"))
+        with made[id(model)].samples((2, 5)[own]):
+            at_a_site(number, model, loss)
+
+    if name in STATED:
+        with pytest.raises(ValueError, match="reduction.samples"):
+            trained(kind, inputs, by_samples)
+        for reduction in made.values():
+            reduction.detach(discard=True)
+    whole = trained(kind, inputs, lambda number, model, loss: loss([0, 1]).backward())
+    assert_equal(trained(kind, inputs, stated if name in STATED else by_samples), whole)
+
+
+@support.at_sites(2)
+def test_unequal_batches_are_warned_of_once() -> None:
+    for size, options, expected in [
+        (2 + dist.get_rank(), {}, 1),
+        (2, {}, 0),
+        (2 + dist.get_rank(), {"weighting": "samples"}, 0),
+    ]:
+        model = plain()
+        reduction = dadplug.GradientReduction(model, mode="dad", **options)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                model(torch.ones(size, 6)).sum().backward()
+                reduction.synchronize()
+        named = [each for each in found if "weighting='samples'" in str(each.message) and "2, 3" in str(each.message)]
+        assert len(named) == expected
+
+
+# Passes that deliver no gradients
+
+INNER: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    "input gradients": lambda model, x: torch.autograd.grad(model(x.requires_grad_()).sum(), x),
+    "jacobian": lambda model, x: torch.autograd.functional.jacobian(model, x),
+    "hessian": lambda model, x: torch.autograd.functional.hessian(lambda each: model(each).sum(), x),
+    "func.grad": lambda model, x: torch.func.grad(lambda each: model(each).sum())(x),
+    "vmap": lambda model, x: torch.func.vmap(torch.func.grad(lambda each: model(each).sum()))(x),
+    "jacrev": lambda model, x: torch.func.jacrev(model)(x),
+    "evaluation": lambda model, x: model(x),
+    "parameters": lambda model, x: torch.autograd.grad(model(x).sum(), [*model.parameters()]),
+    "a failed pass": lambda model, x: pytest.raises(KeyboardInterrupt, interrupted, model, x),
+    "a failed pass after a layer": lambda model, x: pytest.raises(RuntimeError, model, torch.ones(3, 7)),
+    "an attack by backward": lambda model, x: (model(x.requires_grad_()).sum().backward(), model.zero_grad()),
+}
+
+
+def interrupted(model: nn.Module, x: Tensor) -> None:
+    """Interrupt a forward pass in its last layer, as Ctrl-C in a notebook does."""
+    inner = model.module if isinstance(model, dadplug.DistributedDataParallel) else model
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = inner[-1].register_forward_pre_hook(interrupt)
+    try:
+        model(x)
+    finally:
+        handle.remove()
+
+
+@support.at_sites(2)
+def test_passes_without_gradients_do_not_count() -> None:
+    own = dist.get_rank()
+    batch = [torch.randn(size, 6, generator=torch.Generator().manual_seed(size)).double() for size in (4, 6)]
+    for way in ("reduction", "drop-in", "dad", "local"):
+        for stated in (False, True):
+            for name, inner in INNER.items():
+                if stated and "backward" in name:  # the statement is of both passes
+                    continue
+                torch.manual_seed(0)
+                model = plain().double()
+                reference = copy.deepcopy(model)
+                optimizer = torch.optim.SGD(model.parameters(), 0.1)
+                if way == "drop-in":
+                    called = dadplug.DistributedDataParallel(model, mode="dsgd", weighting="samples")
+                    reduction: Any = called.reduction
+                elif way == "local":
+                    called, reduction = (
+                        model,
+                        dadplug.LocalSGD(model, optimizer, every=1, weighting="samples", wire="fp32", overlap=False),
+                    )
+                else:
+                    called = model
+                    reduction = dadplug.GradientReduction(
+                        model, mode="dsgd" if way == "reduction" else way, weighting="samples"
+                    )
+                with reduction.samples(len(batch[own])) if stated else warnings.catch_warnings():
+                    if own == 0:
+                        inner(called, batch[0][:3].clone())
+                    model.zero_grad()
+                    called(batch[own]).square().mean().backward()
+                if way == "local":
+                    reduction.step()
+                    reduction.finish()
+                else:
+                    if way != "drop-in":
+                        reduction.synchronize()
+                    optimizer.step()
+                reference(torch.cat(batch)).square().mean().backward()
+                torch.optim.SGD(reference.parameters(), 0.1).step()
+                for one, two in zip(model.parameters(), reference.parameters(), strict=True):
+                    assert torch.allclose(one, two, rtol=0, atol=1e-10), f"{way}, {name}, stated: {stated}"
+                reduction.detach()
+
+
+# What a model does with its outputs, and what is made of it
+
+
+class Writes(nn.Module):
+    """A model that writes into its own output, in several ways."""
+
+    def __init__(self, how: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.how = nn.Linear(6, 4), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.layer(x)
+        self.how(z)
+        return z
+
+
+def scaled_slice(z: Tensor) -> None:
+    z[..., 0] = 2 * z[..., 0]
+
+
+@pytest.mark.parametrize("mode", ["dsgd", "rankdad", "powersgd", "topk"])
+def test_models_may_write_into_their_outputs(mode: str) -> None:
+    for how in (
+        scaled_slice,
+        lambda z: z.mul_(2),
+        lambda z: z.view(-1).relu_(),
+        lambda z: z.T.add_(1) if z.dim() == 2 else z.add_(1),
+    ):
+        for x in (torch.randn(3, 6), torch.randn(2, 3, 6)):
+            model = Writes(how)
+            reference = copy.deepcopy(model)
+            reduction = dadplug.GradientReduction(model, mode=mode, rank=4)
+            for each in (model, reference):
+                z = each(x)
+                z[..., 1] = 3 * z[..., 1]  # and the program, too
+                z.square().sum().backward()
+            reduction.synchronize()
+            assert torch.isfinite(model.layer.weight.grad).all()
+            if mode == "dsgd":
+                assert torch.equal(model.layer.weight.grad, reference.layer.weight.grad)
+            reduction.detach()
+
+
+MADE: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    "deepcopy": lambda model, x: copy.deepcopy(model),
+    "copy": lambda model, x: copy.copy(model),
+    "pickle": lambda model, x: pickled(model),
+    "script of a copy": lambda model, x: torch.jit.script(copy.deepcopy(model)),
+    "script of a pickle": lambda model, x: torch.jit.script(pickled(model)),
+    "trace": lambda model, x: torch.jit.trace(model, x),
+    "saved trace": lambda model, x: torch.jit.load(saved(torch.jit.trace(model, x))),
+    "export": lambda model, x: torch.export.export(model, (x,)).module(),
+    "quantize_dynamic": lambda model, x: torch.ao.quantization.quantize_dynamic(model, {nn.Linear}),
+}
+
+
+def pickled(model: nn.Module) -> Any:
+    stream = io.BytesIO()
+    torch.save(model, stream)
+    stream.seek(0)
+    return torch.load(stream, weights_only=False)
+
+
+def saved(module: Any) -> io.BytesIO:
+    stream = io.BytesIO()
+    torch.jit.save(module, stream)
+    stream.seek(0)
+    return stream
+
+
+@pytest.mark.parametrize("mode", ["dsgd", "dad", "rankdad", "edad"])
+@support.at_sites(2)
+def test_copies_and_exports_have_no_part_of_the_reduction(mode: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 6)
+    model = nn.Sequential(plain(), nn.Embedding.from_pretrained(torch.eye(2)) if False else nn.ReLU())
+    twin = copy.deepcopy(model)
+    reductions = [dadplug.GradientReduction(each, mode=mode) for each in (model, twin)]
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (model, twin)]
+
+    def step() -> None:
+        for each, reduction, optimizer in zip((model, twin), reductions, optimizers, strict=True):
+            optimizer.zero_grad()
+            each(x + dist.get_rank()).square().mean().backward()
+            reduction.synchronize()
+            optimizer.step()
+
+    step()
+    for name, make in MADE.items():
+        if mode != "dsgd" and name == "copy":  # which shares the dictionary of the forward
+            continue
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            made = make(model, x)
+        with torch.no_grad():
+            if name != "quantize_dynamic":
+                assert torch.allclose(made(x), model(x)), name
+        if isinstance(made, nn.Sequential):
+            made(x).sum().backward()  # trains alone
+        step()
+        for one, two in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(one, two), name

@@ -26,7 +26,9 @@ def made(**options) -> tuple[nn.Module, dadplug.ParameterServer]:
     torch.manual_seed(0)
     model = nn.Linear(SAMPLES, 1, bias=False).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    return model, dadplug.ParameterServer(model, optimizer, mode="dad", timeout=100.0, **options)
+    return model, dadplug.ParameterServer(
+        model, optimizer, mode="dad", timeout=100.0, **{"weighting": "samples"} | options
+    )
 
 
 def one_hot(count: int = SAMPLES) -> TensorDataset:

@@ -57,8 +57,8 @@ def follows_reduction(mode: str) -> None:
     second = copy.deepcopy(first)
     optimizers = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (first, second)]
     schedulers = [torch.optim.lr_scheduler.StepLR(each, 10, 0.5) for each in optimizers]
-    reduction = dadplug.GradientReduction(first, mode=mode, rank=2)
-    server = dadplug.ParameterServer(second, optimizers[1], mode=mode, rank=2, staleness=0)
+    reduction = dadplug.GradientReduction(first, mode=mode, rank=2, weighting="samples")
+    server = dadplug.ParameterServer(second, optimizers[1], mode=mode, rank=2, staleness=0, weighting="samples")
     for step in range(15):
         inputs, targets = batch(step, rank, 4 + (step + rank) % 3)
         optimizers[0].zero_grad()
@@ -92,9 +92,9 @@ def every_kind_of_layer_trains() -> None:
         first = zoo.build(name)
         second = copy.deepcopy(first)
         mode = "dad" if len(name) % 2 else "rankdad"
-        reduction = dadplug.GradientReduction(first, mode=mode)
+        reduction = dadplug.GradientReduction(first, mode=mode, weighting="samples")
         optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (first, second)]
-        server = dadplug.ParameterServer(second, optimizers[1], mode=mode, staleness=0)
+        server = dadplug.ParameterServer(second, optimizers[1], mode=mode, staleness=0, weighting="samples")
         for step in range(3):
             inputs, targets = zoo.batch(name, 5 + rank, seed=2 * step + rank)
             optimizers[0].zero_grad()
@@ -111,7 +111,9 @@ def every_kind_of_layer_trains() -> None:
         model = zoo.build("mixed", torch.float32)
         before = bits(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        server = dadplug.ParameterServer(model, optimizer, mode="rankdad", rank=2, wire=wire, staleness=3)
+        server = dadplug.ParameterServer(
+            model, optimizer, mode="rankdad", rank=2, wire=wire, staleness=3, weighting="samples"
+        )
         for step in range(8):
             inputs, targets = zoo.batch("mixed", 6, seed=2 * step + rank)
             zoo.loss(model, inputs, targets).backward()
@@ -152,7 +154,7 @@ def follows_its_log(mode: str, options: dict, hooked: int = -1) -> dict:
     seen = []
     if rank == hooked:
         optimizer.register_step_pre_hook(lambda *_: seen.append([each.grad is not None for each in model.parameters()]))
-    server = dadplug.ParameterServer(model, optimizer, mode=mode, rank=3, **options)
+    server = dadplug.ParameterServer(model, optimizer, mode=mode, rank=3, **{"weighting": "samples"} | options)
     weights = {layer.weight for layer in model if isinstance(layer, nn.Linear)}
     fused = options["staleness"] > 0 and hooked < 0  # else all sites form the gradients, as one of them has to
     assert (weights <= server._optimizer.fused) if fused else not server._optimizer.fused
@@ -213,7 +215,7 @@ def test_replicas_follow_one_log(sites):
 def made(model: nn.Module | None = None, **options) -> tuple[nn.Module, torch.optim.Optimizer, dadplug.ParameterServer]:
     model = network() if model is None else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return model, optimizer, dadplug.ParameterServer(model, optimizer, mode="dad", **options)
+    return model, optimizer, dadplug.ParameterServer(model, optimizer, mode="dad", **{"weighting": "samples"} | options)
 
 
 def backward(model: nn.Module, step: int = 0, factor: float = 1.0) -> None:
@@ -232,14 +234,14 @@ def what_is_not_possible_is_an_error_at_every_site() -> None:
     model = network()
     groups = [{"params": model[0].parameters()}, {"params": model[1:].parameters(), "lr": 0.1 + 0.1 * rank}]
     with pytest.raises(dadplug.MismatchError, match=r"lr of parameter group 1 is 0.1 at site 0 .* and 0.2 at site 1"):
-        dadplug.ParameterServer(model, torch.optim.SGD(groups, lr=0.1))
+        dadplug.ParameterServer(model, torch.optim.SGD(groups, lr=0.1), weighting="samples")
     table = nn.Embedding(4, 4, max_norm=1.0)
     with pytest.raises(ValueError, match="max_norm"):
-        dadplug.ParameterServer(table, torch.optim.SGD(table.parameters(), lr=0.1))
+        dadplug.ParameterServer(table, torch.optim.SGD(table.parameters(), lr=0.1), weighting="samples")
     with pytest.raises(ValueError, match="LBFGS"):
-        dadplug.ParameterServer(model, torch.optim.LBFGS(model.parameters()))
+        dadplug.ParameterServer(model, torch.optim.LBFGS(model.parameters()), weighting="samples")
     with pytest.raises(ValueError, match="not the model's"):
-        dadplug.ParameterServer(model[0], torch.optim.SGD(model.parameters(), lr=0.1))
+        dadplug.ParameterServer(model[0], torch.optim.SGD(model.parameters(), lr=0.1), weighting="samples")
     model, optimizer, server = made(model)
     with pytest.raises(RuntimeError, match=r"server.step\(\) makes the optimizer's steps"):
         optimizer.step()
@@ -272,7 +274,7 @@ def what_one_site_asks_for_is_an_error_at_every_site() -> None:
     everything = [{"params": own.parameters()}]
     parts = [{"params": own[0].parameters()}, {"params": own[1:].parameters()}]
     with pytest.raises(dadplug.MismatchError, match="parameter group 0 of the optimizer"):
-        dadplug.ParameterServer(own, torch.optim.SGD(parts if rank else everything, lr=0.1))
+        dadplug.ParameterServer(own, torch.optim.SGD(parts if rank else everything, lr=0.1), weighting="samples")
     for wrong, message in (  # at one site
         ({"mode": "edad"}, "'edad' recomputes"),
         ({"mode": "powersgd"}, "'powersgd' sums"),
@@ -280,9 +282,13 @@ def what_one_site_asks_for_is_an_error_at_every_site() -> None:
         ({"deal": "mine"}, "unknown deal 'mine'"),
     ):
         with pytest.raises(ValueError, match=message):
-            dadplug.ParameterServer(own, torch.optim.SGD(own.parameters(), lr=0.1), **(wrong if rank else {}))
+            dadplug.ParameterServer(
+                own, torch.optim.SGD(own.parameters(), lr=0.1), **(wrong if rank else {}), weighting="samples"
+            )
     with pytest.raises(dadplug.MismatchError, match=r"option deal is 'own' at site 0 .* and 'shared' at site 1"):
-        dadplug.ParameterServer(own, torch.optim.SGD(own.parameters()), deal="shared" if rank else "own")
+        dadplug.ParameterServer(
+            own, torch.optim.SGD(own.parameters()), deal="shared" if rank else "own", weighting="samples"
+        )
     assert all(torch.equal(one, other) for one, other in zip(before, bits(own), strict=True))
 
 
@@ -394,7 +400,9 @@ def sends_before_it_applies(staleness: int) -> tuple[list[int], list[int], int]:
     """Return the contributions sent by each commit, the versions that were reported, and that of the second step."""
     torch.manual_seed(0)
     model = nn.Linear(6, 4)
-    server = dadplug.ParameterServer(model, torch.optim.SGD(model.parameters(), lr=0.1), staleness=staleness, gather=0)
+    server = dadplug.ParameterServer(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), staleness=staleness, gather=0, weighting="samples"
+    )
     sent, reported = [], []
     apply, send = server._apply, server._log.send
 
@@ -433,7 +441,9 @@ def holds_some_batches() -> tuple[int, int]:
     """Return the contributions of seven steps on a link that is always busy, and the batches that are left."""
     server_module._MOST_HELD = 3
     model = nn.Linear(6, 4)
-    server = dadplug.ParameterServer(model, torch.optim.SGD(model.parameters(), lr=0.1), staleness=100)
+    server = dadplug.ParameterServer(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), staleness=100, weighting="samples"
+    )
     server._log._delayed = lambda: True
     for _ in range(7):
         model(torch.randn(3, 6)).sum().backward()
@@ -451,7 +461,9 @@ def test_a_busy_link_holds_so_many_batches_at_most():
 def leaves_early(leaves: bool) -> tuple[list[str], list[str]]:
     """What site 0 is told where site 1 leaves the phase without `finish`, and what site 1 itself is told."""
     model = nn.Linear(4, 3)
-    server = dadplug.ParameterServer(model, torch.optim.SGD(model.parameters(), 0.1), mode="dsgd", staleness=2)
+    server = dadplug.ParameterServer(
+        model, torch.optim.SGD(model.parameters(), 0.1), mode="dsgd", staleness=2, weighting="samples"
+    )
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
@@ -562,7 +574,9 @@ def running_statistics_are_those_of_all_rows() -> None:
     rank = dist.get_rank()
     model, momentum = normalised(), 0.1
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    server = dadplug.ParameterServer(model, optimizer, mode="dad", staleness=0, sync_batchnorm=True)
+    server = dadplug.ParameterServer(
+        model, optimizer, mode="dad", staleness=0, sync_batchnorm=True, weighting="samples"
+    )
     inputs, targets = normalised_batch(rank)
     for _ in range(2):
         before = model[1].running_mean.clone(), model[1].running_var.clone()
@@ -590,7 +604,7 @@ def a_resumed_training_has_the_same_curve() -> None:
             model.load_state_dict(kept["model"])
             optimizer.load_state_dict(kept["optimizer"])
         options = {"mode": "dad", "staleness": 0, "sync_batchnorm": True, "average_buffers": False}
-        server = dadplug.ParameterServer(model, optimizer, **options)
+        server = dadplug.ParameterServer(model, optimizer, **{"weighting": "samples"} | options)
         if resumed:
             server.load_state_dict(kept["server"])
             model.load_state_dict(kept["model"])  # buffers of this site: the start takes those of site 0
@@ -613,7 +627,7 @@ def statistics_of_a_batch_with_nan_are_not_sent() -> None:
     rank = dist.get_rank()
     model = normalised()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    server = dadplug.ParameterServer(model, optimizer, mode="dad", sync_batchnorm=True)
+    server = dadplug.ParameterServer(model, optimizer, mode="dad", sync_batchnorm=True, weighting="samples")
     for step in range(6):
         inputs, targets = normalised_batch(rank, step)
         bad = rank == 1 and step in (2, 4)
@@ -652,7 +666,7 @@ def test_batch_norm_of_two_sites(sites, program):
 
 def made_with_batch_norm() -> CommittedBatchNorms:
     model = normalised()
-    return CommittedBatchNorms(model, 0, 2, SampleCounter(model, lambda: None, lambda: None), True, 4)
+    return CommittedBatchNorms(model, 0, 2, SampleCounter(model, lambda: None, lambda: None, True), True, 4)
 
 
 def test_statistics_are_checked():

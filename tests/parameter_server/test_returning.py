@@ -39,7 +39,9 @@ def made(width: int = 12, **options) -> tuple[nn.Module, dadplug.ParameterServer
     torch.manual_seed(dist.get_rank())
     model = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 2))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    return model, dadplug.ParameterServer(model, optimizer, **{"timeout": SECONDS, "staleness": 2} | options)
+    return model, dadplug.ParameterServer(
+        model, optimizer, **{"timeout": SECONDS, "staleness": 2} | options, weighting="samples"
+    )
 
 
 def backward(model: nn.Module, step: int) -> None:
@@ -327,7 +329,9 @@ def made_server(rejoin: str | None = None, **more) -> tuple[nn.Module, dadplug.P
     model, optimizer = network()
     options = {"mode": "rankdad", "rank": 2, "staleness": 3, "deal": "shared", "timeout": 100.0} | more
     state = {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1000)}
-    return model, dadplug.ParameterServer(model, optimizer, rejoin=rejoin, state=state, **options)
+    return model, dadplug.ParameterServer(
+        model, optimizer, rejoin=rejoin, state=state, **{"weighting": "samples"} | options
+    )
 
 
 def train(model: nn.Module, server: dadplug.ParameterServer, folder: Path, process: str, lost: int) -> list:
@@ -398,7 +402,7 @@ def returns(folder: str, options: dict, lost: int) -> tuple:
     with pytest.raises(ValueError, match="rejoin should be the return_address"):
         made_server("nowhere")
     with pytest.raises(ValueError, match="unknown role 'server'"):
-        dadplug.ParameterServer(*network(), role="server", rejoin=address)
+        dadplug.ParameterServer(*network(), role="server", rejoin=address, weighting="samples")
     wait_for(folder / "killed")
     with pytest.raises(dadplug.SiteError, match="cannot be reached"):
         made_server(f"{address.rsplit('/', 2)[0]}/{'0' * 32}/{lost}")
@@ -458,7 +462,9 @@ def halts(folder: str, killed: bool) -> tuple:
     if kept is not None:
         model.load_state_dict(kept["model"])
         optimizer.load_state_dict(kept["optimizer"])
-    server = dadplug.ParameterServer(model, optimizer, rank=2, staleness=2, error_feedback=True, timeout=100.0)
+    server = dadplug.ParameterServer(
+        model, optimizer, rank=2, staleness=2, error_feedback=True, timeout=100.0, weighting="samples"
+    )
     if kept is not None:
         server.load_state_dict(kept["server"])
     phases = kept["phases"] if kept else 0

@@ -25,7 +25,7 @@ def settled(name: str, mode: str, **options) -> tuple[dict, dict, tuple[int, int
     """Take three steps; return paths and reasons by parameter, and the bytes sent beside those of the plan."""
     torch.manual_seed(0)
     model = zoo.build(name)
-    reduction = dadplug.GradientReduction(model, mode=mode, rank=2, **options)
+    reduction = dadplug.GradientReduction(model, mode=mode, rank=2, **{"weighting": "samples"} | options)
     for step in range(3):
         model.zero_grad()
         zoo.loss(model, *zoo.batch(name, 6 + dist.get_rank(), seed=step)).backward()
@@ -77,7 +77,7 @@ def test_row_numbers_stay_home_if_asked() -> None:
 @support.at_sites(2)
 def test_a_convolution_whose_size_differs_between_sites_goes_dense() -> None:
     model = nn.Conv1d(2, 200, 1).double()
-    reduction = dadplug.GradientReduction(model, mode="dad")
+    reduction = dadplug.GradientReduction(model, mode="dad", weighting="samples")
     for _ in range(2):
         model.zero_grad()
         model(torch.randn(1, 2, 1 + dist.get_rank(), dtype=torch.float64)).square().mean().backward()
@@ -94,7 +94,7 @@ def test_rows_of_tables_are_exact_and_their_numbers_travel_to_the_bit(mode: str,
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = nn.Embedding(100_000, 5)
-    reduction = dadplug.GradientReduction(model, mode=mode, rank=1, wire=wire)
+    reduction = dadplug.GradientReduction(model, mode=mode, rank=1, wire=wire, weighting="samples")
     picked = [torch.tensor([0, 99_999, 65_537, 65_537]), torch.tensor([99_999, 70_001, 3, 256, 257])]
     for step in range(3):
         model.zero_grad()
@@ -145,7 +145,7 @@ def test_sparse_gradients_come_out_sparse(mode: str, rows: int) -> None:
     torch.manual_seed(0)
     reference = nn.EmbeddingBag(rows, 3, sparse=True, mode="sum").double()
     model = copy.deepcopy(reference)
-    reduction = dadplug.GradientReduction(model, mode=mode)
+    reduction = dadplug.GradientReduction(model, mode=mode, weighting="samples")
     optimizers = [torch.optim.SparseAdam(each.parameters(), lr=0.1) for each in (model, reference)]
     for step in range(6):
         numbers = torch.randint(0, rows, (5, 2), generator=torch.Generator().manual_seed(step))
@@ -172,7 +172,7 @@ def piles_up(mode: str) -> int:
     torch.manual_seed(0)
     reference = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3)).double()
     model = copy.deepcopy(reference)
-    reduction = dadplug.GradientReduction(model, mode=mode, rank=16)
+    reduction = dadplug.GradientReduction(model, mode=mode, rank=16, weighting="samples")
     most = 0
     for step in range(3):
         model.zero_grad(), reference.zero_grad()
@@ -201,7 +201,7 @@ def test_held_factors_of_convolutions_stay_as_small_as_gradients(sites):
 
 def finds_nan(name: str, mode: str) -> str:
     model = zoo.build(name)
-    reduction = dadplug.GradientReduction(model, mode=mode, rank=2)
+    reduction = dadplug.GradientReduction(model, mode=mode, rank=2, weighting="samples")
     try:
         for step in range(3):
             model.zero_grad()
@@ -244,7 +244,7 @@ def test_gradients_without_factors_can_be_compressed() -> None:
 
     reference = Net().double()
     model = copy.deepcopy(reference)
-    reduction = dadplug.GradientReduction(model, mode="rankdad", rank=4, dense="lowrank")
+    reduction = dadplug.GradientReduction(model, mode="rankdad", rank=4, dense="lowrank", weighting="samples")
     (tied,) = (unit for unit in reduction._planner.units if unit.name == "table.weight")
     assert {layer.name for layer in tied.layers} == {"table", "out"}
     for step in range(4):
@@ -276,7 +276,7 @@ def test_compressed_gradients_survive_a_new_plan() -> None:
     torch.manual_seed(0)
     reference = nn.Sequential(nn.LSTM(12, 12, batch_first=True), zoo.Last(), nn.Linear(12, 12)).double()
     model = copy.deepcopy(reference)
-    reduction = dadplug.GradientReduction(model, mode="rankdad", rank=4, dense="lowrank")
+    reduction = dadplug.GradientReduction(model, mode="rankdad", rank=4, dense="lowrank", weighting="samples")
     for step in range(3):
         for net in (model, reference):
             net[2].requires_grad_(step != 1)
@@ -310,7 +310,7 @@ def test_models_of_several_inputs(mode: str) -> None:
 
     reference = Net().double()
     model = copy.deepcopy(reference)
-    reduction = dadplug.GradientReduction(model, mode=mode)
+    reduction = dadplug.GradientReduction(model, mode=mode, weighting="samples")
     for step in range(3):
         model.zero_grad(), reference.zero_grad()
         generator = torch.Generator().manual_seed(step)
@@ -343,7 +343,7 @@ def thaws() -> list[list[str]]:
     """Layers are frozen and freed in mid-training: chains are found anew, and a warning says so where none is left."""
     rank = dist.get_rank()
     model, reference = pair("mlp")
-    reduction = dadplug.GradientReduction(model, mode="edad")
+    reduction = dadplug.GradientReduction(model, mode="edad", weighting="samples")
     found = []
     for step in range(8):
         for net in (model, reference):
@@ -391,7 +391,7 @@ BREAKERS = {
 def refuses(breaker: str, idle: bool) -> str:
     layers = BREAKERS[breaker]() if breaker else []
     model = nn.Sequential(nn.Linear(6, 6), *layers, nn.Linear(6, 4)) if breaker else nn.Linear(6, 4)
-    reduction = dadplug.GradientReduction(model.double(), mode="edad")
+    reduction = dadplug.GradientReduction(model.double(), mode="edad", weighting="samples")
     try:
         if not (idle and dist.get_rank() == 0):
             loss(model, *draw(4, 1)).backward()
@@ -433,7 +433,7 @@ def test_functions_can_be_registered():
     try:
         model = mlp(6, 5, 4, phi=nn.Softplus).double()
         reference = copy.deepcopy(model)
-        reduction = dadplug.GradientReduction(model, mode="edad")
+        reduction = dadplug.GradientReduction(model, mode="edad", weighting="samples")
         for net in (model, reference):
             loss(net, *draw(5, 0)).backward()
         reduction.synchronize()
@@ -446,7 +446,7 @@ def test_functions_can_be_registered():
 
 def test_copies_made_while_chains_are_traced_are_plain():
     model, _ = pair("mlp")
-    reduction = dadplug.GradientReduction(model, mode="edad")
+    reduction = dadplug.GradientReduction(model, mode="edad", weighting="samples")
     inputs, targets = draw(4, 0)
     value = loss(model, inputs, targets)
     copied = copy.deepcopy(model)
@@ -459,7 +459,7 @@ def test_copies_made_while_chains_are_traced_are_plain():
 def test_compiled_code_between_layers_is_refused_with_its_name():
     torch._dynamo.reset()
     model, _ = pair("mlp")
-    reduction = dadplug.GradientReduction(model, mode="edad")
+    reduction = dadplug.GradientReduction(model, mode="edad", weighting="samples")
     for activation in model[1::2]:  # of a whole model, versions of torch compile different parts
         activation.forward = torch.compile(activation.forward, backend="aot_eager")
     loss(model, *draw(4, 0)).backward()

@@ -468,7 +468,7 @@ def trains(name: str, check: Check, steps: int = STEPS, *, spoil: float | None =
     model = build(name)
     if options["mode"] not in EXACT:
         model.eval()  # statistics of a batch would be those of one site
-    reduction = dadplug.GradientReduction(model, **options)
+    reduction = dadplug.GradientReduction(model, **{"weighting": "samples"} | options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(steps):
         optimizer.zero_grad()

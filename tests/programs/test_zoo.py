@@ -29,7 +29,7 @@ SIZES = (2, 4) if FULL else (2,)
 
 def is_refused(name: str, mode: str) -> None:
     """A model without a chain of layers is refused with another mode named, by all sites in the first step."""
-    reduction = dadplug.GradientReduction(model := zoo.build(name), mode=mode)
+    reduction = dadplug.GradientReduction(model := zoo.build(name), mode=mode, weighting="samples")
     zoo.loss(model, *zoo.batch(name, 5, seed=dist.get_rank())).backward()
     with pytest.raises(ValueError, match="Use mode='dad'"):
         reduction.synchronize()
@@ -58,7 +58,7 @@ def takes_any_rows(name: str, mode: str, seed: int) -> None:
     torch.manual_seed(1)
     reference = zoo.build(name)
     model = copy.deepcopy(reference)
-    reduction = dadplug.GradientReduction(model, mode=mode)
+    reduction = dadplug.GradientReduction(model, mode=mode, weighting="samples")
     generator = torch.Generator().manual_seed(seed)
     for step in range(20):
         groups = []

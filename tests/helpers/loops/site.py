@@ -151,6 +151,7 @@ class Site:
     def reduce(self, model: nn.Module, **options: Any) -> Any:
         """Build the reduction of a model."""
         options = self.options | options
+        options = {"weighting": "samples"} | options  # batches are unequal, and compared with one process
         reduction = ByHand(model, options, self) if self.by_hand else dadplug.GradientReduction(model, **options)
         self.reductions.append(reduction)
         return reduction
