@@ -11,6 +11,7 @@ from dadplug.hooks import LayerCapture
 from torch import Tensor, nn
 
 import dadplug
+from dadplug.privacy.layers import AffineBySample
 
 # Operations in place: all that torch has, each with the first arguments that it takes, and those that have a syntax.
 
@@ -140,6 +141,21 @@ def test_all_operations_in_place_on_the_output_of_a_layer(name):
                     assert result is expected[each], where
                 else:
                     torch.testing.assert_close(result, expected[each], equal_nan=True, msg=where)
+
+
+@pytest.mark.parametrize("layer", [nn.RMSNorm(4), nn.LayerNorm(4, bias=False), nn.LayerNorm(4)])
+def test_all_operations_in_place_on_the_output_of_a_layer_with_gradients_by_sample(layer):
+    layer.double()
+    x = torch.randn(2, 3, 4, dtype=torch.float64)
+    found = operations(layer(x))
+    expected = {each: outcome(layer, x, operation) for each, operation in found.items()}
+    by_sample = AffineBySample(layer, lambda inputs: lambda gradients: None)
+    for each, operation in found.items():
+        result = outcome(layer, x, operation)
+        assert isinstance(result, type) == isinstance(expected[each], type), each
+        if not isinstance(result, type):
+            torch.testing.assert_close(result[:2], expected[each][:2], equal_nan=True, msg=each)
+    by_sample.restore()
 
 
 # All modes
