@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from enum import Enum, auto
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -214,7 +214,7 @@ def _is_plain(weight: object) -> bool:
     return fits and is_dense(weight)
 
 
-def is_dense(value: object) -> bool:
+def is_dense(value: object) -> TypeGuard[Tensor]:
     """Return whether a value is a tensor in whose memory all its numbers lie: neither sparse nor nested, no wrapper.
 
     Args:
@@ -222,7 +222,7 @@ def is_dense(value: object) -> bool:
     """
     kind = type(value)
     own_memory = kind is Tensor or (issubclass(kind, Tensor) and kind.__torch_dispatch__ is Tensor.__torch_dispatch__)
-    return own_memory and value.layout is torch.strided and not value.is_nested  # type: ignore[attr-defined]
+    return own_memory and value.layout is torch.strided and not value.is_nested
 
 
 def _candidates(module: nn.Module) -> Iterator[tuple[type[nn.Module], LayerFamily]]:
