@@ -214,7 +214,7 @@ def _is_plain(weight: object) -> bool:
     return fits and is_dense(weight)
 
 
-def is_dense(value: object) -> TypeGuard[Tensor]:
+def is_dense(value: Any) -> TypeGuard[Tensor]:
     """Return whether a value is a tensor in whose memory all its numbers lie: neither sparse nor nested, no wrapper.
 
     Args:
