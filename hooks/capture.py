@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from . import products
 from .chain import ChainTracer
 from .factor import LINEAR, Factor, Form, Trace, stack_by_form
-from .registry import LayerFamily, Recorder, capturable_layers, family_of
+from .registry import LayerFamily, Recorder, capturable_layers, family_of, is_dense
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _CALL = "_compiled_call_impl"  # attribute of a module, which torch leaves out of copies
@@ -183,6 +183,7 @@ class CapturedLayer:
         module: captured layer.
         family: family of the layer.
         fed_by_data: whether a captured input required no gradient, as the model's raw input.
+        left_out: why a call was left to autograd: its input was of a kind that has no factors; empty if none was.
         wrap_recorder: called in each captured forward with the layer, its input and the function that receives the
             factors in backward; returns the function that receives them instead, and passes them on. None for none.
     """
@@ -203,6 +204,7 @@ class CapturedLayer:
         self.fastest = fastest
         self.tracer = tracer if family.known_form(module) == LINEAR else None
         self.fed_by_data = False
+        self.left_out = ""
         self.wrap_recorder: Callable[[CapturedLayer, Tensor, Recorder], Recorder] | None = None
         self.weight: nn.Parameter = getattr(module, family.weight)
         self._bias: nn.Parameter | None = getattr(module, family.bias, None)
@@ -327,7 +329,11 @@ class _CapturedForward(ForwardOverride):
         layer = self._layer
         if not layer.captures:
             return self.plain(*args, **kwargs)
-        inputs = args[0] if args else kwargs[self._input]
+        inputs = args[0] if args else kwargs.get(self._input)
+        if not is_dense(inputs):
+            kind = "nested" if getattr(inputs, "is_nested", False) else getattr(inputs, "layout", "no tensor")
+            layer.left_out = f"its input is not a dense tensor ({kind}, {type(inputs).__name__})"
+            return self.plain(*args, **kwargs)
         layer.fed_by_data |= not inputs.requires_grad
         if layer.tracer is None:
             return self._call(inputs, layer.record, *args, **kwargs)

@@ -60,10 +60,11 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         bias: of shape (out,), or None.
     """
     if uses_fastest() and _suits(inputs, weight, weight.shape[0]) and (bias is None or bias.dtype == inputs.dtype):
-        return _multiply(inputs, weight, bias)
-    outputs = F.linear(inputs, weight, bias)
-    # Where inputs of three dimensions hold no rows, it returns a view, which a layer that works in place refuses.
-    return outputs if outputs.numel() else outputs.clone()
+        outputs = _multiply(inputs, weight, bias)
+    else:
+        outputs = F.linear(inputs, weight, bias)
+    # Of inputs of three dimensions it may be a view, which autograd lets nothing change in place; this is its memory.
+    return outputs.data if outputs._is_view() else outputs
 
 
 def product(left: Tensor, right: Tensor, out: Tensor | None = None, fast: bool = True) -> Tensor:

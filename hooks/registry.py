@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from enum import Enum, auto
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -209,8 +209,20 @@ def _fitting(module: nn.Module) -> LayerFamily | None:
 
 
 def _is_plain(weight: object) -> bool:
-    """Return whether a weight is an initialised parameter of real numbers."""
-    return isinstance(weight, nn.Parameter) and not is_lazy(weight) and weight.is_floating_point()
+    """Return whether a weight is an initialised, dense parameter of real numbers."""
+    fits = isinstance(weight, nn.Parameter) and not is_lazy(weight) and weight.is_floating_point()
+    return fits and is_dense(weight)
+
+
+def is_dense(value: Any) -> TypeGuard[Tensor]:
+    """Return whether a value is a tensor in whose memory all its numbers lie: neither sparse nor nested, no wrapper.
+
+    Args:
+        value: the value.
+    """
+    kind = type(value)
+    own_memory = kind is Tensor or (issubclass(kind, Tensor) and kind.__torch_dispatch__ is Tensor.__torch_dispatch__)
+    return own_memory and value.layout is torch.strided and not value.is_nested
 
 
 def _candidates(module: nn.Module) -> Iterator[tuple[type[nn.Module], LayerFamily]]:

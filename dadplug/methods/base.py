@@ -6,6 +6,7 @@ section 3).
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -178,6 +179,10 @@ class Method:
         """
         return "allreduce"
 
+    def path_of(self, out: int, width: int, dtype: torch.dtype) -> str:
+        """Choose the path of a layer whose weight has a type; by default the same for all types, by `path`."""
+        return self.path(out, width)
+
     def gradient_path(self, out: int, width: int) -> str:
         """Choose the path of a weight whose gradient autograd forms; ``"allreduce"`` unless a method has its own.
 
@@ -242,12 +247,16 @@ class Method:
         budget, wire = self.options.budget, wire_format(self.options.wire_of(GradientPath.LOWRANK))
         if budget is None or not widths:
             return
-        least = wire.itemsize * sum(wire.row_size(out) + wire.row_size(width) for out, width in widths)
-        if budget < least:
+
+        def nbytes(rank: int) -> int:
+            rows = (min(rank, *each) * sum(map(wire.row_size, each)) for each in widths)
+            return wire.itemsize * sum(rows)
+
+        if budget < nbytes(1):
             raise ValueError(
-                f"budget={budget} is too small for the layers of the model: a rank of 1 takes {least} bytes"
+                f"budget={budget} is too small for the layers of the model: a rank of 1 takes {nbytes(1)} bytes"
             )
-        self.max_rank = budget // least
+        self.max_rank = bisect_right(range(1, 1 + max(map(min, widths))), budget, key=nbytes)
 
     def quality(self) -> dict[str, Quality]:
         """Return the quality of the last step's compression, by name of the weight."""

@@ -22,6 +22,7 @@ from .base import GradientPath, Method, MethodOptions, Quality, Traits, register
 from .feedback import ErrorFeedback, LossScales, MergeMemory
 
 _FEW = 8  # components that a step may have with int8, however few its rows are
+_WORTH = 1024  # bytes; what 100 Mbit/s carry while a small matrix is compressed
 _COLUMNS = 48  # components that are sent and kept, about; from there on a compression becomes dear
 _MOST_KEPT = 32  # components; more gain little, see "Fine-tuning" in docs/performance.md
 _MEASURE_EVERY = 10  # steps between measurements of the residual, which cost about as much as a compression
@@ -121,7 +122,7 @@ class _State(NamedTuple):
 class RankDAD(Method):
     """Gather of r (m + n) values a layer for any number of rows, and of uncompressed bias gradients.
 
-    A layer whose gradient is not larger than that is all-reduced.
+    A layer whose gradient is hardly larger than that, in bytes, is all-reduced.
     """
 
     traits = Traits(exact=False, sends_bias=True, detects_nonfinite=True, keeps_state=True)
@@ -147,8 +148,16 @@ class RankDAD(Method):
         return None if options.merge == "all" else Merger(options, self.loss_scales)
 
     def path(self, out: int, width: int) -> str:
+        return self.path_of(out, width, torch.float32)
+
+    def path_of(self, out: int, width: int, dtype: torch.dtype) -> str:
         rank = min(self.options.largest_rank, out, width)
-        return "lowrank" if rank * (out + width) < out * width else "allreduce"
+        if rank * (out + width) < out * width:
+            return GradientPath.LOWRANK
+        wire, dense = (wire_format(self.options.wire_of(path), dtype) for path in ("lowrank", "allreduce"))
+        factors = rank * (wire.row_size(out) + wire.row_size(width)) * wire.itemsize
+        gradient = dense.flat_size(out * width) * dense.itemsize
+        return GradientPath.LOWRANK if gradient - factors >= _WORTH else GradientPath.ALLREDUCE
 
     def rows_sent(self, rows: int, out: int, width: int) -> int:
         return min(self.max_rank, rows, out, width)

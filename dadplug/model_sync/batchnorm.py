@@ -9,11 +9,13 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 
 from ..exchange import Gather, Transport
-from ..hooks import ForwardOverride
+from ..hooks import ForwardOverride, being_exported, eager
 from .samples import SampleCounter
 
 _END, _NO_BATCH, _BATCH = 0, 1, 2  # announcements of a site: the end of its step, or a micro-batch without or with data
@@ -35,6 +37,26 @@ class RowSums(Protocol):
         """Return this vector of sums of deltas, and those of the same sites as in the forward pass, as rows."""
 
 
+def batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
+    """Return the layers of a model that can be synchronised, by name.
+
+    Raises:
+        ValueError: if one has a forward in which `F.batch_norm` cannot be replaced.
+    """
+    found = {name: layer for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)}
+    for name, layer in found.items():
+        if "forward" in vars(layer):
+            reason = "has a forward that was set on the layer itself; define it in a class"
+        elif isinstance(layer, nn.SyncBatchNorm) and type(layer).forward is not nn.SyncBatchNorm.forward:
+            reason = "has a forward of its own on top of torch's SyncBatchNorm; derive its class from a BatchNorm"
+        else:
+            continue
+        raise ValueError(
+            f"sync_batchnorm=True: layer {name!r} ({type(layer).__name__}) {reason}, or leave the option out"
+        )
+    return found
+
+
 class SyncedBatchNorms:
     """Batch normalisations of a model, synchronised with those of the other sites.
 
@@ -42,7 +64,7 @@ class SyncedBatchNorms:
     them. In eval mode it is unchanged.
 
     Args:
-        model: the model; its layers derived from `nn.BatchNorm1d`, `2d` and `3d` are synchronised.
+        model: the model; its layers derived from `nn.BatchNorm1d`, `2d` and `3d` are synchronised, see `batch_norms`.
         transport: a transport that nothing else uses, since its exchanges happen in the middle of forward and backward.
         samples: counter of the samples of a forward pass; None where all sites have the same weight.
         announces: whether sites announce each micro-batch to each other, and the end of a step, so that a site with
@@ -60,8 +82,7 @@ class SyncedBatchNorms:
         self._kinds: list[tuple[int, torch.dtype]] = []  # sizes and types of the exchanges since the last step
         self._last: list[tuple[int, torch.dtype]] = []  # those of the last step: a site without data takes part in them
         self._gathers: dict[tuple[int, torch.dtype], Gather] = {}
-        layers = [layer for layer in model.modules() if isinstance(layer, _BatchNorm)]
-        self._forwards = [SyncedForward(layer, lambda: self, samples) for layer in layers]
+        self._forwards = [SyncedForward(layer, lambda: self, samples) for layer in batch_norms(model).values()]
 
     def of_forward(self, values: Tensor) -> Tensor:
         """Gather a vector of shape (n,) from each site; return a matrix of shape (sites, n)."""
@@ -140,7 +161,7 @@ class SyncedBatchNorms:
 
 
 class SyncedForward(ForwardOverride):
-    """The forward of a synchronised layer.
+    """The forward of a synchronised layer: its own, in which `F.batch_norm` takes the statistics of all sites' rows.
 
     Args:
         layer: the layer.
@@ -155,19 +176,50 @@ class SyncedForward(ForwardOverride):
         self._sums = sums
         self._samples = samples
 
-    def __call__(self, inputs: Tensor) -> Tensor:
+    @eager
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         layer = self.module
-        if not layer.training:
-            return self.plain(inputs)
-        layer._check_input_dim(inputs)
+        if not layer.training or being_exported():
+            return self.plain(*args, **kwargs)
+        own = type(layer).forward
+        forward = _BatchNorm.forward if own is nn.SyncBatchNorm.forward else own  # torch's would synchronise, too
+        with _Replaced(self._batch_norm) as replaced:
+            outputs = forward(layer, *args, **kwargs)
+        if not replaced.called:
+            raise ValueError(
+                f"sync_batchnorm=True: the forward of {type(layer).__name__} calls neither F.batch_norm nor "
+                "super().forward(), so that only this site's rows would count: change it, or leave the option out"
+            )
+        return outputs
+
+    def _batch_norm(
+        self,
+        input: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        """Compute what `F.batch_norm` does, in train mode by the statistics of all sites' rows."""
+        if not training:
+            return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
         sums = self._sums()
-        mean, var, count, weights = self._statistics(inputs.detach(), sums)
-        self._follow(mean, var, count)
-        normalised = _normalise(inputs, mean, torch.rsqrt(var + layer.eps), count, weights, sums)
-        if layer.weight is None:
-            return normalised
-        shape = [1, -1] + [1] * (inputs.dim() - 2)
-        return torch.addcmul(layer.bias.view(shape), normalised, layer.weight.view(shape)).to(inputs.dtype)
+        mean, var, count, weights = self._statistics(input.detach(), sums)
+        with torch.no_grad():
+            if running_mean is not None:
+                running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+            if running_var is not None:
+                running_var.lerp_((var * (count / (count - 1))).to(running_var.dtype), momentum)
+        normalised = _normalise(input, mean, torch.rsqrt(var + eps), count, weights, sums)
+        shape = [1, -1] + [1] * (input.dim() - 2)
+        if weight is None:  # not the tensor that backward needs, which the model might change in place
+            return normalised.clone() if bias is None else (normalised + bias.view(shape)).to(input.dtype)
+        scale = weight.view(shape)
+        scaled = normalised * scale if bias is None else torch.addcmul(bias.view(shape), normalised, scale)
+        return scaled.to(input.dtype)
 
     @torch.no_grad()
     def _statistics(self, inputs: Tensor, sums: RowSums) -> tuple[Tensor, Tensor, float, Tensor]:
@@ -189,19 +241,27 @@ class SyncedForward(ForwardOverride):
         spread = (squares + counts[:, None] * (means - mean).square()).sum(0)  # Chan et al., no cancellation
         return mean, spread / count, count, weights
 
-    @torch.no_grad()
-    def _follow(self, mean: Tensor, var: Tensor, count: float) -> None:
-        """Update the running statistics as torch does, with the unbiased variance."""
-        layer = self.module
-        if not layer.track_running_stats or layer.running_mean is None or layer.running_var is None:
-            return
-        if layer.num_batches_tracked is not None:
-            layer.num_batches_tracked.add_(1)
-        momentum = layer.momentum
-        if momentum is None:  # a plain mean over batches
-            momentum = 1.0 if layer.num_batches_tracked is None else 1.0 / float(layer.num_batches_tracked)
-        layer.running_mean.lerp_(mean.to(layer.running_mean.dtype), momentum)
-        layer.running_var.lerp_((var * (count / (count - 1))).to(layer.running_var.dtype), momentum)
+
+class _Replaced(TorchFunctionMode):
+    """Block in which `F.batch_norm` is another function.
+
+    Args:
+        function: the function.
+
+    Attributes:
+        called: whether it has been called.
+    """
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self._function = function
+        self.called = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.batch_norm:
+            return func(*args, **(kwargs or {}))
+        self.called = True
+        return self._function(*args, **(kwargs or {}))
 
 
 class _Normalise(torch.autograd.Function):

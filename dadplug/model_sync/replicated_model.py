@@ -19,6 +19,7 @@ from ..methods import check_allowed
 from ..methods.base import warm_up
 from ..options import Options
 from . import buffers, sameness
+from .batchnorm import batch_norms
 from .structure import check_elastic, check_model, without_managed
 
 _OWN = ("timeout", "hub_timeout")  # options that may differ between sites
@@ -74,7 +75,8 @@ class ReplicatedModel:
         world_size: number of sites.
 
     Raises:
-        ValueError: if a parameter has no shape yet, or if the model is captured already.
+        ValueError: if a parameter has no shape yet, if the model is captured already, or if ``sync_batchnorm`` cannot
+            synchronise a layer.
         PolicyError: if the kit by which this site is connected to a hub does not allow an option.
         MismatchError: if models or options differ between sites.
         SiteError: if a site is gone or does not answer.
@@ -83,6 +85,8 @@ class ReplicatedModel:
     def __init__(self, model: nn.Module, process_group: dist.ProcessGroup | None, options: Options) -> None:
         self._check_allowed(options)  # before anything is sent
         check_model(model)
+        if options.sync_batchnorm:
+            batch_norms(model)  # raises where one cannot be synchronised
         if options.min_sites is not None:
             check_elastic(model)
         self.model = model

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import DamagedError, MismatchError, NonFiniteError
 from ..exchange import Transport, codec
@@ -26,7 +25,7 @@ from ..fused import GradientProduct
 from ..hooks import Factor, stack_by_form
 from ..methods import Method, decode, decode_bias, feedback, is_product
 from ..methods.feedback import ErrorFeedback
-from ..model_sync.batchnorm import SyncedForward
+from ..model_sync.batchnorm import SyncedForward, batch_norms
 from ..model_sync.samples import SampleCounter, warn_of_unequal
 from ..model_sync.structure import ModelStructure
 from ..options import Options
@@ -66,7 +65,7 @@ class CommittedBatchNorms:
         self._site, self._sites = site, sites
         self._samples = samples
         self._lifetime = lifetime
-        self._layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)}
+        self._layers = batch_norms(model)
         self._passes: list[_Pass] = []  # since the last call of `keep`
         self._held = {name: _Means() for name in self._layers}  # since the last call of `pack`
         self._committed: dict[int, tuple[int, Packed]] = {}  # by site: version, and the last statistics

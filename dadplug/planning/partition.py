@@ -80,7 +80,9 @@ def partition_parameters(
     reasons = _refusals(model, parameters) if method.traits.takes_factors else {}
     paths: dict[str, str] = {}
     factored: dict[str, _WeightGroup] = {}
+    layers: set[str] = set()  # weights of layers that have factors
     for group in () if forms_all else _weight_groups(model, parameters):
+        layers.add(group.name)
         path = _layer_path(group.layer, method) if group.separable else GradientPath.ALLREDUCE
         if compress_dense and group.tied and _is_compressed(parameters[group.name], method):
             path, reasons[group.name] = GradientPath.LOWRANK, "dense='lowrank'"
@@ -111,6 +113,9 @@ def partition_parameters(
             units.append(LowrankUnit(name, None, {name: parameter}, []))
         else:
             paths[name] = GradientPath.ALLREDUCE if name in keep_dense else _dense_path(parameter, method)
+            if paths[name] == GradientPath.ALLREDUCE and name not in reasons:
+                could_be = name in layers or (compress_dense and not method.traits.exact)
+                reasons[name] = _why_dense(name, parameter, model, method, could_be)
             units.append(DenseUnit(name, parameter, paths[name]))
     return Partition(capture, units, paths, reasons)
 
@@ -169,8 +174,7 @@ def _layer_path(layer: nn.Module, method: Method) -> str:
     weight, form = _weight(layer), _known_form(layer)
     if form is not None and not form.encoded:
         return GradientPath.FACTORS if method.traits.takes_factors or form.sparse else GradientPath.ALLREDUCE
-    out = weight.shape[0]
-    return method.path(out, weight.numel() // out) if weight.numel() else GradientPath.ALLREDUCE
+    return method.path_of(*matrix_shape(weight), weight.dtype) if weight.numel() else GradientPath.ALLREDUCE
 
 
 def _dense_path(parameter: nn.Parameter, method: Method) -> str:
@@ -180,11 +184,33 @@ def _dense_path(parameter: nn.Parameter, method: Method) -> str:
     return method.gradient_path(*matrix_shape(parameter))
 
 
+def _why_dense(name: str, parameter: nn.Parameter, model: nn.Module, method: Method, could_be: bool) -> str:
+    """Return why a parameter is all-reduced; an empty string where the method all-reduces all.
+
+    Args:
+        name: its name.
+        parameter: the parameter.
+        model: the model.
+        method: the method.
+        could_be: whether the method would compress or factor a larger gradient in its place.
+    """
+    by_gradient = type(method).gradient_path is not Method.gradient_path
+    if not (method.traits.takes_factors or by_gradient):
+        return ""
+    if parameter.dim() < 2:
+        return "a vector"
+    if not parameter.is_floating_point():
+        return "complex numbers"
+    if could_be or by_gradient:
+        return "compressed, it would save few bytes or none"
+    return f"its layer ({type(model.get_submodule(name.rpartition('.')[0])).__name__}) sends no factors"
+
+
 def _is_compressed(parameter: nn.Parameter, method: Method) -> bool:
     """Return whether the method compresses gradients of this parameter's size, if they are formed."""
     if parameter.dim() < 2 or not parameter.is_floating_point() or not parameter.numel():
         return False
-    return method.path(*matrix_shape(parameter)) == GradientPath.LOWRANK
+    return method.path_of(*matrix_shape(parameter), parameter.dtype) == GradientPath.LOWRANK
 
 
 def _family(layer: nn.Module) -> LayerFamily:

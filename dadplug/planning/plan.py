@@ -21,6 +21,10 @@ from ..reducer.reducer import Reducer
 from ..units.base import Unit
 from ..units.factor import FactorUnit
 
+_ONE_ROW = (
+    "before the first step: the bytes of factors are those of one row a layer, while a step sends one for each row of "
+    "its batch; print the plan again after a step"
+)
 RAW, RECOVERABLE, AGGREGATED, PRIVATE = "raw inputs", "recoverable", "aggregated", "private"
 
 
@@ -77,9 +81,11 @@ class PlanRow:
         path: the path of its gradient, equal to a string such as ``"allreduce"``, ``"factors"`` or ``"frozen"``; see
             `dadplug.methods.base.GradientPath`.
         bytes: predicted payload that this site hands to the transport in a step for this parameter, in bytes. Where
-            it depends on the rows of a batch, it is for those of the last steps, and for one row before the first.
+            it depends on the rows of a batch, it is for those of the last steps; before the first it is for one row,
+            and for the largest rank of low-rank factors.
         dense_bytes: payload of an all-reduce of its gradient, in bytes.
-        reason: why it takes this path, where that is not what the method does with every layer; else empty.
+        reason: why it takes this path, where that is not what the method does with every layer; else empty. All that a
+            method other than dsgd all-reduces has a reason.
         exposure: what its messages show of the data, see `dadplug.planning.plan.exposure`.
     """
 
@@ -195,8 +201,8 @@ class PayloadCosts:
         method: the method.
         options: the options.
         transport: the transport.
-        reducer: the reducer, which has the rows and buckets of the last steps; None before the first step, when a
-            batch of one row is assumed.
+        reducer: the reducer, which has the rows and buckets of the last steps; None before the first step, when one
+            row and the largest rank are assumed.
         owners: the sites that merge each unit that has an owner, by its name.
         samples: samples of the site that has most in a step.
     """
@@ -242,7 +248,9 @@ class PayloadCosts:
             shape = tuple(parameter.shape)
             rows.append(PlanRow(name, shape, path, nbytes, dense, reason, self._exposure(unit, path, shape)))
         nodes = None if self._transport.nodes is None else self._transport.nodes.count
-        return Plan(rows, self._options.mode, self._transport.world_size, nodes)
+        by_rows = any(row.path in (GradientPath.FACTORS, GradientPath.ACTIVATIONS) for row in rows)
+        remarks = [_ONE_ROW] if by_rows and self._reducer is None else []
+        return Plan(rows, self._options.mode, self._transport.world_size, nodes, remarks)
 
     def _payload_bytes(self, unit: Unit, name: str) -> int:
         """Return the bytes for one parameter of a unit."""
@@ -267,14 +275,16 @@ class PayloadCosts:
     def _factor_bytes(self, unit: FactorUnit, name: str) -> int:
         rows = None if self._reducer is None else self._reducer.room(unit)
         transport, owner = self._transport, self._owners.get(unit.name)
-        itemsize = wire_format(self._options.wire_of(unit.path), unit.lead.dtype).itemsize
-        rate, place = transport.copies * itemsize, (transport.rank, transport.world_size)
+        wire = wire_format(self._options.wire_of(unit.path), unit.lead.dtype)
+        itemsize, place = wire.itemsize, (transport.rank, transport.world_size)
+        rate = transport.copies * itemsize
         if name == unit.bias:
             size = unit.parameters[name].numel()
             sent = self._method.traits.sends_bias and (rows is None or rows > 0)
             return sent * (rate * size if owner is None else itemsize * owner.numbers_of_bias(size, *place))
         if rows is None:
-            rows = self._method.rows_sent(1 if owner is None else self._options.largest_rank, *unit.shape)
+            most = self._options.largest_rank if unit.path == GradientPath.LOWRANK else 1
+            rows = self._method.rows_sent(most, *unit.shape)
         if owner is not None:
             return itemsize * owner.numbers_of_rows(rows, unit.widths, *place)
-        return rate * rows * sum(unit.widths)
+        return rate * rows * sum(map(wire.row_size, unit.widths))

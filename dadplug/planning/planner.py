@@ -87,7 +87,7 @@ class FirstStepReport:
             link: measured costs of the link, or None.
         """
         factored = [unit for unit in units if isinstance(unit, FactorUnit)]
-        reasons = {unit.name: "used outside its layer too" for unit in factored if unit.outside}
+        reasons = {unit.name: unit.left_out or "used outside its layer too" for unit in factored if unit.outside}
         if not share_inputs:
             fed = "share_inputs=False: its layer is fed by data"
             reasons |= {unit.name: fed for unit in factored if unit.fed_by_data}
@@ -322,7 +322,9 @@ class Planner:
         reducer, owners = self._reducer if self.is_complete else None, self._merging.owners(self.units)
         samples = max(1, self._planned_for)
         costs = PayloadCosts(self._method, self._options, self._transport, reducer, owners, samples)
-        return costs.plan(self._model, self.units, self._paths, self._notices | self._reasons)
+        factored = (unit for unit in self.units if isinstance(unit, FactorUnit) and unit.left_out)
+        left_out = {unit.name: f"in some steps {unit.left_out}" for unit in factored}
+        return costs.plan(self._model, self.units, self._paths, self._notices | left_out | self._reasons)
 
     @property
     def holds_gradients(self) -> bool:

@@ -187,7 +187,7 @@ class _Affine(torch.autograd.Function):
         ctx.save_for_backward(inputs, weight, bias)
         ctx.first, ctx.arrived = first, arrived
         outputs = inputs if weight is None else inputs * _aligned(weight, inputs, first)
-        return outputs.view_as(outputs) if bias is None else outputs + _aligned(bias, inputs, first)
+        return outputs if bias is None else outputs + _aligned(bias, inputs, first)
 
     @staticmethod
     def backward(ctx: Any, deltas: Tensor) -> tuple[Tensor | None, ...]:

@@ -238,6 +238,11 @@ class FactorUnit(Unit):
         """Whether a layer has had an input that needs no gradient."""
         return any(layer.fed_by_data for layer in self.layers)
 
+    @property
+    def left_out(self) -> str:
+        """Why a call of a layer has been left to autograd; empty if none has."""
+        return next((layer.left_out for layer in self.layers if layer.left_out), "")
+
     def _peek(self) -> list[Factor]:
         return self._held + self._arrived()
 

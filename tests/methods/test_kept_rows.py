@@ -253,14 +253,15 @@ def test_single_precision_keeps_rows_of_every_scale(scales, wire):
 def sends_what_is_budgeted() -> None:
     model = network()
     reduction = dadplug.GradientReduction(model, mode="rankdad", budget=20_000, error_feedback=False)
-    assert reduction.max_rank == 20_000 // (96 + 160 + 160 + 112 + 16)
+    narrow = 3 * (112 + 3 + 8)  # bytes of the last layer, whose rank is 3 at most
+    assert reduction.max_rank == (20_000 - narrow) // (96 + 160 + 160 + 112 + 16)
     for _ in range(2):
         model(torch.randn(60, 96, dtype=torch.float64)).square().mean().backward()
         reduction.synchronize()
     sent = sum(row.bytes for row in reduction.plan if row.path == "lowrank" and len(row.shape) == 2)
     assert 18_000 < sent <= 20_000
     reduction.detach()
-    with pytest.raises(ValueError, match="a rank of 1 takes 544 bytes"):
+    with pytest.raises(ValueError, match="a rank of 1 takes 667 bytes"):
         dadplug.GradientReduction(model, mode="rankdad", budget=500)
 
 

@@ -466,3 +466,75 @@ def test_compiled_code_between_layers_is_refused_with_its_name():
     with pytest.raises(ValueError, match=r"torch.compile's code before 2 \(Linear\) cannot be looked into"):
         reduction.synchronize()
     reduction.detach()
+
+
+# What the plan says
+
+
+class Various(nn.Module):
+    """Parameters of all kinds: wide and narrow layers, norms, recurrent layers, attention, and bare ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.narrow = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 32, 3)
+        self.wide, self.tiny = nn.Linear(32, 64), nn.Linear(64, 2)
+        self.norm, self.recurrent = nn.LayerNorm(64), nn.GRU(64, 64)
+        self.attention, self.bare = nn.MultiheadAttention(64, 2), nn.Parameter(torch.ones(64, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.wide(self.narrow(self.first(x)).mean((2, 3)))
+        x = self.recurrent(self.norm(x)[None])[0] @ self.bare
+        return self.tiny(self.attention(x, x, x)[0])
+
+
+@support.at_sites(2)
+def test_all_that_is_all_reduced_has_a_reason() -> None:
+    for mode in ("dad", "rankdad", "powersgd", "topk", "auto"):
+        model = Various()
+        reduction = dadplug.GradientReduction(model, mode=mode, weighting="uniform")
+        for _ in range(2):
+            rows = {row.parameter: row for row in reduction.plan}
+            assert all(row.reason for row in rows.values() if row.path == "allreduce"), mode
+            model(torch.randn(4, 3, 6, 6)).square().sum().backward()
+            reduction.synchronize()
+        reduction.detach()
+        if mode == "rankdad":
+            assert rows["narrow.weight"].path == rows["wide.weight"].path == "lowrank"
+            assert "save few bytes" in rows["tiny.weight"].reason
+            assert "GRU" in rows["recurrent.weight_ih_l0"].reason
+            assert "MultiheadAttention" in rows["attention.in_proj_weight"].reason
+    assert not any(row.reason for row in dadplug.GradientReduction(Various(), mode="dsgd").plan)
+
+
+@support.at_sites(2)
+def test_narrow_layers_are_compressed_where_that_saves_bytes() -> None:
+    for dtype, wire, path in (
+        (torch.float32, "auto", "lowrank"),
+        (torch.float64, "auto", "lowrank"),
+        (torch.bfloat16, "auto", "allreduce"),  # sent as it is
+        (torch.float32, "bf16", "allreduce"),
+    ):
+        model = nn.Conv2d(16, 16, 3, dtype=dtype)
+        reduction = dadplug.GradientReduction(model, mode="rankdad", wire=wire, rank="auto" if wire == "auto" else 32)
+        assert reduction.plan[0].path == path, (dtype, wire)
+        for _ in range(2):
+            model(torch.randn(4, 16, 6, 6, dtype=dtype)).square().sum().backward()
+            reduction.synchronize()
+        planned = reduction.plan
+        assert planned.bytes <= reduction.traffic.bytes_sent <= 1.1 * planned.bytes + 800
+        assert planned[0].bytes < planned[0].dense_bytes or path == "allreduce"
+        reduction.detach()
+
+
+@support.at_sites(2)
+def test_the_plan_says_that_it_assumes_one_row() -> None:
+    model = nn.Linear(64, 64)
+    for mode, options in (("dad", {}), ("rankdad", {"rank": 8}), ("dsgd", {})):
+        reduction = dadplug.GradientReduction(model, mode=mode, weighting="uniform", **options)
+        before = reduction.plan
+        assert ("one row" in str(before)) == (mode == "dad")
+        model(torch.randn(20, 64)).square().sum().backward()
+        reduction.synchronize()
+        assert "one row" not in str(reduction.plan)
+        assert mode == "dad" or reduction.plan.bytes <= before.bytes
+        reduction.detach()
