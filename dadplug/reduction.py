@@ -101,7 +101,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self._method = make_method(self.options)
         self._attached: AttachedGradients | None = None
         self.stopped = False
-        self._counter = SampleCounter(model, self._before_forward, self._drop_cleared)
+        self._counter = SampleCounter(model, weak_hook(self._before_forward), weak_hook(self._drop_cleared))
         self._private = self._make_private()
         self._abstains = False  # in a step without data that is not to be a private one
         self._norms: SyncedBatchNorms | None = None
@@ -132,23 +132,25 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self._further = dict(state or {})
         if self._joined is not None:
             self._adopt(self._joined)
-        self._transport.donate = lambda: self._join_state(self._step, self._planner.plan_state())
+        self._transport.donate = weak_hook(self._donate)
         self.traffic.start()
+        self._built = True
         REDUCTIONS.add(self)
 
     def _make_private(self) -> PrivateGradients | None:
         if self.options.privacy is None:
             return None
+        this = weakref.proxy(self)
         private = PrivateGradients(
             self.model,
             self.options.privacy,
             self._counter,
-            lambda: self._method.loss_scales.present().value,
-            self._begin_private,
-            self._private_arrived,
+            lambda: this._method.loss_scales.present().value,
+            weak_hook(self._begin_private),
+            weak_hook(self._private_arrived),
             rounds=not self._method.traits.exact,
         )
-        private.may_wait = lambda: self._planner.forms_late()  # the planner may be replaced
+        private.may_wait = lambda: this._planner.forms_late()  # the planner may be replaced
         if self.options.privacy.secure_sum:
             private.sum_securely(self.site_rank, self.world_size)
         return private
@@ -680,6 +682,10 @@ class GradientReduction(FusedSteps, ReplicatedModel):
             raise ValueError("privacy: gradients of parameters that are managed elsewhere are not clipped by sample")
         self._attached = gradients
 
+    def _donate(self) -> JoinState:
+        """Return what a site needs to join now."""
+        return self._join_state(self._step, self._planner.plan_state())
+
     def _join_state(self, step: int, plan: Any) -> JoinState:
         state = super()._join_state(step, plan)
         return state if self._noise is None else replace(state, noise=self._noise.state_dict())
@@ -722,9 +728,9 @@ class GradientReduction(FusedSteps, ReplicatedModel):
 
     def _make_planner(self) -> Planner:
         secure_sum = None if self._private is None else self._private.secure_sum
-        arguments = self.model, self._method, self.options, self._transport, self._samples, self._arrived, secure_sum
-        planner = Planner(*arguments)
-        planner.on_release = self._end_probe
+        samples, arrived = weak_hook(self._samples), weak_hook(self._arrived)
+        planner = Planner(self.model, self._method, self.options, self._transport, samples, arrived, secure_sum)
+        planner.on_release = weak_hook(self._end_probe)
         return planner
 
     def _end_probe(self) -> None:
@@ -747,6 +753,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         """
         REDUCTIONS.discard(self)
         self._drop_cleared()
+        self._end_probe()
         self._planner.release(discard=discard)
         self._pending = False
         self._counter.detach()

@@ -151,7 +151,7 @@ class LocalSGD(HeldGradients, ReplicatedModel):
         self._active: Gather | None = None  # with synchronised normalisation: which sites have taken a step
         if self.local_options.warm_up:
             self._warm_up = GradientReduction(model, process_group=process_group, **vars(self.options))
-        self._counter = SampleCounter(model, self._before_forward, lambda: None)
+        self._counter = SampleCounter(model, weak_hook(self._before_forward), lambda: None)
         self._round = RoundTime(self.local_options.round_seconds, self.local_options.fragments)
         self._over_at = -1  # step at which all sites had finished, and this one has not called `finish` since
         elastic = self.local_options.min_sites is not None
@@ -161,6 +161,7 @@ class LocalSGD(HeldGradients, ReplicatedModel):
             self._begin_local_steps()
         self._guard = optimizer.register_step_pre_hook(weak_hook(self._check_step))
         self.traffic.start()
+        self._built = True
 
     # Set-up
 
@@ -209,7 +210,7 @@ class LocalSGD(HeldGradients, ReplicatedModel):
             self._active = transport.gather([1] * self.world_size, torch.int64)
         self._agreement.begin()
         if isinstance(self._agreement, ElasticAgreement):
-            self._transport.donate = self._donate
+            self._transport.donate = weak_hook(self._donate)
         if self.world_size > 1 and not self.local_options.warm_up:  # whose reduction compares them
             self._counter.first_batch = self._agreement.first_batch
         self._next = self._step_of_next()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass
@@ -79,6 +80,8 @@ class ReplicatedModel:
         MismatchError: if models or options differ between sites.
         SiteError: if a site is gone or does not answer.
     """
+
+    _built = False  # whether the constructor is over, so that there is something to `detach`
 
     def __init__(self, model: nn.Module, process_group: dist.ProcessGroup | None, options: Options) -> None:
         self._check_allowed(options)  # before anything is sent
@@ -259,6 +262,14 @@ class ReplicatedModel:
         """
         with self.traffic.apart():
             return self._transport.gather_objects(item)
+
+    def detach(self) -> None:
+        """Remove all hooks from the model. May be called twice."""
+        raise NotImplementedError
+
+    def __del__(self) -> None:
+        if self._built and not sys.is_finalizing():  # the transports close when they are collected
+            self.detach()
 
     def abort(self, reason: str) -> None:
         """Report to the other sites why this one exits, and close the connections to them, so that none of them waits.

@@ -142,15 +142,17 @@ def check_elastic(model: nn.Module) -> None:
 def weak_hook(method: Callable[..., object]) -> OwnHook:
     """Return a hook that calls a method with what it is called with, as long as the object of the method lives.
 
+    Models, optimizers and transports call what exchanges gradients by such hooks only, so that it ends with the last
+    reference of the program.
+
     Args:
         method: the bound method; the hook does not keep its object alive.
     """
     reference = weakref.WeakMethod(method)
 
-    def call(*args: Any) -> None:
+    def call(*args: Any) -> Any:
         found = reference()
-        if found is not None:
-            found(*args)
+        return None if found is None else found(*args)
 
     return OwnHook(call)
 
