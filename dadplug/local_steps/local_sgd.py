@@ -160,8 +160,7 @@ class LocalSGD(HeldGradients, ReplicatedModel):
         if self._warm_up is None:
             self._begin_local_steps()
         self._guard = optimizer.register_step_pre_hook(weak_hook(self._check_step))
-        self.traffic.start()
-        self._built = True
+        self._attach()
 
     # Set-up
 
@@ -734,6 +733,7 @@ class LocalSGD(HeldGradients, ReplicatedModel):
         Args:
             discard: whether to drop gradients that are not formed; otherwise they are written to ``.grad``.
         """
+        super().detach()
         if self._captured is not None:
             self._captured.release(discard=discard)
             self._captured = None

@@ -143,8 +143,7 @@ class ParameterServer(ReplicatedModel):
         else:
             self._take_over(self._joined)
         self._optimizer.guard()
-        self.traffic.start()
-        self._built = True
+        self._attach()
 
     def _open_transport(self, process_group: dist.ProcessGroup | None) -> Transport:
         if self._rejoin is not None:
@@ -579,6 +578,7 @@ class ParameterServer(ReplicatedModel):
         """
         if self._detached:
             return
+        super().detach()
         self._detached = True
         remove_announcer(self._announcer)
         self._gradients.release()
