@@ -243,7 +243,8 @@ class DistributedDataParallel(TorchDDP):
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
-        due, self._queued, self._arrives = self._arrives, -1, False
+        due = self._arrives or self.reduction.misses_gradients
+        self._queued, self._arrives = -1, False
         if due:
             self._expects, self._shares = False, True
             self.reduction.synchronize()

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from .adaptive.adaptive_loader import REDUCTIONS
 from .adaptive.noise import GradientNoise
@@ -26,7 +25,8 @@ from .model_sync.batchnorm import SyncedBatchNorms
 from .model_sync.replicated_model import JoinState, ReplicatedModel, Stateful
 from .model_sync.sameness import FirstBatch, LookedUpRows, OptimizerSettings, Weights
 from .model_sync.samples import SampleCounter, warn_of_unequal
-from .model_sync.structure import is_managed, weak_hook
+from .model_sync.step_guard import StepGuard
+from .model_sync.structure import weak_hook
 from .options import Options
 from .planning.merging import check_merge
 from .planning.plan import Plan
@@ -102,7 +102,11 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self._attached: AttachedGradients | None = None
         self.stopped = False
         self._counter = SampleCounter(
-            model, self._before_forward, self._drop_cleared, self._by_samples, lambda: self._has_attached
+            model,
+            weak_hook(self._before_forward),
+            weak_hook(self._drop_cleared),
+            self._by_samples,
+            weak_hook(self._has_attached),
         )
         self._private = self._make_private()
         self._abstains = False  # in a step without data that is not to be a private one
@@ -120,37 +124,37 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self._noise: GradientNoise | None = None
         self._planner = self._make_planner()
         self._settings = OptimizerSettings(self.options.may_differ)
-        self._seen_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._has_warned = False  # of gradients that were changed before they were synchronized
         self._weights = Weights(model, self.options.compare_every)
         self._compares = True
         compares_data = self.world_size > 1 and self._joined is None and self._private is None
         self._first_batch = FirstBatch() if compares_data else None
         self._counter.first_batch = self._first_batch
-        self._guard = register_optimizer_step_pre_hook(weak_hook(self._on_optimizer_step))
+        self._guard = StepGuard(weakref.proxy(self), self._settings)
         self._remembers = False  # the loss scales of gradients
         if self._method.keeps_errors or self._private is not None:
             self._watch_loss_scales()
         self._further = dict(state or {})
         if self._joined is not None:
             self._adopt(self._joined)
-        self._transport.donate = lambda: self._join_state(self._step, self._planner.plan_state())
-        self.traffic.start()
+        self._transport.donate = weak_hook(self._donate)
+        self._attach()
         REDUCTIONS.add(self)
 
     def _make_private(self) -> PrivateGradients | None:
         if self.options.privacy is None:
             return None
+        this = weakref.proxy(self)
         private = PrivateGradients(
             self.model,
             self.options.privacy,
             self._counter,
-            lambda: self._method.loss_scales.present().value,
-            self._begin_private,
-            self._private_arrived,
+            lambda: this._method.loss_scales.present().value,
+            weak_hook(self._begin_private),
+            weak_hook(self._private_arrived),
             rounds=not self._method.traits.exact,
         )
-        private.may_wait = lambda: self._planner.forms_late()  # the planner may be replaced
+        private.may_wait = lambda: this._planner.forms_late()  # the planner may be replaced
         if self.options.privacy.secure_sum:
             private.sum_securely(self.site_rank, self.world_size)
         return private
@@ -352,7 +356,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         planner.hold_unformed(unformed)
         if self._norms is not None:
             self._norms.end_micro_batches()
-        self._pending |= planner.holds_gradients or self._has_attached
+        self._pending |= planner.holds_gradients or self._has_attached()
         self._counter.follow()
         if not planner.is_complete:
             planner.complete_plan(self._step, self._batch)
@@ -402,45 +406,6 @@ class GradientReduction(FusedSteps, ReplicatedModel):
                 "unscaling: each site changes only its own. Clip and unscale after synchronize()",
                 self._step,
                 name,
-            )
-
-    def _on_optimizer_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Record the settings of an optimizer of the model; called before the step of any optimizer.
-
-        Raises:
-            RuntimeError: if gradients have not been synchronized; not with a closure, which has yet to form them.
-        """
-        ours = {id(parameter) for parameter in self.model.parameters()}
-        if not any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]):
-            return
-        self._settings.record(optimizer)
-        if self.world_size > 1 and optimizer not in self._seen_optimizers:
-            self._seen_optimizers.add(optimizer)
-            self._warn_of_own_decisions(optimizer)
-        if self.pending and not any(callable(given) for given in (*args, *kwargs.values())):
-            raise RuntimeError(
-                "optimizer.step() before gradients were synchronized: call reduction.synchronize() after backward(). "
-                "With DistributedDataParallel: call the wrapped model, not its module, and outside of no_sync()"
-            )
-
-    def _warn_of_own_decisions(self, optimizer: Optimizer) -> None:
-        """Warn of steps that differ between sites: of parameters outside of the model, and by this site's own loss."""
-        ours = {id(each) for reduction in REDUCTIONS for each in reduction.model.parameters()}
-        stepped = (each for group in optimizer.param_groups for each in group["params"])
-        others = (each for each in stepped if id(each) not in ours and not is_managed(each))
-        further = next((each for each in others if each.grad is not None), None)
-        if further is not None:
-            _log.warning(
-                "the optimizer %s steps a parameter of shape %s that is outside of the model: its gradient is this "
-                "site's own, and its values will differ between sites. Put it into the model, or wrap its module, too",
-                type(optimizer).__name__,
-                [*further.shape],
-            )
-        if optimizer.param_groups[0].get("line_search_fn"):
-            _log.warning(
-                "the line search of %s compares losses: let the closure return the mean over the sites, such as "
-                "torch.distributed.all_reduce of the loss gives, since sites that decide by their own loss go apart",
-                type(optimizer).__name__,
             )
 
     def _digest(self) -> int:
@@ -513,6 +478,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self.traffic.end_step()
         self._pending = False
         self._step += 1
+        self._guard.agreements += 1
         if self._transport.grows or self._planner.outgrown:
             self._transport.grow()
             self.world_size = self._transport.world_size
@@ -630,6 +596,10 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         return self._pending or self._held is not None
 
     @property
+    def misses_gradients(self) -> bool:
+        """Whether parameters that have taken the place of others have gradients of which nothing has been noticed."""
+        return self._planner.misses_gradients
+
     def _has_attached(self) -> bool:
         return self._attached is not None and self._attached.arrived and not self._attached.cleared
 
@@ -699,6 +669,10 @@ class GradientReduction(FusedSteps, ReplicatedModel):
             raise ValueError("privacy: gradients of parameters that are managed elsewhere are not clipped by sample")
         self._attached = gradients
 
+    def _donate(self) -> JoinState:
+        """Return what a site needs to join now."""
+        return self._join_state(self._step, self._planner.plan_state())
+
     def _join_state(self, step: int, plan: Any) -> JoinState:
         state = super()._join_state(step, plan)
         return state if self._noise is None else replace(state, noise=self._noise.state_dict())
@@ -741,9 +715,9 @@ class GradientReduction(FusedSteps, ReplicatedModel):
 
     def _make_planner(self) -> Planner:
         secure_sum = None if self._private is None else self._private.secure_sum
-        arguments = self.model, self._method, self.options, self._transport, self._samples, self._arrived, secure_sum
-        planner = Planner(*arguments)
-        planner.on_release = self._end_probe
+        samples, arrived = weak_hook(self._samples), weak_hook(self._arrived)
+        planner = Planner(self.model, self._method, self.options, self._transport, samples, arrived, secure_sum)
+        planner.on_release = weak_hook(self._end_probe)
         return planner
 
     def _end_probe(self) -> None:
@@ -764,8 +738,10 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         Args:
             discard: whether to drop gradients that have not been synchronized instead.
         """
+        super().detach()
         REDUCTIONS.discard(self)
         self._drop_cleared()
+        self._end_probe()
         self._planner.release(discard=discard)
         self._pending = False
         self._counter.detach()

@@ -211,6 +211,7 @@ class CapturedLayer:
         self._pending: list[tuple[int, Factor]] = []
         self._factors: list[Factor] = []
         self._versions: list[int] = []  # of the factors' activations, when they were committed
+        self._released = False
         self._kept = 0  # number of factors whose inputs have been copied or cannot be overwritten
         self._hook = self.weight.register_post_accumulate_grad_hook(OwnHook(lambda _: self.commit()))
         self._forward = _CapturedForward(self)
@@ -241,10 +242,21 @@ class CapturedLayer:
 
     def record(self, activations: Tensor, deltas: Tensor, form: Form = LINEAR, trace: Trace | None = None) -> None:
         """Record the factors of one call; the layer's family calls it during backward."""
+        if self._released:
+            self._add_gradients(Factor(activations, deltas, form).to(self.weight.dtype))
+            return
         now = _backward_pass()
         if not any(backward_pass == now for backward_pass, _ in self._pending):
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._drop(now))
         self._pending.append((now, Factor(activations, deltas, form, trace=trace)))
+
+    def _add_gradients(self, factor: Factor) -> None:
+        """Add to ``.grad`` what autograd does not form, of a call before the release whose backward pass follows it."""
+        gradients = {} if self.weight_gradients else {self.weight: factor.gradient().view_as(self.weight)}
+        if gradients and self.bias is not None:
+            gradients[self.bias] = factor.bias_gradient()
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
     def commit(self) -> None:
         """Commit the factors of the running backward pass; called when the weight's gradient is due in it."""
@@ -310,6 +322,7 @@ class CapturedLayer:
 
     def release(self) -> None:
         """Restore the layer's own forward."""
+        self._released = True
         self._hook.remove()
         self._pending.clear()
         self.clear()

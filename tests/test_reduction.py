@@ -551,9 +551,16 @@ def test_a_step_without_synchronize_is_refused():
 
 def test_two_reductions_on_one_model_are_refused():
     model = layers()
-    reduction = dadplug.GradientReduction(model, mode="dad", weighting="samples")
-    with pytest.raises(ValueError, match=r"layer '0' is in another GradientReduction or LayerCapture: detach\(\)"):
-        dadplug.GradientReduction(model, mode="dad", weighting="samples")
+    reduction = dadplug.GradientReduction(model, mode="dad")
+    for other in (model, nn.Sequential(model[0], nn.Linear(2, 2))):  # also where only a part is shared
+        with pytest.raises(ValueError, match=r"a GradientReduction exchanges.*detach\(\)"):
+            dadplug.GradientReduction(other, mode="dsgd")
+        for way in (dadplug.LocalSGD, dadplug.ParameterServer, dadplug.hogwild.Hogwild):
+            with pytest.raises(ValueError, match=r"a GradientReduction exchanges.*detach\(\)"):
+                way(other, torch.optim.SGD(other.parameters(), 0.1))
+    wrapped = dadplug.DistributedDataParallel(layers())
+    with pytest.raises(ValueError, match=r"dadplug's DistributedDataParallel.*model\.reduction.*model\.module"):
+        dadplug.GradientReduction(wrapped)
     reduction.detach()
     dadplug.GradientReduction(model, mode="dad", weighting="samples").detach()
 

@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from ..errors import ProcessFailedError
 from ..exchange import DEFAULT_TIMEOUT
-from ..model_sync.structure import before_update
+from ..model_sync.structure import before_update, refuse_attached
 from ..processes import Child
 from ..schedules import available_cores
 from ..signature import OptionSet, check_choice, check_seconds, option, whole_number
@@ -525,6 +525,7 @@ class Hogwild:
             for optimizer in self.optimizers:
                 check_optimizer(optimizer, self.model, self._state)
             check_model(self.model, self.optimizers)
+            refuse_attached(self.model)
         except (TypeError, ValueError, NotImplementedError) as error:
             return error
         return None

@@ -153,10 +153,10 @@ class LocalSGD(HeldGradients, ReplicatedModel):
             self._warm_up = GradientReduction(model, process_group=process_group, **vars(self.options))
         self._counter = SampleCounter(
             model,
-            self._before_forward,
-            self._drop_cleared,
+            weak_hook(self._before_forward),
+            weak_hook(self._drop_cleared),
             self._by_samples,
-            lambda: not self._by_samples,
+            lambda: True,
             watches_parameters=self._by_samples,
         )
         self._round = RoundTime(self.local_options.round_seconds, self.local_options.fragments)
@@ -167,7 +167,7 @@ class LocalSGD(HeldGradients, ReplicatedModel):
         if self._warm_up is None:
             self._begin_local_steps()
         self._guard = optimizer.register_step_pre_hook(weak_hook(self._check_step))
-        self.traffic.start()
+        self._attach()
 
     # Set-up
 
@@ -216,7 +216,7 @@ class LocalSGD(HeldGradients, ReplicatedModel):
             self._active = transport.gather([1] * self.world_size, torch.int64)
         self._agreement.begin()
         if isinstance(self._agreement, ElasticAgreement):
-            self._transport.donate = self._donate
+            self._transport.donate = weak_hook(self._donate)
         if self.world_size > 1 and not self.local_options.warm_up:  # whose reduction compares them
             self._counter.first_batch = self._agreement.first_batch
         self._next = self._step_of_next()
@@ -745,6 +745,7 @@ class LocalSGD(HeldGradients, ReplicatedModel):
         Args:
             discard: whether to drop gradients that are not formed; otherwise they are written to ``.grad``.
         """
+        super().detach()
         if self._captured is not None:
             self._captured.release(discard=discard)
             self._captured = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,13 +16,15 @@ from ..errors import DroppedError, MismatchError
 from ..exchange import Traffic, Transport, open_transport
 from ..exchange.codec import register
 from ..exchange.transport import Requirements
+from ..logs import get_logger
 from ..methods import check_allowed
 from ..methods.base import warm_up
 from ..options import Options
 from . import buffers, sameness
 from .batchnorm import batch_norms
-from .structure import check_elastic, check_model, without_managed
+from .structure import ATTACHED, check_elastic, check_model, without_managed
 
+_log = get_logger(__name__)
 _OWN = ("timeout", "hub_timeout")  # options that may differ between sites
 
 
@@ -81,6 +84,8 @@ class ReplicatedModel:
         MismatchError: if models or options differ between sites.
         SiteError: if a site is gone or does not answer.
     """
+
+    _is_attached = False
 
     def __init__(self, model: nn.Module, process_group: dist.ProcessGroup | None, options: Options) -> None:
         self._check_allowed(options)  # before anything is sent
@@ -264,6 +269,24 @@ class ReplicatedModel:
         """
         with self.traffic.apart():
             return self._transport.gather_objects(item)
+
+    def _attach(self) -> None:
+        """Begin to be what exchanges this model's gradients or parameters; the constructors end with it."""
+        self._is_attached = True
+        ATTACHED.add(self)
+        self.traffic.start()
+
+    def detach(self) -> None:
+        """Remove all hooks from the model. May be called twice."""
+        self._is_attached = False
+        ATTACHED.discard(self)
+
+    def __del__(self) -> None:
+        if not self._is_attached or sys.is_finalizing():
+            return
+        if not self.traffic.steps:
+            _log.warning("a %s ends before its first step: nothing refers to it. Keep it", type(self).__name__)
+        self.detach()  # the transports close when they are collected
 
     def abort(self, reason: str) -> None:
         """Report to the other sites why this one exits, and close the connections to them, so that none of them waits.

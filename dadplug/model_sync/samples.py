@@ -22,8 +22,9 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from ..hooks import CallOverride, OwnHook, eager
+from ..hooks import CallOverride, eager
 from .sameness import FirstBatch
+from .structure import weak_hook
 
 _SEQUENCE_LAYERS = (nn.RNNBase, nn.MultiheadAttention)  # whose inputs begin with the position, unless batch_first
 _STATE_IT = "state the number of samples by `with reduction.samples(n):` around forward, or pass weighting='uniform'"
@@ -102,7 +103,7 @@ class SampleCounter:
                 self._watch(module)
         for parameter in self._model.parameters() if self._watches_parameters else ():
             if parameter.requires_grad and id(parameter) not in self._hooks:
-                hook = OwnHook(lambda _: self.deliver())
+                hook = weak_hook(self.deliver)
                 self._hooks[id(parameter)] = parameter, parameter.register_post_accumulate_grad_hook(hook)
 
     def _watch(self, module: nn.Module) -> None:
@@ -171,7 +172,7 @@ class SampleCounter:
         """
         return float(self.current or rows) if self.by_samples or self.dealt is not None else 1.0
 
-    def deliver(self) -> None:
+    def deliver(self, *_: Any) -> None:
         """Count the passes that the running backward pass has reached, since it has delivered a gradient."""
         for _, passes in self._reached:
             if passes.counted_in != self._generation:

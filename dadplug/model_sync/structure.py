@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,10 +15,14 @@ from torch.utils.hooks import RemovableHandle
 from ..hooks import OwnHook, overridden
 
 _MANAGED = "_dadplug_managed"  # attribute of a parameter
+ATTACHED: weakref.WeakSet[Any] = weakref.WeakSet()
+"""What exchanges the gradients or parameters of a model in this process, from its construction to its `detach`."""
 
 
 class ModelStructure:
     """The modules and parameters of a model at one time, without those that are managed elsewhere.
+
+    Autograd calls all hooks of these parameters from then on, also after `torch.utils.swap_tensors`.
 
     Args:
         model: the model.
@@ -33,6 +38,9 @@ class ModelStructure:
         self._place, self._content = self._places(), self._contents()
         self.parameters = {id(each): each for each in model.parameters() if not is_managed(each)}
         self._training = self._trainings()
+        for parameter in self.parameters.values():  # swap_tensors leaves hooks that autograd does not call
+            for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+                setattr(parameter, hooks, getattr(parameter, hooks) or None)
 
     def _places(self) -> list[tuple[str, int]]:
         return [(name, id(value)) for table in self._tables for name, value in table.items()]
@@ -42,14 +50,17 @@ class ModelStructure:
         return [(name, id(value)) for name, value in items if not (isinstance(value, Tensor) and is_managed(value))]
 
     def _trainings(self) -> list[Any]:
-        return [(each.requires_grad, each.dtype, each.shape) for each in self.parameters.values()]
+        return [(each.requires_grad, each.dtype, each.shape, each._cdata) for each in self.parameters.values()]
 
     def same_tensors(self) -> bool:
         """Return whether the model still has the same modules and parameters, each in its place."""
         return self._places() == self._place or self._contents() == self._content
 
     def same_training(self) -> bool:
-        """Return whether the parameters are trained or frozen, typed and shaped as they were."""
+        """Return whether the parameters are trained or frozen, typed and shaped as they were.
+
+        They are not if `torch.utils.swap_tensors` has given one the place of another, with its memory and its hooks.
+        """
         return self._trainings() == self._training
 
 
@@ -96,12 +107,30 @@ def check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model must be a torch.nn.Module, got {type(model).__name__}")
     refuse_wrapped(model)
+    refuse_attached(model)
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ValueError(f"parameter {name!r} has no shape yet: run one forward pass before GradientReduction")
     for name, module in model.named_modules():
         if overridden(module):
             raise ValueError(f"layer {name!r} is in another GradientReduction or LayerCapture: detach() that first")
+
+
+def refuse_attached(model: nn.Module) -> None:
+    """Raise ValueError if something exchanges gradients or parameters of the model already."""
+    ours = {id(each) for each in model.parameters() if each.requires_grad and not is_managed(each)}
+
+    def found() -> Any:
+        return next((each for each in ATTACHED if ours & {id(one) for one in each.model.parameters()}), None)
+
+    if found() is not None:
+        gc.collect()  # it may be one that nothing refers to any more
+    if (other := found()) is not None:
+        kind = type(other).__name__
+        raise ValueError(
+            f"a {kind} exchanges parameters of this model already, and two would disturb each other: use that one, or "
+            "call its detach() first"
+        )
 
 
 def refuse_wrapped(model: nn.Module) -> None:
@@ -119,6 +148,11 @@ def refuse_wrapped(model: nn.Module) -> None:
         if found.__name__ == "FSDPModule":
             raise ValueError(f"{part} is sharded by torch's fully_shard: pass a model without it, dadplug replaces it")
         own = "model" + (f".{name}" if name else "") + ".module"
+        if type(module).__module__.startswith("dadplug."):
+            raise ValueError(
+                f"{part} is wrapped in dadplug's {type(module).__name__} already: use {own.removesuffix('.module')}."
+                f"reduction, or pass {own} after {own.removesuffix('.module')}.reduction.detach()"
+            )
         raise ValueError(
             f"{part} is wrapped in torch's {found.__name__}, which dadplug replaces: pass the unwrapped model ({own}), "
             "and use it in the training loop"
@@ -142,15 +176,17 @@ def check_elastic(model: nn.Module) -> None:
 def weak_hook(method: Callable[..., object]) -> OwnHook:
     """Return a hook that calls a method with what it is called with, as long as the object of the method lives.
 
+    Models, optimizers and transports call what exchanges gradients by such hooks only, so that it ends with the last
+    reference of the program.
+
     Args:
         method: the bound method; the hook does not keep its object alive.
     """
     reference = weakref.WeakMethod(method)
 
-    def call(*args: Any) -> None:
+    def call(*args: Any) -> Any:
         found = reference()
-        if found is not None:
-            found(*args)
+        return None if found is None else found(*args)
 
     return OwnHook(call)
 
@@ -165,18 +201,28 @@ def before_update(optimizer: torch.optim.Optimizer, action: Callable[[], object]
     Returns:
         The handle by which the hook is removed.
     """
+    return optimizer.register_step_pre_hook(lambda _, args, kwargs: call_before_update(args, kwargs, action))
 
-    def before(_: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first one is the optimizer
-        if closure is None:
-            action()
-            return None
 
-        def computed() -> Any:
-            loss = closure()
-            action()
-            return loss
+def call_before_update(args: tuple[Any, ...], kwargs: dict[str, Any], action: Callable[[], object]) -> Any:
+    """Call a function now, or, in a step with a closure, after each call of that; for hooks before a step.
 
-        return ((args[0], computed, *args[2:]), kwargs) if len(args) > 1 else (args, kwargs | {"closure": computed})
+    Args:
+        args: positional arguments of the step; the first one is the optimizer.
+        kwargs: the others.
+        action: the function.
 
-    return optimizer.register_step_pre_hook(before)
+    Returns:
+        What the hook returns.
+    """
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if not callable(closure):
+        action()
+        return None
+
+    def computed() -> Any:
+        loss = closure()
+        action()
+        return loss
+
+    return ((args[0], computed, *args[2:]), kwargs) if len(args) > 1 else (args, kwargs | {"closure": computed})

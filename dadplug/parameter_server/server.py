@@ -22,6 +22,7 @@ from ..methods import Quality, make_method
 from ..model_sync.buffers import average_packed, pack_buffers
 from ..model_sync.replicated_model import JoinState, ReplicatedModel, Stateful
 from ..model_sync.sameness import tensors_of
+from ..model_sync.structure import weak_hook
 from ..signature import check_choice, takes_keywords_of
 from .connect import (
     ReturnedSites,
@@ -132,7 +133,8 @@ class ParameterServer(ReplicatedModel):
         self._unfinished = False  # whether it has made a step in the phase
         self._started = False  # whether it has made a step in a trainer
         self._loader: SiteLoader | None = None  # the last one
-        add_announcer(self._announce)
+        self._announcer = weak_hook(self._announce)
+        add_announcer(self._announcer)
         if self._joined is None:
             # Synchronous steps have the bits of a GradientReduction's, which forms the gradients.
             self._optimizer.agree_on_fused(self._transport, self._rules.staleness > 0)
@@ -141,7 +143,7 @@ class ParameterServer(ReplicatedModel):
         else:
             self._take_over(self._joined)
         self._optimizer.guard()
-        self.traffic.start()
+        self._attach()
 
     def _open_transport(self, process_group: dist.ProcessGroup | None) -> Transport:
         if self._rejoin is not None:
@@ -576,8 +578,9 @@ class ParameterServer(ReplicatedModel):
         """
         if self._detached:
             return
+        super().detach()
         self._detached = True
-        remove_announcer(self._announce)
+        remove_announcer(self._announcer)
         self._gradients.release()
         self._optimizer.release()
         self._log.leave(_UNFINISHED if self._unfinished else _DETACHED)

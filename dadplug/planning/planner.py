@@ -332,6 +332,11 @@ class Planner:
         held = (unit.has_gradient or (isinstance(unit, FactorUnit) and unit.rows > 0) for unit in self.units)
         return not self.is_complete and any(held)
 
+    @property
+    def misses_gradients(self) -> bool:
+        """Whether the model has other parameters than the plan, with gradients."""
+        return not self._structure.same_tensors() and bool(self._new_gradients())
+
     # During forward and backward
 
     def before_forward(self) -> None:

@@ -459,13 +459,14 @@ class DenseUnit(Unit):
         if not self.arrivals:
             return False
         gradient = self.lead.grad
-        if gradient is None or (gradient._version != self._version and _is_zero(gradient)):
+        if gradient is None or (gradient._version != self._version and is_zero(gradient)):
             self.discard()
             return True
         return False
 
 
-def _is_zero(gradient: Tensor) -> bool:
+def is_zero(gradient: Tensor) -> bool:
+    """Return whether all elements of a gradient are zero."""
     return not bool((gradient._values() if gradient.is_sparse else gradient).any())
 
 

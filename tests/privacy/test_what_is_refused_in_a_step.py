@@ -123,7 +123,7 @@ def test_checkpoints(reentrant):
     for found, wanted in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(found.grad, wanted.grad * factor)
     hidden = Inner(True, all_inside=True).double()
-    reduce(hidden)
+    _kept = reduce(hidden)
     with pytest.raises(PrivacyError, match="use use_reentrant=False"):
         F.cross_entropy(hidden(ROWS.clone()), TARGETS).backward()
 
@@ -218,7 +218,7 @@ class NormOutside(nn.Module):
 )
 def test_data_that_would_leave_by_other_ways(make, message):
     model = make()
-    reduce(model)
+    _kept = reduce(model)
     with pytest.raises(PrivacyError, match=message):
         backward(model)
 

@@ -1,0 +1,251 @@
+"""Steps of optimizers: only on gradients that the sites have agreed on, also of parameters that were replaced."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import support
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import dadplug
+
+SITES = 2
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.LayerNorm(8), nn.Linear(8, 3)).double()
+
+
+def batch(step: int, sites: Any) -> tuple[Tensor, Tensor]:
+    generators = [torch.Generator().manual_seed(10 * step + site) for site in sites]
+    inputs = torch.cat([torch.randn(6, 4, generator=each, dtype=torch.float64) for each in generators])
+    return inputs, torch.cat([torch.randint(0, 3, (6,), generator=each) for each in generators])
+
+
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+# Parameters that are replaced
+
+
+def swapped(change: Callable[[nn.Module], object]) -> Callable[[nn.Module], None]:
+    """Change a model with torch's switch for parameters that keep their identity."""
+
+    def changed(model: nn.Module) -> None:
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            change(model)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)
+
+    return changed
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: 1.1 * value for name, value in model.state_dict().items()}
+
+
+def overwrite(model: nn.Module) -> None:
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        model.float().double()
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+
+
+def replace_head(model: nn.Module) -> None:
+    torch.manual_seed(5)
+    for each in model.parameters():
+        each.requires_grad_(False)
+    model[3] = nn.Linear(8, 3).double()
+
+
+CHANGES: dict[str, Callable[[nn.Module], object]] = {
+    "assigned": lambda model: model.load_state_dict(state_of(model), assign=True),
+    "swapped": swapped(lambda model: model.float().double()),
+    "loaded by swapping": swapped(lambda model: model.load_state_dict(state_of(model))),
+    "overwritten": overwrite,
+    "head": replace_head,
+}
+
+
+def train(change: str, at: int, wrap: Callable[[nn.Module], Any] | None) -> nn.Module:
+    model = build()
+    wrapped = None if wrap is None else wrap(model)
+    called = wrapped if isinstance(wrapped, nn.Module) else model
+    optimizer = sgd(model)
+    for step in range(5):
+        if step == at:
+            CHANGES[change](model)
+            optimizer = sgd(model)
+        inputs, targets = batch(step, range(SITES) if wrap is None else [dist.get_rank()])
+        optimizer.zero_grad()
+        F.cross_entropy(called(inputs), targets).backward()
+        if isinstance(wrapped, dadplug.GradientReduction):
+            wrapped.synchronize()
+        optimizer.step()
+    return model
+
+
+@support.at_sites(SITES)
+def test_replaced_parameters_are_followed() -> None:
+    for change in CHANGES:
+        for mode, at in (("dad", 0), ("rankdad", 3), ("dsgd", 3)):
+            alone = train(change, at, None)
+            options: dict[str, Any] = {"mode": mode, "weighting": "uniform"}
+            for wrap in (dadplug.GradientReduction, dadplug.DistributedDataParallel):
+                found = train(change, at, partial(wrap, **options))
+                for one, other in zip(found.parameters(), alone.parameters(), strict=True):
+                    assert torch.allclose(one, other, rtol=1e-12), (change, at, mode)
+
+
+# Steps without an agreement
+
+
+class Steps:
+    """A site with a reduction that has agreed once, for steps that follow."""
+
+    def __init__(self, kind: str) -> None:
+        self.model = build()
+        options: dict[str, Any] = {"mode": "dad", "weighting": "uniform"}
+        wrap: Any = dadplug.DistributedDataParallel if kind == "drop-in" else dadplug.GradientReduction
+        self.wrapped = wrap(self.model, **options)
+        self.reduction = self.wrapped.reduction if kind == "drop-in" else self.wrapped
+        self.called = self.wrapped if kind == "drop-in" else self.model
+        self.optimizer: torch.optim.Optimizer = sgd(self.model)
+        self.closure(synchronizes=True)
+        self.optimizer.step()
+
+    def closure(self, synchronizes: bool, called: nn.Module | None = None) -> Tensor:
+        self.optimizer.zero_grad()
+        inputs, targets = batch(0, [dist.get_rank()])
+        loss = F.cross_entropy((called or self.called)(inputs), targets)
+        loss.backward()
+        if synchronizes and self.called is self.model:
+            self.reduction.synchronize()
+        return loss
+
+    # Steps that are errors
+
+    def in_a_closure(self) -> None:
+        self.optimizer.step(lambda: self.closure(False, self.model))
+
+    def in_a_closure_by_name(self) -> None:
+        self.optimizer.step(closure=lambda: self.closure(False, self.model))
+
+    def in_a_search(self) -> None:
+        self.optimizer = torch.optim.LBFGS(self.model.parameters(), max_iter=3)
+        self.optimizer.step(lambda: self.closure(False, self.model))
+
+    def beside_a_closure(self) -> None:
+        self.closure(False, self.model)
+        self.optimizer.step(lambda: None)  # as Lightning's manual optimization does
+
+    def of_gradients_by_hand(self) -> None:
+        for each in self.model.parameters():
+            each.grad = torch.randn_like(each)
+        self.optimizer.step()
+
+    def of_replaced_parameters(self) -> None:
+        self.model.load_state_dict(self.model.state_dict(), assign=True)
+        self.optimizer = sgd(self.model)
+        self.optimizer.step()  # without gradients there is nothing to agree on
+        self.closure(False, self.model)
+        self.optimizer.step()
+
+    # Steps that are not
+
+    def closure_that_synchronizes(self) -> None:
+        self.optimizer.step(lambda: self.closure(True))
+
+    def search_that_synchronizes(self) -> None:
+        self.optimizer = torch.optim.LBFGS(self.model.parameters(), max_iter=3)
+        self.optimizer.step(lambda: self.closure(True))
+
+    def closure_of_a_known_loss(self) -> None:
+        loss = self.closure(True)
+        self.optimizer.step(lambda: loss)
+
+    def two_optimizers(self) -> None:
+        first, second = sgd(self.model[0]), sgd(self.model[3])
+        for _ in range(2):
+            self.closure(True)
+            first.step()
+            second.step()
+
+    def gradients_by_hand_that_are_synchronized(self) -> None:
+        for _ in range(2):
+            for each in self.model.parameters():
+                each.grad = torch.randn_like(each)
+            self.reduction.synchronize()
+            self.optimizer.step()
+
+    def state_before_the_first_step(self) -> None:
+        adam = torch.optim.Adam(self.model.parameters(), lr=0.0)
+        for _ in range(2):
+            for each in self.model.parameters():
+                each.grad = torch.zeros_like(each)
+            adam.step()
+
+    def skipped_by_a_scaler(self) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for factor in (1.0, float("inf"), 1.0):
+            self.optimizer.zero_grad()
+            inputs, targets = batch(0, [dist.get_rank()])
+            scaler.scale(factor * F.cross_entropy(self.called(inputs), targets)).backward()
+            scaler.step(self.optimizer)
+            scaler.update()
+
+
+ERRORS = [name for name in vars(Steps) if name.startswith(("in_a", "beside", "of_"))]
+FINE = [name for name in vars(Steps) if name.startswith(("closure_", "search", "two", "gradients", "state"))]
+
+
+@support.at_sites(SITES)
+def test_steps_without_an_agreement_are_errors() -> None:
+    for kind in ("plain", "drop-in"):
+        for name in ERRORS:
+            steps = Steps(kind)
+            before = [each.detach().clone() for each in steps.model.parameters()]
+            with pytest.raises(RuntimeError, match="synchronize"):
+                getattr(steps, name)()
+            for one, other in zip(before, steps.model.parameters(), strict=True):
+                assert torch.equal(one, other), (kind, name)  # nothing has changed
+        for name in FINE + ["skipped_by_a_scaler"] * (kind == "drop-in"):
+            steps = Steps(kind)
+            getattr(steps, name)()
+            assert steps.reduction.first_difference() is None, (kind, name)
+
+
+@support.at_sites(SITES)
+def test_an_optimizer_of_a_copy_is_warned_of() -> None:
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dadplug").addHandler(handler)
+    try:
+        for follows in (True, False):
+            model = build()
+            trained = copy.deepcopy(model)
+            reduction = dadplug.GradientReduction(trained, mode="dsgd", weighting="uniform")
+            optimizer = sgd(trained if follows else model)
+            for step in range(4):
+                inputs, targets = batch(step, [dist.get_rank()])
+                trained.zero_grad()
+                F.cross_entropy(trained(inputs), targets).backward()
+                reduction.synchronize()
+                optimizer.step()
+            assert sum("holds none" in each for each in records) == (0 if follows else 1)
+            reduction.detach()
+    finally:
+        logging.getLogger("dadplug").removeHandler(handler)
