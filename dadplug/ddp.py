@@ -123,8 +123,10 @@ class DistributedDataParallel(TorchDDP):
         self.device, self.device_ids = _place(module, device_ids, output_device)
         self.device_type, self.output_device = self.device.type, self.device_ids[0] if self.device_ids else None
         if device_mesh is not None:
-            if process_group is not None or device_mesh.ndim != 1:
-                raise RuntimeError("give either process_group or a device_mesh, and that with one dimension")
+            if process_group is not None:  # in torch's words
+                raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
+            if device_mesh.ndim != 1:
+                raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
             process_group = device_mesh.get_group()
         self.device_mesh = device_mesh
         self.process_group = process_group or _default_group()
@@ -198,6 +200,7 @@ class DistributedDataParallel(TorchDDP):
         if synchronizes:
             if self._reduction is None and any(each.requires_grad for each in self.module.parameters()):
                 self._build()
+            self._check_module()
             self._expects, self._queued = self._reduction is not None, -1
             joins = self._joins or self._join_config.enable  # where others take part without a forward pass
             if self._expects and (self._shares if joins else self.training):
@@ -206,6 +209,12 @@ class DistributedDataParallel(TorchDDP):
         if self._expects and self.require_backward_grad_sync and torch.is_grad_enabled():
             self._watch(outputs, inputs, kwargs)
         return outputs
+
+    def _check_module(self) -> None:
+        """Raise RuntimeError if another model, whose gradients are not averaged, is in the place of `module`."""
+        model = None if self._reduction is None else self._reduction.model
+        if model not in (None, self.module) and next(model.parameters()) is not next(self.module.parameters()):
+            raise RuntimeError("another model is in the place of .module: wrap that one, after reduction.detach()")
 
     def _move(self, leaf: Any) -> Any:
         moves = isinstance(leaf, (Tensor, PackedSequence))

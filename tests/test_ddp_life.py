@@ -16,6 +16,7 @@ import torch.distributed as dist
 from comparison import off_by
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
@@ -444,6 +445,29 @@ class Normalised(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.norm(self.first(x))) * self.extra
+
+
+@support.at_sites(2)
+def test_another_module_in_its_place() -> None:
+    model = dadplug.DistributedDataParallel(build(), mode="dad")
+    model.module = nn.Sequential(model.module)  # as a compiled one
+    model(rows(0, [dist.get_rank()])).mean().backward()
+    model.module = build()
+    with pytest.raises(RuntimeError, match="wrap that one"):
+        model(rows(0, [0]))
+
+
+@support.at_sites(2)
+def test_a_mesh_as_with_torch() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    model = dadplug.DistributedDataParallel(build(), mode="dad", device_mesh=mesh)
+    assert model.device_mesh is mesh
+    model(rows(0, [dist.get_rank()])).mean().backward()
+    assert model.reduction.contributors == [0, 1]
+    both = {"device_mesh": mesh, "process_group": dist.group.WORLD}
+    for wrong in (both, {"device_mesh": init_device_mesh("cpu", (2, 1))}):
+        with pytest.raises(RuntimeError, match=r"device_mesh|1D"):
+            dadplug.DistributedDataParallel(build(), mode="dad", **wrong)
 
 
 @support.at_sites(2)

@@ -64,7 +64,8 @@ class StepGuard:
         self._settings.record(optimizer)
         if optimizer not in self._stepped:
             self._stepped[optimizer] = 0
-            self._warn_of_own_decisions(optimizer)
+            if self._reduction.world_size > 1:
+                self._warn_of_own_decisions(optimizer)
         begun = self.agreements
         return call_before_update(args, kwargs, lambda: self._check_agreed(optimizer, stepped, begun))
 
@@ -105,8 +106,6 @@ class StepGuard:
 
     def _warn_of_own_decisions(self, optimizer: Optimizer) -> None:
         """Warn of steps that differ between sites: of parameters outside of the model, and by this site's own loss."""
-        if self._reduction.world_size == 1:
-            return
         ours = {id(each) for other in ATTACHED for each in other.model.parameters()}
         stepped = (each for group in optimizer.param_groups for each in group["params"])
         others = (each for each in stepped if id(each) not in ours and not is_managed(each))

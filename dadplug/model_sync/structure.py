@@ -117,14 +117,11 @@ def check_model(model: nn.Module) -> None:
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ValueError(f"parameter {name!r} has no shape yet: run one forward pass before GradientReduction")
     for name, module in ("", model), *model.named_children():
-        try:
-            module.register_forward_pre_hook(lambda *_: None).remove()
-        except RuntimeError as error:
-            part = f"layer {name!r}" if name else "the model"
+        if isinstance(module, torch.jit._script.RecursiveScriptModule):
             raise ValueError(
-                f"{part} is compiled by torch.jit.script, which allows no hooks: pass the model as it was, speed it up "
-                "by torch.compile, and script it after the training"
-            ) from error
+                f"{f'layer {name!r}' if name else 'the model'} is compiled by torch.jit.script, which allows no hooks: "
+                "pass the model as it was, speed it up by torch.compile, and script it after the training"
+            )
     for name, module in model.named_modules():
         if overridden(module):
             raise ValueError(f"layer {name!r} is in another GradientReduction or LayerCapture: detach() that first")
