@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from ..adaptive.adaptive_loader import REDUCTIONS
+from ..model_sync.structure import ATTACHED
 from ..reduction import GradientReduction
 from . import monitors
 
@@ -67,7 +67,7 @@ class MonitorCallback(TrainerCallback):
 
 def _reduction_of(model: Any) -> GradientReduction | None:
     """Return the reduction of a model."""
-    for each in REDUCTIONS:
+    for each in ATTACHED:
         if isinstance(each, GradientReduction) and getattr(each.model, "_orig_mod", each.model) is model:
             return each
     return None

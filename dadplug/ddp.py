@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .model_sync import sameness
 from .model_sync.replicated_model import Stateful
-from .model_sync.structure import mark_managed
+from .model_sync.structure import is_managed, mark_managed
 from .options import Options
 from .reduction import GradientReduction
 from .signature import takes_keywords_of
@@ -122,8 +122,13 @@ class DistributedDataParallel(TorchDDP):
         self.module, self.dim = module, 0
         self.device, self.device_ids = _place(module, device_ids, output_device)
         self.device_type, self.output_device = self.device.type, self.device_ids[0] if self.device_ids else None
-        if process_group is None and device_mesh is not None:
+        if device_mesh is not None:
+            if process_group is not None:  # in torch's words
+                raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
+            if device_mesh.ndim != 1:
+                raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
             process_group = device_mesh.get_group()
+        self.device_mesh = device_mesh
         self.process_group = process_group or _default_group()
         each_step = broadcast_buffers is not False if forward_sync_buffers is None else forward_sync_buffers
         self.broadcast_buffers = each_step
@@ -150,6 +155,7 @@ class DistributedDataParallel(TorchDDP):
         self._queued = -1  # the backward pass at whose end gradients are synchronized
         self._arrives = False  # whether that pass has reached a parameter, or cannot reach one
         self._joins = False  # in a block of `join`
+        self._divides = False  # the sum by the initial number of sites, in such a block
         self._shares = False  # buffers, since the last step
 
     def _build(self, state: Mapping[str, Stateful] | None = None, own_buffers: Collection[str] = ()) -> None:
@@ -194,6 +200,7 @@ class DistributedDataParallel(TorchDDP):
         if synchronizes:
             if self._reduction is None and any(each.requires_grad for each in self.module.parameters()):
                 self._build()
+            self._check_module()
             self._expects, self._queued = self._reduction is not None, -1
             joins = self._joins or self._join_config.enable  # where others take part without a forward pass
             if self._expects and (self._shares if joins else self.training):
@@ -202,6 +209,12 @@ class DistributedDataParallel(TorchDDP):
         if self._expects and self.require_backward_grad_sync and torch.is_grad_enabled():
             self._watch(outputs, inputs, kwargs)
         return outputs
+
+    def _check_module(self) -> None:
+        """Raise RuntimeError if another model, whose gradients are not averaged, is in the place of `module`."""
+        model = None if self._reduction is None else self._reduction.model
+        if model not in (None, self.module) and next(model.parameters()) is not next(self.module.parameters()):
+            raise RuntimeError("another model is in the place of .module: wrap that one, after reduction.detach()")
 
     def _move(self, leaf: Any) -> Any:
         moves = isinstance(leaf, (Tensor, PackedSequence))
@@ -248,6 +261,17 @@ class DistributedDataParallel(TorchDDP):
         if due:
             self._expects, self._shares = False, True
             self.reduction.synchronize()
+            self._divide()
+
+    def _divide(self) -> None:
+        """Count sites that have left a block of `join` as sites with gradients of zero, if it says so."""
+        reduction = self.reduction
+        joins = self._divides and (self._joins or self._join_config.enable)
+        if joins and reduction.options.weighting == "uniform" and reduction.contributors:
+            share = len(reduction.contributors) / reduction.world_size
+            for parameter in self.module.parameters() if share < 1.0 else ():
+                if parameter.grad is not None and not is_managed(parameter):
+                    parameter.grad.mul_(share)
 
     def _share_buffers(self) -> None:
         """Replace the buffers of all sites by those of the first one that had data in the last step."""
@@ -283,7 +307,9 @@ class DistributedDataParallel(TorchDDP):
         small exchanges for each forward pass.
 
         Args:
-            divide_by_initial_world_size: without effect: sites count by their samples, or as ``weighting`` says.
+            divide_by_initial_world_size: whether gradients are divided by the number of all sites, so that those
+                without batches count as zeros; otherwise by the number of sites that have batches. Without effect with
+                ``weighting="samples"``, where sites count by their samples.
             enable: False for sites that are known to have equally many batches.
             throw_on_early_termination: not supported.
 
@@ -292,18 +318,16 @@ class DistributedDataParallel(TorchDDP):
         """
         if throw_on_early_termination:
             raise ValueError("throw_on_early_termination is not supported: sites wait for each other at the end")
-        reduction, self._joins = self.reduction, enable
+        reduction, self._joins, self._divides = self.reduction, enable, divide_by_initial_world_size
         begun = reduction.step
         try:
             yield
+            ended = reduction.step - begun
+            while enable and self._step_without_data():
+                pass
         finally:
             self._joins = False
-        if not enable:
-            return
-        ended = reduction.step - begun
-        while self._step_without_data():
-            pass
-        steps = reduction.gather_objects(ended)
+        steps = reduction.gather_objects(ended) if enable else [0]
         if min(steps) < max(steps):
             self._take_over(steps.index(max(steps)), sameness.tensors_of(self.module))
 
@@ -315,6 +339,7 @@ class DistributedDataParallel(TorchDDP):
                 self._share_buffers()
             self.module.zero_grad()
             reduction.idle()
+            self._divide()
         self._shares = bool(reduction.contributors)
         return reduction.contributors
 
@@ -341,8 +366,9 @@ class DistributedDataParallel(TorchDDP):
         """Return what `torch.distributed.algorithms.join.Join` calls at sites that have no batches left.
 
         Args:
-            kwargs: without effect, as in `join`.
+            kwargs: ``divide_by_initial_world_size``, as in `join`.
         """
+        self._divides = kwargs.get("divide_by_initial_world_size", True)
         return _Hook(self)
 
     @property
@@ -380,12 +406,12 @@ class DistributedDataParallel(TorchDDP):
     def __getstate__(self) -> dict[str, Any]:
         if self.process_group is not _default_group():
             raise RuntimeError("a copy needs the default process group, and this model has another: copy its module")
-        left_out = ("process_group", "_reduction")
+        left_out = ("process_group", "_reduction", "device_mesh")
         return {name: value for name, value in self.__dict__.items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         nn.Module.__setstate__(self, state)
-        self.process_group = _default_group()
+        self.process_group, self.device_mesh = _default_group(), None
         self._clear()
 
     # What trainers call besides

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .adaptive.adaptive_loader import REDUCTIONS
 from .adaptive.noise import GradientNoise
 from .errors import DroppedError
 from .exchange import Transport
@@ -139,7 +138,6 @@ class GradientReduction(FusedSteps, ReplicatedModel):
             self._adopt(self._joined)
         self._transport.donate = weak_hook(self._donate)
         self._attach()
-        REDUCTIONS.add(self)
 
     def _make_private(self) -> PrivateGradients | None:
         if self.options.privacy is None:
@@ -739,7 +737,6 @@ class GradientReduction(FusedSteps, ReplicatedModel):
             discard: whether to drop gradients that have not been synchronized instead.
         """
         super().detach()
-        REDUCTIONS.discard(self)
         self._drop_cleared()
         self._end_probe()
         self._planner.release(discard=discard)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from comparison import off_by
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
@@ -446,6 +448,29 @@ class Normalised(nn.Module):
 
 
 @support.at_sites(2)
+def test_another_module_in_its_place() -> None:
+    model = dadplug.DistributedDataParallel(build(), mode="dad")
+    model.module = nn.Sequential(model.module)  # as a compiled one
+    model(rows(0, [dist.get_rank()])).mean().backward()
+    model.module = build()
+    with pytest.raises(RuntimeError, match="wrap that one"):
+        model(rows(0, [0]))
+
+
+@support.at_sites(2)
+def test_a_mesh_as_with_torch() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    model = dadplug.DistributedDataParallel(build(), mode="dad", device_mesh=mesh)
+    assert model.device_mesh is mesh
+    model(rows(0, [dist.get_rank()])).mean().backward()
+    assert model.reduction.contributors == [0, 1]
+    both = {"device_mesh": mesh, "process_group": dist.group.WORLD}
+    for wrong in (both, {"device_mesh": init_device_mesh("cpu", (2, 1))}):
+        with pytest.raises(RuntimeError, match=r"device_mesh|1D"):
+            dadplug.DistributedDataParallel(build(), mode="dad", **wrong)
+
+
+@support.at_sites(2)
 def test_parameters_and_buffers_that_are_left_out() -> None:
     rank = dist.get_rank()
     net = build(0, Normalised)
@@ -461,6 +486,16 @@ def test_parameters_and_buffers_that_are_left_out() -> None:
     gradients = model.reduction.gather_objects([net.extra.grad, net.last.weight.grad])
     assert not torch.equal(gradients[0][0], gradients[1][0])
     assert torch.equal(gradients[0][1], gradients[1][1])
+    net.extra = nn.Parameter(torch.full_like(net.extra, rank + 3.0))  # another one of that name
+    for step in range(2):
+        model(rows(step, [rank])).square().mean().backward()
+    gradients = model.reduction.gather_objects([net.extra.grad, net.last.weight.grad])
+    assert not torch.equal(gradients[0][0], gradients[1][0])
+    assert torch.equal(gradients[0][1], gradients[1][1])
+    optimizer = torch.optim.SGD([net.extra], 0.1)
+    for _ in range(2):  # its gradients need no agreement
+        optimizer.step()
+    assert net.extra.ne(rank + 3.0).all()
     model.reduction.detach()
     for broadcast, forward, expected in ((False, None, rank + 1.0), (True, None, 1.0), (None, False, 1.0)):
         net = build(0, Normalised)
@@ -479,11 +514,13 @@ def test_parameters_and_buffers_that_are_left_out() -> None:
 def test_join_with_running_statistics() -> None:
     """Sites with different numbers of batches, running statistics, and site 0 as the first that has none left."""
     rank = dist.get_rank()
-    for outer in (False, True):
-        model = dadplug.DistributedDataParallel(build(0, Normalised), mode="dad", compare_every=2)
+    for outer, divides in itertools.product((False, True), repeat=2):
+        options = {"mode": "dad", "compare_every": 2, "weighting": "uniform"}
+        model = dadplug.DistributedDataParallel(build(0, Normalised), **options)
         alone = build(0, Normalised)
         optimizer = torch.optim.SGD(model.parameters(), 0.05)
-        with Join([model]) if outer else model.join():
+        by = {} if divides else {"divide_by_initial_world_size": False}  # True by default, as with torch's class
+        with Join([model], **by) if outer else model.join(**by):
             for step in range(2 + 3 * rank):
                 optimizer.zero_grad()
                 model(rows(step, [rank])).square().mean().backward()
@@ -496,7 +533,7 @@ def test_join_with_running_statistics() -> None:
         for step in range(5):  # batches are normalised at each site
             reference.zero_grad()
             parts = [alone(rows(step, [site])).square().mean() for site in (range(2) if step < 2 else [1])]
-            (sum(parts) / len(parts)).backward()
+            (sum(parts) / (2 if divides else len(parts))).backward()
             reference.step()
         same(model, alone)
         with pytest.raises(ValueError, match="throw_on_early_termination"), model.join(throw_on_early_termination=True):

@@ -565,6 +565,15 @@ def test_two_reductions_on_one_model_are_refused():
     dadplug.GradientReduction(model, mode="dad", weighting="samples").detach()
 
 
+def test_scripted_modules_are_refused():
+    for scripted, part in (
+        (torch.jit.script(nn.Linear(2, 2)), "the model"),
+        (nn.Sequential(torch.jit.script(nn.Linear(2, 2))), "layer '0'"),
+    ):
+        with pytest.raises(ValueError, match=f"{part} is compiled by torch.jit.script.*torch.compile"):
+            dadplug.GradientReduction(scripted)
+
+
 def test_lazy_modules_need_a_shape_first():
     with pytest.raises(ValueError, match="parameter 'weight' has no shape yet"):
         dadplug.GradientReduction(nn.LazyLinear(3), weighting="samples")

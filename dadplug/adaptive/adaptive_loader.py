@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import statistics
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from ..errors import MismatchError
 from ..exchange import Traffic, Transport
 from ..exchange.codec import register
-from ..model_sync.structure import before_update
+from ..model_sync.structure import ATTACHED, before_update
 from ..signature import whole_number
 from .goodput import BatchLimits, BatchSplit, Measurement, Period, choose, fit, initial_split
 from .loader import ElasticDataLoader, check_sampler, order_of_sampler
@@ -66,10 +65,6 @@ class GradientSource(Protocol):
     @property
     def plan(self) -> Iterable[Any]:
         """The path and bytes of every parameter."""
-
-
-REDUCTIONS: weakref.WeakSet[GradientSource] = weakref.WeakSet()
-"""Reductions of this process, so that a loader finds the one whose gradients its batches lead to."""
 
 
 @register
@@ -464,7 +459,7 @@ class AdaptiveDataLoader(ElasticDataLoader):
         """Note what the reductions have done so far, before the first micro-batch of a step is loaded."""
         self._before = None if self._gradients is None else _counts(self._gradients)
         if self._gradients is None:
-            self._steps_before = {id(each): each.traffic.steps for each in REDUCTIONS}
+            self._steps_before = {id(each): each.traffic.steps for each in ATTACHED}
 
     def _end_step(self, rows: int, seconds: float, whole: bool) -> None:
         """End a step, after the program has used its last micro-batch.
@@ -505,7 +500,10 @@ class AdaptiveDataLoader(ElasticDataLoader):
             RuntimeError: if none has.
             ValueError: if several have.
         """
-        found = [each for each in REDUCTIONS if each.traffic.steps > self._steps_before.get(id(each), 0)]
+        sources = (each for each in ATTACHED if hasattr(type(each), "gain"))  # no LocalSGD
+        found: list[GradientSource] = [
+            each for each in sources if each.traffic.steps > self._steps_before.get(id(each), 0)
+        ]
         if len(found) > 1:
             raise ValueError(
                 "several GradientReductions take steps in the loop: name the one that decides about the batch, "

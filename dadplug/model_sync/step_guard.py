@@ -64,17 +64,21 @@ class StepGuard:
         self._settings.record(optimizer)
         if optimizer not in self._stepped:
             self._stepped[optimizer] = 0
-            self._warn_of_own_decisions(optimizer)
-        return call_before_update(args, kwargs, lambda: self._check_agreed(optimizer, stepped))
+            if self._reduction.world_size > 1:
+                self._warn_of_own_decisions(optimizer)
+        begun = self.agreements
+        return call_before_update(args, kwargs, lambda: self._check_agreed(optimizer, stepped, begun))
 
-    def _check_agreed(self, optimizer: Optimizer, stepped: Sequence[nn.Parameter]) -> None:
+    def _check_agreed(self, optimizer: Optimizer, stepped: Sequence[nn.Parameter], begun: int) -> None:
         """Raise RuntimeError if an optimizer is about to apply gradients of this site alone.
 
         They have arrived here, or they have not: as those of parameters that have taken the place of others have not.
+        What a closure has agreed on since the step has begun may be held, to be applied after it.
         """
         stale = self._reduction.world_size > 1 and self._stepped[optimizer] == self.agreements
-        gradients = (each.grad for each in stepped if stale and each.grad is not None)
-        if self._reduction.pending or not all(map(is_zero, gradients)):
+        gradients = (each.grad for each in stepped if stale and each.grad is not None and not is_managed(each))
+        held = self._reduction.holds and self.agreements > begun
+        if (self._reduction.pending and not held) or not all(map(is_zero, gradients)):
             raise RuntimeError(
                 "optimizer.step() before gradients were synchronized: call reduction.synchronize() after backward(), "
                 "also in a closure. With DistributedDataParallel: call the wrapped model, not its module, and outside "
@@ -102,8 +106,6 @@ class StepGuard:
 
     def _warn_of_own_decisions(self, optimizer: Optimizer) -> None:
         """Warn of steps that differ between sites: of parameters outside of the model, and by this site's own loss."""
-        if self._reduction.world_size == 1:
-            return
         ours = {id(each) for other in ATTACHED for each in other.model.parameters()}
         stepped = (each for group in optimizer.param_groups for each in group["params"])
         others = (each for each in stepped if id(each) not in ours and not is_managed(each))

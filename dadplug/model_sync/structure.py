@@ -81,10 +81,15 @@ def is_managed(parameter: Any) -> bool:
 
 @contextmanager
 def without_managed(model: nn.Module) -> Iterator[None]:
-    """Take the parameters that are managed elsewhere out of a model, inside a ``with`` block."""
-    hidden = []
-    for module in model.modules():
+    """Take the parameters that are managed elsewhere out of a model, inside a ``with`` block.
+
+    Those are parameters, too, that have taken the place of one which torch's DistributedDataParallel is to ignore.
+    """
+    hidden, ignored = [], getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+    for prefix, module in model.named_modules():
         for name, parameter in list(module._parameters.items()):
+            if f"{prefix}.{name}".lstrip(".") in ignored:
+                mark_managed(parameter, True)
             if is_managed(parameter):
                 hidden.append((module, name, module._parameters.pop(name)))
     try:
@@ -111,6 +116,12 @@ def check_model(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ValueError(f"parameter {name!r} has no shape yet: run one forward pass before GradientReduction")
+    for name, module in ("", model), *model.named_children():
+        if isinstance(module, torch.jit._script.RecursiveScriptModule):
+            raise ValueError(
+                f"{f'layer {name!r}' if name else 'the model'} is compiled by torch.jit.script, which allows no hooks: "
+                "pass the model as it was, speed it up by torch.compile, and script it after the training"
+            )
     for name, module in model.named_modules():
         if overridden(module):
             raise ValueError(f"layer {name!r} is in another GradientReduction or LayerCapture: detach() that first")

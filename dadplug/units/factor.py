@@ -221,6 +221,9 @@ class FactorUnit(Unit):
             self._placeholders.drop(self._placeholders.names, None)
         self.form_gradients()
         self.resolve_alone()
+        for parameter in self.parameters.values():
+            if self.arrivals and parameter.grad is not None:  # an agreed one has been added to
+                unmark_agreed(parameter.grad)
         super().leave(discard=discard)
 
     def mark_agreed(self) -> None:

@@ -150,10 +150,12 @@ def close_unused_groups() -> None:
 
 def detach_reductions() -> None:
     """Take the reductions that a call has left attached off their models."""
-    from dadplug.adaptive.adaptive_loader import REDUCTIONS
+    from dadplug import GradientReduction
+    from dadplug.model_sync.structure import ATTACHED
 
-    for reduction in list(REDUCTIONS):
-        reduction.detach(discard=True)
+    for each in list(ATTACHED):
+        if isinstance(each, GradientReduction):
+            each.detach(discard=True)
 
 
 def serve_calls(key: bytes, place: dict[str, Any]) -> None:
