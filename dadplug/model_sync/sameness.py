@@ -333,6 +333,16 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
+def state_digest(model: nn.Module) -> int:
+    """Return a digest of all bits of a model's parameters and buffers, and of its plain settings."""
+    tensors = [(name, id(each), _bits(each)) for name, each in _tensors(model).items() if each.numel()]
+    settings = [
+        (id(module), *((name, value) for name, value in vars(module).items() if type(value) in (bool, int, float, str)))
+        for module in model.modules()
+    ]
+    return hash((*tensors, *settings))
+
+
 def flattened(tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, list[Tensor]]]:
     """Group tensors by type and device; yield each group, flattened into one tensor and as the tensors.
 
