@@ -28,8 +28,7 @@ def agreed_value(values: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
     if first.is_complex():
         return torch.view_as_complex(agreed_value([torch.view_as_real(value) for value in values], shares))
     if not first.is_floating_point() or first.element_size() == 1:
-        is_counter = first.dim() == 0 and first.element_size() > 1
-        return max((value for value, _ in counted), key=int) if is_counter else first
+        return first if first.dim() or first.element_size() == 1 else max((value for value, _ in counted), key=int)
     mean, equal = torch.zeros_like(first), torch.ones_like(first, dtype=torch.bool)
     for value, share in counted:
         mean.add_(value, alpha=share)
@@ -45,8 +44,7 @@ def write_agreed(tensors: Sequence[Tensor], flats: Sequence[Tensor], shares: Seq
         flats: the bytes of the tensors of each site, flattened.
         shares: share of each site.
     """
-    sizes = [tensor.numel() for tensor in tensors]
-    rows = (flat.view(tensors[0].dtype).split(sizes) for flat in flats)
+    rows = (flat.view(tensors[0].dtype).split([tensor.numel() for tensor in tensors]) for flat in flats)
     for tensor, *values in zip(tensors, *rows, strict=True):
         write(tensor, agreed_value([value.view(tensor.shape) for value in values], shares))
 

@@ -152,10 +152,8 @@ def dense_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 def write(tensor: Tensor, values: Tensor) -> None:
     """Copy values into a tensor, once into memory that an expanded one has in several places."""
-    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-        if stride == 0 and size > 1:
-            tensor, values = tensor.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
-    tensor.copy_(values)
+    once = tuple(slice(0, None if stride else 1) for stride in tensor.stride())
+    tensor[once].copy_(values[once])
 
 
 def describe(model: nn.Module, settings: dict[str, Any]) -> dict[str, str]:

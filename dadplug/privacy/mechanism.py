@@ -304,8 +304,6 @@ def _emptied(one: Any, two: Any, name: str) -> Any:
     if kind is type(two):
         if one is None:
             return None
-        if kind is int and two == 2 * one:
-            return 0
         if isinstance(one, (torch.Tensor, np.ndarray)):
             grown = [dim for dim, (few, many) in enumerate(zip(one.shape, two.shape, strict=False)) if few != many]
             if 0 in one.shape or (len(grown) == 1 and two.shape[grown[0]] == 2 * one.shape[grown[0]]):
@@ -319,8 +317,6 @@ def _emptied(one: Any, two: Any, name: str) -> Any:
         elif isinstance(one, dict) or _layout(kind) == _PLAIN:
             empty = copy.copy(one)
             for into, few, many in zip(*map(_tables, (empty, one, two)), strict=True):
-                if few.keys() != many.keys():
-                    raise TypeError(f"{name} has other keys for two records")
                 for key, value in few.items():
                     into[key] = _emptied(value, many[key], f"{name}[{key!r}]")
             return empty

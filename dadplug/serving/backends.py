@@ -49,11 +49,13 @@ class Backend:
         schema: schema of its inputs, as far as it is known.
         pid: its process; None without one.
         last_good: whether it computes with a copy of the file that was loaded before, since the file is damaged.
+        module: a module that the program may change; None where only another version has other outputs.
     """
 
     schema = Schema()
     pid: int | None = None
     last_good = False
+    module: Any = None
 
     def start(self) -> None:
         """Load the model, or load it again after a failure.
@@ -72,10 +74,6 @@ class Backend:
         """
         raise NotImplementedError
 
-    def state(self) -> int:
-        """Return a digest of what the outputs depend on besides the input, where that changes; the same otherwise."""
-        return 0
-
     def stop(self) -> None:
         """End the backend."""
 
@@ -91,19 +89,13 @@ class ObjectBackend(Backend):
     """
 
     def __init__(self, model: Callable[..., Any]) -> None:
-        self._model, self._is_module = model, hasattr(model, "state_dict")
-        if self._is_module:
-            self.schema = Schema(None, dtype_of(model))
+        self._model = model
+        if hasattr(model, "state_dict"):
+            self.schema, self.module = Schema(None, dtype_of(model)), model
 
     def run(self, batch: Array) -> Array:
         """Return the outputs of a batch; see `Backend.run`."""
-        return checked_outputs(runner_of(evaluated(self._model, {})) if self._is_module else self._model, batch)
-
-    def state(self) -> int:
-        """Return a digest of a module's weights, buffers and settings."""
-        from ..model_sync.sameness import state_digest
-
-        return state_digest(self._model) if self._is_module else 0
+        return checked_outputs(self._model if self.module is None else runner_of(evaluated(self.module, {})), batch)
 
 
 def evaluated(item: Any, known: dict[int, Any]) -> Any:

@@ -23,7 +23,6 @@ Pair = namedtuple("Pair", "inputs targets")
 class Batch:
     inputs: torch.Tensor
     names: list
-    size: int
 
 
 class Plain:
@@ -61,7 +60,7 @@ DERIVED = {  # of a record and two: what is left of them, as `outline` shows it
     "ordered": (lambda rows: OrderedDict(inputs=stacked(rows)), {"inputs": (0, 3, 2)}),
     "dict with an attribute": (with_attribute, {"inputs": (0, 3, 2)}),
     "encoding": (encoded, {"inputs": (0, 3, 2)}),
-    "dataclass": (lambda rows: Batch(stacked(rows), [*rows], len(rows)), {"inputs": (0, 3, 2), "names": [], "size": 0}),
+    "dataclass": (lambda rows: Batch(stacked(rows), [*rows]), {"inputs": (0, 3, 2), "names": []}),
     "object": (Plain, {"inputs": (0, 3, 2), "inner": [(0, 3, 2), []]}),
     "arrays": (lambda rows: (stacked(rows).numpy(), np.array([name for _, name in rows])), [(0, 3, 2), (0,)]),
     "lists": (lambda rows: rows, []),
@@ -76,6 +75,7 @@ DERIVED = {  # of a record and two: what is left of them, as `outline` shows it
 REFUSED = {  # the part that the message names
     "packed": (lambda rows: pack_sequence([each for each, _ in rows]), "[1]"),
     "mean": (lambda rows: [stacked(rows), stacked(rows).mean(0)], "[1]"),
+    "number": (lambda rows: [stacked(rows), len(rows)], "[1]"),
     "first": (lambda rows: {"name": rows[0][1], "inputs": stacked(rows)}, "['name']"),
     "offsets": (lambda rows: torch.arange(0, 3 * len(rows) + 1, 3), "batch"),
     "squares": (lambda rows: stacked(rows)[:, None] - stacked(rows), "batch"),
@@ -91,7 +91,7 @@ DATA = [(torch.full((3, 2), MARK), f"name {MARK}") for _ in range(2)]
 
 
 def outline(item):
-    if item is None or isinstance(item, int):
+    if item is None:
         return item
     if hasattr(item, "shape"):
         return tuple(item.shape)
