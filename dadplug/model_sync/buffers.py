@@ -194,13 +194,13 @@ class MovingBuffers:
 
     def known(self) -> list[Tensor]:
         """Return the known buffers, in the order of their names."""
-        buffers = dense_buffers(self._model)
-        return [buffers[name] for name in self.names if name in buffers]
+        return [buffer for name, buffer in sorted(dense_buffers(self._model).items()) if name in self.names]
 
     def keep(self) -> None:
         """Take the present values of the known buffers as the agreed ones."""
-        buffers = dense_buffers(self._model)
-        self.agreed.update({name: buffers[name].detach().clone() for name in self.names if name in buffers})
+        self.agreed.update(
+            {name: each.detach().clone() for name, each in dense_buffers(self._model).items() if name in self.names}
+        )
 
     @torch.no_grad()
     def restore(self, names: Iterable[str] | None = None) -> None:

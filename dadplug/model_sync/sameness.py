@@ -135,8 +135,9 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
             plain = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.detach().untyped_storage())
             found[f"{name} ({str(tensor).partition('quantization_scheme=')[2]}"] = plain
         else:
-            methods = _PARTS.get(tensor.layout, ())
-            parts = tensor.unbind() if tensor.is_nested else [getattr(tensor, method)() for method in methods]
+            parts = (
+                tensor.unbind() if tensor.is_nested else [getattr(tensor, of)() for of in _PARTS.get(tensor.layout, ())]
+            )
             found |= {f"{name}, {str(tensor.layout)[6:]} part {n}": part for n, part in enumerate(parts)}
     return found
 
@@ -333,12 +334,11 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 def state_digest(model: nn.Module) -> int:
     """Return a digest of all bits of a model's parameters and buffers, and of its plain settings."""
-    tensors = [(name, id(each), _bits(each)) for name, each in _tensors(model).items() if each.numel()]
-    settings = [
+    settings = (
         (id(module), *((name, value) for name, value in vars(module).items() if type(value) in (bool, int, float, str)))
         for module in model.modules()
-    ]
-    return hash((*tensors, *settings))
+    )
+    return hash((*settings, *((name, id(each), _bits(each)) for name, each in _tensors(model).items() if each.numel())))
 
 
 def flattened(tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, list[Tensor]]]:

@@ -272,8 +272,7 @@ class _Collate:
         except Exception as error:
             reason = error
         try:
-            empty = self._collate([])
-            return _emptied(empty, empty, "batch")
+            return _emptied(*[self._collate([])] * 2, "batch")
         except Exception as error:
             raise PrivacyError(
                 "PoissonLoader cannot make the batch for a draw without records, which may hold no value of a record: "
@@ -282,11 +281,7 @@ class _Collate:
             ) from reason
 
 
-def _layout(kind: type) -> tuple[int, ...]:
-    return kind.__basicsize__, kind.__itemsize__, kind.__dictoffset__, kind.__weakrefoffset__
-
-
-_PLAIN = _layout(type("_Plain", (), {}))  # of objects that hold nothing besides their attributes
+_PLAIN = type("_Plain", (), {})  # whose objects hold nothing besides their attributes
 
 
 def _emptied(one: Any, two: Any, name: str) -> Any:
@@ -314,7 +309,10 @@ def _emptied(one: Any, two: Any, name: str) -> Any:
         elif (kind in (list, tuple) or hasattr(kind, "_fields")) and len(two) == len(one):
             parts = [_emptied(*each, f"{name}[{n}]") for n, each in enumerate(zip(one, two, strict=True))]
             return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
-        elif isinstance(one, dict) or _layout(kind) == _PLAIN:
+        elif isinstance(one, dict) or all(
+            getattr(kind, each) == getattr(_PLAIN, each)
+            for each in ("__basicsize__", "__itemsize__", "__dictoffset__", "__weakrefoffset__")
+        ):
             empty = copy.copy(one)
             for into, few, many in zip(*map(_tables, (empty, one, two)), strict=True):
                 for key, value in few.items():

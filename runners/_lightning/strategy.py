@@ -374,23 +374,22 @@ class SiteStrategy(_DDPStrategy):
             MismatchError: if it is the last one at some sites only, at these before the batch, or with the next one.
         """
         super().on_train_batch_start(batch, batch_idx)
-        if self._ends is None:
-            return
-        progress = self._trainer.fit_loop.epoch_loop.batch_progress
-        is_last = progress.is_last_batch or progress.current.ready >= self._trainer.num_training_batches
-        ended = torch.eye(self.world_size, device=self.root_device)[self.global_rank] * is_last
-        self._ends.append((ended, dist.all_reduce(ended, group=self._own_group(None), async_op=True)))
-        while len(self._ends) > (not is_last):
-            self._check_ends(*self._ends.pop(0))
+        if self._ends is not None:
+            progress = self._trainer.fit_loop.epoch_loop.batch_progress
+            is_last = progress.is_last_batch or progress.current.ready >= self._trainer.num_training_batches
+            ended = torch.eye(self.world_size, device=self.root_device)[self.global_rank] * is_last
+            self._ends.append((ended, dist.all_reduce(ended, group=self._own_group(None), async_op=True)))
+            while len(self._ends) > (not is_last):
+                self._check_ends(*self._ends.pop(0))
 
     def _check_ends(self, ended: Tensor, exchange: Any) -> None:
         with self._naming_sites():
             exchange.wait()
         if 0 < ended.sum() < self.world_size and self._transport is not None:
-            names = ", ".join(self._transport.sites[rank] for rank in ended.nonzero().flatten().tolist())
             raise MismatchError(
-                f"the sites have different numbers of training batches: the epoch ends at {names}, not at the others. "
-                "Loaders without a length need limit_train_batches=n, which all sites reach, or a length"
+                "the sites have different numbers of training batches: the epoch ends at "
+                + ", ".join(self._transport.sites[rank] for rank in ended.nonzero().flatten().tolist())
+                + ", not at the others. Loaders without a length need limit_train_batches=n, which all sites reach, or a length"
             )
 
     @property
