@@ -7,6 +7,7 @@ Trainer, into one.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -21,7 +22,7 @@ from torch.nn.parallel import DataParallel
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from .ddp import DistributedDataParallel
 from .errors import MismatchError
@@ -318,6 +319,14 @@ class Accelerator(accelerate.Accelerator):
             found: DataLoader[Any] = super().prepare_data_loader(data_loader, device_placement)
             return found
         if self._split_data:
+            if self.dispatch_batches is None and isinstance(data_loader.dataset, IterableDataset):
+                warnings.warn(
+                    "an iterable data set is read by each site, which keeps its part of the batches; accelerate itself "
+                    "reads it in process 0 and sends the batches. It has to give the same samples in the same order at "
+                    "all sites: confirm that by DataLoaderConfiguration(dispatch_batches=False), or give the "
+                    "Accelerator split_data=False where each site has samples of its own",
+                    stacklevel=2,
+                )
             before, self.dataloader_config.dispatch_batches = self.dispatch_batches, False
             prepared: DataLoader[Any]
             try:
@@ -335,6 +344,16 @@ class Accelerator(accelerate.Accelerator):
                 "allow: give the Accelerator split_data=False, where each site has data of its own, or "
                 "dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=...)"
             )
+        return prepared
+
+    def prepare_scheduler(self, scheduler: LRScheduler) -> Any:
+        """Prepare a scheduler: it is stepped once for each site, as accelerate does, or once with ``split_data=False``.
+
+        Args:
+            scheduler: the scheduler.
+        """
+        prepared = super().prepare_scheduler(scheduler)
+        prepared.split_batches |= not self._split_data  # each site's loader has all of its batches, then
         return prepared
 
     def _keep_data(self, loader: DataLoader[Any], device_placement: bool) -> Any:

@@ -282,7 +282,7 @@ class DistributedDataParallel(TorchDDP):
             if 0 in (reduction.contributors or [0]):
                 reduction.broadcast_buffers()
             else:  # rank 0 has no data any more, and its buffers are old
-                self._take_over(reduction.contributors[0], dict(self.module.named_buffers()))
+                self._take_over(reduction.contributors[0], sameness.dense_buffers(self.module))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -349,7 +349,7 @@ class DistributedDataParallel(TorchDDP):
         sent = self.reduction.gather_objects(own if self.reduction.site_rank == source else None)[source]
         with torch.no_grad():
             for name, tensor in own.items():
-                tensor.data.copy_(sent[name])
+                sameness.write(tensor.data, sent[name])
 
     def _notify(self, synchronizes: bool) -> bool:
         """Inform the sites that have left a block of `Join` of a forward pass; return whether a step follows it."""

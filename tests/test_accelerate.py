@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import os
+import warnings
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -228,6 +229,51 @@ class Stream(IterableDataset):
         return iter(rows(16))
 
 
+@pytest.mark.parametrize("split", [True, False])
+@support.at_sites(2)
+def test_a_scheduler_keeps_its_pace(split: bool) -> None:
+    """Accelerate's for loaders that are divided, and one step a step for those of sites with data of their own."""
+    accelerator = fresh(mode="dsgd", split_data=split, gradient_accumulation_steps=2, weighting="uniform")
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loader, scheduler = DataLoader(TensorDataset(rows(16)), 4), torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    model, optimizer, loader, prepared = accelerator.prepare(model, optimizer, loader, scheduler)
+    for (inputs,) in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(inputs).square().mean())
+            optimizer.step()
+            prepared.step()
+    assert scheduler.last_epoch == 2  # of one step for two sites, or of two steps
+    accelerator.free_memory()
+
+
+TOKENS = ((3, 1, 0, 2), (1, 4, 2, 5))  # of each micro-batch, by site
+
+
+@pytest.mark.parametrize("mode", ["dsgd", "dad"])
+@support.at_sites(2)
+def test_losses_by_the_number_of_tokens_are_those_of_one_process(mode: str) -> None:
+    """The recipe of accelerate's and transformers' documentation, in two steps of two micro-batches."""
+    accelerator = fresh(mode=mode, split_data=False, gradient_accumulation_steps=2, weighting="uniform")
+    rank, model, reference = dist.get_rank(), build(), build()
+    model, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters(), 0.01))
+    plain = torch.optim.Adam(reference.parameters(), 0.01)
+    for step in range(2):
+        batches = [[rows(n, seed=9 * step + site + 2 * n) for n in TOKENS[site][2 * step :][:2]] for site in range(2)]
+        count = accelerator.gather(torch.tensor([sum(map(len, batches[rank]))])).sum().item()
+        for inputs in batches[rank]:
+            with accelerator.accumulate(model):
+                loss = model(inputs).square().sum()
+                accelerator.backward(loss * accelerator.gradient_accumulation_steps * accelerator.num_processes / count)
+                optimizer.step()
+                optimizer.zero_grad()
+        (sum(reference(each).square().sum() for site in batches for each in site) / count).backward()
+        plain.step()
+        plain.zero_grad()
+    assert_equal(model, reference)
+    accelerator.free_memory()
+
+
 @support.at_sites(2)
 def test_sites_load_their_own_data() -> None:
     """Loaders of sites with data of their own, and streams, which are not sent by site 0."""
@@ -242,8 +288,13 @@ def test_sites_load_their_own_data() -> None:
             accelerator.backward(model(inputs).square().mean())
             model.zero_grad()
     accelerator.free_memory()
+    accelerator = fresh(mode="dad", dataloader_config=DataLoaderConfiguration(dispatch_batches=False))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        accelerator.prepare(DataLoader(Stream(), 4))
     accelerator = fresh(mode="dad")
-    stream = accelerator.prepare(DataLoader(Stream(), 4))
+    with pytest.warns(UserWarning, match="dispatch_batches=False"):
+        stream = accelerator.prepare(DataLoader(Stream(), 4))
     assert type(stream).__name__ == "DataLoaderShard"
     expected = rows(16).reshape(2, 2, 4, 6)[:, dist.get_rank()]
     assert torch.equal(torch.stack(list(stream)), expected)

@@ -92,6 +92,9 @@ def _refusal(what: str) -> str:
 class RowOptimizer(ABC):
     """Step of an optimizer on rows, as deltas, so that the steps of several sites add up.
 
+    Each site computes them by its own part of a row's gradient. Unless they are linear in it, as those of SGD, the sum
+    for a row that several sites use in a step is not the delta of the whole gradient.
+
     Attributes:
         state_names: torch's names of the parts of the state, of equal widths; checkpoints use them.
         counts_steps: whether a checkpoint's state also has a number of steps.

@@ -49,7 +49,8 @@ class AdaModel(nn.Module):
     Args:
         model: the model; structures must be equal on all sites. Parameters are replaced by those of site 0.
         optimizer: optimizer of the model's parameters: SGD, Adagrad, SparseAdam, Adam (moments of rows that are not in
-            the batch then do not change) or `RowwiseAdagrad`.
+            the batch then do not change) or `RowwiseAdagrad`. Sites step a row by their own parts of the gradient, and
+            the steps add up: with several sites at a row in one step, only SGD has the result of one process.
         manager: parameter manager of the tables; None for a new one.
         backend: backend of a new manager, see `ParameterManager`.
         reduce: ``"mean"`` weights the gradients of rows by the site's share of the samples, as one process with all

@@ -674,12 +674,12 @@ class Agreement:
         try:
             with torch.no_grad():
                 for name, value in agreed.items():
-                    own[name].copy_(value)
+                    sameness.write(own[name], value)
             yield
         finally:
             with torch.no_grad():
                 for name, value in kept.items():
-                    own[name].copy_(value)
+                    sameness.write(own[name], value)
 
     def postpones(self) -> bool:
         """Return whether a due agreement waits, while local steps go on, since nothing can be exchanged at present."""

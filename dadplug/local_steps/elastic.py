@@ -35,7 +35,7 @@ from ..errors import MismatchError, NonFiniteError
 from ..exchange import Gather, Transport
 from ..logs import get_logger
 from ..model_sync import sameness
-from ..model_sync.buffers import agreed_value
+from ..model_sync.buffers import write_agreed
 from ..model_sync.sameness import renormalise
 from .agreement import Agreement, Fragment, Header, delta_format, divide, fingerprint, is_finite
 from .options import LocalOptions
@@ -240,7 +240,7 @@ class ElasticAgreement(Agreement):
 
     def _drop_spoilt_buffers(self) -> None:
         """Set this site's buffers to the agreed ones where its steps are dropped, or its statistics hold NaN or Inf."""
-        known = [each for each in self._buffers.known() if each.is_floating_point()]
+        known = [each for each in self._buffers.known() if each.is_floating_point() and each.element_size() > 1]
         if self.spoilt:
             self._buffers.restore()
         elif not all(is_finite(each) for each in known):
@@ -288,7 +288,7 @@ class ElasticAgreement(Agreement):
             sizes = each.form.layout({name: values[name] for name in each.names})
             each.gathers = {dtype: transport.gather([size] * count, dtype) for dtype, size in sizes.items()}
         groups = sameness.flattened(self._buffers.known())
-        self._of_buffers = [transport.gather([flat.numel()] * count, flat.dtype) for flat, _ in groups]
+        self._of_buffers = [transport.gather([flat.nbytes] * count, torch.uint8) for flat, _ in groups]
 
     def _exchange(self, step: int, finished: bool, nonfinite: int) -> dict[int, Header]:
         """Send the header and the buffers, close the round, and return the headers of the contributors by rank."""
@@ -301,7 +301,7 @@ class ElasticAgreement(Agreement):
         self._headers.launch()
         if averages:
             for gather, (flat, _) in zip(self._of_buffers, sameness.flattened(self._buffers.known()), strict=True):
-                gather.payload.copy_(flat)
+                gather.payload.copy_(flat.view(torch.uint8))
                 gather.launch()
         transport.close_round(self.admits, idle=not offered.weight)
         rows = self._headers.wait()
@@ -358,9 +358,7 @@ class ElasticAgreement(Agreement):
             self._buffers.restore(self._buffers.names)
             return
         for rows, (_, tensors) in zip(every, sameness.flattened(self._buffers.known()), strict=True):
-            value = agreed_value([rows[rank] for rank in shares], [*shares.values()])
-            for tensor, part in zip(tensors, value.split([each.numel() for each in tensors]), strict=True):
-                tensor.copy_(part.view_as(tensor))
+            write_agreed(tensors, [rows[rank] for rank in shares], [*shares.values()])
         self._buffers.keep()
 
     def _note(self, headers: Mapping[int, Header]) -> None:

@@ -10,28 +10,48 @@ from torch import Tensor, nn
 from ..errors import DamagedError, MismatchError
 from ..exchange import Transport, codec
 from ..exchange.status import PeerNames
-from .sameness import flattened
+from .sameness import as_bytes, dense_buffers, flattened, write
 
 
 def agreed_value(values: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
-    """Return what sites agree on: the weighted mean of floats, the maximum of counters, the first of truth values.
+    """Return what sites agree on: of real and complex numbers the weighted mean, of counters the maximum.
+
+    Counters are single whole numbers. Other integers, truth values and floats of 8 bits are those of the first site. A
+    site without a share does not count, and what is equal at all others stays as it is, such as infinity.
 
     Args:
         values: the values of the sites, in an order that is the same at all of them.
         shares: share in the mean of each site.
     """
-    first = values[0]
-    if first.is_floating_point():
-        mean = torch.zeros_like(first)
-        for value, share in zip(values, shares, strict=True):
-            mean.add_(value, alpha=share)
-        return mean
-    return first if first.dtype == torch.bool else torch.stack(list(values)).amax(0)
+    counted = [(value, share) for value, share in zip(values, shares, strict=True) if share]
+    first = counted[0][0]
+    if first.is_complex():
+        return torch.view_as_complex(agreed_value([torch.view_as_real(value) for value in values], shares))
+    if not first.is_floating_point() or first.element_size() == 1:
+        return first if first.dim() or first.element_size() == 1 else max((value for value, _ in counted), key=int)
+    mean, equal = torch.zeros_like(first), torch.ones_like(first, dtype=torch.bool)
+    for value, share in counted:
+        mean.add_(value, alpha=share)
+        equal &= value == first
+    return torch.where(equal, first, mean)
+
+
+def write_agreed(tensors: Sequence[Tensor], flats: Sequence[Tensor], shares: Sequence[float]) -> None:
+    """Replace tensors by what sites agree on.
+
+    Args:
+        tensors: this site's tensors, of one type.
+        flats: the bytes of the tensors of each site, flattened.
+        shares: share of each site.
+    """
+    rows = (flat.view(tensors[0].dtype).split([tensor.numel() for tensor in tensors]) for flat in flats)
+    for tensor, *values in zip(tensors, *rows, strict=True):
+        write(tensor, agreed_value([value.view(tensor.shape) for value in values], shares))
 
 
 @torch.no_grad()
 def average_tensors(buffers: Sequence[Tensor], transport: Transport, shares: Mapping[int, float]) -> None:
-    """Replace tensors by their weighted mean over sites, those of integers by their maximum.
+    """Replace tensors by what the sites agree on, see `agreed_value`.
 
     Args:
         buffers: the tensors, in the same order on all sites.
@@ -39,28 +59,26 @@ def average_tensors(buffers: Sequence[Tensor], transport: Transport, shares: Map
         shares: share in the mean of each site that takes part, by rank, the same on all sites.
     """
     for flat, tensors in flattened(buffers):
-        gather = transport.gather_once([flat.numel()] * transport.world_size, flat.dtype)
-        gather.payload.copy_(flat)
+        gather = transport.gather_once([flat.nbytes] * transport.world_size, torch.uint8)
+        gather.payload.copy_(flat.view(torch.uint8))
         gather.launch()
         transport.close_round()
         payloads = gather.wait()
         present = [rank for rank in shares if rank not in transport.absent]
         left = 1.0 if len(present) == len(shares) else sum(shares[rank] for rank in present)
         weights = [shares[rank] / left if left else 1 / len(present) for rank in present]
-        agreed = agreed_value([payloads[rank] for rank in present], weights)
-        for tensor, part in zip(tensors, agreed.split([tensor.numel() for tensor in tensors]), strict=True):
-            tensor.copy_(part.view_as(tensor))
+        write_agreed(tensors, [payloads[rank] for rank in present], weights)
 
 
 def average_buffers(model: nn.Module, transport: Transport, weight: float) -> None:
-    """Replace every site's float buffers by their weighted mean over sites, and counters by their maximum.
+    """Replace every site's buffers by what the sites agree on, see `agreed_value`.
 
     Args:
         model: the model.
         transport: the transport.
         weight: this site's weight; weights need not sum to one.
     """
-    buffers = [buffer for buffer in model.buffers() if buffer.numel()]
+    buffers = [*dense_buffers(model).values()]
     if transport.world_size == 1 or not buffers:
         return
     weights = transport.gather_present(weight)
@@ -78,12 +96,12 @@ def pack_buffers(model: nn.Module, samples: int) -> bytes:
         model: the model.
         samples: samples that this site has trained on since the last mean: its weight.
     """
-    return codec.encode((samples, {name: buffer.detach() for name, buffer in model.named_buffers() if buffer.numel()}))
+    return codec.encode((samples, {name: buffer.detach() for name, buffer in dense_buffers(model).items()}))
 
 
 @torch.no_grad()
 def average_packed(model: nn.Module, packed: Mapping[int, bytes | bytearray], sites: PeerNames) -> None:
-    """Replace float buffers by their mean over sites, and counters by their maximum.
+    """Replace buffers by what the sites agree on, see `agreed_value`.
 
     Args:
         model: the model.
@@ -93,7 +111,7 @@ def average_packed(model: nn.Module, packed: Mapping[int, bytes | bytearray], si
     Raises:
         MismatchError: if those of a site do not fit this model.
     """
-    own = {name: buffer for name, buffer in model.named_buffers() if buffer.numel()}
+    own = dense_buffers(model)
     if not own:
         return
     layout = {name: (each.shape, each.dtype) for name, each in own.items()}
@@ -109,7 +127,7 @@ def average_packed(model: nn.Module, packed: Mapping[int, bytes | bytearray], si
     total = sum(samples for samples, _ in every)
     shares = [samples / total if total else 1 / len(every) for samples, _ in every]
     for name, buffer in own.items():
-        buffer.copy_(agreed_value([buffers[name].to(buffer.device) for _, buffers in every], shares))
+        write(buffer, agreed_value([buffers[name].to(buffer.device) for _, buffers in every], shares))
 
 
 class MovingBuffers:
@@ -134,7 +152,7 @@ class MovingBuffers:
             names: names of the buffers that have changed so far.
         """
         self.names = list(names)
-        self.agreed = {name: buffer.detach().clone() for name, buffer in self._model.named_buffers()}
+        self.agreed = {name: buffer.detach().clone() for name, buffer in dense_buffers(self._model).items()}
 
     def changed(self) -> list[str]:
         """List buffers that have changed at this site, and are not among the known ones.
@@ -143,8 +161,9 @@ class MovingBuffers:
         """
         return [
             name
-            for name, buffer in self._model.named_buffers()
-            if name not in self.names and not (name in self.agreed and torch.equal(buffer, self.agreed[name]))
+            for name, buffer in dense_buffers(self._model).items()
+            if name not in self.names
+            and not (name in self.agreed and torch.equal(as_bytes(buffer), as_bytes(self.agreed[name])))
         ]
 
     def announce(self, transport: Transport, shares: Mapping[int, float] | None = None) -> None:
@@ -155,14 +174,14 @@ class MovingBuffers:
             shares: share of each site, by rank, with which the means of these buffers are taken now; None for later.
         """
         names = {name for changed in transport.gather_present(self.changed()).values() for name in changed}
-        new = [buffer for name, buffer in sorted(self._model.named_buffers()) if name in names and buffer.numel()]
+        new = [buffer for name, buffer in sorted(dense_buffers(self._model).items()) if name in names]
         self.names = sorted({*self.names, *names})
         if shares is not None:
             average_tensors(new, transport, shares)
             self.keep()
 
     def average(self, transport: Transport, shares: Mapping[int, float]) -> None:
-        """Replace the known buffers by their weighted mean over sites, counters by their maximum.
+        """Replace the known buffers by what the sites agree on, see `agreed_value`.
 
         Args:
             transport: the transport.
@@ -174,14 +193,14 @@ class MovingBuffers:
         self.keep()
 
     def known(self) -> list[Tensor]:
-        """Return the known buffers that have elements, in the order of their names."""
-        buffers = dict(self._model.named_buffers())
-        return [buffers[name] for name in self.names if name in buffers and buffers[name].numel()]
+        """Return the known buffers, in the order of their names."""
+        return [buffer for name, buffer in sorted(dense_buffers(self._model).items()) if name in self.names]
 
     def keep(self) -> None:
         """Take the present values of the known buffers as the agreed ones."""
-        buffers = dict(self._model.named_buffers())
-        self.agreed.update({name: buffers[name].detach().clone() for name in self.names if name in buffers})
+        self.agreed.update(
+            {name: each.detach().clone() for name, each in dense_buffers(self._model).items() if name in self.names}
+        )
 
     @torch.no_grad()
     def restore(self, names: Iterable[str] | None = None) -> None:
@@ -191,6 +210,6 @@ class MovingBuffers:
             names: names of the buffers; None for all.
         """
         wanted = self.agreed if names is None else {*names}
-        for name, buffer in self._model.named_buffers():
+        for name, buffer in dense_buffers(self._model).items():
             if name in wanted and name in self.agreed and self.agreed[name].shape == buffer.shape:
-                buffer.copy_(self.agreed[name])
+                write(buffer, self.agreed[name])

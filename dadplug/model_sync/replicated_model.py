@@ -227,7 +227,10 @@ class ReplicatedModel:
             sameness.broadcast_buffers(self.model, self._transport)
 
     def average_buffers(self) -> None:
-        """Replace running statistics and other float buffers by their mean over sites; all sites must call it.
+        """Replace running statistics and other buffers by their mean over sites; all sites must call it.
+
+        Single integers, which count something, are set to the maximum; other integers, truth values and floats of 8
+        bits to those of the first site that is present. Sparse and quantized buffers stay as they are.
 
         All sites count the same, or with ``weighting="samples"`` by their samples since the last call. The runners call
         it before evaluation and at checkpoints.

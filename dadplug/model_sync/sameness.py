@@ -114,8 +114,44 @@ _GROUP_BYTES = 1 << 25  # that are flattened at once
 Item = TypeVar("Item")
 
 
+_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
+    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")),
+}
+"""Methods that return the dense tensors in which those of a layout hold their values; others stay as they are."""
+
+
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    return dict([*model.named_parameters(), *model.named_buffers()])
+    """Return by name the dense tensors in whose memory a model has its parameters and buffers."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if _is_dense(tensor):
+            found[name] = tensor
+        elif tensor.is_quantized:  # its scales are part of its name, so that they are compared
+            plain = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.detach().untyped_storage())
+            found[f"{name} ({str(tensor).partition('quantization_scheme=')[2]}"] = plain
+        else:
+            parts = (
+                tensor.unbind() if tensor.is_nested else [getattr(tensor, of)() for of in _PARTS.get(tensor.layout, ())]
+            )
+            found |= {f"{name}, {str(tensor.layout)[6:]} part {n}": part for n, part in enumerate(parts)}
+    return found
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
+
+
+def dense_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return by name the buffers that sites agree on in training; sparse and quantized ones stay as at the start."""
+    return {name: each for name, each in model.named_buffers() if _is_dense(each) and each.numel()}
+
+
+def write(tensor: Tensor, values: Tensor) -> None:
+    """Copy values into a tensor, once into memory that an expanded one has in several places."""
+    once = tuple(slice(0, None if stride else 1) for stride in tensor.stride())
+    tensor[once].copy_(values[once])
 
 
 def describe(model: nn.Module, settings: dict[str, Any]) -> dict[str, str]:
@@ -131,7 +167,7 @@ def describe(model: nn.Module, settings: dict[str, Any]) -> dict[str, str]:
 def load_tensors(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     """Replace the values of a model's parameters and buffers, whose shapes have been compared."""
     for name, tensor in _tensors(model).items():
-        tensor.copy_(tensors[name])
+        write(tensor, tensors[name])
 
 
 def largest_state(model: nn.Module) -> int:
@@ -262,14 +298,14 @@ def broadcast_buffers(model: nn.Module, transport: Transport) -> None:
     Layers save their running statistics for backward, which does not read them in training: by way of ``data`` autograd
     does not take the change for an error.
     """
-    for flat, tensors in flattened([buffer.data for buffer in model.buffers() if buffer.numel()]):
+    for flat, tensors in flattened([buffer.data for buffer in dense_buffers(model).values()]):
         _broadcast(flat, tensors, transport)
 
 
 def _broadcast(flat: Tensor, tensors: Sequence[Tensor], transport: Transport) -> None:
-    transport.broadcast(flat)
+    transport.broadcast(flat.view(torch.uint8))  # backends know few types
     for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-        tensor.copy_(part.view_as(tensor))
+        write(tensor, part.view(tensor.shape))
 
 
 def first_difference(model: nn.Module, transport: Transport) -> str | None:
@@ -285,8 +321,21 @@ def first_difference(model: nn.Module, transport: Transport) -> str | None:
 
 def fingerprint(tensor: Tensor) -> int:
     """Return a digest of all bits of a tensor, and of their places; `_bits` is faster, and does not see all swaps."""
-    plain = tensor.detach().cpu().contiguous().reshape(-1)
-    return _digest_of(plain.view(torch.uint8).numpy().data) if plain.numel() else 0
+    return _digest_of(as_bytes(tensor.cpu()).numpy().data) if tensor.numel() else 0
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return the bits of a tensor's elements, flattened."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def state_digest(model: nn.Module) -> int:
+    """Return a digest of all bits of a model's parameters and buffers, and of its plain settings."""
+    settings = (
+        (id(module), *((name, value) for name, value in vars(module).items() if type(value) in (bool, int, float, str)))
+        for module in model.modules()
+    )
+    return hash((*settings, *((name, id(each), _bits(each)) for name, each in _tensors(model).items() if each.numel())))
 
 
 def flattened(tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, list[Tensor]]]:

@@ -5,15 +5,18 @@ The accountant is Opacus's, by privacy loss random variables (arXiv:2106.02848).
 
 from __future__ import annotations
 
+import copy
 import math
 import secrets
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from ..errors import PrivacyError
 from ..signature import check_choice, number, whole_number
 
 LOSS_REDUCTIONS = ("mean", "sum")
@@ -247,28 +250,88 @@ class PoissonSampler(Sampler[list[int]]):
 
 
 class _Collate:
-    """Collation of a batch; an empty one has tensors of no rows, in the shapes and types of a record's."""
+    """Collation of a batch; a batch without records holds no value of any record.
 
-    def __init__(self, collate: Callable[[list[Any]], Any], dataset: Dataset[Any]) -> None:
-        self._collate, self._dataset = collate, dataset
-        self._empty: Any = None
+    Before the first batch, a record is collated alone and twice. A dimension that doubles counts records, and is zero
+    in a batch without any. Its tensors are allocated in that shape, not cut from those of the record.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any], dataset: Dataset[Any], empty: Any) -> None:
+        self._collate, self._dataset, self._empty = collate, dataset, empty
 
     def __call__(self, records: list[Any]) -> Any:
-        if records:
-            return self._collate(records)
         if self._empty is None:
-            self._empty = torch.utils._pytree.tree_map(
-                lambda leaf: leaf[:0] if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf,
-                self._collate([self._dataset[0]]),
-            )
-        return self._empty
+            self._empty = self._without_records(records)
+        return self._collate(records) if records else copy.deepcopy(self._empty)
+
+    def _without_records(self, records: list[Any]) -> Any:
+        try:
+            record = records[0] if records else self._dataset[0]
+            one, two = (self._collate([copy.deepcopy(record) for _ in range(count)]) for count in (1, 2))
+            return _emptied(one, two, "batch")
+        except Exception as error:
+            reason = error
+        try:
+            return _emptied(*[self._collate([])] * 2, "batch")
+        except Exception as error:
+            raise PrivacyError(
+                "PoissonLoader cannot make the batch for a draw without records, which may hold no value of a record: "
+                f"{reason}. Give it empty=, the batch without records, or a collate_fn that makes one of an empty list "
+                f"(this one: {type(error).__name__}: {error})"
+            ) from reason
+
+
+_PLAIN = type("_Plain", (), {})  # whose objects hold nothing besides their attributes
+
+
+def _emptied(one: Any, two: Any, name: str) -> Any:
+    """Return what a collation makes of no records.
+
+    Args:
+        one: what it has made of a record.
+        two: what it has made of the same record twice.
+        name: its name in messages.
+
+    Raises:
+        TypeError: if it is not known how many records a part of it belongs to.
+    """
+    kind: Any = type(one)
+    if kind is type(two):
+        if one is None:
+            return None
+        if isinstance(one, (torch.Tensor, np.ndarray)):
+            grown = [dim for dim, (few, many) in enumerate(zip(one.shape, two.shape, strict=False)) if few != many]
+            if 0 in one.shape or (len(grown) == 1 and two.shape[grown[0]] == 2 * one.shape[grown[0]]):
+                shape = [0 if dim in grown else size for dim, size in enumerate(one.shape)]
+                return one.new_empty(shape) if isinstance(one, torch.Tensor) else np.empty(shape, one.dtype)
+        elif kind in (list, tuple) and len(two) == 2 * len(one):
+            return kind()
+        elif (kind in (list, tuple) or hasattr(kind, "_fields")) and len(two) == len(one):
+            parts = [_emptied(*each, f"{name}[{n}]") for n, each in enumerate(zip(one, two, strict=True))]
+            return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
+        elif isinstance(one, dict) or all(
+            getattr(kind, each) == getattr(_PLAIN, each)
+            for each in ("__basicsize__", "__itemsize__", "__dictoffset__", "__weakrefoffset__")
+        ):
+            empty = copy.copy(one)
+            for into, few, many in zip(*map(_tables, (empty, one, two)), strict=True):
+                for key, value in few.items():
+                    into[key] = _emptied(value, many[key], f"{name}[{key!r}]")
+            return empty
+    raise TypeError(f"{name} ({kind.__name__}) has no dimension that counts the records")
+
+
+def _tables(item: Any) -> list[dict[Any, Any]]:
+    """Return the dictionaries in which an object holds its values."""
+    return [each for each in (item, getattr(item, "__dict__", None)) if isinstance(each, dict)]
 
 
 class PoissonLoader(DataLoader[Any]):
     """Loader of Poisson batches, which the accounting of privacy assumes.
 
-    A pass has ``1 / sample_rate`` batches. A batch without records has tensors of no rows: the step takes place, with
-    noise alone.
+    A pass has ``1 / sample_rate`` batches. A draw without records gives a batch of no rows: the step takes place, with
+    noise alone. It is derived from how `collate_fn` collates one record and two: each tensor, array and list needs one
+    dimension that doubles. Where that is not so, ``collate_fn([])`` is used if it holds nothing.
 
     Args:
         dataset: a dataset with a length.
@@ -276,10 +339,12 @@ class PoissonLoader(DataLoader[Any]):
         steps: batches of a pass; None for ``1 / sample_rate``, rounded.
         generator: draws the batches; None for one that the operating system seeds in each pass. A seed that others
             know makes the proof of privacy void.
+        empty: the batch for a draw without records; None to derive it.
         options: further keywords of `torch.utils.data.DataLoader`.
 
     Raises:
         ValueError: if a value is out of its range, or a keyword decides what a batch is.
+        PrivacyError: before the first batch, if one without records cannot be derived.
 
     Example:
         >>> loader = PoissonLoader(dataset, sample_rate=64 / len(dataset))
@@ -292,6 +357,7 @@ class PoissonLoader(DataLoader[Any]):
         *,
         steps: int | None = None,
         generator: torch.Generator | None = None,
+        empty: Any = None,
         **options: Any,
     ) -> None:
         number("a number above 0 and up to 1", lambda value: 0 < value <= 1)("sample_rate", sample_rate)
@@ -302,5 +368,5 @@ class PoissonLoader(DataLoader[Any]):
         rows = len(cast("Sized", dataset))
         sampler = PoissonSampler(rows, sample_rate, steps or max(1, math.floor(1 / sample_rate + 0.5)), generator)
         collate = options.pop("collate_fn", None) or torch.utils.data.default_collate
-        super().__init__(dataset, batch_sampler=sampler, collate_fn=_Collate(collate, dataset), **options)
+        super().__init__(dataset, batch_sampler=sampler, collate_fn=_Collate(collate, dataset, empty), **options)
         self.sample_rate = sample_rate

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import copy
 import io
 import json
 import os
@@ -48,11 +49,13 @@ class Backend:
         schema: schema of its inputs, as far as it is known.
         pid: its process; None without one.
         last_good: whether it computes with a copy of the file that was loaded before, since the file is damaged.
+        module: a module that the program may change; None where only another version has other outputs.
     """
 
     schema = Schema()
     pid: int | None = None
     last_good = False
+    module: Any = None
 
     def start(self) -> None:
         """Load the model, or load it again after a failure.
@@ -78,19 +81,48 @@ class Backend:
 class ObjectBackend(Backend):
     """Model given as an object, which belongs to the caller: it runs in this process, in the thread of its queue.
 
+    A module may be trained meanwhile: it answers in evaluation mode by its present weights, and stays as it is.
+
     Args:
-        model: a `torch.nn.Module`, which is switched to evaluation mode, or a function of an array of shape
-            (samples, ...) that returns one of shape (samples, ...).
+        model: a `torch.nn.Module`, or a function of an array of shape (samples, ...) that returns one of shape
+            (samples, ...), the same for the same input.
     """
 
     def __init__(self, model: Callable[..., Any]) -> None:
-        self._function: Callable[[Array], Any] = model
+        self._model = model
         if hasattr(model, "state_dict"):
-            self.schema, self._function = Schema(None, dtype_of(model)), runner_of(model)
+            self.schema, self.module = Schema(None, dtype_of(model)), model
 
     def run(self, batch: Array) -> Array:
         """Return the outputs of a batch; see `Backend.run`."""
-        return checked_outputs(self._function, batch)
+        return checked_outputs(self._model if self.module is None else runner_of(evaluated(self.module, {})), batch)
+
+
+def evaluated(item: Any, known: dict[int, Any]) -> Any:
+    """Return a copy of a module in evaluation mode, with the same tensors, for one call.
+
+    Switching the module itself would change the mode of a forward pass in another thread.
+
+    Args:
+        item: the module, or the value of an attribute: modules in lists and dictionaries are copied, too.
+        known: copies of modules, by `id`.
+    """
+    import torch
+
+    kind = type(item)
+    if kind in (list, tuple):
+        return kind(evaluated(each, known) for each in item)
+    if kind is dict:
+        return {name: evaluated(each, known) for name, each in item.items()}
+    if not isinstance(item, torch.nn.Module):
+        return item
+    if id(item) not in known:
+        if isinstance(item, torch.jit.ScriptModule):
+            return known.setdefault(id(item), copy.deepcopy(item).eval())
+        item = getattr(item, "_orig_mod", item)  # without torch.compile, whose code is for the module itself
+        found = known[id(item)] = object.__new__(type(item))
+        vars(found).update(evaluated(vars(item), known) | {"training": False, "_compiled_call_impl": None})
+    return known[id(item)]
 
 
 def backend_of(model: Any, options: ServingOptions) -> Backend:
@@ -119,7 +151,8 @@ def runner_of(module: Any, channels_last: bool = False) -> Callable[[Array], Any
     """
     import torch
 
-    module.eval()
+    if module.training:
+        module.eval()
 
     def run(batch: Array) -> Any:
         with torch.inference_mode():

@@ -340,7 +340,7 @@ class Predictor:
             return None
         with self._lock:
             choice = self._policy.choose(known.context)
-        keys = [(name, self._models[name].version, known.digest) for name in choice.models]
+        keys = [(name, self._models[name].present_version(), known.digest) for name in choice.models]
         entries = self._cache.recall(keys)
         if entries is None:
             return choice

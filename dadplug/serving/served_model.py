@@ -338,7 +338,7 @@ class ServedModel:
         options: options of the predictor.
 
     Attributes:
-        version: number of the times that the model was loaded.
+        version: number of the times that the model was loaded, or was found to have changed.
         restarts: number of restarts after a failure.
         ready: whether the backend can compute.
         limit: the limit of its batch size.
@@ -363,6 +363,7 @@ class ServedModel:
         self._thread = threading.Thread(target=self._serve, name=f"dadplug-serving-{name}", daemon=True)
         self._shapes: set[tuple[int, ...]] = set()  # of inputs that the model has answered
         self._taken = 0.0  # when the last batch was taken
+        self._state, self._state_lock = 0, threading.Lock()
 
     def start(self) -> None:
         """Load the model and begin to serve.
@@ -387,7 +388,7 @@ class ServedModel:
         Returns:
             Whether the output was in the cache.
         """
-        ticket = Ticket((self.name, self.version, digest), x, arrived, deadline, [listener])
+        ticket = Ticket((self.name, self.present_version(), digest), x, arrived, deadline, [listener])
         found = self._cache.request(ticket)
         if self._cache.limit:
             self._metrics.lookup(found is not ticket)
@@ -402,6 +403,17 @@ class ServedModel:
             except UnavailableError as error:
                 self._fail(ticket, error)
         return False
+
+    def present_version(self) -> int:
+        """Return the version of the model, a new one if an object has changed since the last call."""
+        from ..model_sync.sameness import state_digest  # which imports torch
+
+        with self._state_lock:
+            state = 0 if self.backend.module is None else state_digest(self.backend.module)
+            if state != self._state:
+                self._state = state
+                self._begin_version()
+            return self.version
 
     def replace(self, backend: Backend) -> None:
         """Use another backend, which has been started, from the next batch on."""
@@ -495,6 +507,7 @@ class ServedModel:
                 text = f"the model does not answer inputs of shape {batch[0].x.shape}: {error}"
                 self._fail(batch[0], InputError(text))
             return True
+        self.present_version()  # what was computed while the model changed is not kept
         if len(self._shapes) < _MOST_SHAPES:
             self._shapes.add(batch[0].x.shape)
         for ticket, output in zip(batch, outputs, strict=True):

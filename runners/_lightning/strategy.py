@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...errors import MismatchError
 from ...exchange import Traffic, Transport, open_transport
 from ...exchange.handshake import choose_interface, free_port, gloo_interface
 from ...exchange.status import describe
@@ -159,6 +160,7 @@ class SiteStrategy(_DDPStrategy):
     _steps_in_backward = True  # if not, the subclass calls `_end_step` after the optimizer's step
     _wants_fused = False  # whether the user asks for steps on gradients that are held, and not formed
     _fuses = False  # whether optimizer steps of this fit are such ones
+    _ends: list[Any] | None = None  # comparisons of whether a batch is the last one; None where lengths are known
     _stepping: Any = None  # the optimizer whose fused step is being taken
 
     def __init__(self, kind: type[Any], keywords: Mapping[str, Any]) -> None:
@@ -355,12 +357,40 @@ class SiteStrategy(_DDPStrategy):
         """Compare the lengths of all sites' training loaders, and wrap one that is shorter than others."""
         if self._elastic is None:
             own, steps = compare_lengths(dataloader, transport)
+            self._ends = [] if own < 0 and self._in_step_with_others else None
             loader = dataloader if own == steps else UnevenLoader(dataloader, own, steps)
         else:
             own, steps = self._elastic.compare_lengths(dataloader)
             loader = UnevenLoader(dataloader, own, steps, self._elastic.first_batch)
         self._steps = None if own == steps else (own, steps)
         return loader
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Compare with the other sites whether a batch is the last one of an epoch, where no length is known.
+
+        The exchange goes on beside the batch, and only a site that ends waits for it: so no step becomes longer.
+
+        Raises:
+            MismatchError: if it is the last one at some sites only, at these before the batch, or with the next one.
+        """
+        super().on_train_batch_start(batch, batch_idx)
+        if self._ends is not None:
+            progress = self._trainer.fit_loop.epoch_loop.batch_progress
+            is_last = progress.is_last_batch or progress.current.ready >= self._trainer.num_training_batches
+            ended = torch.eye(self.world_size, device=self.root_device)[self.global_rank] * is_last
+            self._ends.append((ended, dist.all_reduce(ended, group=self._own_group(None), async_op=True)))
+            while len(self._ends) > (not is_last):
+                self._check_ends(*self._ends.pop(0))
+
+    def _check_ends(self, ended: Tensor, exchange: Any) -> None:
+        with self._naming_sites():
+            exchange.wait()
+        if 0 < ended.sum() < self.world_size and self._transport is not None:
+            raise MismatchError(
+                "the sites have different numbers of training batches: the epoch ends at "
+                + ", ".join(self._transport.sites[rank] for rank in ended.nonzero().flatten().tolist())
+                + ", not at the others. Loaders without a length need limit_train_batches=n, which all sites reach, or a length"
+            )
 
     @property
     def _has_batch(self) -> bool:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dadplug import NonFiniteError
-from dadplug.adapm import AdaModel, ParameterManager
+from dadplug.adapm import AdaModel, ParameterManager, RowwiseAdagrad
 
 ROWS, WIDTH, SIZES, STEPS = 12, 3, (3, 5), 6
 
@@ -475,6 +475,67 @@ def test_sites_together_are_one_process(sites):
     for state, expected in sites(2).run(trains_together, "sgd"):
         for name, value in expected.items():
             torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)
+
+
+SHARED_ROWS = {"adagrad": torch.optim.Adagrad, "rowwise": RowwiseAdagrad, "sgd": torch.optim.SGD}
+ROWS_OF_SITES = ((0, 1, 2), (1, 2, 3))  # rows 1 and 2 are used by both in each step
+
+
+def part_of(site, step):
+    """Return the gradient of a site in a step, in float64, with the same signs as the other's or with others."""
+    part = torch.zeros(4, 3, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(10 * step + site)
+    part[list(ROWS_OF_SITES[site])] = torch.randn(3, 3, generator=generator, dtype=torch.float64)
+    return part
+
+
+def stepped(kind, weight, state, gradient):
+    """Take a step of torch's optimizer in float64; return the changes of the weight and of the sums."""
+    parameter = nn.Parameter(weight.clone())
+    optimizer = SHARED_ROWS[kind]([parameter], lr=0.1)
+    if state is not None:
+        optimizer.state[parameter]["sum"] = state.clone()
+    parameter.grad = gradient
+    optimizer.step()
+    after = optimizer.state[parameter].get("sum")
+    return parameter.detach() - weight, None if after is None else after - state
+
+
+def steps_shared_rows(kind):
+    torch.manual_seed(3)
+    table = nn.Embedding(4, 3)
+    whole = weight = table.weight.detach().double()
+    optimizer = SHARED_ROWS[kind](table.parameters(), lr=0.1)
+    managed = AdaModel(table, optimizer, reduce="sum", always_reduce=True, mode="dsgd")  # which keeps the sites in step
+    manager = managed.manager
+    state = sums = None if kind == "sgd" else torch.zeros(4, 1 if kind == "rowwise" else 3, dtype=torch.float64)
+    for step in range(4):
+        parts = [part_of(site, step) for site in range(2)]
+        own = list(ROWS_OF_SITES[manager.rank])
+        optimizer.zero_grad()
+        (managed(torch.tensor(own)) * parts[manager.rank][own]).sum().backward()
+        managed.synchronize()
+        optimizer.step()
+        manager.wait_sync(everywhere=True)
+        changes = [stepped(kind, weight, state, part) for part in parts]
+        weight = weight + sum(change for change, _ in changes)
+        state = None if state is None else state + sum(change for _, change in changes)
+        change, more = stepped(kind, whole, sums, sum(parts))
+        whole, sums = whole + change, None if sums is None else sums + more
+    found = managed.state_dict()["weight"].double()
+    managed.close()
+    manager.close()
+    return found, weight, whole
+
+
+@pytest.mark.parametrize("kind", SHARED_ROWS)
+def test_steps_of_sites_on_the_same_rows_add_up(sites, kind):
+    """Each site steps by its part of the gradient; alone a row has the result of one process, and with sgd always."""
+    for found, expected, one_process in sites(2).run(steps_shared_rows, kind):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+        off = (found - one_process).abs().amax(1)
+        assert off[[0, 3]].max() < 1e-6
+        assert off[[1, 2]].max() < 1e-6 if kind == "sgd" else off[[1, 2]].min() > 1e-2
 
 
 class Tied(nn.Module):

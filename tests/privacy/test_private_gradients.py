@@ -406,39 +406,6 @@ class Turns(nn.Module):
         return self.layer(x.transpose(0, 1))
 
 
-def test_poisson_batches():
-    rows = torch.utils.data.TensorDataset(torch.arange(1000).float()[:, None], torch.arange(1000))
-    loader = dadplug.PoissonLoader(rows, 0.02)
-    assert len(loader) == 50
-    batches = [inputs[:, 0].long().tolist() for inputs, _ in loader]
-    sizes = torch.tensor([float(len(each)) for each in batches])
-    assert 12 < float(sizes.mean()) < 28
-    assert 2 < float(sizes.std()) < 7
-    assert batches != [inputs[:, 0].long().tolist() for inputs, _ in loader]
-    empty = dadplug.PoissonLoader(rows, 1e-9, steps=2)
-    assert [tuple(each.shape) for inputs in empty for each in inputs] == [(0, 1), (0,)] * 2
-    for wrong, message in (
-        ({"sample_rate": 0.0}, "sample_rate must be"),
-        ({"sample_rate": 0.1, "shuffle": True}, "shuffle= does not go with Poisson sampling"),
-        ({"sample_rate": 0.1, "steps": 0}, "steps must be"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            dadplug.PoissonLoader(rows, **wrong)
-    model = nn.Linear(1, 2)
-    reduction = dadplug.GradientReduction(model, mode="dsgd", privacy=DifferentialPrivacy())
-    for inputs, targets in empty:  # a loss of no rows is NaN
-        nn.functional.cross_entropy(model(inputs), targets % 2).backward()
-        reduction.synchronize()
-        assert bool(torch.isfinite(model.weight.grad).all())
-        assert model.weight.grad.any()
-    wrapped = dadplug.DistributedDataParallel(nn.Linear(1, 2), mode="dsgd", privacy=DifferentialPrivacy())
-    for inputs, targets in empty:  # the other sites wait for this one, which has no data
-        wrapped.zero_grad()
-        nn.functional.cross_entropy(wrapped(inputs), targets % 2).backward()
-        assert wrapped.module.weight.grad.any()
-    assert [each.steps for each in wrapped.reduction._private.ledger.entries] == [2]
-
-
 def trains_in_trainers():
     """Private gradients in Lightning, Catalyst and the drop-in: steps are counted, and replicas stay equal."""
     import catalyst_training

@@ -9,6 +9,7 @@ import support
 import torch
 from dadplug.runners import DADStrategy, LocalSGDStrategy, ParameterServerStrategy
 
+import dadplug
 from dadplug.model_sync.samples import takes_part
 
 
@@ -155,6 +156,42 @@ def uneven(rows: list[int], mode: str, accumulate: int) -> None:
 @pytest.mark.parametrize("mode", ["dsgd", "dad"])
 def test_sites_with_different_numbers_of_batches_train_on_all_rows_once(sites, mode, accumulate):
     sites(2).run(uneven, [29, 11], mode, accumulate)
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __init__(self, rows: int) -> None:
+        self.rows = list(zoo.loader(rows, 1).dataset)
+
+    def __iter__(self):
+        return iter(self.rows)
+
+
+def streams(way: str, counts: list[int], accumulate: int, limit: int | None) -> tuple[int, str]:
+    """Return the number of steps, and the error."""
+    strategy = DADStrategy("dsgd", weighting="uniform") if way == "dad" else LocalSGDStrategy(every=2)
+    settings = {"accumulate_grad_batches": accumulate, "limit_train_batches": limit, "max_epochs": 2}
+    current = zoo.trainer(strategy, use_distributed_sampler=False, **settings)
+    data = torch.utils.data.DataLoader(Stream(4 * counts[int(os.environ["RANK"])]), 4)
+    try:
+        current.fit(zoo.Plain().double(), data)
+    except dadplug.DadplugError as error:
+        return current.global_step, str(error)
+    return current.global_step, ""
+
+
+@pytest.mark.parametrize(
+    ("way", "counts", "accumulate"),
+    [("dad", [3, 5], 1), ("dad", [5, 3], 2), ("local", [3, 5], 1), ("local", [5, 2], 1)],
+)
+def test_loaders_of_unknown_and_different_lengths_are_an_error_at_the_first_end(sites, way, counts, accumulate):
+    for _, error in sites(2).run(streams, way, counts, accumulate, None, timeout=60):
+        assert "different numbers of training batches" in error
+        assert "limit_train_batches" in error
+
+
+@pytest.mark.parametrize(("counts", "limit", "steps"), [([4, 4], None, 8), ([3, 5], 3, 6), ([3, 5], 2, 4)])
+def test_loaders_of_unknown_length_may_end_together(sites, counts, limit, steps):
+    assert sites(2).run(streams, "dad", counts, 1, limit) == [(steps, "")] * 2
 
 
 @pytest.mark.parametrize("by_trainer", [True, False])
