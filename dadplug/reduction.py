@@ -17,6 +17,7 @@ from .adaptive.adaptive_loader import REDUCTIONS
 from .adaptive.noise import GradientNoise
 from .errors import DroppedError
 from .exchange import Transport
+from .exchange.calls import own_place
 from .fused import Deferral, FusedSteps
 from .hooks.factor import Write
 from .logs import get_logger
@@ -494,6 +495,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self.traffic.end_step()
         self._pending = False
         self._step += 1
+        own_place.step = self._step
         if self._transport.grows or self._planner.outgrown:
             self._transport.grow()
             self.world_size = self._transport.world_size

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..errors import MismatchError
 from ..logs import get_logger
 from .codec import gather_objects
-from .group_transport import GroupTransport
+from .group_transport import GroupTransport, wait_patiently
 from .handshake import gloo_interface, within
 from .hierarchy import HierarchicalTransport
 from .status import Member, PeerNames, ProcessSites, introduce, own_name
@@ -146,7 +147,15 @@ def open_transport(
     sites = introduce(parent, timeout)
     local = len(ranks) < dist.get_world_size()
     try:  # also without a hierarchy: a site that has failed by now opens none, which a new group does not notice
-        ids = gather_objects(node_id(), parent, lambda work: work.wait(timedelta(seconds=timeout)))
+        sites.begun.begin("objects")
+
+        def wait(work: dist.Work) -> None:
+            wait_patiently(work, sites.begun.last("objects"), sites, timeout)
+            work.wait(timedelta(seconds=timeout))
+
+        ids = gather_objects(node_id(), parent, wait)
+    except MismatchError:
+        raise
     except RuntimeError as error:
         raise sites.lost(error, timeout) from error
     if hierarchy is not None:

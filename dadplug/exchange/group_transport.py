@@ -6,6 +6,7 @@ import gc
 import os
 from collections.abc import Sequence
 from contextlib import suppress
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -14,14 +15,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import MismatchError
+from .calls import ASK_SECONDS, BegunExchanges, Wait, own_place, tagged, untagged
 from .codec import MAX_BYTES, gather_objects
 from .framing import Message, PeerSockets, bytes_of, wait_together
-from .handshake import connect_sockets
+from .handshake import Deadline, connect_sockets
 from .status import PeerNames
 from .traffic import Traffic
 from .transport import AllToAll, Gather, PendingSum, Transport
 from .wire import lasting
 
+_PAYLOADS = "payloads"  # exchanged by pairs of sites
 _FEW_BYTES = 1 << 20  # of which receiving a copy costs next to nothing
 _PACKET_BYTES = 1 << 14  # that cost less than a few latencies
 MAX_TAGS = 2**30  # tags have 32 bits, and are reused
@@ -51,7 +54,7 @@ class GroupTransport(Transport):
         self._process = os.getpid()
         self._last: object = None
         GroupTransport.used = True
-        self._launches = 0
+        self._begun = BegunExchanges(group.group_name)
         self._global = dist.get_process_group_ranks(group)
         self._peer_to_peer = device.type == "cpu" or "nccl" not in str(dist.get_backend(group))
         self.has_all_to_all = self._peer_to_peer
@@ -104,17 +107,11 @@ class GroupTransport(Transport):
         with self.traffic.apart():
             sockets = connect_sockets(self.rank, self.timeout, self.gather_objects, near)
         if sockets is not None:
-            mismatches = {
-                rank: f"{self.sites[rank]} and {self.sites[self.rank]} are not at the same exchange: every site must "
-                "call synchronize() equally often, with the same model; a site that has run out of data calls idle()"
-                for rank in sockets
-            }
-            self._sockets = PeerSockets(sockets, self.timeout, mismatches, in_order=self.nodes is None)
+            self._sockets = PeerSockets(sockets, self.timeout, in_order=self.nodes is None)
 
     def next_tag(self) -> int:
         """Return the tag of the next exchange that is launched, the same at all sites."""
-        self._launches = (self._launches + 1) % MAX_TAGS
-        return self._launches
+        return self._begun.begin(_PAYLOADS) % MAX_TAGS
 
     def start(self, body: memoryview, rank: int, tag: int, sends: bool) -> Work:
         """Start to send a message, or to receive one, see `PeerSockets.start`.
@@ -130,7 +127,9 @@ class GroupTransport(Transport):
 
     def all_reduce(self, tensor: Tensor) -> PendingSum:
         self.traffic.add(int(self.ring * tensor.numel() * tensor.element_size()))
-        return PendingSum(partial(self.wait, dist.all_reduce(tensor, group=self.group, async_op=True)))
+        self._begun.begin("sums")
+        work = dist.all_reduce(tensor, group=self.group, async_op=True)
+        return PendingSum(partial(self.wait, work, kind="sums"))
 
     def broadcast(self, tensor: Tensor) -> None:
         if self.rank == 0:
@@ -138,7 +137,8 @@ class GroupTransport(Transport):
         staged = tensor.to(self.device)
         source = dist.get_global_rank(self.group, 0)
         sent = torch.view_as_real(staged) if staged.is_complex() else staged  # Gloo of torch 2.8 sends real numbers
-        self.wait(dist.broadcast(sent, source, group=self.group, async_op=True))
+        self._begun.begin("broadcasts")
+        self.wait(dist.broadcast(sent, source, group=self.group, async_op=True), kind="broadcasts")
         if staged is not tensor:
             tensor.copy_(staged)
 
@@ -155,23 +155,29 @@ class GroupTransport(Transport):
         return data.cpu().numpy().tobytes()
 
     def gather_objects(self, item: Any) -> list[Any]:
-        return gather_objects(item, self.group, self.wait)
+        self._begun.begin("objects")
+        every = gather_objects(tagged(item), self.group, partial(self.wait, kind="objects"))
+        return [*untagged(dict(enumerate(every)), self.sites).values()]
 
-    def wait(self, work: Work, peer: int | None = None) -> None:
+    def wait(self, work: Work, peer: int | None = None, kind: str = "") -> None:
         """Wait for an operation or a message.
 
         Args:
             work: the operation or message.
             peer: rank of the site at the other end, if there is one only.
+            kind: kind of a collective, for `BegunExchanges`; empty for other operations.
 
         Raises:
             SiteError: if a site is gone or silent.
+            MismatchError: if sites do not make the same calls.
         """
         try:
             with self.traffic.waiting():
+                if kind and self._peer_to_peer:
+                    wait_patiently(work, self._begun.last(kind), self.sites, self.timeout)
                 work.wait()
-        except MismatchError:
-            raise
+        except MismatchError as error:
+            raise error if str(error) else self.sites.mismatch() from None
         except RuntimeError as error:
             raise self.lost(error, peer) from error
         # Gloo's thread releases the work later than this one. If it were the last to do so, it would free tensors of
@@ -188,7 +194,9 @@ class GroupTransport(Transport):
         waited = list(works)
         if self._sockets is not None:  # connections are read side by side
             with self.traffic.waiting():
-                failed = wait_together([work for work, _ in works if isinstance(work, Message)], self.timeout)
+                check = partial(self.sites.check_calls, self._begun.last(_PAYLOADS))
+                failed = wait_together([work for work, _ in works if isinstance(work, Message)], self.timeout, check)
+            own_place.wait = None
             waited = [(work, peer) for work, peer in works if work is failed]
         for work, peer in waited:
             self.wait(work, peer)
@@ -198,6 +206,27 @@ class GroupTransport(Transport):
         # Two sites send no more that way, and a gather has one latency where an all-reduce has 2 (S - 1).
         peers = self.world_size - 1
         return self._peer_to_peer and ((peers == 1 and nbytes <= _FEW_BYTES) or 0 < peers * nbytes <= _PACKET_BYTES)
+
+
+def wait_patiently(work: Any, wait: Wait, sites: PeerNames, timeout: float) -> None:
+    """Wait for a collective of gloo until it is over or the time is up, and compare the sites' calls meanwhile.
+
+    Args:
+        work: the collective.
+        wait: the same, for the other sites.
+        sites: the sites by name.
+        timeout: seconds that it may take.
+
+    Raises:
+        MismatchError: if the sites do not make the same calls.
+    """
+    deadline = Deadline(timeout)
+    while not work.is_completed() and not deadline.over:
+        with suppress(RuntimeError):  # this wait has timed out, the collective goes on
+            work.wait(timedelta(seconds=min(ASK_SECONDS, deadline.left + 0.001)))
+        if not work.is_completed():
+            sites.check_calls(wait)
+    own_place.wait = None
 
 
 class PairwiseExchange(Gather, AllToAll):

@@ -185,6 +185,61 @@ except dadplug.MismatchError as error:
         assert all(word in each.output for word in words)
 
 
+CALLS = {
+    "average": "reduction.average_buffers()",
+    "broadcast": "reduction.broadcast_buffers()",
+    "objects": "reduction.gather_objects(0.5)",
+    "difference": "reduction.first_difference()",
+    "step": "step(torch.randn(8, 6))",
+    "build": "dadplug.GradientReduction(nn.Linear(2, 2), timeout=60)",
+}
+NAMES = {"step": "synchronize()", "build": "GradientReduction()", "average": "average_buffers()"}
+NAMES |= {"broadcast": "broadcast_buffers()", "objects": "gather_objects()", "difference": "first_difference()"}
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("step", "average"),
+        ("broadcast", "step"),
+        ("broadcast", "average"),
+        ("objects", "difference"),  # both gather objects, which one took for the other's
+        ("step", "build"),
+    ],
+)
+def test_sites_that_make_different_calls_are_told_both(tmp_path, first, second):
+    code = f"""
+reduction.detach()
+model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))
+reduction = dadplug.GradientReduction(model, mode="dsgd", timeout=60)
+step(torch.randn(8, 6))
+if rank == 0:
+    {CALLS[first]}
+else:
+    {CALLS[second]}
+"""
+    for each in run(code, tmp_path, timeout=60):
+        assert "MismatchError: the sites do not make the same calls: site 0 (" in each.errors
+        for what in (first, second):
+            assert re.search(rf"is in {re.escape(NAMES[what])} at site\w*\.py:\d+, step 1", each.errors)
+
+
+def test_a_further_forward_pass_of_one_site_is_told_with_the_step(tmp_path):
+    code = """
+reduction.detach()
+model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))
+reduction = dadplug.GradientReduction(model, mode="dsgd", sync_batchnorm=True, timeout=60)
+step(torch.randn(8, 6))
+if rank == 0:
+    model(torch.randn(8, 6))
+step(torch.randn(8, 6))
+"""
+    for each in run(code, tmp_path, timeout=60):
+        assert "is in forward() at" in each.errors
+        assert "is in backward() at" in each.errors
+        assert "step 1" in each.errors
+
+
 def connect(*places: str) -> list[support.Finished]:
     """Run programs that connect with these arguments, and end."""
     return support.run_programs([["-c", f"import dadplug\ndadplug.connect({place})"] for place in places], timeout=200)

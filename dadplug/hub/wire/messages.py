@@ -165,7 +165,7 @@ VERSION = 8
 OLDEST_VERSION = 7
 """Oldest version of sites that this hub serves. Since 8 a hub answers requests for its status, takes `Spent`, and
 numbers requests for states."""
-SITES_VERSION = 2
+SITES_VERSION = 3
 """Version of what sites exchange with one another.
 
 It rises with each change by which a site sends other bytes, or makes other bits of the same bytes, so that sites of
