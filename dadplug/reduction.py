@@ -641,7 +641,10 @@ class GradientReduction(FusedSteps, ReplicatedModel):
             ValueError: if the state is of another mode.
         """
         if state["mode"] != self.options.mode:
-            raise ValueError(f"the state is of mode {state['mode']!r}, this reduction of {self.options.mode!r}")
+            raise ValueError(
+                f"the state is of mode {state['mode']!r}, this reduction of {self.options.mode!r}. To go on from the "
+                "weights alone, load the states of model and optimizer, and leave out that of the reduction"
+            )
         self._step = state["step"]
         self._method.load_state_dict(state["method"])
         self._planner.load_state_dict(state)

@@ -6,13 +6,12 @@ exchange that the other has not begun: neither will end. Objects carry the funct
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
 from ..errors import MismatchError
@@ -21,6 +20,7 @@ from . import codec
 ASK_SECONDS = 2.0  # of a wait, after which a site asks what the others wait for
 _LIBRARIES = {"dadplug", "torch", *sys.stdlib_module_names} - {"__main__"}
 _EXCHANGES = tuple(f"dadplug.{name}" for name in ("exchange", "adapm", "parameter_server", "hub"))
+_TRANSPORTS = ("dadplug.exchange", "dadplug.hub.site", "dadplug.parameter_server")
 _TRAINING = ("dadplug.parameter_server.experiment",)  # it calls the program's functions
 _LOADING = ("__iter__", "__next__")  # of loaders: below them are waits of their own, or the program's data set
 _NAMES = {"_wrapped_call_impl": "forward", "wrapper": "step"}  # of torch: calls of a module and of an optimizer
@@ -54,13 +54,9 @@ class BegunExchanges(Counter[str]):
         self._group = group
         _groups[group] = self
 
-    def begin(self, kind: str) -> int:
-        """Begin an exchange, and return its number."""
+    def begin(self, kind: str) -> Wait:
+        """Begin an exchange, and return what the wait for it is."""
         self[kind] += 1
-        return self[kind]
-
-    def last(self, kind: str) -> Wait:
-        """Return a wait for the last exchange of a kind."""
         return Wait(self._group, kind, self[kind])
 
 
@@ -73,18 +69,12 @@ class OwnPlace:
         failed: call that has failed since sites make different ones; empty if none has.
     """
 
-    step = 0
+    step, failed = 0, ""
     wait: Wait | None = None
-    failed = ""
 
     def lacks(self, wait: Wait | None) -> bool:
         """Return whether this process has not begun an exchange of a group that it belongs to."""
-        begun = None if wait is None else _groups.get(wait.group)
-        return wait is not None and begun is not None and begun[wait.kind] < wait.number
-
-    def forget(self) -> None:
-        """Forget the wait and the failed call, since others follow."""
-        self.wait, self.failed = None, ""
+        return wait is not None and wait.group in _groups and _groups[wait.group][wait.kind] < wait.number
 
 
 own_place = OwnPlace()
@@ -92,32 +82,29 @@ own_place = OwnPlace()
 
 def occupation() -> tuple[bool, str]:
     """Return whether the main thread takes part in an exchange, and its call, line of the program, and step."""
-    inner: FrameType | None = None
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    exchanging = False
+    exchanging, call, place = False, "", ""
     while frame is not None:
-        module = frame.f_globals.get("__name__") or ""
-        if module.startswith(_EXCHANGES) and module not in _TRAINING and frame.f_code.co_name not in _LOADING:
-            exchanging = True
-        if module.partition(".")[0] not in _LIBRARIES:
-            break
-        inner, frame = frame, frame.f_back
-    call = "" if inner is None else f"{_name_of(inner)}() at "
-    line = "the end of its program" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-    return exchanging, own_place.failed or f"{call if frame else ''}{line}, step {own_place.step}"
+        module, code = frame.f_globals.get("__name__") or "", frame.f_code
+        exchanging |= module.startswith(_EXCHANGES) and module not in _TRAINING and code.co_name not in _LOADING
+        if not place and module.partition(".")[0] not in _LIBRARIES:
+            place = f"{call}{os.path.basename(code.co_filename)}:{frame.f_lineno}, step {own_place.step}"
+        call, frame = f"{_name_of(frame)}() at ", frame.f_back
+    return exchanging, own_place.failed or place or "the end of its program"
 
 
-def _name_of(frame: FrameType) -> str:
+def _name_of(frame: Any) -> str:
     name = frame.f_code.co_name
     return type(frame.f_locals.get("self")).__name__ if name == "__init__" else _NAMES.get(name, name)
 
 
 def tagged(item: Any) -> tuple[str, str, Any]:
     """Return an object to gather, with the function that gathers it and the call that this site is in."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(_EXCHANGES):
+    frame: Any = sys._getframe(1)
+    while (module := frame.f_globals.get("__name__") or "").startswith(_TRANSPORTS):
         frame = frame.f_back
-    return "" if frame is None else frame.f_code.co_name, occupation()[1], item
+    function = frame.f_code.co_name if module.startswith("dadplug.") else ""  # a program may have any
+    return function, occupation()[1], item
 
 
 def untagged(every: Mapping[int, tuple[str, str, Any]], sites: Any) -> dict[int, Any]:
@@ -140,6 +127,6 @@ def explain(places: Mapping[int, str], sites: Any) -> str:
     """
     where = ", and ".join(f"{sites[rank]} is in {place}" for rank, place in sorted(places.items()) if place)
     return (
-        f"the sites do not make the same calls: {where}. Every site must make the calls that exchange something equally "
-        "often and in the same order, with the same model; a site that has run out of data calls idle()"
+        f"the sites do not make the same calls: {where}. Every site must make the calls that exchange something "
+        "equally often and in the same order, with the same model; a site that has run out of data calls idle()"
     )

@@ -24,7 +24,6 @@ from .traffic import Traffic
 from .transport import AllToAll, Gather, PendingSum, Transport
 from .wire import lasting
 
-_PAYLOADS = "payloads"  # exchanged by pairs of sites
 _FEW_BYTES = 1 << 20  # of which receiving a copy costs next to nothing
 _PACKET_BYTES = 1 << 14  # that cost less than a few latencies
 MAX_TAGS = 2**30  # tags have 32 bits, and are reused
@@ -111,7 +110,8 @@ class GroupTransport(Transport):
 
     def next_tag(self) -> int:
         """Return the tag of the next exchange that is launched, the same at all sites."""
-        return self._begun.begin(_PAYLOADS) % MAX_TAGS
+        self._last_payload = self._begun.begin("payloads")
+        return self._last_payload.number % MAX_TAGS
 
     def start(self, body: memoryview, rank: int, tag: int, sends: bool) -> Work:
         """Start to send a message, or to receive one, see `PeerSockets.start`.
@@ -127,9 +127,8 @@ class GroupTransport(Transport):
 
     def all_reduce(self, tensor: Tensor) -> PendingSum:
         self.traffic.add(int(self.ring * tensor.numel() * tensor.element_size()))
-        self._begun.begin("sums")
         work = dist.all_reduce(tensor, group=self.group, async_op=True)
-        return PendingSum(partial(self.wait, work, kind="sums"))
+        return PendingSum(partial(self.wait, work, begun=self._begun.begin("sums")))
 
     def broadcast(self, tensor: Tensor) -> None:
         if self.rank == 0:
@@ -137,8 +136,8 @@ class GroupTransport(Transport):
         staged = tensor.to(self.device)
         source = dist.get_global_rank(self.group, 0)
         sent = torch.view_as_real(staged) if staged.is_complex() else staged  # Gloo of torch 2.8 sends real numbers
-        self._begun.begin("broadcasts")
-        self.wait(dist.broadcast(sent, source, group=self.group, async_op=True), kind="broadcasts")
+        begun = self._begun.begin("broadcasts")
+        self.wait(dist.broadcast(sent, source, group=self.group, async_op=True), begun=begun)
         if staged is not tensor:
             tensor.copy_(staged)
 
@@ -155,17 +154,16 @@ class GroupTransport(Transport):
         return data.cpu().numpy().tobytes()
 
     def gather_objects(self, item: Any) -> list[Any]:
-        self._begun.begin("objects")
-        every = gather_objects(tagged(item), self.group, partial(self.wait, kind="objects"))
+        every = gather_objects(tagged(item), self.group, partial(self.wait, begun=self._begun.begin("objects")))
         return [*untagged(dict(enumerate(every)), self.sites).values()]
 
-    def wait(self, work: Work, peer: int | None = None, kind: str = "") -> None:
+    def wait(self, work: Work, peer: int | None = None, begun: Wait | None = None) -> None:
         """Wait for an operation or a message.
 
         Args:
             work: the operation or message.
             peer: rank of the site at the other end, if there is one only.
-            kind: kind of a collective, for `BegunExchanges`; empty for other operations.
+            begun: the same for the other sites, if it is a collective.
 
         Raises:
             SiteError: if a site is gone or silent.
@@ -173,13 +171,14 @@ class GroupTransport(Transport):
         """
         try:
             with self.traffic.waiting():
-                if kind and self._peer_to_peer:
-                    wait_patiently(work, self._begun.last(kind), self.sites, self.timeout)
-                work.wait()
+                if begun is not None and self._peer_to_peer:
+                    wait_patiently(work, begun, self.sites, self.timeout)
+                else:
+                    work.wait()
         except MismatchError as error:
             raise error if str(error) else self.sites.mismatch() from None
         except RuntimeError as error:
-            raise self.lost(error, peer) from error
+            raise self.lost(error, peer) from None
         # Gloo's thread releases the work later than this one. If it were the last to do so, it would free tensors of
         # Python and take a lock of the interpreter: a loader's worker forked meanwhile would find it locked for ever.
         self._last = work
@@ -194,7 +193,7 @@ class GroupTransport(Transport):
         waited = list(works)
         if self._sockets is not None:  # connections are read side by side
             with self.traffic.waiting():
-                check = partial(self.sites.check_calls, self._begun.last(_PAYLOADS))
+                check = partial(self.sites.check_calls, self._last_payload)
                 failed = wait_together([work for work, _ in works if isinstance(work, Message)], self.timeout, check)
             own_place.wait = None
             waited = [(work, peer) for work, peer in works if work is failed]
@@ -208,24 +207,26 @@ class GroupTransport(Transport):
         return self._peer_to_peer and ((peers == 1 and nbytes <= _FEW_BYTES) or 0 < peers * nbytes <= _PACKET_BYTES)
 
 
-def wait_patiently(work: Any, wait: Wait, sites: PeerNames, timeout: float) -> None:
-    """Wait for a collective of gloo until it is over or the time is up, and compare the sites' calls meanwhile.
+def wait_patiently(work: Any, begun: Wait, sites: PeerNames, timeout: float) -> None:
+    """Wait for a collective of gloo, and compare the sites' calls while that takes long.
 
     Args:
         work: the collective.
-        wait: the same, for the other sites.
+        begun: the same, for the other sites.
         sites: the sites by name.
         timeout: seconds that it may take.
 
     Raises:
         MismatchError: if the sites do not make the same calls.
+        RuntimeError: if it fails, or the time is up.
     """
     deadline = Deadline(timeout)
-    while not work.is_completed() and not deadline.over:
+    while not work.is_completed() and deadline.left > ASK_SECONDS:
         with suppress(RuntimeError):  # this wait has timed out, the collective goes on
-            work.wait(timedelta(seconds=min(ASK_SECONDS, deadline.left + 0.001)))
+            work.wait(timedelta(seconds=ASK_SECONDS))
         if not work.is_completed():
-            sites.check_calls(wait)
+            sites.check_calls(begun)
+    work.wait(timedelta(seconds=max(deadline.left, 0.001)))
     own_place.wait = None
 
 
@@ -258,7 +259,7 @@ class PairwiseExchange(Gather, AllToAll):
                 try:
                     self._works.append((transport.start(body, peer, tag, sends), peer))
                 except RuntimeError as error:
-                    raise transport.lost(error, peer) from error
+                    raise transport.lost(error, peer) from None
 
     def wait(self) -> list[Tensor]:
         self._transport.wait_all(self._works)

@@ -30,7 +30,6 @@ from collections.abc import Callable, Collection, Generator, Iterable, Mapping, 
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from enum import Enum
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
@@ -574,7 +573,7 @@ class ProcessSites(PeerNames):
 
     def begin_session(self) -> None:
         """Begin a session, as all sites do together: reports of earlier sessions no longer count in it."""
-        own_place.forget()
+        own_place.wait, own_place.failed = None, ""
         members = [self.members[other] for other in self._others if self.members[other].token]
         tell(members, status_server().begin_session(member.token for member in members))
 

@@ -267,6 +267,38 @@ def test_a_port_in_use_is_told():
     assert f"port {port} is in use on this machine" in only.errors
 
 
+def test_two_programs_with_rank_0_are_told():
+    port = support.free_port()
+    finished = connect(*[f"0, 2, 'tcp://127.0.0.1:{port}', timeout=6"] * 2)
+    assert any("another process with rank 0 is at" in each.errors for each in finished)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "contradiction"),
+    [
+        ("rank, 2, URL", ""),
+        ("rank, 2, URL.replace('127.0.0.1', 'localhost')", ""),
+        ("", ""),
+        ("1 - rank, 2, URL", "rank="),
+        ("rank, 3, URL", "num_nodes=2"),
+        ("rank, 2, 'tcp://127.0.0.1:1'", "dist_url=tcp://127.0.0.1:1"),
+    ],
+)
+def test_a_second_connect_that_contradicts_the_first_is_an_error(tmp_path, arguments, contradiction):
+    code = """
+from dadplug.exchange import rendezvous
+URL = "tcp://{}:{}".format(*rendezvous._joined[1])
+try:
+    dadplug.connect(ARGUMENTS)
+except ValueError as error:
+    print(error)
+"""
+    for each in support.run_programs(support.site_scripts(code.replace("ARGUMENTS", arguments), tmp_path)):
+        assert each.status == 0, each.errors
+        assert contradiction in each.output
+        assert bool(each.output) == bool(contradiction)
+
+
 def test_two_sites_of_one_rank_are_told():
     port = support.free_port()
     finished = connect(*(f"{rank}, 3, 'tcp://127.0.0.1:{port}', timeout=2" for rank in "011"))

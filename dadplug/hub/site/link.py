@@ -721,7 +721,6 @@ class RoundClient:
 
     def _wait_until(self, over: Callable[[], bool], timeout: float, failure: str, dropped: bool = False) -> None:
         """Exchange messages until a condition holds, or this site is dropped, unless it is known that it has been."""
-
         patience = Deadline(min(ASK_SECONDS, timeout))
 
         def left() -> int:
