@@ -24,12 +24,24 @@ AUTO = "auto"
 _ROW_BYTES = 32  # of each column of a low-rank factor, with rank="auto": a rank of 8 in fp32 has as many
 
 
+_LOCAL = "local steps are not a mode of a reduction but dadplug.LocalSGD(model, optimizer)"
+_NO_MODES = {  # what may be taken for a mode
+    **dict.fromkeys(("localsgd", "local", "fedavg", "postlocalsgd"), _LOCAL),
+    "diloco": f"{_LOCAL}, with outer_momentum=0.9 for DiLoCo",
+    **dict.fromkeys(("ddp", "allreduce"), "'dsgd' averages whole gradients, as DistributedDataParallel does"),
+    "parameterserver": "the parameter server is dadplug.ParameterServer(model, optimizer)",
+    "adapm": "tables of embeddings are managed by dadplug.adapm",
+}
+
+
 def _number_or_word(text: str) -> int | str:
     return int(text) if text.isdigit() else text
 
 
 def check_mode(name: str, value: object) -> None:
     """Raise ValueError if a value is no method of agreement."""
+    if hint := _NO_MODES.get(str(value).lower().replace("-", "").replace("_", "")):
+        raise ValueError(f"unknown {name} {value!r}: {hint}; valid ones are {', '.join(map(repr, method_names()))}")
     check_choice(name, value, method_names())  # methods may be registered later than this module is imported
 
 
@@ -187,6 +199,19 @@ class Options(OptionSet):
             raise ValueError(
                 f"late={self.late!r} needs min_sites, the number of sites with which a step counts, and a hub"
             )
+
+    def unused(self) -> dict[str, str]:
+        modes = {mode: method.traits.reads for mode, method in METHODS.items()}
+        found = {}
+        if (own := modes[self.mode]) is not None:
+            for name in {name for reads in modes.values() for name in reads or ()}.difference(own):
+                others = " or ".join(repr(mode) for mode, reads in modes.items() if name in (reads or ()))
+                found[name] = f"mode={self.mode!r} does not read it. Leave it out, or take mode={others}"
+        if self.min_sites is None:
+            found["site_timeout"] = "it needs min_sites, the number of sites with which training goes on, and a hub"
+        if self.late != "skip":
+            found["patience"] = "it needs late='skip', which does not wait for late sites"
+        return found
 
     @property
     def largest_rank(self) -> int:

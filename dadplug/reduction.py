@@ -15,6 +15,7 @@ from torch import nn
 from .adaptive.noise import GradientNoise
 from .errors import DroppedError
 from .exchange import Transport
+from .exchange.calls import own_place
 from .fused import Deferral, FusedSteps
 from .hooks.factor import Write
 from .logs import get_logger
@@ -477,6 +478,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self._pending = False
         self._step += 1
         self._guard.agreements += 1
+        own_place.step = self._step
         if self._transport.grows or self._planner.outgrown:
             self._transport.grow()
             self.world_size = self._transport.world_size
@@ -626,7 +628,10 @@ class GradientReduction(FusedSteps, ReplicatedModel):
             ValueError: if the state is of another mode.
         """
         if state["mode"] != self.options.mode:
-            raise ValueError(f"the state is of mode {state['mode']!r}, this reduction of {self.options.mode!r}")
+            raise ValueError(
+                f"the state is of mode {state['mode']!r}, this reduction of {self.options.mode!r}. To go on from the "
+                "weights alone, load the states of model and optimizer, and leave out that of the reduction"
+            )
         self._step = state["step"]
         self._method.load_state_dict(state["method"])
         self._planner.load_state_dict(state)

@@ -11,9 +11,14 @@ from dataclasses import dataclass
 from inspect import Parameter
 from typing import Any, TypeVar, get_type_hints
 
+from .logs import get_logger
+
 Check = Callable[[str, Any], None]
 """Function of an option's name and value that raises ValueError if the value is not valid."""
 
+_log = get_logger(__name__)
+_warned: set[tuple[str, str]] = set()  # options without effect
+_LIKENESS = 0.75  # of a word with the one that is meant
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Options = TypeVar("_Options", bound="OptionSet")
 _TEXTS: dict[Callable[..., Any], dict[str, str]] = {}  # by decorated function, the help texts of its keywords
@@ -42,7 +47,10 @@ def option(
 def check_choice(name: str, value: object, choices: Collection[str]) -> None:
     """Raise ValueError if a value is not one of the valid ones."""
     if value not in choices:
-        raise ValueError(f"unknown {name} {value!r}; valid ones are {', '.join(map(repr, choices))}")
+        plain = str(value).lower().replace("-", "").replace("_", "")
+        near = difflib.get_close_matches(plain, choices, 1, _LIKENESS)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise ValueError(f"unknown {name} {value!r}; valid ones are {', '.join(map(repr, choices))}{hint}")
 
 
 def valid(description: str, is_valid: Callable[[Any], bool]) -> Check:
@@ -133,6 +141,8 @@ class OptionSet:
     def create(cls: type[_Options], **values: Any) -> _Options:
         """Make options from keyword arguments.
 
+        Warns once of options that have no effect.
+
         Raises:
             ValueError: if a name is unknown, or a value not valid; the message lists the valid ones.
         """
@@ -140,7 +150,17 @@ class OptionSet:
         for name in values:
             if name not in names:
                 raise cls.unknown(name)
-        return cls(**values)
+        created = cls(**values)
+        for each in dataclasses.fields(cls):
+            value, needed = getattr(created, each.name), created.unused().get(each.name)
+            if each.name in values and value != each.default and needed and (each.name, needed) not in _warned:
+                _warned.add((each.name, needed))
+                _log.warning("the option %s=%r has no effect: %s", each.name, value, needed)
+        return created
+
+    def unused(self) -> dict[str, str]:
+        """Return the options that have no effect beside the others, each with what to do."""
+        return {}
 
     @classmethod
     def names(cls) -> list[str]:

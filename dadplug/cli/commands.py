@@ -745,6 +745,7 @@ def audit(arguments: argparse.Namespace) -> int:
     argument("--input-shape", type=shape, metavar="N,N", help="shape of one input of the model, for serving"),
     argument("--batch-size", type=int, default=16, help="rows of a step (default: %(default)d)"),
     argument("--seconds", type=float, default=60.0, help="time limit, about (default: %(default)g)"),
+    argument("--busy", action="store_true", help="measure and store on a busy machine, too"),
     argument(
         "--threads", type=_count, help="threads, as training or serving will have (default: as torch starts with)"
     ),
@@ -766,6 +767,7 @@ def tune(arguments: argparse.Namespace) -> int:
             builder=arguments.builder,
             input_shape=arguments.input_shape,
             rows=arguments.batch_size,
+            busy=arguments.busy,
         )
     print(result.table())
     return 0

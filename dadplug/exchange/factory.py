@@ -6,15 +6,17 @@ import gc
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..errors import MismatchError
 from ..logs import get_logger
 from .codec import gather_objects
-from .group_transport import GroupTransport
+from .group_transport import GroupTransport, wait_patiently
 from .handshake import gloo_interface, within
 from .hierarchy import HierarchicalTransport
 from .status import Member, PeerNames, ProcessSites, introduce, own_name
@@ -146,9 +148,12 @@ def open_transport(
     sites = introduce(parent, timeout)
     local = len(ranks) < dist.get_world_size()
     try:  # also without a hierarchy: a site that has failed by now opens none, which a new group does not notice
-        ids = gather_objects(node_id(), parent, lambda work: work.wait(timedelta(seconds=timeout)))
+        wait = partial(wait_patiently, begun=sites.begun.begin("objects"), sites=sites, timeout=timeout)
+        ids = gather_objects(node_id(), parent, wait)
+    except MismatchError:
+        raise
     except RuntimeError as error:
-        raise sites.lost(error, timeout) from error
+        raise sites.lost(error, timeout) from None
     if hierarchy is not None:
         nodes = Nodes.of(members_of(hierarchy, ids), dist.get_rank(parent))
         if 1 < nodes.count < len(ranks):
@@ -174,7 +179,7 @@ def _new_group(
     try:
         return within(timeout, make)
     except (RuntimeError, TimeoutError) as error:
-        raise sites.lost(error, timeout) from error
+        raise sites.lost(error, timeout) from None
 
 
 def _check_not_alone() -> None:

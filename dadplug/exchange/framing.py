@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MismatchError
+from .calls import ASK_SECONDS
 from .handshake import KERNEL_BYTES, close_in_children
 
 _MOST_PARTS = 64  # of a system call
@@ -200,28 +201,31 @@ class Message:
             timeout: time to wait at most for anything to move on the connection; that of the connection by default.
 
         Raises:
-            MismatchError: if another message has come in its place.
+            MismatchError: if another message has come in its place; without a text, as only the sites' calls say why.
             RuntimeError: if the connection has closed, or nothing has moved on it for as long as the timeout.
         """
         wait_together([self], timeout.total_seconds() if timeout else self.connection.timeout)
         if isinstance(self.error, MismatchError):
-            raise MismatchError(str(self.error))
+            raise MismatchError
         if self.error is not None:
             raise RuntimeError(str(self.error)) from self.error
         return True
 
 
-def wait_together(messages: Sequence[Message], seconds: float) -> Message | None:
+def wait_together(
+    messages: Sequence[Message], seconds: float, check: Callable[[], None] = lambda: None
+) -> Message | None:
     """Wait until all messages are done, or one has failed; read what arrives, unless another thread does.
 
     Args:
         messages: the messages, of any connections.
         seconds: time after which a message fails if nothing moves on the connections of those that are not done.
+        check: called now and then while nothing moves.
 
     Returns:
         A message that has failed; None if there is none.
     """
-    begun = time.monotonic()
+    begun = checked = time.monotonic()
     led: list[FramedConnection] = []
     try:
         while True:
@@ -230,10 +234,15 @@ def wait_together(messages: Sequence[Message], seconds: float) -> Message | None
             if failed is not None or not undone:
                 return failed
             now = time.monotonic()
-            deadline = max(begun, *(message.connection.moved_at for message in undone)) + seconds
+            moved = max(begun, *(message.connection.moved_at for message in undone))
+            deadline = moved + seconds
             if now > deadline:
                 undone[0].error = TimeoutError("timed out")
                 return undone[0]
+            if now > max(moved, checked) + ASK_SECONDS:
+                check()
+                checked = time.monotonic()
+            limit = min(deadline - now, ASK_SECONDS)
             needed = {message.connection for message in undone if not message.is_sent}.difference(led)
             led += [connection for connection in needed if connection.lead()]
             arrived = [connection.read() for connection in led]
@@ -241,13 +250,12 @@ def wait_together(messages: Sequence[Message], seconds: float) -> Message | None
                 continue
             readable = [connection for connection in led if connection.is_expecting]
             if not readable:
-                undone[0].connection.await_change(undone[0], deadline - now + 0.001)
+                undone[0].connection.await_change(undone[0], limit + 0.001)
                 continue
             poll = select.poll()
             for connection in readable:
                 poll.register(connection.socket, select.POLLIN)
-            limit = deadline - now if needed.issubset(led) else min(_POLL_SECONDS, deadline - now)
-            poll.poll(1e3 * limit + 1)
+            poll.poll(1e3 * (limit if needed.issubset(led) else min(_POLL_SECONDS, limit)) + 1)
     finally:
         for connection in led:
             connection.release()
@@ -276,7 +284,6 @@ class FramedConnection:
     Args:
         connected: the connected socket.
         timeout: seconds without a byte after which a wait ends.
-        mismatch: text of the error for a message that does not fit.
         in_order: whether messages arrive in the order in which they are expected, and none before it is.
         has_backlog: called when the kernel has no room for all that is sent or expected.
 
@@ -288,7 +295,6 @@ class FramedConnection:
         self,
         connected: socket.socket,
         timeout: float,
-        mismatch: str,
         in_order: bool,
         has_backlog: Callable[[], None],
     ) -> None:
@@ -298,7 +304,6 @@ class FramedConnection:
         self.socket = connected
         self.timeout = timeout
         self.moved_at = 0.0
-        self._mismatch = mismatch
         self._in_order = in_order
         self._has_backlog = has_backlog
         self._sending = threading.Lock()
@@ -447,7 +452,7 @@ class FramedConnection:
             expected = next((message for message in due if message.tag == tag), None)
             differs = self._in_order if expected is None else len(expected.body) != self._left
             if magic != _MAGIC or differs:
-                raise MismatchError(self._mismatch)
+                raise MismatchError
             if expected is None:
                 early = _EarlyMessage(tag)
                 self._early.append(early)
@@ -474,7 +479,7 @@ class FramedConnection:
     def _deliver(self, early: _EarlyMessage, message: Message) -> None:
         """Copy an early message to the one that is expected now."""
         if len(early.content) != len(message.body):
-            message.finish(MismatchError(self._mismatch))
+            message.finish(MismatchError())
             return
         message.body[:] = early.content
         message.finish()
@@ -513,20 +518,17 @@ class PeerSockets:
     Args:
         sockets: connected sockets by rank.
         timeout: seconds without a byte on a connection after which a wait ends.
-        mismatches: texts of the errors for messages that do not fit, by rank.
         in_order: whether messages arrive in the order in which they are expected. Then the helper thread also reads
             those that the kernel has no room for.
     """
 
-    def __init__(
-        self, sockets: Mapping[int, socket.socket], timeout: float, mismatches: Mapping[int, str], in_order: bool
-    ) -> None:
+    def __init__(self, sockets: Mapping[int, socket.socket], timeout: float, in_order: bool) -> None:
         self._pipe = WakePipe()
         self._lock = threading.Lock()
         self._helper: threading.Thread | None = None
         self._closed = False
         self.connections = {
-            rank: FramedConnection(connected, timeout, mismatches[rank], in_order, self._wake_helper)
+            rank: FramedConnection(connected, timeout, in_order, self._wake_helper)
             for rank, connected in sorted(sockets.items())
         }
         close_in_children(self)

@@ -6,6 +6,7 @@ import gc
 import os
 from collections.abc import Sequence
 from contextlib import suppress
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -14,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import MismatchError
+from .calls import ASK_SECONDS, BegunExchanges, Wait, own_place, tagged, untagged
 from .codec import MAX_BYTES, gather_objects
 from .framing import Message, PeerSockets, bytes_of, wait_together
-from .handshake import connect_sockets
+from .handshake import Deadline, connect_sockets
 from .status import PeerNames
 from .traffic import Traffic
 from .transport import AllToAll, Gather, PendingSum, Transport
@@ -51,7 +53,7 @@ class GroupTransport(Transport):
         self._process = os.getpid()
         self._last: object = None
         GroupTransport.used = True
-        self._launches = 0
+        self._begun = BegunExchanges(group.group_name)
         self._global = dist.get_process_group_ranks(group)
         self._peer_to_peer = device.type == "cpu" or "nccl" not in str(dist.get_backend(group))
         self.has_all_to_all = self._peer_to_peer
@@ -104,17 +106,12 @@ class GroupTransport(Transport):
         with self.traffic.apart():
             sockets = connect_sockets(self.rank, self.timeout, self.gather_objects, near)
         if sockets is not None:
-            mismatches = {
-                rank: f"{self.sites[rank]} and {self.sites[self.rank]} are not at the same exchange: every site must "
-                "call synchronize() equally often, with the same model; a site that has run out of data calls idle()"
-                for rank in sockets
-            }
-            self._sockets = PeerSockets(sockets, self.timeout, mismatches, in_order=self.nodes is None)
+            self._sockets = PeerSockets(sockets, self.timeout, in_order=self.nodes is None)
 
     def next_tag(self) -> int:
         """Return the tag of the next exchange that is launched, the same at all sites."""
-        self._launches = (self._launches + 1) % MAX_TAGS
-        return self._launches
+        self._last_payload = self._begun.begin("payloads")
+        return self._last_payload.number % MAX_TAGS
 
     def start(self, body: memoryview, rank: int, tag: int, sends: bool) -> Work:
         """Start to send a message, or to receive one, see `PeerSockets.start`.
@@ -130,7 +127,8 @@ class GroupTransport(Transport):
 
     def all_reduce(self, tensor: Tensor) -> PendingSum:
         self.traffic.add(int(self.ring * tensor.numel() * tensor.element_size()))
-        return PendingSum(partial(self.wait, dist.all_reduce(tensor, group=self.group, async_op=True)))
+        work = dist.all_reduce(tensor, group=self.group, async_op=True)
+        return PendingSum(partial(self.wait, work, begun=self._begun.begin("sums")))
 
     def broadcast(self, tensor: Tensor) -> None:
         if self.rank == 0:
@@ -138,7 +136,8 @@ class GroupTransport(Transport):
         staged = tensor.to(self.device)
         source = dist.get_global_rank(self.group, 0)
         sent = torch.view_as_real(staged) if staged.is_complex() else staged  # Gloo of torch 2.8 sends real numbers
-        self.wait(dist.broadcast(sent, source, group=self.group, async_op=True))
+        begun = self._begun.begin("broadcasts")
+        self.wait(dist.broadcast(sent, source, group=self.group, async_op=True), begun=begun)
         if staged is not tensor:
             tensor.copy_(staged)
 
@@ -155,25 +154,31 @@ class GroupTransport(Transport):
         return data.cpu().numpy().tobytes()
 
     def gather_objects(self, item: Any) -> list[Any]:
-        return gather_objects(item, self.group, self.wait)
+        every = gather_objects(tagged(item), self.group, partial(self.wait, begun=self._begun.begin("objects")))
+        return [*untagged(dict(enumerate(every)), self.sites).values()]
 
-    def wait(self, work: Work, peer: int | None = None) -> None:
+    def wait(self, work: Work, peer: int | None = None, begun: Wait | None = None) -> None:
         """Wait for an operation or a message.
 
         Args:
             work: the operation or message.
             peer: rank of the site at the other end, if there is one only.
+            begun: the same for the other sites, if it is a collective.
 
         Raises:
             SiteError: if a site is gone or silent.
+            MismatchError: if sites do not make the same calls.
         """
         try:
             with self.traffic.waiting():
-                work.wait()
-        except MismatchError:
-            raise
+                if begun is not None and self._peer_to_peer:
+                    wait_patiently(work, begun, self.sites, self.timeout)
+                else:
+                    work.wait()
+        except MismatchError as error:
+            raise error if str(error) else self.sites.mismatch() from None
         except RuntimeError as error:
-            raise self.lost(error, peer) from error
+            raise self.lost(error, peer) from None
         # Gloo's thread releases the work later than this one. If it were the last to do so, it would free tensors of
         # Python and take a lock of the interpreter: a loader's worker forked meanwhile would find it locked for ever.
         self._last = work
@@ -188,7 +193,9 @@ class GroupTransport(Transport):
         waited = list(works)
         if self._sockets is not None:  # connections are read side by side
             with self.traffic.waiting():
-                failed = wait_together([work for work, _ in works if isinstance(work, Message)], self.timeout)
+                check = partial(self.sites.check_calls, self._last_payload)
+                failed = wait_together([work for work, _ in works if isinstance(work, Message)], self.timeout, check)
+            own_place.wait = None
             waited = [(work, peer) for work, peer in works if work is failed]
         for work, peer in waited:
             self.wait(work, peer)
@@ -198,6 +205,29 @@ class GroupTransport(Transport):
         # Two sites send no more that way, and a gather has one latency where an all-reduce has 2 (S - 1).
         peers = self.world_size - 1
         return self._peer_to_peer and ((peers == 1 and nbytes <= _FEW_BYTES) or 0 < peers * nbytes <= _PACKET_BYTES)
+
+
+def wait_patiently(work: Any, begun: Wait, sites: PeerNames, timeout: float) -> None:
+    """Wait for a collective of gloo, and compare the sites' calls while that takes long.
+
+    Args:
+        work: the collective.
+        begun: the same, for the other sites.
+        sites: the sites by name.
+        timeout: seconds that it may take.
+
+    Raises:
+        MismatchError: if the sites do not make the same calls.
+        RuntimeError: if it fails, or the time is up.
+    """
+    deadline = Deadline(timeout)
+    while not work.is_completed() and deadline.left > ASK_SECONDS:
+        with suppress(RuntimeError):  # this wait has timed out, the collective goes on
+            work.wait(timedelta(seconds=ASK_SECONDS))
+        if not work.is_completed():
+            sites.check_calls(begun)
+    work.wait(timedelta(seconds=max(deadline.left, 0.001)))
+    own_place.wait = None
 
 
 class PairwiseExchange(Gather, AllToAll):
@@ -229,7 +259,7 @@ class PairwiseExchange(Gather, AllToAll):
                 try:
                     self._works.append((transport.start(body, peer, tag, sends), peer))
                 except RuntimeError as error:
-                    raise transport.lost(error, peer) from error
+                    raise transport.lost(error, peer) from None
 
     def wait(self) -> list[Tensor]:
         self._transport.wait_all(self._works)

@@ -198,7 +198,7 @@ class NodeMessages(Transport):
         except MismatchError:
             raise
         except RuntimeError as error:
-            raise self.lost(error, rank) from error
+            raise self.lost(error, rank) from None
 
     def wait_all(self, works: list[tuple[Work, int]]) -> None:
         """Wait for operations on the main thread, and count the time as waiting.
@@ -229,7 +229,7 @@ class NodeMessages(Transport):
                 if (found := self.sites.found_lost()) is not None:
                     raise found from lost.error
                 time.sleep(_CHECK_SECONDS / 10)
-            raise self.lost(lost.error, lost.peer) from lost.error
+            raise self.lost(lost.error, lost.peer) from None
 
     def arrive(self, works: Sequence[tuple[Work, int]], origin: int | None = None, *, sums: bool = False) -> None:
         """Wait for operations on a worker thread.

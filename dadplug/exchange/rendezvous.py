@@ -13,6 +13,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -261,7 +262,7 @@ def connect(
 
     Without arguments, the environment that torchrun sets is read (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), or in a
     step of SLURM, started by srun, that of SLURM. Nothing is done if it names no other site, or if a group exists
-    already.
+    already that the arguments do not contradict.
 
     Args:
         rank: number of this site, from 0; site 0 hosts the rendezvous.
@@ -271,10 +272,11 @@ def connect(
         timeout: seconds to wait for all sites.
 
     Raises:
-        ValueError: if an argument is out of its range or missing.
+        ValueError: if an argument is out of its range or missing, or contradicts the group that exists already.
         SiteError: if a site does not come in time, two claim one rank, or the port is taken.
     """
     if dist.is_initialized():
+        _check_same(rank, num_nodes, dist_url)
         return
     environment = launch_environment(os.environ)
     if num_nodes is None and rank is None and dist_url is None and int(environment.get("WORLD_SIZE", "1")) <= 1:
@@ -299,10 +301,35 @@ def connect(
     try:
         within(timeout, start)
     except (RuntimeError, TimeoutError) as error:
-        raise sites.lost(error, timeout) from error
+        raise sites.lost(error, timeout) from None
     introduce_default(sites)
+    global _joined
+    _joined = dist.group.WORLD, (host, port)
     names = ", ".join(f"site {each}: {member.name}" for each, member in enumerate(members))
     _log.info("connected as site %d of %d (%s); site 0 is at %s:%d", rank, num_nodes, names, host, port)
+
+
+_joined: tuple[object, tuple[str, int]] | None = None  # the default group, and its rendezvous address
+
+
+def _check_same(rank: int | None, num_nodes: int | None, dist_url: str | None) -> None:
+    """Raise ValueError if arguments contradict the group to which this process belongs already."""
+    known: dict[str, Any] = {"rank": (rank, dist.get_rank()), "num_nodes": (num_nodes, dist.get_world_size())}
+    if dist_url is not None and _joined is not None and _joined[0] is dist.group.WORLD:
+        known["dist_url"] = _resolved(_parse(dist_url)), _resolved(_joined[1])
+    for name, (given, present) in known.items():
+        if given is not None and given != present:
+            raise ValueError(
+                f"this process is connected already, with {name}={present}, and connect() is called again with "
+                f"{name}={given}: call it once, or torch.distributed.destroy_process_group() before"
+            )
+
+
+def _resolved(place: tuple[str, int]) -> str:
+    host, port = place
+    with suppress(OSError):
+        host = socket.gethostbyname(host)
+    return f"tcp://{host}:{port}"
 
 
 def meet(
@@ -435,10 +462,15 @@ def _open_store(host: str, port: int, rank: int, timeout: float, noun: str) -> d
         return store
     except (RuntimeError, ValueError, OSError) as error:  # DistNetworkError and kin derive from RuntimeError
         if rank == 0 and getattr(error, "errno", None) == errno.EADDRINUSE:
+            if (other := _occupant(host, port)) and noun == "site":
+                raise SiteError(
+                    f"another process with rank 0 is at {host}:{port} already ({other}): give each process of a run a "
+                    "rank of its own, and each run a port of its own"
+                ) from None
             raise SiteError(
                 f"port {port} is in use on this machine: another run may still be going on; end it, or choose another "
                 f"port for all {plural(noun)}"
-            ) from error
+            ) from None
         if isinstance(error, socket.gaierror):
             place = "its rendezvous address" if rank == 0 else f"{noun} 0"
             raise SiteError(f"{noun} {rank} cannot find {place}: {explain_unresolved(host, error)}") from error
@@ -452,6 +484,18 @@ def _open_store(host: str, port: int, rank: int, timeout: float, noun: str) -> d
             f"{noun} {rank} did not reach {noun} 0 at {host}:{port} within {timeout:g} s: is it running, is the "
             "address right, and does a firewall let the port through?"
         ) from error
+
+
+def _occupant(host: str, port: int) -> str:
+    """Return the name of the process with rank 0 whose rendezvous is at an address; empty if that is not known."""
+
+    def read() -> str:
+        store = dist.TCPStore(host, port, None, False, timedelta(seconds=_STATUS_SECONDS), wait_for_workers=False)
+        return _member(store.get(_claim_of(0)).decode()).name if store.check([_claim_of(0)]) else ""
+
+    with suppress(RuntimeError, TimeoutError):
+        return within(_STATUS_SECONDS, read)
+    return ""
 
 
 def _wait_for_host(host: str, port: int, timeout: float) -> None:

@@ -30,13 +30,13 @@ from collections.abc import Callable, Collection, Generator, Iterable, Mapping, 
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from enum import Enum
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 
-from ..errors import SiteError
+from ..errors import MismatchError, SiteError
 from . import codec
+from .calls import BegunExchanges, Wait, explain, occupation, own_place
 from .codec import gather_objects
 from .handshake import Deadline, close_in_children, listen
 
@@ -99,10 +99,6 @@ _MAX_REASON = 1000  # characters of an exit reason
 _REQUEST_SECONDS = 2.0  # that a client has for its request
 _MAX_CLIENTS = 256
 _CLOSED = (errno.ECONNREFUSED, errno.ECONNRESET)
-_PACKAGE = str(Path(__file__).parents[1]) + os.sep
-_WAITING_IN = tuple(_PACKAGE + name + os.sep for name in ("exchange", "adapm", "parameter_server", "hub"))
-_TRAINING_IN = (_PACKAGE + os.path.join("parameter_server", "experiment.py"),)  # it calls the program's functions
-_LOADING_IN = ("__iter__", "__next__")  # of loaders: below them are waits of their own, or the program's data set
 
 
 @codec.register
@@ -129,10 +125,12 @@ class Question(NamedTuple):
     Attributes:
         sender: token of the process that asks.
         session: number of its last session with the process that it asks.
+        wait: what it waits for; None if it has not waited for long.
     """
 
     sender: bytes
     session: int
+    wait: Wait | None = None
 
 
 @codec.register
@@ -141,13 +139,17 @@ class Status(NamedTuple):
 
     Attributes:
         exchanging: whether its main thread takes part in an exchange.
-        place: file, line and function that its main thread executes.
+        place: the call that its main thread is in, with the line of the program, and the step.
         report: its exit report of the session asked about or of a later one, else its last report or withdrawal.
+        lacks: whether it has not begun what the one that asks waits for.
+        wait: what it waits for itself; None if it has not waited for long.
     """
 
     exchanging: bool
     place: str
     report: Report | None
+    lacks: bool = False
+    wait: Wait | None = None
 
 
 class Silence(Enum):
@@ -283,26 +285,14 @@ class StatusServer:
         return True
 
     def _reply(self, kind: bytes, content: bytes) -> bytes:
-        message, report = codec.decode(content), None
+        message, report, lacks = codec.decode(content), None, False
         if kind == _TELL and isinstance(message, Report):
             self.take_report(message)
         elif kind == _ASK and isinstance(message, Question):
             with self._lock:
                 reports = self._own_reports[message.sender]
-            report = reports.find(message.session) or reports.last
-        return codec.encode(Status(*_occupation(), report))
-
-
-def _occupation() -> tuple[bool, str]:
-    """Return whether the main thread takes part in an exchange, and the line that it executes."""
-    frame: Any = sys._current_frames().get(threading.main_thread().ident or 0)
-    place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}" if frame else ""
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if file.startswith(_WAITING_IN) and file not in _TRAINING_IN and frame.f_code.co_name not in _LOADING_IN:
-            return True, place
-        frame = frame.f_back
-    return False, place
+            report, lacks = reports.find(message.session) or reports.last, own_place.lacks(message.wait)
+        return codec.encode(Status(*occupation(), report, lacks, own_place.wait))
 
 
 def ask(members: Mapping[int, Member], seconds: float) -> dict[int, Status | Silence]:
@@ -314,7 +304,7 @@ def ask(members: Mapping[int, Member], seconds: float) -> dict[int, Status | Sil
     """
     server = status_server()
     questions = {
-        rank: codec.encode(Question(server.member.token, server.sessions[member.token]))
+        rank: codec.encode(Question(server.member.token, server.sessions[member.token], own_place.wait))
         for rank, member in members.items()
     }
     return _send({rank: (member, _ASK, questions[rank]) for rank, member in members.items()}, seconds)
@@ -521,6 +511,17 @@ class PeerNames(ABC):
         """Return an error if it is known that another site is lost; send nothing."""
         return None
 
+    def check_calls(self, wait: Wait) -> None:  # noqa: B027  (some networks see it by themselves)
+        """Raise MismatchError if another site waits, too, and neither has begun what the other waits for.
+
+        Args:
+            wait: what this site waits for.
+        """
+
+    def mismatch(self) -> MismatchError:
+        """Return the error of sites that do not make the same calls, with their calls as far as they are known."""
+        return MismatchError(explain({self.rank: occupation()[1]}, self))
+
     @abstractmethod
     def lost(self, error: BaseException, timeout: float, peer: int | None = None) -> SiteError:
         """Convert a transport's error into one that names the site that is lost, with its exit reason if known.
@@ -565,12 +566,14 @@ class ProcessSites(PeerNames):
         self._rank_of = {member.token: other for other, member in enumerate(members) if member.token}
         self._reached: set[int] = set()
         if self._others:
+            self.begun = BegunExchanges(f"set-up of {members[0].token.hex()}")
             _watch_exit(self)
             answers = self._ask()
             self._reached = {other for other in self._others if isinstance(answers[other], Status)}
 
     def begin_session(self) -> None:
         """Begin a session, as all sites do together: reports of earlier sessions no longer count in it."""
+        own_place.wait, own_place.failed = None, ""
         members = [self.members[other] for other in self._others if self.members[other].token]
         tell(members, status_server().begin_session(member.token for member in members))
 
@@ -611,6 +614,22 @@ class ProcessSites(PeerNames):
                 suspects = [peer] if peer is not None else self._others
                 return self._blame(suspects, "the connection has closed, but the process is alive: a fault of the link")
             time.sleep(0.05)
+
+    def check_calls(self, wait: Wait) -> None:
+        own_place.wait = wait
+        answers = [answer for answer in self._ask().values() if isinstance(answer, Status)]
+        if any(answer.lacks and own_place.lacks(answer.wait) for answer in answers):
+            raise self.mismatch()
+
+    def mismatch(self) -> MismatchError:
+        places = {self.rank: occupation()[1]}
+        for other, answer in self._ask().items():
+            report = self._reports().get(other)
+            places[other] = answer.place if isinstance(answer, Status) else f"{report.reason}" if report else ""
+        own_place.failed = places[self.rank]
+        error = MismatchError(explain(places, self))
+        self.report(describe(error))  # others may see no more than that this site is gone
+        return error
 
     def _reports(self, late: Collection[int] = ()) -> dict[int, Report]:
         """Return the reports of the current session.
@@ -656,7 +675,7 @@ class ProcessSites(PeerNames):
         places = {other: answer.place for other, answer in answers.items() if isinstance(answer, Status)}
         idle = [other for other, answer in answers.items() if isinstance(answer, Status) and not answer.exchanging]
         suspects = [peer] if peer is not None and (peer in idle or not idle) else idle or self._others
-        where = "; ".join(f"site {other} is at {places[other]}" for other in suspects if places.get(other))
+        where = "; ".join(f"site {other} is in {places[other]}" for other in suspects if places.get(other))
         stuck = f"it is running ({where}). A site that may be this slow needs a larger timeout="
         return self._blame(suspects, stuck, timeout)
 

@@ -14,9 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import SiteError
+from ..logs import get_logger
 from ..signature import valid
 from .status import PeerNames
 from .traffic import Traffic
+
+_log = get_logger(__name__)
 
 # Layout of hierarchical groups: the processes of each node.
 
@@ -538,4 +541,5 @@ class Transport(ABC):
             error: the connection's error.
             peer: rank of the site at the other end, if known.
         """
+        _log.debug("a connection to other sites has failed", exc_info=error)  # errors of sites are raised without it
         return self.sites.lost(error, self.timeout, peer)

@@ -239,10 +239,16 @@ def _way(
     except KitError as error:
         raise _FailedError("proxy", str(error), "Correct the address, or exempt the hub by NO_PROXY.") from error
     name, number = (host, port) if proxy is None else (proxy.host, proxy.port)
-    addresses = _resolve(name, number, timeout)
-    texts = dict.fromkeys(str(each[4][0]) for each in addresses)
-    yield Finding("name", "ok", name if name in texts else f"{name} is {', '.join(texts)}")
-    connection, text = _connect(addresses, timeout)
+    try:
+        addresses = _resolve(name, number, timeout)
+        texts = dict.fromkeys(str(each[4][0]) for each in addresses)
+        yield Finding("name", "ok", name if name in texts else f"{name} is {', '.join(texts)}")
+        connection, text = _connect(addresses, timeout)
+    except _FailedError as error:
+        if proxy is None:
+            raise
+        what = f"the proxy {proxy}, through which the way to {host}:{port} goes: {error.finding.text}"
+        raise _FailedError("proxy", what, _PROXY_ADVICE[0]) from None
     yield Finding("port", "ok", text)
     if proxy is not None:
         yield _tunnel(connection, proxy, host, port)

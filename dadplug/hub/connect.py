@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from ..exchange import DEFAULT_TIMEOUT, rendezvous
@@ -37,13 +38,16 @@ def connect(
         timeout: seconds to wait for all sites.
 
     Raises:
-        ValueError: if an argument is out of its range or missing, or does not go with the others.
+        ValueError: if an argument is out of its range or missing, does not go with the others, or contradicts an
+            earlier call.
         KitError: if the kit is incomplete or damaged, or not valid at present.
         RefusedError: if the hub refuses this site.
         SiteError: if a site does not come in time, two claim one rank, the port is taken, or the hub cannot be reached.
         MismatchError: if the sites run different versions of dadplug.
     """
     if kit is None:
+        if dist_url is not None and (runtime := sys.modules.get(f"{__package__}.site.runtime")) is not None:
+            runtime.check_not_connected()
         rendezvous.connect(rank, num_nodes, dist_url, backend=backend, timeout=timeout)
         return
     from .. import jit  # noqa: F401  # numba takes seconds to load, in which a connected site would be silent

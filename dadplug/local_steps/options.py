@@ -195,6 +195,12 @@ class LocalOptions(OptionSet):
                 "is a momentum, too: leave outer_momentum out, and set memory_decay in its place"
             )
 
+    def unused(self) -> dict[str, str]:
+        found = {} if self.warm_up else {"warm_up_mode": "it needs warm_up, the number of synchronous steps"}
+        if self.min_sites is None:
+            found["site_timeout"] = "it needs min_sites, the number of sites with which training goes on, and a hub"
+        return found
+
     @property
     def requirements(self) -> Requirements | None:
         """Requirements for the sites that are present; None where all of them have to stay."""

@@ -85,6 +85,7 @@ class Traits:
         sends_bias: whether a bias gradient is sent beside the rows; otherwise it is the sum of the rows of `left`.
         recomputes_deltas: whether deltas along chains of layers are recomputed and not sent, see
             `dadplug.planning.chains`.
+        reads: the options of single methods that it reads; None if that is not known.
     """
 
     exact: bool
@@ -95,6 +96,7 @@ class Traits:
     shares_state: bool = False
     sends_bias: bool = False
     recomputes_deltas: bool = False
+    reads: tuple[str, ...] | None = None
 
 
 class MethodOptions(Protocol):
@@ -414,7 +416,7 @@ def warm_up(options: MethodOptions, dtype: torch.dtype) -> None:
 class DAD(Method):
     """Gather of N (m + n) values a layer, fewer than dSGD's m n if N < m n / (m + n)."""
 
-    traits = Traits(exact=True)
+    traits = Traits(exact=True, reads=())
 
     def path(self, out: int, width: int) -> str:
         return "factors"
@@ -430,18 +432,18 @@ class DAD(Method):
 class Auto(DAD):
     """`DAD`, or an all-reduce, as `dadplug.planning.planner.merge_reports` chooses by the link and the rows."""
 
-    traits = Traits(exact=True, chooses_path=True)
+    traits = Traits(exact=True, chooses_path=True, reads=())
 
 
 @register_method("dsgd")
 class DSGD(Method):
     """All-reduce of m n values a layer, in buckets that are summed during the backward pass."""
 
-    traits = Traits(exact=True, takes_factors=False)
+    traits = Traits(exact=True, takes_factors=False, reads=())
 
 
 @register_method("edad")
 class EDAD(DAD):
     """Gather of N n values a layer in a chain, and of N (m + n) for the last one and for layers outside of chains."""
 
-    traits = Traits(exact=True, recomputes_deltas=True)
+    traits = Traits(exact=True, recomputes_deltas=True, reads=())

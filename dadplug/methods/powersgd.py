@@ -140,7 +140,13 @@ class PowerSGD(Method):
     """
 
     # The bases Q are the same on all sites.
-    traits = Traits(exact=False, takes_factors=False, keeps_state=True, shares_state=True)
+    traits = Traits(
+        exact=False,
+        takes_factors=False,
+        keeps_state=True,
+        shares_state=True,
+        reads=("rank", "warm_start", "error_feedback"),
+    )
 
     def __init__(self, options: MethodOptions) -> None:
         super().__init__(options)

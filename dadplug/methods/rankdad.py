@@ -125,7 +125,13 @@ class RankDAD(Method):
     A layer whose gradient is hardly larger than that, in bytes, is all-reduced.
     """
 
-    traits = Traits(exact=False, sends_bias=True, detects_nonfinite=True, keeps_state=True)
+    traits = Traits(
+        exact=False,
+        sends_bias=True,
+        detects_nonfinite=True,
+        keeps_state=True,
+        reads=("rank", "iterations", "tolerance", "warm_start", "error_feedback", "dense"),
+    )
 
     def __init__(self, options: MethodOptions) -> None:
         super().__init__(options)

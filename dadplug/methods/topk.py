@@ -87,7 +87,7 @@ class TopK(Method):
     A small parameter, such as a bias, is all-reduced.
     """
 
-    traits = Traits(exact=False, takes_factors=False, keeps_state=True)
+    traits = Traits(exact=False, takes_factors=False, keeps_state=True, reads=("density", "error_feedback"))
 
     def __init__(self, options: MethodOptions) -> None:
         super().__init__(options)

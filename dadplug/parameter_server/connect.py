@@ -129,6 +129,9 @@ class ServerOptions(OptionSet):
         """Rules of the sequencer."""
         return make_rules(self.staleness, self.quorum, self.late, self.gather)
 
+    def unused(self) -> dict[str, str]:
+        return {name: needed for name, needed in self.of_reduction().unused().items() if name != "site_timeout"}
+
     def of_reduction(self) -> Options:
         """Return those options that a gradient reduction has, too."""
         return Options(**{name: value for name, value in vars(self).items() if name not in _OWN})

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import random
 import textwrap
 import time
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..lowrank import warmup
@@ -43,6 +45,8 @@ _SHARE = 0.25  # of the configurations of a space that are measured at most
 _LEAST = 10  # configurations that are measured in any case, if there are as many
 _FOR_PAIRS = 0.4  # of a task's time
 _REMEASURED = 3  # of the fastest configurations, before one is compared with the default
+
+_SLACK = 0.5  # of the load, which daemons cause
 
 _WIDTH = 60  # characters of the last column
 
@@ -268,6 +272,7 @@ def tune(
     builder: str | None = None,
     rows: int = 16,
     store: bool = True,
+    busy: bool = False,
     seed: int = 0,
     progress: bool = True,
     timer: Measure | None = None,
@@ -287,7 +292,9 @@ def tune(
         input_shape: shape of one input of the model, of numbers, for serving.
         builder: builder of the model in a file, as `dadplug.serving.Model` takes it.
         rows: rows of the layers' factors: samples of a batch.
-        store: whether to write the file.
+        store: whether to write the file. Where the machine becomes busy meanwhile, nothing is stored, and a note says
+            so.
+        busy: whether to measure and store on a busy machine, too.
         seed: seed of the search.
         progress: whether to show progress on standard error.
         timer: measures a configuration in place of the clock, for tests.
@@ -297,7 +304,8 @@ def tune(
         What was tried and won.
 
     Raises:
-        ValueError: if an argument is not valid, a model cannot be loaded, or DADPLUG_TUNING switches files off.
+        ValueError: if an argument is not valid, a model cannot be loaded, DADPLUG_TUNING switches files off, or the
+            machine is busy.
         OSError: if the file cannot be written.
 
     Example:
@@ -307,17 +315,32 @@ def tune(
     machine = Machine.this()
     if store and path_of(machine) is None:
         raise ValueError("DADPLUG_TUNING switches tuned constants off: unset it, or pass store=False")
+    watched = store and timer is None and not busy
     if isinstance(model, (str, Path)):
         model = load_module(Model(model, builder=builder).description())
     shape = None if model is None or input_shape is None else _fixed(input_shape)
+    if watched and (reason := _busy(torch.get_num_threads())):
+        raise ValueError(
+            f"{reason}. End what else runs, wait a minute, or pass busy=True (--busy) to measure and store nevertheless"
+        )
     if timer is None:
         warmup()  # kernels are compiled outside of the time limit
     tuner = Tuner(timer or Timer(), seed, time.perf_counter, Progress(seconds, shown=progress))
     record = _run_tasks(tuner, model, shape, rows, seconds, defaults or Record())
+    if watched and (reason := _busy(0)):
+        tuner.notes.append(f"{reason}: what was measured is not reliable, and not stored")
+        store = False
     if store:  # what was tuned for other models stays
         record = replace(record, served={**load(machine).served, **record.served})
     path = save(record, machine, [row.values() for row in tuner.rows]) if store else None
     return Tuning(tuner.rows, replace(record, tuned=True), path, tuner.points, tuner.notes)
+
+
+def _busy(threads: int) -> str:
+    """Return why so many further threads would not have a processor each; empty if they have."""
+    load, count = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0, os.cpu_count() or 1
+    text = f"this machine is busy: its load is {load:.1f}, and it has {count} processors for {threads or 'the'} threads"
+    return text if load + threads > count + _SLACK else ""
 
 
 def _check(seconds: float, rows: int, *, has_model: bool, for_models: bool) -> None:

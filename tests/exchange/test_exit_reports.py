@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dadplug.exchange import Traffic, open_transport, status
+from dadplug.exchange import Traffic, calls, open_transport, status
 from dadplug.exchange.status import ProcessSites, Report, ReportHistory, StatusServer, introduce
 
 CLOSED = RuntimeError("Connection closed by peer")
@@ -122,7 +122,7 @@ def test_a_history_holds_the_last_report_of_each_of_the_last_sessions():
 )
 def test_a_site_takes_part_in_an_exchange_where_its_main_thread_waits_in_one(file, function, exchanging):
     path = Path(status.__file__).parents[1] / file
-    space: dict = {}
+    space: dict = {"__name__": "dadplug." + file.removesuffix(".py").replace("/", ".")}
     exec(compile(f"def {function}(inner):\n    return inner()", str(path), "exec"), space)
     with ThreadPoolExecutor(1) as pool:  # requests are answered by another thread
-        assert space[function](lambda: pool.submit(status._occupation).result())[0] == exchanging
+        assert space[function](lambda: pool.submit(calls.occupation).result())[0] == exchanging

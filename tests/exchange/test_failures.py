@@ -185,6 +185,61 @@ except dadplug.MismatchError as error:
         assert all(word in each.output for word in words)
 
 
+CALLS = {
+    "average": "reduction.average_buffers()",
+    "broadcast": "reduction.broadcast_buffers()",
+    "objects": "reduction.gather_objects(0.5)",
+    "difference": "reduction.first_difference()",
+    "step": "step(torch.randn(8, 6))",
+    "build": "dadplug.GradientReduction(nn.Linear(2, 2), timeout=60)",
+}
+NAMES = {"step": "synchronize()", "build": "GradientReduction()", "average": "average_buffers()"}
+NAMES |= {"broadcast": "broadcast_buffers()", "objects": "gather_objects()", "difference": "first_difference()"}
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("step", "average"),
+        ("broadcast", "step"),
+        ("broadcast", "average"),
+        ("objects", "difference"),  # both gather objects, which one took for the other's
+        ("step", "build"),
+    ],
+)
+def test_sites_that_make_different_calls_are_told_both(tmp_path, first, second):
+    code = f"""
+reduction.detach()
+model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))
+reduction = dadplug.GradientReduction(model, mode="dsgd", timeout=60)
+step(torch.randn(8, 6))
+if rank == 0:
+    {CALLS[first]}
+else:
+    {CALLS[second]}
+"""
+    for each in run(code, tmp_path, timeout=60):
+        assert "MismatchError: the sites do not make the same calls: site 0 (" in each.errors
+        for what in (first, second):
+            assert re.search(rf"is in {re.escape(NAMES[what])} at site\w*\.py:\d+, step 1", each.errors)
+
+
+def test_a_further_forward_pass_of_one_site_is_told_with_the_step(tmp_path):
+    code = """
+reduction.detach()
+model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))
+reduction = dadplug.GradientReduction(model, mode="dsgd", sync_batchnorm=True, timeout=60)
+step(torch.randn(8, 6))
+if rank == 0:
+    model(torch.randn(8, 6))
+step(torch.randn(8, 6))
+"""
+    for each in run(code, tmp_path, timeout=60):
+        assert "is in forward() at" in each.errors
+        assert "is in backward() at" in each.errors
+        assert "step 1" in each.errors
+
+
 def connect(*places: str) -> list[support.Finished]:
     """Run programs that connect with these arguments, and end."""
     return support.run_programs([["-c", f"import dadplug\ndadplug.connect({place})"] for place in places], timeout=200)
@@ -210,6 +265,38 @@ def test_a_port_in_use_is_told():
         port = taken.getsockname()[1]
         (only,) = connect(f"0, 2, 'tcp://127.0.0.1:{port}', timeout=5")
     assert f"port {port} is in use on this machine" in only.errors
+
+
+def test_two_programs_with_rank_0_are_told():
+    port = support.free_port()
+    finished = connect(*[f"0, 2, 'tcp://127.0.0.1:{port}', timeout=6"] * 2)
+    assert any("another process with rank 0 is at" in each.errors for each in finished)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "contradiction"),
+    [
+        ("rank, 2, URL", ""),
+        ("rank, 2, URL.replace('127.0.0.1', 'localhost')", ""),
+        ("", ""),
+        ("1 - rank, 2, URL", "rank="),
+        ("rank, 3, URL", "num_nodes=2"),
+        ("rank, 2, 'tcp://127.0.0.1:1'", "dist_url=tcp://127.0.0.1:1"),
+    ],
+)
+def test_a_second_connect_that_contradicts_the_first_is_an_error(tmp_path, arguments, contradiction):
+    code = """
+from dadplug.exchange import rendezvous
+URL = "tcp://{}:{}".format(*rendezvous._joined[1])
+try:
+    dadplug.connect(ARGUMENTS)
+except ValueError as error:
+    print(error)
+"""
+    for each in support.run_programs(support.site_scripts(code.replace("ARGUMENTS", arguments), tmp_path)):
+        assert each.status == 0, each.errors
+        assert contradiction in each.output
+        assert bool(each.output) == bool(contradiction)
 
 
 def test_two_sites_of_one_rank_are_told():

@@ -133,7 +133,7 @@ def error_of(size: int, differs: bool, seconds: float = 0.0, timeout: float = 30
 
 @pytest.mark.parametrize(("size", "seconds"), [(4, 0.0), (1 << 20, 0.5)], ids=["small", "found by the helper thread"])
 def test_sites_at_different_exchanges_are_told_so(sites, size, seconds):
-    assert all("are not at the same exchange" in words for words in sites(2).run(error_of, size, True, seconds))
+    assert all("do not make the same calls" in words for words in sites(2).run(error_of, size, True, seconds))
 
 
 def test_silence_ends_after_the_timeout(sites):
@@ -252,8 +252,8 @@ def ends(request) -> Iterator[tuple[PeerSockets, PeerSockets]]:
             first = socket.create_connection(listener.getsockname())
             second, _ = listener.accept()
     pair = (
-        PeerSockets({1: first}, 60.0, {1: "0 and 1 differ"}, in_order=False),
-        PeerSockets({0: second}, 60.0, {0: "1 and 0 differ"}, in_order=False),
+        PeerSockets({1: first}, 60.0, in_order=False),
+        PeerSockets({0: second}, 60.0, in_order=False),
     )
     yield pair
     for end in pair:
@@ -315,7 +315,7 @@ def test_large_messages_cross_while_both_ends_wait_for_others(ends):
 @pytest.mark.parametrize("closes", [False, True])
 def test_a_message_that_is_expected_while_it_arrives(closes):
     raw, other = socket.socketpair()
-    end, sent = PeerSockets({0: other}, 60.0, {0: ""}, in_order=False), content(5000, 3)
+    end, sent = PeerSockets({0: other}, 60.0, in_order=False), content(5000, 3)
     message = framing._HEADER.pack(framing._MAGIC, 1, 5000) + bytes(sent.tolist())
     raw.sendall(message[:3000])
     with pytest.raises(RuntimeError, match="timed out"):  # reads what has come
@@ -358,7 +358,7 @@ def test_another_size_than_expected_is_reported(ends, early):
     work = start(second, torch.zeros(8, dtype=torch.uint8), 0, 1, False)
     if not early:
         start(first, content(9, 0), 1, 1, True)
-    with pytest.raises(dadplug.MismatchError, match="1 and 0 differ"):
+    with pytest.raises(dadplug.MismatchError):
         work.wait()
 
 
@@ -412,7 +412,7 @@ def test_a_wait_ends_one_timeout_after_the_last_byte(monkeypatch):
     """Bytes that the kernel accepts for a stopped process do not start the timeout again when it is over."""
     seconds, polls = [0.0], []
     own, other = socket.socketpair()
-    connection = FramedConnection(own, 6.0, "mismatch", False, lambda: None)
+    connection = FramedConnection(own, 6.0, False, lambda: None)
 
     class Poll:
         def register(self, *_: object) -> None:
@@ -431,7 +431,7 @@ def test_a_wait_ends_one_timeout_after_the_last_byte(monkeypatch):
     monkeypatch.setattr(framing.select, "poll", Poll)
     with own, other, pytest.raises(RuntimeError, match="timed out"):
         connection.expect(memoryview(bytearray(4)), 1).wait()
-    assert polls == pytest.approx([6001.0, 991.0])
+    assert polls == pytest.approx([2001.0, 991.0])  # the first up to the comparison of the calls
 
 
 @pytest.fixture
@@ -439,7 +439,7 @@ def connection() -> Iterator[tuple[FramedConnection, socket.socket]]:
     """A connection whose messages arrive in order, and its other end."""
     own, other = socket.socketpair()
     with own, other:
-        yield FramedConnection(own, 60.0, "mismatch", True, lambda: None), other
+        yield FramedConnection(own, 60.0, True, lambda: None), other
 
 
 def test_another_thread_may_end_the_last_message(connection):
@@ -459,7 +459,7 @@ def test_a_message_that_fails_ends_the_wait_for_those_of_other_connections(conne
     own, other = connection
     silent, far = socket.socketpair()
     with silent, far:
-        connections = [FramedConnection(silent, 60.0, "mismatch", True, lambda: None), own]
+        connections = [FramedConnection(silent, 60.0, True, lambda: None), own]
         messages = [each.expect(memoryview(bytearray(4)), 1) for each in connections]
         other.close()
         assert wait_together(messages, 60.0) is messages[1]
@@ -470,5 +470,5 @@ def test_another_message_than_the_expected_one_is_told(connection, header):
     own, other = connection
     message = own.expect(memoryview(bytearray(4)), 1)
     other.sendall(framing._HEADER.pack(framing._MAGIC, *header) + b"four")
-    with pytest.raises(dadplug.MismatchError, match="mismatch"):
+    with pytest.raises(dadplug.MismatchError):
         message.wait()

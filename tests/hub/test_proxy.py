@@ -199,6 +199,10 @@ def test_a_proxy_that_is_not_there(tmp_path):
     use_proxy(kits / "a", f"http://127.0.0.1:{free_port()}")
     with pytest.raises(ProxyError, match=r"cannot be reached: .*refused"):
         tls.dial(Kit.load(kits / "a"), TIMEOUT)
+    found = [*check.check_kit(kits / "a", timeout=5.0)][-1]
+    assert (found.item, found.state) == ("proxy", "failed")
+    assert "(from policy.toml)" in found.text
+    assert "refuses connections" in found.text
     (kits / "a" / "policy.toml").write_text('proxy = "socks5://proxy:1"\n')
     with pytest.raises(KitError, match=r"policy.toml: proxy must be"):
         Kit.load(kits / "a")

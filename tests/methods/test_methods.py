@@ -6,10 +6,13 @@ import pytest
 import torch
 from dadplug.hooks import Factor
 
+from dadplug import signature
 from dadplug.exchange.factor_buckets import FactorPayload
+from dadplug.local_steps.options import LocalOptions
 from dadplug.methods import METHODS, Method, Traits, decode, make_method, method_names, powersgd, register_method, topk
 from dadplug.methods.base import GradientPath
 from dadplug.options import Options
+from dadplug.parameter_server.connect import ServerOptions
 
 
 def factor(rows, out=9, width=7):
@@ -80,6 +83,29 @@ def test_paths():
     assert method("rankdad", rank=4).path(6, 6) == "allreduce"  # 4 x 12 numbers are more than 6 x 6
 
 
+@pytest.mark.parametrize(
+    ("kind", "values", "words"),
+    [
+        (Options, {"mode": "dad", "rank": 5}, ["rank=5", "'powersgd' or 'rankdad'"]),
+        (Options, {"mode": "rankdad", "density": 0.2, "rank": 4}, ["density=0.2", "'topk'"]),
+        (Options, {"mode": "powersgd", "iterations": 4}, ["iterations=4", "'rankdad'"]),
+        (Options, {"mode": "dsgd", "error_feedback": False}, ["error_feedback=False", "'topk'"]),
+        (Options, {"patience": 7.0}, ["patience=7.0", "late='skip'"]),
+        (ServerOptions, {"mode": "dad", "tolerance": 0.5, "site_timeout": 3.0}, ["tolerance=0.5", "'rankdad'"]),
+        (LocalOptions, {"warm_up_mode": "dad"}, ["warm_up_mode='dad'", "warm_up"]),
+        (Options, {"mode": "dad", "rank": "auto", "density": 0.01}, []),  # the defaults, as command lines pass them
+        (Options, {"mode": "rankdad", "rank": 4, "iterations": 2, "dense": "lowrank"}, []),
+        (Options, {"mode": "powersgd", "rank": 4, "warm_start": False}, []),
+    ],
+)
+def test_options_without_effect_are_told_once(kind, values, words, caplog, monkeypatch):
+    monkeypatch.setattr(signature, "_warned", set())
+    for _ in range(2):
+        kind.create(**values)
+    assert len(caplog.records) == bool(words)
+    assert all(word in caplog.text for word in words)
+
+
 def test_a_new_method_is_a_class_and_a_registration():
     @register_method("half")
     class Half(Method):
@@ -107,7 +133,12 @@ def test_a_new_method_is_a_class_and_a_registration():
     ("values", "message"),
     [
         ({"mode": "foo"}, "unknown mode 'foo'; valid ones are 'dad', .*'rankdad', 'topk'"),
-        ({"mode": "DAD"}, "unknown mode 'DAD'"),
+        ({"mode": "DAD"}, "unknown mode 'DAD'.*did you mean 'dad'"),
+        ({"mode": "rank-dad"}, "did you mean 'rankdad'"),
+        ({"mode": "Rank_DAD"}, "did you mean 'rankdad'"),
+        ({"mode": "localsgd"}, r"dadplug\.LocalSGD"),
+        ({"mode": "DiLoCo"}, r"dadplug\.LocalSGD.*outer_momentum"),
+        ({"mode": "ddp"}, "'dsgd' averages whole gradients"),
         ({"rnk": 3}, r"unknown option 'rnk' \(did you mean 'rank'\?\); valid options are mode, rank"),
         ({"rank": 0}, "rank must be a whole number of at least 1 or 'auto', got 0"),
         ({"rank": 2.5}, "rank must be a whole number"),

@@ -8,6 +8,7 @@ import random
 import stat
 import statistics
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -148,6 +149,21 @@ def test_arguments_are_checked(folder, seconds, monkeypatch):
         dadplug.tune(seconds=1, timer=synthetic)
 
 
+def test_a_busy_machine_is_told_and_nothing_is_stored(folder, monkeypatch):
+    loads = [(99.0, 0, 0)]
+    monkeypatch.setattr("os.getloadavg", lambda: loads[0])
+    with pytest.raises(ValueError, match=r"busy: its load is 99.*busy=True"):
+        dadplug.tune(seconds=0.01, progress=False)
+    tuner = SimpleNamespace(notes=[], rows=[], points={})
+    monkeypatch.setattr("torch.get_num_threads", lambda: -100)
+    monkeypatch.setattr("dadplug.tuning.warmup", lambda: None)
+    monkeypatch.setattr("dadplug.tuning.Tuner", lambda *_: tuner)
+    monkeypatch.setattr("dadplug.tuning._run_tasks", lambda *_: schedules.Record())
+    assert "not stored" in dadplug.tune(seconds=1, progress=False).table()  # busy since it began
+    assert "is busy" in tuner.notes[0]
+    assert dadplug.tune(seconds=1, progress=False, busy=True).path is not None
+
+
 def test_the_command_line(folder, capsys, monkeypatch):
     seen, tune = [], dadplug.tune
 
@@ -157,7 +173,7 @@ def test_the_command_line(folder, capsys, monkeypatch):
 
     monkeypatch.setattr("dadplug.tuning.tune", quick)
     assert main(["tune", "--seconds", "5", "--batch-size", "8"]) == 0
-    assert seen == [(None, 5.0, {"builder": None, "input_shape": None, "rows": 8})]
+    assert seen == [(None, 5.0, {"builder": None, "input_shape": None, "rows": 8, "busy": False})]
     out = capsys.readouterr().out
     assert "sum of low-rank factors" in out
     assert schedules.load().tuned

@@ -81,7 +81,7 @@ def key_from_pem(pem: bytes, place: str) -> Key:
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         if passphrase is not None:
             raise KitError(f"{place} cannot be decrypted: the passphrase is wrong, or the file is damaged") from error
-        raise KitError(f"{place} is not a private key: {error}") from error
+        raise KitError(f"{place} is not a private key: {reason_of(error)}") from error
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise KitError(f"{place} is not a key on an elliptic curve")
     return key
@@ -101,7 +101,7 @@ def certificate_from_pem(pem: bytes, place: str) -> Certificate:
     try:
         return x509.load_pem_x509_certificate(pem)
     except ValueError as error:
-        raise KitError(f"{place} is not a certificate: {error}") from error
+        raise KitError(f"{place} is not a certificate: {reason_of(error)}") from error
 
 
 def public_key_of(certificate: Certificate, place: str = "the certificate") -> PublicKey:
@@ -215,7 +215,7 @@ def check_request(pem: bytes, name: str, project: str) -> PublicKey:
         request = x509.load_pem_x509_csr(pem)
         signed = request.is_signature_valid
     except (ValueError, UnsupportedAlgorithm) as error:
-        raise KitError(f"not a signing request: {error}") from error
+        raise KitError(f"not a signing request: {reason_of(error)}") from error
     if not signed:
         raise KitError("the request is not signed by the key that it is for")
     if request.subject != _name(project, certified_name(request)):
@@ -254,6 +254,11 @@ def make_revocation_list(
     return builder.sign(authority_key, _HASH)
 
 
+def reason_of(error: Exception) -> str:
+    """Return the text of an error of the library without its link, which explains other mistakes."""
+    return str(error).partition(" See http")[0].rstrip(".")
+
+
 def read_revocation_list(folder: Path, authority: Certificate) -> tuple[dict[int, datetime], int]:
     """Read the revocation list of a kit or an authority, and check its signature.
 
@@ -272,7 +277,7 @@ def read_revocation_list(folder: Path, authority: Certificate) -> tuple[dict[int
         found = x509.load_pem_x509_crl(read_file(place))
         number = found.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
     except (ValueError, x509.ExtensionNotFound) as error:
-        raise KitError(f"{place} is not a revocation list: {error}") from error
+        raise KitError(f"{place} is not a revocation list: {reason_of(error)}") from error
     if not found.is_signature_valid(public_key_of(authority)):
         raise KitError(f"{place} is not signed by the authority of this kit")
     return {entry.serial_number: entry.revocation_date_utc for entry in found}, number

@@ -361,7 +361,7 @@ class Hub:
         self.relay.sealed = kit.roster.sealed
         self.journal.write("the kit has been read again")
         for problem in self.kit_problems:
-            self._warn(f"the kit has changed, and a part of it is not used: {problem}")
+            self._warn(f"the kit has changed, and a part of it is not used before it changes again: {problem}")
         if new := kit.roster.sites[len(self.relay.roster) :]:
             self.relay.extend(kit.roster.sites)
             self.journal.write(f"the roster has new sites: {', '.join(new)}")

@@ -264,13 +264,14 @@ class HubConnection(ABC):
             MismatchError: if the sites run different programs.
         """
         if self._failure is not None:
-            raise type(self._failure)(*self._failure.args) from self._failure
+            raise type(self._failure)(*self._failure.args) from None  # the chain is in the log
         if self._closed:
             raise SiteError(f"this process has closed its connection to {self.hub}")
 
     def fail(self, error: Exception) -> None:
         """Give the connection up; every later use raises the error. To be called with the lock held."""
         self._failure = self._failure or error
+        _log.debug("the connection to %s has failed", self.hub, exc_info=error)
         self._disconnect()
         self._pipe.wake()
 
@@ -487,7 +488,7 @@ class HubConnection(ABC):
             connection = tls.dial(self.kit, seconds, self.address, self._turn)
         except ProxyError as error:
             if error.lasting and self._thread is None:  # later on, a proxy may be in repair
-                raise RefusedError(str(error)) from error
+                raise RefusedError(str(error)) from None
             raise
         except RefusedError as error:
             if error.lasting or self._thread is None:
@@ -614,7 +615,8 @@ class HubConnection(ABC):
                 now = time.monotonic()
                 pause = next_pause(now - since)
                 if now + pause > since + seconds():
-                    raise SiteError(f"{self.hub} cannot be reached for {seconds():g} s: {error}") from error
+                    _log.debug("%s cannot be reached", self.hub, exc_info=error)
+                    raise SiteError(f"{self.hub} cannot be reached for {seconds():g} s: {error}") from None
                 self.outage = tls.explain(error)
                 self._turn += 1
                 self._follow_roster()

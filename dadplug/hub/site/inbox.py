@@ -12,7 +12,10 @@ from ...errors import MismatchError
 from ..wire.messages import FRESH, Close, Continue, Head, Kind, Position, Repeat, SendState
 from ..wire.streams import KeptFrames
 
+CHANNEL_BITS = 24  # of the number of an exchange, below those of its channel
+CALLS = 0  # number of the exchange of sites that do not make the same calls
 MAX_EARLY_BYTES = 1 << 30
+_CALL_BYTES = 500
 
 _Key = tuple[Kind, int, int]  # kind, slot of the sender, number of the exchange
 
@@ -140,14 +143,14 @@ class Inbox:
                 self.cancel(incoming)
 
     def forget(self, slot: int, first: int = 0, last: int = 1 << 63) -> None:
-        """Forget what a site has sent and was not expected.
+        """Forget what a site has sent and was not expected, but for its call.
 
         Args:
             slot: the site.
             first: the first step whose messages are forgotten.
             last: the last one.
         """
-        for key in [key for key in self._early if key[1] == slot]:
+        for key in [key for key in self._early if key[1] == slot and key[2] != CALLS]:
             early = self._early.pop(key)
             kept = deque(each for each in early if not first <= each[0].step <= last)
             self.early_bytes -= sum(len(piece) for _, piece in early) - sum(len(piece) for _, piece in kept)
@@ -167,9 +170,24 @@ class Inbox:
         self._target = None
         self.expected_bytes = self.early_bytes = 0
 
-    def early_of(self, slot: int) -> bool:
-        """Return whether something of a site has arrived that is not expected."""
-        return any(key[1] == slot for key in self._early)
+    def differs(self, slot: int, step: int) -> bool:
+        """Return whether a site has begun another exchange than the one that is expected of it, or says that it has.
+
+        All sites begin those of a channel in one order.
+
+        Args:
+            slot: the site.
+            step: the open step.
+        """
+        of_site = [key for key, frames in self._early.items() if key[1] == slot and frames[0][0].step == step]
+        channels = {exchange >> CHANNEL_BITS for kind, _, exchange in of_site if kind is Kind.PAYLOAD}
+        expected = (exchange for kind, sender, exchange in self._expected if (kind, sender) == (Kind.PAYLOAD, slot))
+        return (Kind.PAYLOAD, slot, CALLS) in of_site or any(each >> CHANNEL_BITS in channels for each in expected)
+
+    def call_of(self, slot: int) -> str:
+        """Return the call that a site has sent since the sites' calls are not the same; empty if it has sent none."""
+        frames = self._early.get((Kind.PAYLOAD, slot, CALLS), ())
+        return b"".join(piece for _, piece in frames)[:_CALL_BYTES].decode(errors="replace")
 
     def _release(self, incoming: Incoming) -> None:
         """Remove a message that is complete from those that are expected."""

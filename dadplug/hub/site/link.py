@@ -12,10 +12,12 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 
 from ...errors import DroppedError, FrameError, MismatchError, SealingError, SiteError
 from ...exchange import DEFAULT_TIMEOUT
+from ...exchange.calls import ASK_SECONDS, explain, occupation
 from ...exchange.handshake import Deadline
 from ...exchange.status import ENDED, add_announcer, remove_announcer
 from ...exchange.transport import Requirements
@@ -48,9 +50,9 @@ from ..wire.messages import (
 )
 from ..wire.streams import ELASTIC_HUB_TIMEOUT, return_seconds
 from .connection import KERNEL_BYTES, HubConnection
-from .inbox import Continuation, Inbox, Incoming, StateRequests
+from .inbox import CALLS, CHANNEL_BITS, Continuation, Inbox, Incoming, StateRequests
 
-CHANNEL_BITS = 24  # of the number of an exchange, below those of its channel
+_CALL_SECONDS = 1.5  # for the calls of the other sites to arrive once they differ
 _NOTICE_SECONDS = 5.0  # after which a site prints for which sites it waits
 _log = get_logger(__name__)
 _ENDED = "its program has ended"
@@ -421,15 +423,38 @@ class HubLink(HubConnection):
             MismatchError: if the sites do not run the same program.
         """
         missing = [message for message in incoming if not message.done]
+        patience = Deadline(min(ASK_SECONDS, timeout))
 
         def left() -> int:
             missing[:] = [message for message in missing if not message.done]
             if missing:
                 self._check_gone(missing)
+                self.check_calls(patience)
             return sum(len(message.buffer) - message.received for message in missing)
 
         if missing and not self.converse(left, timeout):
             self._raise_silence(missing, timeout)
+
+    def check_calls(self, patience: Deadline) -> None:
+        """Raise MismatchError if another site makes other calls than this one.
+
+        Args:
+            patience: when a wait is long enough for that.
+        """
+        if patience.over:
+            with self.lock:
+                differ = any(self.inbox.differs(slot, self.step) for slot in range(self.world_size))
+            if differ:
+                raise self.mismatch()
+
+    def mismatch(self) -> MismatchError:
+        """Return the error of sites that do not make the same calls, and exchange these for it."""
+        places = {self.rank: occupation()[1]}
+        with suppress(SiteError):  # the others may be gone
+            self.send(CALLS, memoryview(places[self.rank].encode()))
+            self.converse(lambda: int(not any(map(self.inbox.call_of, range(self.world_size)))), _CALL_SECONDS)
+        places |= {slot: self.inbox.call_of(slot) for slot in range(self.world_size) if slot != self.rank}
+        return MismatchError(explain(places, [*map(self.name, range(self.world_size))]))
 
     def cancel(self, incoming: Sequence[Incoming]) -> list[Incoming]:
         """Expect messages no longer; return those that have not arrived."""
@@ -473,12 +498,6 @@ class HubLink(HubConnection):
         if state := self.hub_state:
             raise SiteError(f"nothing has arrived for {timeout:g} s: {state}")
         slots = sorted({message.key[1] for message in missing if message.key[0] is Kind.PAYLOAD})
-        for slot in slots:
-            if self.inbox.early_of(slot):
-                raise MismatchError(
-                    f"{self.name(slot)} and {self.name(self.rank)} are not at the same exchange: every site must call "
-                    "synchronize() equally often, with the same model; a site that has run out of data calls idle()"
-                )
         names = ", ".join(map(self.name, slots)) or "one of the other sites"
         raise SiteError(
             f"{names} {'have' if len(slots) > 1 else 'has'} not answered for {timeout:g} s, though the hub is "
@@ -674,9 +693,7 @@ class RoundClient:
         absent = self.end(timeout, None)
         for each in link.cancel(incoming):
             if each.key[1] not in absent:
-                raise MismatchError(
-                    f"{link.name(each.key[1])} is not at the same collective: all sites must run the same program"
-                )
+                raise link.mismatch()
         return absent
 
     def wait_for(self, incoming: Sequence[Incoming], number: int, timeout: float) -> set[int]:
@@ -704,10 +721,12 @@ class RoundClient:
 
     def _wait_until(self, over: Callable[[], bool], timeout: float, failure: str, dropped: bool = False) -> None:
         """Exchange messages until a condition holds, or this site is dropped, unless it is known that it has been."""
+        patience = Deadline(min(ASK_SECONDS, timeout))
 
         def left() -> int:
             if over():
                 return 0
+            self._link.check_calls(patience)
             if self.dropped and not dropped:
                 self._link.check()
                 raise DroppedError(f"the hub has dropped this site: {self.dropped}")

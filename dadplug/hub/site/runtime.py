@@ -280,6 +280,14 @@ register_network(
 _log = get_logger(__name__)
 
 
+def check_not_connected() -> None:
+    """Raise ValueError if this process is connected by a kit."""
+    if (connection := current_connection()) is not None and not connection.is_lost:
+        raise ValueError(
+            f"this process is connected by the kit {connection.kit.folder} already: leave out rank, num_nodes, dist_url"
+        )
+
+
 def connect_by_kit(
     kit: str | Path, rank: int | None, num_nodes: int | None, dist_url: str | None, backend: str | None, timeout: float
 ) -> None:

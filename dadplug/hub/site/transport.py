@@ -28,6 +28,7 @@ from torch import Tensor
 
 from ...errors import MismatchError, SiteError
 from ...exchange import codec
+from ...exchange.calls import tagged, untagged
 from ...exchange.codec import check_lengths, decode_objects, encode_object
 from ...exchange.framing import bytes_of
 from ...exchange.status import PeerNames, watch_exit
@@ -59,6 +60,9 @@ class HubSites(PeerNames):
     def found_lost(self) -> SiteError | None:
         return self._link.first_lost()
 
+    def mismatch(self) -> MismatchError:
+        return self._link.mismatch()
+
     def lost(self, error: BaseException, timeout: float, peer: int | None = None) -> SiteError:
         if isinstance(error, SiteError):
             return error
@@ -80,6 +84,8 @@ class HubSites(PeerNames):
 
 SECOND_ROUND = 1 << 23  # bit of the number of a gather's second round
 _COLLECTIVES = 1 << 22  # first number of those that are used once, and their count
+_SINGLE = 1 << 16  # numbers of those, below some bits of their sizes
+_LAYOUTS = _COLLECTIVES // _SINGLE
 _PACKET_BYTES = 1 << 14  # that cost less than the hub's work
 assert 2 * _COLLECTIVES == SECOND_ROUND < 1 << CHANNEL_BITS
 
@@ -145,9 +151,9 @@ class CollectiveTransport(Transport):
         return [every.get(rank) for rank in range(self.world_size)]
 
     def gather_present(self, item: Any) -> dict[int, Any]:
-        own, refusal = encode_object(item)
+        own, refusal = encode_object(tagged(item))
         every = self.gather_bytes(own)
-        return dict(zip(every, decode_objects([*every.values()], refusal), strict=True))
+        return untagged(dict(zip(every, decode_objects([*every.values()], refusal), strict=True)), self.sites)
 
     def gather_bytes(self, own: bytes) -> dict[int, memoryview]:
         """Gather byte strings of the sites that are present, by rank; where sites may leave, in a round of its own.
@@ -212,7 +218,10 @@ class HubTransport(CollectiveTransport):
         return self._open_gather(first.exchange | SECOND_ROUND, sizes, dtype)
 
     def gather_once(self, sizes: Sequence[int], dtype: torch.dtype) -> HubGather:
-        return self._open_gather(self.next_collective(), sizes, dtype)
+        # Those of other sizes have other numbers: sites that make different calls must not take one for the other.
+        size = 0 if dtype == torch.uint8 else sum(sizes)  # those of objects may differ where sites come and go
+        layout = (7 * size + dtype.itemsize) % _LAYOUTS
+        return self._open_gather(self.next_collective() + layout * _SINGLE, sizes, dtype)
 
     def end_step(self) -> None:
         self.link.end_step()
@@ -226,7 +235,7 @@ class HubTransport(CollectiveTransport):
 
     def next_collective(self) -> int:
         """Return the number of an exchange that takes place once."""
-        self._collectives = (self._collectives + 1) % _COLLECTIVES
+        self._collectives = (self._collectives + 1) % _SINGLE
         return self.channel | _COLLECTIVES | self._collectives
 
     def all_reduce(self, tensor: Tensor) -> PendingSum:
@@ -519,8 +528,8 @@ class ElasticGather(HubGather):
         for rank in sorted(missing - transport.absent - gone.keys()):
             raise MismatchError(
                 f"{transport.sites[rank]} has ended the round without its payload of {self.payloads[rank].numel()} "
-                "elements: do all sites run the same program, and is nothing else exchanged between backward() and "
-                "synchronize() when a site joins?"
+                "elements: is nothing else exchanged between backward() and synchronize() when a site joins? "
+                f"Otherwise {transport.sites.mismatch()}"
             )
 
     def _blank(self, ranks: Set[int]) -> None:
