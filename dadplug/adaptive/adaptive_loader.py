@@ -172,8 +172,9 @@ def _medians(times: Sequence[tuple[float, float, int]]) -> Measurement:
 
 def _deal(rows: int | None) -> None:
     """State the samples of this site in the next steps to all reductions, since sites have batches of other sizes."""
-    for each in REDUCTIONS:
-        each.weigh_by_dealt(rows)
+    for each in ATTACHED:
+        if hasattr(type(each), "weigh_by_dealt"):  # no LocalSGD
+            each.weigh_by_dealt(rows)
 
 
 def _counts(source: GradientSource) -> tuple[int, int, float]:
