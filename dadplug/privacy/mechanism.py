@@ -268,11 +268,11 @@ class _Collate:
         try:
             record = records[0] if records else self._dataset[0]
             one, two = (self._collate([copy.deepcopy(record) for _ in range(count)]) for count in (1, 2))
-            return _emptied(one, two, "batch")
+            return _emptied(one, two)
         except Exception as error:
             reason = error
         try:
-            return _emptied(*[self._collate([])] * 2, "batch")
+            return _emptied(*[self._collate([])] * 2)
         except Exception as error:
             raise PrivacyError(
                 "PoissonLoader cannot make the batch for a draw without records, which may hold no value of a record: "
@@ -284,7 +284,7 @@ class _Collate:
 _PLAIN = type("_Plain", (), {})  # whose objects hold nothing besides their attributes
 
 
-def _emptied(one: Any, two: Any, name: str) -> Any:
+def _emptied(one: Any, two: Any, name: str = "batch") -> Any:
     """Return what a collation makes of no records.
 
     Args:

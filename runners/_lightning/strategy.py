@@ -389,8 +389,8 @@ class SiteStrategy(_DDPStrategy):
             raise MismatchError(
                 "the sites have different numbers of training batches: the epoch ends at "
                 + ", ".join(self._transport.sites[rank] for rank in ended.nonzero().flatten().tolist())
-                + ", not at the others. Loaders without a length need limit_train_batches=n, which all sites "
-                "reach, or a length"
+                + ", not at the others. Loaders without a length need limit_train_batches=n, which all sites reach, or "
+                "a length"
             )
 
     @property
