@@ -252,7 +252,7 @@ def test_gradients_clipped_too_early_are_warned_of(sites, mode):
 
 
 def steps_of_its_own(further, line_search):
-    with messages_of("reduction") as messages:
+    with messages_of("model_sync.step_guard") as messages:
         reduction = dadplug.GradientReduction(network(), mode="dsgd", compare_every=0)
         outside = nn.Parameter(torch.ones(7))
         (outside * 2).sum().backward()
