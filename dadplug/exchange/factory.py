@@ -147,13 +147,7 @@ def open_transport(
         )
     sites = introduce(parent, timeout)
     local = len(ranks) < dist.get_world_size()
-    try:  # also without a hierarchy: a site that has failed by now opens none, which a new group does not notice
-        wait = partial(wait_patiently, begun=sites.begun.begin("objects"), sites=sites, timeout=timeout)
-        ids = gather_objects(node_id(), parent, wait)
-    except MismatchError:
-        raise
-    except RuntimeError as error:
-        raise sites.lost(error, timeout) from None
+    ids = _node_ids(parent, sites, timeout)
     if hierarchy is not None:
         nodes = Nodes.of(members_of(hierarchy, ids), dist.get_rank(parent))
         if 1 < nodes.count < len(ranks):
@@ -161,6 +155,17 @@ def open_transport(
             own = _new_group(sites, ranks, timeout, "gloo", local)
             return HierarchicalTransport(own, sites, traffic, timeout, nodes)
     return GroupTransport(_new_group(sites, ranks, timeout, None, local), sites, traffic, device, timeout)
+
+
+def _node_ids(parent: dist.ProcessGroup, sites: ProcessSites, timeout: float) -> list[Any]:
+    """Gather the `node_id` of each process."""
+    try:  # also without a hierarchy: a site that has failed by now opens none, which a new group does not notice
+        wait = partial(wait_patiently, begun=sites.begun.begin("objects"), sites=sites, timeout=timeout)
+        return gather_objects(node_id(), parent, wait)
+    except MismatchError:
+        raise
+    except RuntimeError as error:
+        raise sites.lost(error, timeout) from None
 
 
 def _new_group(

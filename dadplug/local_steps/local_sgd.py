@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import DroppedError
 from ..exchange import Gather, Transport
+from ..exchange.calls import own_place
 from ..exchange.transport import Requirements
 from ..fused import Deferral, GradientProduct, HeldGradients, clip_norm, reasons_against
 from ..hub.pki.project import check_restrictions
@@ -458,6 +459,7 @@ class LocalSGD(HeldGradients, ReplicatedModel):
         """
         self._weight = self._weight + weight if self._by_samples else max(self._weight, weight)
         self.steps += 1
+        own_place.step = self.steps
         if self._norms is not None:
             self._norms.end_step()
             if not counted:

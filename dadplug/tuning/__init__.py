@@ -292,8 +292,7 @@ def tune(
         input_shape: shape of one input of the model, of numbers, for serving.
         builder: builder of the model in a file, as `dadplug.serving.Model` takes it.
         rows: rows of the layers' factors: samples of a batch.
-        store: whether to write the file. Where the machine becomes busy meanwhile, nothing is stored, and a note says
-            so.
+        store: whether to write the file, unless the machine becomes busy meanwhile.
         busy: whether to measure and store on a busy machine, too.
         seed: seed of the search.
         progress: whether to show progress on standard error.
@@ -319,21 +318,28 @@ def tune(
     if isinstance(model, (str, Path)):
         model = load_module(Model(model, builder=builder).description())
     shape = None if model is None or input_shape is None else _fixed(input_shape)
-    if watched and (reason := _busy(torch.get_num_threads())):
-        raise ValueError(
-            f"{reason}. End what else runs, wait a minute, or pass busy=True (--busy) to measure and store nevertheless"
-        )
     if timer is None:
-        warmup()  # kernels are compiled outside of the time limit
+        _prepare(watched)
     tuner = Tuner(timer or Timer(), seed, time.perf_counter, Progress(seconds, shown=progress))
     record = _run_tasks(tuner, model, shape, rows, seconds, defaults or Record())
-    if watched and (reason := _busy(0)):
-        tuner.notes.append(f"{reason}: what was measured is not reliable, and not stored")
-        store = False
-    if store:  # what was tuned for other models stays
-        record = replace(record, served={**load(machine).served, **record.served})
-    path = save(record, machine, [row.values() for row in tuner.rows]) if store else None
+    record, path = _store(record, machine, tuner, watched) if store else (record, None)
     return Tuning(tuner.rows, replace(record, tuned=True), path, tuner.points, tuner.notes)
+
+
+def _store(record: Record, machine: Machine, tuner: Tuner, watched: bool) -> tuple[Record, Path | None]:
+    """Write the constants, unless the machine has become busy; what was tuned for other models stays."""
+    if watched and (reason := _busy(0)):
+        tuner.notes.append(f"{reason}: nothing is stored")
+        return record, None
+    record = replace(record, served={**load(machine).served, **record.served})
+    return record, save(record, machine, [row.values() for row in tuner.rows])
+
+
+def _prepare(watched: bool) -> None:
+    """Compile kernels outside of the time limit; raise ValueError if the machine is watched, and is busy."""
+    if watched and (reason := _busy(torch.get_num_threads())):
+        raise ValueError(f"{reason}. End what else runs, wait a minute, or pass busy=True (--busy)")
+    warmup()
 
 
 def _busy(threads: int) -> str:

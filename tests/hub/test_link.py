@@ -106,6 +106,24 @@ def test_sites_at_different_exchanges_are_told_so(tmp_path):
         first.launch()
 
 
+@pytest.mark.parametrize(
+    "calls",
+    [
+        (lambda each: each.gather_objects(1), lambda each: each.broadcast(torch.zeros(3))),  # which sends nothing
+        (lambda each: exchange(each).wait(), lambda each: each.gather_objects(1)),
+    ],
+)
+def test_sites_that_make_different_calls_are_told_both(tmp_path, calls):
+    with links(tmp_path) as opened:
+        pair = transports(opened)
+
+        def call(rank):
+            with pytest.raises(MismatchError, match=r"site 0 \(a\) is in .*, and site 1 \(b\) is in "):
+                calls[rank](pair[rank])
+
+        together(call)
+
+
 def test_payloads_of_different_sizes_end_the_link(tmp_path):
     with links(tmp_path) as opened:
         a, b = transports(opened)

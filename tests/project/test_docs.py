@@ -26,6 +26,9 @@ REFERENCE = sorted((DOCS / "reference").glob("*.md"))
 
 # What a reader's script has before the snippet begins.
 PREPARED = """
+import dadplug
+if torch.distributed.is_initialized():
+    dadplug.connect = lambda *place, **options: None  # the addresses of the pages are examples
 from torch.utils.data import DataLoader, TensorDataset
 model = nn.Sequential(nn.Flatten(), nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, 10))
 optimizer, criterion = torch.optim.Adam(model.parameters()), nn.CrossEntropyLoss()

@@ -12,12 +12,11 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from functools import partial
 
 from ...errors import DroppedError, FrameError, MismatchError, SealingError, SiteError
 from ...exchange import DEFAULT_TIMEOUT
-from ...exchange.calls import ASK_SECONDS, explain, occupation
+from ...exchange.calls import ASK_SECONDS
 from ...exchange.handshake import Deadline
 from ...exchange.status import ENDED, add_announcer, remove_announcer
 from ...exchange.transport import Requirements
@@ -49,10 +48,10 @@ from ..wire.messages import (
     pack_control,
 )
 from ..wire.streams import ELASTIC_HUB_TIMEOUT, return_seconds
+from .calls import check_calls, mismatch
 from .connection import KERNEL_BYTES, HubConnection
-from .inbox import CALLS, CHANNEL_BITS, Continuation, Inbox, Incoming, StateRequests
+from .inbox import CHANNEL_BITS, Continuation, Inbox, Incoming, StateRequests
 
-_CALL_SECONDS = 1.5  # for the calls of the other sites to arrive once they differ
 _NOTICE_SECONDS = 5.0  # after which a site prints for which sites it waits
 _log = get_logger(__name__)
 _ENDED = "its program has ended"
@@ -429,32 +428,11 @@ class HubLink(HubConnection):
             missing[:] = [message for message in missing if not message.done]
             if missing:
                 self._check_gone(missing)
-                self.check_calls(patience)
+                check_calls(self, patience)
             return sum(len(message.buffer) - message.received for message in missing)
 
         if missing and not self.converse(left, timeout):
             self._raise_silence(missing, timeout)
-
-    def check_calls(self, patience: Deadline) -> None:
-        """Raise MismatchError if another site makes other calls than this one.
-
-        Args:
-            patience: when a wait is long enough for that.
-        """
-        if patience.over:
-            with self.lock:
-                differ = any(self.inbox.differs(slot, self.step) for slot in range(self.world_size))
-            if differ:
-                raise self.mismatch()
-
-    def mismatch(self) -> MismatchError:
-        """Return the error of sites that do not make the same calls, and exchange these for it."""
-        places = {self.rank: occupation()[1]}
-        with suppress(SiteError):  # the others may be gone
-            self.send(CALLS, memoryview(places[self.rank].encode()))
-            self.converse(lambda: int(not any(map(self.inbox.call_of, range(self.world_size)))), _CALL_SECONDS)
-        places |= {slot: self.inbox.call_of(slot) for slot in range(self.world_size) if slot != self.rank}
-        return MismatchError(explain(places, [*map(self.name, range(self.world_size))]))
 
     def cancel(self, incoming: Sequence[Incoming]) -> list[Incoming]:
         """Expect messages no longer; return those that have not arrived."""
@@ -693,7 +671,7 @@ class RoundClient:
         absent = self.end(timeout, None)
         for each in link.cancel(incoming):
             if each.key[1] not in absent:
-                raise link.mismatch()
+                raise mismatch(link)
         return absent
 
     def wait_for(self, incoming: Sequence[Incoming], number: int, timeout: float) -> set[int]:
@@ -726,7 +704,7 @@ class RoundClient:
         def left() -> int:
             if over():
                 return 0
-            self._link.check_calls(patience)
+            check_calls(self._link, patience)
             if self.dropped and not dropped:
                 self._link.check()
                 raise DroppedError(f"the hub has dropped this site: {self.dropped}")

@@ -36,8 +36,9 @@ from ...exchange.traffic import Traffic
 from ...exchange.transport import Gather, PendingSum, Requirements, StreamToHub, Transport
 from ...exchange.wire import lasting
 from ..wire.messages import CODES, Kind, RoundKind, Spent
-from .inbox import Incoming
-from .link import CHANNEL_BITS, HubLink
+from .calls import mismatch
+from .inbox import CHANNEL_BITS, Incoming
+from .link import HubLink
 from .tunnel import check_tunnel, stream_to_hub, tunnel_of
 
 _AWAY_SECONDS = 2.5  # of silence, after which the hub may be away for long
@@ -61,7 +62,7 @@ class HubSites(PeerNames):
         return self._link.first_lost()
 
     def mismatch(self) -> MismatchError:
-        return self._link.mismatch()
+        return mismatch(self._link)
 
     def lost(self, error: BaseException, timeout: float, peer: int | None = None) -> SiteError:
         if isinstance(error, SiteError):

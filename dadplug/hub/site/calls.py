@@ -1,0 +1,37 @@
+"""Calls of the sites of a hub, which they exchange once these are not the same."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+from ...errors import MismatchError, SiteError
+from ...exchange.calls import explain, occupation
+from ...exchange.handshake import Deadline
+from .inbox import CALLS
+
+_SECONDS = 1.5  # for the calls of the other sites to arrive
+
+
+def check_calls(link: Any, patience: Deadline) -> None:
+    """Raise MismatchError if another site makes other calls than this one.
+
+    Args:
+        link: the `HubLink` of this site.
+        patience: when a wait is long enough for that.
+    """
+    if patience.over:
+        with link.lock:
+            differ = any(link.inbox.differs(slot, link.step) for slot in range(link.world_size))
+        if differ:
+            raise mismatch(link)
+
+
+def mismatch(link: Any) -> MismatchError:
+    """Return the error of sites that do not make the same calls, and exchange these for it."""
+    own, slots = occupation()[1], range(link.world_size)
+    with suppress(SiteError):  # the others may be gone
+        link.send(CALLS, memoryview(own.encode()))
+        link.converse(lambda: int(not any(map(link.inbox.call_of, slots))), _SECONDS)
+    places = {slot: link.inbox.call_of(slot) for slot in slots} | {link.rank: own}
+    return MismatchError(explain(places, [*map(link.name, slots)]))
