@@ -92,6 +92,9 @@ class CallOverride:
             return call(*args, **kwargs)
         return around(call, self._module, args, kwargs)
 
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return _nothing, ()  # in copies by a ``__getstate__`` that does not leave the attribute out
+
     def restore(self) -> None:
         """Restore the module's own call; a second call does nothing."""
         self._around = _nothing  # where another override calls this one

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 import sys
@@ -10,6 +11,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,6 +45,14 @@ _MODULE_HOOKS = (*_HOOKS, "configure_gradient_clipping", "optimizer_step")
 _AS_IN_DDP = {"help": "as in ``DDPStrategy``"}
 _ENVIRONMENT = {"help": "as in ``DDPStrategy``; by default the existing connection of the sites, if there is one"}
 _START = {"help": 'start of the processes: ``"popen"``, ``"spawn"``, ``"fork"`` (notebooks) or ``"forkserver"``'}
+
+
+def to_torchscript(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Compile a copy of a Lightning module in training, since the copy has no part of what the sites exchange."""
+    copied = copy.deepcopy(module)
+    for name in ("to_torchscript", "_compiled_call_impl"):
+        vars(copied).pop(name, None)
+    return copied.to_torchscript(*args, **kwargs)
 
 
 class SiteEnvironment:
@@ -280,6 +290,9 @@ class SiteStrategy(_DDPStrategy):
         if not fits:
             return
         self._build()
+        module = self.lightning_module
+        module.to_torchscript = MethodType(to_torchscript, module)
+        self._run.callback(vars(module).pop, "to_torchscript", None)
         if self._wants_fused:
             self._set_up_fusing()
         if self._elastic is not None:

@@ -428,3 +428,37 @@ def test_copies_and_exports_have_no_part_of_the_reduction(mode: str) -> None:
         step()
         for one, two in zip(model.parameters(), twin.parameters(), strict=True):
             assert torch.equal(one, two), name
+
+
+def test_a_lightning_module_in_training_can_be_scripted() -> None:
+    support.need("pytorch_lightning")
+    import pytorch_lightning as pl
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = plain()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x)
+
+        def training_step(self, batch: Any, _: int) -> Tensor:
+            return self(batch[0]).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            x, made = torch.ones(3, 6), copy.deepcopy(self)
+            for each in (self.to_torchscript(), self.to_torchscript(method="trace", example_inputs=x), made):
+                assert torch.allclose(each(x), self(x))
+            scripted.append(self.training)
+
+    scripted: list[bool] = []
+    module = Module()
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(8, 6)), 4)
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    strategy = dadplug.DADStrategy(mode="dad")
+    pl.Trainer(max_epochs=1, strategy=strategy, accelerator="cpu", devices=1, **quiet).fit(module, loader)
+    assert scripted == [True, True]
+    assert not {"to_torchscript", "_compiled_call_impl"} & {*vars(module), *vars(module.net)}
