@@ -17,6 +17,7 @@ from .sameness import OptimizerSettings
 from .structure import ATTACHED, call_before_update, is_managed, weak_hook
 
 _log = get_logger(__name__)
+_APPLIED = "_dadplug_applied"  # attribute of a gradient that an optimizer has applied: its version then
 _UNSTEPPED = 2  # agreements after which an optimizer should have stepped the model
 
 
@@ -77,6 +78,7 @@ class StepGuard:
         """
         stale = self._reduction.world_size > 1 and self._stepped[optimizer] == self.agreements
         gradients = (each.grad for each in stepped if stale and each.grad is not None and not is_managed(each))
+        gradients = (each for each in gradients if getattr(each, _APPLIED, None) != each._version)
         held = self._reduction.holds and self.agreements > begun
         if (self._reduction.pending and not held) or not all(map(is_zero, gradients)):
             raise RuntimeError(
@@ -87,6 +89,10 @@ class StepGuard:
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Record which gradients an optimizer has applied; called after the step of any optimizer."""
+        if optimizer in self._stepped and self._reduction.world_size > 1:
+            for gradient in (each.grad for group in optimizer.param_groups for each in group["params"]):
+                if gradient is not None:  # unchanged, it may be applied again
+                    setattr(gradient, _APPLIED, gradient._version)
         if optimizer in self._stepped:
             self._stepped[optimizer] = self._last_stepped = self.agreements
 

@@ -55,7 +55,9 @@ class Loop:
         self.second = made[kind](dense) if several else None
         self.model, self.managed = self.net, None
         if manager is not None:
-            self.managed = AdaModel(self.net, self.optimizer, manager, mode=mode, **(options or {}))
+            self.managed = AdaModel(
+                self.net, self.optimizer, manager, mode=mode, **{"weighting": "samples"} | (options or {})
+            )
             self.model = self.managed
 
     def batch(self, step, only=None):
@@ -69,6 +71,10 @@ class Loop:
                     ids = ids // 2 * 2 + site
                 parts.append((ids, torch.randn(SIZES[site], generator=generator, dtype=torch.float64)))
         return [torch.cat(part) for part in zip(*parts, strict=True)] if parts else None
+
+    def stated(self, ids):
+        """State the samples of a batch, for programs that call parts of the model."""
+        return contextlib.nullcontext() if self.managed is None else self.managed.reduction.samples(len(ids))
 
     def loss(self, step, only=None):
         ids, targets = self.batch(step, only)
@@ -349,8 +355,9 @@ def clips(loop):
 def penalizes_gradients(loop):
     for step in loop.steps():
         ids, targets = loop.batch(step)
-        features = loop.net.features(ids)
-        scores = loop.net.head(loop.net.mix(features).tanh()).squeeze(1)
+        with loop.stated(ids):
+            features = loop.net.features(ids)
+            scores = loop.net.head(loop.net.mix(features).tanh()).squeeze(1)
         (slopes,) = torch.autograd.grad(scores.sum(), features, create_graph=True)
         ((scores - targets).square().mean() + slopes.square().sum(1).mean()).backward()
 
@@ -358,8 +365,9 @@ def penalizes_gradients(loop):
 def recomputes(loop):
     for step in loop.steps():
         ids, targets = loop.batch(step)
-        features = checkpoint(loop.net.features, ids, use_reentrant=False)
-        (loop.net.head(loop.net.mix(features).tanh()).squeeze(1) - targets).square().mean().backward()
+        with loop.stated(ids):
+            features = checkpoint(loop.net.features, ids, use_reentrant=False)
+            (loop.net.head(loop.net.mix(features).tanh()).squeeze(1) - targets).square().mean().backward()
 
 
 def rests_at_one_site(loop):
