@@ -54,6 +54,7 @@ class GroupTransport(Transport):
         self._last: object = None
         GroupTransport.used = True
         self._begun = BegunExchanges(group.group_name)
+        self._last_payload = Wait(group.group_name, "payloads", 0)
         self._global = dist.get_process_group_ranks(group)
         self._peer_to_peer = device.type == "cpu" or "nccl" not in str(dist.get_backend(group))
         self.has_all_to_all = self._peer_to_peer
