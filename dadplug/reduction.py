@@ -109,6 +109,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
             weak_hook(self._has_attached),
         )
         self._private = self._make_private()
+        self._idles = False  # in a step without data
         self._abstains = False  # in a step without data that is not to be a private one
         self._norms: SyncedBatchNorms | None = None
         if self.options.sync_batchnorm:
@@ -356,6 +357,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         if self._norms is not None:
             self._norms.end_micro_batches()
         self._pending |= planner.holds_gradients or self._has_attached()
+        if not self._pending and not self._idles and self._private is None:
+            self._pending = planner.holds_own_gradients
         self._counter.follow()
         if not planner.is_complete:
             planner.complete_plan(self._step, self._batch)
@@ -499,7 +502,11 @@ class GradientReduction(FusedSteps, ReplicatedModel):
             SiteError: as in `synchronize`, like its other errors.
         """
         if self._syncing:
-            self.synchronize(stop=stop)
+            self._idles = True
+            try:
+                self.synchronize(stop=stop)
+            finally:
+                self._idles = False
         elif self._norms is not None:
             self._norms.idle_micro_batch()
 

@@ -70,7 +70,7 @@ def follows_one_process(mode: str) -> None:
     rank, alone = dist.get_rank(), build()
     train(alone, range(2))
     model = dadplug.DistributedDataParallel(
-        build(seed=rank + 1), mode=mode, static_graph=True, find_unused_parameters=True
+        build(seed=rank + 1), mode=mode, static_graph=True, find_unused_parameters=True, weighting="samples"
     )
     model.module.load_state_dict(build().state_dict())
     assert isinstance(model, TorchDDP)
@@ -93,7 +93,10 @@ def test_a_script_of_ddp_trains_as_one_process(sites):
 @support.at_sites(2)
 def test_sites_join_with_different_numbers_of_batches() -> None:
     """Sites with different numbers of batches end with equal weights: those of the longest."""
-    rank, model = dist.get_rank(), dadplug.DistributedDataParallel(build(), mode="dad", compare_every=2)
+    rank, model = (
+        dist.get_rank(),
+        dadplug.DistributedDataParallel(build(), mode="dad", compare_every=2, weighting="samples"),
+    )
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     with model.join():
         for step in range(2 + 5 * rank):
@@ -118,7 +121,7 @@ def test_sites_join_with_different_numbers_of_batches() -> None:
 def test_buffers_are_those_of_site_0() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)).double()
-    model = dadplug.DistributedDataParallel(net, mode="dsgd")
+    model = dadplug.DistributedDataParallel(net, mode="dsgd", weighting="samples")
     for step in range(3):
         before = copy.deepcopy(net[1].running_mean)
         model(rows(step, dist.get_rank())).square().mean().backward()
@@ -139,7 +142,7 @@ def test_buffers_are_those_of_site_0() -> None:
 def test_gradients_are_final_when_backward_returns() -> None:
     """A GradScaler of torch, whose scale the gradients contain when backward returns."""
     rank = dist.get_rank()
-    model = dadplug.DistributedDataParallel(build(), mode="dad")
+    model = dadplug.DistributedDataParallel(build(), mode="dad", weighting="samples")
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     scaler.scale(loss_of(model, 0, [rank])).backward()
@@ -155,16 +158,16 @@ def test_gradients_are_final_when_backward_returns() -> None:
 
 
 def test_what_cannot_work_is_refused():
-    model = dadplug.DistributedDataParallel(build(), mode="rankdad")
+    model = dadplug.DistributedDataParallel(build(), mode="rankdad", weighting="samples")
     with pytest.raises(RuntimeError, match="mode='powersgd'"):
         model.register_comm_hook(None, None)
     with pytest.raises(ValueError, match="in DistributedDataParallel already: use it"):
-        dadplug.DistributedDataParallel(model)
+        dadplug.DistributedDataParallel(model, weighting="samples")
     model.reduction.detach()
     with pytest.raises(ValueError, match=r"unknown option 'rnk'.*'rank'"):
-        dadplug.DistributedDataParallel(build(), rnk=3)
+        dadplug.DistributedDataParallel(build(), rnk=3, weighting="samples")
     with pytest.raises(ValueError, match="device_ids"):
-        dadplug.DistributedDataParallel(build(), device_ids=[0, 1])
+        dadplug.DistributedDataParallel(build(), device_ids=[0, 1], weighting="samples")
     frozen = build().requires_grad_(False)
     with pytest.raises(RuntimeError, match="requires gradients"):
-        dadplug.DistributedDataParallel(frozen)
+        dadplug.DistributedDataParallel(frozen, weighting="samples")

@@ -113,9 +113,9 @@ def partition_parameters(
             units.append(LowrankUnit(name, None, {name: parameter}, []))
         else:
             paths[name] = GradientPath.ALLREDUCE if name in keep_dense else _dense_path(parameter, method)
-            if paths[name] == GradientPath.ALLREDUCE and name not in reasons:
-                could_be = name in layers or (compress_dense and not method.traits.exact)
-                reasons[name] = _why_dense(name, parameter, model, method, could_be)
+            could_be = name in layers or (compress_dense and not method.traits.exact)
+            if paths[name] == GradientPath.ALLREDUCE:
+                reasons.setdefault(name, _why_dense(name, parameter, model, method, could_be))
             units.append(DenseUnit(name, parameter, paths[name]))
     return Partition(capture, units, paths, reasons)
 

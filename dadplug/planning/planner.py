@@ -333,6 +333,11 @@ class Planner:
         return not self.is_complete and any(held)
 
     @property
+    def holds_own_gradients(self) -> bool:
+        """Whether there are gradients that the program has written, or that the sites have not agreed on."""
+        return any(unit.is_own for unit in self.units)
+
+    @property
     def misses_gradients(self) -> bool:
         """Whether the model has other parameters than the plan, with gradients."""
         return not self._structure.same_tensors() and bool(self._new_gradients())
@@ -465,8 +470,7 @@ class Planner:
         if not self.is_complete:
             self._reducer = None  # no site has had any data yet
         for unit in self.units:
-            if isinstance(unit, FactorUnit):
-                unit.mark_agreed()
+            unit.mark_agreed()
         return headers
 
     def end_step(self) -> None:

@@ -22,6 +22,7 @@ from ..methods.base import GradientPath
 
 _ATEN = torch.ops.aten
 _AGREED = "_dadplug_agreed"  # attribute of a gradient: number of the reduction that has synchronized it
+_AGREED_VERSION = "_dadplug_agreed_version"  # attribute of a gradient that autograd forms: its version then
 _CLEARING = (_ATEN.zero_.default, _ATEN._foreach_zero_.default)
 
 
@@ -397,6 +398,14 @@ class Unit:
         """Discard what has arrived if the program has cleared it since; return whether that was all of it."""
         return False
 
+    @property
+    def is_own(self) -> bool:
+        """Whether ``.grad`` has a gradient that the sites have not agreed on."""
+        return False
+
+    def mark_agreed(self) -> None:
+        """Mark what is in ``.grad`` as agreed on, at the end of a step."""
+
     def discard(self) -> None:
         """Forget the backward passes of this step so far, since their gradients have been cleared."""
         self.void |= self.sent
@@ -449,6 +458,15 @@ class DenseUnit(Unit):
                 on_arrival(self)
 
         self._hooks.append(self.lead.register_post_accumulate_grad_hook(OwnHook(arrive)))
+
+    def mark_agreed(self) -> None:
+        if (gradient := self.lead.grad) is not None:
+            setattr(gradient, _AGREED_VERSION, gradient._version)
+
+    @property
+    def is_own(self) -> bool:
+        gradient = self.lead.grad
+        return gradient is not None and getattr(gradient, _AGREED_VERSION, None) != gradient._version
 
     @property
     def changed(self) -> bool:  # type: ignore[override]

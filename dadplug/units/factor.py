@@ -226,6 +226,10 @@ class FactorUnit(Unit):
                 unmark_agreed(parameter.grad)
         super().leave(discard=discard)
 
+    @property
+    def is_own(self) -> bool:
+        return not all(is_agreed(each, self.reduction) for each in self.parameters.values())
+
     def mark_agreed(self) -> None:
         """Mark ``.grad`` as equal on all sites, at the end of a step."""
         for parameter in self.parameters.values():

@@ -64,8 +64,8 @@ def train_fused(mode: str, optimizer: str, clip: float | None, options: dict) ->
     model = Net().double()
     twin, alone = copy.deepcopy(model), copy.deepcopy(model)
     ours, theirs, single = (OPTIMIZERS[optimizer](each.parameters()) for each in (model, twin, alone))
-    reduction = GradientReduction(model, mode=mode, **options)
-    plain = GradientReduction(twin, mode=mode, **options)
+    reduction = GradientReduction(model, mode=mode, **{"weighting": "samples"} | options)
+    plain = GradientReduction(twin, mode=mode, **{"weighting": "samples"} | options)
     held, norms = 0, []
     for step in range(6):
         images, targets, own = _batch(step)
@@ -124,7 +124,7 @@ def test_sites_that_differ_form_all_gradients() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    reduction = GradientReduction(model, mode="dad")
+    reduction = GradientReduction(model, mode="dad", weighting="samples")
     rank, formed = dist.get_rank(), []
     for step in range(5):
         optimizer.zero_grad()
@@ -150,7 +150,7 @@ def test_wrong_calls() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4))
     optimizer = torch.optim.Adam(model.parameters())
-    reduction = GradientReduction(model, mode="dad")
+    reduction = GradientReduction(model, mode="dad", weighting="samples")
     before = copy.deepcopy(model.state_dict())
     errors = []
 
@@ -187,8 +187,8 @@ def test_clipping_that_fails_leaves_gradients_for_the_program() -> None:
     model = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4))
     twin = copy.deepcopy(model)
     optimizer, other = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, twin))
-    reduction = GradientReduction(model, mode="dad", check_finite=False)
-    plain = GradientReduction(twin, mode="dad", check_finite=False)
+    reduction = GradientReduction(model, mode="dad", check_finite=False, weighting="samples")
+    plain = GradientReduction(twin, mode="dad", check_finite=False, weighting="samples")
     for step in range(3):
         inputs = torch.randn(4, 8)
         for net in (model, twin):
@@ -220,7 +220,10 @@ def test_two_optimizers() -> None:
         return torch.optim.SGD(net[0].parameters(), lr=0.1), torch.optim.Adam(net[2].parameters())
 
     ours, theirs = optimizers(model), optimizers(twin)
-    reduction, plain = GradientReduction(model, mode="dad"), GradientReduction(twin, mode="dad")
+    reduction, plain = (
+        GradientReduction(model, mode="dad", weighting="samples"),
+        GradientReduction(twin, mode="dad", weighting="samples"),
+    )
     for _ in range(3):
         inputs = torch.randn(4, 8, dtype=torch.float64)
         for net in (model, twin):
@@ -239,7 +242,7 @@ def test_alone():
     model = nn.Linear(5, 4)
     twin = copy.deepcopy(model)
     optimizer, plain = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, twin))
-    reduction = dadplug.GradientReduction(model, mode="dad")
+    reduction = dadplug.GradientReduction(model, mode="dad", weighting="samples")
     inputs = torch.randn(3, 5)
     model(inputs).sum().backward()
     twin(inputs).sum().backward()

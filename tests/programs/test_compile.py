@@ -23,10 +23,10 @@ def compiles(order: str, mode: str) -> None:
     if order in ("first", "inside"):
         model = torch.compile(model, backend="aot_eager")
     if order in ("wrapped", "inside"):
-        wrapper = trained = dadplug.DistributedDataParallel(model, mode=mode, rank=16)
+        wrapper = trained = dadplug.DistributedDataParallel(model, mode=mode, rank=16, weighting="samples")
         reduction = wrapper.reduction
     else:
-        reduction, trained = dadplug.GradientReduction(model, mode=mode, rank=16), model
+        reduction, trained = dadplug.GradientReduction(model, mode=mode, rank=16, weighting="samples"), model
     trained = torch.compile(trained, backend="aot_eager") if order in ("last", "wrapped") else trained
     torch._dynamo.utils.counters.clear()
     for step in range(3):

@@ -176,13 +176,14 @@ class Site:
 
         Args:
             reduction: the reduction.
-            rows: rows that this site's gradients stand for; known to the run by hand alone.
+            rows: rows that this site's gradients stand for.
             scale: what the loss has been multiplied by; known to the run by hand alone.
         """
         if self.by_hand:
             self._record(reduction, reduction.agree(rows, scale))
         else:
-            reduction.synchronize()
+            with reduction.samples(rows):  # for programs whose samples the rule does not count
+                reduction.synchronize()
             self._record(reduction, {})
 
     def idle(self, reduction: Any) -> None:
