@@ -260,6 +260,7 @@ class DistributedDataParallel(TorchDDP):
         self._queued, self._arrives = -1, False
         if due:
             self._expects, self._shares = False, True
+            self.reduction.take_part()
             self.reduction.synchronize()
             self._divide()
 

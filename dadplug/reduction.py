@@ -229,6 +229,11 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         """Samples of this site in the step, as far as they are known and not private; 0 where they are not."""
         return self._counter.count if self.options.privacy is None else self.options.privacy.expected_batch
 
+    def take_part(self) -> None:
+        """Count this site in the step, also where its backward pass has reached no parameter."""
+        self._pending = True
+        self._counter.deliver()
+
     def weigh_by_dealt(self, samples: int | None) -> None:
         """State the samples of the next steps, which are the site's weight in them, whatever `weighting` says.
 

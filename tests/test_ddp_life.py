@@ -93,7 +93,7 @@ def same(model: nn.Module, alone: nn.Module, limit: float = 1e-10) -> None:
 def follow(steps: Callable[..., None], kind: Callable[[], nn.Module] = Net, modes: Any = MODES, **options: Any) -> None:
     """Train by both, and compare: `steps` gets a model and the sites whose rows it has."""
     for mode in modes:
-        model = dadplug.DistributedDataParallel(build(0, kind), mode=mode, **{"weighting": "samples"} | options)
+        model = dadplug.DistributedDataParallel(build(0, kind), mode=mode, **options)
         alone = build(0, kind)
         steps(model, [dist.get_rank()])
         steps(alone, range(2))
@@ -262,8 +262,8 @@ def test_adversarial_networks() -> None:
             for members in ([dist.get_rank()], range(2)):
                 maker, critic = build(1, lambda: nn.Linear(6, 6)), build(2)
                 if len(members) == 1:
-                    maker = dadplug.DistributedDataParallel(maker, mode=mode, weighting="samples")
-                    critic = dadplug.DistributedDataParallel(critic, mode=mode, weighting="samples")
+                    maker = dadplug.DistributedDataParallel(maker, mode=mode)
+                    critic = dadplug.DistributedDataParallel(critic, mode=mode)
                 optimizers = [torch.optim.Adam(each.parameters(), 0.01) for each in (maker, critic)]
                 for step in range(4):
                     optimizers[1].zero_grad()
@@ -296,7 +296,7 @@ class Outer(nn.Module):
 @support.at_sites(2)
 def test_a_wrapped_part_of_a_model() -> None:
     for mode in MODES:
-        model = Outer(dadplug.DistributedDataParallel(build(1), mode=mode, weighting="samples"))
+        model = Outer(dadplug.DistributedDataParallel(build(1), mode=mode))
         alone = Outer(build(1))
         alone.before.load_state_dict(model.before.state_dict())
         for step in range(3):
@@ -305,7 +305,7 @@ def test_a_wrapped_part_of_a_model() -> None:
         for p, q in zip(model.part.module.parameters(), alone.part.parameters(), strict=True):
             assert off_by(p.grad, q.grad) < 1e-10
         with pytest.raises(ValueError, match="DistributedDataParallel"):
-            dadplug.DistributedDataParallel(model, mode=mode, weighting="samples")
+            dadplug.DistributedDataParallel(model, mode=mode)
         model.part.reduction.detach()
 
 
@@ -323,7 +323,7 @@ class Branches(nn.Module):
 @support.at_sites(2)
 def test_a_site_uses_no_parameter() -> None:
     """One site's pass reaches no parameter: it contributes nothing, and takes part."""
-    rank, model = dist.get_rank(), dadplug.DistributedDataParallel(build(0, Branches), mode="dad", weighting="samples")
+    rank, model = dist.get_rank(), dadplug.DistributedDataParallel(build(0, Branches), mode="dad")
     alone = build(0, Branches)
     for _ in range(2):
         x = rows(0, [rank]).requires_grad_()
@@ -338,11 +338,7 @@ def test_a_site_uses_no_parameter() -> None:
 @support.at_sites(2)
 def test_copies_and_moving_averages() -> None:
     """Copies: a moving average as scripts make it, evaluated at one site, and a copy that trains on."""
-    rank, model, alone = (
-        dist.get_rank(),
-        dadplug.DistributedDataParallel(build(), mode="dad", weighting="samples"),
-        build(),
-    )
+    rank, model, alone = dist.get_rank(), dadplug.DistributedDataParallel(build(), mode="dad"), build()
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)
     reference = AveragedModel(alone, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)
     for net, mean, members in ((model, average, [rank]), (alone, reference, range(2))):
@@ -394,7 +390,7 @@ def test_pickled_models_and_groups() -> None:
     for each in (model, loaded):
         each.reduction.detach()
     group = dist.new_group([0, 1])
-    other = dadplug.DistributedDataParallel(build(), mode="dsgd", process_group=group, weighting="samples")
+    other = dadplug.DistributedDataParallel(build(), mode="dsgd", process_group=group)
     assert other.process_group is group
     with pytest.raises(RuntimeError, match="copy its module"):
         copy.deepcopy(other)
@@ -406,15 +402,14 @@ def test_pickled_models_and_groups() -> None:
 def test_arguments_in_the_order_of_torch() -> None:
     rank = dist.get_rank()
     group = dist.new_group([0, 1])
-    by_position = dadplug.DistributedDataParallel(
-        build(), None, None, 0, True, True, group, 25, True, mode="dsgd", weighting="samples"
-    )
+    by_position = dadplug.DistributedDataParallel(build(), None, None, 0, True, True, group, 25, True, mode="dsgd")
     assert by_position.process_group is group
     assert by_position.find_unused_parameters
     assert by_position.reduction.options.mode == "dsgd"
     named = dadplug.DistributedDataParallel(
         build(), "dad", bucket_cap_mb=10, check_reduction=False, gradient_as_bucket_view=True, static_graph=True,
-        skip_all_reduce_unused_params=True, weighting="samples")  # fmt: skip
+        skip_all_reduce_unused_params=True,
+    )  # fmt: skip
     assert named.reduction.options.mode == "dad"
     assert named.static_graph
     for each in (by_position, named):
@@ -430,13 +425,13 @@ def test_arguments_in_the_order_of_torch() -> None:
     }
     for message, given in refused.items():
         with pytest.raises(ValueError, match=message):
-            dadplug.DistributedDataParallel(build(), **{"weighting": "samples"} | given)
+            dadplug.DistributedDataParallel(build(), **given)
     with pytest.raises(ValueError, match="leave them out"):
-        dadplug.DistributedDataParallel(build(), [rank], weighting="samples")
+        dadplug.DistributedDataParallel(build(), [rank])
     with pytest.raises(TypeError, match="'mode' twice"):
-        dadplug.DistributedDataParallel(build(), "dad", mode="dsgd", weighting="samples")
+        dadplug.DistributedDataParallel(build(), "dad", mode="dsgd")
     with pytest.raises(TypeError, match="have to be named"):
-        dadplug.DistributedDataParallel(build(), "dad", [0], weighting="samples")
+        dadplug.DistributedDataParallel(build(), "dad", [0])
 
 
 class Normalised(nn.Module):
@@ -454,7 +449,7 @@ class Normalised(nn.Module):
 
 @support.at_sites(2)
 def test_another_module_in_its_place() -> None:
-    model = dadplug.DistributedDataParallel(build(), mode="dad", weighting="samples")
+    model = dadplug.DistributedDataParallel(build(), mode="dad")
     model.module = nn.Sequential(model.module)  # as a compiled one
     model(rows(0, [dist.get_rank()])).mean().backward()
     model.module = build()
@@ -465,14 +460,14 @@ def test_another_module_in_its_place() -> None:
 @support.at_sites(2)
 def test_a_mesh_as_with_torch() -> None:
     mesh = init_device_mesh("cpu", (2,))
-    model = dadplug.DistributedDataParallel(build(), mode="dad", device_mesh=mesh, weighting="samples")
+    model = dadplug.DistributedDataParallel(build(), mode="dad", device_mesh=mesh)
     assert model.device_mesh is mesh
     model(rows(0, [dist.get_rank()])).mean().backward()
     assert model.reduction.contributors == [0, 1]
     both = {"device_mesh": mesh, "process_group": dist.group.WORLD}
     for wrong in (both, {"device_mesh": init_device_mesh("cpu", (2, 1))}):
         with pytest.raises(RuntimeError, match=r"device_mesh|1D"):
-            dadplug.DistributedDataParallel(build(), mode="dad", **{"weighting": "samples"} | wrong)
+            dadplug.DistributedDataParallel(build(), mode="dad", **wrong)
 
 
 @support.at_sites(2)
@@ -483,7 +478,7 @@ def test_parameters_and_buffers_that_are_left_out() -> None:
         net.extra.fill_(rank + 1.0)
         net.own.fill_(rank + 1.0)
     TorchDDP._set_params_and_buffers_to_ignore_for_model(net, ["extra", "own"])
-    model = dadplug.DistributedDataParallel(net, mode="dad", weighting="samples")
+    model = dadplug.DistributedDataParallel(net, mode="dad")
     for step in range(3):
         model(rows(step, [rank])).square().mean().backward()
     assert net.own.tolist() == [rank + 1.0] * 2
@@ -506,7 +501,7 @@ def test_parameters_and_buffers_that_are_left_out() -> None:
         net = build(0, Normalised)
         net.own.fill_(rank + 1.0)
         model = dadplug.DistributedDataParallel(
-            net, mode="dsgd", broadcast_buffers=broadcast, forward_sync_buffers=forward, weighting="samples"
+            net, mode="dsgd", broadcast_buffers=broadcast, forward_sync_buffers=forward
         )
         assert net.own.tolist() == [expected] * 2
         net.own.fill_(rank + 5.0)
@@ -521,7 +516,7 @@ def test_join_with_running_statistics() -> None:
     rank = dist.get_rank()
     for outer, divides in itertools.product((False, True), repeat=2):
         options = {"mode": "dad", "compare_every": 2, "weighting": "uniform"}
-        model = dadplug.DistributedDataParallel(build(0, Normalised), **{"weighting": "samples"} | options)
+        model = dadplug.DistributedDataParallel(build(0, Normalised), **options)
         alone = build(0, Normalised)
         optimizer = torch.optim.SGD(model.parameters(), 0.05)
         by = {} if divides else {"divide_by_initial_world_size": False}  # True by default, as with torch's class
@@ -551,10 +546,10 @@ def test_join_with_running_statistics() -> None:
 def test_join_of_two_models() -> None:
     """`Join` of two models, which train one after the other in each step; a site has three batches more."""
     rank = dist.get_rank()
-    models = [dadplug.DistributedDataParallel(build(seed), mode="dad", weighting="samples") for seed in range(2)]
+    models = [dadplug.DistributedDataParallel(build(seed), mode="dad") for seed in range(2)]
     references = [build(seed) for seed in range(2)]
     optimizers = [torch.optim.SGD(each.parameters(), 0.05) for each in (*models, *references)]
-    with Join(models):
+    with Join(models, divide_by_initial_world_size=False):
         for step in range(2 + 3 * rank):
             for model, optimizer in zip(models, optimizers[:2]):
                 optimizer.zero_grad()
@@ -576,7 +571,7 @@ def test_mixed_precision() -> None:
     """Autocast in bfloat16, and a GradScaler that skips a step at both sites since one has Inf."""
     rank = dist.get_rank()
     for mode in MODES:
-        model, alone = dadplug.DistributedDataParallel(build().float(), mode=mode, weighting="samples"), build().float()
+        model, alone = dadplug.DistributedDataParallel(build().float(), mode=mode), build().float()
         for net, members in ((model, [rank]), (alone, range(2))):
             with torch.autocast("cpu", torch.bfloat16):
                 net(rows(0, members).float()).square().mean().backward()
@@ -604,11 +599,7 @@ def test_mixed_precision() -> None:
 @support.at_sites(2)
 def test_backward_passes_that_trainers_announce() -> None:
     """The calls of Accelerate and Lightning: a backward pass synchronizes whose forward pass was in `no_sync`."""
-    rank, model, alone = (
-        dist.get_rank(),
-        dadplug.DistributedDataParallel(build(), mode="dad", weighting="samples"),
-        build(),
-    )
+    rank, model, alone = dist.get_rank(), dadplug.DistributedDataParallel(build(), mode="dad"), build()
     with model.no_sync():
         first, second = (model(rows(step, [rank])).square().mean() for step in range(2))
         first.backward()
@@ -629,7 +620,7 @@ def test_backward_passes_that_trainers_announce() -> None:
 @support.at_sites(2)
 def test_transforms_of_torch_func() -> None:
     """Transforms of torch.func through the wrapper, which exchange nothing."""
-    rank, model = dist.get_rank(), dadplug.DistributedDataParallel(build(), mode="dad", weighting="samples")
+    rank, model = dist.get_rank(), dadplug.DistributedDataParallel(build(), mode="dad")
     x = rows(0, [rank])
     parameters = {name: each.detach() for name, each in model.named_parameters()}
     own = torch.func.grad(lambda given: torch.func.functional_call(model, given, (x,)).square().mean())(parameters)

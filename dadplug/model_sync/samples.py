@@ -228,9 +228,9 @@ class SampleCounter:
         self.forwards += 1
         self.called = module
         inputs = list(tensors_of((args, kwargs)))
-        if torch.is_grad_enabled():
-            transformed = torch._C._functorch.peek_interpreter_stack() is not None  # whose tensors hide values
-            if self.first_batch is not None and module.training and not transformed:
+        transformed = torch._C._functorch.peek_interpreter_stack() is not None  # whose tensors hide values
+        if torch.is_grad_enabled() and not transformed:
+            if self.first_batch is not None and module.training:
                 self.first_batch.look(inputs)
             if torch._C._current_graph_task_id() == -1:  # what an earlier backward pass has reached was for nothing
                 self._reached.clear()
@@ -252,7 +252,7 @@ class SampleCounter:
 
     def _leave(self, outputs: Any) -> None:
         """Record that an outermost forward pass has ended; it counts once backward has run through its outputs."""
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
             return
         passes = self._pass
         leaves = list(tensors_of(outputs))
@@ -270,7 +270,9 @@ class SampleCounter:
                 self._on_backward()
                 torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(now))
             if counts:
-                self._reached.append((now, passes))
+                self._reached.append(
+                    (-1 if torch.is_grad_enabled() else now, passes)
+                )  # by create_graph: the next counts
 
         for output in reached:
             if output.grad_fn is None:
