@@ -201,7 +201,7 @@ class Options(OptionSet):
             )
 
     def unused(self) -> dict[str, str]:
-        modes = {mode: method.traits.reads for mode, method in METHODS.items()}
+        modes = {mode: method.traits.reads for mode, method in METHODS.items() if hasattr(method, "traits")}
         found = {}
         if (own := modes[self.mode]) is not None:
             for name in {name for reads in modes.values() for name in reads or ()}.difference(own):

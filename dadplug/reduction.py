@@ -224,7 +224,6 @@ class GradientReduction(FusedSteps, ReplicatedModel):
             return 0 if self._abstains else self.options.privacy.expected_batch
         return self._counter.weight(self._pending, self.world_size == 1)
 
-    @property
     def _batch(self) -> int:
         """Samples of this site in the step, as far as they are known and not private; 0 where they are not."""
         return self._counter.count if self.options.privacy is None else self.options.privacy.expected_batch
@@ -366,7 +365,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
             self._pending = planner.holds_own_gradients
         self._counter.follow()
         if not planner.is_complete:
-            planner.complete_plan(self._step, self._batch)
+            planner.complete_plan(self._step, self._batch())
             if self._step == 0 and not self._by_samples and self._counter.dealt is None and self._private is None:
                 warn_of_unequal(planner.batches)
         try:
@@ -380,7 +379,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
                     noise_every=wish,
                     settings=self._settings.take(),
                     digest=self._digest(),
-                    batch=self._batch,
+                    batch=self._batch(),
                     deferral=held,
                 )
             )
@@ -395,7 +394,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
                 self._attached.fill_with_inf()
             self._measure_noise(headers)
         finally:
-            self._epoch_samples += self._batch
+            self._epoch_samples += self._batch()
             self._end_step()
         planner.follow_sizes([header.batch for header in headers])
         if self._noise is not None:
@@ -445,7 +444,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         if self._noise is None and not any(header.noise_every for header in headers):
             return
         noise = self._make_noise()
-        samples = (self._batch or 1) if self._pending else 0
+        samples = (self._batch() or 1) if self._pending else 0
         with self.traffic.apart(), suppress(DroppedError):  # this site gets the estimates of another one
             planner, scales = self._planner, self._method.loss_scales
             noise.measure(self._step, headers, samples, planner.units, self._transport, scales)
@@ -729,6 +728,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self._adopt(joined)
 
     def _make_planner(self) -> Planner:
+        self._method.batch = weak_hook(self._batch)
         secure_sum = None if self._private is None else self._private.secure_sum
         samples, arrived = weak_hook(self._samples), weak_hook(self._arrived)
         planner = Planner(self.model, self._method, self.options, self._transport, samples, arrived, secure_sum)

@@ -157,7 +157,7 @@ def test_a_low_rank_mode_trains_as_a_plain_loop(sites):
 
 def joins() -> None:
     """Sites with 4 and 3 batches, without rows that are repeated; the last batch of 2 rows counts by its rows."""
-    accelerator = fresh(mode="dad")
+    accelerator = fresh(mode="dad", weighting="samples")
     model, record = train(accelerator, "", rows(26), epochs=1, join=True)
     by_site = model.reduction.gather_objects([inputs for inputs, _ in record])
     assert [len(site) for site in by_site] == [4, 3]
@@ -171,7 +171,7 @@ def joins() -> None:
 
 def joins_with_two_models() -> None:
     """The others go on with both models, here in another order than that in which they have joined."""
-    accelerator = fresh(mode="dad", timeout=60.0)
+    accelerator = fresh(mode="dad", timeout=60.0, weighting="samples")
     first, second, loader = accelerator.prepare(
         build(), nn.Linear(3, 2).double(), DataLoader(TensorDataset(rows(20)), 4)
     )

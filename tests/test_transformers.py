@@ -165,7 +165,7 @@ def own_data(folder: str, options: dict[str, Any]) -> list[torch.Tensor]:
     data, settings = texts((14, 7)[rank], seed=rank), DOUBLE | {"train_sampling_strategy": "sequential"}
     settings |= {"gradient_accumulation_steps": 2, "num_train_epochs": 2}
     trainer = make("words", f"{folder}/{rank}", build("words").double(), data, **settings)
-    attach(trainer, **options)
+    attach(trainer, weighting="samples", **options)
     trainer.train()
     assert trainer.state.global_step == 6
     trainer.save_model()

@@ -163,6 +163,7 @@ class Method:
         self.errors = ErrorFeedback(False)
         self.loss_scales = LossScales()
         self.samples: float = 1
+        self.batch: Callable[[], int] = int  # samples of this site in the step; 0 where they are not known
 
     @property
     def keeps_errors(self) -> bool:

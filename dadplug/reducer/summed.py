@@ -235,7 +235,7 @@ class PowerSGDHandler(SummedHandler):
 
     def _put(self, unit: Unit, weight: float) -> bool:
         slot, method = self._slots[unit.name], self._method
-        method.check_rank(unit.name, self.context.samples())
+        method.check_rank(unit.name, max(self.context.samples(), method.batch()))
         error = method.errors.find(unit.name, unit.lead)
         matrix = self._matrices[slot] = powersgd.WeightedGradient(
             gradient_matrix(unit) if weight else None,

@@ -439,6 +439,7 @@ def test_one_process_trains_as_its_optimizer_does():
         optimizer.step()
     local.finish()
     assert off_by(vector(model), vector(plain)) < 1e-12
+    local.detach()
     with pytest.raises(ValueError, match="every must be"):
         LocalSGD(model, adam(model.parameters()), every=-3, weighting="samples")
 

@@ -145,7 +145,7 @@ def test_a_new_method_is_a_class_and_a_registration():
         ({"rank": True}, "rank must be a whole number"),
         ({"iterations": -1}, "iterations must be"),
         ({"tolerance": 1.0}, "tolerance must be"),
-        ({"weighting": "size"}, "unknown weighting 'size'; valid ones are 'samples', 'uniform'"),
+        ({"weighting": "size"}, "unknown weighting 'size'; valid ones are 'uniform', 'samples'"),
         ({"wire": "fp8"}, "unknown wire 'fp8'"),
         ({"sync_batchnorm": 1}, "sync_batchnorm must be True or False"),
         ({"timeout": 0}, "timeout must be a positive number"),

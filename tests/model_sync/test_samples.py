@@ -173,7 +173,7 @@ STATED: dict[str, Case] = {
 
 def loss_of(model: nn.Module, inputs: tuple[Any, ...]) -> Tensor:
     outputs = model.train_step(*inputs) if isinstance(model, Parts) else model(*inputs)
-    return outputs.square().mean()
+    return outputs.square().mean() if outputs.dim() else outputs
 
 
 def in_one_process(kind: Callable[[], nn.Module], inputs: Any, mean: bool) -> nn.Module:
@@ -423,7 +423,7 @@ def test_copies_and_exports_have_no_part_of_the_reduction(mode: str) -> None:
         with torch.no_grad():
             if name != "quantize_dynamic":
                 assert torch.allclose(made(x), model(x)), name
-        if isinstance(made, nn.Sequential):
+        if isinstance(made, nn.Sequential) and name != "quantize_dynamic":
             made(x).sum().backward()  # trains alone
         step()
         for one, two in zip(model.parameters(), twin.parameters(), strict=True):

@@ -293,7 +293,6 @@ def test_two_sites_are_too_few():
     ("options", "message"),
     [
         ({"mode": "rankdad"}, "goes with mode='dsgd', got mode='rankdad': low-rank factors are not added up"),
-        ({"weighting": "uniform"}, "does not go with weighting='uniform'"),
         ({"wire": "int8"}, "does not go with wire='int8': masked numbers have 32 bits"),
         ({"hierarchy": "auto"}, "does not go with hierarchy='auto'"),
         ({"min_sites": 2}, "does not go with min_sites=2: a step needs 3 sites or more"),

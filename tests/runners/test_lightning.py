@@ -132,7 +132,10 @@ def uneven(rows: list[int], mode: str, accumulate: int) -> None:
     reference.load_state_dict(module.state_dict())
     shares = [zoo.loader(count, 4, seed=site, shuffle=False) for site, count in enumerate(rows)]
     current = zoo.trainer(
-        DADStrategy(mode), max_epochs=1, use_distributed_sampler=False, accumulate_grad_batches=accumulate
+        DADStrategy(mode, weighting="samples"),
+        max_epochs=1,
+        use_distributed_sampler=False,
+        accumulate_grad_batches=accumulate,
     )
     current.fit(module, shares[rank])
     steps = max(len(share) for share in shares)

@@ -41,7 +41,9 @@ def fit(name: str, mode: str | None) -> tuple:
     torch.manual_seed(0)
     site = None if mode is None else rank()
     module = loops.PROGRAMS[name](site).double()
-    strategy = "auto" if mode is None else DADStrategy(**{"mode": mode, "timeout": 200} | MODES[mode])
+    strategy = (
+        "auto" if mode is None else DADStrategy(**{"mode": mode, "timeout": 200, "weighting": "samples"} | MODES[mode])
+    )
     current = loops.trainer(strategy, module)
     if name == "Plain":
         module.formed = []
@@ -148,7 +150,7 @@ def breaks(place: str, error: BaseException) -> str:
     warnings.filterwarnings("ignore")
     torch.manual_seed(0)
     module = Breaks(rank(), place, error).double()
-    current = loops.trainer(DADStrategy("dad", timeout=200), module)
+    current = loops.trainer(DADStrategy("dad", timeout=200, weighting="samples"), module)
     data = loops.loader(module.count, rank())
     if place == "loader" and rank() == 0:
         data = BreakingLoader(data.dataset, batch_size=None)
@@ -196,7 +198,11 @@ def resumes(folder: str) -> None:
 
         def build(epochs: int):
             saver = pl.callbacks.ModelCheckpoint(path, filename="{epoch}", save_top_k=-1)
-            strategy = "auto" if mode is None else DADStrategy(**{"mode": mode, "timeout": 200} | MODES[mode])
+            strategy = (
+                "auto"
+                if mode is None
+                else DADStrategy(**{"mode": mode, "timeout": 200, "weighting": "samples"} | MODES[mode])
+            )
             return loops.trainer(strategy, module, max_epochs=epochs, callbacks=[saver], enable_checkpointing=True)
 
         build(2).fit(module, *data)

@@ -113,7 +113,7 @@ def sgd(name: str, model: nn.Module) -> torch.optim.Optimizer:
 def program(name: str, mode: str) -> list[torch.Tensor]:
     """Train a program at this site."""
     options = {"mode": mode, "split_data": False, "timeout": 30} | MODES[mode]
-    criterion, callbacks, runner = nn.CrossEntropyLoss(), [], DistributedRunner(**options)
+    criterion, callbacks, runner = nn.CrossEntropyLoss(), [], DistributedRunner(**{"weighting": "samples"} | options)
     if name == "adversaries":
         model = dict(adversaries().items())
         optimizer = {key: torch.optim.Adam(part.parameters(), lr=0.02) for key, part in model.items()}
@@ -225,7 +225,7 @@ def breaks_everywhere() -> list[str]:
     reported = []
     for event, loader, error in EVENTS:
         model = net()
-        runner = DistributedRunner(mode="dad", split_data=False, timeout=200)
+        runner = DistributedRunner(mode="dad", split_data=False, timeout=200, weighting="samples")
         try:
             runner.train(
                 model=model,
