@@ -192,7 +192,8 @@ class DistributedDataParallel(TorchDDP):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the model. A backward pass that follows ends with a synchronization, unless in `no_sync`."""
-        synchronizes = self.require_backward_grad_sync and torch.is_grad_enabled()
+        transformed = torch._C._functorch.peek_interpreter_stack() is not None  # by torch.func: no pass of training
+        synchronizes = self.require_backward_grad_sync and torch.is_grad_enabled() and not transformed
         if self._join_config.enable:
             self._notify(synchronizes)
         if self.device_ids:
@@ -206,7 +207,7 @@ class DistributedDataParallel(TorchDDP):
             if self._expects and (self._shares if joins else self.training):
                 self._share_buffers()
         outputs = self.module(*inputs, **kwargs)
-        if self._expects and self.require_backward_grad_sync and torch.is_grad_enabled():
+        if self._expects and synchronizes and torch.is_grad_enabled():
             self._watch(outputs, inputs, kwargs)
         return outputs
 

@@ -203,7 +203,7 @@ class Options(OptionSet):
     def unused(self) -> dict[str, str]:
         modes = {mode: method.traits.reads for mode, method in METHODS.items() if hasattr(method, "traits")}
         found = {}
-        if (own := modes[self.mode]) is not None:
+        if (own := modes.get(self.mode)) is not None:
             for name in {name for reads in modes.values() for name in reads or ()}.difference(own):
                 others = " or ".join(repr(mode) for mode, reads in modes.items() if name in (reads or ()))
                 found[name] = f"mode={self.mode!r} does not read it. Leave it out, or take mode={others}"

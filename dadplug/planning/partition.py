@@ -80,9 +80,8 @@ def partition_parameters(
     reasons = _refusals(model, parameters) if method.traits.takes_factors else {}
     paths: dict[str, str] = {}
     factored: dict[str, _WeightGroup] = {}
-    layers: set[str] = set()  # weights of layers that have factors
-    for group in () if forms_all else _weight_groups(model, parameters):
-        layers.add(group.name)
+    groups = [] if forms_all else [*_weight_groups(model, parameters)]
+    for group in groups:
         path = _layer_path(group.layer, method) if group.separable else GradientPath.ALLREDUCE
         if compress_dense and group.tied and _is_compressed(parameters[group.name], method):
             path, reasons[group.name] = GradientPath.LOWRANK, "dense='lowrank'"
@@ -94,8 +93,8 @@ def partition_parameters(
             if not method.traits.takes_factors:
                 reasons[group.name] = "sparse=True: its gradient is sent as the rows that it has"
     captured = [name for group in factored.values() for name in group.layers]
-    recomputes, lossy = method.traits.recomputes_deltas, not method.traits.exact
-    capture = LayerCapture(model, captured, weight_gradients=False, trace_chains=recomputes, fastest=lossy)
+    chains, lossy = method.traits.recomputes_deltas, not method.traits.exact
+    capture = LayerCapture(model, captured, weight_gradients=False, trace_chains=chains, fastest=lossy)
     units: list[Unit] = []
     for name, parameter in parameters.items():
         if name in factored:
@@ -104,17 +103,15 @@ def partition_parameters(
             continue
         elif not parameter.requires_grad:
             paths[name] = GradientPath.FROZEN
-        elif masked:
-            paths[name] = GradientPath.MASKED
-            units.append(DenseUnit(name, parameter, paths[name]))
-        elif compress_dense and name not in keep_dense and _is_compressed(parameter, method):
+        elif not masked and compress_dense and name not in keep_dense and _is_compressed(parameter, method):
             paths[name] = GradientPath.LOWRANK
             reasons[name] = "privacy" if forms_all else "dense='lowrank'"
             units.append(LowrankUnit(name, None, {name: parameter}, []))
         else:
-            paths[name] = GradientPath.ALLREDUCE if name in keep_dense else _dense_path(parameter, method)
-            could_be = name in layers or (compress_dense and not method.traits.exact)
+            dense = GradientPath.ALLREDUCE if name in keep_dense else _dense_path(parameter, method)
+            paths[name] = GradientPath.MASKED if masked else dense
             if paths[name] == GradientPath.ALLREDUCE:
+                could_be = any(name == group.name for group in groups) or (compress_dense and lossy)
                 reasons.setdefault(name, _why_dense(name, parameter, model, method, could_be))
             units.append(DenseUnit(name, parameter, paths[name]))
     return Partition(capture, units, paths, reasons)
