@@ -108,8 +108,7 @@ def partition_parameters(
             reasons[name] = "privacy" if forms_all else "dense='lowrank'"
             units.append(LowrankUnit(name, None, {name: parameter}, []))
         else:
-            dense = GradientPath.ALLREDUCE if name in keep_dense else _dense_path(parameter, method)
-            paths[name] = GradientPath.MASKED if masked else dense
+            paths[name] = GradientPath.MASKED if masked else _dense_path(parameter, method, name in keep_dense)
             if paths[name] == GradientPath.ALLREDUCE:
                 could_be = any(name == group.name for group in groups) or (compress_dense and lossy)
                 reasons.setdefault(name, _why_dense(name, parameter, model, method, could_be))
@@ -174,9 +173,9 @@ def _layer_path(layer: nn.Module, method: Method) -> str:
     return method.path_of(*matrix_shape(weight), weight.dtype) if weight.numel() else GradientPath.ALLREDUCE
 
 
-def _dense_path(parameter: nn.Parameter, method: Method) -> str:
+def _dense_path(parameter: nn.Parameter, method: Method, kept: bool) -> str:
     """Return the path of a parameter whose gradient autograd forms."""
-    if not parameter.is_floating_point() or parameter.dim() < 2:
+    if kept or not parameter.is_floating_point() or parameter.dim() < 2:
         return GradientPath.ALLREDUCE
     return method.gradient_path(*matrix_shape(parameter))
 

@@ -223,11 +223,13 @@ def fails_in_forward(loop):
 def fails_in_backward(loop):
     for step in range(STEPS):
         if step % 2:
-            rows = loop.net.words(loop.batch(step + 50)[0])
-            rows.register_hook(lambda _: 1 / 0)
-            features = loop.net.features(loop.batch(step + 50)[0])
-            with pytest.raises(ZeroDivisionError):  # once gradients of the other table have arrived
-                (loop.net.mix(features).square().sum() + rows.square().sum() * 10).backward()
+            ids = loop.batch(step + 50)[0]
+            with loop.stated(ids):
+                rows = loop.net.words(ids)
+                rows.register_hook(lambda _: 1 / 0)
+                features = loop.net.features(ids)
+                with pytest.raises(ZeroDivisionError):  # once gradients of the other table have arrived
+                    (loop.net.mix(features).square().sum() + rows.square().sum() * 10).backward()
         loop.update(step)
 
 
