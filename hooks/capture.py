@@ -7,7 +7,7 @@ from collections.abc import Callable, Container, Iterable
 from dataclasses import replace
 from functools import partial
 from inspect import signature
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 from weakref import WeakMethod
 
 import torch
@@ -22,7 +22,15 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 _CALL = "_compiled_call_impl"  # attribute of a module, which torch leaves out of copies
 
 
-def eager(function: _Function | None = None, *, nested: bool = False) -> Any:
+@overload
+def eager(function: _Function) -> _Function: ...
+
+
+@overload
+def eager(*, nested: bool) -> Callable[[_Function], _Function]: ...
+
+
+def eager(function: Any = None, *, nested: bool = False) -> Any:
     """Decorate a function so that torch.compile does not trace it: the graph breaks, and the function runs eagerly.
 
     `torch.compiler.disable` does so, too, but imports the compiler, which takes seconds. These are the marks by which
@@ -85,7 +93,7 @@ class CallOverride:
             found = found._inner
         return found is self
 
-    @partial(eager, nested=True)
+    @eager(nested=True)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call, around = self._inner or self._module._call_impl, self._around()
         if around is None or being_exported():

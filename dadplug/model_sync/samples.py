@@ -172,7 +172,7 @@ class SampleCounter:
         """
         return float(self.current or rows) if self.by_samples or self.dealt is not None else 1.0
 
-    def deliver(self, *_: Any) -> None:
+    def deliver(self, *given: Any) -> None:
         """Count the passes that the running backward pass has reached, since it has delivered a gradient."""
         for _, passes in self._reached:
             if passes.counted_in != self._generation:

@@ -166,7 +166,8 @@ class StepHeader:
         present, dense, void = ([bool(flag & bit) for flag in flags] for bit in (_PRESENT, _DENSE, _VOID))
         step, version, samples, stop, fault, culprit, finite, noise, *digests = integers[:_HEAD]
         head = step, version, samples, bool(stop), Fault(fault), culprit, bool(finite), noise
-        return cls(*head, *digests, present, dense, void, extra)
+        deferred, settings, digest, batch = digests
+        return cls(*head, deferred, settings, digest, batch, present, dense, void, extra)
 
 
 class HeaderExchange:

@@ -292,7 +292,7 @@ class SiteStrategy(_DDPStrategy):
         self._build()
         module = self.lightning_module
         module.to_torchscript = MethodType(to_torchscript, module)
-        self._run.callback(vars(module).pop, "to_torchscript", None)
+        self._run.callback(module.__dict__.pop, "to_torchscript", None)
         if self._wants_fused:
             self._set_up_fusing()
         if self._elastic is not None:
