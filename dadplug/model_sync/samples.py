@@ -149,7 +149,7 @@ class SampleCounter:
             alone: whether there is no other site, so that weights need not be known.
 
         Raises:
-            ValueError: if samples are the weight, and the rule does not say how many there are.
+            ValueError: if samples are the weight, and the rule cannot count them.
         """
         if self.dealt is not None:
             return self.dealt if pending else 0

@@ -56,7 +56,7 @@ def resources() -> tuple[int, int]:
 
 
 def hooks_of(model: nn.Module) -> list[Any]:
-    """Everything on a model that calls somebody when it is used."""
+    """Everything on a model that is called when the model is used."""
     found: list[Any] = [vars(module)["forward"] for module in model.modules() if "forward" in vars(module)]
     for module in model.modules():
         found += [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
