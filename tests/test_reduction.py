@@ -287,12 +287,6 @@ def test_parameters_can_be_frozen_and_freed(mode: str) -> None:
         assert {row.path for row in both.reduction.plan if row.parameter.startswith("0.")} == {"frozen"}
 
 
-def test_the_old_name_of_the_site_rank_warns():
-    reduction = dadplug.GradientReduction(torch.nn.Linear(2, 2), mode="rankdad", rank=3, weighting="samples")
-    with pytest.warns(DeprecationWarning, match=r"use reduction\.site_rank"):
-        assert reduction.rank == reduction.site_rank == 0
-
-
 @support.at_sites(2)
 def test_arguments_of_other_types_are_refused() -> None:
     for other in (None, "model", torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)):

@@ -37,8 +37,7 @@ from ..exchange import Gather, Transport
 from ..model_sync import sameness
 from ..model_sync.buffers import MovingBuffers
 from ..model_sync.sameness import renormalise, tables_with_max_norm
-from ..options import AUTO
-from .delta_format import AutoFormat, DeltaFormat, SparseFormat
+from .delta_format import DeltaFormat, SparseFormat
 from .options import DEFAULT_DECAY, LocalOptions
 
 # The agreed model
@@ -262,13 +261,11 @@ class AgreedModel:
 # Agreements
 
 
-def delta_format(options: LocalOptions, transport: Transport) -> DeltaFormat | SparseFormat | AutoFormat:
+def delta_format(options: LocalOptions, transport: Transport) -> DeltaFormat | SparseFormat:
     """Return the format of payloads that options ask for."""
     if options.density is None:
         return DeltaFormat(options.wire, options.rank, options.error_feedback)
     decay = DEFAULT_DECAY if options.memory_decay is None else options.memory_decay
-    if options.density == AUTO:
-        return AutoFormat(decay, options.error_feedback, transport.sites.__getitem__)
     return SparseFormat(options.density_at, decay, options.error_feedback, transport.sites.__getitem__)
 
 
@@ -321,7 +318,7 @@ class Fragment:
         gathers: exchanges of the payloads, by type.
     """
 
-    def __init__(self, form: DeltaFormat | SparseFormat | AutoFormat) -> None:
+    def __init__(self, form: DeltaFormat | SparseFormat) -> None:
         self.form = form
         self.names: list[str] = []
         self.weight = self.layout = self.tensors = 0
@@ -582,7 +579,6 @@ class Agreement:
         if header.layout != fragment.layout:
             if (tensors := fingerprint(deltas)) != fragment.tensors:
                 self._check_added(fragment)
-            fragment.form.choose(deltas, self._transport)
             sizes, count = fragment.form.layout(deltas), self._transport.world_size
             fragment.gathers = {dtype: self._transport.gather([size] * count, dtype) for dtype, size in sizes.items()}
             fragment.layout, fragment.tensors = header.layout, tensors

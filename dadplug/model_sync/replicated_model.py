@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -194,12 +193,6 @@ class ReplicatedModel:
             shared = privacy.noise_multiplier, privacy.max_grad_norm
             settings["privacy"] = "secure_sum with noise_multiplier={} and max_grad_norm={}".format(*shared)
         return sameness.described(self.options.may_differ) | sameness.describe(self.model, settings)
-
-    @property
-    def rank(self) -> int:
-        """Deprecated name of `site_rank`, which is not the option ``rank``."""
-        warnings.warn("reduction.rank is deprecated: use reduction.site_rank", DeprecationWarning, stacklevel=2)
-        return self.site_rank
 
     @property
     def sites(self) -> list[str]:

@@ -1,4 +1,3 @@
-import importlib
 import io
 import os
 import pickle
@@ -331,10 +330,3 @@ def test_connected_sites_are_compared_over_their_link(sites):
     first, second = sites(2).run(compares_between_sites)
     assert first == second
     assert Place(2, 2, connected=True) != Place(2, 2, connected=False)
-
-
-def test_the_former_name_still_works():
-    with pytest.warns(DeprecationWarning, match=r"dadplug\.comparison"):
-        racing = importlib.import_module("dadplug.racing")
-    assert racing.Comparison is Comparison
-    assert racing.compare is dadplug.compare

@@ -357,8 +357,6 @@ def test_what_needs_a_hub_or_all_sites_says_so():
     for options in ({"warm_up": 3}, {"sync_batchnorm": True}):
         with pytest.raises(ValueError, match="needs all sites in every step: leave min_sites out"):
             LocalOptions.create(min_sites=1, **options)
-    with pytest.raises(ValueError, match="density='auto' needs all sites"):
-        LocalOptions.create(min_sites=1, density="auto", wire="int2")
     with pytest.raises(ValueError, match="delay=2 counts steps, and rounds of round_seconds=5 have no fixed number"):
         LocalOptions.create(min_sites=1, delay=2, round_seconds=5.0)
     with pytest.raises(ValueError, match="round_seconds must be a positive number or None"):

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import importlib
 import itertools
 import json
 import os
@@ -20,7 +19,7 @@ from hub_kits import PUBLIC, connects, contents, dial, meet
 
 from dadplug.errors import KitError
 from dadplug.files import write_file
-from dadplug.hub import _MOVED, Policy, Project, Roster
+from dadplug.hub import Policy, Project, Roster
 from dadplug.hub.pki import provision
 from dadplug.hub.pki.kits import Kit, current_time, fingerprint, key_to_pem, make_request, new_key, to_pem
 from dadplug.hub.pki.project import split_address
@@ -570,12 +569,3 @@ def test_an_interrupted_revocation_can_be_repeated(kits, monkeypatch):
     assert all(others)
     assert len(others) >= 3
     assert not connects(kits)
-
-
-@pytest.mark.parametrize(("former", "name"), [*_MOVED.items()])
-def test_documented_modules_are_found_by_their_former_names(former, name):
-    former = f"dadplug.hub.{former}"
-    module, new = importlib.import_module(former), importlib.import_module(f"dadplug.hub.{name}")
-    for each in [each for each in vars(new) if not each.startswith("_")]:
-        with pytest.warns(DeprecationWarning, match=f"{former} is deprecated: use dadplug.hub.{name}"):
-            assert getattr(module, each) is getattr(new, each)

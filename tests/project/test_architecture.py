@@ -49,7 +49,6 @@ LAYERS = (
     "progress",
     "auditing",
     "comparison",
-    "racing",
     "serving",
     "tuning",
     "cli",
