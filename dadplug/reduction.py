@@ -6,13 +6,12 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from .adaptive.noise import GradientNoise
 from .errors import DroppedError
 from .exchange import Transport
 from .exchange.calls import own_place
@@ -37,6 +36,9 @@ from .reducer.reducer import AttachedGradients, StepRequest
 from .signature import takes_keywords_of, whole_number
 from .units.base import Unit
 from .units.factor import FactorUnit
+
+if TYPE_CHECKING:
+    from .adaptive.noise import GradientNoise
 
 _log = get_logger(__name__)
 
@@ -451,6 +453,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
 
     def _make_noise(self) -> GradientNoise:
         if self._noise is None:
+            from .adaptive.noise import GradientNoise  # it stands on the reduction, and few trainings need it
+
             self._noise = GradientNoise()
             self._watch_loss_scales()
         return self._noise
