@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import random
 import secrets
 import select
 import selectors
@@ -182,19 +181,6 @@ def listen(addresses: Sequence[str] = (), large: bool = False) -> socket.socket 
             return listener
         listener.close()
     return None
-
-
-def free_port() -> int:
-    """Return a TCP port of this machine that is free at the moment.
-
-    It is below those that systems give to outgoing connections (from 32768 on): one of these could take the port before
-    the process that it is meant for has started.
-    """
-    chance = random.SystemRandom()  # not the numbers of another process with the same seed
-    while True:
-        port = chance.randrange(10_000, 32_000)
-        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
 
 
 def explain_unresolved(host: str, error: OSError) -> str:

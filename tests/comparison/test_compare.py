@@ -12,9 +12,9 @@ from torch.utils.data import TensorDataset
 
 import dadplug
 from dadplug.comparison import STRATEGIES, Comparison, Place, Row, Strategy, _Trials
+from dadplug.comparison.pool import Pool
 from dadplug.comparison.trial import MAX_HELD_OUT, Point, Task, Trainer
 from dadplug.errors import RunFailedError
-from dadplug.processes import Pool
 from dadplug.progress import Progress
 
 
