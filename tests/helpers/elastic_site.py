@@ -24,7 +24,7 @@ from torch import nn
 
 import dadplug
 from dadplug.hub.site import connection, inbox
-from dadplug.hub.site.link import RoundClient
+from dadplug.hub.site.rounds import RoundClient
 from dadplug.hub.site.transport import ElasticTransport
 from dadplug.hub.wire.messages import Kind, SendState
 from dadplug.hub.wire.streams import KeptFrames
@@ -189,7 +189,8 @@ def restore_slowly(transport: ElasticTransport, folder: Path, take_part: Callabl
 def send_half(rounds: RoundClient, request: SendState, answer: Callable[[], bytes], how: str) -> None:
     """Send the first half of this site's state, and let the process be killed or stopped."""
     content = answer()
-    for exchange, part in enumerate((struct.pack("<Q", len(content)), content[: len(content) // 2])):
+    announced = struct.pack("<Q16s", len(content), rounds.history.after(request.step))
+    for exchange, part in enumerate((announced, content[: len(content) // 2])):
         rounds._link.send(exchange, memoryview(part), Kind.STATE, request.number, request.joiner)
     time.sleep(0.2)
     os.kill(os.getpid(), signal.SIGKILL if how == "sends" else signal.SIGSTOP)
