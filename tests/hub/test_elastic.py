@@ -287,7 +287,7 @@ def rounds_of(announced: int) -> RoundClient:
     rounds.states.take(SendState(3, 1, 5))
     rounds._wait_until = lambda *given: None
     contents = {24: struct.pack("<Q16s", announced, bytes(16))}
-    rounds.history, rounds.refusal = RoundHistory(), ""
+    rounds.history, rounds.refusal = RoundHistory(), None
     rounds._receive_part = lambda donor, exchange, nbytes, timeout: contents.get(nbytes, b"x" * nbytes)
     return rounds
 

@@ -86,6 +86,11 @@ class RoundHistory:
         digest = self._digests.get(step - 1)
         return 0 if digest is None else 1 + int.from_bytes(digest[:8], "little") % _MARKS
 
+    @property
+    def other_mark(self) -> int:
+        """A mark that the open round does not have."""
+        return self.mark(self.open_step) % _MARKS + 1
+
     def compare(self, slot: int, step: int, mark: int) -> None:
         """Take the tag of a frame.
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Sequence
 from functools import partial
 
-from ...errors import DroppedError, FrameError, MismatchError, SiteError
+from ...errors import DroppedError, FrameError, MismatchError, SealingError, SiteError
 from ...exchange import DEFAULT_TIMEOUT
 from ...exchange.calls import ASK_SECONDS
 from ...exchange.handshake import Deadline
@@ -139,11 +139,6 @@ class HubLink(HubConnection):
         """Return a site's name for messages."""
         return f"site {slot} ({self.names[slot]})"
 
-    def check(self) -> None:
-        super().check()
-        if self.rounds.refusal:
-            raise MismatchError(self.rounds.refusal)
-
     # Frames that arrive
 
     def room(self, head: Head) -> memoryview:
@@ -167,7 +162,14 @@ class HubLink(HubConnection):
         if void or (self.rounds.states.is_outdated(head) and not self.sealing.covers(head)):
             return
         if self.sealing.covers(head):
-            for frame in self.sealing.open(head, body):
+            try:
+                opened = self.sealing.open(head, body)
+            except SealingError as error:
+                if not self.rounds.elastic:
+                    raise
+                self.rounds.refuse(error)
+                return
+            for frame in opened:
                 self._take_opened(*frame)
         else:
             self._take_message(head, body)
@@ -386,7 +388,9 @@ class HubLink(HubConnection):
 
         Raises:
             SiteError: if the link has failed.
+            MismatchError: if the hub has told the sites different things.
         """
+        self.rounds.check()
         if len(content) and not (kind is Kind.PAYLOAD and self.rounds.behind):
             tag = self.rounds.history.mark(self.step) if kind is Kind.PAYLOAD else tag
             self.post(Head(kind, self.rank if slot is None else slot, self.step, exchange, tag=tag), content, soon)
@@ -452,6 +456,7 @@ class HubLink(HubConnection):
     def _check_gone(self, missing: Sequence[Incoming]) -> None:
         """Raise an error if a message will never arrive, which names the site that was lost first."""
         self.check()
+        self.rounds.check()
         if self.rounds.dropped:
             raise DroppedError(self.rounds.dropped)
         found = self.first_lost()

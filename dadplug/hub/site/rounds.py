@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from ...errors import DroppedError, MismatchError, SealingError, SiteError
+from ...errors import DadplugError, DroppedError, MismatchError, SealingError, SiteError
 from ...exchange.calls import ASK_SECONDS
 from ...exchange.handshake import Deadline
 from ...exchange.transport import Requirements
@@ -45,7 +45,7 @@ class RoundClient:
         requirements: the requirements of the run; None where all sites have to stay.
         rejoins: whether a site that the hub has dropped joins again in its process.
         history: digest of the rounds so far.
-        refusal: why this site does not accept what the hub has announced, or another site was told; empty if it does.
+        refusal: error with which this site ends, since it does not accept what the hub says to it or to others.
         sizes: rounds in which the run has grown, and the number of sites since.
         first: number of the first round of the last training step that this site has begun to end.
         dropped: reason why the hub has dropped this site, until it joins again; empty while it takes part.
@@ -66,7 +66,7 @@ class RoundClient:
         self.sizes: list[tuple[int, int]] = []
         self.dropped = ""
         self.history = RoundHistory()
-        self.refusal = ""
+        self.refusal: DadplugError | None = None
         self.states = StateRequests(link.rank)
         self._position: Position | None = None  # at which this site joins
         self._fresh = False  # whether this site has joined and not ended a round since
@@ -115,13 +115,13 @@ class RoundClient:
         if not self.elastic or message.step <= self.closed:
             return
         present, contributors = {*range(link.world_size)} - link.gone.keys(), {*message.contributors}
+        self.history.close(message.step, message.contributors, self.joined)
+        self._check_history()
         if strange := contributors - present or (set() if self.skips else present - contributors):
             names = ", ".join(link.name(slot) for slot in sorted(strange))
             how = "with what has left:" if strange & link.gone.keys() else "without what is present:"
-            self.refuse(f"{link.hub} has closed round {message.step} {how} {names}")
+            self._refuse_close(f"{link.hub} has closed round {message.step} {how} {names}")
         absent = frozenset(range(link.world_size)) - contributors | self.joined
-        self.history.close(message.step, message.contributors, self.joined)
-        self._check_history()
         self.joined.clear()
         self.listens = False
         self.closed, self._closes[message.step] = message.step, (absent, len(contributors))
@@ -135,24 +135,33 @@ class RoundClient:
         self.history.compare(head.slot, head.step, head.tag)
         self._check_history()
 
+    def check(self) -> None:
+        """Raise MismatchError if this site does not accept what the hub says, or has said to another site."""
+        if self.refusal is not None:
+            raise type(self.refusal)(*self.refusal.args)
+
     def _check_history(self) -> None:
-        if self.history.differs is not None and not self.refusal:
+        if self.history.differs is not None:
             slot, step = self.history.differs
             link = self._link
-            self.refuse(
+            self._refuse_close(
                 f"{link.name(slot)} and {link.name(link.rank)} were told different things by {link.hub} about the "
                 f"rounds before round {step}: which sites have taken part, left or joined"
             )
 
-    def refuse(self, reason: str) -> None:
+    def _refuse_close(self, reason: str) -> None:
+        at_fault = "The run ends, since the sites' weights would differ: the hub, or who controls it, is at fault"
+        self.refuse(MismatchError(f"{reason}. {at_fault}"))
+
+    def refuse(self, error: DadplugError) -> None:
         """Refuse to go on, and let the others find that out. To be called with the link's lock held."""
         link = self._link
-        self.refusal = self.refusal or (
-            f"{reason}. The run ends, since the sites' weights would differ: the hub, or who controls it, is at fault"
-        )
-        if not self.joins:  # a frame of this site shows its history to the others, also if it sends nothing further
-            step = self.history.open_step
-            link._frames.send_message(Head(Kind.PAYLOAD, link.rank, step, CALLS, tag=self.history.mark(step)), b"\0")
+        if self.refusal is not None:
+            return
+        self.refusal = error
+        if not self.joins:  # no site has the mark of this frame, so that the others end, too
+            step, mark = self.history.open_step, self.history.other_mark
+            link._frames.send_message(Head(Kind.PAYLOAD, link.rank, step, CALLS, tag=mark), b"\0")
 
     # Rounds
 
@@ -197,7 +206,7 @@ class RoundClient:
         what = f"step {number} has not been closed for {timeout:g} s, though the hub is connected"
         self._wait_until(over, timeout, f"{what}: another site is stopped or busy")
         with link.lock:
-            link.check()
+            self.check()
             self.absent, count = self._closes.pop(number)
             link.step = number + 1
             for slot in self.absent:
@@ -267,6 +276,7 @@ class RoundClient:
         patience = Deadline(min(ASK_SECONDS, timeout))
 
         def left() -> int:
+            self.check()
             if over():
                 return 0
             check_calls(self._link, patience)
