@@ -381,6 +381,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
                     digest=self._digest(),
                     batch=self._batch(),
                     deferral=held,
+                    counts=self._by_samples or self._counter.dealt is not None or self.options.privacy is not None,
                 )
             )
             self._compare(headers)

@@ -5,7 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from elastic_runs import Run, idles, same_bits
+from elastic_site import LIE as FIRST
 from hub_sites import TIMEOUT, linked, together
+from running_hub import running_hub
 from sealed_sites import sealed_hub
 
 from dadplug.errors import MismatchError, SealingError, SiteError
@@ -85,3 +88,44 @@ def test_sites_that_were_told_different_things_all_end(tmp_path, lies, skips, fi
     assert all(isinstance(error, MismatchError | SealingError) for error, _ in found), found
     assert any(re.search(first, str(error)) for error, _ in found), found
     assert {made for _, made in found} <= {LIE - 1, LIE}
+
+
+# Members that lie: the others go on without them, or all are told whose header is invalid
+
+LIES = {
+    "samples -3": {2: -3},
+    "samples 10**9": {2: 10**9},
+    "samples 2**63-1": {2: (1 << 63) - 1},
+    "fault 99": {4: 99},
+    "culprit": {4: 3, 5: 1000},
+    "finite": {6: 7},
+    "batch": {11: -1},
+    "flags": {12: 64},
+    "rows": {-1: -5},
+}
+
+
+@pytest.mark.parametrize(("lies", "mode"), [*((each, "dad") for each in LIES), ("samples 10**9", "dsgd")])
+def test_others_go_on_without_a_member_whose_header_is_invalid(tmp_path, lies, mode):
+    with sealed_hub(tmp_path) as hub:
+        run = Run(tmp_path, hub, mode=mode, steps=10)
+        run.start("ab")
+        run.start("c", lies=LIES[lies])
+        run.end("abc")
+    lines = run.lines("a")
+    same_bits(lines, run.lines("b"))
+    present = {step: [0, 1, 2] if step < FIRST else [0, 1] for step in range(10)}
+    same_bits(lines, idles(tmp_path / "idle", "abc", present, mode=mode))
+    told = run.processes["a"].read()[1]
+    assert "site 2 (c) has sent an invalid step header: " in told, told
+
+
+@pytest.mark.parametrize("lies", ["samples -3", "fault 99"])
+def test_all_are_told_whose_header_is_invalid_where_all_have_to_stay(tmp_path, lies):
+    with running_hub(tmp_path / "kits", ("a", "b")) as hub:
+        run = Run(tmp_path, hub, steps=10, min_sites=None)
+        run.start("a")
+        run.start("b", lies=LIES[lies])
+        run.end("ab", 1)
+    for name in "ab":
+        assert "MismatchError: site 1 (b) has sent an invalid step header: " in run.processes[name].read()[1]
