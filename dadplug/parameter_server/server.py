@@ -450,7 +450,13 @@ class ParameterServer(ReplicatedModel):
             if not bytes(body[:1]) == _GATHERED:
                 raise MismatchError(f"{self._transport.sites[rank]} is at another place: it has ended a phase of steps")
         bodies = [memoryview(body)[1:] for body in end.ended.values()]
-        return dict(zip(end.ended, decode_objects(bodies, refusal), strict=True))
+        return dict(
+            zip(
+                end.ended,
+                decode_objects(zip(end.ended, bodies, strict=True), refusal, self._transport.sites.__getitem__),
+                strict=True,
+            )
+        )
 
     # Sites that return
 
