@@ -536,7 +536,7 @@ class Agreement:
         """Wait for the headers of all sites for an agreement on a fragment, and compare them.
 
         Raises:
-            MismatchError: if one is invalid, or the sites are not at the same step, or do not train the same parameters.
+            MismatchError: if one is invalid, or the sites are at different steps, or train different parameters.
         """
         sites, count = self._transport.sites, len(fragment.names)
         headers = [Header.read(row, sites[rank], count) for rank, row in enumerate(self._headers.wait())]
