@@ -509,6 +509,11 @@ class LinkSealing:
         return self._epochs is None or self._epochs.complete
 
     @property
+    def has_keys(self) -> bool:
+        """Whether this site can send to all others."""
+        return self._epochs is None or bool(self._epochs.members)
+
+    @property
     def first_digest(self) -> bytes:
         """What all sites that start together begin the digest of their rounds with, unknown to the hub if sealed."""
         return (derive(self.keys.group, "rounds") if self.keys is not None else bytes(DIGEST_BYTES))[:DIGEST_BYTES]

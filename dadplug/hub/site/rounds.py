@@ -159,7 +159,7 @@ class RoundClient:
         if self.refusal is not None:
             return
         self.refusal = error
-        if not self.joins:  # no site has the mark of this frame, so that the others end, too
+        if not self.joins and link.sealing.has_keys:  # no site has the mark of this frame, so that the others end, too
             step, mark = self.history.open_step, self.history.other_mark
             link._frames.send_message(Head(Kind.PAYLOAD, link.rank, step, CALLS, tag=mark), b"\0")
 
