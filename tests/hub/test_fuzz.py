@@ -16,7 +16,7 @@ import torch
 from sealed_sites import make_kits
 
 from dadplug.adapm import messages as adapm
-from dadplug.errors import DadplugError, FrameError
+from dadplug.errors import DadplugError, FrameError, MismatchError
 from dadplug.exchange import codec
 from dadplug.exchange.factor_buckets import FactorBucket, IndexSlot, Slot
 from dadplug.exchange.summed_buckets import SparseBucket
@@ -383,3 +383,32 @@ def test_control_messages_are_read_or_refused():
     for name, frame in contents.items():
         if frame[HEAD_BYTES:] and name not in ("PAYLOAD", "SUMMAND", "STATE", "MESSAGE"):
             fuzz(frame[HEAD_BYTES:], lambda body: read_control(body, 3), name)
+
+
+# Fields that are out of range: the error names the site
+
+
+@pytest.mark.parametrize(
+    "place", [1, 3, 4, 5, pytest.param(0, id="a step"), pytest.param(2, id="a layout"), pytest.param(6, id="a batch")]
+)
+def test_a_header_of_local_steps_names_the_site(place):
+    content, take = of_local_header()
+    numbers = np.frombuffer(content, np.int64).copy()
+    take(numbers.tobytes())
+    for value in (-2, -(1 << 63)):
+        numbers[place] = value
+        with pytest.raises(MismatchError, match=r"site 2 \(c\) has sent an invalid header"):
+            take(numbers.tobytes())
+
+
+@pytest.mark.parametrize("value", [-1, 100, 1 << 30])
+@pytest.mark.parametrize("name", ["factors", "rows of a table", "sparse"])
+def test_numbers_in_payloads_name_the_site(name, value):
+    content, take = MESSAGES[name]()
+    numbers = np.frombuffer(content, np.int32).copy()
+    numbers[:3] = [value, 3, 3] if name == "factors" and value < 0 else [1, value, 3]
+    if name == "rows of a table":  # row numbers follow the header and the deltas, in cache lines of their own
+        numbers[:3] = [1, 3, 3]
+        numbers[32] = value
+    with pytest.raises(MismatchError, match=r"site 1 \(b\) has sent an invalid payload"):
+        take(numbers.tobytes())
