@@ -383,6 +383,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
                     digest=self._digest(),
                     batch=self._batch(),
                     deferral=held,
+                    counts=self._by_samples or self._counter.dealt is not None or self.options.privacy is not None,
                 )
             )
             self._compare(headers)
@@ -425,7 +426,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
             if self._step == 0:
                 return digest
             self._first_batch = None  # of a site that has lost its place meanwhile, or a training that goes on
-        return self._weights.digest() if self._weights.is_due(self._step) else 0
+        return self._weights.last_digest(self._step)
 
     def _compare(self, headers: Sequence[StepHeader]) -> None:
         """Compare the sites by the digests in their headers; see `dadplug.model_sync.sameness`."""
@@ -438,7 +439,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
             if self._first_batch is not None:
                 self._first_batch.compare(digests, self._transport)
                 self._first_batch = None
-            elif self._weights.is_due(self._step):
+            else:
                 self._weights.compare(digests, self._step, self._transport)
 
     def _measure_noise(self, headers: Sequence[StepHeader]) -> None:
@@ -701,6 +702,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
             self._make_noise().load_state_dict(joined.noise)
         self._count_earlier_steps(joined.step - self._step)
         self._step = joined.step
+        self._weights.last = 0
         self._planner.adopt(joined.plan)
         self._join(joined)
 

@@ -27,7 +27,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,7 @@ from ..model_sync import sameness
 from ..model_sync.buffers import MovingBuffers
 from ..model_sync.sameness import renormalise, tables_with_max_norm
 from .delta_format import DeltaFormat, SparseFormat
+from .header import Header
 from .options import DEFAULT_DECAY, LocalOptions
 
 # The agreed model
@@ -272,29 +273,6 @@ def delta_format(options: LocalOptions, transport: Transport) -> DeltaFormat | S
 def is_finite(tensor: Tensor) -> bool:
     """Return whether a tensor holds neither NaN nor Inf; one pass without a copy, unless its sum overflows."""
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
-
-
-class Header(NamedTuple):
-    """A site's statement before an agreement.
-
-    Attributes:
-        step: number of the site's steps.
-        weight: weight of its delta in the mean, such as its samples since the last agreement; 0 if it has trained
-            nothing.
-        layout: fingerprint of the parameters that it agrees on, see `fingerprint`.
-        finished: 1 if it has no more batches, else 0.
-        nonfinite: number of the first parameter with NaN or Inf, in the order of the layout; -1 if there is none.
-        changes: 1 if buffers have changed that the site has not announced yet, else 0.
-        batch: digest of its first batch, in the first agreement; 0 for none.
-    """
-
-    step: int
-    weight: int
-    layout: int
-    finished: int
-    nonfinite: int
-    changes: int
-    batch: int
 
 
 def fingerprint(tensors: Mapping[str, Tensor], setting: str = "") -> int:
@@ -545,23 +523,23 @@ class Agreement:
             sending.result()
         if transit.headers is None:
             try:
-                transit.headers = self._check_headers(transit.layout)
+                transit.headers = self._check_headers(transit.fragment, transit.layout)
             except MismatchError:
                 self._transit = None
                 raise
         return transit.headers
 
-    def _check_headers(self, layout: int) -> list[Header]:
-        """Wait for the headers of all sites, and compare them.
+    def _check_headers(self, fragment: Fragment, layout: int) -> list[Header]:
+        """Wait for the headers of all sites for an agreement on a fragment, and compare them.
 
         Raises:
-            MismatchError: if the sites are not at the same step, or do not train the same parameters.
+            MismatchError: if one is invalid, or the sites are at different steps, or train different parameters.
         """
-        headers = [Header(*row.tolist()) for row in self._headers.wait()]
+        sites, count = self._transport.sites, len(fragment.names)
+        headers = [Header.read(row, sites[rank], count) for rank, row in enumerate(self._headers.wait())]
         steps = {header.step: rank for rank, header in enumerate(headers) if not header.finished}
         if len(steps) > 1:
             (one, first), (other, second) = list(steps.items())[:2]
-            sites = self._transport.sites
             raise MismatchError(
                 f"the sites agree at different steps, {sites[first]} at {one} and {sites[second]} at {other}: each "
                 "must call step() once for each of its batches, and finish() after the last one"
@@ -575,7 +553,7 @@ class Agreement:
 
     def _settle(self, fragment: Fragment, header: Header, deltas: Mapping[str, Tensor]) -> list[Header]:
         """Wait for the headers, and do what they say; lay the payloads out anew if parameters have come or gone."""
-        headers = self._check_headers(header.layout)
+        headers = self._check_headers(fragment, header.layout)
         if header.layout != fragment.layout:
             if (tensors := fingerprint(deltas)) != fragment.tensors:
                 self._check_added(fragment)

@@ -37,7 +37,8 @@ from ..logs import get_logger
 from ..model_sync import sameness
 from ..model_sync.buffers import write_agreed
 from ..model_sync.sameness import renormalise
-from .agreement import Agreement, Fragment, Header, delta_format, divide, fingerprint, is_finite
+from .agreement import Agreement, Fragment, delta_format, divide, fingerprint, is_finite
+from .header import Header
 from .options import LocalOptions
 
 _log = get_logger(__name__)
@@ -305,8 +306,15 @@ class ElasticAgreement(Agreement):
                 gather.launch()
         transport.close_round(self.admits, idle=not offered.weight)
         rows = self._headers.wait()
-        present = [rank for rank in range(transport.world_size) if rank not in transport.absent]
-        headers = {rank: Header(*rows[rank].tolist()) for rank in present}
+        headers: dict[int, Header] = {}
+        for rank in transport.present:
+            try:
+                headers[rank] = Header.read(rows[rank], transport.sites[rank], len(self.agreed.values))
+            except MismatchError as error:  # all sites find it, and go on without the site
+                transport.absent |= {rank}
+                _log.warning("%s has no part in agreement %d: %s", transport.sites[rank], self.count + 1, error)
+        if not headers:
+            raise MismatchError("no site has sent a valid header")
         layouts = {header.layout for header in headers.values()}
         if len(layouts) > 1 or (transport.rank in headers and layouts != {self._layout}):
             raise MismatchError(

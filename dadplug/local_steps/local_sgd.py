@@ -27,10 +27,11 @@ from ..model_sync.samples import SampleCounter
 from ..model_sync.structure import is_managed, weak_hook
 from ..reduction import GradientReduction
 from ..signature import takes_keywords_of
-from .agreement import Agreement, Header, check_fragments
+from .agreement import Agreement, check_fragments
 from .captured import CapturedGradients
 from .delta_format import check_memory
 from .elastic import ElasticAgreement, RoundTime
+from .header import Header
 from .options import LocalOptions, Schedule
 
 _log = get_logger(__name__)

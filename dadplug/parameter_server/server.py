@@ -449,8 +449,9 @@ class ParameterServer(ReplicatedModel):
         for rank, body in end.ended.items():
             if not bytes(body[:1]) == _GATHERED:
                 raise MismatchError(f"{self._transport.sites[rank]} is at another place: it has ended a phase of steps")
-        bodies = [memoryview(body)[1:] for body in end.ended.values()]
-        return dict(zip(end.ended, decode_objects(bodies, refusal), strict=True))
+        bodies = {rank: memoryview(body)[1:] for rank, body in end.ended.items()}
+        objects = decode_objects(bodies.items(), refusal, self._transport.sites.__getitem__)
+        return dict(zip(bodies, objects, strict=True))
 
     # Sites that return
 

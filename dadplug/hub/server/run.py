@@ -681,6 +681,10 @@ class Recovery:
                 if self._lost_sender:
                     del self._reports[session]  # it joins again
                     continue
+                # Where all are waited for, a site accepts no close without one that it takes for a member.
+                left = set() if winner.skips else {*range(len(self._run.names))} - {*winner.contributors, session.slot}
+                for slot in sorted(left):
+                    session.send(pack_control(Drop(slot, winner.position.step, _AWAY), 0))
                 for slot in winner.joined:
                     session.send(pack_control(Join(slot, winner.position.step), 0))
                 session.send(pack_control(Close(winner.position.step, winner.contributors), 0))

@@ -154,7 +154,8 @@ class CollectiveTransport(Transport):
     def gather_present(self, item: Any) -> dict[int, Any]:
         own, refusal = encode_object(tagged(item))
         every = self.gather_bytes(own)
-        return untagged(dict(zip(every, decode_objects([*every.values()], refusal), strict=True)), self.sites)
+        objects = decode_objects(every.items(), refusal, self.sites.__getitem__)
+        return untagged(dict(zip(every, objects, strict=True)), self.sites)
 
     def gather_bytes(self, own: bytes) -> dict[int, memoryview]:
         """Gather byte strings of the sites that are present, by rank; where sites may leave, in a round of its own.
@@ -166,7 +167,7 @@ class CollectiveTransport(Transport):
         sizes.launch()
         # 0 for a site that is not there; one that was absent in the last round may have joined since
         lengths = [int(size) for size in (sizes.wait() if self._in_step else sizes.collect())]
-        check_lengths(lengths)
+        check_lengths(lengths, self.sites.__getitem__)
         gather = self.gather_once(lengths, torch.uint8)
         if lengths[self.rank]:  # else nothing that this site sends counts
             gather.payload.copy_(torch.frombuffer(bytearray(b"\0" + own), dtype=torch.uint8))
