@@ -400,9 +400,9 @@ def _check_pickles(policy: Policy) -> None:
         if id(frame.f_code) in codes:
             raise PolicyError(
                 f"the policy of this site's kit has allow_pickle = false, and {frame.f_code.co_name} unpickles what "
-                "arrives, by which other sites and the hub could run programs here. Exchange objects by gather_objects() "
-                "of dadplug.exchange or of a reduction, or set allow_pickle = true in the kit's policy.toml; nothing has "
-                "been sent"
+                "arrives, by which other sites and the hub could run programs here. Exchange objects by "
+                "gather_objects() of dadplug.exchange or of a reduction, or set allow_pickle = true in the kit's "
+                "policy.toml; nothing has been sent"
             )
         frame = frame.f_back
 

@@ -109,8 +109,9 @@ class Policy:
         if self.restriction and (most is None or nbytes > most):
             bound = "collectives of the program's own are refused" if most is None else f"{most} bytes are allowed"
             raise PolicyError(
-                f"the policy of this site's kit has {self.restriction}: {bound}, and {nbytes} bytes would leave the site "
-                "as they are. Train by dadplug, and exchange small results by its gather_objects(); nothing has been sent"
+                f"the policy of this site's kit has {self.restriction}: {bound}, and {nbytes} bytes would leave the "
+                "site as they are. Train by dadplug, and exchange small results by its gather_objects(); nothing has "
+                "been sent"
             )
 
     def check_rank(self, name: str, sent: int, rows: int) -> None:
