@@ -56,11 +56,10 @@ def lying_hub(tmp_path, monkeypatch):
     return tmp_path / "executed"
 
 
-def kits_of(folder, *policies, **entries):
+def kits_of(folder, *policies):
     address = f"127.0.0.1:{support.free_port()}"
-    return hub_kits.make(
-        folder / "kits", hub=address, hub_names=[], policy=dict(zip("ab", policies, strict=True)), **entries
-    )
+    policy = dict(zip("ab", policies, strict=True))
+    return hub_kits.make(folder / "kits", hub=address, hub_names=[], policy=policy)
 
 
 def connected(kits, function, *args):
@@ -144,15 +143,9 @@ def broadcast_in_lightning():
             }
             self.trainer.strategy.broadcast(MARK)
 
-    silent = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    trainer = lightning.Trainer(
-        max_steps=1, accelerator="cpu", devices=1, num_nodes=2, strategy=DADStrategy(timeout=20), **silent
-    )
+    silent = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    sites = {"accelerator": "cpu", "devices": 1, "num_nodes": 2, "strategy": DADStrategy(timeout=20)}
+    trainer = lightning.Trainer(max_steps=1, **sites, **silent)
     return found_error(trainer.fit, Module(), torch.utils.data.DataLoader(torch.ones(4, 3)))
 
 
@@ -170,7 +163,7 @@ def data_parallel():
     model(torch.ones(1, 2)).sum().backward()
 
 
-def raw(collective):
+def raw():
     ones, rooms = torch.ones(2), [torch.ones(2), torch.ones(2)]
     calls = {
         "all_reduce": lambda: dist.all_reduce(ones),
@@ -192,7 +185,7 @@ def raw(collective):
             dist.group.WORLD and dist.distributed_c10d._get_default_store().set("x", bytes(2 * OBJECTS))
         ),
     }
-    return {name: (found_error(call) or ("", "")) for name, call in calls.items()} if collective is None else None
+    return {name: found_error(call) or ("", "") for name, call in calls.items()}
 
 
 POLICIES = [
@@ -206,13 +199,11 @@ POLICIES = [
 @pytest.mark.parametrize(("policy", "line"), POLICIES, ids=str)
 def test_a_policy_refuses_what_no_method_sends(tmp_path, policy, line):
     kits = kits_of(tmp_path, policy | {"allow_pickle": True}, policy | {"allow_pickle": True})
-    for found in connected(kits, raw, None):
-        allowed = {"LocalSGD", "AdaPM"} if "max_rank_share" in policy or "share_inputs" in policy else set()
-        assert {name: kind for name, (kind, _) in found.items() if name not in allowed} == {
-            name: "PolicyError" for name in found if name not in allowed
-        }
-        raws = [text for name, (_, text) in found.items() if name not in ("LocalSGD", "AdaPM")]
-        assert all(line in text and "nothing has been sent" in text for text in raws)
+    for found in connected(kits, raw):
+        way = {name: found.pop(name)[0] for name in ("LocalSGD", "AdaPM")}  # of whole sums
+        assert set(way.values()) == ({"PolicyError"} if {"modes", "require_privacy"} & policy.keys() else {""})
+        assert {kind for kind, _ in found.values()} == {"PolicyError"}, found
+        assert all(line in text and "nothing has been sent" in text for _, text in found.values())
 
 
 def allowed():
