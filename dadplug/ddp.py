@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves, tree_map
 
+from .exchange.declared import METRICS, STATES, declared
 from .model_sync import sameness
 from .model_sync.replicated_model import Stateful
 from .model_sync.structure import is_managed, mark_managed
@@ -348,7 +349,8 @@ class DistributedDataParallel(TorchDDP):
     def _take_over(self, source: int, tensors: Mapping[str, Tensor]) -> None:
         """Replace tensors of the model at all sites by those of one site."""
         own = {name: tensor.detach() for name, tensor in tensors.items()}
-        sent = self.reduction.gather_objects(own if self.reduction.site_rank == source else None)[source]
+        with declared(STATES):
+            sent = self.reduction.gather_objects(own if self.reduction.site_rank == source else None)[source]
         with torch.no_grad():
             for name, tensor in own.items():
                 sameness.write(tensor.data, sent[name])
@@ -361,7 +363,8 @@ class DistributedDataParallel(TorchDDP):
 
     def _any_synchronizes(self, own: bool) -> bool:
         flag = torch.tensor([float(own)], device=self.device)
-        dist.all_reduce(flag, group=self.process_group)
+        with declared(METRICS):
+            dist.all_reduce(flag, group=self.process_group)
         return bool(flag.item())
 
     def join_hook(self, **kwargs: Any) -> JoinHook:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..errors import DamagedError
 from ..registry import Registry
+from .declared import OBJECTS, declared
 
 _HEAD = b"dadplug1"
 _DEPTH = 64  # levels of containers in containers
@@ -390,13 +391,17 @@ def gather_objects(
     device, count = _device_of(group), dist.get_world_size(group)
     size = torch.tensor([len(own)], dtype=torch.int64, device=device)
     sizes = [torch.zeros_like(size) for _ in range(count)]
-    wait(dist.all_gather(sizes, size, group=group, async_op=True))
+    with declared(OBJECTS):
+        work = dist.all_gather(sizes, size, group=group, async_op=True)
+    wait(work)
     lengths = [int(each) for each in sizes]
     check_lengths(lengths)
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
     padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
     every = [torch.empty_like(padded) for _ in range(count)]
-    wait(dist.all_gather(every, padded, group=group, async_op=True))
+    with declared(OBJECTS):
+        work = dist.all_gather(every, padded, group=group, async_op=True)
+    wait(work)
     contents = (part[:length].cpu().numpy().data for part, length in zip(every, lengths, strict=True))
     return decode_objects(enumerate(contents), refusal)
 

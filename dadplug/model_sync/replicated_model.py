@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..errors import DroppedError, MismatchError
 from ..exchange import Traffic, Transport, open_transport
 from ..exchange.codec import register
+from ..exchange.declared import OBJECTS, declared
 from ..exchange.transport import Requirements
 from ..logs import get_logger
 from ..methods import check_allowed
@@ -256,6 +257,7 @@ class ReplicatedModel:
                 back on the CPU.
 
         Raises:
+            PolicyError: if the object is larger than this site's kit allows.
             TypeError: on all sites, if the object of one cannot be sent.
             SiteError: if a site is gone or does not answer.
 
@@ -263,7 +265,7 @@ class ReplicatedModel:
             >>> accuracies = reduction.gather_objects(accuracy)
             >>> mean = sum(accuracies) / len(accuracies)
         """
-        with self.traffic.apart():
+        with self.traffic.apart(), declared(OBJECTS):
             return self._transport.gather_objects(item)
 
     def _attach(self) -> None:

@@ -30,11 +30,13 @@ from ...errors import MismatchError, SiteError
 from ...exchange import codec
 from ...exchange.calls import tagged, untagged
 from ...exchange.codec import check_lengths, decode_objects, encode_object
+from ...exchange.declared import most_bytes
 from ...exchange.framing import bytes_of
 from ...exchange.status import PeerNames, watch_exit
 from ...exchange.traffic import Traffic
 from ...exchange.transport import Gather, PendingSum, Requirements, StreamToHub, Transport
 from ...exchange.wire import lasting
+from ..pki.project import check_restricted_bytes
 from ..wire.messages import CODES, Kind, RoundKind, Spent
 from .calls import mismatch
 from .inbox import CHANNEL_BITS, Incoming
@@ -153,6 +155,8 @@ class CollectiveTransport(Transport):
 
     def gather_present(self, item: Any) -> dict[int, Any]:
         own, refusal = encode_object(tagged(item))
+        if (most := most_bytes()) is not None:
+            check_restricted_bytes(len(own), most)
         every = self.gather_bytes(own)
         objects = decode_objects(every.items(), refusal, self.sites.__getitem__)
         return untagged(dict(zip(every, objects, strict=True)), self.sites)
