@@ -157,7 +157,6 @@ class LocalSGD(HeldGradients, ReplicatedModel):
             weak_hook(self._before_forward),
             weak_hook(self._drop_cleared),
             self._by_samples,
-            lambda: True,
             watches_parameters=self._by_samples,
         )
         self._round = RoundTime(self.local_options.round_seconds, self.local_options.fragments)

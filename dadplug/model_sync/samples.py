@@ -80,11 +80,8 @@ class SampleCounter:
         self.on_outputs: Callable[[list[Tensor], int], None] | None = None
         self.stated: int | None = None
         self.dealt: int | None = None
-        self._count = 0
-        self._doubt = ""  # why the count does not stand for all that has arrived
-        self._counts = self._weighs = False  # whether any pass has been counted, and any but those stated to be empty
+        self._counted: set[_Passes] = set()  # whose gradients have arrived in this step
         self._reached: list[tuple[int, _Passes]] = []  # by running backward passes, which have delivered nothing yet
-        self._generation = 0  # times that counting has begun anew
         self._block: _Passes | None = None  # of the innermost `fixed` that is open
         self._pass = _Passes(0)  # of the running forward pass, or the last one
         self._runs = False  # whether a forward pass is running
@@ -113,17 +110,24 @@ class SampleCounter:
     @property
     def count(self) -> int:
         """Samples of this step, as far as they are known."""
-        if self.dealt is not None:
-            return self.dealt
-        return self._count if self._counts and not self._doubt else self.stated or 0
+        return self._known_of(self._counted) if self.dealt is None else self.dealt
 
     @property
     def reached(self) -> int:
         """Samples of this step with those that the running backward pass has reached, as far as they are known."""
-        waiting = {passes for _, passes in self._reached if passes.counted_in != self._generation}
-        if self._doubt or any(passes.doubt for passes in waiting) or not (self._counts or waiting):
-            return self.dealt or self.stated or 0
-        return self._count + sum(passes.samples for passes in waiting)
+        return self._known_of(self._counted | self._waiting()) or self.dealt or 0
+
+    def _known_of(self, counted: set[_Passes]) -> int:
+        known = counted and not any(passes.doubt for passes in counted)
+        return sum(passes.samples for passes in counted) if known else self.stated or 0
+
+    def _waiting(self) -> set[_Passes]:
+        """Return the passes that count once a gradient arrives.
+
+        Those that a pass with ``create_graph`` has reached count where there are no others, as where the loss is a
+        penalty on input gradients: autograd does not show whether a later pass goes through what that has made.
+        """
+        return {passes for task, passes in self._reached if task != -1} or {passes for _, passes in self._reached}
 
     @contextmanager
     def fixed(self, samples: int) -> Iterator[None]:
@@ -141,12 +145,12 @@ class SampleCounter:
             if before is not None:
                 self.stated = before.samples
 
-    def weight(self, pending: bool, alone: bool) -> int:
+    def weight(self, pending: bool, provisional: bool) -> int:
         """Return the weight of a site's gradients in the mean over sites.
 
         Args:
             pending: whether the site has gradients in this step.
-            alone: whether there is no other site, so that weights need not be known.
+            provisional: whether it need not be known: there is no other site, or the backward pass has not ended.
 
         Raises:
             ValueError: if samples are the weight, and the rule cannot count them.
@@ -154,14 +158,16 @@ class SampleCounter:
         if self.dealt is not None:
             return self.dealt if pending else 0
         if not self.by_samples:
-            return int(pending and (self._weighs if self._counts else self.stated != 0))
-        if not pending or (self._counts and not self._doubt):
-            return self._count
+            weighs = any(passes.samples or not passes.stated for passes in self._counted)
+            return int(pending and (weighs if self._counted else self.stated != 0))
+        doubts = [passes.doubt for passes in self._counted] or ["the loss does not come from a call of the model"]
+        if not pending or not any(doubts):
+            return sum(passes.samples for passes in self._counted)
         if self.stated is not None:
             return self.stated
-        if alone:
+        if provisional:
             return 1
-        reason = self._doubt or "the loss does not come from a call of the model"
+        reason = next(filter(None, doubts))
         raise ValueError(f"weighting='samples' cannot count the samples of this step: {reason}. {_STATE_IT}")
 
     def weight_of_pass(self, rows: int) -> float:
@@ -174,20 +180,14 @@ class SampleCounter:
 
     def deliver(self, *given: Any) -> None:
         """Count the passes that the running backward pass has reached, since it has delivered a gradient."""
-        for _, passes in self._reached:
-            if passes.counted_in != self._generation:
-                passes.counted_in = self._generation
-                self._counts = True
-                self._weighs |= bool(passes.samples) or not passes.stated
-                self._count += passes.samples
-                self._doubt = self._doubt or passes.doubt
-        self._reached.clear()
+        if self._reached:
+            self._counted |= self._waiting()
+            self._reached.clear()
 
     def discard(self) -> None:
         """Forget the backward passes so far, whose gradients have been cleared."""
-        self._count, self._counts, self._weighs, self._doubt = 0, False, False, ""
+        self._counted.clear()
         self._reached.clear()
-        self._generation += 1
 
     def reset(self) -> None:
         """Reset the counter, at the end of a step."""
@@ -270,14 +270,10 @@ class SampleCounter:
                 self._on_backward()
                 torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(now))
             if counts:
-                self._reached.append(
-                    (-1 if torch.is_grad_enabled() else now, passes)
-                )  # by create_graph: the next counts
+                self._reached.append((-1 if torch.is_grad_enabled() else now, passes))  # -1: by ``create_graph``
 
-        for output in reached:
-            if output.grad_fn is None:
-                output.register_hook(reach)
-            else:  # a hook of the tensor would be lost, or crash, where a program writes into it
+        for output in reached:  # a hook of the tensor would be lost, or crash, where a program writes into it
+            if output.grad_fn is not None:  # not a parameter or an input, which lasts longer than the pass
                 output.grad_fn.register_prehook(reach)
 
     def _end_backward(self, backward_pass: int) -> None:
@@ -295,13 +291,11 @@ class _Passes:
         samples: their samples; 0 where they are not known.
         doubt: why they are not known; empty where they are.
         stated: whether the program states them.
-        counted_in: the generation in which they were counted last.
     """
 
     samples: int
     doubt: str = ""
     stated: bool = False
-    counted_in: int = -1
 
     @property
     def unknown(self) -> bool:
