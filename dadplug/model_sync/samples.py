@@ -88,20 +88,16 @@ class SampleCounter:
         self._model = model
         self._overrides: dict[int, CallOverride] = {}
         self._watches_parameters = watches_parameters
-        self._hooks: dict[int, tuple[Tensor, RemovableHandle]] = {}  # of parameters, by id
+        self._hooks: dict[tuple[int, int], tuple[Tensor, RemovableHandle]] = {}  # of parameters, by identity
         self.follow()
 
     def follow(self) -> None:
-        """Watch modules that have been added to the model since, or compiled, and parameters that have been freed."""
+        """Watch modules that have been added to the model since, or compiled."""
         for module in (self._model, *self._model.children()):
             self._watch(module)
         for module in self._model.modules() if self.by_samples else ():
             if _begins_with_position(module):
                 self._watch(module)
-        for parameter in self._model.parameters() if self._watches_parameters else ():
-            if parameter.requires_grad and id(parameter) not in self._hooks:
-                hook = weak_hook(self.deliver)
-                self._hooks[id(parameter)] = parameter, parameter.register_post_accumulate_grad_hook(hook)
 
     def _watch(self, module: nn.Module) -> None:
         if id(module) not in self._overrides or not self._overrides[id(module)].holds:
@@ -235,11 +231,21 @@ class SampleCounter:
             if torch._C._current_graph_task_id() == -1:  # what an earlier backward pass has reached was for nothing
                 self._reached.clear()
             self._on_forward()
+            self._watch_parameters()
             self.owned.update(leaf.untyped_storage().data_ptr() for leaf in inputs if _is_plain(leaf))
         self._pass = self._block or _by_rule((*args, *kwargs.values()))
         self.current, self.known = self._pass.samples, not self._pass.unknown
         if _begins_with_position(module) and self._block is None:
             self._check_positions(module, args, kwargs)
+
+    def _watch_parameters(self) -> None:
+        """Watch all parameters that are trained now, also after `torch.utils.swap_tensors`, if they are to be watched."""
+        for parameter in self._model.parameters() if self._watches_parameters else ():
+            key = id(parameter), parameter._cdata
+            if parameter.requires_grad and key not in self._hooks:
+                parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks or None
+                handle = parameter.register_post_accumulate_grad_hook(weak_hook(self.deliver))
+                self._hooks[key] = parameter, handle
 
     def _check_positions(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Doubt the samples where the inputs of a layer begin with the position, and those of the model as they do."""
