@@ -379,7 +379,7 @@ class LocalSGD(HeldGradients, ReplicatedModel):
                 self.optimizer.step()
             return
         if self._norms is not None and not self._norms.has_exchanged:
-            self._norms.idle()
+            self._norms.idle(first=not self.steps)
         self._end_local_step(0, finished=False)
 
     def finish(self) -> None:
@@ -402,7 +402,7 @@ class LocalSGD(HeldGradients, ReplicatedModel):
                 self._warm_up.average_buffers()
                 return
         while self._norms is not None and self.steps:
-            self._norms.idle()
+            self._norms.idle(first=False)
             if not self._count_active(False):
                 break
             self._end_local_step(0, finished=True, counted=True)
