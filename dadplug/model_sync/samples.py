@@ -10,7 +10,7 @@ the number of samples has to be stated.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
@@ -26,7 +26,7 @@ from ..hooks import CallOverride, eager
 from .sameness import FirstBatch
 from .structure import weak_hook
 
-_SEQUENCE_LAYERS = (nn.RNNBase, nn.MultiheadAttention)  # whose inputs begin with the position, unless batch_first
+_SEQUENCE_LAYERS = (nn.RNNBase, nn.MultiheadAttention)  # which know the dimension of their positions
 _STATE_IT = "state the number of samples by `with reduction.samples(n):` around forward, or pass weighting='uniform'"
 
 
@@ -96,7 +96,7 @@ class SampleCounter:
         for module in (self._model, *self._model.children()):
             self._watch(module)
         for module in self._model.modules() if self.by_samples else ():
-            if _begins_with_position(module):
+            if isinstance(module, _SEQUENCE_LAYERS):
                 self._watch(module)
 
     def _watch(self, module: nn.Module) -> None:
@@ -207,8 +207,7 @@ class SampleCounter:
     def _around(self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """Call a watched module."""
         if self._runs:
-            if _begins_with_position(module) and self._block is None:
-                self._check_positions(module, args, kwargs)
+            self._check_positions(module, args, kwargs)
             return call(*args, **kwargs)
         self._runs = True
         try:  # an interrupted pass leaves nothing behind
@@ -235,8 +234,7 @@ class SampleCounter:
             self.owned.update(leaf.untyped_storage().data_ptr() for leaf in inputs if _is_plain(leaf))
         self._pass = self._block or _by_rule((*args, *kwargs.values()))
         self.current, self.known = self._pass.samples, not self._pass.unknown
-        if _begins_with_position(module) and self._block is None:
-            self._check_positions(module, args, kwargs)
+        self._check_positions(module, args, kwargs)
 
     def _watch_parameters(self) -> None:
         """Watch all parameters that are trained now, also after `torch.utils.swap_tensors`, if they are to be watched."""
@@ -249,12 +247,18 @@ class SampleCounter:
 
     def _check_positions(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Doubt the samples where the inputs of a layer begin with the position, and those of the model as they do."""
+        if self._block is not None or not isinstance(module, _SEQUENCE_LAYERS):
+            return
         first = next(iter((*args, *kwargs.values())), None)
-        if isinstance(first, Tensor) and first.dim() == 3 and first.shape[0] == self._pass.samples != first.shape[1]:
-            name = type(module).__name__
-            self._pass.doubt = (
-                self._pass.doubt or f"inputs begin with the position, as those of {name} without batch_first"
+        if not isinstance(first, Tensor) or first.is_nested or first.dim() not in (2, 3):
+            return
+        positions = 0 if first.dim() == 2 or not module.batch_first else 1
+        rows = 1 if first.dim() == 2 else first.size(1 - positions)
+        if first.size(positions) == self._pass.samples != rows:
+            which = (
+                f"its inputs begin with the position, and not with the {rows} sequences of its {type(module).__name__}"
             )
+            self._pass.doubt = self._pass.doubt or which
 
     def _leave(self, outputs: Any) -> None:
         """Record that an outermost forward pass has ended; it counts once backward has run through its outputs."""
@@ -263,7 +267,9 @@ class SampleCounter:
         passes = self._pass
         leaves = list(tensors_of(outputs))
         if passes is not self._block:
-            passes.compare(leaf.size(0) for leaf in leaves if leaf.dim() > 0 and leaf.numel() != 1)
+            passes.compare([leaf.size(0) for leaf in leaves if leaf.dim() > 0 and leaf.numel() != 1])
+        if self.first_batch is not None and self.called.training and not passes.doubt:
+            self.first_batch.samples = self.first_batch.samples or passes.samples
         counts = self.called is self._model or passes is self._block  # parts of a model are called beside it, too
         reached = [leaf for leaf in leaves if leaf.requires_grad]
         if self.on_outputs is not None:
@@ -308,18 +314,16 @@ class _Passes:
         """Whether the inputs do not show the samples at all."""
         return not self.samples and bool(self.doubt)
 
-    def compare(self, sizes: Iterable[int]) -> None:
+    def compare(self, sizes: Sequence[int]) -> None:
         """Doubt the samples if no output begins with them, or with a multiple of them.
 
         Args:
             sizes: first dimensions of the outputs.
         """
-        found = [*sizes]
-        fits = any(each == self.samples or (self.samples and each % self.samples == 0) for each in found)
-        if found and not fits and not self.doubt:
-            self.doubt = (
-                f"the first tensor that the model gets has the length {self.samples}, and its output {found[0]}"
-            )
+        fits = not sizes or any(each == self.samples or (self.samples and each % self.samples == 0) for each in sizes)
+        if not fits:
+            which = f"the first tensor that the model gets has the length {self.samples}, and its output {sizes[0]}"
+            self.doubt = self.doubt or which
 
 
 def _by_rule(arguments: Iterable[Any]) -> _Passes:
@@ -347,11 +351,6 @@ def batch_size(batch: Any) -> int | None:
     """Return the number of samples in a batch by the rule, where its items are the arguments; None if it has none."""
     passes = _by_rule(batch if isinstance(batch, (list, tuple)) else (batch,))
     return None if passes.doubt else passes.samples
-
-
-def _begins_with_position(module: nn.Module) -> bool:
-    """Return whether the inputs of a layer begin with the position, and not with the samples."""
-    return isinstance(module, _SEQUENCE_LAYERS) and not module.batch_first
 
 
 def warn_of_unequal(batches: Collection[int]) -> None:
