@@ -237,7 +237,7 @@ class SampleCounter:
         self._check_positions(module, args, kwargs)
 
     def _watch_parameters(self) -> None:
-        """Watch all parameters that are trained now, also after `torch.utils.swap_tensors`, if they are to be watched."""
+        """Watch the parameters that are trained now, also after `torch.utils.swap_tensors`, if they are to be."""
         for parameter in self._model.parameters() if self._watches_parameters else ():
             key = id(parameter), parameter._cdata
             if parameter.requires_grad and key not in self._hooks:
