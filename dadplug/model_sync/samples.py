@@ -238,7 +238,8 @@ class SampleCounter:
 
     def _watch_parameters(self) -> None:
         """Watch the parameters that are trained now, also after `torch.utils.swap_tensors`, if they are to be."""
-        for parameter in self._model.parameters() if self._watches_parameters else ():
+        watched: Iterable[Any] = self._model.parameters() if self._watches_parameters else ()
+        for parameter in watched:
             key = id(parameter), parameter._cdata
             if parameter.requires_grad and key not in self._hooks:
                 parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks or None
