@@ -228,9 +228,11 @@ class DistributedDataParallel(TorchDDP):
         Other sites may use some of them in this step. Where the outputs depend on parameters, a pass that reaches none
         is one of `torch.autograd.grad`, after which nothing is synchronized.
         """
-        leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        own = {id(each) for each in self.module.parameters()}  # hooks of which would last longer than the pass
+        found = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and id(leaf) not in own]
+        leaves = [leaf for leaf in found if leaf.requires_grad]
         given = any(isinstance(each, Tensor) and each.requires_grad for each in tree_leaves((inputs, kwargs)))
-        unused = given and not _depends(leaves, {id(each) for each in self.module.parameters()})
+        unused = given and not _depends(leaves, own)
         if unused and not any(each.requires_grad for each in self.module.parameters()):
             return
 

@@ -108,7 +108,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
             weak_hook(self._before_forward),
             weak_hook(self._drop_cleared),
             self._by_samples,
-            weak_hook(self._has_attached),
+            weak_hook(self._has_arrived),
         )
         self._private = self._make_private()
         self._idles = False  # in a step without data
@@ -221,10 +221,10 @@ class GradientReduction(FusedSteps, ReplicatedModel):
                 self._noise.discard()
 
     def _samples(self) -> int:
-        """Return the weight of this site's gradients so far in the step."""
+        """Return the weight of this site's gradients so far in the step; changes are repaired at its end."""
         if self.options.privacy is not None:  # how many samples a batch has is private
             return 0 if self._abstains else self.options.privacy.expected_batch
-        return self._counter.weight(self._pending, self.world_size == 1)
+        return self._counter.weight(self._pending, provisional=True)
 
     def _batch(self) -> int:
         """Samples of this site in the step, as far as they are known and not private; 0 where they are not."""
@@ -366,6 +366,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         if not self._pending and not self._idles and self._private is None:
             self._pending = planner.holds_own_gradients
         self._counter.follow()
+        if self._private is None:
+            self._counter.weight(self._pending, self.world_size == 1)  # raises where it has to be stated
         if not planner.is_complete:
             planner.complete_plan(self._step, self._batch())
             if self._step == 0 and not self._by_samples and self._counter.dealt is None and self._private is None:
@@ -615,6 +617,10 @@ class GradientReduction(FusedSteps, ReplicatedModel):
     def misses_gradients(self) -> bool:
         """Whether parameters that have taken the place of others have gradients of which nothing has been noticed."""
         return self._planner.misses_gradients
+
+    def _has_arrived(self) -> bool:
+        """Return whether there are gradients that no unit has noticed."""
+        return self._has_attached() or self.misses_gradients
 
     def _has_attached(self) -> bool:
         return self._attached is not None and self._attached.arrived and not self._attached.cleared

@@ -24,7 +24,7 @@ mid-round already, n steps after it was sent, then there
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -37,6 +37,7 @@ from ..exchange import Gather, Transport
 from ..model_sync import sameness
 from ..model_sync.buffers import MovingBuffers
 from ..model_sync.sameness import renormalise, tables_with_max_norm
+from ..model_sync.samples import warn_of_unequal
 from .delta_format import DeltaFormat, SparseFormat
 from .header import Header
 from .options import DEFAULT_DECAY, LocalOptions
@@ -493,9 +494,9 @@ class Agreement:
         finite = [is_finite(delta) for delta in deltas.values()]
         nonfinite = -1 if all(finite) else finite.index(False)
         setting = fragment.form.begin_round(self.count // len(self._fragments))
-        layout, batch = fingerprint(deltas, setting), 0 if self.count else self.first_batch.take()
+        layout = fingerprint(deltas, setting)
         changed = self._averages_buffers(fragment) and bool(self._buffers.changed())
-        header = Header(step, fragment.weight, layout, finished, nonfinite, changed, batch)
+        header = Header(step, fragment.weight, layout, finished, nonfinite, changed, *self._first())
         self._headers.payload.copy_(torch.tensor(header))
         self._headers.launch()
         return header
@@ -548,8 +549,18 @@ class Agreement:
             settings: dict[str, Any] = {}
             sameness.check_alike(sameness.describe(self._model, settings), self._transport)
             raise MismatchError("the sites have changed which parameters they train in different rounds")
-        self.first_batch.compare([header.batch for header in headers], self._transport)
+        self._compare_first(headers)
         return headers
+
+    def _first(self) -> tuple[int, int]:
+        """Return what a header says of this site's first batch."""
+        return (0, 0) if self.count else (self.first_batch.take(), self.first_batch.samples)
+
+    def _compare_first(self, headers: Collection[Header]) -> None:
+        """Warn where two sites have the same first batch, or where those of sites that count equally differ in size."""
+        self.first_batch.compare([header.batch for header in headers], self._transport)
+        if self._options.weighting == "uniform":
+            warn_of_unequal([header.samples for header in headers if header.weight])
 
     def _settle(self, fragment: Fragment, header: Header, deltas: Mapping[str, Tensor]) -> list[Header]:
         """Wait for the headers, and do what they say; lay the payloads out anew if parameters have come or gone."""

@@ -296,8 +296,8 @@ class ElasticAgreement(Agreement):
         transport, offered = self._transport, self._offered
         assert offered is not None
         averages = self._averages_buffers(self._fragment)
-        changed, batch = averages and bool(self._buffers.changed()), 0 if self.count else self.first_batch.take()
-        header = Header(step, offered.weight, self._layout, finished, nonfinite, changed, batch)
+        changed = averages and bool(self._buffers.changed())
+        header = Header(step, offered.weight, self._layout, finished, nonfinite, changed, *self._first())
         self._headers.payload.copy_(torch.tensor(header))
         self._headers.launch()
         if averages:
@@ -321,7 +321,7 @@ class ElasticAgreement(Agreement):
                 "the sites do not train the same parameters in this round: freeze, free and add parameters at the same "
                 "step on all sites, with the same values"
             )
-        self.first_batch.compare([header.batch for header in headers.values()], transport)
+        self._compare_first(headers.values())
         return headers
 
     @torch.no_grad()

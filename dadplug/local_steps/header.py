@@ -21,6 +21,7 @@ class Header(NamedTuple):
         nonfinite: number of the first parameter with NaN or Inf, in the order of the layout; -1 if there is none.
         changes: 1 if buffers have changed that the site has not announced yet, else 0.
         batch: digest of its first batch, in the first agreement; 0 for none.
+        samples: samples of that; 0 where they are not known.
     """
 
     step: int
@@ -30,6 +31,7 @@ class Header(NamedTuple):
     nonfinite: int
     changes: int
     batch: int
+    samples: int
 
     @classmethod
     def read(cls, row: Tensor, sender: str, parameters: int) -> Header:
@@ -55,4 +57,5 @@ _RANGES = {
     "finished": (0, 1),
     "changes": (0, 1),
     "batch": (0, NUMBER),
+    "samples": (0, COUNT),
 }

@@ -158,7 +158,6 @@ class LocalSGD(HeldGradients, ReplicatedModel):
             weak_hook(self._before_forward),
             weak_hook(self._drop_cleared),
             self._by_samples,
-            lambda: True,
             watches_parameters=self._by_samples,
         )
         self._round = RoundTime(self.local_options.round_seconds, self.local_options.fragments)
@@ -381,7 +380,7 @@ class LocalSGD(HeldGradients, ReplicatedModel):
                 self.optimizer.step()
             return
         if self._norms is not None and not self._norms.has_exchanged:
-            self._norms.idle()
+            self._norms.idle(first=not self.steps)
         self._end_local_step(0, finished=False)
 
     def finish(self) -> None:
@@ -404,7 +403,7 @@ class LocalSGD(HeldGradients, ReplicatedModel):
                 self._warm_up.average_buffers()
                 return
         while self._norms is not None and self.steps:
-            self._norms.idle()
+            self._norms.idle(first=False)
             if not self._count_active(False):
                 break
             self._end_local_step(0, finished=True, counted=True)

@@ -547,10 +547,15 @@ class Weights:
 
 
 class FirstBatch:
-    """Digest of the tensors of a site's first forward pass, to warn where two sites train on the same data."""
+    """Digest of the tensors of a site's first forward pass, to warn where two sites train on the same data.
+
+    Attributes:
+        samples: samples of the first pass in which they are known; 0 before.
+    """
 
     def __init__(self) -> None:
         self._digest: int | None = None
+        self.samples = 0
 
     def look(self, inputs: Sequence[Tensor]) -> None:
         """Take a digest of the inputs of a forward pass, unless there is one."""

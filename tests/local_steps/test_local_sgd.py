@@ -255,8 +255,7 @@ def replicas_are_equal_to_the_bit_after_each_agreement_on_every_wire() -> None:
                 torch.optim.SGD(model.parameters(), lr=0.05),
                 every=3,
                 overlap=False,
-                **options,
-                weighting="samples",
+                **{"weighting": "samples"} | options,
             )
             start = vector(model).double()
             for first in range(0, 9, 3):
