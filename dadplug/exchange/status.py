@@ -530,9 +530,7 @@ class PeerNames(ABC):
         return MismatchError(explain({self.rank: occupation()[1]}, self))
 
     @abstractmethod
-    def lost(
-        self, error: BaseException, timeout: float, peer: int | None = None
-    ) -> SiteError | MismatchError:
+    def lost(self, error: BaseException, timeout: float, peer: int | None = None) -> SiteError | MismatchError:
         """Convert a transport's error into one that names the site that is lost, with its exit reason if known.
 
         Args:
@@ -603,9 +601,7 @@ class ProcessSites(PeerNames):
                 )
         return None
 
-    def lost(
-        self, error: BaseException, timeout: float, peer: int | None = None
-    ) -> SiteError | MismatchError:
+    def lost(self, error: BaseException, timeout: float, peer: int | None = None) -> SiteError | MismatchError:
         in_time = not any(words in str(error).lower() for words in ("timed out", "timeout"))
         deadline = Deadline(_GRACE_SECONDS)
         while True:
