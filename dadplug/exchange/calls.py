@@ -99,7 +99,7 @@ def _name_of(frame: Any) -> str:
     if name == "__init__":
         return type(inside.get("self")).__name__
     collective = inside.get("func") if frame.f_globals.get("__name__") == "torch.distributed.c10d_logger" else None
-    return getattr(collective, "__name__", _NAMES.get(name, name))
+    return str(getattr(collective, "__name__", _NAMES.get(name, name)))
 
 
 def tagged(item: Any) -> tuple[str, str, Any]:

@@ -120,10 +120,10 @@ class LocalProcesses(ProcessSites):
         self.found = self._relayed() or super().found_lost() or self.found
         return self.found
 
-    def lost(self, error: BaseException, timeout: float, peer: int | None = None) -> SiteError:
+    def lost(self, error: BaseException, timeout: float, peer: int | None = None) -> SiteError | MismatchError:
         found = super().lost(error, timeout, peer)
-        self.found = self._relayed() or found
-        return self.found
+        self.found = self._relayed() or (found if isinstance(found, SiteError) else None)
+        return self.found or found
 
     def check_alive(self) -> None:
         """Raise SiteError if one of the other processes has ended."""
