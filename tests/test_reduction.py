@@ -420,7 +420,7 @@ def test_a_state_of_another_mode_is_refused():
     reduction = dadplug.GradientReduction(model, mode="rankdad", weighting="samples")
     state = reduction.state_dict()
     reduction.detach()
-    with pytest.raises(ValueError, match="the state is of mode 'rankdad', this reduction of 'dad'"):
+    with pytest.raises(ValueError, match="the state is of mode 'rankdad', not 'dad'"):
         dadplug.GradientReduction(model, mode="dad", weighting="samples").load_state_dict(state)
 
 
@@ -592,3 +592,20 @@ def test_the_traffic_meter_prints():
     reduction = dadplug.GradientReduction(model, weighting="samples")
     assert "bytes in the last step" in repr(reduction.traffic)
     reduction.detach()
+
+
+def test_a_state_of_another_way_to_train_is_an_error():
+    model = nn.Linear(4, 3)
+    ways = {
+        "reduction": lambda optimizer: dadplug.GradientReduction(model, mode="dad"),
+        "local": lambda optimizer: dadplug.LocalSGD(model, optimizer, every=2),
+        "server": lambda optimizer: dadplug.ParameterServer(model, optimizer),
+    }
+    states = {}
+    for name, make in ways.items():
+        way = make(torch.optim.SGD(model.parameters(), lr=0.1))
+        states[name] = way.state_dict()
+        for other in states.keys() - {name}:
+            with pytest.raises(ValueError, match=r"of another way to train.* load the states of model and optimizer"):
+                way.load_state_dict(states[other])
+        way.detach()

@@ -31,7 +31,7 @@ class Header(NamedTuple):
     nonfinite: int
     changes: int
     batch: int
-    samples: int
+    samples: int = 0  # states of 0.3 have none
 
     @classmethod
     def read(cls, row: Tensor, sender: str, parameters: int) -> Header:

@@ -702,7 +702,11 @@ class LocalSGD(HeldGradients, ReplicatedModel):
 
         Args:
             state: the state.
+
+        Raises:
+            ValueError: if the state is of another way to train.
         """
+        self._check_state(state, "warm_up")
         self.steps, self._weight = state["steps"], state["weight"]
         if state["warm_up"] is None and self._warm_up is not None:
             self._warm_up.detach(discard=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -219,6 +220,15 @@ class ReplicatedModel:
         """
         with self.traffic.apart():
             sameness.broadcast_buffers(self.model, self._transport)
+
+    def _check_state(self, state: Mapping[str, Any], entry: str, value: Any = None) -> None:
+        """Raise ValueError if a state to load has another value of an entry, or none at all, as of another class."""
+        if entry not in state or value not in (None, state[entry]):
+            found = f"{entry} {state[entry]!r}, not {value!r}" if entry in state else "another way to train"
+            raise ValueError(
+                f"the state is of {found}. To go on from the weights alone, load the states of model and optimizer, "
+                f"and leave out that of {type(self).__name__}"
+            )
 
     def average_buffers(self) -> None:
         """Replace running statistics and other buffers by their mean over sites; all sites must call it.

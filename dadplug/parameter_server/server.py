@@ -525,7 +525,11 @@ class ParameterServer(ReplicatedModel):
 
         Args:
             state: the state.
+
+        Raises:
+            ValueError: if the state is of another way to train.
         """
+        self._check_state(state, "version")
         self._earlier = state["version"] - self._version
         if epochs := state.get("epochs", 0):  # 0 in earlier versions at other sites than 0
             self._log.epochs = epochs

@@ -219,6 +219,7 @@ else:
 """
     for each in run(code, tmp_path, timeout=60):
         assert "MismatchError: the sites do not make the same calls: site 0 (" in each.errors
+        assert "SiteError" not in each.errors
         for what in (first, second):
             assert re.search(rf"is in {re.escape(NAMES[what])} at site\w*\.py:\d+, step 1", each.errors)
 

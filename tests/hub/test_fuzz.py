@@ -132,7 +132,7 @@ def of_step_header():
 
 
 def of_local_header():
-    content = np.array(Header(5, 8, 77, 0, -1, 0, 9), np.int64).tobytes()
+    content = np.array(Header(5, 8, 77, 0, -1, 0, 9, 8), np.int64).tobytes()
     return content, lambda body: Header.read(integers(body, 7), SITES[2], 4)
 
 

@@ -6,6 +6,7 @@ import itertools
 import logging
 import os
 import random
+import re
 import signal
 import time
 import warnings
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 import zoo
 from local_reference import ends_equal
+from running_hub import running_hub
 from server_log import keys, recorded
 from torch import Tensor, nn
 
@@ -699,3 +701,23 @@ def test_statistics_of_a_silent_site_expire():
     assert torch.equal(layer(rows), alone)
     norms.follow(0, {"1": other}, 5)  # a site's own rows are those of its batch
     assert torch.equal(layer(rows), alone)
+
+
+def calls_differently(leads: bool) -> str:
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    server = dadplug.ParameterServer(model, torch.optim.SGD(model.parameters(), lr=0.1), timeout=60)
+    model(torch.ones(4, 4)).sum().backward()
+    server.step()
+    with pytest.raises(dadplug.MismatchError) as error:
+        server.average_buffers() if leads == (server.rank == 0) else server.finish()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("leads", [True, False])
+@pytest.mark.parametrize("over_hub", [False, True])
+def test_sites_that_make_different_calls_are_told_both(tmp_path, leads, over_hub):
+    hub = running_hub(tmp_path / "kits") if over_hub else contextlib.nullcontext()
+    with hub, support.Sites(2, kits=[tmp_path / "kits" / name for name in "ab"] if over_hub else ()) as group:
+        for message in group.run(calls_differently, leads, timeout=30):
+            assert re.search(r"is in average_buffers\(\) at test_\w+\.py:\d+, step 0", message)
+            assert re.search(r"is in finish\(\) at test_\w+\.py:\d+, step 0", message)

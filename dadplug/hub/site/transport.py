@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import socket
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from contextlib import suppress
 from typing import Any
 
@@ -62,6 +62,13 @@ class HubSites(PeerNames):
 
     def found_lost(self) -> SiteError | None:
         return self._link.first_lost()
+
+    def check_awaited(self, awaited: Collection[int]) -> None:
+        with self._link.lock:
+            self._link.transfer()  # the link's thread leaves it to calls that wait for messages
+            differ = any(self._link.inbox.begun_by(slot, self._link.step) for slot in awaited)
+        if differ:
+            raise self.mismatch()
 
     def mismatch(self) -> MismatchError:
         return mismatch(self._link)
