@@ -21,13 +21,14 @@ from torch import Tensor
 from ...errors import MismatchError
 from ...exchange import Traffic, Transport, open_transport
 from ...exchange.declared import METRICS, OBJECTS, STATES, declared
-from ...exchange.handshake import choose_interface, free_port, gloo_interface
+from ...exchange.handshake import choose_interface, gloo_interface
 from ...exchange.status import describe
 from ...exchange.transport import Requirements
 from ...files import replacing
 from ...hub import LOOPBACK, STARTED_PROCESSES, current_connection
 from ...model_sync import sameness
 from ...model_sync.samples import batch_size, takes_part
+from ...processes import free_port
 from ...signature import split_keywords
 from ..loaders import UnevenLoader, compare_lengths
 from ..patches import gather
