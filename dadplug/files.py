@@ -97,9 +97,9 @@ def check_archive(source: Path | bytes, what: str) -> None:
         DamagedError: if they differ; the message names the file.
     """
     file: Any = BytesIO(source) if isinstance(source, bytes) else source
-    if not zipfile.is_zipfile(file):
-        return
     try:
+        if not zipfile.is_zipfile(file):
+            return
         with zipfile.ZipFile(file) as archive:
             damaged = archive.testzip()
     except Exception as error:  # of any kind, as above
