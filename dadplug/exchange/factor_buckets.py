@@ -70,6 +70,12 @@ def finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
 
+def multiplies(tensor: Tensor) -> bool:
+    """Return whether values are finite, and products of two of them, too."""
+    dtype = torch.promote_types(tensor.dtype, torch.float32)
+    return float(torch.linalg.vector_norm(tensor, dtype=dtype)) < torch.finfo(dtype).max ** 0.5
+
+
 _ALIGNMENT = 16  # elements; every part of a payload begins on a cache line
 _SHRINK_AFTER = 16  # steps with fewer rows before a slot gives room back
 

@@ -274,6 +274,36 @@ def is_finite(tensor: Tensor) -> bool:
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
 
 
+def find_spoilt(
+    form: DeltaFormat | SparseFormat,
+    payloads: Mapping[torch.dtype, Sequence[Tensor]],
+    means: Mapping[str, Tensor],
+    shares: Sequence[float],
+) -> tuple[int, str] | None:
+    """Return the rank of the first site with NaN, Inf or overflows in its payload, and the parameter; None for none.
+
+    Args:
+        form: the format, which has decoded the means; their memory may be used again.
+        payloads: the payloads of all sites by rank, by type.
+        means: the means by name.
+        shares: share of each site in them.
+    """
+    for rank, share in enumerate(shares if not all(map(is_finite, means.values())) else ()):
+        own = form.decode(payloads, [float(other == rank) for other in range(len(shares))]) if share else {}
+        for name, delta in own.items():
+            if not is_finite(delta):
+                return rank, name
+    return None
+
+
+def describe_spoilt(site: str, name: str) -> str:
+    """Return the description of a site's payload that is not what its header states."""
+    return (
+        f"{site} states that its parameters are finite, and has sent NaN, Inf or numbers that overflow for {name!r}: "
+        "its program has been changed, or its memory is faulty"
+    )
+
+
 class Header(NamedTuple):
     """A site's statement before an agreement.
 
@@ -725,7 +755,11 @@ class Agreement:
             headers = self._receive_headers()
             payloads = transit.fragment.receive()
             if any(header.weight for header in headers) and all(header.nonfinite < 0 for header in headers):
-                transit.means = transit.fragment.form.decode(payloads, _shares(headers))
+                shares = _shares(headers)
+                transit.means = transit.fragment.form.decode(payloads, shares)
+                if (found := find_spoilt(transit.fragment.form, payloads, transit.means, shares)) is not None:
+                    what = describe_spoilt(self._transport.sites[found[0]], found[1])
+                    raise NonFiniteError(f"{what}. The round is not applied")
                 transit.rates = transit.fragment.rates(transit.means, self._options.outer_lr)
             transit.arrived = True
         return transit
