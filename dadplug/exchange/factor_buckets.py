@@ -73,7 +73,8 @@ def finite(tensor: Tensor) -> bool:
 def multiplies(tensor: Tensor) -> bool:
     """Return whether values are finite, and products of two of them, too."""
     dtype = torch.promote_types(tensor.dtype, torch.float32)
-    return float(torch.linalg.vector_norm(tensor, dtype=dtype)) < torch.finfo(dtype).max ** 0.5
+    norm, largest = float(torch.linalg.vector_norm(tensor, dtype=dtype)), float(torch.finfo(dtype).max)
+    return norm < largest**0.5
 
 
 _ALIGNMENT = 16  # elements; every part of a payload begins on a cache line
