@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -73,8 +74,7 @@ def finite(tensor: Tensor) -> bool:
 def multiplies(tensor: Tensor) -> bool:
     """Return whether values are finite, and products of two of them, too."""
     dtype = torch.promote_types(tensor.dtype, torch.float32)
-    norm, largest = float(torch.linalg.vector_norm(tensor, dtype=dtype)), float(torch.finfo(dtype).max)
-    return norm < largest**0.5
+    return float(torch.linalg.vector_norm(tensor, dtype=dtype)) < math.sqrt(torch.finfo(dtype).max)
 
 
 _ALIGNMENT = 16  # elements; every part of a payload begins on a cache line
