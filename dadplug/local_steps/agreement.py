@@ -37,7 +37,7 @@ from ..exchange import Gather, Transport
 from ..model_sync import sameness
 from ..model_sync.buffers import MovingBuffers
 from ..model_sync.sameness import renormalise, tables_with_max_norm
-from .delta_format import DeltaFormat, SparseFormat
+from .delta_format import DeltaFormat, SparseFormat, describe_spoilt, find_spoilt
 from .options import DEFAULT_DECAY, LocalOptions
 
 # The agreed model
@@ -272,36 +272,6 @@ def delta_format(options: LocalOptions, transport: Transport) -> DeltaFormat | S
 def is_finite(tensor: Tensor) -> bool:
     """Return whether a tensor holds neither NaN nor Inf; one pass without a copy, unless its sum overflows."""
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
-
-
-def find_spoilt(
-    form: DeltaFormat | SparseFormat,
-    payloads: Mapping[torch.dtype, Sequence[Tensor]],
-    means: Mapping[str, Tensor],
-    shares: Sequence[float],
-) -> tuple[int, str] | None:
-    """Return the rank of the first site with NaN, Inf or overflows in its payload, and the parameter; None for none.
-
-    Args:
-        form: the format, which has decoded the means; their memory may be used again.
-        payloads: the payloads of all sites by rank, by type.
-        means: the means by name.
-        shares: share of each site in them.
-    """
-    for rank, share in enumerate(shares if not all(map(is_finite, means.values())) else ()):
-        own = form.decode(payloads, [float(other == rank) for other in range(len(shares))]) if share else {}
-        for name, delta in own.items():
-            if not is_finite(delta):
-                return rank, name
-    return None
-
-
-def describe_spoilt(site: str, name: str) -> str:
-    """Return the description of a site's payload that is not what its header states."""
-    return (
-        f"{site} states that its parameters are finite, and has sent NaN, Inf or numbers that overflow for {name!r}: "
-        "its program has been changed, or its memory is faulty"
-    )
 
 
 class Header(NamedTuple):

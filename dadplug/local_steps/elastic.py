@@ -37,17 +37,8 @@ from ..logs import get_logger
 from ..model_sync import sameness
 from ..model_sync.buffers import write_agreed
 from ..model_sync.sameness import renormalise
-from .agreement import (
-    Agreement,
-    Fragment,
-    Header,
-    delta_format,
-    describe_spoilt,
-    divide,
-    find_spoilt,
-    fingerprint,
-    is_finite,
-)
+from .agreement import Agreement, Fragment, Header, delta_format, divide, fingerprint, is_finite
+from .delta_format import describe_spoilt, find_spoilt
 from .options import LocalOptions
 
 _log = get_logger(__name__)
