@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from .ddp import DistributedDataParallel
 from .errors import MismatchError
 from .exchange.declared import METRICS, STATES, declared
+from .files import load_tensors
 from .hub import current_connection
 from .hub.connect import connect
 from .local_steps.options import LOCAL_MODE, LocalOptions, options_class, options_of
@@ -773,5 +774,5 @@ def _read_memory(folder: str, rank: int) -> dict[str, Any] | None:
     path = _memory_path(folder, rank)
     if not path.is_file():
         return None
-    saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    saved: dict[str, Any] = load_tensors(path, str(path))
     return saved

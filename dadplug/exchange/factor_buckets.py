@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -69,6 +70,12 @@ def finite(tensor: Tensor) -> bool:
     """Return whether a tensor holds neither NaN nor Inf. A finite sum proves it in one pass; sums may overflow."""
     tensor = tensor._values() if tensor.is_sparse else tensor
     return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
+
+
+def multiplies(tensor: Tensor) -> bool:
+    """Return whether values are finite, and products of two of them, too."""
+    dtype = torch.promote_types(tensor.dtype, torch.float32)
+    return float(torch.linalg.vector_norm(tensor, dtype=dtype)) < math.sqrt(torch.finfo(dtype).max)
 
 
 _ALIGNMENT = 16  # elements; every part of a payload begins on a cache line

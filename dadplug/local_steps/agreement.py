@@ -38,7 +38,7 @@ from ..model_sync import sameness
 from ..model_sync.buffers import MovingBuffers
 from ..model_sync.sameness import renormalise, tables_with_max_norm
 from ..model_sync.samples import warn_of_unequal
-from .delta_format import DeltaFormat, SparseFormat
+from .delta_format import DeltaFormat, SparseFormat, describe_spoilt, find_spoilt
 from .header import Header
 from .options import DEFAULT_DECAY, LocalOptions
 
@@ -714,7 +714,11 @@ class Agreement:
             headers = self._receive_headers()
             payloads = transit.fragment.receive()
             if any(header.weight for header in headers) and all(header.nonfinite < 0 for header in headers):
-                transit.means = transit.fragment.form.decode(payloads, _shares(headers))
+                shares = _shares(headers)
+                transit.means = transit.fragment.form.decode(payloads, shares)
+                if (found := find_spoilt(transit.fragment.form, payloads, transit.means, shares)) is not None:
+                    what = describe_spoilt(self._transport.sites[found[0]], found[1])
+                    raise NonFiniteError(f"{what}. The round is not applied")
                 transit.rates = transit.fragment.rates(transit.means, self._options.outer_lr)
             transit.arrived = True
         return transit

@@ -43,6 +43,7 @@ from torch import Tensor, nn
 
 from ..errors import MismatchError
 from ..exchange import Transport
+from ..exchange.factor_buckets import finite
 from ..exchange.wire import WireFormat, wire_format
 from ..lowrank import Carry, compress_matrix, sum_of_products
 from ..methods.feedback import ErrorFeedback
@@ -388,3 +389,33 @@ class SparseFormat:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         self._errors.load_state_dict({"reference": 0, "errors": state["errors"]})
+
+
+def find_spoilt(
+    form: DeltaFormat | SparseFormat,
+    payloads: Mapping[torch.dtype, Sequence[Tensor]],
+    means: Mapping[str, Tensor],
+    shares: Sequence[float],
+) -> tuple[int, str] | None:
+    """Return the rank of the first site with NaN, Inf or overflows in its payload, and the parameter; None for none.
+
+    Args:
+        form: the format, which has decoded the means; their memory may be used again.
+        payloads: the payloads of all sites by rank, by type.
+        means: the means by name.
+        shares: share of each site in them.
+    """
+    for rank, share in enumerate(shares if not all(map(finite, means.values())) else ()):
+        own = form.decode(payloads, [float(other == rank) for other in range(len(shares))]) if share else {}
+        for name, delta in own.items():
+            if not finite(delta):
+                return rank, name
+    return None
+
+
+def describe_spoilt(site: str, name: str) -> str:
+    """Return the description of a site's payload that is not what its header states."""
+    return (
+        f"{site} states that its parameters are finite, and has sent NaN, Inf or numbers that overflow for {name!r}: "
+        "its program has been changed, or its memory is faulty"
+    )

@@ -38,6 +38,7 @@ from ..model_sync import sameness
 from ..model_sync.buffers import write_agreed
 from ..model_sync.sameness import renormalise
 from .agreement import Agreement, Fragment, delta_format, divide, fingerprint, is_finite
+from .delta_format import describe_spoilt, find_spoilt
 from .header import Header
 from .options import LocalOptions
 
@@ -342,14 +343,19 @@ class ElasticAgreement(Agreement):
             fragment.form.load_state_dict(offered.before)
             self._add(fragment, offered.weight)
             self.agreed.unmark(fragment.names)
-        total = sum(header.weight for header in headers.values())
-        shares: list[float] = []
-        if total:
+        headers, shares, sites = dict(headers), list[float](), self._transport.sites
+        while total := sum(header.weight for header in headers.values()):
             count = self._transport.world_size
             shares = [headers[rank].weight / total if rank in headers else 0.0 for rank in range(count)]
             means = fragment.form.decode(payloads, shares)
+            if (found := find_spoilt(fragment.form, payloads, means, shares)) is not None:
+                del headers[found[0]]
+                what = describe_spoilt(sites[found[0]], found[1])
+                _log.warning("%s. It has no part in agreement %d", what, self.count + 1)
+                continue
             self.agreed.move_and_keep(self._model, means, fragment.rates(means, self._options.outer_lr))
             self._note(headers)
+            break
         if self._averages_buffers(fragment):
             self._average_buffers({rank: shares[rank] for rank, header in headers.items() if header.weight})
         if not fragment.weight:  # the agreed values to the bit

@@ -24,7 +24,7 @@ from ...exchange.declared import METRICS, OBJECTS, STATES, declared
 from ...exchange.handshake import choose_interface, gloo_interface
 from ...exchange.status import describe
 from ...exchange.transport import Requirements
-from ...files import replacing
+from ...files import check_archive, replacing
 from ...hub import LOOPBACK, STARTED_PROCESSES, current_connection
 from ...model_sync import sameness
 from ...model_sync.samples import batch_size, takes_part
@@ -657,6 +657,7 @@ class SiteStrategy(_DDPStrategy):
         return self._exchange.state_dict()
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        check_archive(Path(checkpoint_path), f"checkpoint {checkpoint_path}")
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         self._states = checkpoint.get("dadplug")
         return checkpoint

@@ -475,6 +475,7 @@ def test_a_roster_is_read_as_it_was_written(tmp_path):
         ({"hub_at": "b"}, "hub_at must name the site that runs the hub"),
         ({"hub_at": ["a"]}, "hub_at must name the site that runs the hub"),
         ({"sealed": "false"}, "sealed must be true or false"),
+        ({"sealee": True}, "unknown entry 'sealee'"),
     ],
 )
 def test_a_damaged_roster_is_named(tmp_path, change, reason):
@@ -482,6 +483,23 @@ def test_a_damaged_roster_is_named(tmp_path, change, reason):
     (tmp_path / "roster.json").write_text(json.dumps(json.loads(roster.to_json()) | change))
     with pytest.raises(KitError, match=f"roster.json.*{reason}"):
         Roster.load(tmp_path)
+
+
+def test_every_flipped_bit_of_a_kit_is_named_or_changes_nothing(kits):
+    def state(kit: Kit) -> object:
+        certificates = [to_pem(each) for each in (kit.authority, kit.certificate)]
+        return kit.roster.sealed, kit.revoked, kit.key_file, certificates
+
+    for name in ("ca.pem", "certificate.pem", "revoked.pem"):
+        path = kits / "a" / name
+        content, expected = path.read_bytes(), state(Kit.load(kits / "a"))
+        for place in range(0, 8 * len(content), 43):
+            changed = bytearray(content)
+            changed[place // 8] ^= 1 << place % 8
+            path.write_bytes(changed)
+            with contextlib.suppress(KitError):
+                assert state(Kit.load(kits / "a")) == expected, place
+        path.write_bytes(content)
 
 
 # Interruptions while kits are written: a full disk, or the end of the process between two writes

@@ -311,6 +311,30 @@ def a_round_with_nan_is_discarded_on_all_sites() -> None:
         assert all(p.isfinite().all() for p in local.model.parameters())
 
 
+def what_is_not_as_its_site_states_is_not_applied() -> None:
+    """Site 1 states that its parameters are finite, and sends NaN, or factors whose products overflow."""
+    site, encode = dist.get_rank(), DeltaFormat.encode
+    for options, value in (({}, float("nan")), ({"overlap": True}, float("inf")), ({"rank": 2}, 1e300)):
+        local = local_steps(0, every=3, **options)
+        train(local, range(3 + 3 * bool(options.get("overlap"))), site)
+        agreed = vector(local.model)
+
+        def lie(form: DeltaFormat, deltas: dict, payloads: dict, value: float = value) -> None:
+            encode(form, deltas, payloads)
+            for each in payloads.values():
+                each.fill_(value)
+
+        try:
+            DeltaFormat.encode = lie if site else encode
+            with pytest.raises(NonFiniteError, match=r"^site 1 \(.*\) states that its parameters are finite"):
+                train(local, range(6, 12), site)
+        finally:
+            DeltaFormat.encode = encode
+        assert agreed.isfinite().all()
+        assert all(each.isfinite().all() for each in local._agreement.agreed.values.values())
+        local.detach()
+
+
 def parameters_may_be_frozen_added_and_shared() -> None:
     """Freeze, unfreeze, add and share parameters; what is frozen costs nothing, what is trained is agreed on."""
     site = dist.get_rank()
@@ -525,6 +549,7 @@ def what_a_schedule_returns_is_checked() -> None:
         statistics_of_all_rows_in_every_step,
         replicas_are_equal_to_the_bit_after_each_agreement_on_every_wire,
         a_round_with_nan_is_discarded_on_all_sites,
+        what_is_not_as_its_site_states_is_not_applied,
         parameters_may_be_frozen_added_and_shared,
         any_optimizer_takes_the_steps,
         wrong_arguments_are_errors_on_all_sites_before_anything_has_changed,

@@ -10,6 +10,7 @@ import re
 import signal
 import time
 import warnings
+from collections.abc import Callable
 
 import pytest
 import support
@@ -25,7 +26,7 @@ import dadplug
 from dadplug.errors import NonFiniteError
 from dadplug.model_sync.samples import SampleCounter
 from dadplug.parameter_server import server as server_module
-from dadplug.parameter_server.gradients import CommittedBatchNorms
+from dadplug.parameter_server.gradients import CommittedBatchNorms, ContributionCodec
 from dadplug.parameter_server.streams import Kind
 
 
@@ -294,12 +295,38 @@ def what_one_site_asks_for_is_an_error_at_every_site() -> None:
     assert all(torch.equal(one, other) for one, other in zip(before, bits(own), strict=True))
 
 
+def what_a_site_sends_is_checked_by_the_others() -> None:
+    rank = dist.get_rank()
+    for value in (float("nan"), 1e30):
+        model, _, server = made()
+        encode = ContributionCodec._encode_rows
+
+        def lie(*given: object, value: float = value, encode: Callable = encode) -> tuple:
+            left, *rest = encode(*given)
+            return torch.full_like(left, value), *rest
+
+        def steps(model: nn.Module = model, server: dadplug.ParameterServer = server) -> None:
+            for step in range(9):
+                backward(model, step)
+                server.step()
+
+        try:
+            ContributionCodec._encode_rows = lie if rank else encode
+            with pytest.raises(dadplug.MismatchError, match=r"the contribution of site 1 .* whose products overflow"):
+                steps()
+        finally:
+            ContributionCodec._encode_rows = encode
+        assert all(each.isfinite().all() for each in model.parameters())
+        server.detach()
+
+
 @pytest.mark.parametrize(
     "program",
     [
         every_kind_of_layer_trains,
         what_is_not_possible_is_an_error_at_every_site,
         what_one_site_asks_for_is_an_error_at_every_site,
+        what_a_site_sends_is_checked_by_the_others,
     ],
 )
 def test_two_sites(sites, program):

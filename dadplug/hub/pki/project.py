@@ -301,6 +301,7 @@ class Roster:
             found = json.loads(read_file(path))
             if found["format"] != _FORMAT:
                 raise KitError(f"{path} has format {found['format']!r}; this version of dadplug reads {_FORMAT}")
+            check_keys(found, ("format", *(each.name for each in fields(cls))), str(path))
             sites = sorted(found["sites"], key=lambda site: int(site["slot"]))
             if [site["slot"] for site in sites] != list(range(len(sites))):
                 raise KitError(f"{path}: slots must be 0 to {len(sites) - 1}, each once")
