@@ -166,7 +166,7 @@ def private(noise: float, rows: int) -> dadplug.DifferentialPrivacy:
     return dadplug.DifferentialPrivacy(noise_multiplier=noise, expected_batch=rows)
 
 
-def line(report: dadplug.auditing.Report) -> dict[str, Any]:
+def line(report: dadplug.tools.auditing.Report) -> dict[str, Any]:
     """Return the figures of a report."""
 
     def most(target: str) -> float | None:

@@ -42,7 +42,7 @@ def run_at_sites(run: Callable[[argparse.Namespace], object], arguments: argpars
     Returns:
         The exit status.
     """
-    from dadplug.processes import launch_sites
+    from dadplug.support.processes import launch_sites
 
     if "RANK" not in os.environ:
         return launch_sites(sys.argv, sites)

@@ -25,8 +25,8 @@ import torch
 from dadplug.examples.zoo.clicks import split_by_time
 
 import dadplug
-from dadplug.cli import add_option_arguments, options_of, plain_errors
 from dadplug.data import Clicks, DataPair, load_dataset, read_criteo
+from dadplug.tools.cli import add_option_arguments, options_of, plain_errors
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from command import parser_of

@@ -31,7 +31,7 @@ from drive import append, colours_of, read, title
 from torch import Tensor, nn
 from workloads import SmallGPT, loss
 
-from dadplug.processes import launch_sites
+from dadplug.support.processes import launch_sites
 
 ROOT = Path(__file__).resolve().parents[1]
 UNTRAINED = "untrained"

@@ -36,7 +36,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from dadplug.data import load_dataset, read_criteo
 from dadplug.hogwild import Hogwild
 from dadplug.models import build_model
-from dadplug.processes import launch_sites
+from dadplug.support.processes import launch_sites
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from command import parser_of

@@ -99,8 +99,8 @@ def train(case: dict[str, Any]) -> None:
 
 def run_hub(kit: str, received: str) -> None:
     """Run a hub that writes all bytes of the frames that it receives to a file."""
-    from dadplug.cli.commands import main as command
     from dadplug.hub.server.session import Session
+    from dadplug.tools.cli.commands import main as command
 
     receive = Session.receive
 
@@ -129,7 +129,7 @@ class Run(Programs):
     """
 
     def __init__(self, folder: Path, star: Star | None, sealed: bool, case: dict[str, Any]) -> None:
-        from dadplug.processes import free_port
+        from dadplug.support.processes import free_port
 
         super().__init__(folder, star, LIMIT)
         folder.mkdir()

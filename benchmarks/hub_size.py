@@ -20,7 +20,7 @@ from hub_load import LoadSite, advance, usage
 from kits import end, hub_command, make_kits
 
 from dadplug.hub.pki.kits import Kit
-from dadplug.processes import free_port
+from dadplug.support.processes import free_port
 
 BYTES = 400e6  # passed on in a measurement, about
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from dadplug.hub import Project
 from dadplug.hub.pki.provision import provision
-from dadplug.processes import free_port
+from dadplug.support.processes import free_port
 
 
 def make_kits(folder: Path, host: str, port: int, sites: Sequence[str]) -> None:

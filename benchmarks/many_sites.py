@@ -39,7 +39,7 @@ from workloads import WORKLOADS, loss
 
 from dadplug.data import load_dataset, site_indices
 from dadplug.models import build_for
-from dadplug.processes import free_port
+from dadplug.support.processes import free_port
 
 METHODS = "alone,rankdad,rankdad:merge=owner,powersgd"
 DIGITS_METHODS = "rankdad,rankdad:merge=owner"

@@ -18,7 +18,7 @@ from command import connect_site, parser_of
 from workloads import WORKLOADS, loss
 
 import dadplug
-from dadplug.processes import launch_sites
+from dadplug.support.processes import launch_sites
 
 
 def measure(model_name: str, mode: str, measured_steps: int) -> None:

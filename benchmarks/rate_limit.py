@@ -27,7 +27,7 @@ from kits import end, hub_command, make_kits
 from dadplug.hub.pki.kits import Kit
 from dadplug.hub.site.link import HubLink
 from dadplug.hub.wire.messages import Head, Kind
-from dadplug.processes import free_port
+from dadplug.support.processes import free_port
 
 HEADS = 52  # bytes of IPv4 and TCP in a packet, with timestamps
 PIECE = 1 << 20

@@ -41,7 +41,7 @@ def predict(method: str, sites: int) -> tuple[float, float, int]:
     if method == "rankdad":
         return small + (sites - 1) * RANK * sides * BYTES, sites * RANK * dense, 2 * (sites - 1)
     if method == "rankdad:merge=owner":
-        from dadplug.reducer.owners import OwnedLayer, assign_owners, busiest_numbers, numbers_sent
+        from dadplug.step.reducer.owners import OwnedLayer, assign_owners, busiest_numbers, numbers_sent
 
         layers = [OwnedLayer(str(shape), *shape, 0, RANK) for shape in LAYERS]
         owners = assign_owners(layers, sites)

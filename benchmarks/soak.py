@@ -33,8 +33,8 @@ from command import connect_site, parser_of
 from torch import Tensor, nn
 
 import dadplug
-from dadplug.methods import method_names
-from dadplug.processes import launch_sites
+from dadplug.step.methods import method_names
+from dadplug.support.processes import launch_sites
 
 EXACT = ("dsgd", "dad", "auto")
 SETTLED = 500  # steps; before, kernels compile and payloads grow

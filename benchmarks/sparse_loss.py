@@ -28,7 +28,7 @@ from workloads import loss
 
 import dadplug
 from dadplug.local_steps.delta_format import SparseFormat
-from dadplug.processes import launch_sites
+from dadplug.support.processes import launch_sites
 
 PRETRAINING, PRETRAINED_RATE = 400, 2e-3
 CHECKED = 256  # windows of the held-out files

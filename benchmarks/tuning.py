@@ -28,12 +28,12 @@ from typing import Any
 import torch
 from command import parser_of
 
-from dadplug import schedules
 from dadplug.lowrank import warmup
-from dadplug.schedules import Decoding, Encoding, Record
-from dadplug.tuning import tune
-from dadplug.tuning.search import Config, Task, Timer, compare_in_pairs, search
-from dadplug.tuning.tasks import MNIST_NET, Layer, tasks_for
+from dadplug.support import schedules
+from dadplug.support.schedules import Decoding, Encoding, Record
+from dadplug.tools.tuning import tune
+from dadplug.tools.tuning.search import Config, Task, Timer, compare_in_pairs, search
+from dadplug.tools.tuning.tasks import MNIST_NET, Layer, tasks_for
 
 WORKLOADS = {
     "MNISTNet": MNIST_NET,

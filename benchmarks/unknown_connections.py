@@ -65,7 +65,7 @@ from dadplug.hub.wire.messages import (
     read_control,
 )
 from dadplug.hub.wire.streams import FrameReceiver
-from dadplug.processes import free_port
+from dadplug.support.processes import free_port
 
 SITES = ("a", "b", "c")
 TIMEOUT = 5.0  # seconds

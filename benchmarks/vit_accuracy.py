@@ -18,7 +18,7 @@ from pathlib import Path
 from command import connect_site
 
 from dadplug.data import load_dataset
-from dadplug.processes import launch_sites
+from dadplug.support.processes import launch_sites
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import two_site_vit

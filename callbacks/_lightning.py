@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..adaptive import AdaptiveDataLoader
-from ..model_sync.samples import batch_size
+from ..step.model_sync.samples import batch_size
 from . import monitors
 
 

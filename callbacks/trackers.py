@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from ..ddp import DistributedDataParallel
-from ..files import replacing
-from ..logs import get_logger
 from ..reduction import GradientReduction
-from ..registry import Registry
+from ..support.files import replacing
+from ..support.logs import get_logger
+from ..support.registry import Registry
 from .monitors import RankMonitor, TrafficMonitor
 
 _log = get_logger(__name__)

@@ -6,8 +6,8 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from ..model_sync.structure import ATTACHED
 from ..reduction import GradientReduction
+from ..step.model_sync.structure import ATTACHED
 from . import monitors
 
 

@@ -6,7 +6,11 @@ Importing dadplug is cheap: torch, numba and the trainers load when something th
 from __future__ import annotations
 
 import importlib
+import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.3.0"
@@ -30,7 +34,6 @@ if TYPE_CHECKING:
     from .adaptive import Accumulator, AdaptiveDataLoader, ElasticDataLoader, ElasticSampler, remaining_epochs_until
     from .adaptive.adaptive_loader import AdaScale
     from .callbacks.trackers import Tracker, track
-    from .comparison import compare
     from .ddp import DistributedDataParallel
     from .errors import DadplugError, MismatchError, NonFiniteError, PrivacyError, ProcessFailedError, SiteError
     from .hogwild import Hogwild
@@ -52,7 +55,8 @@ if TYPE_CHECKING:
         ParameterServerStrategy,
     )
     from .runners.serving import serve
-    from .tuning import tune
+    from .tools.comparison import compare
+    from .tools.tuning import tune
 
 _LAZY = {
     "Accumulator": "adaptive",
@@ -84,13 +88,13 @@ _LAZY = {
     "ProcessFailedError": "errors",
     "SiteError": "errors",
     "Tracker": "callbacks.trackers",
-    "audit": "auditing",
-    "compare": "comparison",
+    "audit": "tools.auditing",
+    "compare": "tools.comparison",
     "connect": "hub.connect",
     "remaining_epochs_until": "adaptive",
     "serve": "runners.serving",
     "track": "callbacks.trackers",
-    "tune": "tuning",
+    "tune": "tools.tuning",
 }
 _MODULES = (
     "accelerate",
@@ -151,6 +155,37 @@ __all__ = [
     "track",
     "tune",
 ]
+
+
+_DOCUMENTED = {
+    "auditing": "tools.auditing",
+    "comparison": "tools.comparison",
+    "methods": "step.methods",
+    "planning": "step.planning",
+    "tuning": "tools.tuning",
+}
+
+
+class _DocumentedPaths(MetaPathFinder, Loader):
+    """Import paths that the documentation names, for modules that lie in rooms."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        package, _, rest = name.partition(".")
+        first, dot, inner = rest.partition(".")
+        if package != __name__ or first not in _DOCUMENTED:
+            return None
+        return ModuleSpec(name, self, origin=f"{package}.{_DOCUMENTED[first]}{dot}{inner}")
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = importlib.import_module(str(spec.origin))
+        self._own = module.__spec__  # the import system gives the module the spec of this name
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._own
+
+
+sys.meta_path.append(_DocumentedPaths())
 
 
 def __getattr__(name: str) -> Any:

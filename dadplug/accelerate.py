@@ -27,14 +27,14 @@ from torch.utils.data import DataLoader, IterableDataset
 from .ddp import DistributedDataParallel
 from .errors import MismatchError
 from .exchange.declared import METRICS, STATES, declared
-from .files import load_tensors
 from .hub import current_connection
 from .hub.connect import connect
 from .local_steps.options import LOCAL_MODE, LocalOptions, options_class, options_of
-from .logs import get_logger
 from .options import Options
 from .runners.loaders import check_split_data
-from .signature import split_keywords, takes_keywords_of
+from .support.files import load_tensors
+from .support.logs import get_logger
+from .support.signature import split_keywords, takes_keywords_of
 
 try:
     import accelerate

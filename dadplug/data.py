@@ -15,7 +15,7 @@ from .examples.zoo import transforms
 from .examples.zoo.clicks import Clicks, clicks, criteo, generated, read_criteo, renumbered
 from .examples.zoo.images import MNIST, DataPair, Images, Samples, digits, mnist
 from .examples.zoo.photos import Photos, dogsvscats
-from .registry import Registry
+from .support.registry import Registry
 
 __all__ = [
     "DATASETS",

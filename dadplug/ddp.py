@@ -22,12 +22,12 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .exchange.declared import METRICS, STATES, declared
-from .model_sync import sameness
-from .model_sync.replicated_model import Stateful
-from .model_sync.structure import is_managed, mark_managed
 from .options import Options
 from .reduction import GradientReduction
-from .signature import takes_keywords_of
+from .step.model_sync import sameness
+from .step.model_sync.replicated_model import Stateful
+from .step.model_sync.structure import is_managed, mark_managed
+from .support.signature import takes_keywords_of
 
 _WITHOUT_EFFECT = (
     "dim",

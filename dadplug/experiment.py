@@ -14,7 +14,11 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
 
-from .cli import (
+from .data import DATASETS, SPLITS, Samples, fold_indices, load_dataset, site_indices
+from .models import MODELS, build_for
+from .options import Options
+from .support.registry import Registry
+from .tools.cli import (
     Place,
     add_kit_argument,
     add_option_arguments,
@@ -24,10 +28,6 @@ from .cli import (
     place_of,
     plain_errors,
 )
-from .data import DATASETS, SPLITS, Samples, fold_indices, load_dataset, site_indices
-from .models import MODELS, build_for
-from .options import Options
-from .registry import Registry
 
 CRITERIA: Registry[str, type[nn.Module]] = Registry("criterion")
 CRITERIA.register("crossentropyloss", "crossentropy")(nn.CrossEntropyLoss)

@@ -11,7 +11,7 @@ from torch import nn
 
 from .examples.zoo.images import DataPair
 from .examples.zoo.models import GCN, SMALL, MNISTNet, ViT, WideDeep
-from .registry import Registry
+from .support.registry import Registry
 
 __all__ = ["GCN", "MODELS", "MNISTNet", "ViT", "WideDeep", "build_for", "build_model"]
 

@@ -9,11 +9,20 @@ from typing import Literal
 from .exchange import DEFAULT_TIMEOUT, Hierarchy
 from .exchange.transport import Requirements, check_hierarchy
 from .exchange.wire import FORMATS, wire_format
-from .methods import METHODS, method_names
-from .methods.base import GradientPath
 from .privacy.mechanism import DifferentialPrivacy
 from .privacy.secure_sum import LEAST_SITES
-from .signature import OptionSet, check_choice, check_hub_timeout, check_seconds, number, option, valid, whole_number
+from .step.methods import METHODS, method_names
+from .step.methods.base import GradientPath
+from .support.signature import (
+    OptionSet,
+    check_choice,
+    check_hub_timeout,
+    check_seconds,
+    number,
+    option,
+    valid,
+    whole_number,
+)
 
 WEIGHTINGS = ("uniform", "samples")
 WIRES = tuple(FORMATS)
@@ -58,7 +67,7 @@ class Options(OptionSet):
     """Options of `GradientReduction`, the runners, the strategies and the command line.
 
     The strategies, runners and command lines derive their keywords and arguments from these fields. The metadata of a
-    field are described at `dadplug.signature.option`.
+    field are described at `dadplug.support.signature.option`.
 
     Raises:
         ValueError: if a value is out of its range; the message lists the valid ones.

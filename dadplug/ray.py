@@ -16,7 +16,7 @@ import torch.distributed as dist
 from .hub import current_connection
 from .options import Options
 from .runners._lightning import packages_in_use, strategy_base
-from .signature import takes_keywords_of
+from .support.signature import takes_keywords_of
 
 if TYPE_CHECKING:
     from .runners.dad_strategy import DADStrategyBase as RayDADStrategy

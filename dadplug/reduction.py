@@ -15,27 +15,27 @@ from torch import nn
 from .errors import DroppedError
 from .exchange import Transport
 from .exchange.calls import own_place
-from .fused import Deferral, FusedSteps
 from .hooks.factor import Write
-from .logs import get_logger
-from .methods import Quality, feedback, make_method
-from .methods.feedback import ErrorFeedback
-from .model_sync.batchnorm import SyncedBatchNorms
-from .model_sync.replicated_model import JoinState, ReplicatedModel, Stateful
-from .model_sync.sameness import FirstBatch, LookedUpRows, OptimizerSettings, Weights
-from .model_sync.samples import SampleCounter, warn_of_unequal
-from .model_sync.step_guard import StepGuard
-from .model_sync.structure import weak_hook
 from .options import Options
-from .planning.merging import check_merge
-from .planning.plan import Plan
-from .planning.planner import Planner
-from .private_gradients import PrivateGradients
-from .reducer.handler import StepHeader
-from .reducer.reducer import AttachedGradients, StepRequest
-from .signature import takes_keywords_of, whole_number
-from .units.base import Unit
-from .units.factor import FactorUnit
+from .step.fused import Deferral, FusedSteps
+from .step.methods import Quality, feedback, make_method
+from .step.methods.feedback import ErrorFeedback
+from .step.model_sync.batchnorm import SyncedBatchNorms
+from .step.model_sync.replicated_model import JoinState, ReplicatedModel, Stateful
+from .step.model_sync.sameness import FirstBatch, LookedUpRows, OptimizerSettings, Weights
+from .step.model_sync.samples import SampleCounter, warn_of_unequal
+from .step.model_sync.step_guard import StepGuard
+from .step.model_sync.structure import weak_hook
+from .step.planning.merging import check_merge
+from .step.planning.plan import Plan
+from .step.planning.planner import Planner
+from .step.private_gradients import PrivateGradients
+from .step.reducer.handler import StepHeader
+from .step.reducer.reducer import AttachedGradients, StepRequest
+from .step.units.base import Unit
+from .step.units.factor import FactorUnit
+from .support.logs import get_logger
+from .support.signature import takes_keywords_of, whole_number
 
 if TYPE_CHECKING:
     from .adaptive.noise import GradientNoise
@@ -431,7 +431,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         return self._weights.last_digest(self._step)
 
     def _compare(self, headers: Sequence[StepHeader]) -> None:
-        """Compare the sites by the digests in their headers; see `dadplug.model_sync.sameness`."""
+        """Compare the sites by the digests in their headers; see `dadplug.step.model_sync.sameness`."""
         if self.site_rank in self._transport.absent:
             return
         with self.traffic.apart():

@@ -19,11 +19,11 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from .hub import current_connection
 from .hub.connect import connect
 from .local_steps.options import LOCAL_MODE, LocalOptions, options_of
-from .logs import get_logger
 from .options import Options
 from .runners.loaders import check_split_data
 from .runners.site_trainer import AttachedTrainer, SiteTrainer
-from .signature import takes_keywords_of
+from .support.logs import get_logger
+from .support.signature import takes_keywords_of
 
 _log = get_logger(__name__)
 _STEPS_IN_BACKWARD = ("lomo", "adalomo")  # optimizers, beside those named layerwise

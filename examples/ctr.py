@@ -26,10 +26,10 @@ from dadplug.examples.zoo.clicks import split_by_time
 from runs import RunProgress
 
 from dadplug import connect
-from dadplug.cli import add_option_arguments, options_of, plain_errors
 from dadplug.data import Clicks, DataPair, load_dataset, read_criteo
 from dadplug.options import Options
-from dadplug.processes import launch_sites
+from dadplug.support.processes import launch_sites
+from dadplug.tools.cli import add_option_arguments, options_of, plain_errors
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

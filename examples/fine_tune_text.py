@@ -39,7 +39,7 @@ from transformers import (
     set_seed,
 )
 
-from dadplug.processes import launch_sites
+from dadplug.support.processes import launch_sites
 from dadplug.transformers import attach
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -25,10 +25,10 @@ from torch import nn
 
 from dadplug import connect
 from dadplug.adapm import AdaDataLoader, AdaModel, ParameterManager
-from dadplug.cli import plain_errors
 from dadplug.data import SPLITS, site_indices
 from dadplug.models import GCN
-from dadplug.processes import launch_sites
+from dadplug.support.processes import launch_sites
+from dadplug.tools.cli import plain_errors
 
 WAYS = ("auto", "manual", "none", "ddp")
 

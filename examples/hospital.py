@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 import dadplug
-from dadplug.cli import plain_errors
 from dadplug.data import load_dataset, site_indices
+from dadplug.tools.cli import plain_errors
 
 
 def parse() -> argparse.Namespace:

@@ -19,10 +19,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from dadplug import GradientReduction
-from dadplug.cli import add_kit_argument, add_option_arguments, options_of, place_of, plain_errors
 from dadplug.data import DATASETS, SPLITS, DataPair, load_dataset, site_indices
 from dadplug.options import Options
-from dadplug.processes import launch_sites
+from dadplug.support.processes import launch_sites
+from dadplug.tools.cli import add_kit_argument, add_option_arguments, options_of, place_of, plain_errors
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ..registry import Registry
+from ..support.registry import Registry
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..registry import Registry
+from ..support.registry import Registry
 from .factor import LINEAR, Form
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..adapm import AdaModel
 from ..reduction import GradientReduction
-from ..signature import takes_keywords_of
+from ..support.signature import takes_keywords_of
 from ._catalyst.engine import plain
 from ._catalyst.runner import RunnerArguments
 from .distributed_runner import DistributedRunner

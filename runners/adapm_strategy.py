@@ -14,8 +14,8 @@ from typing import Any
 from ..adapm import AdaModel, IntentError, join_shards, load_shards
 from ..adapm.shards import ShardSave, on_all_sites
 from ..errors import SiteError
-from ..files import replacing
-from ..signature import check_choice, takes_keywords_of
+from ..support.files import replacing
+from ..support.signature import check_choice, takes_keywords_of
 from ._lightning.strategy import StrategyArguments
 from .dad_strategy import DADStrategyBase
 from .management import LookaheadLoader, Management, Stub, embeddings_of, give_back, nothing, shape_only

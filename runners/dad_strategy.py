@@ -11,7 +11,7 @@ import torch
 from ..errors import PrivacyError
 from ..options import Options
 from ..reduction import GradientReduction
-from ..signature import takes_keywords_of
+from ..support.signature import takes_keywords_of
 from ._lightning.strategy import HubStrategy, StrategyArguments
 
 

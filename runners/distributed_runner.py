@@ -10,7 +10,7 @@ from catalyst.core.misc import get_original_callback
 
 from ..options import Options
 from ..reduction import GradientReduction
-from ..signature import takes_keywords_of
+from ..support.signature import takes_keywords_of
 from ._catalyst.runner import BaseRunner, RunnerArguments
 
 

@@ -14,8 +14,8 @@ from ..exchange.status import describe
 from ..hogwild import Hogwild
 from ..hogwild.layout import check_model, check_optimizer
 from ..hogwild.training import HogwildOptions
-from ..loaders import check_loader
-from ..signature import takes_keywords_of
+from ..support.loaders import check_loader
+from ..support.signature import takes_keywords_of
 from ._lightning.strategy import SiteStrategy, StrategyArguments
 from .loaders import HogwildLoader
 

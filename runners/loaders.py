@@ -15,9 +15,9 @@ from ..adaptive import ElasticDataLoader
 from ..adaptive.loader import seeded
 from ..exchange import Transport
 from ..hogwild import DealtLoader, Hogwild
-from ..model_sync.samples import batches_before, takes_part
 from ..parameter_server import ParameterServer
 from ..parameter_server.dealing import count_batches
+from ..step.model_sync.samples import batches_before, takes_part
 
 _PROBES = 8  # samples of a fingerprint
 NO_ACCUMULATION = "deal='shared' cannot accumulate gradients: a site does not know how many batches it will have"

@@ -9,7 +9,7 @@ import torch
 
 from ..local_steps import LocalOptions, LocalSGD
 from ..local_steps.options import Schedule
-from ..signature import takes_keywords_of
+from ..support.signature import takes_keywords_of
 from ._catalyst.runner import BaseRunner, RunnerArguments
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..local_steps import LocalOptions, LocalSGD
 from ..local_steps.options import Schedule
-from ..signature import takes_keywords_of
+from ..support.signature import takes_keywords_of
 from ._lightning.strategy import HubStrategy, StrategyArguments
 
 

@@ -18,7 +18,7 @@ from ..adapm.engine import TECHNIQUES
 from ..adapm.model import Ids, find_layers
 from ..adapm.recorder import count_missing
 from ..options import Options
-from ..signature import OptionSet, number, option, split_keywords, unknown_option
+from ..support.signature import OptionSet, number, option, split_keywords, unknown_option
 
 
 def _check_intent(name: str, value: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from ..exchange import Transport
 from ..parameter_server import ParameterServer, ServerOptions
-from ..signature import takes_keywords_of
+from ..support.signature import takes_keywords_of
 from ._catalyst.runner import BaseRunner, ElasticTraining, RunnerArguments
 from .loaders import NO_ACCUMULATION, ServerLoader
 from .return_file import ReturnFile

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..exchange import Transport
-from ..model_sync.samples import batches_before
 from ..parameter_server import ParameterServer, ServerOptions
-from ..signature import takes_keywords_of
+from ..step.model_sync.samples import batches_before
+from ..support.signature import takes_keywords_of
 from ._lightning.elastic import ElasticFit
 from ._lightning.strategy import SiteEnvironment, SiteStrategy, StrategyArguments
 from .loaders import NO_ACCUMULATION, ServerLoader

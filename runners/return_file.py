@@ -11,9 +11,9 @@ import torch
 
 from ..errors import SiteError
 from ..exchange import Transport
-from ..files import PRIVATE, write_file
 from ..parameter_server import ParameterServer
 from ..parameter_server.server import ServerTransport
+from ..support.files import PRIVATE, write_file
 
 
 class ReturnFile:

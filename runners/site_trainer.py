@@ -24,9 +24,9 @@ from ..ddp import DistributedDataParallel
 from ..errors import MismatchError, SiteError
 from ..exchange.declared import STATES, declared
 from ..local_steps.options import LOCAL_MODE
-from ..model_sync import sameness
-from ..model_sync.samples import takes_part
 from ..reduction import GradientReduction
+from ..step.model_sync import sameness
+from ..step.model_sync.samples import takes_part
 from .loaders import SiteSampler, fingerprint, known_length
 from .patches import merge_metrics
 

@@ -9,8 +9,8 @@ import torch
 
 from dadplug import accelerate
 from dadplug.errors import DamagedError, LoadError
-from dadplug.files import load_tensors
 from dadplug.serving import loading
+from dadplug.support.files import load_tensors
 
 STATE = {"weight": torch.linspace(-1.0, 1.0, 64), "step": 3}
 

@@ -8,9 +8,9 @@ import pytest
 import support
 import torch
 
-from dadplug.methods import METHODS
-from dadplug.methods.base import warm_up
 from dadplug.options import Options
+from dadplug.step.methods import METHODS
+from dadplug.step.methods.base import warm_up
 
 # Counts what a process compiles: the kernels' names, without the parts of numba that are compiled into them.
 COUNTED = """
@@ -78,7 +78,7 @@ print(json.dumps(compiled.names))
 
 
 def test_a_change_in_another_file_compiles_its_users_again_and_nothing_else(tmp_path):
-    kernel = "from dadplug.jit import njit\n"
+    kernel = "from dadplug.support.jit import njit\n"
     (tmp_path / "user.py").write_text(
         f"{kernel}from helper import FACTOR, times\n"
         "@njit()\ndef twice(x):\n    return times(x) * 2\n"
@@ -117,7 +117,7 @@ print(user.alone(3))
 print(json.dumps(compiled.names))
 """
 )
-ALONE_SOURCE = "from dadplug.jit import njit\n@njit()\ndef alone(x):\n    return x + 1\n"
+ALONE_SOURCE = "from dadplug.support.jit import njit\n@njit()\ndef alone(x):\n    return x + 1\n"
 
 
 def run_alone(source: Path, cache: Path, **variables: str) -> support.Finished:
@@ -192,7 +192,7 @@ def test_a_cache_folder_that_others_can_write_is_not_used(tmp_path, source):
 
 
 def test_a_cache_folder_of_another_user_is_not_used(tmp_path, monkeypatch):
-    from dadplug import jit
+    from dadplug.support import jit
 
     folder = tmp_path / "dadplug" / "kernels"
     jit.make_private(folder)
@@ -209,7 +209,7 @@ def test_a_cache_folder_of_another_user_is_not_used(tmp_path, monkeypatch):
 
 
 def test_where_no_folder_can_be_written_kernels_still_run():
-    from dadplug import jit
+    from dadplug.support import jit
 
     jit._warn_once.cache_clear()
     space: dict = {"njit": jit.njit}

@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 
 import dadplug
-from dadplug import errors, processes
+from dadplug import errors
 from dadplug.errors import LoadError
-from dadplug.processes import launch_sites
-from dadplug.registry import Registry, import_named
+from dadplug.support import processes
+from dadplug.support.processes import launch_sites
+from dadplug.support.registry import Registry, import_named
 
 
 @pytest.fixture
@@ -134,7 +135,7 @@ def test_the_base_is_offered_by_the_package():
 # Messages of the package reach a person, once
 
 
-PROGRAM = "from dadplug.logs import get_logger; import logging; {}; get_logger('dadplug.test').{}('a message')"
+PROGRAM = "from dadplug.support.logs import get_logger; import logging; {}; get_logger('dadplug.test').{}('a message')"
 
 
 def said(setup: str, level: str = "info") -> str:
@@ -158,7 +159,7 @@ def test_a_level_of_the_program_holds(level, lines):
 
 
 def test_messages_propagate(caplog):
-    from dadplug.logs import get_logger
+    from dadplug.support.logs import get_logger
 
     with caplog.at_level(logging.INFO, "dadplug"):
         get_logger("dadplug.test").info("a message")
@@ -173,7 +174,7 @@ import os, sys, time
 if "RANK" in os.environ:
     os.write(1, f"{os.getpid()}\\n".encode())
     time.sleep(100)
-from dadplug.processes import launch_sites
+from dadplug.support.processes import launch_sites
 sys.exit(launch_sites([__file__], 2))
 """
 

@@ -15,7 +15,7 @@ from torch import nn
 import dadplug
 from dadplug.errors import MismatchError
 from dadplug.lowrank import dispatch, portable
-from dadplug.model_sync import sameness
+from dadplug.step.model_sync import sameness
 
 
 def network():

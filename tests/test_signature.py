@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dadplug.signature import OptionSet, number, option, takes_keywords_of, whole_number
+from dadplug.support.signature import OptionSet, number, option, takes_keywords_of, whole_number
 
 
 @dataclass

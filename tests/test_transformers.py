@@ -30,7 +30,7 @@ from transformers import (  # noqa: E402
 
 import dadplug  # noqa: E402
 from dadplug.errors import MismatchError  # noqa: E402
-from dadplug.model_sync.samples import batches_before, takes_part  # noqa: E402
+from dadplug.step.model_sync.samples import batches_before, takes_part  # noqa: E402
 from dadplug.transformers import attach  # noqa: E402
 
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}

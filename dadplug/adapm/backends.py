@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from ..errors import MismatchError
 from ..exchange import Traffic, open_transport
-from ..hub.pki.project import check_restrictions
-from ..registry import Registry
-from ..signature import check_choice
+from ..exchange.restrictions import check_restrictions
+from ..support.registry import Registry
+from ..support.signature import check_choice
 from .store import Block, Codes, Initialiser, Keys
 
 NO_PLACES = 'backend="adapm" does not report which keys are at a site'

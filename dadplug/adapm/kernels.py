@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ..jit import njit
+from ..support.jit import njit
 from .store import (
     ASKED,
     IDLE,

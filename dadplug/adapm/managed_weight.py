@@ -23,8 +23,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ..hooks.capture import ForwardOverride
 from ..lowrank import sparse
-from ..model_sync.structure import mark_managed
 from ..reduction import GradientReduction
+from ..step.model_sync.structure import mark_managed
 from .manager import ParameterManager
 from .store import Columns, Constant, Initialiser
 
@@ -638,7 +638,7 @@ class ManagedEmbeddingBag(_ManagedLayer):
 class RowSteps:
     """Gradients of managed weights from backward to the end of the optimizer's step.
 
-    It is the `dadplug.reducer.reducer.AttachedGradients` of the reduction.
+    It is the `dadplug.step.reducer.reducer.AttachedGradients` of the reduction.
 
     Args:
         managed: the managed weights by name.

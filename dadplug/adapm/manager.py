@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..exchange import DEFAULT_TIMEOUT
 from ..lowrank.kernels import first_outside
-from ..signature import check_choice
+from ..support.signature import check_choice
 from . import kernels
 from .backends import BACKENDS, NO_PLACES, Backend, Done, TableSpec
 from .bindings import BindingsBackend

@@ -16,9 +16,9 @@ from torch.optim.optimizer import Optimizer
 
 from ..errors import IntentError
 from ..lowrank import sparse
-from ..model_sync.structure import before_update, mark_managed, without_managed
 from ..reduction import GradientReduction
-from ..signature import check_choice
+from ..step.model_sync.structure import before_update, mark_managed, without_managed
+from ..support.signature import check_choice
 from .managed_weight import ManagedEmbedding, ManagedEmbeddingBag, ManagedWeight, RowSteps, group_of, row_optimizer_for
 from .manager import ParameterManager
 from .recorder import Recorder

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from ..errors import DamagedError, SiteError
-from ..files import load_tensors, replacing, sync_folder
+from ..support.files import load_tensors, replacing, sync_folder
 from .managed_weight import split_state
 from .model import AdaModel, parameter_numbers
 

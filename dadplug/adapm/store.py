@@ -25,8 +25,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..jit import njit
 from ..lowrank.kernels import gather
+from ..support.jit import njit
 
 # Initial values
 

@@ -22,8 +22,8 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from ..errors import MismatchError
 from ..exchange import Traffic, Transport
 from ..exchange.codec import register
-from ..model_sync.structure import ATTACHED, before_update
-from ..signature import whole_number
+from ..step.model_sync.structure import ATTACHED, before_update
+from ..support.signature import whole_number
 from .goodput import BatchLimits, BatchSplit, Measurement, Period, choose, fit, initial_split
 from .loader import ElasticDataLoader, check_sampler, order_of_sampler
 from .noise import GradientNoise

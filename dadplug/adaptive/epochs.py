@@ -17,8 +17,8 @@ import torch
 
 from ..errors import MismatchError
 from ..exchange import DEFAULT_TIMEOUT, Transport, codec
-from ..files import PRIVATE, write_file
-from ..logs import get_logger
+from ..support.files import PRIVATE, write_file
+from ..support.logs import get_logger
 from .progress import Progress, progress
 
 _log = get_logger(__name__)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
 from ..errors import MismatchError
-from ..signature import whole_number
+from ..support.signature import whole_number
 from .progress import Pass, Progress, progress
 
 _OWN = ("sampler", "batch_sampler")  # arguments of DataLoader that this loader gives itself

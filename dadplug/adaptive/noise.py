@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from ..exchange import Transport
 from ..exchange.codec import register
 from ..hooks import LINEAR, CapturedLayer, Form, LayerCapture, OwnHook, Recorder, capturable_layers
-from ..methods.base import GradientPath
-from ..methods.feedback import LossScales
-from ..model_sync.samples import SampleCounter
-from ..reducer.handler import StepHeader
-from ..signature import whole_number
-from ..units.base import Unit, matrix_shape
-from ..units.factor import FactorUnit
+from ..step.methods.base import GradientPath
+from ..step.methods.feedback import LossScales
+from ..step.model_sync.samples import SampleCounter
+from ..step.reducer.handler import StepHeader
+from ..step.units.base import Unit, matrix_shape
+from ..step.units.factor import FactorUnit
+from ..support.signature import whole_number
 from . import noise_formulas as formulas
 from .noise_formulas import NO_ESTIMATE, SKETCH, Call, NoiseEstimate, Part
 

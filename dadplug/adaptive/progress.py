@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..exchange import DEFAULT_TIMEOUT, Traffic, Transport, open_transport
 from ..hub import current_connection
-from ..model_sync.replicated_model import Stateful
+from ..step.model_sync.replicated_model import Stateful
 
 
 @dataclass(eq=False)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import DamagedError
-from ..registry import Registry
+from ..support.registry import Registry
 from .declared import OBJECTS, declared
 
 _HEAD = b"dadplug1"

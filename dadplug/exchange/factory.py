@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import MismatchError
-from ..logs import get_logger
+from ..support.logs import get_logger
 from .codec import gather_objects
 from .group_transport import GroupTransport, wait_patiently
 from .handshake import gloo_interface, within

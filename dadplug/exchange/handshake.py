@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 from ..errors import SiteError
-from ..logs import get_logger
+from ..support.logs import get_logger
 
 _AT_EXIT = 1.0  # seconds
 _CHECK_SECONDS = 2.0  # between two checks of a call that takes long

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from ..errors import MismatchError, SiteError
-from ..logs import Troubles, get_logger
-from ..signature import check_seconds
+from ..support.logs import Troubles, get_logger
+from ..support.signature import check_seconds
 from . import codec
 from .handshake import Deadline, choose_interface, explain_unresolved, gloo_interface, within
 from .status import Member, ProcessSites, Silence, Status, ask, introduce_default, own_member

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import MismatchError, SiteError
-from ..logs import get_logger
-from ..signature import valid
+from ..support.logs import get_logger
+from ..support.signature import valid
 from .status import PeerNames
 from .traffic import Traffic
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..lowrank import dequantise, quantise
-from ..registry import Registry
+from ..support.registry import Registry
 
 BLOCK = 512
 """Elements of a flat tensor that share a scale in a quantised format."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from ..signature import whole_number
+from ..support.signature import whole_number
 from .memory import Progress
 from .training import DealtLoader, Hogwild
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..model_sync.structure import refuse_wrapped
+from ..step.model_sync.structure import refuse_wrapped
 from .memory import Board, SharedMemory, aligned
 
 # Optimizers of torch whose state, but for "step", begins with zeros and is updated in place. Adagrad creates its own

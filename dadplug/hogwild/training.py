@@ -29,11 +29,11 @@ from torch import nn
 
 from ..errors import ProcessFailedError
 from ..exchange import DEFAULT_TIMEOUT
-from ..loaders import DrawnBatches, check_loader, with_batches
-from ..model_sync.structure import before_update, refuse_attached
-from ..processes import Child
-from ..schedules import available_cores
-from ..signature import OptionSet, check_choice, check_seconds, option, whole_number
+from ..step.model_sync.structure import before_update, refuse_attached
+from ..support.loaders import DrawnBatches, check_loader, with_batches
+from ..support.processes import Child
+from ..support.schedules import available_cores
+from ..support.signature import OptionSet, check_choice, check_seconds, option, whole_number
 from .layout import Layout, check_model, check_optimizer, coalesce_gradients, create_state, divides_by_state, keep_state
 from .memory import Board, Progress, SharedMemory, check_equal, check_system, connected, share
 

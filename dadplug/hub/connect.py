@@ -50,7 +50,7 @@ def connect(
             runtime.check_not_connected()
         rendezvous.connect(rank, num_nodes, dist_url, backend=backend, timeout=timeout)
         return
-    from .. import jit  # noqa: F401  # numba takes seconds to load, in which a connected site would be silent
+    from ..support import jit  # noqa: F401  # numba takes seconds to load, in which a connected site would be silent
     from .site.runtime import connect_by_kit
 
     connect_by_kit(kit, rank, num_nodes, dist_url, backend, timeout)

@@ -34,10 +34,10 @@ from torch import Tensor, nn
 
 from ..errors import MismatchError, NonFiniteError
 from ..exchange import Gather, Transport
-from ..model_sync import sameness
-from ..model_sync.buffers import MovingBuffers
-from ..model_sync.sameness import renormalise, tables_with_max_norm
-from ..model_sync.samples import warn_of_unequal
+from ..step.model_sync import sameness
+from ..step.model_sync.buffers import MovingBuffers
+from ..step.model_sync.sameness import renormalise, tables_with_max_norm
+from ..step.model_sync.samples import warn_of_unequal
 from .delta_format import DeltaFormat, SparseFormat, describe_spoilt, find_spoilt
 from .header import Header
 from .options import DEFAULT_DECAY, LocalOptions

@@ -11,15 +11,15 @@ import torch
 from torch import nn
 
 from ..exchange.factor_buckets import FactorPayload
-from ..fused import Deferral, GradientProduct, reasons_against
 from ..hooks import LINEAR, Factor, capturable_layers, family_of
-from ..methods import is_product, make_method
-from ..model_sync.structure import ModelStructure
 from ..options import Options
-from ..planning.partition import partition_parameters
-from ..schedules import current
-from ..units.base import Unit, add_gradient
-from ..units.factor import FactorUnit
+from ..step.fused import Deferral, GradientProduct, reasons_against
+from ..step.methods import is_product, make_method
+from ..step.model_sync.structure import ModelStructure
+from ..step.planning.partition import partition_parameters
+from ..step.units.base import Unit, add_gradient
+from ..step.units.factor import FactorUnit
+from ..support.schedules import current
 
 
 class CapturedGradients:

@@ -46,7 +46,7 @@ from ..exchange import Transport
 from ..exchange.factor_buckets import finite
 from ..exchange.wire import WireFormat, wire_format
 from ..lowrank import Carry, compress_matrix, sum_of_products
-from ..methods.feedback import ErrorFeedback
+from ..step.methods.feedback import ErrorFeedback
 from .sparse_codec import SparseCode
 
 _ITERATIONS = 2  # power iterations of the first compression

@@ -33,10 +33,10 @@ from torch import Tensor, nn
 
 from ..errors import MismatchError, NonFiniteError
 from ..exchange import Gather, Transport
-from ..logs import get_logger
-from ..model_sync import sameness
-from ..model_sync.buffers import write_agreed
-from ..model_sync.sameness import renormalise
+from ..step.model_sync import sameness
+from ..step.model_sync.buffers import write_agreed
+from ..step.model_sync.sameness import renormalise
+from ..support.logs import get_logger
 from .agreement import Agreement, Fragment, delta_format, divide, fingerprint, is_finite
 from .delta_format import describe_spoilt, find_spoilt
 from .header import Header

@@ -15,18 +15,18 @@ from torch import Tensor, nn
 from ..errors import DroppedError
 from ..exchange import Gather, Transport
 from ..exchange.calls import own_place
+from ..exchange.restrictions import check_restrictions
 from ..exchange.transport import Requirements
-from ..fused import Deferral, GradientProduct, HeldGradients, clip_norm, reasons_against
-from ..hub.pki.project import check_restrictions
-from ..logs import get_logger
-from ..model_sync import sameness
-from ..model_sync.batchnorm import SyncedBatchNorms
-from ..model_sync.replicated_model import JoinState, ReplicatedModel, Stateful
-from ..model_sync.sameness import raise_problems
-from ..model_sync.samples import SampleCounter
-from ..model_sync.structure import is_managed, weak_hook
 from ..reduction import GradientReduction
-from ..signature import takes_keywords_of
+from ..step.fused import Deferral, GradientProduct, HeldGradients, clip_norm, reasons_against
+from ..step.model_sync import sameness
+from ..step.model_sync.batchnorm import SyncedBatchNorms
+from ..step.model_sync.replicated_model import JoinState, ReplicatedModel, Stateful
+from ..step.model_sync.sameness import raise_problems
+from ..step.model_sync.samples import SampleCounter
+from ..step.model_sync.structure import is_managed, weak_hook
+from ..support.logs import get_logger
+from ..support.signature import takes_keywords_of
 from .agreement import Agreement, check_fragments
 from .captured import CapturedGradients
 from .delta_format import check_memory

@@ -10,7 +10,7 @@ from typing import Any
 from ..exchange import DEFAULT_TIMEOUT
 from ..exchange.transport import Requirements
 from ..options import WEIGHTINGS, WIRES, Options, check_mode, check_setting_names
-from ..signature import OptionSet, check_hub_timeout, check_seconds, number, option, whole_number
+from ..support.signature import OptionSet, check_hub_timeout, check_seconds, number, option, whole_number
 
 Schedule = Callable[[int], int]
 """Function of the number of steps so far that returns the number of steps until the next agreement."""

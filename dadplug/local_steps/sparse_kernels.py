@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..jit import njit
+from ..support.jit import njit
 
 _BITS = 28  # of the fixed-point numbers in which magnitudes are averaged
 _TURNS = 4  # of the search for the two magnitudes

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Joinable
 
 from ..ddp import DistributedDataParallel
-from ..model_sync.replicated_model import Stateful
+from ..step.model_sync.replicated_model import Stateful
 from .local_sgd import LocalSGD
 from .options import LocalOptions
 

@@ -2,7 +2,7 @@
 
 Each takes G as an `Operator`, the number of columns k, and a `Search`; each returns at least k rows of length out,
 whose span is to be made orthonormal. What follows, the projection of G onto it, is the same for all. The rates of the
-cost model are in `dadplug.schedules.Encoding`, and ``dadplug.tune`` measures them.
+cost model are in `dadplug.support.schedules.Encoding`, and ``dadplug.tune`` measures them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..hooks.products import product
-from ..schedules import Encoding, current
+from ..support.schedules import Encoding, current
 from .dispatch import kernels_for, scratch
 
 _JITTER = {torch.float32: 1e-6, torch.float64: 1e-14}

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..schedules import DEFAULTS, Decoding, current
+from ..support.schedules import DEFAULTS, Decoding, current
 from . import portable
 from .portable import gram_schmidt
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ..jit import njit
+from ..support.jit import njit
 from .portable import HUGE, INVERTIBLE, SHIFT, SMALLEST, TINY
 
 # Sums may be reordered, which lets LLVM vectorise them; NaN and Inf keep their meaning.

@@ -20,12 +20,13 @@ from torch import nn
 from ..errors import DamagedError, MessageError, SiteError
 from ..exchange import Traffic, Transport, codec
 from ..exchange.handshake import connect_sites, write_all
+from ..exchange.restrictions import impose_restrictions
 from ..exchange.status import PeerNames
 from ..exchange.transport import StreamToHub
-from ..methods import check_allowed
-from ..model_sync.sameness import raise_problems
 from ..options import Options
-from ..signature import OptionSet, check_choice, option
+from ..step.methods import check_allowed
+from ..step.model_sync.sameness import raise_problems
+from ..support.signature import OptionSet, check_choice, option
 from .dealing import DEALS
 from .sequencer import Rules, make_rules
 from .service import (
@@ -441,10 +442,10 @@ def _return_to_hub(folder: str, rank: int, key: str, timeout: float) -> tuple[St
 def _dial_hub(folder: str, timeout: float) -> Tunnel:
     """Connect to the hub, and put the restrictions of this site's kit into force."""
     from ..hub.pki.kits import Kit
-    from ..hub.pki.project import Restrictions, impose_restrictions
+    from ..hub.pki.project import KitRestrictions
     from ..hub.site import tunnel as tunnels  # only hubs need what they import
 
     kit = Kit.load(folder)
     kit.check_dates()
-    impose_restrictions(Restrictions(kit.policy, kit.roster))
+    impose_restrictions(KitRestrictions(kit.policy, kit.roster))
     return tunnels.open_alone(kit, timeout)

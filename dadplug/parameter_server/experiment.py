@@ -20,8 +20,8 @@ from ..exchange import connect
 from ..hogwild import Criterion, evaluate
 from ..hogwild.training import choose_start, quiet_fork
 from ..models import build_model
-from ..processes import Child, free_port
-from ..signature import whole_number
+from ..support.processes import Child, free_port
+from ..support.signature import whole_number
 from .connect import ServerOptions
 from .server import ParameterServer
 

@@ -21,18 +21,18 @@ from ..errors import DamagedError, MismatchError, NonFiniteError
 from ..exchange import Transport, codec
 from ..exchange.factor_buckets import FactorPayload, finite, multiplies
 from ..exchange.wire import WireFormat, wire_format
-from ..fused import GradientProduct
 from ..hooks import Factor, stack_by_form
-from ..methods import Method, decode, decode_bias, feedback, is_product
-from ..methods.feedback import ErrorFeedback
-from ..model_sync.batchnorm import SyncedForward, batch_norms
-from ..model_sync.samples import SampleCounter, warn_of_unequal
-from ..model_sync.structure import ModelStructure
 from ..options import Options
-from ..planning.partition import partition_parameters
-from ..planning.planner import FirstStepReport, merge_reports
-from ..units.base import Unit
-from ..units.factor import FactorUnit
+from ..step.fused import GradientProduct
+from ..step.methods import Method, decode, decode_bias, feedback, is_product
+from ..step.methods.feedback import ErrorFeedback
+from ..step.model_sync.batchnorm import SyncedForward, batch_norms
+from ..step.model_sync.samples import SampleCounter, warn_of_unequal
+from ..step.model_sync.structure import ModelStructure
+from ..step.planning.partition import partition_parameters
+from ..step.planning.planner import FirstStepReport, merge_reports
+from ..step.units.base import Unit
+from ..step.units.factor import FactorUnit
 
 # Batch normalisation
 
@@ -574,7 +574,7 @@ class ContributionCodec:
         statistics = None if self._norms is None else self._norms.pack()
         content: Content = {}
         weight = samples / self._gradients.reference
-        self._method.samples = min(1, samples)  # as in `dadplug.reducer.factors`
+        self._method.samples = min(1, samples)  # as in `dadplug.step.reducer.factors`
         try:
             for unit in self._gradients.units:
                 if unit.name in gradients:

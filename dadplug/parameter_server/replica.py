@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from ..errors import MismatchError
 from ..exchange import Transport, codec
-from ..fused import GradientProduct, engine_for, reasons_against, take_step
-from ..model_sync.sameness import tables_with_max_norm
-from ..model_sync.structure import is_managed
+from ..step.fused import GradientProduct, engine_for, reasons_against, take_step
+from ..step.model_sync.sameness import tables_with_max_norm
+from ..step.model_sync.structure import is_managed
 
 Settings = list[dict[str, Any]]
 """By parameter group, the values of its settings by name: learning rate, momentum, betas and so on."""

@@ -48,7 +48,7 @@ from typing import NamedTuple
 
 from ..errors import SequenceError
 from ..exchange.fields import COUNT
-from ..signature import check_choice, number, whole_number
+from ..support.signature import check_choice, number, whole_number
 
 LATE = ("scale", "drop", "keep")
 _INTERVALS = 5  # of which the median is taken

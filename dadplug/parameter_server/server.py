@@ -17,13 +17,13 @@ from ..exchange import Traffic, Transport, codec
 from ..exchange.codec import decode_objects, encode_object
 from ..exchange.status import add_announcer, remove_announcer
 from ..exchange.transport import Gather, PendingSum
-from ..logs import get_logger
-from ..methods import Quality, make_method
-from ..model_sync.buffers import average_packed, pack_buffers
-from ..model_sync.replicated_model import JoinState, ReplicatedModel, Stateful
-from ..model_sync.sameness import tensors_of
-from ..model_sync.structure import weak_hook
-from ..signature import check_choice, takes_keywords_of
+from ..step.methods import Quality, make_method
+from ..step.model_sync.buffers import average_packed, pack_buffers
+from ..step.model_sync.replicated_model import JoinState, ReplicatedModel, Stateful
+from ..step.model_sync.sameness import tensors_of
+from ..step.model_sync.structure import weak_hook
+from ..support.logs import get_logger
+from ..support.signature import check_choice, takes_keywords_of
 from .connect import (
     ReturnedSites,
     ReturnedTransport,

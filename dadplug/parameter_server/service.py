@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from ..errors import DamagedError, MessageError, SequenceError
 from ..exchange import Traffic, codec
 from ..exchange.handshake import listen, read_exactly, write_all
-from ..signature import check_choice
+from ..support.signature import check_choice
 from .dealing import DEALS, Answer, OwnDealer, SharedDealer
 from .sequencer import Sequencer, make_rules
 from .streams import HUB, Frame, FrameLoop, Kind

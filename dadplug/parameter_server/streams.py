@@ -21,7 +21,7 @@ from ..exchange.framing import Outgoing, WakePipe
 from ..exchange.handshake import Deadline, close_in_children
 from ..exchange.status import PeerNames
 from ..exchange.transport import StreamToHub
-from ..logs import get_logger
+from ..support.logs import get_logger
 from .sequencer import Decision, Entry
 
 

@@ -24,7 +24,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..errors import PrivacyError
 from ..hooks import ForwardOverride, eager
-from ..registry import Registry
+from ..support.registry import Registry
 
 Normalise = Callable[[nn.Module, Tensor], tuple[Tensor, int]]
 """Function of the layer and its input that returns ``n(x)``, and the first dimension of the parameters in it; the

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ..errors import PrivacyError
-from ..signature import check_choice, number, whole_number
+from ..support.signature import check_choice, number, whole_number
 
 LOSS_REDUCTIONS = ("mean", "sum")
 _LEAST_SHARED_NOISE = 0.1

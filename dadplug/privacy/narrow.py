@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..hooks.products import is_amd
-from ..jit import njit
+from ..support.jit import njit
 
 LEAST_ROWS = 16  # of a sample with more than one: below, scaling its part of the sum takes too long
 _LEAST = 1 << 18  # multiplications; below, calls take longer than the work

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..jit import njit
+from ..support.jit import njit
 from .masks import KEY_BYTES, word_stream
 
 _SUMMED = 4  # Gaussian numbers that are added up for one with secure=True: the low bits of a single one betray others

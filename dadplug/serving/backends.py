@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import BackendFailedError, InputError, LoadError, ModelError
-from ..logs import get_logger
+from ..support.logs import get_logger
 from .options import Model, Schema, ServingOptions
 
 Array = np.ndarray[Any, Any]

@@ -36,10 +36,10 @@ from torch import Tensor, fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
 from ..errors import DamagedError, InputError, LoadError, ModelError
-from ..files import load_tensors
 from ..models import MODELS
-from ..registry import import_named
-from ..schedules import Serving, current
+from ..support.files import load_tensors
+from ..support.registry import import_named
+from ..support.schedules import Serving, current
 from .backends import Array, checked_outputs, dtype_of, reader_of, receive, runner_of, send
 from .options import Schema
 

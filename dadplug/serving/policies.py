@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import FeedbackError, ModelError
-from ..registry import Registry
+from ..support.registry import Registry
 
 _SMALLEST = 1e-300  # a weight never becomes zero
 

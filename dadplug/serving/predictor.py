@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import FeedbackError, InputError, ModelError, ServingError, UnavailableError
-from ..files import write_file
-from ..logs import get_logger
+from ..support.files import write_file
+from ..support.logs import get_logger
 from .backends import backend_of, stamp_of
 from .cache import KnownInput, PredictionCache, Result, digest_of
 from .options import Model, Schema, ServingOptions, merged

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import BackendFailedError, InputError, LoadError, ModelError, ServingError, UnavailableError
-from ..logs import get_logger
+from ..support.logs import get_logger
 from .backends import Array, Backend
 from .cache import Entry, Listener, PredictionCache, Result, Ticket
 from .options import ServingOptions
@@ -406,7 +406,7 @@ class ServedModel:
 
     def present_version(self) -> int:
         """Return the version of the model, a new one if an object has changed since the last call."""
-        from ..model_sync.sameness import state_digest  # which imports torch
+        from ..step.model_sync.sameness import state_digest  # which imports torch
 
         with self._state_lock:
             state = 0 if self.backend.module is None else state_digest(self.backend.module)

@@ -24,9 +24,9 @@ from ...errors import MismatchError
 from ...exchange import Transport
 from ...exchange.handshake import gloo_interface
 from ...exchange.status import describe
-from ...files import replacing
-from ...loaders import settings_of, with_batches
 from ...reduction import GradientReduction
+from ...support.files import replacing
+from ...support.loaders import settings_of, with_batches
 from ..loaders import DelegatingLoader, SiteSampler, fingerprint
 from ..patches import (
     SharedPatch,

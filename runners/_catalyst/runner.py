@@ -25,10 +25,10 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from ...errors import MismatchError
 from ...exchange import Traffic, Transport, connect, open_transport
 from ...exchange.transport import Requirements
-from ...files import load_tensors
 from ...hub import current_connection
-from ...model_sync.samples import batches_before, takes_part
-from ...signature import split_keywords
+from ...step.model_sync.samples import batches_before, takes_part
+from ...support.files import load_tensors
+from ...support.signature import split_keywords
 from ..loaders import batches_from, check_split_data
 from ..patches import merge_metrics
 from .engine import SiteEngine, begin_epoch, plain
@@ -152,7 +152,7 @@ class BaseRunner(SupervisedRunner):
     checkpoints. A way is a subclass, which builds what the sites exchange in `_build_exchange`: an object with the
     following members, as `dadplug.GradientReduction` does: ``syncing`` and ``synchronize()``, called after a backward
     pass; ``no_sync()`` for accumulation; ``idle()`` for steps without data; ``state_dict()``, ``load_states(states)``,
-    ``abort(reason)``, ``detach(discard=)``; ``stop_fusing(reason)`` and those of `dadplug.fused.HeldGradients` if
+    ``abort(reason)``, ``detach(discard=)``; ``stop_fusing(reason)`` and those of `dadplug.step.fused.HeldGradients` if
     `_wants_fused` may be set. If the sites' models may differ, `_make_equal` makes them equal. Where sites leave and
     return, `_build_exchange` also sets `_elastic`.
 

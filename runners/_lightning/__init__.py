@@ -77,7 +77,7 @@ def register_strategies() -> None:
 
 
 def _register(package: str) -> None:
-    from ...methods import method_names, on_registration
+    from ...step.methods import method_names, on_registration
 
     registry = sys.modules[f"{package}.strategies"].StrategyRegistry
 

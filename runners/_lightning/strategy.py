@@ -24,12 +24,12 @@ from ...exchange.declared import METRICS, OBJECTS, STATES, declared
 from ...exchange.handshake import choose_interface, gloo_interface
 from ...exchange.status import describe
 from ...exchange.transport import Requirements
-from ...files import check_archive, replacing
 from ...hub import LOOPBACK, STARTED_PROCESSES, current_connection
-from ...model_sync import sameness
-from ...model_sync.samples import batch_size, takes_part
-from ...processes import free_port
-from ...signature import split_keywords
+from ...step.model_sync import sameness
+from ...step.model_sync.samples import batch_size, takes_part
+from ...support.files import check_archive, replacing
+from ...support.processes import free_port
+from ...support.signature import split_keywords
 from ..loaders import UnevenLoader, compare_lengths
 from ..patches import gather
 from . import elastic
@@ -153,7 +153,7 @@ class SiteStrategy(_DDPStrategy):
     following members, as `dadplug.GradientReduction` does: ``syncing`` and ``synchronize()``, called after a backward
     pass; ``no_sync()`` for accumulation; ``samples(count)``, a context of forward passes; ``state_dict()``,
     ``load_states(states)``, ``gather_objects(item)``, ``abort(reason)``, ``detach(discard=)``; ``stop_fusing(reason)``
-    and those of `dadplug.fused.HeldGradients` if `_wants_fused` may be set.
+    and those of `dadplug.step.fused.HeldGradients` if `_wants_fused` may be set.
 
     Args:
         kind: class of the exchange's options, an `OptionSet`. They have a ``timeout`` in seconds; ``sync_batchnorm`` if

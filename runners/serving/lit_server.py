@@ -29,7 +29,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from dadplug.serving import Predictor
 
-from ...logs import get_logger
+from ...support.logs import get_logger
 from .http_app import JSON, REFUSED, HttpApp
 
 # Connections

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import dadplug
-from dadplug.auditing import ATTACKS, Attack, Budget, Result, register_attack
 from dadplug.data import load_dataset
+from dadplug.tools.auditing import ATTACKS, Attack, Budget, Result, register_attack
 
 CRITERION = nn.CrossEntropyLoss()
 FAST = ("rows", "span", "spear", "labels")

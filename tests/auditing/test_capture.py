@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from dadplug.auditing.capture import Batch, capture
+from dadplug.tools.auditing.capture import Batch, capture
 
 MODES = [
     ("dsgd", {}, 1e-6),

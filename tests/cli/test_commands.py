@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from dadplug.examples.runs import RunProgress
 
-from dadplug.cli.commands import COMMANDS, Exit, main
 from dadplug.hub.pki.kits import Kit
+from dadplug.tools.cli.commands import COMMANDS, Exit, main
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = 'name = "study"\nhub = "hub.example.org:8470"\nsites = ["a", "b"]\nown_keys = ["b"]\n'
@@ -103,7 +103,7 @@ def python(code: str) -> str:
 def test_making_kits_does_not_load_torch(folder):
     code = f"""
 import sys
-from dadplug.cli.commands import main
+from dadplug.tools.cli.commands import main
 assert main(["provision", {str(folder / "project.toml")!r}, "--out", {str(folder / "kits")!r}]) == 0
 print({{"torch", "numpy"}} & set(sys.modules))
 """
@@ -115,7 +115,7 @@ def test_without_cryptography_the_extra_is_named(folder):
 import sys
 sys.modules["cryptography"] = None
 import dadplug.hub
-from dadplug.cli.commands import main
+from dadplug.tools.cli.commands import main
 sys.stderr = sys.stdout
 assert main(["provision", {str(folder / "project.toml")!r}]) == 1
 """

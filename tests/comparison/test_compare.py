@@ -11,11 +11,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import dadplug
-from dadplug.comparison import STRATEGIES, Comparison, Place, Row, Strategy, _Trials
-from dadplug.comparison.pool import Pool
-from dadplug.comparison.trial import MAX_HELD_OUT, Point, Task, Trainer
 from dadplug.errors import RunFailedError
-from dadplug.progress import Progress
+from dadplug.support.progress import Progress
+from dadplug.tools.comparison import STRATEGIES, Comparison, Place, Row, Strategy, _Trials
+from dadplug.tools.comparison.pool import Pool
+from dadplug.tools.comparison.trial import MAX_HELD_OUT, Point, Task, Trainer
 
 
 def samples(count=512):

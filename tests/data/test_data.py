@@ -43,7 +43,7 @@ from dadplug.data import (
     site_indices,
 )
 from dadplug.models import build_for, build_model
-from dadplug.registry import Registry
+from dadplug.support.registry import Registry
 
 
 def test_digits_have_mnists_shape_and_all_classes():

@@ -18,7 +18,7 @@ from dadplug.exchange import Traffic
 from dadplug.exchange.factory import open_transport
 from dadplug.exchange.hierarchy import HierarchicalTransport, NodeGather
 from dadplug.exchange.transport import Nodes, members_of
-from dadplug.methods import METHODS, method_names
+from dadplug.step.methods import METHODS, method_names
 
 LAYOUTS = (2, [[0, 1, 2], [3]], [[0, 2], [1], [3]])
 CUTS = (0, 2, 5, 9, 12)

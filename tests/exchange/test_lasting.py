@@ -9,7 +9,7 @@ from torch import nn
 
 import dadplug
 from dadplug.exchange.wire import copied, lasting
-from dadplug.reducer.factors import GatheredHandler
+from dadplug.step.reducer.factors import GatheredHandler
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int8, torch.int64])

@@ -4,7 +4,7 @@ import ast
 import functools
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 Graph = dict[str, set[str]]
@@ -114,21 +114,12 @@ def layer_of(module: str) -> str:
     return parts[1] if len(parts) > 1 else PACKAGE
 
 
-def upward_imports(graph: Graph, layers: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the imports (importer, imported) that go from a layer to one above it; `layers` lists the lowest first.
-
-    Raises:
-        ValueError: if a module belongs to no layer.
-    """
-    height = {layer: number for number, layer in enumerate(layers)}
-    if unknown := {layer_of(module) for module in graph} - set(height):
-        raise ValueError(f"no layer is declared for {', '.join(sorted(unknown))}")
-    return sorted(
-        (importer, imported)
-        for importer, targets in graph.items()
-        for imported in targets
-        if height[layer_of(imported)] > height[layer_of(importer)]
-    )
+def imports_of_rooms(graph: Graph) -> dict[str, set[str]]:
+    """Return the rooms (`layer_of`) that the modules of each room import, besides their own."""
+    found: dict[str, set[str]] = {layer_of(module): set() for module in graph}
+    for module, targets in graph.items():
+        found[layer_of(module)] |= {layer_of(target) for target in targets} - {layer_of(module)}
+    return found
 
 
 def long_files(root: Path, folders: Iterable[str], limit: int) -> list[str]:

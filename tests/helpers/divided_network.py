@@ -8,8 +8,8 @@ from torch import nn
 
 import dadplug
 from dadplug.lowrank.dispatch import merge_coefficients
-from dadplug.reducer import merged
-from dadplug.reducer.merged import DividedHandler, MergedHandler
+from dadplug.step.reducer import merged
+from dadplug.step.reducer.merged import DividedHandler, MergedHandler
 
 WIDTHS = (401, 430, 1300, 20)  # of layers that are divided
 SMALL = (90, 120, 100, 80)  # of layers that each have one owner

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from dadplug.hub.site.rounds import RoundClient
-from dadplug.model_sync.samples import batches_before, takes_part
+from dadplug.step.model_sync.samples import batches_before, takes_part
 
 BATCH = 8
 

@@ -28,9 +28,9 @@ from dadplug.hub.site.rounds import RoundClient
 from dadplug.hub.site.transport import ElasticTransport
 from dadplug.hub.wire.messages import Kind, SendState
 from dadplug.hub.wire.streams import KeptFrames
-from dadplug.planning import planner
-from dadplug.planning.merging import LinkCosts
-from dadplug.reducer.handler import StepHeader
+from dadplug.step.planning import planner
+from dadplug.step.planning.merging import LinkCosts
+from dadplug.step.reducer.handler import StepHeader
 
 LIE = 4
 

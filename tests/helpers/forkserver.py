@@ -51,7 +51,7 @@ PACKAGE = (
     "dadplug.local_steps",
     "dadplug.hogwild",
     "dadplug.parameter_server.server",
-    "dadplug.comparison",
+    "dadplug.tools.comparison",
     "dadplug.data",
     "dadplug.models",
     "dadplug.experiment",

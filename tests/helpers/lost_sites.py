@@ -17,7 +17,7 @@ from torch import nn
 
 import dadplug
 from dadplug.exchange import rendezvous
-from dadplug.model_sync import sameness
+from dadplug.step.model_sync import sameness
 
 CONNECTING = 60.0  # seconds
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dadplug.model_sync.samples import takes_part
+from dadplug.step.model_sync.samples import takes_part
 
 ROWS, STEPS, BATCH = 40, 6, 4
 

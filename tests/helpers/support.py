@@ -56,7 +56,7 @@ from typing import Any
 import forkserver
 import pytest
 
-from dadplug.processes import free_port
+from dadplug.support.processes import free_port
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 START_TIMEOUT = 240.0  # seconds, on a busy machine
@@ -76,7 +76,7 @@ def need(package: str) -> None:
 
 def valid_modes() -> str:
     """The modes as messages list them."""
-    from dadplug.methods import method_names
+    from dadplug.step.methods import method_names
 
     return ", ".join(map(repr, method_names()))
 
@@ -151,7 +151,7 @@ def close_unused_groups() -> None:
 def detach_reductions() -> None:
     """Take the reductions that a call has left attached off their models."""
     from dadplug import GradientReduction
-    from dadplug.model_sync.structure import ATTACHED
+    from dadplug.step.model_sync.structure import ATTACHED
 
     for each in list(ATTACHED):
         if isinstance(each, GradientReduction):

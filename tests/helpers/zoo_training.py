@@ -12,7 +12,7 @@ from loops.compare import scaled, small_gradients_compressed
 from loops.reference import Agreement, mean
 
 import dadplug
-from dadplug.methods import METHODS
+from dadplug.step.methods import METHODS
 
 SAMPLES = 14
 

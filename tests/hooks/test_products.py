@@ -7,9 +7,9 @@ from dadplug.hooks import LayerCapture, products
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from dadplug.methods import make_method
 from dadplug.options import Options
-from dadplug.planning.partition import partition_parameters
+from dadplug.step.methods import make_method
+from dadplug.step.planning.partition import partition_parameters
 
 pytestmark = pytest.mark.skipif(
     products._onednn() is None or not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN"

@@ -12,7 +12,6 @@ import pytest
 from frame_parts import Frame
 from running_hub import TIMEOUT, TestSite, running_hub, together, until
 
-from dadplug.cli.commands import main
 from dadplug.errors import FrameError
 from dadplug.hub import Project, check
 from dadplug.hub.check import MOST_BYTES, NUMBER, CheckHandler, Request
@@ -20,6 +19,7 @@ from dadplug.hub.pki import provision
 from dadplug.hub.pki.kits import current_time
 from dadplug.hub.server.status import Meter, snapshot, table
 from dadplug.hub.wire.messages import Head, Kind, Refuse
+from dadplug.tools.cli.commands import main
 
 ITEMS = [
     "kit",

@@ -32,9 +32,9 @@ from dadplug.hub.wire.messages import (
     pack_control,
     read_control,
 )
-from dadplug.model_sync.sameness import largest_state
-from dadplug.model_sync.structure import mark_managed
 from dadplug.options import Options
+from dadplug.step.model_sync.sameness import largest_state
+from dadplug.step.model_sync.structure import mark_managed
 
 LINK = [1e-4, 1e-8, 2e-8, 1e-11]  # its costs
 LEAVES = 3  # step in which the batches are larger than before, so that there is a second round

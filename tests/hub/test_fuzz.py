@@ -63,12 +63,12 @@ from dadplug.hub.wire.messages import (
     read_control,
 )
 from dadplug.local_steps.header import Header
-from dadplug.model_sync.buffers import average_packed, pack_buffers
 from dadplug.parameter_server import streams
 from dadplug.parameter_server.service import SequencerHost
 from dadplug.privacy.masks import PairwiseKeys, members_digest
 from dadplug.privacy.secure_sum import _ANNOUNCEMENT, SecureSum
-from dadplug.reducer.handler import StepHeader
+from dadplug.step.model_sync.buffers import average_packed, pack_buffers
+from dadplug.step.reducer.handler import StepHeader
 
 COUNT = int(os.environ.get("DADPLUG_FUZZ", "150"))
 GROWTH = 32 << 10  # kB

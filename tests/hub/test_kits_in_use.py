@@ -14,13 +14,13 @@ from data_files import photo_files
 from elastic_runs import ENDED, Run, same_bits
 from running_hub import TestSite, free_port, running_hub, until
 
-from dadplug.cli import Place, place_of
 from dadplug.data import load_dataset
 from dadplug.errors import KitError, RefusedError
 from dadplug.experiment import _loaders as experiment_loaders
 from dadplug.experiment import build_parser
 from dadplug.hub.pki.kits import Kit
 from dadplug.hub.wire.messages import Drop, Pause, Start
+from dadplug.tools.cli import Place, place_of
 
 ROOT = Path(__file__).parents[2]
 

@@ -14,7 +14,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from running_hub import TestSite, close_step, running_hub, together, until
 
 import dadplug
-from dadplug.cli.commands import main
 from dadplug.errors import FrameError, KitError
 from dadplug.hub import check
 from dadplug.hub.server import journal
@@ -22,6 +21,7 @@ from dadplug.hub.server import status as hub_status
 from dadplug.hub.server.journal import Journal, JournalFile
 from dadplug.hub.server.status import Meter, MetricsServer, Outputs, for_sites, snapshot
 from dadplug.hub.wire.messages import Kind, Spent
+from dadplug.tools.cli.commands import main
 
 ROOT = Path(__file__).resolve().parents[2]
 

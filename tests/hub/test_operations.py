@@ -12,8 +12,8 @@ from connect_proxy import running_proxy
 from prometheus_client.parser import text_string_to_metric_families
 from running_hub import TestSite, running_hub, together, until
 
-from dadplug.cli.commands import Exit, main
 from dadplug.hub.server.status import Meter, MetricsServer, for_sites, snapshot
+from dadplug.tools.cli.commands import Exit, main
 
 FOLDER = Path(__file__).parents[2] / "examples" / "operations"
 DOCS = Path(__file__).parents[2] / "docs"

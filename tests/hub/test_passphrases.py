@@ -6,11 +6,11 @@ import os
 import hub_kits
 import pytest
 
-from dadplug.cli.commands import main
 from dadplug.errors import KitError
 from dadplug.hub.pki import files as passphrases
 from dadplug.hub.pki import provision
 from dadplug.hub.pki.kits import Kit
+from dadplug.tools.cli.commands import main
 
 
 @pytest.fixture

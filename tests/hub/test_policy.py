@@ -15,9 +15,10 @@ from torch import nn
 from dadplug import GradientReduction, LocalSGD
 from dadplug.errors import KitError, PolicyError
 from dadplug.exchange.factory import SingleSite
+from dadplug.exchange.restrictions import impose_restrictions, lift_restrictions
 from dadplug.hub import Policy, Roster
 from dadplug.hub.pki.kits import Kit
-from dadplug.hub.pki.project import Restrictions, impose_restrictions, lift_restrictions
+from dadplug.hub.pki.project import KitRestrictions
 from dadplug.options import Options
 
 STRICT = Policy(("rankdad", "dsgd"), share_inputs=False)
@@ -51,7 +52,7 @@ def in_force():
     imposed = []
 
     def impose(policy):
-        restrictions = Restrictions(policy, Roster("trial", "127.0.0.1:1", (), ("a",), hub_at="a"))
+        restrictions = KitRestrictions(policy, Roster("trial", "127.0.0.1:1", (), ("a",), hub_at="a"))
         impose_restrictions(restrictions)
         imposed.append(restrictions)
 
@@ -182,8 +183,8 @@ def impose():
     """Function that puts restrictions into force until the end of the test."""
     imposed = []
 
-    def put(policy: Policy, roster: Roster = MEMBER) -> Restrictions:
-        imposed.append(Restrictions(policy, roster))
+    def put(policy: Policy, roster: Roster = MEMBER) -> KitRestrictions:
+        imposed.append(KitRestrictions(policy, roster))
         impose_restrictions(imposed[-1])
         return imposed[-1]
 

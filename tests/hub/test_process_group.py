@@ -18,7 +18,7 @@ from torch._C import _distributed_c10d as c10d
 from dadplug.errors import SiteError
 from dadplug.hub.site.link import HubLink
 from dadplug.hub.torch import HubGroup
-from dadplug.methods import method_names
+from dadplug.step.methods import method_names
 
 WORLD = 3
 SUM = dist.ReduceOp.SUM

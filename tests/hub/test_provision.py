@@ -18,12 +18,12 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from hub_kits import PUBLIC, connects, contents, dial, meet
 
 from dadplug.errors import KitError
-from dadplug.files import write_file
 from dadplug.hub import Policy, Project, Roster
 from dadplug.hub.pki import provision
 from dadplug.hub.pki.kits import Kit, current_time, fingerprint, key_to_pem, make_request, new_key, to_pem
 from dadplug.hub.pki.project import split_address
 from dadplug.hub.pki.provision import Authority
+from dadplug.support.files import write_file
 
 
 def test_the_files_of_kits(kits):

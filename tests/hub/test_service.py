@@ -8,10 +8,10 @@ import sys
 import hub_kits
 import pytest
 
-from dadplug.cli.commands import main
 from dadplug.errors import KitError
 from dadplug.hub.pki.kits import Kit
 from dadplug.hub.service import Service
+from dadplug.tools.cli.commands import main
 
 
 @pytest.fixture

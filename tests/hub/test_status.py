@@ -17,8 +17,6 @@ from cutting_relay import CuttingRelay
 from running_hub import TIMEOUT, TestSite, close_step, running_hub, together, until
 from support import free_port
 
-from dadplug import logs
-from dadplug.cli.commands import main
 from dadplug.errors import SiteError
 from dadplug.exchange import rendezvous
 from dadplug.hub.pki.kits import Kit
@@ -27,6 +25,8 @@ from dadplug.hub.server.journal import Journal
 from dadplug.hub.server.status import Meter, StatusFile, Terminal, late_sites, snapshot, table
 from dadplug.hub.site.link import HubLink
 from dadplug.hub.wire.messages import Drop, Kind, Start
+from dadplug.support import logs
+from dadplug.tools.cli.commands import main
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import dadplug
 from dadplug.models import ViT
-from dadplug.reducer.factors import FactorHandler
+from dadplug.step.reducer.factors import FactorHandler
 
 RANK = 2
 ROWS = 6

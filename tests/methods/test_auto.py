@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 import dadplug
-from dadplug.planning.merging import LinkCosts, measure_link
+from dadplug.step.planning.merging import LinkCosts, measure_link
 
 
 def wide_and_long():

@@ -13,9 +13,9 @@ from torch import nn
 
 from dadplug.errors import NonFiniteError
 from dadplug.lowrank.dispatch import merge_coefficients
-from dadplug.planning.merging import LinkCosts, predict_seconds
-from dadplug.reducer import merged as merging
-from dadplug.reducer.owners import OwnedLayer, assign_owners, busiest_numbers, numbers_sent
+from dadplug.step.planning.merging import LinkCosts, predict_seconds
+from dadplug.step.reducer import merged as merging
+from dadplug.step.reducer.owners import OwnedLayer, assign_owners, busiest_numbers, numbers_sent
 
 MNISTNET = [(2048, 784), (1024, 2048), (512, 1024), (256, 512), (10, 256)]
 

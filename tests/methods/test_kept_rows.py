@@ -15,8 +15,8 @@ from torch import nn
 
 import dadplug
 from dadplug.exchange.wire import wire_format
-from dadplug.methods.rankdad import RankDAD, rows_kept
 from dadplug.options import Options
+from dadplug.step.methods.rankdad import RankDAD, rows_kept
 
 OUT, WIDTH, RANK = 24, 18, 3
 STEPS = st.lists(

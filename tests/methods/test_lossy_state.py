@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dadplug
 from dadplug.errors import NonFiniteError
-from dadplug.methods import feedback
+from dadplug.step.methods import feedback
 
 DENSE = [
     {"mode": "powersgd", "rank": 2},

@@ -14,9 +14,9 @@ from torch import nn
 import dadplug
 from dadplug.errors import NonFiniteError
 from dadplug.exchange.factor_buckets import FactorPayload
-from dadplug.methods.feedback import MergeMemory, PartPlace
-from dadplug.methods.rankdad import RankDAD
 from dadplug.options import Options
+from dadplug.step.methods.feedback import MergeMemory, PartPlace
+from dadplug.step.methods.rankdad import RankDAD
 
 SCALES = [1.0, 8.0, 64.0, 64.0, 64.0, 64.0, 8.0, 1.0, 512.0]  # an idle site has the last scale that was stated
 

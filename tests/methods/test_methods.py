@@ -6,13 +6,23 @@ import pytest
 import torch
 from dadplug.hooks import Factor
 
-from dadplug import signature
 from dadplug.exchange.factor_buckets import FactorPayload
 from dadplug.local_steps.options import LocalOptions
-from dadplug.methods import METHODS, Method, Traits, decode, make_method, method_names, powersgd, register_method, topk
-from dadplug.methods.base import GradientPath
 from dadplug.options import Options
 from dadplug.parameter_server.connect import ServerOptions
+from dadplug.step.methods import (
+    METHODS,
+    Method,
+    Traits,
+    decode,
+    make_method,
+    method_names,
+    powersgd,
+    register_method,
+    topk,
+)
+from dadplug.step.methods.base import GradientPath
+from dadplug.support import signature
 
 
 def factor(rows, out=9, width=7):
@@ -57,7 +67,7 @@ def test_rankdad_adapts_its_rank_to_the_gradient():
 
 
 def test_rankdad_warm_starts_get_better_and_survive_a_checkpoint(monkeypatch):
-    monkeypatch.setattr("dadplug.methods.rankdad._MEASURE_EVERY", 1)
+    monkeypatch.setattr("dadplug.step.methods.rankdad._MEASURE_EVERY", 1)
     each = Factor(torch.randn(60, 50).double(), torch.randn(60, 70).double())
     rankdad = method("rankdad", rank=4, iterations=1, error_feedback=False)
 

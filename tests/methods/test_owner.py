@@ -13,9 +13,9 @@ from torch import nn
 
 import dadplug
 from dadplug.errors import NonFiniteError, SiteError
-from dadplug.methods.rankdad import Merger
-from dadplug.planning.merging import LinkCosts, predict_seconds
-from dadplug.reducer.owners import OwnedLayer, assign_owners, numbers_sent
+from dadplug.step.methods.rankdad import Merger
+from dadplug.step.planning.merging import LinkCosts, predict_seconds
+from dadplug.step.reducer.owners import OwnedLayer, assign_owners, numbers_sent
 
 
 def is_exact(steps: int, options: dict, limit: float) -> float:

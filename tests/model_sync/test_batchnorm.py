@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dadplug
-from dadplug.model_sync.batchnorm import SyncedForward, batch_norms
+from dadplug.step.model_sync.batchnorm import SyncedForward, batch_norms
 
 
 class Activated(nn.BatchNorm2d):

@@ -10,7 +10,7 @@ from torch import nn
 
 import dadplug
 from dadplug.exchange.codec import decode, encode
-from dadplug.model_sync.sameness import load_tensors, tensors_of
+from dadplug.step.model_sync.sameness import load_tensors, tensors_of
 
 INF = math.inf
 DENSE = {  # what rank r has, and what sites agree on: without the idle site 1, and by equal shares

@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import dadplug
 from dadplug.hogwild.layout import check_model as check_hogwild_model
-from dadplug.model_sync.replicated_model import ReplicatedModel
-from dadplug.model_sync.samples import batches_before, takes_part
-from dadplug.model_sync.structure import refuse_wrapped
+from dadplug.step.model_sync.replicated_model import ReplicatedModel
+from dadplug.step.model_sync.samples import batches_before, takes_part
+from dadplug.step.model_sync.structure import refuse_wrapped
 
 
 class Net(nn.Module):

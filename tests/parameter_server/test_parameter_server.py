@@ -24,10 +24,10 @@ from torch import Tensor, nn
 
 import dadplug
 from dadplug.errors import NonFiniteError
-from dadplug.model_sync.samples import SampleCounter
 from dadplug.parameter_server import server as server_module
 from dadplug.parameter_server.gradients import CommittedBatchNorms, ContributionCodec
 from dadplug.parameter_server.streams import Kind
+from dadplug.step.model_sync.samples import SampleCounter
 
 
 def network(seed: int = 0) -> nn.Module:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from dadplug import GradientReduction
-from dadplug.planning.plan import AGGREGATED, PRIVATE, RAW, RECOVERABLE, exposure
+from dadplug.step.planning.plan import AGGREGATED, PRIVATE, RAW, RECOVERABLE, exposure
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch import nn
 
 import dadplug
 from dadplug import DifferentialPrivacy
-from dadplug.cli import add_option_arguments
+from dadplug.tools.cli import add_option_arguments
 
 CLIPPED = {"noise_multiplier": 0.0, "sample_rate": 0.1, "expected_batch": 4}
 

@@ -18,7 +18,7 @@ from comparison import off_by
 from zoo_training import agreed_loss, notices, trains
 
 import dadplug
-from dadplug.methods import METHODS, method_names
+from dadplug.step.methods import METHODS, method_names
 
 pytestmark = pytest.mark.slow
 

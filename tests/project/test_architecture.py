@@ -15,58 +15,42 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 EVERYWHERE = (*architecture.FOLDERS, "examples", "benchmarks", "tests")
 
-# A folder imports itself and what is listed before it.
-LAYERS = (
-    "errors",
-    "examples",
-    "logs",
-    "registry",
-    "signature",
-    "jit",
-    "files",
-    "schedules",
-    "hooks",
-    "privacy",
-    "lowrank",
-    "exchange",
-    "fused",
-    "hub",
-    "processes",
-    "loaders",
-    "methods",
-    "options",
-    "units",
-    "model_sync",
-    "data",
-    "models",
-    "reducer",
-    "planning",
-    "adaptive",
-    "private_gradients",
-    "reduction",
-    "ddp",
-    "local_steps",
-    "adapm",
-    "hogwild",
-    "parameter_server",
-    "progress",
-    "auditing",
-    "comparison",
-    "serving",
-    "tuning",
-    "cli",
-    "runners",
-    "callbacks",
-    "accelerate",
-    "ray",
-    "transformers",
-    "experiment",
-    "dadplug",
-    "__main__",
-)
+# The rooms that each room imports, besides itself: in functions and for types, too.
+ROOMS = {
+    "errors": "",
+    "support": "errors",
+    "examples": "errors",
+    "hooks": "support",
+    "lowrank": "hooks support",
+    "exchange": "errors lowrank support",
+    "privacy": "errors exchange hooks support",
+    "hub": "errors exchange support",
+    "step": "errors exchange hooks lowrank options privacy support",
+    "options": "exchange privacy step support",
+    "adaptive": "errors exchange hooks hub step support",
+    "reduction": "adaptive errors exchange hooks options step support",
+    "ddp": "exchange options reduction step support",
+    "data": "errors examples support",
+    "models": "examples support",
+    "local_steps": "ddp errors exchange hooks lowrank options reduction step support",
+    "hogwild": "errors exchange step support",
+    "parameter_server": "adaptive errors exchange hogwild hooks hub models options step support",
+    "adapm": "errors exchange hooks lowrank reduction step support",
+    "serving": "adapm errors models step support",
+    "tools": "data errors exchange hogwild hooks hub local_steps lowrank options parameter_server privacy reduction "
+    "serving step support",
+    "runners": "adapm adaptive ddp errors exchange hogwild hub local_steps options parameter_server reduction serving "
+    "step support",
+    "callbacks": "adaptive ddp errors privacy reduction runners step support",
+    "accelerate": "ddp errors exchange hub local_steps options runners support",
+    "ray": "hub options runners support",
+    "transformers": "accelerate callbacks hub local_steps options runners support",
+    "experiment": "callbacks data models options runners support tools",
+    "dadplug": "adapm adaptive callbacks ddp errors hogwild hub local_steps lowrank parameter_server privacy reduction "
+    "runners serving tools",
+    "__main__": "tools",
+}
 
-# Exceptions that are left. "importing folder -> imported folder": number of imports.
-UPWARD_IMPORTS: dict[str, int] = {}
 # Folder: number of its modules that are part of an import cycle.
 MODULES_IN_CYCLES: dict[str, int] = {}
 LONG_FILES: set[str] = set()
@@ -118,10 +102,9 @@ def test_no_modules_import_each_other():
     assert found == MODULES_IN_CYCLES, cycles
 
 
-def test_folders_import_what_is_below_them():
-    found = architecture.upward_imports(architecture.import_graph(ROOT), LAYERS)
-    numbers = Counter(f"{architecture.layer_of(a)} -> {architecture.layer_of(b)}" for a, b in found)
-    assert numbers == UPWARD_IMPORTS, found
+def test_rooms_import_what_the_table_allows():
+    found = architecture.imports_of_rooms(architecture.import_graph(ROOT))
+    assert found == {room: set(allowed.split()) for room, allowed in ROOMS.items()}
 
 
 # Modules, and the rooms that importing them must not load.
@@ -149,9 +132,6 @@ def first_names(modules: set[str]) -> set[str]:
 
 
 def test_hooks_know_neither_trainers_nor_networks():
-    graph = architecture.import_graph(ROOT)
-    layers = {architecture.layer_of(target) for module in graph if ".hooks" in module for target in graph[module]}
-    assert layers <= {"hooks", "registry"}
     for path in architecture.python_files(ROOT, ["hooks"]):
         found = architecture.other_imports(path)
         assert not first_names(found) & {*TRAINERS, architecture.PACKAGE}, path
@@ -219,7 +199,6 @@ FINE = {
     "hooks/form.py": "",
     "runners/strategy.py": "from dadplug.reduction import GradientReduction\nimport dadplug.hooks.linear\n",
 }
-ORDER = ("examples", "hooks", "exchange", "reduction", "runners", "callbacks", "dadplug")
 
 
 def test_a_tree_without_cycles_passes(tree):
@@ -227,7 +206,7 @@ def test_a_tree_without_cycles_passes(tree):
     assert graph["dadplug.reduction"] == {"dadplug.exchange", "dadplug.exchange.wire", "dadplug.hooks.linear"}
     assert graph["dadplug.runners.strategy"] == {"dadplug.reduction", "dadplug.hooks.linear"}
     assert architecture.cycles(graph) == []
-    assert architecture.upward_imports(graph, ORDER) == []
+    assert architecture.imports_of_rooms(graph)["reduction"] == {"exchange", "hooks"}
 
 
 @pytest.mark.parametrize(
@@ -259,15 +238,9 @@ def test_a_cycle_through_several_folders_is_found_once(tree):
         "def later():\n    from dadplug import reduction",
     ],
 )
-def test_an_upward_import_is_found(tree, importing):
+def test_imports_of_rooms_are_found_wherever_they_stand(tree, importing):
     graph = architecture.import_graph(tree(FINE | {"dadplug/exchange/wire.py": importing}))
-    assert architecture.upward_imports(graph, ORDER) == [("dadplug.exchange.wire", "dadplug.reduction")]
-
-
-def test_a_folder_without_a_layer_is_an_error(tree):
-    graph = architecture.import_graph(tree(FINE | {"dadplug/extra/__init__.py": ""}))
-    with pytest.raises(ValueError, match="no layer is declared for extra"):
-        architecture.upward_imports(graph, ORDER)
+    assert architecture.imports_of_rooms(graph)["exchange"] == {"reduction"}
 
 
 def test_long_files_and_functions_are_found(tree):

@@ -11,8 +11,8 @@ import running_hub
 import support
 
 import dadplug
-from dadplug.methods import method_names
 from dadplug.options import Options
+from dadplug.step.methods import method_names
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -218,10 +218,10 @@ ALSO = (
     "dadplug.serving.Prediction",
     "dadplug.serving.Predictor",
     "dadplug.serving.ServingOptions",
-    "dadplug.planning.plan.Plan",
-    "dadplug.planning.plan.PlanRow",
+    "dadplug.step.planning.plan.Plan",
+    "dadplug.step.planning.plan.PlanRow",
     "dadplug.exchange.Traffic",
-    "dadplug.methods.Quality",
+    "dadplug.step.methods.Quality",
     "dadplug.data.load_dataset",
     "dadplug.data.site_indices",
     "dadplug.models.build_model",

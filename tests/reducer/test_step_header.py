@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from dadplug import NonFiniteError
-from dadplug.reducer.handler import Fault, FaultLog, StepHeader, raise_fault
-from dadplug.units.base import DenseUnit
+from dadplug.step.reducer.handler import Fault, FaultLog, StepHeader, raise_fault
+from dadplug.step.units.base import DenseUnit
 
 SITES = ["site 0 (here)", "site 1 (there)"]
 

@@ -10,7 +10,7 @@ import torch
 from dadplug.runners import DADStrategy, LocalSGDStrategy, ParameterServerStrategy
 
 import dadplug
-from dadplug.model_sync.samples import takes_part
+from dadplug.step.model_sync.samples import takes_part
 
 
 def equals_ddp(name: str, settings: dict, rels: dict[str, float]) -> None:

@@ -177,7 +177,7 @@ import sys
 for name in sys.argv[1].split(","):
     __import__(name)
 pl = sys.modules[[name for name in sys.argv[1].split(",") if name != "dadplug"][0]]
-from dadplug.methods import Method, register_method
+from dadplug.step.methods import Method, register_method
 later = register_method("later")(type("Later", (Method,), {}))
 from dadplug import DADStrategy
 for strategy in ("dsgd", "dad", "rankdad", "RankDAD", "later", DADStrategy("dad", rank=3)):

@@ -17,9 +17,9 @@ from dadplug.runners.pytorch_lightning import DADStrategy
 from torch import nn
 
 from dadplug import GradientReduction
-from dadplug.cli import add_option_arguments, options_of
-from dadplug.fused import fused_remarks
 from dadplug.options import Options
+from dadplug.step.fused import fused_remarks
+from dadplug.tools.cli import add_option_arguments, options_of
 
 
 def lightning_class(name: str, *hooks: str) -> type:

@@ -19,8 +19,8 @@ import torch
 from dadplug.runners.serving import PredictionClient
 from served import HeldModel, patient_predictor
 
-from dadplug.cli.commands import named, seconds, shape
 from dadplug.serving import FeedbackError, InputError, LoadError, ModelError, UnavailableError
+from dadplug.tools.cli.commands import named, seconds, shape
 
 SECONDS = 120.0
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "serve_digits.py"

@@ -16,16 +16,16 @@ import torch
 from torch import nn
 
 import dadplug
-from dadplug import schedules
-from dadplug.cli.commands import main
 from dadplug.lowrank import sum_of_products, sum_one_by_one, top_k
 from dadplug.lowrank.algorithms import choose, predict
-from dadplug.schedules import Decoding, Encoding, Machine, Record, Serving
 from dadplug.serving import loading
 from dadplug.serving.backends import runner_of
-from dadplug.tuning import tasks, tune
-from dadplug.tuning.search import RuntimeModel, Space, Task, compare_in_pairs, search
-from dadplug.tuning.tasks import Layer, ServingTask, label
+from dadplug.support import schedules
+from dadplug.support.schedules import Decoding, Encoding, Machine, Record, Serving
+from dadplug.tools.cli.commands import main
+from dadplug.tools.tuning import tasks, tune
+from dadplug.tools.tuning.search import RuntimeModel, Space, Task, compare_in_pairs, search
+from dadplug.tools.tuning.tasks import Layer, ServingTask, label
 
 TRUE = Encoding(fat=20_000.0, skinny=9_000.0, eigen=200.0, start_gram=10.0, start_iteration=30.0, start_formed=25.0)
 BEST = {"few": 20, "strip": 512, "block": 1 << 15, "align": 16, "tile": 1 << 16, "narrow": 64, "coarse": 12}
@@ -156,9 +156,9 @@ def test_a_busy_machine_is_told_and_nothing_is_stored(folder, monkeypatch):
         dadplug.tune(seconds=0.01, progress=False)
     tuner = SimpleNamespace(notes=[], rows=[], points={})
     monkeypatch.setattr("torch.get_num_threads", lambda: -100)
-    monkeypatch.setattr("dadplug.tuning.warmup", lambda: None)
-    monkeypatch.setattr("dadplug.tuning.Tuner", lambda *_: tuner)
-    monkeypatch.setattr("dadplug.tuning._run_tasks", lambda *_: schedules.Record())
+    monkeypatch.setattr("dadplug.tools.tuning.warmup", lambda: None)
+    monkeypatch.setattr("dadplug.tools.tuning.Tuner", lambda *_: tuner)
+    monkeypatch.setattr("dadplug.tools.tuning._run_tasks", lambda *_: schedules.Record())
     assert "not stored" in dadplug.tune(seconds=1, progress=False).table()  # busy since it began
     assert "is busy" in tuner.notes[0]
     assert dadplug.tune(seconds=1, progress=False, busy=True).path is not None
@@ -171,7 +171,7 @@ def test_the_command_line(folder, capsys, monkeypatch):
         seen.append((model, seconds, options))
         return tune(None, 1000, timer=synthetic, progress=False, rows=options["rows"])
 
-    monkeypatch.setattr("dadplug.tuning.tune", quick)
+    monkeypatch.setattr("dadplug.tools.tuning.tune", quick)
     assert main(["tune", "--seconds", "5", "--batch-size", "8"]) == 0
     assert seen == [(None, 5.0, {"builder": None, "input_shape": None, "rows": 8, "busy": False})]
     out = capsys.readouterr().out

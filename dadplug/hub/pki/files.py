@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import KitError
-from ...files import sync_folder, write_file
+from ...support.files import sync_folder, write_file
 
 # The files of a kit.
 CA, CERTIFICATE, KEY, REVOKED = "ca.pem", "certificate.pem", "key.pem", "revoked.pem"

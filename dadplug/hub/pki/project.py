@@ -10,24 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ...errors import KitError, PolicyError
+from ...exchange.restrictions import Restricted
 from .files import ROSTER, check_keys, read_file, read_toml
 from .proxies import DIRECT, Proxy
-
-
-class Restricted(Protocol):
-    """The options that a policy restricts: `dadplug.options.Options` or an object with the same attributes."""
-
-    @property
-    def mode(self) -> str:
-        """Method of agreement."""
-
-    @property
-    def share_inputs(self) -> bool:
-        """Whether factors of layers that are fed by raw data leave the site."""
-
 
 _NUMBERS = {  # entries of a policy, with the largest valid one, and what they must be
     "max_rank_share": (1.0, "number above 0 and up to 1"),
@@ -475,7 +463,7 @@ def check_days(name: str, value: object) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class Restrictions:
+class KitRestrictions:
     """Restrictions of one connection to a hub.
 
     Attributes:
@@ -506,59 +494,10 @@ class Restrictions:
                 "all kits"
             )
 
+    def check_bytes(self, nbytes: int, most: int) -> None:
+        """Check what leaves the site in an exchange that is not one of a method; see `Policy.check_bytes`."""
+        self.policy.check_bytes(nbytes, most)
 
-_in_force: list[Restrictions] = []
-
-
-def impose_restrictions(restrictions: Restrictions) -> None:
-    """Put restrictions into force; several hold together."""
-    _in_force.append(restrictions)
-
-
-def lift_restrictions(restrictions: Restrictions) -> None:
-    """End restrictions, when their connection is closed; may be called twice."""
-    if restrictions in _in_force:
-        _in_force.remove(restrictions)
-
-
-def check_restrictions(options: Restricted, *, sends_factors: bool) -> None:
-    """Check options against all restrictions in force; without a connection to a hub there are none.
-
-    Args:
-        options: the options.
-        sends_factors: as for `Restrictions.check`.
-
-    Raises:
-        PolicyError: if one of the options is not allowed.
-    """
-    for restrictions in _in_force:
-        restrictions.check(options, sends_factors=sends_factors)
-
-
-def check_restricted_bytes(nbytes: int, most: int) -> None:
-    """Check what leaves this site in an exchange that is not one of a method, against all restrictions in force.
-
-    Args:
-        nbytes: bytes that would be sent.
-        most: bytes that are allowed where a policy restricts methods.
-
-    Raises:
-        PolicyError: if these are more.
-    """
-    for restrictions in _in_force:
-        restrictions.policy.check_bytes(nbytes, most)
-
-
-def check_restricted_rank(name: str, sent: int, rows: int) -> None:
-    """Check how many rows leave this site for those of a layer's input, against all restrictions in force.
-
-    Args:
-        name: name of the weight.
-        sent: number of rows that would be sent.
-        rows: number of rows of the layer's input in the step.
-
-    Raises:
-        PolicyError: if these are more than one of them allows.
-    """
-    for restrictions in _in_force:
-        restrictions.policy.check_rank(name, sent, rows)
+    def check_rank(self, name: str, sent: int, rows: int) -> None:
+        """Check how many rows leave the site for those of a layer's input; see `Policy.check_rank`."""
+        self.policy.check_rank(name, sent, rows)

@@ -12,7 +12,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 from ...errors import KitError
-from ...files import PRIVATE, PUBLIC, write_file
+from ...support.files import PRIVATE, PUBLIC, write_file
 from .files import (
     CA,
     CERTIFICATE,

@@ -28,7 +28,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from ...errors import SealingError
-from ...logs import get_logger
+from ...support.logs import get_logger
 from ..pki.kits import Kit, KitWatch
 from ..wire.messages import Exclude, Head, KeyMessage, Kind, frames
 from .key_agreement import CONFIRMATION_BYTES, OFFER_BYTES, SIGNATURE, Agreement, Offers, random_secret, sign, verify
@@ -515,7 +515,7 @@ class LinkSealing:
 
     @property
     def first_digest(self) -> bytes:
-        """What all sites that start together begin the digest of their rounds with, unknown to the hub if sealed."""
+        """Beginning of the digest of rounds at all sites that start together; unknown to the hub if sealed."""
         return (derive(self.keys.group, "rounds") if self.keys is not None else bytes(DIGEST_BYTES))[:DIGEST_BYTES]
 
     def negotiate(self, kit: Kit, swap: Swap) -> None:

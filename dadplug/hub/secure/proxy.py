@@ -12,7 +12,7 @@ from typing import Any
 
 from ...errors import ProxyError
 from ...exchange.handshake import Deadline, explain_unresolved
-from ...logs import escaped
+from ...support.logs import escaped
 from ..pki.proxies import Proxy, target
 
 _LONGEST_ANSWER = 1 << 14  # bytes of the head of an answer

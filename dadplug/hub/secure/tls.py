@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import KitError, RefusedError
 from ...exchange.handshake import read_exactly
-from ...logs import escaped
+from ...support.logs import escaped
 from ..pki.files import CA, CERTIFICATE, REVOKED, find_passphrase
 from ..pki.kits import AUTHORITY_SUFFIX, issuer_of
 from ..pki.project import HUB

@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 from ...errors import FrameError, KitError, RefusedError, TryAgainError
 from ...exchange.framing import WakePipe
-from ...logs import get_logger
+from ...support.logs import get_logger
 from ..pki.kits import Kit, KitWatch, renewal_warning
 from ..pki.project import HUB
 from ..secure import tls

@@ -39,7 +39,7 @@ import torch
 
 from ...errors import FrameError
 from ...exchange.transport import Requirements
-from ...logs import span
+from ...support.logs import span
 from ..wire.messages import (
     DTYPES,
     IDLE,

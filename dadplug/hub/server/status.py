@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ...errors import KitError
-from ...files import write_file
-from ...logs import get_logger
+from ...support.files import write_file
+from ...support.logs import get_logger
 from ..pki.kits import RENEW, SOON_DAYS, days_left
 from ..pki.project import HUB
 from .hub import Hub

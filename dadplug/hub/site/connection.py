@@ -31,7 +31,7 @@ from ...errors import (
 )
 from ...exchange.framing import WakePipe
 from ...exchange.handshake import Deadline, close_in_children
-from ...logs import Troubles, get_logger, span
+from ...support.logs import Troubles, get_logger, span
 from ..pki.kits import Kit
 from ..pki.project import Roster
 from ..secure import tls

@@ -1,5 +1,4 @@
-"""What a site was told of the rounds so far, as a running digest, by which sites find out that they were told
-different things.
+"""Running digest of what a site was told of the rounds, by which sites find out that they were told different things.
 
 Which sites count in a round decides on the weights, and only the hub says it. So each close is added to a digest at
 each site, and the tag of each payload frame holds a mark of the sender's digest before the round of the frame. Where

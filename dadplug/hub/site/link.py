@@ -19,7 +19,7 @@ from ...exchange.calls import ASK_SECONDS
 from ...exchange.handshake import Deadline
 from ...exchange.status import ENDED, add_announcer, remove_announcer
 from ...exchange.transport import Requirements
-from ...logs import get_logger
+from ...support.logs import get_logger
 from ..pki.kits import Kit
 from ..secure.epochs import AGREEMENT, LinkSealing
 from ..wire.messages import (

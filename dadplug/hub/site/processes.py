@@ -66,7 +66,7 @@ class LocalPlace(NamedTuple):
         """Return the place that a launcher has given to this process; None if it is the only one of its site.
 
         Args:
-            environment: environment variables, of torchrun, of `dadplug.processes` or of Lightning's launcher.
+            environment: environment variables, of torchrun, of `dadplug.support.processes` or of Lightning's launcher.
 
         Raises:
             ValueError: if they are not those of several processes on one machine.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ...errors import DadplugError, DroppedError, MismatchError, SealingError, SiteError
 from ...exchange.calls import ASK_SECONDS
@@ -18,9 +18,6 @@ from .calls import check_calls, mismatch
 from .history import RoundHistory
 from .inbox import CALLS, Incoming, StateRequests
 
-if TYPE_CHECKING:
-    from .link import HubLink
-
 _ANNOUNCED = struct.Struct(f"<Q{DIGEST_BYTES}s")  # size of a state, and the history that it belongs to
 _SIZE_EXCHANGE, _STATE_EXCHANGE = 0, 1  # numbers of the two messages of a state
 
@@ -32,7 +29,7 @@ class RoundClient:
     the other: `closed` is ahead of the link's step then. It has got all that the others have sent in them.
 
     Args:
-        link: the link.
+        link: the link, a `HubLink`.
 
     Attributes:
         elastic: whether training goes on without a site that leaves.
@@ -51,7 +48,7 @@ class RoundClient:
         dropped: reason why the hub has dropped this site, until it joins again; empty while it takes part.
     """
 
-    def __init__(self, link: HubLink) -> None:
+    def __init__(self, link: Any) -> None:
         self._link = link
         self.elastic = self.joins = self.skips = False
         self.closed = 0

@@ -12,15 +12,16 @@ import torch.distributed as dist
 
 from ...errors import KitError, MismatchError, RefusedError, SealingError, SiteError
 from ...exchange.factory import register_network
+from ...exchange.restrictions import impose_restrictions, lift_restrictions
 from ...exchange.status import describe, watch_exit
 from ...exchange.traffic import Traffic
 from ...exchange.transport import Nodes, Requirements, Transport
-from ...logs import get_logger
-from ...signature import check_seconds
+from ...support.logs import get_logger
+from ...support.signature import check_seconds
 from .. import connections, current_connection
 from .. import torch as process_group
 from ..pki.kits import Kit
-from ..pki.project import Restrictions, impose_restrictions, lift_restrictions
+from ..pki.project import KitRestrictions
 from ..torch import BACKEND, Collectives, HubGroup, HubStore
 from ..wire.messages import own_release, wire_of
 from .link import HubLink
@@ -58,7 +59,7 @@ class SiteRuntime:
         self._site = f"site {kit.slot} ({kit.name})"
         self._late = place is not None and place.late
         self._local = None if place is None else LocalSite(place, self._site, timeout)
-        self._restrictions = Restrictions(kit.policy, kit.roster)
+        self._restrictions = KitRestrictions(kit.policy, kit.roster)
         impose_restrictions(self._restrictions)
         connections.append(self)
         try:

@@ -32,11 +32,11 @@ from ...exchange.calls import tagged, untagged
 from ...exchange.codec import check_lengths, decode_objects, encode_object
 from ...exchange.declared import most_bytes
 from ...exchange.framing import bytes_of
+from ...exchange.restrictions import check_restricted_bytes
 from ...exchange.status import PeerNames, watch_exit
 from ...exchange.traffic import Traffic
 from ...exchange.transport import Gather, PendingSum, Requirements, StreamToHub, Transport
 from ...exchange.wire import lasting
-from ..pki.project import check_restricted_bytes
 from ..wire.messages import CODES, Kind, RoundKind, Spent
 from .calls import mismatch
 from .inbox import CHANNEL_BITS, Incoming

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import dadplug
-from dadplug.methods import topk
+from dadplug.step.methods import topk
 
 from .site import Record, Site
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dadplug.methods import make_method
 from dadplug.options import Options
+from dadplug.step.methods import make_method
 
 Gradients = dict[str, Tensor | None]
 

@@ -1,0 +1,1 @@
+from .tools.auditing import *  # noqa: F403

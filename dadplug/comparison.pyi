@@ -1,0 +1,1 @@
+from .tools.comparison import *  # noqa: F403

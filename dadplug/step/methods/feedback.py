@@ -1,0 +1,332 @@
+"""Memories of what a lossy method did not send in one step, which is added to the next step's gradient; loss scales.
+
+Error feedback: arXiv:1901.09847 (error feedback fixes sign descent and other compression), section 4.
+
+The memories are kept in units of the unscaled gradient, since a scaler may change its scale between two steps. The
+loss scale of a gradient is that of the backward pass in which it arrives. It is observed at `torch.amp.GradScaler`
+without a call by the program.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.utils._pytree import tree_leaves
+
+from ...exchange.factor_buckets import FactorPayload
+from ...lowrank.dispatch import divide_columns
+
+
+class LossScale:
+    """Loss scale, and the scaler that it comes from.
+
+    Args:
+        value: the scale.
+        scaler: the scaler; None where the program has stated the scale.
+    """
+
+    def __init__(self, value: float, scaler: GradScaler | None = None) -> None:
+        self.value = value
+        self._scaler = None if scaler is None else weakref.ref(scaler)
+
+    def now(self) -> float:
+        """Return the present scale of the scaler, or the last known one if the scaler has been deleted."""
+        scaler = None if self._scaler is None else self._scaler()
+        return self.value if scaler is None else scaler.get_scale()
+
+
+class _Backward:
+    """Backward pass of a scaled loss."""
+
+    def __init__(self, scale: LossScale) -> None:
+        self.scale = scale
+
+    def finish(self) -> None:
+        """Do nothing: autograd holds this method, and so the object, until the backward pass has ended or failed."""
+
+
+class LossScales:
+    """Loss scales of the present step's gradients, by name of the unit."""
+
+    def __init__(self) -> None:
+        self._stated: LossScale | None = None
+        self._last = LossScale(1.0)
+        self._known: dict[str, LossScale] = {}
+        self._arrived: set[str] = set()
+
+    def present(self) -> LossScale:
+        """Return the scale of the backward pass that is running."""
+        return self._stated or running()
+
+    def record(self, name: str) -> None:
+        """Record that a unit's gradient has arrived in the backward pass that is running."""
+        self._last = self._known[name] = self.present()
+        self._arrived.add(name)
+
+    def of(self, name: str) -> float:
+        """Return the scale of a unit's gradient; of one without a gradient in this step, the scale it would have."""
+        known = self._known.get(name, self._last)
+        return known.value if name in self._arrived else known.now()
+
+    def end_step(self) -> None:
+        """Forget which gradients have arrived."""
+        self._arrived.clear()
+
+    @contextmanager
+    def stated(self, value: float) -> Iterator[None]:
+        """Use this scale for all gradients that arrive inside, instead of a scaler's; a context manager."""
+        before, self._stated = self._stated, LossScale(value)
+        try:
+            yield
+        finally:
+            self._stated = before
+
+
+_UNSCALED = LossScale(1.0)
+_running: weakref.WeakValueDictionary[int, _Backward] = weakref.WeakValueDictionary()  # by its number
+_watchers = 0
+_scale: Callable[[GradScaler, Any], Any] | None = None  # the method of torch, while ours is in its place
+
+
+def running() -> LossScale:
+    """Return the loss scale of the running backward pass; a nested one, as for a checkpoint, has the outer scale."""
+    found = _running.get(torch._C._current_graph_task_id()) or next(reversed(list(_running.values())), None)
+    return _UNSCALED if found is None else found.scale
+
+
+def watch() -> None:
+    """Observe all scalers of the process, until `unwatch` has been called as often."""
+    global _watchers, _scale
+    _watchers += 1
+    if _scale is None:
+        _scale = GradScaler.scale
+        GradScaler.scale = _observed(_scale)  # type: ignore[method-assign, assignment]
+
+
+def unwatch() -> None:
+    """End what `watch` began; the last call restores the scaler's method."""
+    global _watchers, _scale
+    _watchers -= 1
+    if not _watchers and getattr(GradScaler.scale, "__wrapped__", None) is _scale:  # it has not been wrapped since
+        GradScaler.scale, _scale = _scale, None  # type: ignore[method-assign, assignment]
+
+
+def _observed(scale: Callable[[GradScaler, Any], Any]) -> Callable[[GradScaler, Any], Any]:
+    @functools.wraps(scale)
+    def observe(self: GradScaler, outputs: Any) -> Any:
+        scaled = scale(self, outputs)
+        if _watchers and self.is_enabled():
+            found = LossScale(self.get_scale(), self)
+            for leaf in tree_leaves(scaled):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    leaf.register_hook(functools.partial(_begin, found))
+        return scaled
+
+    return observe
+
+
+def _begin(scale: LossScale, _: Tensor) -> None:
+    """Attach a scale to the backward pass that is running."""
+    backward = _running[torch._C._current_graph_task_id()] = _Backward(scale)
+    torch.autograd.Variable._execution_engine.queue_callback(backward.finish)
+
+
+class ErrorFeedback:
+    """Error memory: the part of each weight's gradients that has not been sent yet, without the loss scale.
+
+    A step may prepare the next memory beside the present one: `prepare` returns a buffer for it, `commit` makes it the
+    present one, `rollback` drops it.
+
+    Args:
+        enabled: whether anything is kept at all.
+    """
+
+    def __init__(self, enabled: bool) -> None:
+        self.enabled = enabled
+        self._errors: dict[str, Tensor] = {}
+        self._staged: dict[str, Tensor] = {}
+        self._spare: dict[str, Tensor] = {}
+        self._reference = 0
+
+    def refer(self, reference: int) -> None:
+        """Set the number of samples whose mean gradient the memory is in units of, and rescale the memory to it."""
+        if self._reference not in (0, reference):
+            for error in self._errors.values():
+                error.mul_(self._reference / reference)
+        self._reference = reference
+
+    def of(self, name: str, like: Tensor) -> Tensor:
+        """Return the memory of a weight, of the shape of `like`, to be changed in place; zeros where there is none."""
+        error = self.find(name, like)
+        if error is None:
+            error = self._errors[name] = torch.zeros_like(like, memory_format=torch.contiguous_format)
+        return error
+
+    def find(self, name: str, like: Tensor) -> Tensor | None:
+        """Return the memory of a weight, the staged one where there is one; None where nothing is kept."""
+        kept = self._staged if name in self._staged else self._errors
+        error = kept.get(name) if self.enabled else None
+        if error is None or error.shape != like.shape or error.dtype != like.dtype:
+            return None
+        if error.device != like.device:
+            error = kept[name] = error.to(like.device)
+        return error
+
+    def prepare(self, name: str, like: Tensor) -> Tensor:
+        """Return a buffer for the next memory of a weight, of the shape of `like`, to be filled by the caller."""
+        staged = self._staged.get(name)
+        if staged is None:
+            staged = self._spare.pop(name, None)
+        if staged is None or staged.shape != like.shape or staged.dtype != like.dtype or staged.device != like.device:
+            staged = torch.empty_like(like, memory_format=torch.contiguous_format)
+        self._staged[name] = staged
+        return staged
+
+    def commit(self, name: str) -> None:
+        """Make the staged memory of a weight the present one."""
+        staged = self._staged.pop(name, None)
+        if staged is None:
+            return
+        before = self._errors.get(name)
+        if self.enabled:
+            self._errors[name] = staged
+        else:
+            before = staged
+        if before is not None:
+            self._spare[name] = before
+
+    def rollback(self, name: str) -> None:
+        """Drop the staged memory of a weight."""
+        staged = self._staged.pop(name, None)
+        if staged is not None:
+            self._spare[name] = staged
+
+    def forget(self, name: str) -> None:
+        """Drop the memory of a weight, and its buffers."""
+        for kept in (self._errors, self._staged, self._spare):
+            kept.pop(name, None)
+
+    def retain(self, names: Container[str]) -> None:
+        """Drop the memory of all other weights."""
+        for name in [name for name in self._errors if name not in names]:
+            self.forget(name)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of the memory."""
+        return {"reference": self._reference, "errors": {name: error.clone() for name, error in self._errors.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        current, self._reference = self._reference, state["reference"]
+        self._errors = {name: error.clone() for name, error in state["errors"].items()}
+        if current:
+            self.refer(current)
+
+
+class PartPlace(NamedTuple):
+    """Part of a divided layer that a site merges.
+
+    Attributes:
+        site: rank of the site.
+        sites: number of sites.
+        out: height of the layer's gradient as a matrix.
+        width: its width.
+    """
+
+    site: int
+    sites: int
+    out: int
+    width: int
+
+
+class MergeMemory:
+    """Rows by layer whose product is to be added to the next step's sum, without the loss scale.
+
+    A step stages the next rows beside the present ones: `commit` makes them the present ones, `rollback` drops them.
+    After a checkpoint of another number of sites was loaded, the parts of all its sites are here until the layer is
+    asked for; where one is missing, the memory of the layer is dropped.
+    """
+
+    def __init__(self) -> None:
+        self._parts: dict[str, dict[PartPlace, FactorPayload]] = {}
+        self._staged: dict[str, tuple[PartPlace, FactorPayload]] = {}
+
+    def find(self, name: str, place: PartPlace) -> FactorPayload | None:
+        """Return the rows of a site's part of a layer, the strongest first; None where nothing is kept."""
+        parts = self._parts.get(name, {})
+        if parts and (len(parts) > 1 or place not in parts):
+            own = parts[place] if place in parts else _divided(parts, place)
+            self._parts[name] = parts = {} if own is None else {place: own}
+        return parts.get(place)
+
+    def prepare(self, name: str, place: PartPlace, rows: FactorPayload) -> None:
+        """Keep rows of a site's part of a layer for the next step, if this one counts."""
+        self._staged[name] = place, rows
+
+    def commit(self, name: str) -> None:
+        """Make the staged rows of a layer the present ones."""
+        if name in self._staged:
+            place, rows = self._staged.pop(name)
+            self._parts[name] = {place: rows}
+
+    def rollback(self, name: str) -> None:
+        """Drop the staged rows of a layer."""
+        self._staged.pop(name, None)
+
+    def forget(self, name: str) -> None:
+        """Drop the memory of a layer."""
+        self.rollback(name)
+        self._parts.pop(name, None)
+
+    def retain(self, names: Container[str]) -> None:
+        """Drop the memory of all other layers."""
+        for name in [name for name in self._parts if name not in names]:
+            self.forget(name)
+
+    def scale(self, factor: float) -> None:
+        """Multiply the memory by a factor."""
+        for parts in self._parts.values():
+            for place, rows in parts.items():
+                parts[place] = FactorPayload(rows.left * factor, rows.right)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of the memory: by layer, places with rows of left and of right."""
+        return {
+            name: [(tuple(place), rows.left.clone(), rows.right.clone()) for place, rows in parts.items()]
+            for name, parts in self._parts.items()
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self._parts = {}
+        self.add(state, 1.0)
+
+    def add(self, state: dict[str, Any], factor: float) -> None:
+        """Add parts that are not here from what another site's `state_dict` returned, times a factor."""
+        for name, saved in state.items():
+            parts = self._parts.setdefault(name, {})
+            for place, left, right in saved:
+                parts.setdefault(PartPlace(*place), FactorPayload(left * factor, right.clone()))
+
+
+def _divided(parts: dict[PartPlace, FactorPayload], place: PartPlace) -> FactorPayload | None:
+    """Return a site's part of the rows whose parts other sites had; None unless all of them are there."""
+    for sites in {each.sites for each in parts}:
+        found = [parts.get(place._replace(site=site, sites=sites)) for site in range(sites)]
+        whole = [each for each in found if each is not None]
+        if len(whole) == sites and len({each.rows for each in whole}) == 1:
+            left = torch.cat([each.left for each in whole], 1)[:, : place.out]
+            right = torch.cat([each.right for each in whole], 1)[:, : place.width]
+            return FactorPayload(_part(left, place), _part(right, place))
+    return None
+
+
+def _part(matrix: Tensor, place: PartPlace) -> Tensor:
+    return divide_columns(matrix, place.sites)[place.site]

@@ -1,0 +1,499 @@
+"""rank-dAD: sites exchange low-rank factors of their gradients, ``G ~ sum over sites of w_s L_s R_s^T``.
+
+Source: arXiv:2102.09631, section 4. Published with deflation, one vector at a time; here block power iteration with
+orthonormalisation, a projection of the gradient whose error is never larger than that of sending nothing.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...exchange.factor_buckets import FactorPayload
+from ...exchange.wire import WireFormat, lasting, wire_format
+from ...hooks import Factor
+from ...lowrank import Carry, Compressed, compress, compress_matrix, squared_norm
+from ...lowrank.compress import squared_norm_of
+from .base import GradientPath, Method, MethodOptions, Quality, Traits, register_method
+from .feedback import ErrorFeedback, LossScales, MergeMemory
+
+_FEW = 8  # components that a step may have with int8, however few its rows are
+_WORTH = 1024  # bytes; what 100 Mbit/s carry while a small matrix is compressed
+_COLUMNS = 48  # components that are sent and kept, about; from there on a compression becomes dear
+_MOST_KEPT = 32  # components; more gain little, see "Fine-tuning" in docs/performance.md
+_MEASURE_EVERY = 10  # steps between measurements of the residual, which cost about as much as a compression
+
+
+class _Kept(NamedTuple):
+    """Components of a gradient of which the next step needs to know what was not sent.
+
+    Attributes:
+        left: left vectors times singular values, as rows.
+        right: right vectors, as rows, and perhaps others before and after them.
+        first: place of the first of these right vectors.
+        sent: number of the first of them that have been sent; of these the rounding errors were not.
+        wire: the format in which they were.
+        loss_scale: the loss scale of the gradient.
+    """
+
+    left: Tensor
+    right: Tensor
+    first: int
+    sent: int
+    wire: WireFormat
+    loss_scale: float
+
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """Return rows whose product is what was not sent, without the loss scale."""
+        whole = self.right[self.first : self.first + len(self.left)]
+        left, right = self.left[: self.sent], whole[: self.sent]
+        lefts, rights = [self.left[self.sent :]], [whole[self.sent :]]
+        if self.sent:
+            rounded = self.wire.round_trip(left)
+            lefts += [left - rounded, rounded]
+            rights += [right, right - self.wire.round_trip(right)]
+        return torch.cat(lefts), torch.cat(rights) / self.loss_scale
+
+
+class _Storage:
+    """Memory of the state of a layer.
+
+    Args:
+        size: number of elements.
+        like: gives type and device.
+    """
+
+    def __init__(self, size: int, like: Tensor) -> None:
+        self.flat = lasting(size, like.dtype, like.device)
+        self._parts: list[Tensor] = []
+
+    def copies(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Copy tensors into the memory.
+
+        Views are those of the last call where the shapes are: even small objects that last, if they are made during
+        backward, leave gaps between activations that are freed.
+
+        Args:
+            tensors: the tensors.
+
+        Returns:
+            The copies; valid until the next call.
+        """
+        if [part.shape for part in self._parts] != [each.shape for each in tensors]:
+            sizes = [each.numel() for each in tensors]
+            places = self.flat[: sum(sizes)].split(sizes)
+            self._parts = [place.view(each.shape) for place, each in zip(places, tensors, strict=True)]
+        for part, each in zip(self._parts, tensors, strict=True):
+            part.copy_(each)
+        return self._parts
+
+
+class _State(NamedTuple):
+    """State of a layer that is kept between steps.
+
+    Attributes:
+        carry: directions to start from.
+        lost: what was not sent, as far as it is kept: further singular vectors, and the rounding errors of the wire
+            format. Beside a whole error memory, what has been sent of it, with the opposite sign: it is added together
+            with the next gradient, in one pass over the memory.
+        room: number of components that the next step may keep at least.
+        bias: what rounding to int8 has taken from the gradient of the bias, without the loss scale.
+        samples: unit of these, and of the error memory, see `Method.samples`; 0 for none.
+        calls: number of compressions.
+        quality: quality of the last one.
+        storage: where all tensors lie, to be taken again by a later step; None where they lie elsewhere.
+    """
+
+    carry: Carry | None = None
+    lost: _Kept | None = None
+    room: int = 0
+    bias: Tensor | None = None
+    samples: float = 0
+    calls: int = 0
+    quality: Quality | None = None
+    storage: _Storage | None = None
+
+
+@register_method("rankdad")
+class RankDAD(Method):
+    """Gather of r (m + n) values a layer for any number of rows, and of uncompressed bias gradients.
+
+    A layer whose gradient is hardly larger than that, in bytes, is all-reduced.
+    """
+
+    traits = Traits(
+        exact=False,
+        sends_bias=True,
+        detects_nonfinite=True,
+        keeps_state=True,
+        reads=("rank", "iterations", "tolerance", "warm_start", "error_feedback", "dense"),
+    )
+
+    def __init__(self, options: MethodOptions) -> None:
+        super().__init__(options)
+        self.max_rank: int = options.largest_rank
+        self.merger = self._make_merger(options)
+        self._iterations = options.iterations
+        self._keeps_rows = options.error_feedback is None
+        self._tolerance = 0.0 if self._keeps_rows else options.tolerance  # components that are not sent are kept
+        self.errors = ErrorFeedback(bool(options.error_feedback))
+        self._decay = 1.0 if options.memory_decay is None else options.memory_decay
+        self._states: dict[str, _State] = {}
+        self._staged: dict[str, _State] = {}
+        self._spare: dict[str, _Storage] = {}  # by layer, storage that a state has left
+
+    @property
+    def keeps_errors(self) -> bool:
+        return super().keeps_errors or keeps_rows(self.options)
+
+    def _make_merger(self, options: MethodOptions) -> Merger | None:
+        return None if options.merge == "all" else Merger(options, self.loss_scales)
+
+    def path(self, out: int, width: int) -> str:
+        return self.path_of(out, width, torch.float32)
+
+    def path_of(self, out: int, width: int, dtype: torch.dtype) -> str:
+        rank = min(self.options.largest_rank, out, width)
+        if rank * (out + width) < out * width:
+            return GradientPath.LOWRANK
+        wire, dense = (wire_format(self.options.wire_of(path), dtype) for path in ("lowrank", "allreduce"))
+        factors = rank * (wire.row_size(out) + wire.row_size(width)) * wire.itemsize
+        gradient = dense.flat_size(out * width) * dense.itemsize
+        return GradientPath.LOWRANK if gradient - factors >= _WORTH else GradientPath.ALLREDUCE
+
+    def rows_sent(self, rows: int, out: int, width: int) -> int:
+        return min(self.max_rank, rows, out, width)
+
+    def encode(self, name: str, factor: Factor, with_bias: bool) -> FactorPayload:
+        state, samples = self._staged.get(name) or self._states.get(name, _State()), self.samples
+        if name in self._staged or not (samples and self.errors.enabled):  # else it is formed block by block
+            factor = factor.settled()
+        bias = factor.bias_gradient() if with_bias else None
+        how: dict[str, Any] = {
+            "iterations": self._iterations,
+            "tolerance": self._tolerance,
+            "warm_start": state.carry if self.options.warm_start else None,
+            "seed": zlib.crc32(name.encode()),
+        }
+        if not samples:  # what a site without weight sends is lost, so that it sends nothing of what it keeps
+            left, right = compress(factor.deltas, factor.activations, self.max_rank, **how)
+            return FactorPayload(left.T, right.T, bias)
+        wire = wire_format(self.options.wire_of(GradientPath.LOWRANK), factor.deltas.dtype)
+        # Rounding to int8 leaves small parts of all components, which need not make a batch of few rows as large again.
+        rank = min(self.max_rank, max(factor.rows, _FEW)) if wire.quantised and self._keeps_rows else self.max_rank
+        # No less than before: a small batch does not drop what is kept of a large one.
+        room = max(state.room, rows_kept(rank, factor.rows)) if self._keeps_rows else 0
+        measure = state.calls % _MEASURE_EVERY == 0 or state.quality is None
+        loss_scale = self.loss_scales.of(name)
+        share = state.samples / samples if state.samples else 1.0
+        if self.errors.enabled:
+            whole, fill = self._with_errors(name, factor, state.lost, share * self._decay, loss_scale)
+            compressed = compress_matrix(whole, rank, fill=fill, **how)
+            size = squared_norm_of(whole) if measure else 0.0
+        else:
+            deltas, activations = factor.deltas, factor.activations
+            if state.lost is not None:  # as further rows
+                left, right = state.lost.rows()
+                deltas = torch.cat([deltas, left])
+                activations = torch.cat([activations, right * (share * loss_scale)])
+            compressed = compress(deltas, activations, rank + room, precise=rank, **how)
+            size = squared_norm(deltas, activations) if measure else 0.0
+        sent = self._count_sent(compressed, rank)
+        residual = state.quality.residual if state.quality and not measure else compressed.residual_of(size, sent)
+        left, right = compressed.left.T[:sent], compressed.right.T[:sent]
+        if bias is not None and state.bias is not None:
+            bias = bias + (state.bias * (share * loss_scale)).to(bias)
+        rest = None if bias is None or not wire.quantised else (bias - wire.round_trip(bias[None])[0]) / loss_scale
+        kept = compressed.effective_rank - sent
+        quality, room = Quality(sent, residual, kept), min(room, kept)
+        staged = self._stored(name, compressed, sent, wire, state.carry, rest)
+        self._release(name, self._staged.pop(name, None))
+        self._staged[name] = staged._replace(room=room, samples=samples, calls=state.calls + 1, quality=quality)
+        return FactorPayload(left, right * loss_scale if self.errors.enabled and loss_scale != 1.0 else right, bias)
+
+    def _count_sent(self, compressed: Compressed, rank: int) -> int:
+        """Return the number of components that are sent, the rank at most; the others may be kept."""
+        found = min(compressed.effective_rank, rank)
+        if not found or compressed.left.is_cuda or self._tolerance == self.options.tolerance:
+            return found
+        values: list[float] = compressed.singular_values[:found].tolist()
+        return sum(value > self.options.tolerance * values[0] for value in values)
+
+    def _stored(
+        self, name: str, compressed: Compressed, sent: int, wire: WireFormat, before: Carry | None, bias: Tensor | None
+    ) -> _State:
+        """Copy what the next step needs to know of a compressed gradient.
+
+        The storage is that of the step before the last.
+
+        Args:
+            name: name of the weight.
+            compressed: the compressed gradient.
+            sent: number of its first components that are sent.
+            wire: the format in which they are sent.
+            before: directions from which the step has started.
+            bias: what rounding has taken from the gradient of the bias.
+        """
+        left, right = compressed.left.T[: compressed.effective_rank], compressed.right.T[: compressed.effective_rank]
+        directions = compressed.carry.right if sent or before is None else before.right
+        loss_scale, first, rounded = self.loss_scales.of(name), 0, sent
+        if self.errors.enabled:
+            scaled = right[:sent] * loss_scale if loss_scale != 1.0 else right[:sent]
+            left, right, rounded = -wire.round_trip(left[:sent]), wire.round_trip(scaled), 0
+        elif not (self._keeps_rows or wire.quantised):
+            left, right = left[:0], right[:0]
+        elif wire.dtype == left.dtype:  # what is sent arrives as it is
+            left, first, rounded = left[sent:], sent, 0
+        if not self.options.warm_start:
+            directions = right
+        shared = not self.errors.enabled and bool(sent)  # the rows are among the directions
+        parts = [left, directions, right[:0] if shared else right, left[:0] if bias is None else bias]
+        storage = self._spare.pop(name, None)
+        if storage is None or len(storage.flat) < sum(part.numel() for part in parts):
+            storage = _Storage(sum(part.numel() for part in parts), left)
+        left, directions, right, rest = storage.copies(parts)
+        if shared:
+            right = directions
+        return _State(
+            carry=Carry(directions) if self.options.warm_start and len(directions) else before,
+            lost=_Kept(left, right, first, rounded, wire, loss_scale) if len(left) else None,
+            bias=None if bias is None else rest,
+            storage=storage,
+        )
+
+    def _release(self, name: str, state: _State | None) -> None:
+        """Let the next step have the storage of a state that is not needed any more."""
+        if state is not None and state.storage is not None:
+            self._spare[name] = state.storage
+
+    def _with_errors(
+        self, name: str, factor: Factor, lost: _Kept | None, share: float, loss_scale: float
+    ) -> tuple[Tensor, Callable[[slice], None]]:
+        """Return the buffer of the next memory, and a function that writes some rows of it.
+
+        These are the gradient without its loss scale plus the error memory.
+
+        Args:
+            name: name of the weight.
+            factor: the site's factors.
+            lost: rows whose product is a part of the memory, too; None for none.
+            share: scale of the memory.
+            loss_scale: the loss scale of the gradient.
+        """
+        like = factor.deltas.new_empty(1).expand(factor.deltas.shape[1], factor.activations.shape[1])
+        error, whole = self.errors.find(name, like), self.errors.prepare(name, like)
+        further = None if error is None or lost is None else [each.to(like) for each in lost.rows()]
+
+        def fill(rows: slice) -> None:
+            block = whole[rows]
+            if factor.write is not None:
+                factor.write(rows, block, None if error is None else error[rows], share * loss_scale)
+                if loss_scale != 1.0:
+                    block.mul_(1 / loss_scale)
+            elif factor.whole is None:
+                before, beta = (block, 0.0) if error is None else (error[rows], share)
+                deltas = factor.deltas.T[rows]
+                torch.addmm(before, deltas, factor.activations, beta=beta, alpha=1 / loss_scale, out=block)
+            elif error is None:
+                torch.mul(factor.whole[rows], 1 / loss_scale, out=block)
+            elif loss_scale == 1.0:
+                torch.add(factor.whole[rows], error[rows], alpha=share, out=block)
+            else:  # which may be the block itself, in a further call of a step
+                torch.mul(error[rows], share, out=block).add_(factor.whole[rows], alpha=1 / loss_scale)
+            if further is not None:
+                block.addmm_(further[0].T[rows], further[1], alpha=share)
+
+        return whole, fill
+
+    def commit(self, name: str) -> None:
+        self.errors.commit(name)
+        if name in self._staged:
+            self._release(name, self._states.get(name))
+            self._states[name] = self._staged.pop(name)
+
+    def rollback(self, name: str) -> None:
+        self.errors.rollback(name)
+        self._release(name, self._staged.pop(name, None))
+
+    def retain(self, names: Container[str]) -> None:
+        super().retain(names)
+        for name, state in self._states.items():
+            if name not in names:
+                carry = None if state.carry is None else Carry(state.carry.right.clone())
+                self._states[name] = state._replace(carry=carry, lost=None, room=0, bias=None, storage=None)
+                self._spare.pop(name, None)
+        if self.merger is not None:
+            self.merger.retain(names)
+
+    def quality(self) -> dict[str, Quality]:
+        states = {**self._states, **self._staged}
+        return {name: state.quality for name, state in states.items() if state.quality is not None}
+
+    def state_dict(self) -> dict[str, Any]:
+        states = self._states.items()
+        return {
+            "carried": {name: state.carry.right.clone() for name, state in states if state.carry is not None},
+            "lost": {name: state.lost.rows() for name, state in states if state.lost is not None},
+            "biases": {name: state.bias.clone() for name, state in states if state.bias is not None},
+            "room": {name: state.room for name, state in states},
+            "samples": {name: state.samples for name, state in states},
+            "errors": self.errors.state_dict(),
+            "calls": {name: state.calls for name, state in states},
+            "rank": self.max_rank,
+        } | ({} if self.merger is None else {"merger": self.merger.state_dict()})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        carried = {name: Carry(right.clone()) for name, right in state["carried"].items()}
+        lost = {name: _loaded(*parts) for name, parts in state.get("lost", {}).items()}
+        biases = {name: bias.clone() for name, bias in state.get("biases", {}).items()}
+        samples = _samples_of(state)
+        names = {*carried, *lost, *state["calls"]}
+        qualities = self.quality()
+        self._states = {
+            name: _State(
+                carry=carried.get(name),
+                lost=lost.get(name),
+                room=state.get("room", {}).get(name, 0),
+                bias=biases.get(name),
+                samples=samples[name],
+                calls=state["calls"].get(name, 0),
+                quality=qualities.get(name),
+            )
+            for name in names
+        }
+        self.errors.load_state_dict(state["errors"])
+        self.max_rank = state.get("rank", self.max_rank)
+        if self.merger is not None:
+            self.max_rank = min(self.max_rank, self.options.largest_rank)
+            self.merger.load_state_dict(state.get("merger", self.merger.state_dict()))
+
+    def load_from_all(self, states: Sequence[dict[str, Any]]) -> None:
+        if self.merger is not None:
+            for state in states:
+                self.merger.add_state(state.get("merger", {}))
+
+
+def _reference_of(state: dict[str, Any]) -> int:
+    """Return the samples that the divided layers' memory in a state stands for; 0 where there is none."""
+    reference: int = state.get("reference", state["errors"]["reference"])
+    return reference
+
+
+def _samples_of(state: dict[str, Any]) -> dict[str, float]:
+    """Return by layer the samples that the memory in a state stands for, which an earlier version had for all alike."""
+    known = state.get("samples", {})
+    return {name: known.get(name, _reference_of(state)) for name in {*state["carried"], *state["calls"]}}
+
+
+def rows_kept(rank: int, rows: int) -> int:
+    """Return how many components are kept of what is not sent: more where the rows make their cost small.
+
+    Args:
+        rank: number of components that are sent.
+        rows: rows of the factors of a step.
+    """
+    least = rank // 2
+    most = max(least, min(_MOST_KEPT, _COLUMNS - rank))
+    return least if rank >= rows else min(most, max(2 * rank, rows // 4))
+
+
+def keeps_rows(options: MethodOptions) -> bool:
+    """Return whether further rows are kept of what sites and merges do not send.
+
+    With ``error_feedback=True`` a site keeps all of it, in a tensor of the layer's size. Merges of divided layers keep
+    rows then as well, since no site has the whole sum.
+    """
+    return options.error_feedback is None or (options.merge != "all" and options.error_feedback)
+
+
+def _loaded(left: Tensor, right: Tensor) -> _Kept:
+    """Return rows of a state as components of which none has been sent."""
+    return _Kept(left.clone(), right.clone(), 0, 0, wire_format("fp32", left.dtype), 1.0)
+
+
+_MERGE_ITERATIONS = 2  # at least: the sum of the sites' factors changes more from step to step than each of them
+
+
+class Merger(RankDAD):
+    """Compression of the sum of all sites' factors, for the layers that this site owns.
+
+    Args:
+        options: the options of the reduction.
+        loss_scales: those of the site's own gradients.
+
+    Attributes:
+        memory: what the merges of divided layers have dropped.
+    """
+
+    def __init__(self, options: MethodOptions, loss_scales: LossScales) -> None:
+        super().__init__(options)
+        self.loss_scales = loss_scales
+        self.memory = MergeMemory()
+        self._iterations = max(_MERGE_ITERATIONS, options.iterations)
+        self._reference = 0
+
+    def _make_merger(self, options: MethodOptions) -> None:
+        return None
+
+    def refer(self, reference: int) -> None:
+        """Set the number of samples whose mean gradient the parts of the memory are in units of, and rescale them."""
+        if self._reference not in (0, reference):
+            self.memory.scale(self._reference / reference)
+        self._reference = reference
+
+    def commit(self, name: str) -> None:
+        super().commit(name)
+        self.memory.commit(name)
+
+    def rollback(self, name: str) -> None:
+        super().rollback(name)
+        self.memory.rollback(name)
+
+    def retain(self, names: Container[str]) -> None:
+        super().retain(names)
+        self.memory.retain(names)
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"reference": self._reference, "divided": self.memory.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        current = self._reference
+        super().load_state_dict(state)
+        self.memory.load_state_dict(state.get("divided", {}))
+        self._reference = _reference_of(state)
+        if current:
+            self.refer(current)
+
+    def add_state(self, state: dict[str, Any]) -> None:
+        """Add what another site has returned by `state_dict`: by a new plan, its layers may be this site's.
+
+        Args:
+            state: the state; empty for none.
+        """
+        if not state:
+            return
+        own, theirs = self.state_dict(), _reference_of(state)
+        own["reference"] = own["reference"] or theirs
+        own["samples"] = {**_samples_of(state), **own["samples"]}
+        for part in ("carried", "lost", "room", "biases", "calls"):
+            own[part] = {**state.get(part, {}), **own[part]}
+        own["errors"]["errors"] = {**state["errors"]["errors"], **own["errors"]["errors"]}
+        self.load_state_dict(own)
+        self.memory.add(state.get("divided", {}), theirs / own["reference"] if own["reference"] else 1.0)
+
+    def forget_whole(self, names: Iterable[str]) -> None:
+        """Drop the state of whole layers that this site does not own."""
+        for name in names:
+            super().rollback(name)
+            self._states.pop(name, None)
+            self._spare.pop(name, None)
+            self.errors.forget(name)
+
+    def forget_divided(self, names: Iterable[str]) -> None:
+        """Drop the memory of layers that are not divided any more."""
+        for name in names:
+            self.memory.forget(name)

@@ -1,0 +1,306 @@
+"""A model with a replica at every site of a process group, and the exchanges that keep the replicas equal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ...errors import DroppedError, MismatchError
+from ...exchange import Traffic, Transport, open_transport
+from ...exchange.codec import register
+from ...exchange.declared import OBJECTS, declared
+from ...exchange.transport import Requirements
+from ...options import Options
+from ...support.logs import get_logger
+from ..methods import check_allowed
+from ..methods.base import warm_up
+from . import buffers, sameness
+from .batchnorm import batch_norms
+from .structure import ATTACHED, check_elastic, check_model, without_managed
+
+_log = get_logger(__name__)
+_OWN = ("timeout", "hub_timeout")  # options that may differ between sites
+
+
+class Stateful(Protocol):
+    """Object with state, such as an optimizer."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
+        """Restore what `state_dict` returned."""
+
+
+@register
+@dataclass(frozen=True)
+class JoinState:
+    """State of a site at the beginning of a step.
+
+    Attributes:
+        description: options, and types and shapes of the model's tensors, which have to be the same.
+        tensors: parameters and buffers by name.
+        step: number of the step.
+        plan: state of the plan.
+        further: state of the objects that the program has named, such as the optimizer, by name.
+        noise: state of the estimates of the gradient's noise; None where there are none.
+    """
+
+    description: dict[str, str]
+    tensors: dict[str, Tensor]
+    step: int
+    plan: Any
+    further: dict[str, Any]
+    noise: dict[str, Any] | None = None
+
+
+class ReplicatedModel:
+    """A model with a replica at every site; the base of `dadplug.GradientReduction`.
+
+    All sites get rank 0's parameters and buffers.
+
+    Args:
+        model: the model, on its device, the same on all sites but for the values of its parameters.
+        process_group: the processes that are the sites; the default group where None.
+        options: the options, the same on all sites but for the timeout.
+
+    Attributes:
+        model: the model.
+        options: the options.
+        traffic: the meter of bytes sent and of time spent waiting.
+        site_rank: number of this site, from 0.
+        world_size: number of sites.
+
+    Raises:
+        ValueError: if a parameter has no shape yet, if the model is captured already, or if ``sync_batchnorm`` cannot
+            synchronise a layer.
+        PolicyError: if the kit by which this site is connected to a hub does not allow an option.
+        MismatchError: if models or options differ between sites.
+        SiteError: if a site is gone or does not answer.
+    """
+
+    _is_attached = False
+
+    def __init__(self, model: nn.Module, process_group: dist.ProcessGroup | None, options: Options) -> None:
+        self._check_allowed(options)  # before anything is sent
+        check_model(model)
+        if options.sync_batchnorm:
+            batch_norms(model)  # raises where one cannot be synchronised
+        if options.min_sites is not None:
+            check_elastic(model)
+        self.model = model
+        self.options = options
+        self.traffic = Traffic()
+        self._transport = self._open_transport(process_group)
+        self.site_rank, self.world_size = self._transport.rank, self._transport.world_size
+        self._by_samples = options.weighting == "samples"
+        self._epoch_samples = 0  # since buffers were averaged
+        self._further: dict[str, Stateful] = {}
+        if self._transport.joins:
+            warm_up(options, next((parameter.dtype for parameter in model.parameters()), torch.float32))
+        self._joined: JoinState | None = self._receive_state()
+        if self._joined is None:
+            sameness.check_alike(self._describe(), self._transport)
+            self._make_equal()
+
+    def _receive_state(self) -> JoinState | None:
+        """Receive the state of another site, where this one joins in mid-training, and load its model."""
+        if not self._transport.joins:
+            return None
+        description = self._describe()  # which loads kernels: before the others wait for this site
+        state: JoinState | None = self._transport.receive_state(sameness.largest_state(self.model))
+        if state is not None:
+            others, own = "the other sites", self._transport.sites[self.site_rank]
+            sameness.compare(state.description, description, others, own)
+            sameness.load_tensors(self.model, state.tensors)
+            self.world_size = self._transport.world_size  # which may have grown meanwhile
+        return state
+
+    def _check_allowed(self, options: Options) -> None:
+        """Raise PolicyError if the kit by which this site is connected to a hub does not allow the options."""
+        check_allowed(options)
+
+    def _make_equal(self) -> None:
+        """Replace the parameters and buffers at the start by those of rank 0."""
+        sameness.broadcast_model(self.model, self._transport)
+
+    def _open_transport(self, process_group: dist.ProcessGroup | None) -> Transport:
+        """Open a transport of its own over a process group."""
+        device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
+        options = self.options
+        transport = open_transport(
+            process_group, self.traffic, device, options.timeout, options.hierarchy, self._requirements
+        )
+        if options.hub_timeout is not None:
+            transport.wait_for_hub(options.hub_timeout)
+        return transport
+
+    @property
+    def _requirements(self) -> Requirements | None:
+        """Requirements of training to go on without a site that leaves; None where all must stay."""
+        return self.options.requirements
+
+    @property
+    def present_sites(self) -> list[int]:
+        """Ranks of the sites that took part in the last step; all of them, unless ``min_sites`` lets sites leave."""
+        return [rank for rank in range(self.world_size) if rank not in self._transport.absent]
+
+    @property
+    def behind(self) -> bool:
+        """Whether the others have ended this step already, so that this site's data do not count in it.
+
+        It happens with ``late="skip"`` only. Call `idle` in place of forward and backward to catch up faster.
+        """
+        return self._transport.behind
+
+    def _join(self, joined: JoinState) -> None:
+        """Restore the objects that the program has named from the state of another site, and take part."""
+        if joined.further.keys() != self._further.keys():
+            here, there = sorted(self._further), sorted(joined.further)
+            raise MismatchError(f"state= names {here}, and at the other sites {there}")
+        for name, value in joined.further.items():
+            self._further[name].load_state_dict(value)
+        self._joined = None
+        if not self._transport.take_part():
+            newer = self._receive_state()
+            assert newer is not None
+            self._adopt(newer)
+
+    def _adopt(self, joined: JoinState) -> None:
+        """Go on from the state of another site, and end with `_join`."""
+        raise NotImplementedError
+
+    def _join_state(self, step: int, plan: Any) -> JoinState:
+        """Return the state that a site needs to join.
+
+        Args:
+            step: number of the step.
+            plan: state of the plan.
+        """
+        further = {name: each.state_dict() for name, each in self._further.items()}
+        return JoinState(self._describe(), sameness.tensors_of(self.model), step, plan, further)
+
+    def _describe(self) -> dict[str, str]:
+        settings = {name: getattr(self.options, name) for name in Options.names() if name not in _OWN}
+        privacy = self.options.privacy
+        settings["privacy"] = privacy is not None  # sites may have other numbers of records
+        if privacy is not None and privacy.secure_sum:
+            shared = privacy.noise_multiplier, privacy.max_grad_norm
+            settings["privacy"] = "secure_sum with noise_multiplier={} and max_grad_norm={}".format(*shared)
+        return sameness.described(self.options.may_differ) | sameness.describe(self.model, settings)
+
+    @property
+    def sites(self) -> list[str]:
+        """Names of the sites, by rank, as messages have them."""
+        return [self._transport.sites[rank] for rank in range(self.world_size)]
+
+    def broadcast_model(self) -> None:
+        """Replace every site's parameters and buffers by those of rank 0; all sites must call it.
+
+        This happens when the reduction is built. Call it again after adding layers whose first values differ.
+
+        Raises:
+            SiteError: if a site is gone or does not answer.
+        """
+        with self.traffic.apart(), without_managed(self.model):
+            sameness.broadcast_model(self.model, self._transport)
+
+    def broadcast_buffers(self) -> None:
+        """Replace every site's buffers by those of rank 0; all sites must call it.
+
+        Raises:
+            SiteError: if a site is gone or does not answer.
+        """
+        with self.traffic.apart():
+            sameness.broadcast_buffers(self.model, self._transport)
+
+    def _check_state(self, state: Mapping[str, Any], entry: str, value: Any = None) -> None:
+        """Raise ValueError if a state to load has another value of an entry, or none at all, as of another class."""
+        if entry not in state or value not in (None, state[entry]):
+            found = f"{entry} {state[entry]!r}, not {value!r}" if entry in state else "another way to train"
+            raise ValueError(
+                f"the state is of {found}. To go on from the weights alone, load the states of model and optimizer, "
+                f"and leave out that of {type(self).__name__}"
+            )
+
+    def average_buffers(self) -> None:
+        """Replace running statistics and other buffers by their mean over sites; all sites must call it.
+
+        Single integers, which count something, are set to the maximum; other integers, truth values and floats of 8
+        bits to those of the first site that is present. Sparse and quantized buffers stay as they are.
+
+        All sites count the same, or with ``weighting="samples"`` by their samples since the last call. The runners call
+        it before evaluation and at checkpoints.
+
+        Raises:
+            SiteError: if a site is gone or does not answer.
+        """
+        weight = float(self._epoch_samples) if self._by_samples else 1.0
+        with self.traffic.apart(), suppress(DroppedError):  # this site gets the buffers of another one when it rejoins
+            buffers.average_buffers(self.model, self._transport, weight)
+        self._epoch_samples = 0
+
+    def first_difference(self) -> str | None:
+        """Compare the sites' parameters bit by bit; all sites must call it.
+
+        Returns:
+            The name of the first parameter that differs; None if the replicas are equal.
+
+        Raises:
+            SiteError: if a site is gone or does not answer.
+        """
+        with self.traffic.apart(), without_managed(self.model):
+            return sameness.first_difference(self.model, self._transport)
+
+    def gather_objects(self, item: Any) -> list[Any]:
+        """Gather an object from every site, by rank; all sites must call it.
+
+        Args:
+            item: plain data, tensors, arrays, or registered classes, see `dadplug.exchange.codec.encode`. Tensors come
+                back on the CPU.
+
+        Raises:
+            PolicyError: if the object is larger than this site's kit allows.
+            TypeError: on all sites, if the object of one cannot be sent.
+            SiteError: if a site is gone or does not answer.
+
+        Example:
+            >>> accuracies = reduction.gather_objects(accuracy)
+            >>> mean = sum(accuracies) / len(accuracies)
+        """
+        with self.traffic.apart(), declared(OBJECTS):
+            return self._transport.gather_objects(item)
+
+    def _attach(self) -> None:
+        """Begin to be what exchanges this model's gradients or parameters; the constructors end with it."""
+        self._is_attached = True
+        ATTACHED.add(self)
+        self.traffic.start()
+
+    def detach(self) -> None:
+        """Remove all hooks from the model. May be called twice."""
+        self._is_attached = False
+        ATTACHED.discard(self)
+
+    def __del__(self) -> None:
+        if not self._is_attached or sys.is_finalizing():
+            return
+        if not self.traffic.steps:
+            _log.warning("a %s ends before its first step: nothing refers to it. Keep it", type(self).__name__)
+        self.detach()  # the transports close when they are collected
+
+    def abort(self, reason: str) -> None:
+        """Report to the other sites why this one exits, and close the connections to them, so that none of them waits.
+
+        Args:
+            reason: the reason, which the errors of the other sites contain.
+        """
+        self._transport.sites.announce(reason)
+        self._transport.close()

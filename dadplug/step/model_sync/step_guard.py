@@ -1,0 +1,131 @@
+"""Guard against steps of optimizers by which the sites' replicas would differ."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ...support.logs import get_logger
+from ..units.base import is_zero
+from .sameness import OptimizerSettings
+from .structure import ATTACHED, call_before_update, is_managed, weak_hook
+
+_log = get_logger(__name__)
+_APPLIED = "_dadplug_applied"  # attribute of a gradient that an optimizer has applied: its version then
+_UNSTEPPED = 2  # agreements after which an optimizer should have stepped the model
+
+
+class StepGuard:
+    """Guard of a model whose gradients the sites agree on: an optimizer may step only on what they have agreed on.
+
+    Args:
+        reduction: the `dadplug.GradientReduction`, or a proxy of it.
+        settings: records the settings of the model's optimizers.
+
+    Attributes:
+        agreements: number of agreements so far.
+    """
+
+    def __init__(self, reduction: Any, settings: OptimizerSettings) -> None:
+        self._reduction = reduction
+        self._settings = settings
+        self.agreements = 0
+        self._stepped: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # agreements at the last
+        self._last_stepped = 0.0  # agreements when the model was last stepped; inf once it was warned that it is not
+        self._hooks = [
+            register_optimizer_step_pre_hook(weak_hook(self._before_step)),
+            register_optimizer_step_post_hook(weak_hook(self._after_step)),
+        ]
+
+    def remove(self) -> None:
+        """Remove the hooks. May be called twice."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Record the settings of an optimizer of the model; called before the step of any optimizer.
+
+        Returns:
+            The arguments of the step, if its closure is to be checked, too.
+
+        Raises:
+            RuntimeError: if gradients have not been synchronized; with a closure, once that has formed them.
+        """
+        ours = {id(parameter) for parameter in self._reduction.model.parameters()}
+        stepped = [each for group in optimizer.param_groups for each in group["params"] if id(each) in ours]
+        if not stepped:
+            self._warn_of_copy(optimizer)
+            return None
+        self._settings.record(optimizer)
+        if optimizer not in self._stepped:
+            self._stepped[optimizer] = 0
+            if self._reduction.world_size > 1:
+                self._warn_of_own_decisions(optimizer)
+        begun = self.agreements
+        return call_before_update(args, kwargs, lambda: self._check_agreed(optimizer, stepped, begun))
+
+    def _check_agreed(self, optimizer: Optimizer, stepped: Sequence[nn.Parameter], begun: int) -> None:
+        """Raise RuntimeError if an optimizer is about to apply gradients of this site alone.
+
+        They have arrived here, or they have not: as those of parameters that have taken the place of others have not.
+        What a closure has agreed on since the step has begun may be held, to be applied after it.
+        """
+        stale = self._reduction.world_size > 1 and self._stepped[optimizer] == self.agreements
+        gradients = (each.grad for each in stepped if stale and each.grad is not None and not is_managed(each))
+        gradients = (each for each in gradients if getattr(each, _APPLIED, None) != each._version)
+        held = self._reduction.holds and self.agreements > begun
+        if (self._reduction.pending and not held) or not all(map(is_zero, gradients)):
+            raise RuntimeError(
+                "optimizer.step() before gradients were synchronized: call reduction.synchronize() after backward(), "
+                "also in a closure. With DistributedDataParallel: call the wrapped model, not its module, and outside "
+                "of no_sync(). If this site is to train alone from now on: reduction.detach()"
+            )
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Record which gradients an optimizer has applied; called after the step of any optimizer."""
+        if optimizer in self._stepped and self._reduction.world_size > 1:
+            for gradient in (each.grad for group in optimizer.param_groups for each in group["params"]):
+                if gradient is not None:  # unchanged, it may be applied again
+                    setattr(gradient, _APPLIED, gradient._version)
+        if optimizer in self._stepped:
+            self._stepped[optimizer] = self._last_stepped = self.agreements
+
+    def _warn_of_copy(self, optimizer: Optimizer) -> None:
+        """Warn, once, of an optimizer with parameters like the model's, while none steps those."""
+        if self.agreements - self._last_stepped < _UNSTEPPED:
+            return
+        ours = Counter(each.shape for each in self._reduction.model.parameters())
+        if Counter(each.shape for group in optimizer.param_groups for each in group["params"]) <= ours:
+            self._last_stepped = math.inf
+            _log.warning(
+                "the optimizer %s holds none of the parameters whose gradients are synchronized, and these have not "
+                "been stepped: it holds those of a copy, or of before they were replaced, as by "
+                "load_state_dict(assign=True). Build it from the parameters of the model that is trained",
+                type(optimizer).__name__,
+            )
+
+    def _warn_of_own_decisions(self, optimizer: Optimizer) -> None:
+        """Warn of steps that differ between sites: of parameters outside of the model, and by this site's own loss."""
+        ours = {id(each) for other in ATTACHED for each in other.model.parameters()}
+        stepped = (each for group in optimizer.param_groups for each in group["params"])
+        others = (each for each in stepped if id(each) not in ours and not is_managed(each))
+        further = next((each for each in others if each.grad is not None), None)
+        if further is not None:
+            _log.warning(
+                "the optimizer %s steps a parameter of shape %s that is outside of the model: its gradient is this "
+                "site's own, and its values will differ between sites. Put it into the model, or wrap its module, too",
+                type(optimizer).__name__,
+                [*further.shape],
+            )
+        if optimizer.param_groups[0].get("line_search_fn"):
+            _log.warning(
+                "the line search of %s compares losses: let the closure return the mean over the sites, such as "
+                "torch.distributed.all_reduce of the loss gives, since sites that decide by their own loss go apart",
+                type(optimizer).__name__,
+            )

@@ -1,0 +1,217 @@
+"""Choice between sending factors to all sites and sending them to an owner of each layer, which merges them.
+
+Its cost model of the link between sites, measured at the start, predicts the times of the exact paths.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ...exchange import Transport
+from ...exchange.codec import register
+from ...exchange.wire import wire_format
+from ...options import Options
+from ...support.schedules import current
+from ..methods import Method
+from ..methods.base import GradientPath
+from ..methods.rankdad import keeps_rows
+from ..reducer.owners import OwnedLayer, Owners, assign_owners, busiest_numbers, stacked_rows
+from ..units.base import Unit
+from ..units.factor import FactorUnit
+
+_SIZES = (4_096, 65_536, 1_048_576)  # elements; the next larger one is tried while the last was fast
+_FAST = 0.02  # seconds
+_ROUNDS = 3
+
+
+@register
+@dataclass(frozen=True)
+class LinkCosts:
+    """Measured costs at one site, with the exchange of all sites.
+
+    Attributes:
+        latency: seconds of an exchange of a few bytes.
+        gather: seconds for each byte that a site sends to every other one.
+        reduce: seconds for each byte of a tensor that is summed over sites.
+        multiply: seconds for each multiplication and addition of a matrix product.
+    """
+
+    latency: float
+    gather: float
+    reduce: float
+    multiply: float
+
+    @staticmethod
+    def worst_of(links: Iterable[LinkCosts | None]) -> LinkCosts | None:
+        """Return the largest of each of the costs that have been measured; None without any."""
+        known = [link for link in links if link is not None]
+        if not known:
+            return None
+        return LinkCosts(
+            max(link.latency for link in known),
+            max(link.gather for link in known),
+            max(link.reduce for link in known),
+            max(link.multiply for link in known),
+        )
+
+    def dense(self, nbytes: int, multiplications: int) -> float:
+        """Predict the seconds of a gradient that is formed and all-reduced.
+
+        Args:
+            nbytes: bytes of the gradient.
+            multiplications: multiplications that form a site's own gradient.
+        """
+        return self.reduce * nbytes + self.multiply * multiplications
+
+    def factors(self, nbytes: int, multiplications: int, sites: int) -> float:
+        """Predict the seconds of a gradient whose factors are gathered, and which every site forms for all sites.
+
+        Args:
+            nbytes: bytes of a site's factors.
+            multiplications: multiplications that form a site's own gradient.
+            sites: number of sites.
+        """
+        return self.gather * nbytes + self.multiply * multiplications * sites
+
+
+def measure_link(transport: Transport) -> LinkCosts:
+    """Measure the link by exchanges of growing size, for about a tenth of a second; all sites must call it."""
+    constants, left, right = current(), torch.ones(32, 512), torch.ones(32, 512)
+    if constants.tuned and transport.device.type == "cpu":  # measured on products of many sizes
+        multiply = 1e-6 / constants.encoding.fat
+    else:
+        multiply = _fastest(lambda: left.T @ right) / (32 * 512 * 512)
+    latency = _gather_seconds(transport, 16)
+    gather = reduce = 0.0
+    for size in _SIZES:
+        seconds = _gather_seconds(transport, size)
+        summed = torch.zeros(size, device=transport.device)
+        reducing = _fastest(lambda: transport.all_reduce(summed).wait())  # noqa: B023
+        gather, reduce = (max(0.0, each - latency) / (4 * size) for each in (seconds, reducing))
+        if max(transport.gather_present(seconds).values()) > _FAST:
+            break
+    return LinkCosts(latency, gather, reduce, multiply)
+
+
+def _gather_seconds(transport: Transport, size: int) -> float:
+    gather = transport.gather_once([size] * transport.world_size, torch.float32)
+
+    def exchange() -> None:
+        gather.launch()
+        gather.wait()
+
+    return _fastest(exchange)
+
+
+def _fastest(call: Callable[[], object]) -> float:
+    times = []
+    for _ in range(_ROUNDS):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+_PASSES = 8  # products with a block of rows in a compression, about
+_DECOMPOSITIONS = 50  # products of square matrices that take as long as two symmetric and one singular decomposition
+
+
+def check_merge(options: Options, transport: Transport) -> None:
+    """Check that a transport can do what the option ``merge`` asks for.
+
+    Raises:
+        ValueError: if it cannot.
+    """
+    if options.merge == "owner" and transport.world_size > 1 and not transport.has_all_to_all:
+        if transport.nodes is not None:
+            reason = "hierarchical groups, which merge the gradients of a node before they send them"
+        elif not transport.is_direct:
+            reason = "a hub, which passes what a site sends to all others"
+        else:
+            reason = "NCCL"
+        raise ValueError(f"merge='owner' does not work over {reason}: choose merge='all' or merge='auto'")
+
+
+class Merging:
+    """Choice of the layers' owners, the same at all sites.
+
+    Args:
+        method: the method.
+        options: the options.
+        transport: the transport.
+
+    Attributes:
+        link: costs of the link as all sites know them; None before they have been measured.
+    """
+
+    def __init__(self, method: Method, options: Options, transport: Transport) -> None:
+        self._method = method
+        self._options = options
+        self._transport = transport
+        self.link: LinkCosts | None = None
+
+    @property
+    def needs_link(self) -> bool:
+        """Whether the choice depends on the link."""
+        return self._options.merge == "auto" and self._transport.has_all_to_all
+
+    def owners(self, units: Sequence[Unit]) -> Owners:
+        """Return the sites that merge each layer, by name of the weight; empty where factors are sent to all sites."""
+        sites = self._transport.world_size
+        if self._options.merge == "all" or sites == 1 or not self._transport.has_all_to_all:
+            return {}
+        layers = self._layers(units)
+        wire = wire_format(self._options.wire_of(GradientPath.LOWRANK))
+        divide = not wire.quantised  # the memory of rounding to int8 is of whole rows
+        owners = assign_owners(layers, sites, divide)
+        if self._options.merge == "owner":
+            return owners
+        if self.link is None:
+            return {}
+        whole = assign_owners(layers, sites, divide=False)
+        to_all, to_owner = predict_seconds(layers, whole, sites, self.link)
+        divided = predict_seconds(layers, owners, sites, self.link)[1]
+        return min((to_all, {}), (to_owner, whole), (divided, owners), key=lambda choice: choice[0])[1]
+
+    def _layers(self, units: Sequence[Unit]) -> list[OwnedLayer]:
+        """Return the layers that can have an owner: those whose gradients are compressed."""
+        found = []
+        for unit in units:
+            if isinstance(unit, FactorUnit) and unit.path == GradientPath.LOWRANK:
+                sends_bias = unit.bias is not None and self._method.traits.sends_bias
+                bias = unit.parameters[unit.bias].numel() if sends_bias and unit.bias is not None else 0
+                rank = min(self._options.largest_rank, *unit.widths)
+                found.append(OwnedLayer(unit.name, *unit.widths, bias, rank, rank if keeps_rows(self._options) else 0))
+        return found
+
+
+def predict_seconds(
+    layers: Sequence[OwnedLayer], owners: Owners, sites: int, link: LinkCosts, itemsize: int = 4
+) -> tuple[float, float]:
+    """Predict the seconds of an exchange of low-rank factors, with all sites and by owners.
+
+    Args:
+        layers: the layers.
+        owners: the sites that merge each layer, by name.
+        sites: number of sites.
+        link: costs of the link.
+        itemsize: bytes of a number.
+
+    Returns:
+        The seconds of each way.
+    """
+    whole = sum(layer.size for layer in layers)
+    formed = sum(layer.rank * layer.out * layer.width for layer in layers)
+    to_all = link.latency + link.gather * itemsize * whole + link.multiply * sites * formed
+    exchanges = busiest_numbers(layers, owners, sites)
+    merged = [0] * sites
+    for layer in layers:
+        owner, rows = owners[layer.name], stacked_rows(layer.rank, sites, layer.kept)
+        products = rows * (layer.rank + layer.kept) * _PASSES
+        merged[owner.rank] += _DECOMPOSITIONS * rows**3 if owner.divided else products * (layer.out + layer.width)
+    travel = len(exchanges) * link.latency + link.gather / (sites - 1) * itemsize * sum(exchanges)
+    return to_all, travel + link.multiply * (formed + max(merged))

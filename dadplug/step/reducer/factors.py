@@ -1,0 +1,588 @@
+"""Handlers of units that send rows: factors, low-rank factors, rows of tables; and those of hierarchical groups.
+
+In a hierarchical group the processes of a node hand their gradients to one of them, which sends for all. A lossy method
+then compresses a node's gradient once, as that of a single site with all the node's rows. The processes share work and
+link: each bucket has another owner among them.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ...exchange.factor_buckets import FactorBucket, FactorPayload, IndexSlot, Slot, finite
+from ...exchange.hierarchy import NodeGather, NodeMessage, NodeMessages
+from ...hooks import Factor
+from ..fused import GradientProduct
+from ..methods import Method, decode, decode_bias, is_product
+from ..methods.base import GradientPath
+from ..units.base import Unit, add_gradient
+from ..units.factor import FactorUnit
+from .handler import BucketHandler, Fault, HandlerContext, StepHeader, register_handler
+
+
+class GatheredHandler(BucketHandler):
+    """Base of handlers that gather rows, and form the agreed gradients of them.
+
+    A subclass says who sends, what a sender puts into its bucket, and what a sender counts for in the mean.
+
+    Args:
+        units: the units that share the bucket.
+        context: what the handlers of a reducer share.
+        senders: ranks of the sites that send.
+    """
+
+    bucket_mb = 0.03  # small, since a slow link should not wait for the next layer
+
+    def __init__(self, units: Sequence[Unit], context: HandlerContext, senders: Sequence[int]) -> None:
+        super().__init__(units, context)
+        self.units: Sequence[FactorUnit] = [_factored(unit) for unit in units]
+        self.senders = list(senders)
+        slots = [self._slot(unit) for unit in self.units]
+        self.bucket = FactorBucket(slots, context.transport, self.dtype, context.wire(units[0]), self.senders)
+        self._present: set[str] = set()
+        self._samples: list[int] = []  # of each sender, as its payload says
+        self._rows: list[list[int]] = []  # that have arrived, by slot and sender
+        self._late: dict[tuple[int, int], FactorPayload] = {}  # of the second round, by slot and sender
+        self._gradients: dict[str, tuple[Tensor, Tensor | None]] = {}
+        self._deferred: dict[str, tuple[list[FactorPayload], list[float]]] = {}  # payloads and weights by unit
+
+    @classmethod
+    def payload_size(cls, unit: Unit, rows: int, method: Method) -> int:
+        return rows * sum(_factored(unit).widths)
+
+    def sent_bytes(self, unit: Unit) -> int:
+        return self.context.transport.copies * self.bucket.slot_bytes(self._slots[unit.name])
+
+    def room(self, unit: Unit) -> int:
+        return self.bucket.room(self._slots[unit.name])
+
+    def _slot(self, unit: FactorUnit) -> Slot:
+        assert unit.form is not None
+        sites, (out, width), wire = len(self.senders), unit.widths, self.context.wire(unit)
+        if unit.form.table_rows:
+            return IndexSlot(out, unit.form.table_rows, wire, sites)
+        return Slot(out, width, self._bias_size(unit), sites, wire)
+
+    def _bias_size(self, unit: FactorUnit) -> int:
+        """Return the number of elements of the bias gradient that is sent beside a unit's rows."""
+        if unit.bias is None or not self.context.method.traits.sends_bias:
+            return 0
+        return unit.parameters[unit.bias].numel()
+
+    def _not_finite(self, unit: FactorUnit) -> FactorPayload:
+        """Return a payload that stands for a gradient with NaN or Inf."""
+        (out, width), bias = unit.widths, self._bias_size(unit)
+        left, right = unit.lead.new_full((1, out), math.nan), unit.lead.new_zeros(1, width)
+        return FactorPayload(left, right, left.new_full((bias,), math.nan) if bias else None)
+
+    def layout(self) -> list[list[int]]:
+        return self.bucket.layout()
+
+    def restore(self, layout: Sequence[Sequence[int]]) -> None:
+        self.bucket.restore(layout)
+
+    # What a subclass decides
+
+    @abstractmethod
+    def _weights(self, samples: Sequence[int]) -> list[float]:
+        """Return the factors of each sender's rows in the mean.
+
+        Args:
+            samples: samples of each sender.
+        """
+
+    def _samples_of(self, headers: Sequence[StepHeader]) -> list[int]:
+        """Return the samples that each sender's rows stand for at the end of the step."""
+        return [header.samples for header in headers]
+
+    def _void(self, headers: Sequence[StepHeader]) -> list[list[bool]]:
+        """Return, by slot and sender, whether what was sent has been discarded since and is to be left out."""
+        return [[header.void[position] for header in headers] for position in self._positions]
+
+    def _wanted(self, headers: Sequence[StepHeader]) -> list[bool]:
+        """Return, by slot, whether there are rows to make a gradient of."""
+        return [any(header.present[position] for header in headers) for position in self._positions]
+
+    # A step
+
+    def post(self) -> None:
+        self.bucket.post()
+
+    def present(self, unit: Unit) -> bool:
+        return unit.name in self._present
+
+    def extra_rows(self, unit: Unit) -> int:
+        return self.bucket.extra_rows[self._slots[unit.name]]
+
+    def receive(self) -> None:
+        with self.timing("wait"):
+            self.bucket.wait()
+        self._samples, payloads = self.bucket.receive()
+        self._rows = [[payload.rows for payload in by_sender] for by_sender in payloads]
+        self._decode(payloads, self._samples)
+
+    def _decode(self, payloads: Sequence[list[FactorPayload]], samples: Sequence[int]) -> None:
+        """Form the gradients of what has arrived, but for units of which there are no rows: these may still come.
+
+        Args:
+            payloads: by slot and sender.
+            samples: samples of each sender.
+        """
+        self._gradients.clear()
+        self._deferred.clear()
+        if any(samples):
+            for unit, by_sender in zip(self.units, payloads, strict=True):
+                if any(payload.rows for payload in by_sender):
+                    with self.timing("decode", unit):
+                        self._decode_unit(unit, by_sender, samples)
+
+    def _decode_unit(self, unit: FactorUnit, payloads: Sequence[FactorPayload], samples: Sequence[int]) -> None:
+        assert unit.form is not None
+        context, traits, device = self.context, self.context.method.traits, unit.lead.device
+        complete = unit.complete([each.to(device, self.dtype) for each in payloads], context.complete_payloads)
+        if complete is None:
+            return
+        if context.transport.observe is not None:
+            context.transport.observe(unit.name, complete)
+        if traits.recomputes_deltas:  # not otherwise: it is as large as the payloads
+            context.complete_payloads[unit.name] = complete
+        weights = self._weights(samples)
+        if context.deferral is not None and context.deferral.has(unit.lead) and is_product(unit.form):
+            self._deferred[unit.name] = complete, weights
+        else:
+            self._gradients[unit.name] = self._formed(unit, complete, weights)
+
+    def _formed(
+        self, unit: FactorUnit, payloads: Sequence[FactorPayload], weights: Sequence[float]
+    ) -> tuple[Tensor, Tensor | None]:
+        assert unit.form is not None
+        exact = self.context.method.traits.exact
+        constants = self.context.decoding
+        return decode(payloads, weights, unit.bias is not None, site_by_site=exact, form=unit.form, constants=constants)
+
+    def _write(self, unit: FactorUnit) -> None:
+        """Write a unit's agreed gradients, or hold that of the weight as a product."""
+        if unit.name not in self._deferred:
+            _add_gradients(unit, *self._gradients[unit.name])
+            return
+        payloads, weights = self._deferred[unit.name]
+        deferral = self.context.deferral
+        if deferral is None or not deferral.agreed or unit.lead.grad is not None:
+            with self.timing("decode", unit):
+                _add_gradients(unit, *self._formed(unit, payloads, weights))
+            return
+        assert unit.form is not None
+        deferral.products[unit.lead] = GradientProduct(payloads, weights, unit.form.transposed, self.context.decoding)
+        if unit.bias is not None:
+            add_gradient(unit.parameters[unit.bias], decode_bias(payloads, weights, unit.form))
+
+    def _decoded(self, unit: FactorUnit) -> bool:
+        return unit.name in self._gradients or unit.name in self._deferred
+
+    def _extra(self, headers: Sequence[StepHeader]) -> list[list[int]]:
+        """Return the rows of the second round, by slot and sender."""
+        return [[headers[rank].extra_rows[position] for rank in self.senders] for position in self._positions]
+
+    def fetch_late(self, headers: Sequence[StepHeader]) -> bool:
+        extra = self._extra(headers)
+        self._late = self.bucket.second_round(extra)
+        return any(map(any, extra))
+
+    def finish(self, headers: Sequence[StepHeader], write: bool, keep: bool) -> None:
+        samples, extra = self._samples_of(headers), self._extra(headers)
+        void = self._void(headers)
+        wanted = [write and want for want in self._wanted(headers)]
+        missing = any(want and not self._decoded(unit) for want, unit in zip(wanted, self.units, strict=True))
+        if any(map(any, extra)) or any(map(any, void)) or missing or samples != self._samples:
+            self._finish_late(extra, void, wanted, samples, write)
+        method = self.context.method
+        for want, unit in zip(wanted, self.units, strict=True):
+            if want:
+                self._write(unit)
+            if keep:
+                method.commit(unit.name)
+            else:
+                method.rollback(unit.name)
+        self._present.clear()
+        self._gradients.clear()
+        self._deferred.clear()
+        self._late.clear()
+        self.bucket.end_step(self._rows)
+
+    def _finish_late(
+        self,
+        extra: Sequence[Sequence[int]],
+        void: Sequence[Sequence[bool]],
+        wanted: Sequence[bool],
+        samples: Sequence[int],
+        write: bool,
+    ) -> None:
+        """Decode what has changed since the bucket was launched: rows in a second round, samples of a late backward.
+
+        Args:
+            extra: by slot and sender, rows of the second round.
+            void: by slot and sender, whether the payload has been discarded.
+            wanted: by slot, whether a gradient is written.
+            samples: samples of each sender at the end of the step.
+            write: whether gradients are written at all.
+        """
+        _, payloads = self.bucket.receive()
+        if write and samples != self._samples:
+            self._decode(payloads, samples)
+        for slot, by_sender in enumerate(void):
+            for sender in [sender for sender, discarded in enumerate(by_sender) if discarded]:
+                payloads[slot][sender] = payloads[slot][sender].without_rows()
+                self._rows[slot][sender] = 0
+        for (slot, sender), payload in self._late.items():
+            if extra[slot][sender]:  # otherwise the sender has left since
+                payloads[slot][sender] = payloads[slot][sender].plus(payload)
+                self._rows[slot][sender] += payload.rows
+        for slot, unit in enumerate(self.units):
+            if wanted[slot] and (any(extra[slot]) or any(void[slot]) or not self._decoded(unit)):
+                self._decode_unit(unit, payloads[slot], samples)
+
+
+class SiteFactorHandler(GatheredHandler):
+    """Base of handlers whose sites each encode their own rows."""
+
+    def _encode(self, unit: FactorUnit) -> FactorPayload | None:
+        """Encode what has arrived; record NaN and Inf, and send NaN for them."""
+        unit.last_rows = unit.rows or unit.last_rows
+        factor = unit.take_unformed()
+        if factor is None:
+            return None
+        self._present.add(unit.name)
+        if not factor.rows and factor.bias is None:  # a batch without rows leaves what a method keeps as it is
+            return None
+        method = self.context.method
+        # One unit in all steps: where the batches of all sites shrink, as in the last step of an epoch, what is kept of
+        # a larger batch would be many times the mean gradient if it counted by samples.
+        method.samples = min(1, self.context.samples())
+        try:
+            if factor.form.encoded:
+                method.check_rank(unit.name, unit.last_rows)
+                payload = method.encode(unit.name, factor, unit.bias is not None)
+                if method.traits.detects_nonfinite and not payload.left.is_cuda:
+                    return payload
+            else:
+                payload = FactorPayload(factor.deltas, factor.activations)
+            if not self.context.checks_finite or payload.finite():
+                return payload
+        except FloatingPointError:
+            pass
+        self.context.faults.record(Fault.DELTAS if finite(factor.inputs) else Fault.ACTIVATIONS, unit)
+        return self._not_finite(unit)
+
+
+@register_handler(GradientPath.FACTORS, GradientPath.LOWRANK, GradientPath.ACTIVATIONS)
+class FactorHandler(SiteFactorHandler):
+    """Gather of rows that each site has encoded itself.
+
+    Args:
+        units: the units that share the bucket.
+        context: what the handlers of a reducer share.
+    """
+
+    def __init__(self, units: Sequence[Unit], context: HandlerContext) -> None:
+        super().__init__(units, context, range(context.transport.world_size))
+
+    def fill(self, unit: Unit) -> None:
+        assert isinstance(unit, FactorUnit)
+        slot = self._slots[unit.name]
+        with self.timing("encode", unit):
+            payload = self._encode(unit)
+            if payload is None:
+                self.bucket.clear(slot)
+            else:
+                self.bucket.fill(slot, payload)
+        self.context.transport.traffic.of(unit.name).bytes += self.sent_bytes(unit)
+        unit.sent_gradient = partial(self._sent_gradient, unit)
+
+    def _sent_gradient(self, unit: FactorUnit, name: str) -> list[Tensor]:
+        """Return what this site has sent of a parameter's gradient, for programs that read it."""
+        payload = self.bucket.own_share(self._slots[unit.name]).to(unit.lead.device, self.dtype)
+        if not unit.widths[0]:
+            raise RuntimeError(
+                f"the gradient of {name!r} is on its way to the other sites, without deltas in mode 'edad': read it "
+                "after reduction.synchronize()"
+            )
+        assert unit.form is not None
+        weight, bias = decode([payload], [1.0], unit.bias is not None, site_by_site=True, form=unit.form)
+        return [weight if name == unit.name or bias is None else bias]
+
+    def launch(self) -> None:
+        self.bucket.launch(self.context.samples())
+
+    def add_late(self) -> None:
+        context = self.context
+        for unit in self.units:
+            unit.before_header()
+            if unit.void:
+                self._drop_sent(unit)
+            payload = self._encode(unit)
+            if payload is not None:
+                self.bucket.add_late(self._slots[unit.name], payload)
+            if unit.dense and context.checks_finite:
+                context.faults.check_gradient(unit)
+
+    def _drop_sent(self, unit: Unit) -> None:
+        """Forget what has been sent of a unit, since its gradient has been discarded."""
+        self.bucket.drop_late(self._slots[unit.name])
+        self._present.discard(unit.name)
+        self.context.method.rollback(unit.name)
+        self.context.faults.drop(unit)
+
+    def _weights(self, samples: Sequence[int]) -> list[float]:
+        total = sum(samples)
+        return [count / total for count in samples]
+
+
+def _factored(unit: Unit) -> FactorUnit:
+    assert isinstance(unit, FactorUnit)
+    return unit
+
+
+def _add_gradients(unit: FactorUnit, weight: Tensor, bias: Tensor | None) -> None:
+    add_gradient(unit.lead, weight)
+    if unit.bias is not None and bias is not None:
+        add_gradient(unit.parameters[unit.bias], bias)
+
+
+class KeptPayloadsHandler(GatheredHandler):
+    """Handler that keeps what it has sent of each unit; a subclass forgets it at the end of the step.
+
+    What changes after it was sent is summed over sites as gradients.
+
+    Args:
+        units: the units that share the bucket.
+        context: what the handlers of a reducer share.
+        senders: ranks of the sites that send.
+    """
+
+    resends_as_gradients = True  # a sum contains what has been discarded
+
+    def __init__(self, units: Sequence[Unit], context: HandlerContext, senders: Sequence[int]) -> None:
+        super().__init__(units, context, senders)
+        self._own: list[FactorPayload | None] = [None] * len(self.units)
+        self._weighted_by = 0  # samples when the payloads were weighted
+        self._missing_share = 0.0  # of this site's gradients, what its weight at that time has left out
+
+    def _sent_gradient(self, unit: FactorUnit, name: str) -> list[Tensor]:
+        """Return what this site has sent of a parameter's gradient, for programs that read it."""
+        sent = self._own[self._slots[unit.name]]
+        if sent is None:
+            return []
+        return [sent.left.T @ sent.right] if name == unit.name or sent.bias is None else [sent.bias]
+
+    def add_late(self) -> None:
+        """Make dense gradients of what came after the payloads were sent, or counts for more than it did then."""
+        context, samples = self.context, self.context.samples()
+        self._missing_share = 0.0 if samples in (0, self._weighted_by) else 1 - self._weighted_by / samples
+        for slot, unit in enumerate(self.units):
+            if unit.void:
+                self._own[slot] = None
+                self._present.discard(unit.name)
+                self._withdraw(unit)
+            if unit.rows:
+                unit.form_gradients()
+                unit.dense = True
+            if self._missing_share and self._own[slot] is not None:
+                self._add_own(unit, self._missing_share)
+                unit.dense = True
+            if unit.dense and context.checks_finite:
+                context.faults.check_gradient(unit)
+
+    def _wanted(self, headers: Sequence[StepHeader]) -> list[bool]:
+        return [
+            any(header.present[position] for header in headers) and not any(header.void[position] for header in headers)
+            for position in self._positions
+        ]
+
+    def _withdraw(self, unit: FactorUnit) -> None:
+        """Undo what else has been done for a discarded gradient."""
+
+    def add_sent(self, unit: Unit) -> None:
+        assert isinstance(unit, FactorUnit)
+        self._add_own(unit, 1 - self._missing_share)
+
+    def _add_own(self, unit: FactorUnit, scale: float) -> None:
+        """Add to ``.grad`` what this site has sent of a unit, times a scale."""
+        sent = self._own[self._slots[unit.name]]
+        if sent is None:
+            return
+        add_gradient(unit.lead, scale * (sent.left.T @ sent.right))
+        if unit.bias is not None and sent.bias is not None:
+            add_gradient(unit.parameters[unit.bias], scale * sent.bias)
+
+
+@register_handler(GradientPath.LOWRANK, variant="nodes")
+class NodeFactorHandler(KeptPayloadsHandler):
+    """Gather of rows inside a node, compression of what they make, and gather of that between nodes.
+
+    Rows are weighted before they are put together, by samples over the reference: the samples of all sites are not
+    known yet.
+
+    Args:
+        units: the units that share the bucket.
+        context: what the handlers of a reducer share.
+    """
+
+    def __init__(self, units: Sequence[Unit], context: HandlerContext) -> None:
+        transport = context.transport
+        assert isinstance(transport, NodeMessages)
+        self._nodes = transport.nodes
+        owner = next(context.rotation) % self._nodes.owners
+        super().__init__(units, context, [ranks[owner] for ranks in self._nodes.members])
+        values = partial(_number_of_values, [(*unit.shape, self._bias_size(unit)) for unit in self.units])
+        self._node_gather = NodeGather(transport, owner, 2 + 2 * len(units), self.dtype, values)
+        self._finite = True
+
+    @property
+    def ready(self) -> bool:
+        return not self.missing and self._node_gather.over
+
+    def fill(self, unit: Unit) -> None:
+        assert isinstance(unit, FactorUnit)
+        if self.missing == len(self.units):
+            self._node_gather.post()
+            self._weighted_by, self._finite = self.context.samples(), True
+        with self.timing("encode", unit):
+            self._own[self._slots[unit.name]] = self._take(unit)
+        self.context.transport.traffic.of(unit.name).bytes += self.sent_bytes(unit)
+        unit.sent_gradient = partial(self._sent_gradient, unit)
+
+    def _take(self, unit: FactorUnit) -> FactorPayload | None:
+        """Return what has arrived as rows, no more of them than the gradient's smaller side has."""
+        factor = unit.take()
+        if factor is None:
+            return None
+        self._present.add(unit.name)
+        bias = factor.bias_gradient() if self._bias_size(unit) else None
+        if not (finite(factor.deltas) and finite(factor.activations)):
+            self._finite = False
+            self.context.faults.record(Fault.DELTAS if finite(factor.inputs) else Fault.ACTIVATIONS, unit)
+        if factor.rows > min(unit.shape):
+            factor = Factor.formed(factor.gradient())
+        return FactorPayload(factor.deltas, factor.activations, bias)
+
+    def on_filled(self) -> None:
+        """Hand this process's rows to the owner."""
+        if self._node_gather.is_owner:
+            return
+        weight = self._weighted_by / self.context.reference
+        integers, parts = [self._weighted_by, int(self._finite)], []
+        for payload in self._own:
+            if payload is None:
+                integers += [-1, 0]
+                continue
+            integers += [payload.rows, int(payload.bias is not None)]
+            parts += [(payload.left * weight).reshape(-1), payload.right.reshape(-1)]
+            if payload.bias is not None:
+                parts.append(payload.bias * weight)
+        empty = self.units[0].lead.new_empty(0)
+        values = torch.cat([empty, *parts]).to("cpu", self.dtype)
+        self._node_gather.send(integers, values)
+
+    def launch(self) -> None:
+        samples = 0
+        if self._node_gather.is_owner:
+            collected = self._node_gather.wait()
+            samples = self._weighted_by + sum(integers[0] for integers, _ in collected)
+            # Rows are weighted by the node's samples, by which what is kept of another step has to be weighted, too.
+            self.context.method.samples = self.context.reference / samples if samples else 0
+            self._merge(collected)
+        self.bucket.launch(samples)
+
+    def _merge(self, collected: Sequence[NodeMessage]) -> None:
+        """Put the compressed rows of all processes of the node into the bucket.
+
+        Args:
+            collected: messages of the other processes.
+        """
+        all_finite = self._finite and all(integers[1] for integers, _ in collected)
+        starts = [0] * len(collected)
+        for slot, unit in enumerate(self.units):
+            with self.timing("encode", unit):
+                payloads = self._weighted_own(slot)
+                for place, (integers, values) in enumerate(collected):
+                    rows, with_bias = integers[2 + 2 * slot : 4 + 2 * slot]
+                    if rows >= 0:
+                        payload, starts[place] = self._cut(unit, values, starts[place], rows, bool(with_bias))
+                        payloads.append(payload)
+                if not payloads:
+                    self.bucket.clear(slot)
+                    continue
+                whole = payloads[0]
+                for payload in payloads[1:]:
+                    whole = whole.plus(payload)
+                self.bucket.fill(slot, self._compress(unit, whole, all_finite))
+
+    def _weighted_own(self, slot: int) -> list[FactorPayload]:
+        """Return this process's rows of a unit, weighted; an empty list where there are none."""
+        own, weight = self._own[slot], self._weighted_by / self.context.reference
+        if own is None:
+            return []
+        return [FactorPayload(own.left * weight, own.right, None if own.bias is None else own.bias * weight)]
+
+    def _cut(
+        self, unit: FactorUnit, values: Tensor, start: int, rows: int, with_bias: bool
+    ) -> tuple[FactorPayload, int]:
+        """Return the rows of a unit in a message, and where those of the next unit start."""
+        (out, width), bias = unit.shape, self._bias_size(unit) if with_bias else 0
+        end = start + rows * (out + width) + bias
+        left, right, rest = values[start:end].split([rows * out, rows * width, bias])
+        payload = FactorPayload(left.view(rows, out), right.view(rows, width), rest if with_bias else None)
+        return payload.to(unit.lead.device, self.dtype), end
+
+    def _compress(self, unit: FactorUnit, whole: FactorPayload, all_finite: bool) -> FactorPayload:
+        factor = Factor(whole.right, whole.left, bias=whole.bias)
+        self.context.method.check_rank(unit.name, factor.rows)
+        try:
+            return self.context.method.encode(unit.name, factor, bool(self._bias_size(unit)))
+        except FloatingPointError:
+            if all_finite:
+                self.context.faults.record(Fault.DELTAS, unit)
+            return self._not_finite(unit)
+
+    def receive(self) -> None:
+        super().receive()
+        if not self._node_gather.is_owner:
+            self._node_gather.wait()
+
+    def finish(self, headers: Sequence[StepHeader], write: bool, keep: bool) -> None:
+        for unit, position in zip(self.units, self._positions, strict=True):
+            if any(header.void[position] for header in headers):
+                self.context.method.rollback(unit.name)
+        super().finish(headers, write, keep)
+        self._own = [None] * len(self.units)
+
+    def _weights(self, samples: Sequence[int]) -> list[float]:
+        return [self.context.reference / sum(samples)] * len(samples)
+
+    def _samples_of(self, headers: Sequence[StepHeader]) -> list[int]:
+        return [sum(headers[rank].samples for rank in ranks) for ranks in self._nodes.members]
+
+    def _void(self, headers: Sequence[StepHeader]) -> list[list[bool]]:
+        """Return that nothing is left out by itself: a gradient that is void anywhere is sent anew by all."""
+        return [[False] * len(self.senders) for _ in self.units]
+
+
+def _number_of_values(units: Sequence[tuple[int, int, int]], integers: Sequence[int]) -> int | None:
+    """Return the number of values of a process's message to the owner, or None for integers that no message has.
+
+    Args:
+        units: height and width of each unit's gradient, and number of elements of its bias gradient.
+        integers: samples, whether all is finite, and for each unit the rows, -1 for none, and whether it has a bias.
+    """
+    total = 0
+    for (out, width, bias), rows, with_bias in zip(units, integers[2::2], integers[3::2], strict=True):
+        if not -1 <= rows <= min(out, width) or with_bias not in (0, 1):
+            return None
+        total += max(0, rows) * (out + width) + bias * with_bias
+    return total

@@ -1,0 +1,665 @@
+"""Bucket handlers: a bucket and the units that share it, from the arrival of their gradients to the agreed ones.
+
+A step header has the information about a step that a site sends to all others, so that they can interpret its payloads.
+Faults, NaN or Inf in gradients and chains whose deltas cannot be recomputed, are reported in it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ...errors import MismatchError, NonFiniteError
+from ...exchange import Gather, PeerNames, Traffic, Transport
+from ...exchange.factor_buckets import FactorPayload, finite
+from ...exchange.fields import COUNT, NUMBER, check_all, check_fields, invalid
+from ...exchange.wire import WireFormat, wire_format
+from ...options import Options
+from ...privacy.secure_sum import SecureSum
+from ...support.logs import get_logger
+from ...support.registry import Registry
+from ...support.schedules import Decoding
+from ..fused import Deferral
+from ..methods import Method
+from ..methods.base import GradientPath
+from ..units.base import Unit
+from .owners import Owners, Ownership
+
+
+class Fault(IntEnum):
+    """Kind of a fault, as it is sent in a step header."""
+
+    NONE = 0
+    ACTIVATIONS = 1
+    """NaN or Inf in the activations of a layer."""
+    DELTAS = 2
+    """NaN or Inf in the deltas of a layer."""
+    GRADIENT = 3
+    """NaN or Inf in a gradient that autograd has formed."""
+    CHAIN_BROKEN = 4
+    """Deltas that the other sites cannot recompute."""
+    ATTACHED = 5
+    """NaN or Inf in a gradient that the reduction does not send."""
+    MERGED = 6
+    """NaN or Inf in the merged gradient of finite ones; never sent, since all sites find it."""
+
+
+class FaultLog:
+    """Faults of this site in the present step.
+
+    Attributes:
+        entries: kind and name of the unit, in the order in which they were found.
+    """
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[Fault, str]] = []
+
+    def record(self, fault: Fault, unit: Unit) -> None:
+        """Record a fault of a unit."""
+        self.entries.append((fault, unit.name))
+
+    def check_gradient(self, unit: Unit) -> None:
+        """Record a fault if ``.grad`` of a unit's leading parameter holds NaN or Inf."""
+        gradient = unit.lead.grad
+        if gradient is not None and not finite(gradient):
+            self.record(Fault.GRADIENT, unit)
+
+    def drop(self, unit: Unit) -> None:
+        """Drop the faults of a unit, whose gradient has been discarded."""
+        self.entries = [entry for entry in self.entries if entry[1] != unit.name]
+
+    def clear(self) -> None:
+        """Forget the step."""
+        self.entries.clear()
+
+    @property
+    def first(self) -> tuple[Fault, str]:
+        """The fault to report: that which comes first in the forward pass, if it is one of activations.
+
+        Backward reaches the layers in the reverse order. Without a fault of activations, the first that backward
+        reached.
+        """
+        activations = [entry for entry in self.entries if entry[0] == Fault.ACTIVATIONS]
+        return activations[-1] if activations else self.entries[0]
+
+
+_log = get_logger(__name__)
+_HEAD = 12  # integers before those of the units
+_PRESENT, _DENSE, _VOID = 1, 2, 4  # bits of a unit's flags
+_RANGES = {
+    "step": (0, NUMBER),
+    "version": (0, COUNT),
+    "samples": (0, COUNT),
+    "stop": (0, 1),
+    "fault": (0, Fault.ATTACHED),  # others are not sent
+    "culprit": (0, COUNT),
+    "finite": (0, 1),
+    "noise_every": (0, COUNT),
+    "deferred": (0, NUMBER),
+    "settings": (0, NUMBER),
+    "digest": (0, NUMBER),
+    "batch": (0, COUNT),
+}
+_MOST_SAMPLES = 64
+"""How many times what a site of this run has stated for a step a site may weigh in a later one."""
+
+
+@dataclass
+class StepHeader:
+    """Header of one site for one step.
+
+    Attributes:
+        step: number of the step.
+        version: version of the plan, which changes when parameters are frozen or freed.
+        samples: the site's weight in the mean.
+        stop: whether the site asks all to stop after this step.
+        fault: kind of the fault to report; `Fault.NONE` for none.
+        culprit: index of the unit at fault; for `Fault.ATTACHED`, of the attached parameter.
+        finite: whether no gradient of the site holds NaN or Inf, as far as that has been checked.
+        noise_every: number of steps after which the site asks all to estimate the noise of the gradient; 0 for never.
+        deferred: digest of the weights whose gradients the site would not form, see `fused.Deferral`; 0 for none.
+        settings: digest of the optimizers' settings in the last step; 0 for none.
+        digest: of the first batch, or of the weights, see `dadplug.step.model_sync.sameness`; 0 for none.
+        batch: samples of the site in the step; 0 where they are not known.
+        present: by unit, whether the site has a gradient for it.
+        dense: by unit, whether the site has a gradient for it that its bucket does not carry; with a handler that can
+            repeat its exchange, whether the unit's payload is void, since its gradient has changed.
+        void: by unit, whether the rows that its bucket carries have been discarded since.
+        extra_rows: by unit, rows that its bucket had no room for, or that came late; 0 for a dense unit.
+    """
+
+    step: int
+    version: int
+    samples: int
+    stop: bool = False
+    fault: Fault = Fault.NONE
+    culprit: int = 0
+    finite: bool = True
+    noise_every: int = 0
+    deferred: int = 0
+    settings: int = 0
+    digest: int = 0
+    batch: int = 0
+    present: list[bool] = field(default_factory=list)
+    dense: list[bool] = field(default_factory=list)
+    void: list[bool] = field(default_factory=list)
+    extra_rows: list[int] = field(default_factory=list)
+
+    @classmethod
+    def idle(cls, step: int, version: int, units: int, void: bool = False) -> StepHeader:
+        """Return the header of a site that contributes nothing to a step.
+
+        Args:
+            step: number of the step.
+            version: version of the plan.
+            units: number of units.
+            void: whether the site has sent payloads before it left.
+        """
+        none = [False] * units
+        return cls(step, version, 0, present=none, dense=none, void=[void] * units, extra_rows=[0] * units)
+
+    def pack(self) -> list[int]:
+        """Return the header as integers: 12 of the step, then flags and rows of the units."""
+        flags = [
+            _PRESENT * present + _DENSE * dense + _VOID * void
+            for present, dense, void in zip(self.present, self.dense, self.void, strict=True)
+        ]
+        head = [self.step, self.version, self.samples, self.stop, self.fault, self.culprit, self.finite]
+        further = [self.noise_every, self.deferred, self.settings, self.digest, self.batch]
+        return [*map(int, head), *further, *flags, *self.extra_rows]
+
+    @classmethod
+    def unpack(cls, integers: Sequence[int], sender: str = "this site", attached: int = 0) -> StepHeader:
+        """Return the header that `pack` has made integers of.
+
+        Args:
+            integers: the integers.
+            sender: the site that has sent them.
+            attached: number of attached parameters.
+
+        Raises:
+            MismatchError: if they are none.
+        """
+        units = (len(integers) - _HEAD) // 2
+        flags, extra = integers[_HEAD : _HEAD + units], list(integers[_HEAD + units :])
+        check_fields("step header", sender, dict(zip(_RANGES, integers, strict=False)), _RANGES)
+        places = attached if integers[4] == Fault.ATTACHED else units
+        if integers[4] and integers[5] >= places:
+            raise invalid("step header", sender, f"culprit is {integers[5]} of {places}")
+        check_all("step header", sender, (min(flags, default=0), max(flags, default=0)), 0, _PRESENT | _DENSE | _VOID)
+        check_all("step header", sender, (min(extra, default=0), max(extra, default=0)), 0, COUNT)
+        present, dense, void = ([bool(flag & bit) for flag in flags] for bit in (_PRESENT, _DENSE, _VOID))
+        step, version, samples, stop, fault, culprit, finite, noise, *digests = integers[:_HEAD]
+        head = step, version, samples, bool(stop), Fault(fault), culprit, bool(finite), noise
+        deferred, settings, digest, batch = digests
+        return cls(*head, deferred, settings, digest, batch, present, dense, void, extra)
+
+
+class HeaderExchange:
+    """Exchange of step headers between all sites.
+
+    Args:
+        units: number of units.
+        transport: the transport.
+        reference: samples of all sites in a step, about, as they have stated at the start.
+    """
+
+    def __init__(self, units: int, transport: Transport, reference: int) -> None:
+        self._transport = transport
+        self._units = units
+        self._reference = reference
+        self._left_out: set[int] = set()  # of which the user has been told
+        size = _HEAD + 2 * units
+        self._gather: Gather = transport.gather([size] * transport.world_size, torch.int64)
+
+    def post(self) -> None:
+        """Prepare to receive."""
+        self._gather.post()
+
+    def send(self, header: StepHeader) -> None:
+        """Send this site's header."""
+        self._gather.payload.copy_(torch.tensor(header.pack(), dtype=torch.int64))
+        self._gather.launch()
+
+    def receive(self, attached: int = 0, counts: bool = True) -> list[StepHeader]:
+        """Wait for the headers of all sites.
+
+        Where sites may be absent, one whose header is invalid has no part in the step, as all sites find.
+
+        Args:
+            attached: number of attached parameters.
+            counts: whether samples are counted; otherwise a site has 0 or 1.
+
+        Returns:
+            The headers, by rank; those of absent sites are the ones of idle sites.
+
+        Raises:
+            MismatchError: if a header is invalid, or the sites are not at the same step of the same plan.
+        """
+        sites, transport = self._transport.sites, self._transport
+        headers: dict[int, StepHeader] = {}
+        for rank, integers in enumerate(self._gather.wait()):
+            if rank not in transport.absent:
+                try:
+                    headers[rank] = StepHeader.unpack(integers.tolist(), sites[rank], attached)
+                except MismatchError as error:
+                    self._leave_out(rank, error)
+        for rank in [*headers]:
+            others = max((header.samples for other, header in headers.items() if other != rank), default=0)
+            most = _MOST_SAMPLES * max(self._reference, others) if counts else 1
+            if others and headers[rank].samples > most:
+                why = f"samples is {headers.pop(rank).samples}, where 0 to {most} is possible in this run"
+                self._leave_out(rank, invalid("step header", sites[rank], why))
+        if not headers:
+            raise MismatchError("no site has sent a valid step header")
+        lowest, first = next(iter(headers.items()))
+        for rank, other in headers.items():
+            if other.step != first.step:
+                raise MismatchError(
+                    f"{sites[lowest]} is at step {first.step} and {sites[rank]} at step {other.step}: every site must "
+                    "call synchronize() equally often; a site that has run out of data calls idle()"
+                )
+            if other.version != first.version:
+                raise MismatchError(
+                    f"in step {other.step}, {sites[rank]} trains other parameters than {sites[lowest]}: freeze and "
+                    "free parameters on all sites in the same step"
+                )
+        idle = StepHeader.idle(first.step, first.version, self._units)
+        return [headers.get(rank, idle) for rank in range(self._transport.world_size)]
+
+    def _leave_out(self, rank: int, error: MismatchError) -> None:
+        """Continue without a site whose header is invalid, where that is possible."""
+        if not self._transport.elastic:
+            raise error
+        self._transport.absent |= {rank}
+        if rank not in self._left_out:
+            self._left_out.add(rank)
+            _log.warning("%s has no part in the steps in which it does so: %s", self._transport.sites[rank], error)
+
+
+_MESSAGES = {
+    Fault.ACTIVATIONS: "the input of the layer of {!r}, the first in the forward pass: look at the data, or at a layer "
+    "before it that has no factors",
+    Fault.DELTAS: "the loss's gradient at the output of the layer of {!r}, the first that backward reached: the loss "
+    "itself is probably not finite",
+    Fault.GRADIENT: "the gradient of {!r}, the first that backward reached",
+    Fault.ATTACHED: "the gradient of rows of {!r}",
+}
+
+
+def raise_fault(
+    headers: Sequence[StepHeader], units: Sequence[str], sites: PeerNames, others: Sequence[str] = ()
+) -> None:
+    """Raise the error that a step header reports, the same on every site.
+
+    Args:
+        headers: the headers of all sites, by rank.
+        units: names of the units.
+        sites: the sites by name.
+        others: names of attached parameters, which no unit sends.
+
+    Raises:
+        NonFiniteError: if some site's gradients hold NaN or Inf.
+        RuntimeError: if a layer's deltas cannot be recomputed.
+    """
+    for rank, header in enumerate(headers):
+        if not header.fault:
+            continue
+        name = (others if header.fault == Fault.ATTACHED else units)[header.culprit]
+        if header.fault == Fault.CHAIN_BROKEN:
+            raise RuntimeError(
+                f"step {header.step}: mode 'edad' cannot recompute the gradient of {name!r} of {sites[rank]}: the "
+                "layer behind it had its weight changed, or its gradient alone cleared, between backward() and "
+                "synchronize(). Use mode='dad'. No gradient has been changed by this step"
+            )
+        if header.fault == Fault.MERGED:
+            raise NonFiniteError(
+                f"step {header.step}: the gradients of all sites are finite, but merging those of {name!r} leaves the "
+                "range of its type. No parameter has been changed by this step. Scale the loss, or pass merge='all'"
+            )
+        raise NonFiniteError(
+            f"step {header.step}: NaN or Inf at {sites[rank]}, in {_MESSAGES[header.fault].format(name)}. No parameter "
+            "has been changed by this step. (Under a GradScaler this is normal: pass check_finite=False.)"
+        )
+
+
+@dataclass
+class HandlerContext:
+    """Common state of the handlers of a reducer.
+
+    Attributes:
+        transport: the transport.
+        method: the method.
+        options: the options.
+        samples: returns the samples that this site's gradients stand for so far in the step.
+        reference: samples of all sites in a step, about: sums are of gradients times samples over this number, which
+            keeps them near the size of a gradient while the samples of the other sites are not known.
+        positions: position of each unit in the step headers, by its name.
+        owners: the sites that merge each unit that has an owner, by its name.
+        faults: the faults of this site in the step.
+        complete_payloads: payloads that have arrived in this step, with what the sites did not send, by name of the
+            unit and rank; kept where methods recompute deltas from them.
+        rotation: numbers by which handlers distribute work over the processes of a node, in the order in which the
+            handlers are built.
+        deferral: which weights' gradients may stay products in the step; None for those of none.
+        secure_sum: the secure sum of the sites, where gradients are summed under masks.
+        decoding: sizes of the blocks in which gradients are formed, the same at all sites.
+        checks_finite: whether gradients are checked for NaN and Inf, since these are an error or would damage state.
+    """
+
+    transport: Transport
+    method: Method
+    options: Options
+    samples: Callable[[], int]
+    reference: int
+    positions: Mapping[str, int]
+    owners: Owners = field(default_factory=dict)
+    decoding: Decoding = field(default_factory=Decoding)
+    faults: FaultLog = field(default_factory=FaultLog)
+    complete_payloads: dict[str, list[FactorPayload]] = field(default_factory=dict)
+    rotation: Iterator[int] = field(default_factory=itertools.count)
+    deferral: Deferral | None = None
+    secure_sum: SecureSum | None = None
+    checks_finite: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        keeps_rest = wire_format(self.options.wire_of(GradientPath.LOWRANK)).quantised
+        self.checks_finite = self.options.check_finite or self.method.traits.keeps_state or keeps_rest
+
+    def wire(self, unit: Unit) -> WireFormat:
+        """Return the format in which a unit's gradients are sent."""
+        return wire_format(self.options.wire_of(unit.path), unit.lead.dtype)
+
+
+class Timing:
+    """Context manager that counts time on the meter, for one unit or in equal parts for several.
+
+    Args:
+        traffic: the meter.
+        kind: ``"encode"``, ``"decode"`` or ``"wait"``.
+        units: the units.
+    """
+
+    __slots__ = ("_kind", "_record", "_start", "_traffic", "_units")
+
+    def __init__(self, traffic: Traffic, kind: str, units: Sequence[Unit]) -> None:
+        self._traffic = traffic
+        self._kind = kind
+        self._units = units
+        self._record: torch.profiler.record_function | None = None
+
+    def __enter__(self) -> None:
+        if torch.autograd._profiler_enabled():
+            self._record = torch.profiler.record_function(f"dadplug {self._kind} {self._units[0].name}")
+            self._record.__enter__()
+        self._start = time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        seconds = time.perf_counter() - self._start
+        if self._record is not None:
+            self._record.__exit__(*error)
+        for unit in self._units:
+            self._traffic.of(unit.name).add(self._kind, seconds / len(self._units))
+
+
+class BucketHandler(ABC):
+    """A bucket and the units that fill it; one subclass for each path that a gradient can take.
+
+    In each step the reducer calls `fill` for each unit, `launch` once the handler is `ready`, and after backward, for
+    all handlers, `add_late`, `receive`, `proceed`, perhaps `repeat`, `fetch_late`, and `finish`.
+
+    Args:
+        units: the units that share the bucket, in the order in which backward is expected to reach them.
+        context: what the handlers of a reducer share.
+
+    Attributes:
+        units: the units.
+        missing: number of units that have not been filled in this step; the reducer counts it down.
+    """
+
+    bucket_mb: ClassVar[float] = 4.0
+    """Payload at which a bucket is full by default, in MB."""
+    repeats: ClassVar[bool] = False
+    """Whether `repeat` can exchange anew what is void in a payload that has been sent."""
+    rounds: ClassVar[int] = 0
+    """Number of calls of `proceed` in a step."""
+    resends_as_gradients: ClassVar[bool] = False
+    """Whether all sites send a unit's gradient as it is once one of them has discarded the rows that it sent; what
+    `add_sent` of the other sites adds to ``.grad`` is part of it then."""
+
+    def __init__(self, units: Sequence[Unit], context: HandlerContext) -> None:
+        self.units: Sequence[Unit] = list(units)
+        self.context = context
+        self.dtype = units[0].lead.dtype
+        self.missing = len(self.units)
+        self._slots = {unit.name: slot for slot, unit in enumerate(units)}
+        self._positions = [context.positions[unit.name] for unit in units]
+
+    # Payload sizes
+
+    @classmethod
+    def full_at(cls, transport: Transport) -> float:
+        """Return the payload, in MB, at which a bucket is full by default."""
+        return cls.bucket_mb
+
+    @classmethod
+    def payload_size(cls, unit: Unit, rows: int, method: Method) -> int:
+        """Return about how many elements of a unit are sent.
+
+        Args:
+            unit: the unit.
+            rows: rows that it is expected to send, where it sends rows.
+            method: the method.
+        """
+        return unit.lead.numel()
+
+    @classmethod
+    def payload_bytes(
+        cls, unit: Unit, method: Method, wire: WireFormat, transport: Transport, gathered: bool = True
+    ) -> int:
+        """Return how many bytes a site hands to the transport for a unit in a step.
+
+        Args:
+            unit: the unit.
+            method: the method.
+            wire: format of the payload.
+            transport: the transport.
+            gathered: whether payloads are gathered, and not summed on their way.
+        """
+        rate = transport.copies if gathered else transport.ring
+        return int(rate * cls.payload_size(unit, 1, method) * wire.itemsize)
+
+    @abstractmethod
+    def sent_bytes(self, unit: Unit) -> int:
+        """Return how many bytes this site hands to the transport for a unit in a step."""
+
+    def room(self, unit: Unit) -> int:
+        """Return how many rows of a unit this site sends in a step; 0 for units without rows."""
+        return 0
+
+    # A step
+
+    @property
+    def ready(self) -> bool:
+        """Whether the bucket can be launched."""
+        return not self.missing
+
+    def post(self) -> None:  # noqa: B027  (not all receive in the background)
+        """Prepare to receive."""
+
+    @abstractmethod
+    def fill(self, unit: Unit) -> None:
+        """Put a unit's gradient, or its absence, into the bucket."""
+
+    def on_filled(self) -> None:  # noqa: B027  (most wait for the launch)
+        """Called when all units have been filled."""
+
+    @abstractmethod
+    def launch(self) -> None:
+        """Send the bucket."""
+
+    @abstractmethod
+    def add_late(self) -> None:
+        """Account for gradients that have arrived, changed or gone after their unit had been filled."""
+
+    @abstractmethod
+    def present(self, unit: Unit) -> bool:
+        """Return whether this site has a gradient for a unit."""
+
+    def extra_rows(self, unit: Unit) -> int:
+        """Return how many of this site's rows of a unit are sent in a second round."""
+        return 0
+
+    @abstractmethod
+    def receive(self) -> None:
+        """Wait for the bucket."""
+
+    def proceed(self, number: int) -> None:  # noqa: B027  (most have a single exchange)
+        """Launch the next exchange, once the last one is over; all sites call it `rounds` times after `receive`.
+
+        Args:
+            number: number of the call in the step, from 0.
+        """
+
+    def fetch_late(self, headers: Sequence[StepHeader]) -> bool:
+        """Exchange what had no room in the bucket, or came too late for it; return whether there was any.
+
+        All sites call it, between `receive` and `finish`.
+
+        Args:
+            headers: the headers of all sites, by rank.
+        """
+        return False
+
+    def repeat(self) -> None:
+        """Exchange the present gradients, with the present samples, in place of those that have been sent.
+
+        All sites call it, between `receive` and `finish`, if a site's header marks one of the handler's units as
+        ``dense``. Only for handlers with `repeats`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot repeat its exchange")
+
+    def add_sent(self, unit: Unit) -> None:
+        """Add to ``.grad`` what this site has sent of a unit, unless it has been discarded.
+
+        Only for handlers with `resends_as_gradients`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot form gradients of what has been sent")
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether the sum of the first round does not count, so that all sites exchange again; the same at all sites.
+
+        The reducer asks for it once, when the round has been closed. Only for handlers with `repeats`.
+        """
+        return False
+
+    def spoilt(self, headers: Sequence[StepHeader]) -> list[str]:
+        """Return the names of units whose agreed gradients hold NaN or Inf although those of the sites are finite.
+
+        All sites return the same, and call it before any gradient is written.
+
+        Args:
+            headers: the headers of all sites, by rank.
+        """
+        return []
+
+    @abstractmethod
+    def finish(self, headers: Sequence[StepHeader], write: bool, keep: bool) -> None:
+        """Write the agreed gradients, or drop them.
+
+        Args:
+            headers: the headers of all sites, by rank.
+            write: whether gradients are written.
+            keep: whether the step counts for state such as error memory; otherwise that is left as it was before the
+                step. The same on all sites.
+        """
+
+    # State between steps
+
+    def layout(self) -> list[list[int]]:
+        """Return the room in the bucket, by slot, where it follows from earlier steps; the same at all sites."""
+        return []
+
+    def restore(self, layout: Sequence[Sequence[int]]) -> None:  # noqa: B027  (most have none)
+        """Restore what `layout` returned at another site.
+
+        Raises:
+            MismatchError: if it does not fit.
+        """
+
+    def share_state(self) -> None:  # noqa: B027  (most have none)
+        """Replace state that has to be the same everywhere by that of rank 0; all sites must call it."""
+
+    def rounding(self) -> dict[str, Tensor]:
+        """Return the rounding errors that the next step adds, by name of the unit."""
+        return {}
+
+    def timing(self, kind: str, unit: Unit | None = None) -> Timing:
+        """Return a context manager that counts the time inside on the meter, and names it in a profile.
+
+        Args:
+            kind: ``"encode"``, ``"decode"`` or ``"wait"``.
+            unit: the unit that the time is spent for; None for all units of the handler.
+        """
+        return Timing(self.context.transport.traffic, kind, self.units if unit is None else (unit,))
+
+
+def write_gradient(parameter: torch.nn.Parameter, flat: Tensor, scale: float) -> None:
+    """Replace ``.grad`` by a flat tensor times a scale."""
+    if parameter.grad is None or parameter.grad.is_sparse:
+        parameter.grad = torch.empty_like(parameter)
+    parameter.grad.copy_(flat.view(parameter.shape))
+    if scale != 1.0:
+        parameter.grad.mul_(scale)
+
+
+def gradient_room(parameter: torch.nn.Parameter, shape: tuple[int, ...]) -> Tensor:
+    """Return ``.grad`` in another shape, to be overwritten in place, so that no second gradient takes memory."""
+    gradient = parameter.grad
+    if gradient is None or gradient.is_sparse or gradient.requires_grad or not gradient.is_contiguous():
+        gradient = parameter.grad = torch.empty_like(parameter, memory_format=torch.contiguous_format)
+    return gradient.detach().view(shape)
+
+
+_HANDLERS: Registry[tuple[str, str], type[BucketHandler]] = Registry("handler")
+"""Handlers by path and variant."""
+
+
+def register_handler(*paths: str, variant: str = "") -> Callable[[type[BucketHandler]], type[BucketHandler]]:
+    """Register the handler of units that take one of these paths; a class decorator.
+
+    Args:
+        paths: the paths.
+        variant: ``"nodes"`` for hierarchical groups, where the processes of a node send as one site; ``"owner"`` for
+            units that have an owner, ``"divided"`` for those that are divided among the sites; empty for all others.
+    """
+
+    def decorate(handler: type[BucketHandler]) -> type[BucketHandler]:
+        for path in paths:
+            _HANDLERS.register((path, variant))(handler)
+        return handler
+
+    return decorate
+
+
+def handler_type(path: str, transport: Transport, owner: Ownership | None = None) -> type[BucketHandler]:
+    """Return the handler that is registered for a path.
+
+    Args:
+        path: the path.
+        transport: the transport.
+        owner: the sites that merge the unit; None for units without an owner.
+    """
+    if owner is not None:
+        return _HANDLERS[path, "divided" if owner.divided else "owner"]
+    variant = "" if transport.nodes is None else "nodes"
+    return _HANDLERS[(path, variant) if (path, variant) in _HANDLERS else (path, "")]

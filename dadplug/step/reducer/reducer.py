@@ -1,0 +1,472 @@
+"""Reducer: one step's exchange, in buckets that fill during backward and leave in one fixed order on all sites."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ...errors import MismatchError
+from ...exchange import Transport
+from ...exchange.summed_buckets import AllReducedBucket
+from ...exchange.wire import WireFormat
+from ...options import Options
+from ...privacy.secure_sum import SecureSum
+from ...support.schedules import Decoding
+from ..fused import Deferral, compare_digests
+from ..methods import Method
+from ..methods.feedback import ErrorFeedback
+from ..units.base import Unit
+from ..units.factor import FactorUnit
+from .handler import (
+    BucketHandler,
+    Fault,
+    HandlerContext,
+    HeaderExchange,
+    StepHeader,
+    handler_type,
+    raise_fault,
+    write_gradient,
+)
+from .owners import Owners
+
+
+class AttachedGradients(Protocol):
+    """Gradients of parameters that are managed elsewhere, such as those of rows in tables.
+
+    Attributes:
+        names: names of the parameters, in the same order on all sites.
+        arrived: whether backward has added gradients since the last synchronization, cleared or not.
+        cleared: whether the program has cleared all of them.
+    """
+
+    @property
+    def names(self) -> Sequence[str]: ...
+
+    @property
+    def arrived(self) -> bool: ...
+
+    @property
+    def cleared(self) -> bool: ...
+
+    def first_not_finite(self) -> int | None:
+        """Return the index of the first parameter whose gradient holds NaN or Inf; None if there is none."""
+
+    def apply_share(self, share: float) -> None:
+        """Weight the gradients that have arrived; called at the end of a synchronization.
+
+        Args:
+            share: this site's weight in the mean of the step.
+        """
+
+    def fill_with_inf(self) -> None:
+        """Replace the gradients by Inf, since some site's are not finite; called instead of `apply_share`."""
+
+
+@dataclass(frozen=True)
+class StepRequest:
+    """Request of one site for the end of a step.
+
+    Attributes:
+        step: number of the step.
+        stop: whether to ask all sites to stop after it.
+        attached: gradients that the reducer does not send, and that are checked with those that it sends.
+        admits: whether sites that come may join in this step.
+        noise_every: as in `StepHeader`.
+        settings: as in `StepHeader`.
+        digest: as in `StepHeader`.
+        batch: as in `StepHeader`.
+        deferral: which weights' gradients may stay products, if all sites say so; takes these products.
+        counts: whether samples are counted; otherwise a site has 0 or 1.
+    """
+
+    step: int
+    stop: bool = False
+    attached: AttachedGradients | None = None
+    admits: bool = True
+    noise_every: int = 0
+    settings: int = 0
+    digest: int = 0
+    batch: int = 0
+    deferral: Deferral | None = None
+    counts: bool = True
+
+
+class Reducer:
+    """Exchange of units as their gradients arrive; writes the agreed gradients at the end of the step.
+
+    Args:
+        units: the units, in the order in which backward is expected to reach them, the same on all sites.
+        method: encodes factors.
+        transport: the transport.
+        options: the options.
+        rows: rows that a unit is expected to send, by its name; decides how units share buckets.
+        samples: returns the samples that this site's gradients stand for so far in the step.
+        reference: samples of all sites in a step, about; a scale that keeps sums near the size of a gradient.
+        version: number of the plan that the units belong to.
+        owners: the sites that merge each unit that has an owner, by its name.
+        decoding: sizes of the blocks in which gradients are formed, the same at all sites.
+        secure_sum: the secure sum of the sites, where gradients are summed under masks.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        method: Method,
+        transport: Transport,
+        options: Options,
+        rows: dict[str, int],
+        samples: Callable[[], int],
+        reference: int,
+        version: int,
+        owners: Owners,
+        decoding: Decoding,
+        secure_sum: SecureSum | None = None,
+    ) -> None:
+        self._units = list(units)
+        self._version = version
+        positions = {unit.name: position for position, unit in enumerate(units)}
+        transport.begin_plan()
+        reference = max(reference, 1)
+        self._context = HandlerContext(transport, method, options, samples, reference, positions, owners, decoding)
+        self._context.secure_sum = secure_sum
+        self._handlers = self._make_handlers(rows)
+        self._handler_of = {unit.name: handler for handler in self._handlers for unit in handler.units}
+        self._launched = 0
+        self._asks_to_stop = False  # in a step in which this site had no part
+        self._headers = HeaderExchange(len(self._units), transport, reference)
+
+    def _make_handlers(self, rows: dict[str, int]) -> list[BucketHandler]:
+        """Group neighbouring units of one kind into buckets; a bucket's place in the order is that of its last unit.
+
+        Args:
+            rows: rows that a unit is expected to send, by its name.
+        """
+        context = self._context
+        handlers: list[BucketHandler] = []
+        open_groups: dict[tuple[type[BucketHandler], WireFormat, torch.dtype], tuple[list[Unit], int]] = {}
+        for unit in self._units:
+            kind = handler_type(unit.path, context.transport, context.owners.get(unit.name))
+            key = kind, context.wire(unit), unit.lead.dtype
+            group, size = open_groups.pop(key, ([], 0))
+            group.append(unit)
+            size += kind.payload_size(unit, rows.get(unit.name, 1), context.method) * context.wire(unit).itemsize
+            if size >= context.options.bucket_bytes(kind.full_at(context.transport)):
+                handlers.append(kind(group, context))
+            else:
+                open_groups[key] = group, size
+        handlers += [kind(group, context) for (kind, *_), (group, _) in open_groups.items()]
+        return handlers
+
+    # A step
+
+    def arrive(self, unit: Unit) -> None:
+        """Put a unit whose gradient is complete into its bucket, and launch the buckets that can leave."""
+        self._fill(unit)
+        ready = self._launched
+        while ready < len(self._handlers) and self._handlers[ready].ready:
+            ready += 1
+        self._launch(ready)
+
+    def _fill(self, unit: Unit) -> None:
+        handler = self._handler_of[unit.name]
+        handler.fill(unit)
+        handler.missing -= 1
+        unit.sent = True
+        if not handler.missing:
+            handler.on_filled()
+
+    def _launch(self, count: int) -> None:
+        """Launch the buckets up to a number of them; the last ones may leave with the header, which follows."""
+        if self._launched == 0 and count:  # a receiver that is ready spares the sender a round trip
+            for handler in self._handlers:
+                handler.post()
+            self._headers.post()
+        for number in range(self._launched, count):
+            self._context.transport.more_follows = count == len(self._handlers) or number + 1 < count
+            self._handlers[number].launch()
+            self._launched = number + 1
+
+    def finish(self, request: StepRequest) -> list[StepHeader]:
+        """Send what is left, wait for the other sites, and write ``.grad``.
+
+        Args:
+            request: what this site asks for.
+
+        Returns:
+            The headers of all sites, by rank.
+
+        Raises:
+            NonFiniteError: if some site's gradient holds NaN or Inf; no ``.grad`` has been written then.
+        """
+        context = self._context
+        context.deferral = request.deferral
+        self._send_rest()
+        header = self._header(request)
+        context.transport.more_follows = context.transport.elastic  # the end of the round
+        self._headers.send(header)
+        context.transport.more_follows = False
+        context.transport.close_round(request.admits, idle=not header.samples)
+        attached = [] if request.attached is None else request.attached.names
+        receive = partial(self._headers.receive, len(attached), request.counts)
+        # Where sites may be absent, all has arrived, and who has a part in the step is clear before sums are made.
+        known = receive() if context.transport.elastic else []
+        for handler in self._handlers:  # the first are decoded while the last are still on their way
+            handler.receive()
+        for number in range(max((handler.rounds for handler in self._handlers), default=0)):
+            for handler in self._handlers:
+                if number < handler.rounds:
+                    handler.proceed(number)
+        headers = known or receive()
+        self._check_merged(headers)
+        headers = self._exchange_late(headers)
+        write = _counts(headers)
+        absent = context.transport.rank in context.transport.absent
+        present = (rank for rank in range(len(headers)) if rank not in context.transport.absent)
+        compare_digests(request.deferral, header.deferred, (headers[rank].deferred for rank in present))
+        keep = write and all(header.finite for header in headers) and not absent
+        for handler in self._handlers:
+            handler.finish(headers, write, keep)
+            handler.missing = len(handler.units)
+        if absent:
+            self._clear_own(headers)
+        self._asks_to_stop = header.stop and absent
+        self._launched = 0
+        context.transport.end_step()
+        context.complete_payloads.clear()
+        context.faults.clear()
+        names = [unit.name for unit in self._units]
+        raise_fault(headers, names, context.transport.sites, attached)
+        if not any(header.samples for header in headers):
+            self._write_zeros(headers)
+        return headers
+
+    def _check_merged(self, headers: Sequence[StepHeader]) -> None:
+        """Record a fault in the headers, the same at all sites, where a merge of finite gradients has failed."""
+        if not self._context.options.check_finite or not _counts(headers):
+            return
+        spoilt = [name for handler in self._handlers for name in handler.spoilt(headers)]
+        if spoilt:
+            first = next(header for header in headers if header.samples)
+            first.fault, first.finite = Fault.MERGED, False
+            first.culprit = min(self._context.positions[name] for name in spoilt)
+
+    def _clear_own(self, headers: Sequence[StepHeader]) -> None:
+        """Clear the gradients of units of which only this site has one, where it has no part in the step."""
+        for position, unit in enumerate(self._units):
+            if not any(header.present[position] or header.dense[position] for header in headers):
+                for parameter in unit.parameters.values():
+                    parameter.grad = None
+
+    def _write_zeros(self, headers: Sequence[StepHeader]) -> None:
+        """Write zeros after a backward pass over batches without rows, as autograd does in one process.
+
+        Momentum and weight decay are applied to zeros, and not where ``.grad`` is None.
+        """
+        for position, unit in enumerate(self._units):
+            if any(header.present[position] or header.dense[position] for header in headers):
+                sparse = isinstance(unit, FactorUnit) and unit.form is not None and unit.form.sparse
+                for parameter in unit.parameters.values():
+                    if parameter.grad is None and sparse:  # SparseAdam refuses dense gradients
+                        nowhere = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
+                        parameter.grad = torch.sparse_coo_tensor(nowhere, parameter[:0].detach(), parameter.shape)
+                    elif parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
+
+    def _send_rest(self) -> None:
+        """Fill and launch what backward has left, and account for what has changed since."""
+        for handler in self._handlers[self._launched :]:
+            for unit in handler.units:
+                if not unit.sent:
+                    self._fill(unit)
+        self._launch(len(self._handlers))
+        for handler in self._handlers:
+            handler.add_late()
+        for unit in self._units:
+            if isinstance(unit, FactorUnit):
+                unit.release_sent()
+
+    def _header(self, request: StepRequest) -> StepHeader:
+        faults, check_finite = self._context.faults, self._context.options.check_finite
+        header = StepHeader(
+            request.step,
+            self._version,
+            self._context.samples(),
+            request.stop or self._asks_to_stop,
+            noise_every=request.noise_every,
+            settings=request.settings,
+            digest=request.digest,
+            batch=request.batch,
+        )
+        if self._context.deferral is not None:
+            header.deferred = self._context.deferral.digest((unit.name, unit.lead) for unit in self._units)
+        header.finite = not faults.entries
+        broken = [(Fault.CHAIN_BROKEN, unit.name) for unit in self._units if unit.broken]
+        if broken or (faults.entries and check_finite):
+            header.fault, name = broken[0] if broken else faults.first
+            header.culprit = self._context.positions[name]
+        elif request.attached is not None and (culprit := request.attached.first_not_finite()) is not None:
+            header.finite = False
+            if check_finite:
+                header.fault, header.culprit = Fault.ATTACHED, culprit
+        for unit in self._units:
+            handler = self._handler_of[unit.name]
+            header.present.append(handler.present(unit))
+            header.dense.append(unit.dense and (handler.repeats or unit.has_gradient))
+            header.void.append(unit.void and not handler.repeats)
+            header.extra_rows.append(handler.extra_rows(unit))
+        return header
+
+    def _exchange_late(self, headers: list[StepHeader]) -> list[StepHeader]:
+        """Exchange what the payloads had no room for, and what has changed since they were launched.
+
+        Where a site leaves meanwhile, it counts as idle, and the others repeat all sums, which contain its share.
+
+        Args:
+            headers: the headers of all sites, by rank.
+
+        Returns:
+            The headers that count.
+        """
+        transport, units = self._context.transport, len(self._units)
+        exchanged, left = False, _counts(headers) and any(handler.unsettled for handler in self._handlers)
+        while True:
+            sums: list[tuple[torch.nn.Parameter, Tensor]] = []
+            if _counts(headers):
+                exchanged = self._repeat(headers, everything=left)
+                for parameter, value in self._sum_dense(headers):
+                    exchanged = True
+                    if transport.elastic:
+                        sums.append((parameter, value))
+                    else:
+                        write_gradient(parameter, value, 1.0)
+            if not left:
+                for handler in self._handlers:
+                    exchanged |= handler.fetch_late(headers)
+            before = transport.absent
+            if exchanged:
+                transport.close_round()
+            if transport.absent == before:
+                break
+            own = headers[transport.rank]
+            gone = StepHeader.idle(own.step, own.version, units, void=True)
+            headers = [gone if rank in transport.absent - before else each for rank, each in enumerate(headers)]
+            exchanged, left = False, True
+        for parameter, value in sums:
+            write_gradient(parameter, value, 1.0)
+        return headers
+
+    def _repeat(self, headers: Sequence[StepHeader], everything: bool) -> bool:
+        """Exchange again, on all sites, the buckets that have changed at some site since they were launched.
+
+        Args:
+            headers: the headers of all sites.
+            everything: whether to exchange all of them.
+
+        Returns:
+            Whether there were any.
+        """
+        if not everything and not any(True in header.dense for header in headers):
+            return False
+        positions, repeated = self._context.positions, False
+        for handler in self._handlers:
+            void = any(header.dense[positions[unit.name]] for header in headers for unit in handler.units)
+            if handler.repeats and (void or everything):
+                handler.repeat()
+                repeated = True
+        return repeated
+
+    def _sum_dense(self, headers: Sequence[StepHeader]) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
+        """All-reduce gradients that no bucket carries, on all sites if any has one.
+
+        Args:
+            headers: the headers of all sites.
+
+        Yields:
+            Parameters and their agreed gradients.
+        """
+        if not any(True in header.dense or True in header.void for header in headers):
+            return
+        own = headers[self._context.transport.rank]
+        weight = own.samples / sum(header.samples for header in headers)
+        for position, unit in enumerate(self._units):
+            handler = self._handler_of[unit.name]
+            void = handler.resends_as_gradients and any(header.void[position] for header in headers)
+            if handler.repeats or not (void or any(header.dense[position] for header in headers)):
+                continue
+            if void:
+                handler.add_sent(unit)
+            for parameter in unit.parameters.values():
+                bucket = AllReducedBucket([parameter.numel()], self._context.transport, parameter.dtype)
+                bucket.fill(0, parameter.grad, weight)
+                bucket.launch()
+                yield parameter, bucket.wait()[0]
+
+    def close_plan(self, step: int, version: int) -> None:
+        """Exchange an empty step under the number of the next plan, to learn whether the other sites have one too.
+
+        Args:
+            step: number of the step.
+            version: number of the next plan.
+
+        Raises:
+            MismatchError: if they have not.
+        """
+        self._version = version
+        self._context.samples = lambda: 0
+        self.finish(StepRequest(step, admits=False))
+
+    # Costs and state
+
+    def room(self, unit: Unit) -> int:
+        """Return how many rows of a unit this site sends in a step; 0 for units without rows."""
+        return self._handler_of[unit.name].room(unit)
+
+    def sent_bytes(self, unit: Unit) -> int:
+        """Return how many bytes this site hands to the transport for a unit in a step."""
+        return self._handler_of[unit.name].sent_bytes(unit)
+
+    def layout(self) -> list[list[list[int]]]:
+        """Return the room in the buckets, by handler and slot; the same at all sites."""
+        return [handler.layout() for handler in self._handlers]
+
+    def restore(self, layout: Sequence[Sequence[Sequence[int]]]) -> None:
+        """Restore what `layout` returned at another site.
+
+        Raises:
+            MismatchError: if it does not fit.
+        """
+        if len(layout) != len(self._handlers):
+            raise MismatchError(f"the other sites have {len(layout)} buckets where this one has {len(self._handlers)}")
+        for handler, rooms in zip(self._handlers, layout, strict=True):
+            handler.restore(rooms)
+
+    def share_state(self) -> None:
+        """Replace state that has to be the same everywhere by that of rank 0; all sites must call it."""
+        for handler in self._handlers:
+            handler.share_state()
+
+    def rounding(self) -> ErrorFeedback:
+        """Return copies of the rounding errors that the next step adds."""
+        kept = ErrorFeedback(True)
+        kept.refer(self._context.reference)
+        for handler in self._handlers:
+            for name, lost in handler.rounding().items():
+                kept.of(name, lost).copy_(lost)
+        return kept
+
+    def add_rounding(self, kept: ErrorFeedback) -> None:
+        """Restore rounding errors that `rounding` of this or of another reducer has returned."""
+        kept.refer(self._context.reference)
+        for handler in self._handlers:
+            for name, lost in handler.rounding().items():
+                lost.copy_(kept.of(name, lost))
+
+
+def _counts(headers: Sequence[StepHeader]) -> bool:
+    """Return whether a step has samples and no fault, so that gradients are written."""
+    return any(header.samples for header in headers) and not any(header.fault for header in headers)

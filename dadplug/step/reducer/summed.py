@@ -1,0 +1,467 @@
+"""Handlers of units whose gradients autograd forms, and which are summed over sites.
+
+They are summed as they are, compressed by PowerSGD or top-k, or under the masks of secure sums.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...exchange import Transport
+from ...exchange.factor_buckets import finite
+from ...exchange.summed_buckets import GatheredBucket, SparseBucket, element_size, summed_bucket
+from ...exchange.transport import Gather, PendingSum
+from ...exchange.wire import WireFormat, wire_format
+from ...privacy.secure_sum import ANNOUNCEMENT_BYTES
+from ..methods import Method, powersgd, topk
+from ..methods.base import GradientPath
+from ..units.base import Unit
+from .handler import BucketHandler, Fault, HandlerContext, StepHeader, gradient_room, register_handler, write_gradient
+
+
+class _Filled(NamedTuple):
+    """State of a unit when it was filled; the reference keeps the gradient's identity from being reused."""
+
+    gradient: Tensor | None
+    version: int
+    arrivals: int
+
+    @classmethod
+    def of(cls, unit: Unit) -> _Filled:
+        gradient = unit.lead.grad
+        return cls(gradient, _version(gradient), unit.arrivals)
+
+    def still_of(self, unit: Unit) -> bool:
+        """Return whether the unit has the same gradient, unchanged, and no other has arrived."""
+        gradient = unit.lead.grad
+        if gradient is not self.gradient or unit.arrivals != self.arrivals:
+            return False
+        return _version(gradient) == self.version
+
+
+def _version(gradient: Tensor | None) -> int:
+    return 0 if gradient is None or gradient.is_inference() else gradient._version
+
+
+class SummedHandler(BucketHandler):
+    """Base of handlers that sum gradients times samples over sites.
+
+    A subclass says how a gradient is put into its bucket and how the agreed one is written. If a gradient has come,
+    changed or gone since it was filled, or the samples have, all sites repeat the exchange of the bucket.
+
+    Args:
+        units: the units that share the bucket.
+        context: what the handlers of a reducer share.
+    """
+
+    repeats = True
+    gathers: bool
+    """Whether payloads are gathered, and summed by each site."""
+
+    def __init__(self, units: Sequence[Unit], context: HandlerContext) -> None:
+        super().__init__(units, context)
+        self._wire = context.wire(units[0])
+        self._samples = 0  # at the first unit that was filled
+        self._filled: dict[str, _Filled] = {}
+        self._sent_bytes: dict[str, int] = {}
+
+    @classmethod
+    def payload_bytes(
+        cls, unit: Unit, method: Method, wire: WireFormat, transport: Transport, gathered: bool = False
+    ) -> int:
+        return super().payload_bytes(unit, method, wire, transport, gathered or wire.quantised)
+
+    def sent_bytes(self, unit: Unit) -> int:
+        nbytes = self._sent_bytes.get(unit.name)
+        if nbytes is None:
+            method, transport = self.context.method, self.context.transport
+            nbytes = self.payload_bytes(unit, method, self._wire, transport, self.gathers)
+            self._sent_bytes[unit.name] = nbytes
+        return nbytes
+
+    @abstractmethod
+    def _put(self, unit: Unit, weight: float) -> bool:
+        """Put a unit's gradient into the bucket.
+
+        Args:
+            unit: the unit; its gradient may be absent.
+            weight: samples of the site over the reference; 0.0 for a site that does not count.
+
+        Returns:
+            Whether what was put is known to be finite, or need not be.
+        """
+
+    @abstractmethod
+    def _write(self, wanted: Sequence[bool], scale: float, keep: bool) -> None:
+        """Write the agreed gradients.
+
+        Args:
+            wanted: by unit, whether any site has a gradient and the gradients are to be written.
+            scale: what the sum is multiplied by to make the mean over samples.
+            keep: whether the step counts for state.
+        """
+
+    def fill(self, unit: Unit) -> None:
+        if not self._filled:
+            self._samples = self.context.samples()
+        if not self._put_metered(unit):
+            self.context.faults.record(Fault.GRADIENT, unit)
+        self._filled[unit.name] = _Filled.of(unit)
+
+    def _put_metered(self, unit: Unit) -> bool:
+        self.context.transport.traffic.of(unit.name).bytes += self.sent_bytes(unit)
+        with self.timing("encode", unit):
+            return self._put(unit, self._samples / self.context.reference)
+
+    def add_late(self) -> None:
+        context = self.context
+        other_samples = context.samples() != self._samples
+        for unit in self.units:
+            unit.dense = other_samples or not self._filled[unit.name].still_of(unit)
+            if unit.dense:
+                context.faults.drop(unit)
+                if context.checks_finite:
+                    context.faults.check_gradient(unit)
+
+    def repeat(self) -> None:
+        self._samples = self.context.samples()
+        for unit in self.units:
+            self.context.method.rollback(unit.name)
+            self._put_metered(unit)
+        self.launch()
+        self.receive()
+
+    def present(self, unit: Unit) -> bool:
+        return unit.lead.grad is not None
+
+    def finish(self, headers: Sequence[StepHeader], write: bool, keep: bool) -> None:
+        scale = self.context.reference / max(1, sum(header.samples for header in headers))
+        wanted = [write and any(header.present[position] for header in headers) for position in self._positions]
+        self._write(wanted, scale, keep)
+        self._filled.clear()
+
+
+def gradient_matrix(unit: Unit) -> Tensor | None:
+    """Return a unit's gradient as a matrix of shape `unit.shape`; None where there is none."""
+    if unit.lead.grad is None:
+        return None
+    gradient = unit.lead.grad.detach()  # `backward(create_graph=True)` leaves one that requires a gradient
+    return (gradient.to_dense() if gradient.is_sparse else gradient).reshape(unit.shape)
+
+
+_SMALL_MB = 0.06
+
+
+@register_handler(GradientPath.ALLREDUCE)
+class DenseHandler(SummedHandler):
+    """All-reduce of gradients in one bucket; small buckets and quantised ones are gathered."""
+
+    def __init__(self, units: Sequence[Unit], context: HandlerContext) -> None:
+        super().__init__(units, context)
+        self.bucket = summed_bucket([unit.lead.numel() for unit in units], context.transport, self._wire)
+        self.gathers = isinstance(self.bucket, GatheredBucket)
+        self._sums: Sequence[Tensor] = ()
+
+    @classmethod
+    def full_at(cls, transport: Transport) -> float:
+        """Return a small size where buckets are gathered: these cost few bytes, and leave during backward."""
+        small = min(_SMALL_MB, cls.bucket_mb)
+        return small if transport.prefers_gather(int(1e6 * small)) else cls.bucket_mb
+
+    def _put(self, unit: Unit, weight: float) -> bool:
+        slot, gradient = self._slots[unit.name], None if unit.lead.grad is None else unit.lead.grad.detach()
+        loss_scale = self.context.method.loss_scales.of(unit.name) if self.bucket.feedback else 1.0
+        self.bucket.fill(slot, gradient, weight, loss_scale)
+        return not self.context.checks_finite or self.bucket.finite(slot)
+
+    def launch(self) -> None:
+        self.bucket.launch()
+
+    def receive(self) -> None:
+        with self.timing("wait"):
+            self._sums = self.bucket.wait()
+
+    def _write(self, wanted: Sequence[bool], scale: float, keep: bool) -> None:
+        for unit, want, value in zip(self.units, wanted, self._sums, strict=True):
+            if want:
+                with self.timing("decode", unit):
+                    write_gradient(unit.lead, value, scale)
+        self.bucket.commit([keep and want for want in wanted])
+
+    def rounding(self) -> dict[str, Tensor]:
+        return {unit.name: lost for unit, lost in zip(self.units, self.bucket.lost)}  # a bucket may keep nothing
+
+
+@register_handler(GradientPath.POWERSGD)
+class PowerSGDHandler(SummedHandler):
+    """Sums of ``P = M_s Q`` and then of ``Q = M_s^T P``, see `dadplug.step.methods.powersgd`."""
+
+    bucket_mb = 0.1
+
+    def __init__(self, units: Sequence[Unit], context: HandlerContext) -> None:
+        super().__init__(units, context)
+        assert isinstance(context.method, powersgd.PowerSGD)
+        self._method = context.method
+        self._method.errors.refer(context.reference)
+        self._ranks = [self._method.columns(*unit.shape) for unit in units]
+        self._left, self._right = (
+            summed_bucket(
+                [rank * unit.shape[side] for rank, unit in zip(self._ranks, units, strict=True)],
+                context.transport,
+                self._wire,
+                feedback=False,
+            )
+            for side in (0, 1)
+        )
+        self.gathers = isinstance(self._left, GatheredBucket)
+        self._matrices = [powersgd.WeightedGradient(None, 0.0, None, 1.0)] * len(units)
+        self._bases: list[Tensor | None] = []
+        self.share_state()
+
+    @classmethod
+    def payload_size(cls, unit: Unit, rows: int, method: Method) -> int:
+        assert isinstance(method, powersgd.PowerSGD)
+        return method.columns(*unit.shape) * sum(unit.shape)
+
+    def share_state(self) -> None:
+        for unit in self.units:  # a site may have come with other bases from a checkpoint
+            self.context.transport.broadcast(self._method.basis(unit.name, unit.shape, unit.lead))
+
+    def _put(self, unit: Unit, weight: float) -> bool:
+        slot, method = self._slots[unit.name], self._method
+        method.check_rank(unit.name, max(self.context.samples(), method.batch()))
+        error = method.errors.find(unit.name, unit.lead)
+        matrix = self._matrices[slot] = powersgd.WeightedGradient(
+            gradient_matrix(unit) if weight else None,
+            weight,
+            None if error is None else error.view(unit.shape),
+            method.loss_scales.of(unit.name),
+        )
+        basis = method.basis(unit.name, unit.shape, unit.lead)
+        self._left.fill(slot, powersgd.project(matrix, basis, transposed=True), 1.0)
+        return self._left.finite(slot)
+
+    def launch(self) -> None:
+        self._left.launch()
+
+    def receive(self) -> None:
+        with self.timing("wait"):
+            lefts = self._left.wait()
+        self._bases = []
+        for slot, (unit, left) in enumerate(zip(self.units, lefts, strict=True)):
+            with self.timing("encode", unit):
+                basis = powersgd.orthonormal_basis(left.to(unit.lead).view(self._ranks[slot], -1))
+                self._bases.append(basis)
+                self._right.fill(slot, None if basis is None else powersgd.project(self._matrices[slot], basis), 1.0)
+        self._right.launch()
+
+    def repeat(self) -> None:
+        self._right.wait()
+        super().repeat()
+
+    def _write(self, wanted: Sequence[bool], scale: float, keep: bool) -> None:
+        with self.timing("wait"):
+            rights = self._right.wait()
+        for slot, (unit, want) in enumerate(zip(self.units, wanted, strict=True)):
+            if want:
+                with self.timing("decode", unit):
+                    self._write_unit(slot, rights[slot], scale, keep)
+
+    def _write_unit(self, slot: int, right: Tensor, scale: float, keep: bool) -> None:
+        """Write the agreed gradient, and what this site has beyond its part of it into the error memory."""
+        unit, matrix, left = self.units[slot], self._matrices[slot], self._bases[slot]
+        if left is None or not finite(right):
+            gradient_room(unit.lead, unit.shape).fill_(math.nan)
+            return
+        right = right.to(unit.lead).view(self._ranks[slot], -1)
+        error = None
+        if keep and self._method.errors.enabled:
+            error = self._method.errors.of(unit.name, unit.lead).view(unit.shape)
+            powersgd.add_to_error(error, matrix)
+        agreed = powersgd.decode(left, right, scale, gradient_room(unit.lead, unit.shape))
+        if error is not None:
+            share = 1 / self.context.transport.world_size / scale
+            powersgd.subtract_sent(error, agreed, share, matrix.loss_scale)
+        if keep:
+            self._method.keep(unit.name, right.clone())
+
+
+class _Sent(NamedTuple):
+    """Selection of a unit's elements that has been sent.
+
+    Attributes:
+        whole: weighted gradient plus error memory, of shape (n,), without the loss scale.
+        indices: of shape (k,).
+        values: of shape (k,), as rounded to the wire format, with the loss scale.
+        loss_scale: the factor that the values contain.
+    """
+
+    whole: Tensor
+    indices: Tensor
+    values: Tensor
+    loss_scale: float
+
+
+@register_handler(GradientPath.TOPK)
+class TopKHandler(SummedHandler):
+    """Gather of selected elements, which each site adds up in the order of ranks, see `dadplug.step.methods.topk`."""
+
+    bucket_mb = 0.25
+    gathers = True
+
+    def __init__(self, units: Sequence[Unit], context: HandlerContext) -> None:
+        super().__init__(units, context)
+        assert isinstance(context.method, topk.TopK)
+        self._method = context.method
+        self._method.errors.refer(context.reference)
+        self._counts = [self._method.elements(unit.lead.numel()) for unit in units]
+        self._bucket = SparseBucket(self._counts, context.transport, _value_format(self._wire, units[0]))
+        self._sent: dict[str, _Sent] = {}
+
+    @classmethod
+    def payload_size(cls, unit: Unit, rows: int, method: Method) -> int:
+        assert isinstance(method, topk.TopK)
+        return 2 * method.elements(unit.lead.numel())
+
+    @classmethod
+    def payload_bytes(
+        cls, unit: Unit, method: Method, wire: WireFormat, transport: Transport, gathered: bool = True
+    ) -> int:
+        assert isinstance(method, topk.TopK)
+        return transport.copies * method.elements(unit.lead.numel()) * element_size(_value_format(wire, unit))
+
+    def _put(self, unit: Unit, weight: float) -> bool:
+        slot, gradient = self._slots[unit.name], gradient_matrix(unit) if weight else None
+        errors, loss_scale = self._method.errors, self._method.loss_scales.of(unit.name)
+        error, whole = errors.find(unit.name, unit.lead), errors.prepare(unit.name, unit.lead).view(-1)
+        flat_gradient = None if gradient is None else gradient.reshape(-1)
+        topk.accumulate(flat_gradient, weight, None if error is None else error.view(-1), loss_scale, whole)
+        indices, values = self._bucket.fill(slot, *topk.encode(whole, self._counts[slot], loss_scale))
+        self._sent[unit.name] = _Sent(whole, indices, values, loss_scale)
+        return finite(values)
+
+    def launch(self) -> None:
+        self._bucket.launch()
+
+    def receive(self) -> None:
+        with self.timing("wait"):
+            self._bucket.wait()
+
+    def _write(self, wanted: Sequence[bool], scale: float, keep: bool) -> None:
+        for slot, (unit, want) in enumerate(zip(self.units, wanted, strict=True)):
+            if want:
+                with self.timing("decode", unit):
+                    topk.decode(self._bucket.received(slot, unit.lead.numel()), scale, gradient_room(unit.lead, (-1,)))
+            if keep and want:
+                topk.subtract_sent(*self._sent[unit.name])
+                self._method.commit(unit.name)
+            else:
+                self._method.rollback(unit.name)
+        self._sent.clear()
+
+
+def _value_format(wire: WireFormat, unit: Unit) -> WireFormat:
+    """Return the format of the values: bf16 for a quantised one, since values of one magnitude need no scale."""
+    return wire_format("bf16", unit.lead.dtype) if wire.quantised else wire
+
+
+@register_handler(GradientPath.MASKED)
+class MaskedHandler(SummedHandler):
+    """Sum of masked numbers modulo 2^32, which is exact in any order; see `dadplug.privacy.secure_sum`.
+
+    The first handler of a reducer sends the announcements of its site. If the sum of the step's first exchange does not
+    count, all sites exchange again once the round is over.
+    """
+
+    def __init__(self, units: Sequence[Unit], context: HandlerContext) -> None:
+        super().__init__(units, context)
+        assert context.secure_sum is not None
+        self._secure = context.secure_sum
+        self._number = next(context.rotation)
+        self._parameters = [unit.lead for unit in units]
+        self._sizes = [each.numel() for each in self._parameters]
+        transport, count = context.transport, sum(self._sizes)
+        self._announcements: Gather | None = None
+        if not self._number:
+            self._announcements = transport.gather([ANNOUNCEMENT_BYTES] * transport.world_size, torch.uint8)
+        self.gathers = transport.prefers_gather(4 * count)
+        self._gather: Gather | None = None
+        if self.gathers:
+            self._gather = transport.gather([count] * transport.world_size, torch.int32)
+        self._sum = torch.zeros(count, dtype=torch.int32, device=transport.device)
+        self._pending = PendingSum()
+
+    @classmethod
+    def payload_bytes(
+        cls, unit: Unit, method: Method, wire: WireFormat, transport: Transport, gathered: bool = False
+    ) -> int:
+        rate = transport.copies if gathered else transport.ring
+        return int(rate * 4 * unit.lead.numel())
+
+    def _put(self, unit: Unit, weight: float) -> bool:
+        return True  # `launch` encodes all units, for the sites that are there then
+
+    def launch(self) -> None:
+        transport, secure = self.context.transport, self._secure
+        closes = not self.context.samples() and not secure.abstains  # the last exchange of a plan, which is empty
+        members = () if closes else secure.planned(transport.present)
+        self._send(members)
+        if self._announcements is not None:
+            announced = bytearray(secure.announcement(members))
+            self._announcements.payload.copy_(torch.frombuffer(announced, dtype=torch.uint8))
+            self._announcements.launch()
+
+    def _send(self, members: tuple[int, ...]) -> None:
+        with self.timing("encode"):
+            payload = self._secure.masked(members, self._number, self._parameters, self._sum.device)
+        if self._gather is not None:
+            self._gather.payload.copy_(payload)
+            self._gather.launch()
+        else:
+            self._sum.copy_(payload)
+            self._pending = self.context.transport.all_reduce(self._sum)
+
+    def receive(self) -> None:
+        self._add_up()
+        if self._announcements is not None:
+            self._heard = [bytes(each.cpu().numpy().tobytes()) for each in self._announcements.wait()]
+
+    def _add_up(self) -> None:
+        with self.timing("wait"):
+            if self._gather is None:
+                self._pending.wait()
+                return
+            self._sum.zero_()
+            for payload in self._gather.wait():
+                self._sum += payload
+
+    @property
+    def unsettled(self) -> bool:
+        if self._announcements is None:
+            return False
+        transport = self.context.transport
+        announced = {rank: self._heard[rank] for rank in transport.present}
+        return not self._secure.hear(announced, {rank: transport.sites[rank] for rank in range(transport.world_size)})
+
+    def repeat(self) -> None:
+        self._send(tuple(self.context.transport.present))
+        self._add_up()
+
+    def _write(self, wanted: Sequence[bool], scale: float, keep: bool) -> None:
+        parts: Sequence[Tensor] = self._sum.split(self._sizes)
+        for unit, want, part in zip(self.units, wanted, parts, strict=True):
+            if not want:
+                continue
+            with self.timing("decode", unit):
+                parameter, loss_scale = unit.lead, self.context.method.loss_scales.of(unit.name)
+                scale_of_sum = scale / self.context.reference * loss_scale * self._secure.unit  # sums are not weighted
+                value = part.to(torch.promote_types(parameter.dtype, torch.float32)).mul_(scale_of_sum)
+                value = value.view(parameter.shape).to(parameter)
+                # What `.grad` held before the step is that of an earlier one, which all sites have.
+                parameter.grad = value if parameter.grad is None else parameter.grad + value

@@ -1,0 +1,504 @@
+"""Units of exchange: a weight with its factors, or a parameter with its dense gradient.
+
+Placeholders stand in ``.grad`` for gradients that are held as factors and not formed. Autograd leaves ``.grad`` of a
+captured weight as it was. A placeholder shows what a program does with the gradient before it is synchronized: clearing
+it (``zero_grad``, ``.grad = None``, ``.grad.zero_()``) discards the factors, reading it gives the local gradient, and
+changing it in place turns it into one that autograd might have formed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.hooks import RemovableHandle
+
+from ...hooks import OwnHook
+from ..methods.base import GradientPath
+
+_ATEN = torch.ops.aten
+_AGREED = "_dadplug_agreed"  # attribute of a gradient: number of the reduction that has synchronized it
+_AGREED_VERSION = "_dadplug_agreed_version"  # attribute of a gradient that autograd forms: its version then
+_CLEARING = (_ATEN.zero_.default, _ATEN._foreach_zero_.default)
+
+
+class GradientSource(Protocol):
+    """Holder of the factors of a parameter's gradient.
+
+    Attributes:
+        reduction: number of the reduction that it belongs to.
+    """
+
+    reduction: int
+
+    def read_gradient(self, name: str) -> Tensor:
+        """Return this site's gradient of a parameter so far, formed anew."""
+
+    def may_change(self) -> bool:
+        """Return whether the gradient can still be changed: not once it has been sent to other sites."""
+
+    def own_gradient(self, name: str) -> Tensor:
+        """Form this site's gradient of a parameter, and return the tensor that holds it from now on."""
+
+
+class LazyGradient(Tensor):
+    """A gradient that is formed when a program reads it; has the parameter's shape, type and device.
+
+    Args:
+        parameter: the parameter.
+        name: its name.
+        source: the holder of its factors; None for a placeholder without any.
+
+    Attributes:
+        earlier: the part of the gradient that is formed, or None.
+        value: the gradient, once nothing holds its factors any more; None before that, and where it is not known.
+    """
+
+    earlier: Tensor | None
+    value: Tensor | None
+
+    @staticmethod
+    def __new__(cls: Any, parameter: Tensor, name: str, source: GradientSource | None) -> LazyGradient:
+        """Make a tensor without memory."""
+        made: LazyGradient = Tensor._make_wrapper_subclass(
+            cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
+        )
+        return made
+
+    def __init__(self, parameter: nn.Parameter, name: str, source: GradientSource | None) -> None:
+        super().__init__()
+        self.parameter = parameter
+        self.name_of_parameter = name
+        self.source = source
+        self.earlier = None
+        self.value = None
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"LazyGradient({self.name_of_parameter!r}, shape={tuple(self.shape)})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.read().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.read().clone()
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation on the gradient that this stands for."""
+        if func in _CLEARING:
+            return func(*tree_map_only(LazyGradient, LazyGradient._clear, args), **(kwargs or {}))
+        get = LazyGradient.read
+        if _keeps(func):
+            get = LazyGradient._own if func._schema.is_mutable else LazyGradient._view
+        return func(*tree_map_only(LazyGradient, get, args), **tree_map_only(LazyGradient, get, kwargs or {}))
+
+    def _stale(self) -> Tensor:
+        if self.value is None:
+            raise RuntimeError(
+                f"the gradient of {self.name_of_parameter!r} is not here: it was cleared, or was on its way to the "
+                "other sites when the reduction was detached or the model changed. Clear gradients (zero_grad), and "
+                "call backward() again"
+            )
+        return self.value
+
+    def read(self) -> Tensor:
+        """Return the gradient, to be read only."""
+        return self._stale() if self.source is None else self.source.read_gradient(self.name_of_parameter)
+
+    def _own(self) -> Tensor:
+        """Return the gradient as a tensor that may be changed in place."""
+        return self._stale() if self.source is None else self.source.own_gradient(self.name_of_parameter)
+
+    def _view(self) -> Tensor:
+        """Return the gradient to make a view of, which may be changed or refuses changes."""
+        if self.source is None or self.source.may_change():
+            return self._own()
+        return ReadOnlyGradient(self.read(), self)
+
+    def _clear(self) -> Tensor:
+        """Replace the gradient by zeros, and return them."""
+        zeros = self.earlier
+        if zeros is None:
+            zeros = torch.zeros_like(self.parameter, requires_grad=False)
+            if self.source is not None:
+                setattr(zeros, _AGREED, self.source.reduction)
+        if self.parameter.grad is self:
+            self.parameter.grad = zeros
+        return zeros
+
+    def release(self, value: Tensor | None) -> None:
+        """Release the factors; from now on this tensor has a value of its own, or none."""
+        self.source, self.earlier, self.value = None, None, value
+
+
+class ReadOnlyGradient(Tensor):
+    """A view of a gradient that has been sent to other sites, and cannot be changed any more.
+
+    Args:
+        value: the values.
+        gradient: the gradient.
+    """
+
+    @staticmethod
+    def __new__(cls: Any, value: Tensor, gradient: LazyGradient) -> ReadOnlyGradient:
+        """Make a tensor without memory."""
+        made: ReadOnlyGradient = Tensor._make_wrapper_subclass(
+            cls, value.shape, strides=value.stride(), dtype=value.dtype, device=value.device
+        )
+        return made
+
+    def __init__(self, value: Tensor, gradient: LazyGradient) -> None:
+        super().__init__()
+        self._value = value
+        self._gradient = gradient
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation on the values; a change raises the error of the gradient that this is a view of."""
+        kwargs = kwargs or {}
+        first = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, ReadOnlyGradient))
+        if func._schema.is_mutable:
+            first._gradient._own()
+        result = func(*tree_map_only(ReadOnlyGradient, _value, args), **tree_map_only(ReadOnlyGradient, _value, kwargs))
+        wrap = (lambda each: ReadOnlyGradient(each, first._gradient)) if _keeps(func) else (lambda each: each)
+        return tree_map_only(Tensor, wrap, result)
+
+
+def _value(tensor: ReadOnlyGradient) -> Tensor:
+    return tensor._value
+
+
+def _keeps(func: Any) -> bool:
+    """Return whether an operation changes one of its arguments or returns a view of it."""
+    return any(argument.alias_info is not None for argument in func._schema.arguments)
+
+
+class Placeholders:
+    """The placeholders of a unit's parameters, in ``.grad`` from a gradient's arrival to its synchronization.
+
+    Args:
+        parameters: the parameters by name.
+        source: what holds their factors.
+    """
+
+    def __init__(self, parameters: dict[str, nn.Parameter], source: GradientSource) -> None:
+        self._parameters = parameters
+        self._source = source
+        self._active: dict[str, LazyGradient] = {}
+        # Made before backward: what is made there lies between activations, and would leave gaps when they go.
+        self._spare = {name: LazyGradient(parameter, name, None) for name, parameter in parameters.items()}
+        self._lifted: set[str] = set()  # taken off while autograd adds to the gradient itself
+
+    def __bool__(self) -> bool:
+        """Whether any are in ``.grad``, unless a program has put something else there."""
+        return bool(self._active)
+
+    def put(self) -> None:
+        """Put placeholders into ``.grad``; what is there becomes the part that is formed."""
+        for name, parameter in self._parameters.items():
+            lazy = self._active.get(name)
+            if lazy is None:
+                lazy = self._spare.pop(name, None)
+                if lazy is None:
+                    lazy = LazyGradient(parameter, name, self._source)
+                lazy.source = self._source
+                self._active[name] = lazy
+            if parameter.grad is not lazy:
+                lazy.earlier, parameter.grad = parameter.grad, lazy
+        self._lifted.clear()
+
+    def lift(self, name: str) -> None:
+        """Put the formed part back into ``.grad``, for autograd to add to it; `put` follows."""
+        lazy, parameter = self._active.get(name), self._parameters[name]
+        if lazy is not None and parameter.grad is lazy:
+            parameter.grad, lazy.earlier = lazy.earlier, None
+            self._lifted.add(name)
+
+    def gone(self) -> list[str]:
+        """Return the names of the parameters whose placeholder a program has taken away or replaced."""
+        gone = []
+        for name, lazy in self._active.items():
+            gradient = self._parameters[name].grad
+            if gradient is not lazy and (gradient is None or name not in self._lifted):
+                gone.append(name)
+        return gone
+
+    def earlier(self, name: str) -> Tensor | None:
+        """Return the formed part of a parameter's gradient."""
+        lazy = self._active.get(name)
+        return self._parameters[name].grad if lazy is None or name in self._lifted else lazy.earlier
+
+    def add(self, name: str, gradient: Tensor) -> Tensor:
+        """Add to the formed part of a parameter's gradient, and return it."""
+        lazy, parameter = self._active.get(name), self._parameters[name]
+        if lazy is None or name in self._lifted:
+            parameter.grad = accumulated(parameter.grad, gradient, parameter)
+            return parameter.grad
+        lazy.earlier = accumulated(lazy.earlier, gradient, parameter)
+        return lazy.earlier
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the parameters that have one in ``.grad``."""
+        return list(self._active)
+
+    def drop(self, names: Iterable[str], read: Callable[[str], Tensor] | None) -> None:
+        """Give placeholders up whose gradients have been discarded, or are not here any more.
+
+        Args:
+            names: names of the parameters.
+            read: computes the gradient, for programs that have kept the placeholder; None where it is not here.
+        """
+        for name in names:
+            value = read(name) if read is not None and _held_elsewhere(self._active, name) else None
+            self._active.pop(name).release(value)
+            self._lifted.discard(name)
+
+    def resolve(self) -> None:
+        """Put the formed parts back into ``.grad``, as synchronization begins."""
+        for name, lazy in self._active.items():
+            parameter = self._parameters[name]
+            if parameter.grad is lazy:
+                parameter.grad, lazy.earlier = lazy.earlier, None
+            lazy.source = None
+        self._lifted.clear()
+        self._spare |= self._active
+        self._active.clear()
+
+    def end_step(self) -> None:
+        """Give programs that have kept a placeholder the agreed gradient."""
+        for name in [name for name in self._spare if _held_elsewhere(self._spare, name)]:
+            self._spare.pop(name).release(self._parameters[name].grad)
+
+
+def _references(table: dict[str, LazyGradient], name: str) -> int:
+    return sys.getrefcount(table[name])
+
+
+_OWN_REFERENCES = _references({"": LazyGradient(nn.Parameter(torch.empty(0)), "", None)}, "")
+
+
+def _held_elsewhere(table: dict[str, LazyGradient], name: str) -> bool:
+    """Return whether a program holds a placeholder that is not in ``.grad`` any more."""
+    return _references(table, name) > _OWN_REFERENCES
+
+
+def accumulated(present: Tensor | None, gradient: Tensor, parameter: Tensor) -> Tensor:
+    """Return a gradient plus another as autograd accumulates them, in place where it can be.
+
+    Args:
+        present: the gradient so far, or None.
+        gradient: what is added, with the parameter's number of elements, in any shape.
+        parameter: the parameter.
+    """
+    gradient = gradient if gradient.is_sparse else gradient.reshape(parameter.shape)
+    if present is None:
+        return gradient
+    return present + gradient if gradient.is_sparse or present.is_sparse else present.add_(gradient)
+
+
+def mark_agreed(parameter: nn.Parameter, reduction: int) -> None:
+    """Mark the tensor in ``.grad`` as one that all sites have alike.
+
+    Args:
+        parameter: the parameter.
+        reduction: number of the reduction that has synchronized it.
+    """
+    gradient = parameter.grad
+    if gradient is not None:
+        setattr(gradient, _AGREED, reduction)
+
+
+def is_agreed(parameter: nn.Parameter, reduction: int) -> bool:
+    """Return whether ``.grad`` is empty or was written by a reduction, and not by a program."""
+    gradient = parameter.grad
+    return gradient is None or getattr(gradient, _AGREED, None) == reduction
+
+
+def unmark_agreed(gradient: Tensor) -> None:
+    """Remove the mark of a gradient that is equal on all sites, since the program may change it."""
+    setattr(gradient, _AGREED, None)
+
+
+class Unit:
+    """Parameters whose gradients are exchanged together.
+
+    Args:
+        name: name of the leading parameter: the weight, or the only one.
+        parameters: the parameters by name.
+
+    Attributes:
+        name: name of the leading parameter.
+        lead: the leading parameter.
+        parameters: the parameters by name.
+        arrivals: times its gradient has arrived since the last synchronisation.
+        expected: the largest number of arrivals in one step so far; after as many the gradient counts as complete.
+        sent: whether its payload has been put into a bucket in this step.
+        dense: whether a gradient has arrived that its bucket does not carry, so that it has to be all-reduced.
+        void: whether the payload that has been put into a bucket in this step has been discarded since.
+        discards: times its gradient has been discarded in this step.
+        expected_discards: times it was discarded in the last step; after as many it counts as one to keep.
+        changed: whether the program has changed its gradient in place since the last backward pass of this step.
+        path: the path of its gradient, for which a bucket handler is registered.
+    """
+
+    changed = False
+    path: str = GradientPath.ALLREDUCE
+
+    def __init__(self, name: str, parameters: dict[str, nn.Parameter]) -> None:
+        self.name = name
+        self.parameters = parameters
+        self.lead = parameters[name]
+        self.arrivals = 0
+        self.expected = 0
+        self.sent = False
+        self.dense = False
+        self.void = False
+        self.discards = 0
+        self.expected_discards = 0
+        self._hooks: list[RemovableHandle] = []
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Height and width of the weight as a matrix: for fully connected layers the widths of output and input."""
+        return matrix_shape(self.lead)
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether ``.grad`` holds something."""
+        return any(parameter.grad is not None for parameter in self.parameters.values())
+
+    @property
+    def broken(self) -> bool:
+        """Whether its payload cannot be used, since the payload that it depends on has been discarded."""
+        return False
+
+    @property
+    def gradient_is_due(self) -> bool:
+        """Whether its gradient counts as complete, by the arrivals and discards of the steps before."""
+        return self.arrivals >= self.expected > 0 and self.discards >= self.expected_discards
+
+    def watch(self, on_arrival: Callable[[Unit], None]) -> None:
+        """Call a function whenever a backward pass has delivered all of the gradient of the leading parameter.
+
+        Args:
+            on_arrival: called with the unit.
+        """
+        self._hooks.append(self.lead.register_post_accumulate_grad_hook(OwnHook(lambda _: on_arrival(self))))
+
+    def drop_cleared(self) -> bool:
+        """Discard what has arrived if the program has cleared it since; return whether that was all of it."""
+        return False
+
+    @property
+    def is_own(self) -> bool:
+        """Whether ``.grad`` has a gradient that the sites have not agreed on."""
+        return False
+
+    def mark_agreed(self) -> None:
+        """Mark what is in ``.grad`` as agreed on, at the end of a step."""
+
+    def discard(self) -> None:
+        """Forget the backward passes of this step so far, since their gradients have been cleared."""
+        self.void |= self.sent
+        self.arrivals = 0
+        self.discards += 1
+        self.dense = False
+
+    def begin_step(self) -> None:
+        """Reset what counts within a step."""
+        self.expected = max(self.expected, self.arrivals)
+        self.expected_discards, self.discards = self.discards, 0
+        self.arrivals = 0
+        self.sent = False
+        self.dense = False
+        self.void = False
+
+    def release(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def leave(self, *, discard: bool) -> None:
+        """Leave the gradient to autograd from now on; what has arrived stays in ``.grad`` as autograd's would.
+
+        Args:
+            discard: drop what has arrived, and is held as factors, instead.
+        """
+        self.release()
+
+
+class DenseUnit(Unit):
+    """A parameter whose gradient autograd forms.
+
+    Args:
+        name: its name.
+        parameter: the parameter.
+        path: the path of its gradient.
+    """
+
+    def __init__(self, name: str, parameter: nn.Parameter, path: str = GradientPath.ALLREDUCE) -> None:
+        super().__init__(name, {name: parameter})
+        self.path = path
+        self._version = 0  # of the gradient, when it arrived
+
+    def watch(self, on_arrival: Callable[[Unit], None]) -> None:
+        def arrive(parameter: Tensor) -> None:
+            if parameter.grad is not None:
+                self._version = parameter.grad._version
+                on_arrival(self)
+
+        self._hooks.append(self.lead.register_post_accumulate_grad_hook(OwnHook(arrive)))
+
+    def mark_agreed(self) -> None:
+        if (gradient := self.lead.grad) is not None:
+            setattr(gradient, _AGREED_VERSION, gradient._version)
+
+    @property
+    def is_own(self) -> bool:
+        gradient = self.lead.grad
+        return gradient is not None and getattr(gradient, _AGREED_VERSION, None) != gradient._version
+
+    @property
+    def changed(self) -> bool:  # type: ignore[override]
+        gradient = self.lead.grad
+        return bool(self.arrivals) and gradient is not None and gradient._version != self._version
+
+    def drop_cleared(self) -> bool:
+        if not self.arrivals:
+            return False
+        gradient = self.lead.grad
+        if gradient is None or (gradient._version != self._version and is_zero(gradient)):
+            self.discard()
+            return True
+        return False
+
+
+def is_zero(gradient: Tensor) -> bool:
+    """Return whether all elements of a gradient are zero."""
+    return not bool((gradient._values() if gradient.is_sparse else gradient).any())
+
+
+def matrix_shape(parameter: Tensor) -> tuple[int, int]:
+    """Return height and width of a parameter as a matrix; of a vector or a scalar, the width is 1."""
+    height = parameter.shape[0] if parameter.dim() else 1
+    return height, parameter.numel() // max(1, height)
+
+
+def add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
+    """Add to ``.grad`` as autograd does.
+
+    Args:
+        parameter: the parameter.
+        gradient: what is added, with the parameter's number of elements, in any shape.
+    """
+    parameter.grad = accumulated(parameter.grad, gradient, parameter)

@@ -1,0 +1,220 @@
+"""Comparison of ways to train a model, on the user's own model and data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...errors import RunFailedError
+from ...exchange.codec import gather_objects
+from ...support.progress import Progress
+from ...support.schedules import available_cores
+from ...support.signature import whole_number
+from .pool import Pool
+from .result import Comparison, Row
+from .trial import STRATEGIES, Build, Place, Point, Strategy, Task, run_trial
+
+__all__ = ["STRATEGIES", "Comparison", "Place", "Row", "Strategy", "compare"]
+
+FINALISTS = 3
+FIRST_SHARE = 0.4  # of the time, where not all strategies are in the final
+
+Runner = Callable[[str, float, int], "list[Point]"]  # name of a strategy, seconds, seed
+
+
+def compare(
+    build: Build,
+    dataset: Any,
+    seconds: float = 60.0,
+    *,
+    ways: Sequence[str] | None = None,
+    batch_size: int = 32,
+    evaluation: Any = None,
+    processes: int | None = None,
+    seeds: int = 3,
+    progress: bool = True,
+) -> Comparison:
+    """Train a model in all ways that apply, each for the same time, and say which is fastest.
+
+    Where sites are connected (`dadplug.connect`), all of them call it, and train together over their link, each with
+    its own data. Otherwise processes of this machine do, which divide the data.
+
+    First each way runs once. Then the three with the lowest held-out loss run with several seeds, in turn. Only
+    training counts as time: not the start of processes, nor the first three steps, in which kernels are compiled, nor
+    evaluation.
+
+    Args:
+        build: returns ``(model, optimizer, criterion)``. It is called anew in every run, with torch's generator seeded;
+            the criterion is a mean over a batch. For processes of this machine it must be at the top level of a module.
+        dataset: samples, tuples of inputs and a target, drawn by number.
+        seconds: training time of all runs together.
+        ways: names of ways; all that apply if None, see `dadplug.tools.comparison.STRATEGIES`.
+        batch_size: samples in a batch of each process.
+        evaluation: samples whose loss is compared; a tenth of `dataset`, at most 1,000, if None.
+        processes: number of processes of this machine; one a core, at most 4, if None.
+        seeds: number of runs of each way in the final.
+        progress: whether to print the runs to standard error, in a terminal with a progress bar.
+
+    Returns:
+        The result: ``.rows``, ``.best``, ``.table()``, ``.picture(path)``.
+
+    Raises:
+        TypeError: if `build` cannot be called, or samples cannot be drawn by number.
+        ValueError: if an argument is out of its range, a way is unknown or does not apply here, or `build` cannot be
+            sent to other processes.
+
+    Example:
+        >>> comparison = dadplug.compare(build, dataset, seconds=60)
+        >>> print(comparison.table())
+        >>> comparison.picture("comparison.png")
+    """
+    connected = dist.is_initialized() and dist.get_world_size() > 1
+    place = _place(connected, processes)
+    if not seconds > 0:
+        raise ValueError(f"seconds must be above 0, got {seconds!r}")
+    if not isinstance(seeds, int) or seeds < 2:
+        raise ValueError(f"seeds must be a whole number of at least 2, since one run shows no noise; got {seeds!r}")
+    chosen = _choose(ways, place)
+    task = Task.create(build, dataset, evaluation, batch_size, place.processes, dealt=not connected)
+    trials = _Trials(chosen, seconds, seeds, progress and (not connected or dist.get_rank() == 0))
+    _run_all(trials, task, place)
+    held_out = len(task.held_out)  # type: ignore[arg-type]
+    return Comparison(
+        trials.rows(), trials.finalists, trials.final_seconds, held_out, place.processes, batch_size, connected
+    )
+
+
+class _Trials:
+    """First trials of all strategies, and the final of the best.
+
+    Args:
+        names: names of the strategies.
+        seconds: training time of all trials together.
+        seeds: number of trials of each strategy in the final.
+        shown: whether to print the trials.
+
+    Attributes:
+        finalists: names of the strategies that have trained in the final.
+        final_seconds: training time of a trial of the final.
+    """
+
+    def __init__(self, names: Sequence[str], seconds: float, seeds: int, shown: bool) -> None:
+        self._names = list(names)
+        self._seconds = seconds
+        self._seeds = seeds
+        self._progress = Progress(seconds, shown=shown)
+        first = len(names) if len(names) > FINALISTS else 0
+        self._planned = first + min(len(names), FINALISTS) * seeds
+        self._number = 0
+        self._done = 0.0  # seconds
+        self._first: dict[str, list[list[Point]]] = {name: [] for name in names}
+        self._final: dict[str, list[list[Point]]] = {}
+        self._failures: dict[str, str] = {}
+        self.finalists = self._names
+        self.final_seconds = 0.0
+
+    def run(self, run: Runner) -> None:
+        """Run the trials.
+
+        Args:
+            run: trains by one strategy for some seconds with a seed.
+        """
+        left = self._seconds
+        if len(self._names) > FINALISTS:
+            left *= 1 - FIRST_SHARE
+            for name in self._names:
+                self._run(run, name, self._seconds * FIRST_SHARE / len(self._names), 0, self._first)
+            able = [name for name in self._names if name not in self._failures]
+            self.finalists = sorted(able, key=lambda name: self._first[name][0][-1].loss)[:FINALISTS]
+        self._final = {name: [] for name in self.finalists}
+        self.final_seconds = left / max(1, len(self.finalists) * self._seeds)
+        for seed in range(1, self._seeds + 1):
+            for name in self.finalists:
+                if name not in self._failures:
+                    self._run(run, name, self.final_seconds, seed, self._final)
+        self.finalists = [name for name in self.finalists if name not in self._failures]
+
+    def _run(self, run: Runner, name: str, seconds: float, seed: int, into: dict[str, list[list[Point]]]) -> None:
+        self._number += 1
+        label = STRATEGIES[name].label
+        place = f"run {self._number} of {self._planned}: {label}"
+        try:
+            with self._progress.span(self._done, seconds, place):
+                points = run(name, seconds, seed)
+        except RunFailedError as error:
+            self._failures[name] = str(error)
+            self._progress.report(f"{place}: failed, {error}")
+        else:
+            into[name].append(points)
+            self._progress.report(f"{place}: loss {points[-1].loss:.4f} after {points[-1].seconds:.1f} s")
+        self._done += seconds
+
+    def rows(self) -> list[Row]:
+        """Return the rows: finalists by their loss, then the others, then those that failed."""
+        rows = [Row(name, STRATEGIES[name].label, self._final[name]) for name in self.finalists]
+        others = [name for name in self._names if name not in self.finalists and name not in self._failures]
+        behind = [Row(name, STRATEGIES[name].label, self._first[name]) for name in others]
+        failed = [Row(name, STRATEGIES[name].label, failure=reason) for name, reason in self._failures.items()]
+        return [*sorted(rows, key=lambda row: row.loss), *sorted(behind, key=lambda row: row.loss), *failed]
+
+
+def _place(connected: bool, processes: int | None) -> Place:
+    if connected:
+        if processes is not None:
+            raise ValueError("the connected sites are the processes: leave out processes=")
+        return Place(dist.get_world_size(), torch.get_num_threads(), connected=True)
+    cores = available_cores()
+    count = min(cores, 4) if processes is None else processes
+    whole_number(1)("processes", count)
+    return Place(count, cores, connected=False)
+
+
+def _choose(names: Sequence[str] | None, place: Place) -> list[str]:
+    if names is None:
+        return [name for name, strategy in STRATEGIES.items() if strategy.applies(place)]
+    for name in names:
+        if not STRATEGIES[name].applies(place):
+            raise ValueError(f"{STRATEGIES[name].label!r} has nothing to compare with {place.processes} processes here")
+    return list(dict.fromkeys(names))
+
+
+def _run_all(trials: _Trials, task: Task, place: Place) -> None:
+    if place.connected or place.processes == 1:
+        trials.run(lambda name, seconds, seed: _run_here(STRATEGIES[name], task, place, seconds, seed))
+        return
+    with Pool(task) as pool:
+        trials.run(lambda name, seconds, seed: _run_in(pool, name, place, seconds, seed))
+
+
+def _run_in(pool: Pool, name: str, place: Place, seconds: float, seed: int) -> list[Point]:
+    """Train by a strategy in processes of this machine."""
+    strategy = STRATEGIES[name]
+    results = pool.run(_trial, strategy.processes(place), strategy.threads(place), name, seconds, seed)
+    points: list[Point] = results[0]
+    return points
+
+
+def _trial(task: Task, rank: int, count: int, name: str, seconds: float, seed: int) -> list[Point]:
+    return run_trial(STRATEGIES[name], task, seconds, seed, rank, count)
+
+
+def _run_here(strategy: Strategy, task: Task, place: Place, seconds: float, seed: int) -> list[Point]:
+    """Train by a strategy in this process, one of the connected sites or alone; return site 0's points at all sites."""
+    rank, threads = dist.get_rank() if place.connected else 0, torch.get_num_threads()
+    torch.set_num_threads(strategy.threads(place))
+    failure, points = "", []
+    try:
+        points = run_trial(strategy, task, seconds, seed, rank, place.processes)
+    except (ValueError, TypeError, NotImplementedError, FloatingPointError) as error:
+        failure = f"{type(error).__name__}: {error}"
+    finally:
+        torch.set_num_threads(threads)
+    outcomes: list[Any] = gather_objects((failure, points)) if place.connected else [(failure, points)]
+    for other, _ in outcomes:
+        if other:
+            raise RunFailedError(other)
+    own: list[Point] = outcomes[0][1]
+    return own

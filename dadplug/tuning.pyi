@@ -1,0 +1,1 @@
+from .tools.tuning import *  # noqa: F403
