@@ -308,7 +308,7 @@ def test_a_process_that_ends_while_its_file_is_damaged_serves_the_last_good_vers
             os.kill(pid, signal.SIGKILL)
             assert list(ask(predictor, [1.0, 2, 3, 0]).output[:3]) == [3, 6, 9]
             assert predictor.status()["models"]["m"]["last_good"]
-            assert 'dadplug_model_last_good{model="m"} 1' in predictor.prometheus()
+            assert 'dadplug_model_last_good{model="m"} 1.0' in predictor.prometheus()
         assert [message for message in caplog.messages if "its last good version is served" in message]
         odd(builders, path, scale=10.0)
         watcher.look()
