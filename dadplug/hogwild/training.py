@@ -493,9 +493,10 @@ class Hogwild:
             RuntimeError: if the processes were started by a launcher, or training runs already.
         """
         if self._connected:
+            name = getattr(function, "__name__", type(function).__name__)
             raise RuntimeError(
-                f"{self._connected} processes are connected already: call {_name(function)}(hogwild, ...) in each of "
-                "them instead of run()"
+                f"{self._connected} processes are connected already: call {name}(hogwild, ...) in each of them instead "
+                "of run()"
             )
         if self._layout is not None:
             raise RuntimeError("this Hogwild is running already")
@@ -673,10 +674,6 @@ class Hogwild:
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_layout": None, "_trains": False, "_hooks": []}
-
-
-def _name(function: Any) -> str:
-    return getattr(function, "__name__", type(function).__name__)
 
 
 @dataclass(frozen=True)
