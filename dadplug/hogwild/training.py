@@ -437,7 +437,9 @@ class Hogwild:
         self.processes = self._connected or processes or available_cores()
         problem = self._problem(processes, threads)
         if self._connected:
-            check_equal(problem, self._signature(problem))
+            names = [type(each).__name__ for each in self.optimizers]
+            signature = "" if problem else f"{names} {self._state} {self._create_layout().signature}"
+            check_equal(problem, signature)
         if problem is not None:
             raise problem
         self.threads = threads or max(1, available_cores() // self.processes)
@@ -464,12 +466,6 @@ class Hogwild:
         except (TypeError, ValueError, NotImplementedError) as error:
             return error
         return None
-
-    def _signature(self, problem: Exception | None) -> str:
-        if problem is not None:
-            return ""
-        names = [type(optimizer).__name__ for optimizer in self.optimizers]
-        return f"{names} {self._state} {self._create_layout().signature}"
 
     # Start and end
 
