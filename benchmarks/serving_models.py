@@ -26,7 +26,7 @@ import torch
 from command import parser_of
 from torch import Tensor, nn
 
-from dadplug.adapm.shards import VERSION, write_index, write_whole
+from dadplug.adapm.shards import VERSION, shard_name, write_index, write_shard, write_whole
 from dadplug.data import load_dataset
 from dadplug.serving import Model, Predictor
 
@@ -148,8 +148,8 @@ def write_table(folder: Path, rows: int, sites: int = 2) -> None:
     files = {}
     for site, keys in enumerate(torch.randperm(rows).chunk(sites)):
         values = torch.cat([keys[:, None] + torch.arange(WIDTH) / 2, torch.zeros(len(keys), WIDTH)], 1).float()
-        name = f"0123abcd-site-{site}-of-{sites}.pt"
-        files[name] = write_whole(folder / name, {"site": site, "tables": {"t": {"keys": keys, "values": values}}})
+        name = shard_name("0123abcd", site, sites)
+        files[name] = write_shard(folder / name, {"t": {"keys": keys, "values": values}})
     table = {"rows": rows, "width": WIDTH, "columns": 2 * WIDTH, "names": ["weight"], "place": 0}
     table |= {"parts": ["sum"], "counts_steps": True, "steps": 1}
     rest = {"0123abcd-rest.pt": write_whole(folder / "0123abcd-rest.pt", {"model": {}, "optimizer": {"state": {}}})}

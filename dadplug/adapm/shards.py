@@ -1,10 +1,11 @@
 """Sharded checkpoints: each site writes the rows that it owns, and any number of sites can load them.
 
 A folder has ``index.json`` with the names and digests of the files, ``<stamp>-rest.pt`` with the state that is not
-managed, and a file ``<stamp>-site-i-of-n.pt`` for each site. A save writes new files in addition to the old ones.
-When all sites have written and synced theirs, ``index.json`` is replaced, and only then the old files are removed. A
-save that fails or is killed leaves the previous checkpoint unchanged; the next save removes its files. Sites may share
-the folder, or have one each on their own disks; then site 0 has the index.
+managed, and a file ``<stamp>-site-i-of-n.safetensors`` for each site, with the tensors ``<table>.keys`` and
+``<table>.values``. A save writes new files in addition to the old ones. When all sites have written and synced theirs,
+``index.json`` is replaced, and only then the old files are removed. A save that fails or is killed leaves the previous
+checkpoint unchanged; the next save removes its files. Sites may share the folder, or have one each on their own disks;
+then site 0 has the index. Shards of dadplug 0.3, which `torch.save` has written, are read too.
 
 All content is checked when it is read: names must be file names of this format, sizes in the index must fit the files,
 and tensors must have the types and shapes of the index. Reading does not run code (no arbitrary pickles).
@@ -35,13 +36,16 @@ from .managed_weight import split_state
 from .model import AdaModel, parameter_numbers
 
 INDEX = "index.json"
-VERSION = 1
+VERSION = 2
+_OLD = ".pt"
+_ENDINGS = {1: _OLD, VERSION: ".safetensors"}  # of the names of shards, by the version of the index
 _PART = ".part"
-_NAME = re.compile(r"([0-9a-f]{8})-(?:site-(\d{1,4})-of-(\d{1,4})\.pt|rest\.pt|index\.json)")
+_NAME = re.compile(r"([0-9a-f]{8})-(?:site-(\d{1,4})-of-(\d{1,4})\.(?:safetensors|pt)|rest\.pt|index\.json)")
 _OLD_INDEX = re.compile(r"[0-9a-f]{8}\.part")  # an index of earlier versions
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _MOST_NUMBERS = 2**62
 _FIELDS = {"rows": 1, "width": 1, "columns": 1, "place": 0, "steps": 0}  # of a table, with their minimum
+_PARTS = ("keys", "values")  # of a table in a shard
 _CHUNK = 65536  # rows set at a time
 _KINDS: dict[str, type[Exception]] = {each.__name__: each for each in (FileNotFoundError, ValueError, DamagedError)}
 
@@ -116,7 +120,7 @@ class ShardSave:
             weight.create_rows()
         manager.wait_sync(everywhere=True)
         self.stamp = str(manager.gather_objects(secrets.token_hex(4))[0])
-        names = [f"{self.stamp}-site-{site}-of-{self._sites}.pt" for site in range(self._sites)]
+        names = [shard_name(self.stamp, site, self._sites) for site in range(self._sites)]
         tables = {}
         for name, weight in self.model.managed.items():
             keys, values = weight.table.owned()
@@ -127,7 +131,7 @@ class ShardSave:
             _make_folder(self.folder)
             if complete is not None:  # files of failed saves may fill the disk
                 self._remove(lambda stamp: stamp not in (*complete, self.stamp))
-            return write_whole(self.folder / names[self._rank], {"site": self._rank, "tables": tables})
+            return write_shard(self.folder / names[self._rank], tables)
 
         def finish() -> None:
             if self._rank == 0:
@@ -377,6 +381,11 @@ def pending_index(stamp: str) -> str:
     return f"{stamp}-{INDEX}"
 
 
+def shard_name(stamp: str, site: int, sites: int, version: int = VERSION) -> str:
+    """Return the name of a site's file."""
+    return f"{stamp}-site-{site}-of-{sites}{_ENDINGS[version]}"
+
+
 def stamp_of(name: str) -> str:
     """Return the stamp in the name of a file; empty if there is none."""
     found = _NAME.match(name)
@@ -393,11 +402,17 @@ def is_shard_file(name: str) -> bool:
 
 
 def write_whole(path: Path, item: Any) -> str:
-    """Write an object to a file atomically, also in case of a crash; return the digest."""
+    """Write an object to a file by `torch.save`, atomically, also in case of a crash; return the digest."""
     content = io.BytesIO()
     torch.save(item, content)
-    _write(path, content.getbuffer())
-    return hashlib.sha256(content.getbuffer()).hexdigest()
+    return _write(path, content.getbuffer())
+
+
+def write_shard(path: Path, tables: Mapping[str, Mapping[str, Tensor]]) -> str:
+    """Write ``"keys"`` and ``"values"`` of tables to a file, atomically, also in case of a crash; return the digest."""
+    from safetensors.torch import save
+
+    return _write(path, save({f"{name}.{part}": table[part] for name, table in tables.items() for part in _PARTS}))
 
 
 def write_index(path: Path, index: Mapping[str, Any]) -> None:
@@ -405,10 +420,11 @@ def write_index(path: Path, index: Mapping[str, Any]) -> None:
     _write(path, json.dumps(index, indent=1).encode())
 
 
-def _write(path: Path, content: Any) -> None:
+def _write(path: Path, content: bytes | memoryview) -> str:
     partial = path.with_name(path.name + _PART)
     with replacing(path, partial):
         partial.write_bytes(content)
+    return hashlib.sha256(content).hexdigest()
 
 
 # Reading
@@ -423,13 +439,13 @@ def check_index(content: bytes, path: Path) -> dict[str, Any]:
     try:
         index: dict[str, Any] = json.loads(content)
         version = index["version"]
-        if version == VERSION:
+        if version in _ENDINGS:
             _check_files(index)
             for name, table in index["tables"].items():
                 _check_table(name, table)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from error
-    if version != VERSION:
+    if version not in _ENDINGS:
         raise ValueError(f"{path.parent} was written by another version of dadplug: format {version}, here {VERSION}")
     return index
 
@@ -445,7 +461,7 @@ def _check_files(index: Mapping[str, Any]) -> None:
     if len(stamps) != 1 or len(rest) != 1 or not files:
         raise ValueError(f"it names {len(files)} shards and {len(rest)} other files with {len(stamps)} stamps")
     (stamp,) = stamps
-    shards = [f"{stamp}-site-{site}-of-{len(files)}.pt" for site in range(len(files))]
+    shards = [shard_name(stamp, site, len(files), index["version"]) for site in range(len(files))]
     if sorted(files) != sorted(shards) or set(rest) != {f"{stamp}-rest.pt"}:
         raise ValueError(f"it names {sorted(files)} and {sorted(rest)}")
 
@@ -508,14 +524,14 @@ def read_head(folder: Path, stamp: str | None) -> tuple[bytes, bytes]:
         )
     if not (folder / rest).is_file():
         raise FileNotFoundError(f"file {rest} of checkpoint {folder} is missing")
-    return content, _content(folder, rest, digest)
+    state = (folder / rest).read_bytes()
+    _check_digest(hashlib.sha256(state), digest, f"file {rest} of checkpoint {folder}")
+    return content, state
 
 
-def _content(folder: Path, name: str, digest: str) -> bytes:
-    content = (folder / name).read_bytes()
-    if hashlib.sha256(content).hexdigest() != digest:
-        raise ValueError(f"file {name} of checkpoint {folder} is damaged: it is not what was written")
-    return content
+def _check_digest(found: Any, digest: str, what: str) -> None:
+    if found.hexdigest() != digest:
+        raise ValueError(f"{what} is damaged: it is not what was written")
 
 
 def parse_rest(content: bytes, folder: Path) -> dict[str, Any]:
@@ -535,7 +551,9 @@ def parse_rest(content: bytes, folder: Path) -> dict[str, Any]:
 
 
 def read_shard(folder: Path, name: str, index: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
-    """Read a shard, and check it against the index.
+    """Map a shard into memory, and check it against the index.
+
+    The whole file is read once for its digest, in pieces. Its tensors must not be written to.
 
     Returns:
         By table, ``"keys"`` of shape (n,) and ``"values"`` of shape (n, columns).
@@ -543,43 +561,40 @@ def read_shard(folder: Path, name: str, index: Mapping[str, Any]) -> dict[str, d
     Raises:
         ValueError: if it is damaged or does not fit.
     """
-    shard = load_tensors(
-        _content(folder, name, index["files"][name]), f"file {name} of checkpoint {folder}", intact=True
-    )
-    return _checked_shard(shard, folder, name, index)
-
-
-def map_shard(folder: Path, name: str, index: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
-    """Map a shard into memory instead of reading it, and check it against the index.
-
-    The whole file is read once for its digest, in pieces. Its tensors must not be written to.
-
-    Returns:
-        As `read_shard`.
-
-    Raises:
-        ValueError: if it is damaged or does not fit.
-    """
-    path, digest = folder / name, hashlib.sha256()
+    path, what, digest = folder / name, f"file {name} of checkpoint {folder}", hashlib.sha256()
     with open(path, "rb") as file:
         while piece := file.read(1 << 20):
             digest.update(piece)
-    if digest.hexdigest() != index["files"][name]:
-        raise ValueError(f"file {name} of checkpoint {folder} is damaged: it is not what was written")
-    return _checked_shard(load_tensors(path, f"file {name} of checkpoint {folder}", intact=True), folder, name, index)
-
-
-def _checked_shard(shard: Any, folder: Path, name: str, index: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
-    tables = shard["tables"] if isinstance(shard, dict) else None
+    _check_digest(digest, index["files"][name], what)
+    if path.suffix == _OLD:
+        shard = load_tensors(path, what, intact=True)
+        tables = shard.get("tables") if isinstance(shard, dict) else None
+    else:
+        tables = _tables_of(path, what)
     if not isinstance(tables, dict) or set(tables) != set(index["tables"]):
-        raise ValueError(f"file {name} of checkpoint {folder} is damaged: its tables are not those of the index")
+        raise ValueError(f"{what} is damaged: its tables are not those of the index")
     for table, part in tables.items():
-        _check_part(part, index["tables"][table], f"file {name} of checkpoint {folder} is damaged: table {table!r}")
+        _check_part(part, index["tables"][table], f"{what} is damaged: table {table!r}")
+    return tables
+
+
+def _tables_of(path: Path, what: str) -> dict[str, dict[str, Tensor]]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    tables: dict[str, dict[str, Tensor]] = {}
+    try:
+        tensors = load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{what} is damaged: {error}") from error
+    for name, tensor in tensors.items():
+        table, _, part = name.rpartition(".")
+        tables.setdefault(table, {})[part] = tensor
     return tables
 
 
 def _check_part(part: Any, table: Mapping[str, Any], what: str) -> None:
-    if not isinstance(part, dict) or not all(isinstance(part.get(each), Tensor) for each in ("keys", "values")):
+    if not isinstance(part, dict) or not all(isinstance(part.get(each), Tensor) for each in _PARTS):
         raise ValueError(f"{what} has no keys and values")
     keys, values = part["keys"], part["values"]
     if keys.dtype != torch.int64 or values.dtype != torch.float32 or keys.dim() != 1:

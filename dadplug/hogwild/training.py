@@ -437,7 +437,9 @@ class Hogwild:
         self.processes = self._connected or processes or available_cores()
         problem = self._problem(processes, threads)
         if self._connected:
-            check_equal(problem, self._signature(problem))
+            names = [type(each).__name__ for each in self.optimizers]
+            signature = "" if problem else f"{names} {self._state} {self._create_layout().signature}"
+            check_equal(problem, signature)
         if problem is not None:
             raise problem
         self.threads = threads or max(1, available_cores() // self.processes)
@@ -465,12 +467,6 @@ class Hogwild:
             return error
         return None
 
-    def _signature(self, problem: Exception | None) -> str:
-        if problem is not None:
-            return ""
-        names = [type(optimizer).__name__ for optimizer in self.optimizers]
-        return f"{names} {self._state} {self._create_layout().signature}"
-
     # Start and end
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -493,9 +489,10 @@ class Hogwild:
             RuntimeError: if the processes were started by a launcher, or training runs already.
         """
         if self._connected:
+            name = getattr(function, "__name__", type(function).__name__)
             raise RuntimeError(
-                f"{self._connected} processes are connected already: call {_name(function)}(hogwild, ...) in each of "
-                "them instead of run()"
+                f"{self._connected} processes are connected already: call {name}(hogwild, ...) in each of them instead "
+                "of run()"
             )
         if self._layout is not None:
             raise RuntimeError("this Hogwild is running already")
@@ -673,10 +670,6 @@ class Hogwild:
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_layout": None, "_trains": False, "_hooks": []}
-
-
-def _name(function: Any) -> str:
-    return getattr(function, "__name__", type(function).__name__)
 
 
 @dataclass(frozen=True)

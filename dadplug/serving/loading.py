@@ -394,7 +394,7 @@ def load_folder(
         index = shard_files.check_index(content, folder / shard_files.INDEX)
         state = shard_files.parse_rest(rest, folder)["model"]
         shard_files.check_sizes(index, folder)
-        shards = [shard_files.map_shard(folder, name, index) for name in index["files"]]
+        shards = [shard_files.read_shard(folder, name, index) for name in index["files"]]
     except (OSError, ValueError) as error:
         raise LoadError(f"{error}") from error
     tables = {

@@ -16,11 +16,12 @@ import numpy as np
 from ..errors import FeedbackError, InputError, ModelError, ServingError, UnavailableError
 from ..support.files import write_file
 from ..support.logs import get_logger
+from ..support.prometheus import exposition
 from .backends import backend_of, stamp_of
 from .cache import KnownInput, PredictionCache, Result, digest_of
 from .options import Model, Schema, ServingOptions, merged
 from .policies import Choice, FeedbackJournal, Record, policy_of, task_of
-from .served_model import Metrics, ServedModel, gauges_of
+from .served_model import Metrics, ServedModel
 
 _log = get_logger("dadplug.serving")
 _POLL = 0.01  # seconds between two looks for the first answer, once the goal has passed
@@ -497,8 +498,15 @@ class Predictor:
         }
 
     def prometheus(self) -> str:
-        """Return all counters in Prometheus' text format."""
-        return self.metrics.text(gauges_of(self.status()))
+        """Return all counters in Prometheus' text format.
+
+        Raises:
+            ImportError: if prometheus_client is not installed; the message names the extra.
+        """
+        try:
+            return exposition(self.metrics.families(self.status())).decode()
+        except ModuleNotFoundError as error:
+            raise ImportError("metrics need prometheus_client: pip install 'dadplug[serve]'") from error
 
     def close(self) -> None:
         """End the models' processes, and write the weights if the options name a file."""

@@ -1,6 +1,6 @@
 """One model behind its queue: a thread that takes batches, computes them and restarts a backend that fails.
 
-`Metrics` has the counters of a server, its recent history by second, and their text for Prometheus.
+`Metrics` has the counters of a server, its recent history by second, and their metrics for Prometheus.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ import threading
 import time
 from bisect import bisect_left
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from ..errors import BackendFailedError, InputError, LoadError, ModelError, ServingError, UnavailableError
 from ..support.logs import get_logger
+from ..support.prometheus import family
 from .backends import Array, Backend
 from .cache import Entry, Listener, PredictionCache, Result, Ticket
 from .options import ServingOptions
@@ -26,6 +28,25 @@ from .policies import Task
 
 BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)  # seconds
 _HISTORY = 300  # seconds kept
+_COUNTERS = {  # by name: the label, and a description
+    "requests": ("status", "Predictions by their HTTP status"),
+    "batches": ("model", "Batches that the model has computed"),
+    "batched_requests": ("model", "Requests in batches"),
+    "batch_seconds": ("model", "Seconds of computing batches"),
+    "restarts": ("model", "Restarts of the model"),
+    "feedback": ("status", "Feedback by its HTTP status"),
+}
+_OF_MODEL = {  # by name: the key in the status of a model, and a description
+    "model_ready": ("ready", "Whether the model is ready"),
+    "model_last_good": ("last_good", "Whether an older version is served, since the new one cannot be loaded"),
+    "queue_length": ("waiting", "Requests that wait for the model"),
+    "batch_limit": ("batch_limit", "Largest size of the next batch"),
+}
+_OF_CACHE = {
+    "hits": "Requests that the cache has answered",
+    "joined": "Requests that have joined an equal one",
+    "misses": "Requests that a model has computed",
+}
 _FINE = tuple(1e-4 * 1.1**i for i in range(120))  # bounds for quantiles of one second
 
 
@@ -71,7 +92,7 @@ class Metrics:
         self._goal, self._clock = goal, clock
         self._lock = threading.Lock()
         self._seconds: OrderedDict[int, _Second] = OrderedDict()
-        # By name, without the package's, and by label text.
+        # By name and value of the label, see `_COUNTERS`.
         self._totals: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
         self._latencies = [0] * (len(BOUNDS) + 1)
         self._latency_sum = 0.0
@@ -80,7 +101,7 @@ class Metrics:
         """Count a prediction by its HTTP status, with its latency."""
         with self._lock:
             now = self._second()
-            self._totals["requests_total"][f'status="{status}"'] += 1
+            self._totals["requests"][f"{status}"] += 1
             now.counts["requests"] += 1
             if status != 200:
                 now.counts["failures"] += 1
@@ -92,11 +113,10 @@ class Metrics:
 
     def batch(self, model: str, size: int, seconds: float) -> None:
         """Count a batch of a model with its computing time."""
-        labels = label(model=model)
         with self._lock:
-            self._totals["batches_total"][labels] += 1
-            self._totals["batched_requests_total"][labels] += size
-            self._totals["batch_seconds_total"][labels] += seconds
+            self._totals["batches"][model] += 1
+            self._totals["batched_requests"][model] += size
+            self._totals["batch_seconds"][model] += seconds
             now = self._second()
             now.batches[model] += 1
             now.samples[model] += size
@@ -104,12 +124,12 @@ class Metrics:
     def restart(self, model: str) -> None:
         """Count a restart of a model."""
         with self._lock:
-            self._totals["restarts_total"][label(model=model)] += 1
+            self._totals["restarts"][model] += 1
 
     def feedback(self, status: int, context: str = "", weights: Mapping[str, float] | None = None) -> None:
         """Count feedback by its HTTP status, with the weights of its context after it."""
         with self._lock:
-            self._totals["feedback_total"][f'status="{status}"'] += 1
+            self._totals["feedback"][f"{status}"] += 1
             if weights is not None:
                 self._second().weights[context] = dict(weights)
 
@@ -125,26 +145,35 @@ class Metrics:
         with self._lock:
             return [{"time": second, **found.summary()} for second, found in self._seconds.items()]
 
-    def text(self, gauges: Mapping[str, Mapping[str, float]]) -> str:
-        """Return all counters in Prometheus' text format.
+    def families(self, status: Mapping[str, Any]) -> Iterator[Any]:
+        """Yield the metrics of prometheus_client that make up all counters and a predictor's status.
 
         Args:
-            gauges: further values, by name and by label text such as ``model="a"``.
+            status: result of `Predictor.status`.
         """
-        lines: list[str] = []
+        from prometheus_client.core import HistogramMetricFamily
+
         with self._lock:
-            for name, values in {**self._totals, **gauges}.items():
-                lines.append(f"# TYPE dadplug_{name} {'counter' if name.endswith('_total') else 'gauge'}")
-                for labels, value in values.items():
-                    lines.append(f"dadplug_{name}{'{' + labels + '}' if labels else ''} {value:.15g}")
-            lines.append("# TYPE dadplug_latency_seconds histogram")
-            total = 0
-            for bound, count in zip((*map(str, BOUNDS), "+Inf"), self._latencies, strict=True):
-                total += count
-                lines.append(f'dadplug_latency_seconds_bucket{{le="{bound}"}} {total}')
-            lines.append(f"dadplug_latency_seconds_sum {self._latency_sum:.6f}")
-            lines.append(f"dadplug_latency_seconds_count {total}")
-        return "\n".join(lines) + "\n"
+            totals = {name: [((value,), total) for value, total in each.items()] for name, each in self._totals.items()}
+            latencies, latency_sum = list(accumulate(self._latencies)), self._latency_sum
+        for name, samples in totals.items():
+            label, text = _COUNTERS[name]
+            yield family("counter", name, text, samples, (label,))
+        for name, (key, text) in _OF_MODEL.items():
+            samples = [((model,), values[key]) for model, values in status["models"].items()]
+            yield family("gauge", name, text, samples, ("model",))
+        cache = status["cache"]
+        if cache is not None:
+            for key, text in _OF_CACHE.items():
+                yield family("counter", f"cache_{key}", text, [((), cache[key])])
+            yield family("gauge", "cache_bytes", "Bytes in the cache", [((), cache["bytes"])])
+        weights = [
+            ((context, model), value) for context, each in status["weights"].items() for model, value in each.items()
+        ]
+        yield family("gauge", "weight", "Weight of the model in the context", weights, ("context", "model"))
+        buckets = [(f"{bound}", count) for bound, count in zip((*BOUNDS, "+Inf"), latencies, strict=True)]
+        text = "Latencies of answered predictions."
+        yield HistogramMetricFamily("dadplug_latency_seconds", text, buckets=buckets, sum_value=latency_sum)
 
     def _second(self) -> _Second:
         second = int(self._clock())
@@ -153,37 +182,6 @@ class Metrics:
             while len(self._seconds) > _HISTORY:
                 self._seconds.popitem(last=False)
         return self._seconds[second]
-
-
-def label(**values: str) -> str:
-    """Return the text of labels for Prometheus, with quotes, backslashes and line ends escaped."""
-    escaped = {
-        name: text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n") for name, text in values.items()
-    }
-    return ",".join(f'{name}="{text}"' for name, text in escaped.items())
-
-
-def gauges_of(status: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Return the values in a predictor's status, by name and by label text, for `Metrics.text`."""
-    models, cache = status["models"], status["cache"]
-    gauges: dict[str, dict[str, float]] = {
-        name: {label(model=model): float(values[key]) for model, values in models.items()}
-        for name, key in (
-            ("model_ready", "ready"),
-            ("model_last_good", "last_good"),
-            ("queue_length", "waiting"),
-            ("batch_limit", "batch_limit"),
-        )
-    }
-    if cache is not None:
-        gauges |= {f"cache_{key}_total": {"": cache[key]} for key in ("hits", "joined", "misses")}
-        gauges["cache_bytes"] = {"": cache["bytes"]}
-    gauges["weight"] = {
-        label(context=context, model=model): value
-        for context, values in status["weights"].items()
-        for model, value in values.items()
-    }
-    return gauges
 
 
 # The model

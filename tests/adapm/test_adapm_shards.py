@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import hashlib
+import io
 import json
 import os
 import resource
@@ -14,6 +15,7 @@ import pytest
 import support
 import torch
 from recommender import KINDS, Recommender, end, make, same, steps, whole
+from safetensors.torch import load_file, save
 
 import dadplug.adapm.shards as shards
 from dadplug.adapm import join_shards, load_shards, save_shards
@@ -39,6 +41,20 @@ def saves(kind, folder):
     return later
 
 
+def rewrite_as_0_3(folder):
+    """Put shards in the place of those in a folder that are written as dadplug 0.3.0 did."""
+    index = json.loads((folder / "index.json").read_text())
+    files = {}
+    for site, name in enumerate(index["files"]):
+        tensors = load_file(folder / name)
+        tables = {table: {part: tensors[f"{table}.{part}"] for part in ("keys", "values")} for table in index["tables"]}
+        old = folder / f"{name[:8]}-site-{site}-of-{len(index['files'])}.pt"
+        torch.save({"site": site, "tables": tables}, old)
+        files[old.name] = hashlib.sha256(old.read_bytes()).hexdigest()
+        (folder / name).unlink()
+    (folder / "index.json").write_text(json.dumps(index | {"version": 1, "files": files}, indent=1))
+
+
 def loads(kind, folder):
     managed, optimizer = make(kind, seed=5)
     load_shards(managed, folder, optimizer)
@@ -53,12 +69,14 @@ def test_two_sites_shards_load_on_other_numbers_of_sites_and_join(sites, tmp_pat
     first, second = sites(2).run(saves, kind, folder)
     assert same(first, second)
     files = sorted(path.name[8:] for path in Path(folder).iterdir() if path.name != "index.json")
-    assert files == ["-rest.pt", "-site-0-of-2.pt", "-site-1-of-2.pt"]
-    rows = [torch.load(path, weights_only=True)["tables"] for path in Path(folder).glob("*-site-*")]
+    assert files == ["-rest.pt", "-site-0-of-2.safetensors", "-site-1-of-2.safetensors"]
+    rows = [load_file(path) for path in Path(folder).glob("*-site-*")]
     for name, count in (("items.weight", 40), ("tags.weight", 30)):
-        assert sorted(torch.cat([each[name]["keys"] for each in rows]).tolist()) == list(range(count))
+        assert sorted(torch.cat([each[f"{name}.keys"] for each in rows]).tolist()) == list(range(count))
     joined = join_shards(folder)
     assert same(joined, first)
+    rewrite_as_0_3(Path(folder))
+    assert same(join_shards(folder), first)
     plain = Recommender()
     plain.load_state_dict(joined["model"])
     KINDS[kind](plain.parameters()).load_state_dict(joined["optimizer"])
@@ -103,13 +121,17 @@ def damage(how, folder):
 @pytest.mark.parametrize(
     ("how", "kind", "message"),
     [
-        ("missing", FileNotFoundError, r"shard .*-site-0-of-1\.pt of checkpoint .* is missing"),
-        ("damaged", ValueError, r"file .*-site-0-of-1\.pt of checkpoint .* is damaged: it is not what was written"),
+        ("missing", FileNotFoundError, r"shard .*-site-0-of-1\.safetensors of checkpoint .* is missing"),
+        (
+            "damaged",
+            ValueError,
+            r"file .*-site-0-of-1\.safetensors of checkpoint .* is damaged: it is not what was written",
+        ),
         ("cut", ValueError, "is damaged"),
         ("rest", FileNotFoundError, r"file .*-rest\.pt of checkpoint .* is missing"),
         ("unfinished", FileNotFoundError, r"holds no index\.json: it is no sharded checkpoint, or was never finished"),
         ("text", ValueError, r"index\.json is damaged"),
-        ("version", ValueError, "was written by another version of dadplug: format 9, here 1"),
+        ("version", ValueError, "was written by another version of dadplug: format 9, here 2"),
     ],
 )
 def test_what_is_damaged_or_missing_is_told(saved, tmp_path, how, kind, message):
@@ -144,11 +166,11 @@ def test_sites_with_disks_of_their_own_and_errors_on_all(tmp_path):
     assert same(whole(managed, optimizer), saved)
     if rank == 1:
         damage("damaged", own)
-    with pytest.raises(ValueError, match=r"site-1-of-2\.pt of checkpoint .* is damaged"):
+    with pytest.raises(ValueError, match=r"site-1-of-2\.safetensors of checkpoint .* is damaged"):
         load_shards(managed, own, optimizer)
     if rank == 1:
         damage("missing", own)
-    with pytest.raises(FileNotFoundError, match=r"site-1-of-2\.pt .* is missing: no site has it"):
+    with pytest.raises(FileNotFoundError, match=r"site-1-of-2\.safetensors .* is missing: no site has it"):
         load_shards(managed, own, optimizer)
     if rank == 1:
         (Path(tmp_path) / "file").write_text("")
@@ -249,21 +271,19 @@ def no_room(folder: Path):
 def failing(rank: int, phase: str, folder: Path):
     """Let this site's part of a save fail, where it is its turn."""
     site, what = phase.split()
-    original = shards.write_whole
+    original, original_shard = shards.write_whole, shards.write_shard
     if str(rank) != site:
         yield
     elif what == "shard":
         with no_room(folder):
             yield
     elif what == "memory":
-        shards.write_whole = lambda *_: (_ for _ in ()).throw(MemoryError("no memory left"))
+        shards.write_shard = lambda *_: (_ for _ in ()).throw(MemoryError("no memory left"))
         yield
-        shards.write_whole = original
+        shards.write_shard = original_shard
     else:  # the shard still has room, what comes after it has not
 
         def write(path, item):
-            if "-site-" in path.name:
-                return original(path, item)
             with no_room(folder):
                 return original(path, item)
 
@@ -295,7 +315,7 @@ def fails(base: str, phases: list[str], apart: bool) -> None:
         assert same(whole(again, optimizer_again), saved), phase
         end(again)
     (folder / f"0badbeef-site-{rank}-of-2.pt").write_text("of a save that was killed")
-    (folder / f"0badbeef-site-{rank}-of-2.pt.part").write_text("so was this")
+    (folder / f"0badbeef-site-{rank}-of-2.safetensors.part").write_text("so was this")
     (folder / "notes.txt").write_text("the user's")
     later = whole(managed, optimizer)
     managed.manager.barrier()
@@ -354,7 +374,7 @@ KILLED = """
         return call
 
     if when == f"{{rank}} after its shard":
-        shards.write_whole = killed(shards.write_whole, False)
+        shards.write_shard = killed(shards.write_shard, False)
     elif when == f"{{rank}} before the commit":
         commit, replace = killed(os.replace, True), os.replace
         os.replace = lambda old, new: (commit if new.name == "index.json" else replace)(old, new)
@@ -377,7 +397,7 @@ def test_a_site_killed_in_a_save_is_named_and_the_checkpoint_before_it_loads(tmp
     assert same(join_shards(folder), expected)
     save_shards(managed, folder, optimizer)
     left = [name[8:] for name in names_in(folder) if name != "index.json"]
-    assert left == ["-rest.pt", "-site-0-of-1.pt"]
+    assert left == ["-rest.pt", "-site-0-of-1.safetensors"]
     managed.manager.close()
 
 
@@ -396,13 +416,28 @@ def rename(index, folder, name):
     index["files"] = {name: index["files"][old]}
 
 
+def replace(index, folder, content):
+    """Replace a shard so that its digest is right."""
+    (name,) = index["files"]
+    (folder / name).write_bytes(content)
+    index["files"][name] = hashlib.sha256(content).hexdigest()
+
+
 def rewrite(index, folder, change):
     """Change a shard so that its digest is right."""
     (name,) = index["files"]
-    content = torch.load(folder / name, weights_only=True)
-    change(content["tables"]["items.weight"], content)
-    torch.save(content, folder / name)
-    index["files"][name] = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+    tensors = load_file(folder / name)
+    change(tensors)
+    replace(index, folder, save(tensors))
+
+
+def rewrite_old(index, folder, content):
+    """Put a shard of dadplug 0.3 in the place of one."""
+    (name,) = index["files"]
+    old, written = Path(name).with_suffix(".pt").name, io.BytesIO()
+    torch.save({"fills": torch.zeros(SIZE)} | content, written)
+    index.update(version=1, files={old: ""})
+    replace(index, folder, written.getvalue())
 
 
 def field(name, value):
@@ -410,18 +445,20 @@ def field(name, value):
 
 
 def part(**new):
-    return lambda index, folder: rewrite(index, folder, lambda table, _: table.update(new))
+    new = {f"items.weight.{name}": value.contiguous() for name, value in new.items()}
+    return lambda index, folder: rewrite(index, folder, lambda tensors: tensors.update(new))
 
 
 KEYS = torch.arange(40)
+SIZE = 1 << 14  # above that of the tables
 TAMPERED = {
     "parent": (lambda index, folder: rename(index, folder, "../outside.pt"), "'../outside.pt' is no name of a shard"),
     "absolute": (lambda index, folder: rename(index, folder, "/tmp/x.pt"), "'/tmp/x.pt' is no name of a shard"),
     "line": (lambda index, folder: rename(index, folder, next(iter(index["files"])) + "\n"), "is no name of a shard"),
     "rest outside": (lambda index, folder: index.update(rest={"../rest.pt": "0" * 64}), "is no name of a shard"),
-    "stamp": (lambda index, folder: rename(index, folder, "0badbeef-site-0-of-1.pt"), "with 2 stamps"),
+    "stamp": (lambda index, folder: rename(index, folder, "0badbeef-site-0-of-1.safetensors"), "with 2 stamps"),
     "number": (
-        lambda index, folder: rename(index, folder, next(iter(index["files"]))[:8] + "-site-0-of-2.pt"),
+        lambda index, folder: rename(index, folder, next(iter(index["files"]))[:8] + "-site-0-of-2.safetensors"),
         "it names",
     ),
     "digest": (lambda index, folder: index["files"].update(dict.fromkeys(index["files"], 7)), "the digest of"),
@@ -433,13 +470,26 @@ TAMPERED = {
     "names": (field("names", "items.weight"), "has the names"),
     "keys": (part(keys=KEYS - 1), "has keys from -1 to 38, of 40 rows"),
     "types": (part(keys=KEYS.int()), "has keys of torch.int32"),
-    "shapes": (part(values=torch.zeros(40, 3)), r"has values of shape \(40, 3\) for 40 keys"),
+    "shapes": (part(values=torch.zeros(40, 20)), r"has values of shape \(40, 20\) for 40 keys"),
     "twice": (part(keys=KEYS % 39), "lacks rows of items.weight, or has them twice"),
-    "no tensors": (part(keys=[1]), "has no keys and values"),
-    "code": (lambda index, folder: rewrite(index, folder, lambda _, all: all.update(site=Evil())), "is damaged"),
+    "no tensors": (
+        lambda index, folder: rewrite(
+            index, folder, lambda tensors: tensors.update({"items.weight.key": tensors.pop("items.weight.keys")})
+        ),
+        "has no keys and values",
+    ),
+    "no safetensors": (
+        lambda index, folder: replace(index, folder, b"\xff" * SIZE),
+        "safetensors .* is damaged: .*[Hh]eader",
+    ),
+    "another ending": (lambda index, folder: index.update(version=1), "it names"),
+    "code": (lambda index, folder: rewrite_old(index, folder, {"site": Evil(), "tables": {}}), "is damaged"),
+    "old tables": (lambda index, folder: rewrite_old(index, folder, {"site": 0}), "its tables are not those"),
     "tables": (
-        lambda index, folder: rewrite(index, folder, lambda _, all: all["tables"].clear()),
-        "is damaged",
+        lambda index, folder: rewrite(
+            index, folder, lambda tensors: tensors.update({"x.keys": tensors.pop("tags.weight.keys")})
+        ),
+        "are not those",
     ),
 }
 

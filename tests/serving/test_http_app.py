@@ -179,8 +179,8 @@ def test_requests_that_are_refused_before_the_predictor_count_in_the_metrics(ope
     run(app, post("/feedback", {"id": "a", "y": 1, "unknown": 1}))
     lines = app._predictor.prometheus().splitlines()
     for status in (422, 400, 413, 415, 200):
-        assert f'dadplug_requests_total{{status="{status}"}} 1' in lines
-    assert 'dadplug_feedback_total{status="422"} 1' in lines
+        assert f'dadplug_requests_total{{status="{status}"}} 1.0' in lines
+    assert 'dadplug_feedback_total{status="422"} 1.0' in lines
     assert sum(each["failures"] for each in app._predictor.metrics.history()) == 4
 
 
@@ -262,7 +262,7 @@ def test_the_state_of_the_server(opened):
         (("GET", "/status"), {}),
     )
     assert [status for status, _, _ in found] == [200] * 5
-    assert 'dadplug_requests_total{status="200"} 1\n' in found[1][1]
+    assert 'dadplug_requests_total{status="200"} 1.0\n' in found[1][1]
     assert found[2][1] == {"ready": {"a": True, "b": True}}
     history = found[3][1]["history"]
     assert sum(each["requests"] for each in history) == 1

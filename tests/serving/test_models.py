@@ -14,7 +14,7 @@ from served import patient_predictor
 from torch import nn
 
 from dadplug.adapm import AdaModel, save_shards
-from dadplug.adapm.shards import VERSION, write_index, write_whole
+from dadplug.adapm.shards import VERSION, shard_name, write_index, write_shard, write_whole
 from dadplug.models import MNISTNet
 from dadplug.serving import InputError, LoadError, Model, ServingError, UnavailableError
 from dadplug.serving.loading import load, map_tables
@@ -308,7 +308,7 @@ def test_a_process_that_ends_while_its_file_is_damaged_serves_the_last_good_vers
             os.kill(pid, signal.SIGKILL)
             assert list(ask(predictor, [1.0, 2, 3, 0]).output[:3]) == [3, 6, 9]
             assert predictor.status()["models"]["m"]["last_good"]
-            assert 'dadplug_model_last_good{model="m"} 1' in predictor.prometheus()
+            assert 'dadplug_model_last_good{model="m"} 1.0' in predictor.prometheus()
         assert [message for message in caplog.messages if "its last good version is served" in message]
         odd(builders, path, scale=10.0)
         watcher.look()
@@ -371,8 +371,8 @@ def shards(folder, rows, width, sites=2):
     files = {}
     for site, keys in enumerate(order.chunk(sites)):
         values = torch.cat([keys[:, None] + torch.arange(width) / 2, torch.zeros(len(keys), width)], 1).float()
-        name = f"0123abcd-site-{site}-of-{sites}.pt"
-        files[name] = write_whole(folder / name, {"site": site, "tables": {"t": {"keys": keys, "values": values}}})
+        name = shard_name("0123abcd", site, sites)
+        files[name] = write_shard(folder / name, {"t": {"keys": keys, "values": values}})
     table = {"rows": rows, "width": width, "columns": 2 * width, "names": ["weight"], "place": 0}
     table |= {"parts": ["sum"], "counts_steps": True, "steps": 1}
     rest = {"0123abcd-rest.pt": write_whole(folder / "0123abcd-rest.pt", {"model": {}, "optimizer": {"state": {}}})}
@@ -406,7 +406,7 @@ def test_rows_are_mapped_and_not_loaded(tmp_path):
 
 def test_damaged_folders_are_errors(tmp_path):
     folder = shards(tmp_path / "table", 100, 4)
-    path = folder / "0123abcd-site-1-of-2.pt"
+    path = folder / shard_name("0123abcd", 1, 2)
     content = path.read_bytes()
     path.write_bytes(content[:-1] + b"x")
     with pytest.raises(LoadError, match="is damaged"):

@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, TextIO
@@ -23,6 +23,7 @@ from typing import Any, TextIO
 from ...errors import KitError
 from ...support.files import write_file
 from ...support.logs import get_logger
+from ...support.prometheus import exposition, family
 from ..pki.kits import RENEW, SOON_DAYS, days_left
 from ..pki.project import HUB
 from .hub import Hub
@@ -54,9 +55,6 @@ STATES = ("absent", "disconnected", "waiting", "joining", "member")
 """States of a site, see `Phase`; `site_state` is 1 for the present one."""
 
 
-_Samples = Iterable[tuple[Sequence[str], float]]  # each with the values of the labels
-
-
 def metrics(status: dict[str, Any]) -> Iterator[Any]:
     """Yield the metrics of prometheus_client that make up a status.
 
@@ -65,7 +63,7 @@ def metrics(status: dict[str, Any]) -> Iterator[Any]:
     """
     sites = status["sites"]
     texts = status["project"], status["version"]
-    yield _family("gauge", "hub_info", "Project and version of the hub", [(texts, 1)], ("project", "version"))
+    yield family("gauge", "hub_info", "Project and version of the hub", [(texts, 1)], ("project", "version"))
     here = sum(site["state"] not in ("absent", "disconnected") for site in sites)
     late = sum(site["late_seconds"] > 0 for site in sites)
     for kind, name, text, value in (
@@ -77,27 +75,17 @@ def metrics(status: dict[str, Any]) -> Iterator[Any]:
         ("gauge", "hub_paused", "Whether training waits for sites", bool(status["waiting"])),
     ):
         if value is not None:
-            yield _family(kind, name, text, [((), value)])
+            yield family(kind, name, text, [((), value)])
     days = {HUB: status["certificate_days"]} | {site["name"]: site["certificate_days"] for site in sites}
     ends = [((name,), left) for name, left in days.items() if left is not None]
-    yield _family("gauge", "certificate_days", "Days until the certificate ends", ends, ("name",))
+    yield family("gauge", "certificate_days", "Days until the certificate ends", ends, ("name",))
     for key, metric in _OF_SITE.items():
-        yield _family(*metric, [((site["name"],), site[key]) for site in sites], ("site",))
+        yield family(*metric, [((site["name"],), site[key]) for site in sites], ("site",))
     spent = [((site["name"], f"{site['delta']:g}"), site["epsilon"]) for site in sites if site["epsilon"]]
     text = "Epsilon that the site has stated last, of a delta"
-    yield _family("gauge", "site_epsilon", text, spent, ("site", "delta"))
+    yield family("gauge", "site_epsilon", text, spent, ("site", "delta"))
     states = [((site["name"], state), state == site["state"]) for site in sites for state in STATES]
-    yield _family("gauge", "site_state", "Whether the site is in the state", states, ("site", "state"))
-
-
-def _family(kind: str, name: str, text: str, samples: _Samples, labels: Sequence[str] = ()) -> Any:
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
-    made = GaugeMetricFamily if kind == "gauge" else CounterMetricFamily
-    family = made(f"dadplug_{name}", f"{text}.", labels=labels)
-    for values, value in samples:
-        family.add_metric(values, float(value))
-    return family
+    yield family("gauge", "site_state", "Whether the site is in the state", states, ("site", "state"))
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -147,14 +135,13 @@ class MetricsServer(ThreadingHTTPServer):
     def __init__(self, address: tuple[str, int]) -> None:
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         try:
-            import prometheus_client
+            import prometheus_client  # noqa: F401
 
             super().__init__(address, _Handler)
         except ImportError as error:
             raise KitError("--metrics needs prometheus_client: pip install 'dadplug[hub]'") from error
         except OSError as error:
             raise KitError(f"cannot serve metrics at {address[0]}:{address[1]}: {error}") from error
-        self._generate: Callable[[Any], bytes] = prometheus_client.generate_latest
         self._status: dict[str, Any] = {}
         self.given = time.monotonic()
         host, port = self.server_address[:2]
@@ -167,13 +154,9 @@ class MetricsServer(ThreadingHTTPServer):
         """Take a status, as `snapshot` returns it."""
         self._status, self.given = status, time.monotonic()
 
-    def collect(self) -> Iterator[Any]:
-        """Return the metrics; none before there is a status."""
-        return metrics(self._status) if self._status else iter(())
-
     def text(self) -> bytes:
-        """Return the metrics in the format of Prometheus."""
-        return self._generate(self)
+        """Return the metrics in the format of Prometheus; none before there is a status."""
+        return exposition(metrics(self._status) if self._status else ())
 
     def close(self) -> None:
         """Stop listening."""

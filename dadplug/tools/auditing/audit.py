@@ -131,7 +131,7 @@ def run_attacks(
     for attack in chosen:
         if quick and (attack.slow or attack.name in ("membership", "labels")):
             continue
-        for view in _views(attack, seen):
+        for view in [None] if attack.whole else seen.layers:
             name = "" if view is None else view.name
             reason = (
                 attack.applies(seen, view) or _needless(attack, results) or ("" if budget.left else "no time was left")
@@ -150,13 +150,6 @@ def run_attacks(
                 continue
             results.append(replace(result, seconds=time.monotonic() - begin))
     return results, untried
-
-
-def _views(attack: Attack, seen: Observation) -> Iterator[LayerView | None]:
-    if attack.whole:
-        yield None
-    else:
-        yield from seen.layers
 
 
 def _needless(attack: Attack, results: Sequence[Result]) -> str:

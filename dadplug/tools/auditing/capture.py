@@ -92,10 +92,6 @@ class Batch:
 
         return replace(self, inputs=_mapped(self.inputs, cut), targets=_mapped(self.targets, cut))
 
-    def with_inputs(self, inputs: Any) -> Batch:
-        """Return the batch with other inputs."""
-        return replace(self, inputs=inputs)
-
     def loss(self, model: nn.Module) -> Tensor:
         """Compute the loss of a copy of the model."""
         return self.criterion(call(model, self.inputs), self.targets)

@@ -22,6 +22,7 @@ from .capture import Observation
 
 _COLUMNS = 8  # samples of a picture
 _WIDTH = 118  # characters of lines below the table
+_PLAIN = (bool, int, float, str, type(None))  # values that JSON has
 _MARGIN = 0.8  # similarity up to which a setting counts as a remedy: other batches are easier
 
 
@@ -269,7 +270,9 @@ class Report:
         """Return the report as plain data, without reconstructions."""
         return {
             "mode": self.mode,
-            "options": {name: repr(value) if not _plain(value) else value for name, value in self.options.items()},
+            "options": {
+                name: value if isinstance(value, _PLAIN) else repr(value) for name, value in self.options.items()
+            },
             "observer": self.observer,
             "sealed": self.sealed,
             "samples": len(self.seen.batch),
@@ -375,10 +378,6 @@ def _who(report: Report) -> str:
         if report.observer == "hub"
         else "another site"
     )
-
-
-def _plain(value: Any) -> bool:
-    return value is None or isinstance(value, (bool, int, float, str))
 
 
 def _number(value: float | None, form: str) -> str:

@@ -208,7 +208,7 @@ class Comparison:
 
     def _lines(self) -> list[tuple[str, ...]]:
         """Cells of the table, its head first."""
-        goal = self._goal()
+        goal = max((max(row.losses) for row in self._final), default=math.nan)  # that every run of finalists reaches
         head = ("", "loss", "runs", f"s to {goal:.4g}", f"MB to {goal:.4g}", "ms a step", "MB a step")
         return [head, *(self._cells(row, goal) for row in self.rows if row.runs)]
 
@@ -226,10 +226,6 @@ class Comparison:
     def _final(self) -> list[Row]:
         """Rows of the final, the lowest loss first."""
         return [row for row in self.rows if row.way in self.finalists and row.runs]
-
-    def _goal(self) -> float:
-        """Loss that every finalist reaches in every run."""
-        return max((max(row.losses) for row in self._final), default=math.nan)
 
     def _cells(self, row: Row, goal: float) -> tuple[str, ...]:
         final = row.way in self.finalists

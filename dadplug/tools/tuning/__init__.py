@@ -319,7 +319,9 @@ def tune(
         model = load_module(Model(model, builder=builder).description())
     shape = None if model is None or input_shape is None else _fixed(input_shape)
     if timer is None:
-        _prepare(watched)
+        if watched and (reason := _busy(torch.get_num_threads())):
+            raise ValueError(f"{reason}. End what else runs, wait a minute, or pass busy=True (--busy)")
+        warmup()  # compiles kernels outside of the time limit
     tuner = Tuner(timer or Timer(), seed, time.perf_counter, Progress(seconds, shown=progress))
     record = _run_tasks(tuner, model, shape, rows, seconds, defaults or Record())
     record, path = _store(record, machine, tuner, watched) if store else (record, None)
@@ -333,13 +335,6 @@ def _store(record: Record, machine: Machine, tuner: Tuner, watched: bool) -> tup
         return record, None
     record = replace(record, served={**load(machine).served, **record.served})
     return record, save(record, machine, [row.values() for row in tuner.rows])
-
-
-def _prepare(watched: bool) -> None:
-    """Compile kernels outside of the time limit; raise ValueError if the machine is watched, and is busy."""
-    if watched and (reason := _busy(torch.get_num_threads())):
-        raise ValueError(f"{reason}. End what else runs, wait a minute, or pass busy=True (--busy)")
-    warmup()
 
 
 def _busy(threads: int) -> str:

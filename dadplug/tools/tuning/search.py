@@ -283,7 +283,9 @@ def search(
                 report(len(found.measured))
 
     add([task.default])
-    add(_first(task, min(_FIRST, max(1, budget // 3)), rng))
+    # The configuration that the analytic cost prefers, and random ones.
+    configs, first = task.space.configs(), min(_FIRST, max(1, budget // 3))
+    add([min(configs, key=task.prior), *rng.sample(configs, min(len(configs), first - 1))])
     batch = max(1, budget // 10)
     while len(found.measured) < budget and not enough():
         model.fit(found.measured)
@@ -296,12 +298,6 @@ def search(
         add(proposals)
     found.predicted = {config: value for config, value in found.predicted.items() if config in found.measured}
     return found
-
-
-def _first(task: Task, count: int, rng: random.Random) -> list[Config]:
-    """Return the configuration that the analytic cost prefers, and random ones."""
-    configs = task.space.configs()
-    return [min(configs, key=task.prior), *rng.sample(configs, min(len(configs), count - 1))]
 
 
 def _anneal(task: Task, model: RuntimeModel, found: Found, rng: random.Random) -> list[Config]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -98,7 +99,7 @@ class Inversion(Attack):
 
         def objective(data: Tensor) -> Tensor:
             with sdpa_kernel(SDPBackend.MATH):  # the others cannot be differentiated twice
-                loss = batch.with_inputs(batch.with_data(data)).loss(model)
+                loss = replace(batch, inputs=batch.with_data(data)).loss(model)
                 own = torch.autograd.grad(loss, list(trained.values()), create_graph=True, allow_unused=True)
             pairs = [(each, target) for each, target in zip(own, targets, strict=True) if each is not None]
             product = sum(((each * target).sum() for each, target in pairs), torch.zeros(()))

@@ -137,18 +137,20 @@ def _candidates(seen: Observation) -> tuple[Tensor, int]:
 
 def _common_basis(seen: Observation, view: LayerView) -> Tensor:
     """Return a basis of the span of a layer's input by all layers that have the same, such as query, key and value."""
-    same = [each for each in seen.layers if each.is_linear and each.truth is not None and not why_not_mixed(each)]
-    same = [each for each in same if each.truth is view.truth or _equal(each.truth, view.truth)]
+    same = [
+        each
+        for each in seen.layers
+        if each.is_linear
+        and each.truth is not None
+        and not why_not_mixed(each)
+        and (each.truth is view.truth or (view.truth is not None and torch.equal(each.truth, view.truth)))
+    ]
     gradients = [each.gradient().double() for each in same]
     stacked = torch.cat([each / each.norm().clamp_min(1e-300) for each in gradients])
     _, values, vectors = torch.linalg.svd(stacked, full_matrices=False)
     rank = int((values > _TOLERANCE * values[0].clamp_min(1e-300)).sum())
     basis: Tensor = vectors[: min(rank, view.rows)].T
     return basis
-
-
-def _equal(one: Tensor | None, other: Tensor | None) -> bool:
-    return one is not None and other is not None and torch.equal(one, other)
 
 
 def _in_span(basis: Tensor) -> Distance:
