@@ -736,7 +736,7 @@ def calls_differently(leads: bool) -> str:
     model(torch.ones(4, 4)).sum().backward()
     server.step()
     with pytest.raises(dadplug.MismatchError) as error:
-        server.average_buffers() if leads == (server.rank == 0) else server.finish()
+        server.average_buffers() if leads == (server.site_rank == 0) else server.finish()
     return str(error.value)
 
 

@@ -465,6 +465,10 @@ class LowrankUnit(FactorUnit):
                 gradient, parameter.grad = parameter.grad, None
                 self._hold(name, gradient)
 
+    @property
+    def is_own(self) -> bool:
+        return super().is_own or bool(self._held)  # `resolve` has taken it from ``.grad``
+
     def own_gradient(self, name: str) -> Tensor:
         own = super().own_gradient(name)
         self.dense = False  # it is compressed as it will be at the end of the step

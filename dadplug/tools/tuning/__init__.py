@@ -310,29 +310,29 @@ def tune(
     Example:
         >>> print(dadplug.tune(seconds=30).table())
     """
-    _check(seconds, rows, has_model=model is not None, for_models=bool(builder or input_shape))
-    machine = Machine.this()
-    if store and path_of(machine) is None:
+    _check(seconds, rows, model is not None, builder, input_shape)
+    if store and path_of(Machine.this()) is None:
         raise ValueError("DADPLUG_TUNING switches tuned constants off: unset it, or pass store=False")
     watched = store and timer is None and not busy
     if isinstance(model, (str, Path)):
         model = load_module(Model(model, builder=builder).description())
-    shape = None if model is None or input_shape is None else _fixed(input_shape)
     if timer is None:
-        if watched and (reason := _busy(torch.get_num_threads())):
-            raise ValueError(f"{reason}. End what else runs, wait a minute, or pass busy=True (--busy)")
+        if watched and (why := _busy(torch.get_num_threads())):
+            raise ValueError(f"{why}. End what else runs, wait a minute, or pass busy=True (--busy)")
         warmup()  # compiles kernels outside of the time limit
     tuner = Tuner(timer or Timer(), seed, time.perf_counter, Progress(seconds, shown=progress))
+    shape = None if input_shape is None else tuple(size for size in input_shape if size is not None)
     record = _run_tasks(tuner, model, shape, rows, seconds, defaults or Record())
-    record, path = _store(record, machine, tuner, watched) if store else (record, None)
+    record, path = _store(record, tuner, watched) if store else (record, None)
     return Tuning(tuner.rows, replace(record, tuned=True), path, tuner.points, tuner.notes)
 
 
-def _store(record: Record, machine: Machine, tuner: Tuner, watched: bool) -> tuple[Record, Path | None]:
+def _store(record: Record, tuner: Tuner, watched: bool) -> tuple[Record, Path | None]:
     """Write the constants, unless the machine has become busy; what was tuned for other models stays."""
     if watched and (reason := _busy(0)):
         tuner.notes.append(f"{reason}: nothing is stored")
         return record, None
+    machine = Machine.this()
     record = replace(record, served={**load(machine).served, **record.served})
     return record, save(record, machine, [row.values() for row in tuner.rows])
 
@@ -344,13 +344,15 @@ def _busy(threads: int) -> str:
     return text if load + threads > count + _SLACK else ""
 
 
-def _check(seconds: float, rows: int, *, has_model: bool, for_models: bool) -> None:
+def _check(seconds: float, rows: int, has_model: bool, builder: str | None, shape: Sequence[int | None] | None) -> None:
     if seconds <= 0:
         raise ValueError(f"seconds has to be positive, not {seconds}")
     if rows < 1:
         raise ValueError(f"rows has to be at least 1, not {rows}")
-    if for_models and not has_model:
+    if (builder or shape) and not has_model:
         raise ValueError("a builder or a shape of inputs is for a model: give the model, too")
+    if not all(isinstance(size, int) and size > 0 for size in shape or ()):
+        raise ValueError(f"input_shape has to be of sizes that do not vary, not {tuple(shape or ())}")
 
 
 def _run_tasks(
@@ -365,12 +367,6 @@ def _run_tasks(
             record = _tune_serving(tuner, model, shape, record, share)
     tuner.progress.close()
     return record
-
-
-def _fixed(shape: Sequence[int | None]) -> tuple[int, ...]:
-    if not all(isinstance(size, int) and size > 0 for size in shape):
-        raise ValueError(f"input_shape has to be of sizes that do not vary, not {tuple(shape)}")
-    return tuple(size for size in shape if size is not None)
 
 
 def _tune_serving(tuner: Tuner, model: nn.Module, shape: tuple[int, ...], record: Record, seconds: float) -> Record:
