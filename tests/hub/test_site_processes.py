@@ -151,7 +151,7 @@ def exchanges_by_the_reduction() -> list:
     reduction = GradientReduction(model, mode="dad", weighting="samples")
     weights = reduction.gather_objects(model.weight.detach())
     assert all(torch.equal(weights[0], each) for each in weights)
-    with pytest.raises(TypeError, match="process 1 of site 0 .* has an object that cannot be gathered"):
+    with pytest.raises(TypeError, match=r"process 1 of site 0 .* has an object that cannot be gathered"):
         reduction.gather_objects(object() if rank == 1 else rank)
     assert "NaN or Inf at process 1 of site 0 (bavaria)" in nan_at(1, model, reduction)
     found = reduction.gather_objects({"rank": rank, "bytes": b"x" * rank})

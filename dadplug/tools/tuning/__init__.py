@@ -310,9 +310,7 @@ def tune(
     Example:
         >>> print(dadplug.tune(seconds=30).table())
     """
-    _check(seconds, rows, model is not None, builder, input_shape)
-    if store and path_of(Machine.this()) is None:
-        raise ValueError("DADPLUG_TUNING switches tuned constants off: unset it, or pass store=False")
+    _check(seconds, rows, model is not None, builder, input_shape, store)
     watched = store and timer is None and not busy
     if isinstance(model, (str, Path)):
         model = load_module(Model(model, builder=builder).description())
@@ -353,6 +351,8 @@ def _check(seconds: float, rows: int, has_model: bool, builder: str | None, shap
         raise ValueError("a builder or a shape of inputs is for a model: give the model, too")
     if not all(isinstance(size, int) and size > 0 for size in shape or ()):
         raise ValueError(f"input_shape has to be of sizes that do not vary, not {tuple(shape or ())}")
+    if store and path_of(Machine.this()) is None:
+        raise ValueError("DADPLUG_TUNING switches tuned constants off: unset it, or pass store=False")
 
 
 def _run_tasks(
