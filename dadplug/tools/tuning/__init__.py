@@ -342,7 +342,9 @@ def _busy(threads: int) -> str:
     return text if load + threads > count + _SLACK else ""
 
 
-def _check(seconds: float, rows: int, has_model: bool, builder: str | None, shape: Sequence[int | None] | None) -> None:
+def _check(
+    seconds: float, rows: int, has_model: bool, builder: str | None, shape: Sequence[int | None] | None, store: bool
+) -> None:
     if seconds <= 0:
         raise ValueError(f"seconds has to be positive, not {seconds}")
     if rows < 1:
