@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .factor_buckets import finite
 from .transport import Gather, PendingSum, Transport
-from .wire import BLOCK, WireFormat
+from .wire import BLOCK, WireFormat, rescale
 
 
 class SummedBucket(ABC):
@@ -76,11 +76,12 @@ class SummedBucket(ABC):
     def wait(self) -> Sequence[Tensor]:
         """Wait for the sums, one flat tensor for each gradient; they hold until the next `fill`."""
 
-    def commit(self, kept: Sequence[bool]) -> None:  # noqa: B027  (most buckets keep nothing)
+    def commit(self, kept: Sequence[bool], scale: float) -> None:  # noqa: B027  (most buckets keep nothing)
         """Replace what was lost before by what this step has lost.
 
         Args:
             kept: for each gradient, whether the step counts; otherwise its memory stays as it was.
+            scale: what the sums are multiplied by to make means.
         """
 
 
@@ -190,7 +191,7 @@ class QuantisedBucket(SummedBucket):
             self._flat += self._wire.decode_flat(payload, len(self._flat))
         return self._parts
 
-    def commit(self, kept: Sequence[bool]) -> None:
+    def commit(self, kept: Sequence[bool], scale: float) -> None:
         if not self.feedback or not any(kept):
             return
         self._lost, self._next = self._next, self._lost
@@ -199,8 +200,10 @@ class QuantisedBucket(SummedBucket):
         ):
             if not keep:
                 now.copy_(before)
-            elif loss_scale != 1.0:
+                continue
+            if loss_scale != 1.0:
                 now.div_(loss_scale)
+            rescale(now, before, scale)
 
 
 def summed_bucket(sizes: Sequence[int], transport: Transport, wire: WireFormat, feedback: bool = True) -> SummedBucket:

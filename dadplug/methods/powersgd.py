@@ -90,15 +90,16 @@ def decode(left: Tensor, right: Tensor, scale: float, out: Tensor | None = None)
     return torch.mm((left * scale).T, right, out=out)
 
 
-def add_to_error(error: Tensor, matrix: WeightedGradient) -> None:
+def add_to_error(error: Tensor, matrix: WeightedGradient, scale: float) -> None:
     """Add the weighted gradient to the error memory, in place; must run before the gradient is overwritten.
 
     Args:
         error: of shape (out, in), without the loss scale.
         matrix: what the site has sent in this step.
+        scale: what the sum of all sites is multiplied by to make the mean.
     """
     if matrix.gradient is not None:
-        error.add_(matrix.gradient, alpha=matrix.weight / matrix.loss_scale)
+        error.add_(matrix.gradient, alpha=matrix.weight * scale / matrix.loss_scale)
 
 
 def subtract_sent(error: Tensor, agreed: Tensor, share: float, loss_scale: float) -> None:
@@ -107,7 +108,7 @@ def subtract_sent(error: Tensor, agreed: Tensor, share: float, loss_scale: float
     Args:
         error: of shape (out, in), without the loss scale; `add_to_error` has added the gradient.
         agreed: what `decode` returned, of shape (out, in).
-        share: the site's part of it, divided by the scale given to `decode`. Parts of all sites sum to 1.
+        share: the site's part of it. Parts of all sites sum to 1.
         loss_scale: the factor that the gradient contains.
     """
     error.sub_(agreed, alpha=share / loss_scale)

@@ -291,6 +291,7 @@ class HandlerContext:
         deferral: which weights' gradients may stay products in the step; None for those of none.
         secure_sum: the secure sum of the sites, where gradients are summed under masks.
         decoding: sizes of the blocks in which gradients are formed, the same at all sites.
+        share: this site's weight in the mean of the last step that it had a weight in; 0.0 before.
         checks_finite: whether gradients are checked for NaN and Inf, since these are an error or would damage state.
     """
 
@@ -307,11 +308,22 @@ class HandlerContext:
     rotation: Iterator[int] = field(default_factory=itertools.count)
     deferral: Deferral | None = None
     secure_sum: SecureSum | None = None
+    share: float = 0.0
     checks_finite: bool = field(init=False)
 
     def __post_init__(self) -> None:
         keeps_rest = wire_format(self.options.wire_of(GradientPath.LOWRANK)).quantised
         self.checks_finite = self.options.check_finite or self.method.traits.keeps_state or keeps_rest
+
+    @property
+    def expected_weight(self) -> float:
+        """The weight in the mean that this site's gradients will have, about; 0.0 for none.
+
+        Where it is too small, the step takes more of what was kept than there is: the batches of all sites may shrink
+        together, as at the end of an epoch.
+        """
+        samples = self.samples()
+        return min(1.0, max(samples / self.reference, self.share)) if samples else 0.0
 
     def wire(self, unit: Unit) -> WireFormat:
         """Return the format in which a unit's gradients are sent."""

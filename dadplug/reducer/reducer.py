@@ -228,6 +228,8 @@ class Reducer:
         if absent:
             self._clear_own(headers)
         self._asks_to_stop = header.stop and absent
+        if write and (own := headers[context.transport.rank].samples):
+            context.share = own / sum(each.samples for each in headers)
         self._launched = 0
         context.transport.end_step()
         context.complete_payloads.clear()
@@ -447,7 +449,6 @@ class Reducer:
     def rounding(self) -> ErrorFeedback:
         """Return copies of the rounding errors that the next step adds."""
         kept = ErrorFeedback(True)
-        kept.refer(self._context.reference)
         for handler in self._handlers:
             for name, lost in handler.rounding().items():
                 kept.of(name, lost).copy_(lost)
@@ -455,7 +456,6 @@ class Reducer:
 
     def add_rounding(self, kept: ErrorFeedback) -> None:
         """Restore rounding errors that `rounding` of this or of another reducer has returned."""
-        kept.refer(self._context.reference)
         for handler in self._handlers:
             for name, lost in handler.rounding().items():
                 lost.copy_(kept.of(name, lost))

@@ -192,7 +192,7 @@ class DenseHandler(SummedHandler):
             if want:
                 with self.timing("decode", unit):
                     write_gradient(unit.lead, value, scale)
-        self.bucket.commit([keep and want for want in wanted])
+        self.bucket.commit([keep and want for want in wanted], scale)
 
     def rounding(self) -> dict[str, Tensor]:
         return {unit.name: lost for unit, lost in zip(self.units, self.bucket.lost)}  # a bucket may keep nothing
@@ -208,7 +208,6 @@ class PowerSGDHandler(SummedHandler):
         super().__init__(units, context)
         assert isinstance(context.method, powersgd.PowerSGD)
         self._method = context.method
-        self._method.errors.refer(context.reference)
         self._ranks = [self._method.columns(*unit.shape) for unit in units]
         self._left, self._right = (
             summed_bucket(
@@ -283,11 +282,10 @@ class PowerSGDHandler(SummedHandler):
         error = None
         if keep and self._method.errors.enabled:
             error = self._method.errors.of(unit.name, unit.lead).view(unit.shape)
-            powersgd.add_to_error(error, matrix)
+            powersgd.add_to_error(error, matrix, scale)
         agreed = powersgd.decode(left, right, scale, gradient_room(unit.lead, unit.shape))
         if error is not None:
-            share = 1 / self.context.transport.world_size / scale
-            powersgd.subtract_sent(error, agreed, share, matrix.loss_scale)
+            powersgd.subtract_sent(error, agreed, 1 / len(self.context.transport.present), matrix.loss_scale)
         if keep:
             self._method.keep(unit.name, right.clone())
 
@@ -319,7 +317,6 @@ class TopKHandler(SummedHandler):
         super().__init__(units, context)
         assert isinstance(context.method, topk.TopK)
         self._method = context.method
-        self._method.errors.refer(context.reference)
         self._counts = [self._method.elements(unit.lead.numel()) for unit in units]
         self._bucket = SparseBucket(self._counts, context.transport, _value_format(self._wire, units[0]))
         self._sent: dict[str, _Sent] = {}
@@ -360,7 +357,7 @@ class TopKHandler(SummedHandler):
                     topk.decode(self._bucket.received(slot), scale, gradient_room(unit.lead, (-1,)))
             if keep and want:
                 topk.subtract_sent(*self._sent[unit.name])
-                self._method.commit(unit.name)
+                self._method.errors.commit(unit.name, scale)
             else:
                 self._method.rollback(unit.name)
         self._sent.clear()
