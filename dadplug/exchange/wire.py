@@ -210,17 +210,18 @@ def copied(tensor: Tensor) -> Tensor:
     return lasting(tensor.shape, tensor.dtype, tensor.device).copy_(tensor)
 
 
-def rescale(rest: Tensor, before: Tensor | None, scale: float) -> None:
-    """Make the next memory of what was not sent of a gradient and the memory before, in place.
+def rescale(rest: Tensor, before: Tensor | None, scale: float, expected: float) -> None:
+    """Make the next memory of what was not sent of a gradient and of the memory before, in place.
 
     What was sent, times the scale, plus the next memory is what the gradient, times the scale, and the memory were.
 
     Args:
-        rest: what was not sent of both, without a scale.
+        rest: what was not sent of the gradient plus the memory over the expected scale.
         before: the memory before; None for zeros.
         scale: what the sum of all sites was multiplied by.
+        expected: what it was expected to be multiplied by.
     """
     if scale != 1.0:
         rest.mul_(scale)
-        if before is not None:
-            rest.add_(before, alpha=1 - scale)
+    if before is not None and scale != expected:
+        rest.add_(before, alpha=1 - scale / expected)

@@ -183,13 +183,13 @@ class ErrorFeedback:
         self._staged[name] = staged
         return staged
 
-    def commit(self, name: str, scale: float = 1.0) -> None:
+    def commit(self, name: str, scale: float = 1.0, expected: float = 1.0) -> None:
         """Make the staged memory of a weight the present one; see `dadplug.exchange.wire.rescale`."""
         staged = self._staged.pop(name, None)
         if staged is None:
             return
         before = self._errors.get(name)
-        rescale(staged, before, scale)
+        rescale(staged, before, scale, expected)
         if self.enabled:
             self._errors[name] = staged
         else:

@@ -26,19 +26,21 @@ from .feedback import ErrorFeedback
 
 
 class WeightedGradient(NamedTuple):
-    """A site's contribution ``M = weight * gradient + loss_scale * error``, which is not formed.
+    """A site's contribution ``M = weight * gradient + loss_scale / scale * error``, which is not formed.
 
     Attributes:
         gradient: of shape (out, in); None counts as zero.
         weight: the site's weight in the mean.
         error: error memory of shape (out, in), without the loss scale; None counts as zero.
         loss_scale: the factor that the gradient contains.
+        scale: what the sum over sites is expected to be multiplied by to make the mean.
     """
 
     gradient: Tensor | None
     weight: float
     error: Tensor | None
     loss_scale: float
+    scale: float
 
 
 def project(matrix: WeightedGradient, basis: Tensor, *, transposed: bool = False) -> Tensor | None:
@@ -59,8 +61,8 @@ def project(matrix: WeightedGradient, basis: Tensor, *, transposed: bool = False
         return product
     error = matrix.error.T if transposed else matrix.error
     if product is None:
-        return (basis @ error).mul_(matrix.loss_scale)
-    return product.addmm_(basis, error, alpha=matrix.loss_scale)
+        return (basis @ error).mul_(matrix.loss_scale / matrix.scale)
+    return product.addmm_(basis, error, alpha=matrix.loss_scale / matrix.scale)
 
 
 def orthonormal_basis(left: Tensor) -> Tensor | None:

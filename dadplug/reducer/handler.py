@@ -270,6 +270,9 @@ def raise_fault(
         )
 
 
+_FORGET = 0.9  # in each step, of the largest weights so far
+
+
 @dataclass
 class HandlerContext:
     """Common state of the handlers of a reducer.
@@ -291,7 +294,8 @@ class HandlerContext:
         deferral: which weights' gradients may stay products in the step; None for those of none.
         secure_sum: the secure sum of the sites, where gradients are summed under masks.
         decoding: sizes of the blocks in which gradients are formed, the same at all sites.
-        share: this site's weight in the mean of the last step that it had a weight in; 0.0 before.
+        share: this site's largest weight in the mean of the last steps, about; 0.0 before the first.
+        scale: what sums were multiplied by to make means in the last steps, at most, about.
         checks_finite: whether gradients are checked for NaN and Inf, since these are an error or would damage state.
     """
 
@@ -309,6 +313,7 @@ class HandlerContext:
     deferral: Deferral | None = None
     secure_sum: SecureSum | None = None
     share: float = 0.0
+    scale: float = 1.0
     checks_finite: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -319,11 +324,16 @@ class HandlerContext:
     def expected_weight(self) -> float:
         """The weight in the mean that this site's gradients will have, about; 0.0 for none.
 
-        Where it is too small, the step takes more of what was kept than there is: the batches of all sites may shrink
-        together, as at the end of an epoch.
+        It is rather too large: otherwise the step would apply more of what was kept than there is.
         """
         samples = self.samples()
         return min(1.0, max(samples / self.reference, self.share)) if samples else 0.0
+
+    def follow(self, headers: Sequence[StepHeader], rank: int) -> None:
+        """Follow the weights of the sites, at the end of a step that some site has a weight in."""
+        total = sum(header.samples for header in headers)
+        self.share = max(headers[rank].samples / total, _FORGET * self.share)
+        self.scale = max(self.reference / total, _FORGET * self.scale)
 
     def wire(self, unit: Unit) -> WireFormat:
         """Return the format in which a unit's gradients are sent."""

@@ -228,8 +228,8 @@ class Reducer:
         if absent:
             self._clear_own(headers)
         self._asks_to_stop = header.stop and absent
-        if write and (own := headers[context.transport.rank].samples):
-            context.share = own / sum(each.samples for each in headers)
+        if write:
+            context.follow(headers, context.transport.rank)
         self._launched = 0
         context.transport.end_step()
         context.complete_payloads.clear()

@@ -177,7 +177,7 @@ class DenseHandler(SummedHandler):
     def _put(self, unit: Unit, weight: float) -> bool:
         slot, gradient = self._slots[unit.name], None if unit.lead.grad is None else unit.lead.grad.detach()
         loss_scale = self.context.method.loss_scales.of(unit.name) if self.bucket.feedback else 1.0
-        self.bucket.fill(slot, gradient, weight, loss_scale)
+        self.bucket.fill(slot, gradient, weight, loss_scale, self.context.scale)
         return not self.context.checks_finite or self.bucket.finite(slot)
 
     def launch(self) -> None:
@@ -192,7 +192,7 @@ class DenseHandler(SummedHandler):
             if want:
                 with self.timing("decode", unit):
                     write_gradient(unit.lead, value, scale)
-        self.bucket.commit([keep and want for want in wanted], scale)
+        self.bucket.commit([keep and want for want in wanted], scale, self.context.scale)
 
     def rounding(self) -> dict[str, Tensor]:
         return {unit.name: lost for unit, lost in zip(self.units, self.bucket.lost)}  # a bucket may keep nothing
@@ -219,7 +219,7 @@ class PowerSGDHandler(SummedHandler):
             for side in (0, 1)
         )
         self.gathers = isinstance(self._left, GatheredBucket)
-        self._matrices = [powersgd.WeightedGradient(None, 0.0, None, 1.0)] * len(units)
+        self._matrices = [powersgd.WeightedGradient(None, 0.0, None, 1.0, 1.0)] * len(units)
         self._bases: list[Tensor | None] = []
         self.share_state()
 
@@ -241,6 +241,7 @@ class PowerSGDHandler(SummedHandler):
             weight,
             None if error is None else error.view(unit.shape),
             method.loss_scales.of(unit.name),
+            self.context.scale,
         )
         basis = method.basis(unit.name, unit.shape, unit.lead)
         self._left.fill(slot, powersgd.project(matrix, basis, transposed=True), 1.0)
@@ -338,7 +339,10 @@ class TopKHandler(SummedHandler):
         errors, loss_scale = self._method.errors, self._method.loss_scales.of(unit.name)
         error, whole = errors.find(unit.name, unit.lead), errors.prepare(unit.name, unit.lead).view(-1)
         flat_gradient = None if gradient is None else gradient.reshape(-1)
-        topk.accumulate(flat_gradient, weight, None if error is None else error.view(-1), loss_scale, whole)
+        flat_error = None if error is None else error.view(-1)
+        if flat_error is not None and self.context.scale != 1.0:
+            flat_error = flat_error / self.context.scale
+        topk.accumulate(flat_gradient, weight, flat_error, loss_scale, whole)
         indices, values = self._bucket.fill(slot, *topk.encode(whole, self._counts[slot], loss_scale))
         self._sent[unit.name] = _Sent(whole, indices, values, loss_scale)
         return finite(values)
@@ -357,7 +361,7 @@ class TopKHandler(SummedHandler):
                     topk.decode(self._bucket.received(slot), scale, gradient_room(unit.lead, (-1,)))
             if keep and want:
                 topk.subtract_sent(*self._sent[unit.name])
-                self._method.errors.commit(unit.name, scale)
+                self._method.errors.commit(unit.name, scale, self.context.scale)
             else:
                 self._method.rollback(unit.name)
         self._sent.clear()
