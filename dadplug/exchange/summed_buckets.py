@@ -45,7 +45,9 @@ class SummedBucket(ABC):
         """
         return ()
 
-    def fill(self, index: int, gradient: Tensor | None, weight: float, loss_scale: float = 1.0, scale: float = 1.0) -> None:
+    def fill(
+        self, index: int, gradient: Tensor | None, weight: float, loss_scale: float = 1.0, scale: float = 1.0
+    ) -> None:
         """Put a gradient into its place, times the site's weight, plus what was lost of it before.
 
         Args:
@@ -165,7 +167,9 @@ class QuantisedBucket(SummedBucket):
     def lost(self) -> Sequence[Tensor]:
         return self._split(self._lost) if self.feedback else ()
 
-    def fill(self, index: int, gradient: Tensor | None, weight: float, loss_scale: float = 1.0, scale: float = 1.0) -> None:
+    def fill(
+        self, index: int, gradient: Tensor | None, weight: float, loss_scale: float = 1.0, scale: float = 1.0
+    ) -> None:
         part = self._parts[index]
         if self.feedback:
             torch.mul(self.lost[index], loss_scale / scale, out=part)

@@ -86,6 +86,16 @@ class LazyGradient(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self.read().clone()
 
+    @property
+    def data(self) -> Tensor:
+        """The values; setting them replaces the gradient, since this tensor has no memory to hold them."""
+        return self.detach()
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        if self.parameter.grad is self:
+            self.parameter.grad = values.detach()
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None

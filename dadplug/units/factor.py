@@ -441,6 +441,8 @@ class LowrankUnit(FactorUnit):
             gradient, parameter.grad = parameter.grad, self._aside.pop(name)
             if gradient is not None:
                 self._hold(name, gradient)
+                if name != self.name:
+                    self._placeholders.put()
         super()._after_dense(name, parameter)
 
     def _hold(self, name: str, gradient: Tensor) -> None:

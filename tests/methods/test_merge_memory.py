@@ -88,17 +88,16 @@ def loses_nothing(options: dict) -> None:
             reduction.idle()
         parts = [None] * 4
         dist.all_gather_object(parts, own)
-        total = sum(count for count, _ in parts)
         mean = mean_of(parts)
         for name, p in model.named_parameters():
-            sent[name] = sent.get(name, 0.0) + total * mean[name]
-            applied[name] = applied.get(name, 0.0) + total * p.grad / SCALES[step]
+            sent[name] = sent.get(name, 0.0) + mean[name]
+            applied[name] = applied.get(name, 0.0) + p.grad / SCALES[step]
     chosen = divided_layers(reduction)
     assert "3.weight" in chosen
     assert reduction.first_difference() is None
     kept = memories(reduction) if options.get("error_feedback") is not False else {}
     for name in chosen:
-        left = 16 * kept[name] if kept else 0.0  # in units of a mean over the first step's samples
+        left = kept[name] if kept else 0.0
         assert off_by(applied[name] + left, sent[name]) < 1e-9, name
         if kept:
             assert off_by(applied[name], sent[name]) > 0.01
