@@ -586,8 +586,7 @@ class Planner:
 
     def _watch(self, unit: Unit) -> None:
         unit.watch(self._arrived)
-        if isinstance(unit, FactorUnit):
-            unit.reduction = self._number
+        unit.reduction = self._number
 
     def _plan_anew(self) -> None:
         self.release()
@@ -640,4 +639,7 @@ class Planner:
         known = self._reasons if unit.name in self._reasons else self._notices
         known |= dict.fromkeys(unit.parameters, reason)
         self._paths |= dict.fromkeys(unit.parameters, GradientPath.ALLREDUCE)
-        return unit.become_dense(self._capture, self._arrived)
+        units = unit.become_dense(self._capture, self._arrived)
+        for each in units:
+            each.reduction = self._number
+        return units

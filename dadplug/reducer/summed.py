@@ -21,7 +21,7 @@ from ..exchange.wire import WireFormat, wire_format
 from ..methods import Method, powersgd, topk
 from ..methods.base import GradientPath
 from ..privacy.secure_sum import ANNOUNCEMENT_BYTES
-from ..units.base import Unit
+from ..units.base import Unit, version_of
 from .handler import BucketHandler, Fault, HandlerContext, StepHeader, gradient_room, register_handler, write_gradient
 
 
@@ -29,24 +29,20 @@ class _Filled(NamedTuple):
     """State of a unit when it was filled; the reference keeps the gradient's identity from being reused."""
 
     gradient: Tensor | None
-    version: int
+    version: tuple[int, int]
     arrivals: int
 
     @classmethod
     def of(cls, unit: Unit) -> _Filled:
         gradient = unit.lead.grad
-        return cls(gradient, _version(gradient), unit.arrivals)
+        return cls(gradient, version_of(gradient), unit.arrivals)
 
     def still_of(self, unit: Unit) -> bool:
         """Return whether the unit has the same gradient, unchanged, and no other has arrived."""
         gradient = unit.lead.grad
         if gradient is not self.gradient or unit.arrivals != self.arrivals:
             return False
-        return _version(gradient) == self.version
-
-
-def _version(gradient: Tensor | None) -> int:
-    return 0 if gradient is None or gradient.is_inference() else gradient._version
+        return version_of(gradient) == self.version
 
 
 class SummedHandler(BucketHandler):

@@ -14,7 +14,7 @@ from ..exchange.factor_buckets import FactorPayload
 from ..exchange.wire import copied
 from ..hooks import LINEAR, CapturedLayer, Elementwise, Factor, Form, LayerCapture, OwnHook, stack_by_form
 from ..methods.base import GradientPath
-from .base import DenseUnit, Placeholders, Unit, accumulated, is_agreed, mark_agreed, unmark_agreed
+from .base import DenseUnit, Placeholders, Unit, accumulated, is_agreed, unmark_agreed
 
 _SMALL = 1 << 16  # elements that may be held in any case
 
@@ -34,13 +34,11 @@ class FactorUnit(Unit):
 
     Attributes:
         outside: whether the weight has been used outside of its layer in this step, or in a second derivative.
-        reduction: number of the reduction that the unit belongs to.
         sent_gradient: returns what has been sent of a parameter's gradient in this step, in parts; None before.
         last_rows: rows of the layers' inputs in the last step in which there were any; of matrices where those are
             compressed.
     """
 
-    reduction = -1
     last_rows = 0
 
     def __init__(
@@ -225,15 +223,6 @@ class FactorUnit(Unit):
             if self.arrivals and parameter.grad is not None:  # an agreed one has been added to
                 unmark_agreed(parameter.grad)
         super().leave(discard=discard)
-
-    @property
-    def is_own(self) -> bool:
-        return not all(is_agreed(each, self.reduction) for each in self.parameters.values())
-
-    def mark_agreed(self) -> None:
-        """Mark ``.grad`` as equal on all sites, at the end of a step."""
-        for parameter in self.parameters.values():
-            mark_agreed(parameter, self.reduction)
 
     @property
     def widths(self) -> tuple[int, int]:

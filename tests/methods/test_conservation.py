@@ -1,4 +1,4 @@
-"""What lossy methods keep: all that is applied and kept adds up to the mean gradients, whatever the sites' shares are."""
+"""What lossy methods keep: all that is applied and kept is the sum of the mean gradients, whatever the shares are."""
 
 from __future__ import annotations
 
