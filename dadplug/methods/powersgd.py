@@ -40,7 +40,7 @@ class WeightedGradient(NamedTuple):
     weight: float
     error: Tensor | None
     loss_scale: float
-    scale: float
+    scale: float = 1.0
 
 
 def project(matrix: WeightedGradient, basis: Tensor, *, transposed: bool = False) -> Tensor | None:
@@ -92,7 +92,7 @@ def decode(left: Tensor, right: Tensor, scale: float, out: Tensor | None = None)
     return torch.mm((left * scale).T, right, out=out)
 
 
-def add_to_error(error: Tensor, matrix: WeightedGradient, scale: float) -> None:
+def add_to_error(error: Tensor, matrix: WeightedGradient, scale: float = 1.0) -> None:
     """Add the weighted gradient to the error memory, in place; must run before the gradient is overwritten.
 
     Args:

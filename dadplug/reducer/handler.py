@@ -295,7 +295,7 @@ class HandlerContext:
         secure_sum: the secure sum of the sites, where gradients are summed under masks.
         decoding: sizes of the blocks in which gradients are formed, the same at all sites.
         share: this site's largest weight in the mean of the last steps, about; 0.0 before the first.
-        scale: what sums were multiplied by to make means in the last steps, at most, about.
+        scale: what sums were multiplied by to make means in the last steps, at most, about; of a site's own state.
         checks_finite: whether gradients are checked for NaN and Inf, since these are an error or would damage state.
     """
 

@@ -426,6 +426,15 @@ class Reducer:
         """Return how many bytes this site hands to the transport for a unit in a step."""
         return self._handler_of[unit.name].sent_bytes(unit)
 
+    @property
+    def expected(self) -> tuple[float, float]:
+        """This site's weight in the mean in the next step, and the scale of sums, about."""
+        return self._context.share, self._context.scale
+
+    @expected.setter
+    def expected(self, values: tuple[float, float]) -> None:
+        self._context.share, self._context.scale = values
+
     def layout(self) -> list[list[list[int]]]:
         """Return the room in the buckets, by handler and slot; the same at all sites."""
         return [handler.layout() for handler in self._handlers]

@@ -80,4 +80,5 @@ def sum_of(options: dict[str, Any], shares: str, accumulates: bool) -> float:
 @support.at_sites(SITES)
 def test_what_is_kept_is_neither_lost_nor_multiplied(options: dict[str, Any]) -> None:
     found = {shares: sum_of(options, shares, shares in ("in turn", "idle")) for shares in SHARES}
-    assert max(found.values()) < (3e-2 if "wire" in options else 1e-3), found
+    keeps_rows = options["mode"] == "rankdad" and "error_feedback" not in options  # a number of them, not all
+    assert max(found.values()) < (0.1 if keeps_rows else 3e-2 if "wire" in options else 1e-3), found

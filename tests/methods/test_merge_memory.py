@@ -188,15 +188,15 @@ def test_parts_are_divided_anew_among_other_sites():
     for site in range(3):
         memory = MergeMemory()
         for state in states:
-            memory.add(state, 2.0)
+            memory.add(state)
         found.append(memory.find("w", PartPlace(site, 3, 10, 7)))
         assert len(memory.state_dict()["w"]) == 1
-    assert torch.equal(torch.cat([each.left for each in found], 1)[:, :10], 2 * left)
+    assert torch.equal(torch.cat([each.left for each in found], 1)[:, :10], left)
     assert torch.equal(torch.cat([each.right for each in found], 1)[:, :7], right)
     for missing in range(4):
         memory = MergeMemory()
         for state in states[:missing] + states[missing + 1 :]:
-            memory.add(state, 1.0)
+            memory.add(state)
         assert memory.find("w", PartPlace(0, 3, 10, 7)) is None
         assert not memory.state_dict()["w"]
 

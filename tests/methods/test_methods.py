@@ -233,7 +233,7 @@ def test_powersgd_keeps_of_all_sites_together_what_the_agreed_gradient_lacks():
 
 
 def test_powersgd_counts_a_site_without_gradient_and_error_as_zero():
-    assert powersgd.project(powersgd.WeightedGradient(None, 0.0, None, 1.0, 1.0), random(3, WIDTH)) is None
+    assert powersgd.project(powersgd.WeightedGradient(None, 0.0, None, 1.0), random(3, WIDTH)) is None
 
 
 def test_powersgd_has_no_basis_of_what_is_not_finite():
