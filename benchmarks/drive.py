@@ -21,7 +21,7 @@ import torch.distributed as dist
 from attach import PEERS
 from link import KEEP_MEMORY
 
-from dadplug.exchange.handshake import free_port
+from dadplug.processes import free_port
 
 HERE = Path(__file__).resolve().parent
 TITLES = {

@@ -40,7 +40,7 @@ from step_time import sent
 from workloads import WORKLOADS, loss
 
 import dadplug
-from dadplug.exchange.handshake import free_port
+from dadplug.processes import free_port
 
 HUB_PORT = 8470
 PLAIN, HUB = "plain", "hub"

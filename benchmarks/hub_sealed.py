@@ -129,7 +129,7 @@ class Run(Programs):
     """
 
     def __init__(self, folder: Path, star: Star | None, sealed: bool, case: dict[str, Any]) -> None:
-        from dadplug.exchange.handshake import free_port
+        from dadplug.processes import free_port
 
         super().__init__(folder, star, LIMIT)
         folder.mkdir()

@@ -19,8 +19,8 @@ from command import parser_of
 from hub_load import LoadSite, advance, usage
 from kits import end, hub_command, make_kits
 
-from dadplug.exchange.handshake import free_port
 from dadplug.hub.pki.kits import Kit
+from dadplug.processes import free_port
 
 BYTES = 400e6  # passed on in a measurement, about
 

@@ -225,7 +225,7 @@ class Soak:
     """
 
     def __init__(self, folder: Path, seed: int, kinds: list[str]) -> None:
-        from dadplug.exchange.handshake import free_port
+        from dadplug.processes import free_port
 
         self.folder, self.kinds, self.chance = folder, kinds, random.Random(seed)
         self.kits, self.disk, self.last = folder / "kits", folder / "disk", folder / "last"

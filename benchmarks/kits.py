@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dadplug.exchange.handshake import free_port
 from dadplug.hub import Project
 from dadplug.hub.pki.provision import provision
+from dadplug.processes import free_port
 
 
 def make_kits(folder: Path, host: str, port: int, sites: Sequence[str]) -> None:

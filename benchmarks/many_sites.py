@@ -38,8 +38,8 @@ from torch import nn
 from workloads import WORKLOADS, loss
 
 from dadplug.data import load_dataset, site_indices
-from dadplug.exchange.handshake import free_port
 from dadplug.models import build_for
+from dadplug.processes import free_port
 
 METHODS = "alone,rankdad,rankdad:merge=owner,powersgd"
 DIGITS_METHODS = "rankdad,rankdad:merge=owner"

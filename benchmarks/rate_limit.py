@@ -24,10 +24,10 @@ from command import parser_of
 from hub_load import SECONDS, LoadSite, advance
 from kits import end, hub_command, make_kits
 
-from dadplug.exchange.handshake import free_port
 from dadplug.hub.pki.kits import Kit
 from dadplug.hub.site.link import HubLink
 from dadplug.hub.wire.messages import Head, Kind
+from dadplug.processes import free_port
 
 HEADS = 52  # bytes of IPv4 and TCP in a packet, with timestamps
 PIECE = 1 << 20

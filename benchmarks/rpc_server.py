@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import rpc
 from torch.distributed.optim import DistributedOptimizer
 
-from dadplug.exchange.handshake import free_port
+from dadplug.processes import free_port
 
 SERVER = "server"
 _TIMEOUT = 300.0

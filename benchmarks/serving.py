@@ -33,7 +33,7 @@ from command import parser_of
 from serving_load import WIDTH, Load, load, request_of, requests_of
 from torch import nn
 
-from dadplug.exchange.handshake import free_port
+from dadplug.processes import free_port
 
 SLO = 0.05
 GRID = [(size, wait) for size in (8, 16, 32) for wait in (0.002, 0.01)]

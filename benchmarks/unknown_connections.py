@@ -48,7 +48,6 @@ from kits import end, hub_command, make_kits
 from link import Loopback
 
 from dadplug.errors import RefusedError
-from dadplug.exchange.handshake import free_port
 from dadplug.exchange.transport import Requirements
 from dadplug.hub.pki.kits import Kit
 from dadplug.hub.secure import tls
@@ -66,6 +65,7 @@ from dadplug.hub.wire.messages import (
     read_control,
 )
 from dadplug.hub.wire.streams import FrameReceiver
+from dadplug.processes import free_port
 
 SITES = ("a", "b", "c")
 TIMEOUT = 5.0  # seconds

@@ -26,6 +26,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from .ddp import DistributedDataParallel
 from .errors import MismatchError
+from .exchange.declared import METRICS, STATES, declared
+from .files import load_tensors
 from .hub import current_connection
 from .hub.connect import connect
 from .local_steps.options import LOCAL_MODE, LocalOptions, options_class, options_of
@@ -433,6 +435,18 @@ class Accelerator(accelerate.Accelerator):
 
     # State
 
+    @declared(METRICS)
+    def gather(self, tensor: Any) -> Any:
+        return super().gather(tensor)
+
+    @declared(METRICS)
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        return super().reduce(tensor, reduction, scale)
+
+    @declared(METRICS)
+    def pad_across_processes(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().pad_across_processes(tensor, *args, **kwargs)
+
     def save_memories(self, output_dir: str) -> None:
         """Write what this site's reductions keep from step to step; `save_state` does so by itself.
 
@@ -499,7 +513,8 @@ class Accelerator(accelerate.Accelerator):
             elif any(found):
                 further = [_read_memory(input_dir, other) for other in range(count, max(found))] if rank == 0 else []
                 parts = [own, *(None if part is None else part["states"][number] for part in further)]
-                gathered = reduction.gather_objects(parts)
+                with declared(STATES):
+                    gathered = reduction.gather_objects(parts)
                 each.load_site_states([*(part[0] if part else None for part in gathered), *(gathered[0] or [None])[1:]])
             elif rank == 0:
                 _log.warning(
@@ -759,5 +774,5 @@ def _read_memory(folder: str, rank: int) -> dict[str, Any] | None:
     path = _memory_path(folder, rank)
     if not path.is_file():
         return None
-    saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    saved: dict[str, Any] = load_tensors(path, str(path))
     return saved

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves, tree_map
 
+from .exchange.declared import METRICS, STATES, declared
 from .model_sync import sameness
 from .model_sync.replicated_model import Stateful
 from .model_sync.structure import is_managed, mark_managed, weak_hook
@@ -226,9 +227,11 @@ class DistributedDataParallel(TorchDDP):
         Other sites may use some of them in this step. Where the outputs depend on parameters, a pass that reaches none
         is one of `torch.autograd.grad`, after which nothing is synchronized.
         """
-        leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        own = {id(each) for each in self.module.parameters()}  # hooks of which would last longer than the pass
+        found = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and id(leaf) not in own]
+        leaves = [leaf for leaf in found if leaf.requires_grad]
         given = any(isinstance(each, Tensor) and each.requires_grad for each in tree_leaves((inputs, kwargs)))
-        unused = given and not _depends(leaves, {id(each) for each in self.module.parameters()})
+        unused = given and not _depends(leaves, own)
         if unused and not any(each.requires_grad for each in self.module.parameters()):
             return
 
@@ -347,7 +350,8 @@ class DistributedDataParallel(TorchDDP):
     def _take_over(self, source: int, tensors: Mapping[str, Tensor]) -> None:
         """Replace tensors of the model at all sites by those of one site."""
         own = {name: tensor.detach() for name, tensor in tensors.items()}
-        sent = self.reduction.gather_objects(own if self.reduction.site_rank == source else None)[source]
+        with declared(STATES):
+            sent = self.reduction.gather_objects(own if self.reduction.site_rank == source else None)[source]
         with torch.no_grad():
             for name, tensor in own.items():
                 sameness.write(tensor.data, sent[name])
@@ -360,7 +364,8 @@ class DistributedDataParallel(TorchDDP):
 
     def _any_synchronizes(self, own: bool) -> bool:
         flag = torch.tensor([float(own)], device=self.device)
-        dist.all_reduce(flag, group=self.process_group)
+        with declared(METRICS):
+            dist.all_reduce(flag, group=self.process_group)
         return bool(flag.item())
 
     def join_hook(self, **kwargs: Any) -> JoinHook:

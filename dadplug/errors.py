@@ -121,7 +121,7 @@ class ProtocolError(DadplugError):
 
 
 class DamagedError(DadplugError, ValueError):
-    """A message was not made by `exchange.codec.encode`."""
+    """A message was not made by `exchange.codec.encode`, or a file is not what was written; the message names it."""
 
 
 # Serving. Each has the HTTP status that it becomes.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import pickle
 import stat
 import sys
 import time
@@ -16,7 +17,7 @@ from typing import Any, TypeVar, cast
 import llvmlite.binding
 import numba
 from numba.core import caching, config
-from numba.core.caching import CompileResultCacheImpl, FunctionCache
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, IndexDataCacheFile
 from numba.core.codegen import get_host_cpu_features
 from numba.core.dispatcher import Dispatcher
 
@@ -161,11 +162,55 @@ class _Places(CompileResultCacheImpl):
     ]
 
 
+class _CheckedFiles(IndexDataCacheFile):
+    """Files of a kernel, which begin with their digest: one that is damaged or of another numba counts as missing."""
+
+    def _dump(self, obj: Any) -> bytes:
+        content: bytes = super()._dump(obj)
+        return _digest(content) + content
+
+    def _read(self, path: str) -> Any:
+        whole = Path(path).read_bytes()
+        content = whole[len(_digest(b"")) :]
+        if whole != _digest(content) + content:
+            raise OSError(f"{path} is damaged")  # numba compiles again
+        return pickle.loads(content)
+
+    def _load_data(self, name: str) -> Any:
+        return self._read(self._data_path(name))
+
+    def _load_index(self) -> Any:
+        try:
+            stamp, overloads = self._read(self._index_path)
+        except OSError:
+            return {}
+        return overloads if stamp == self._source_stamp else {}
+
+    def _save_index(self, overloads: Any) -> None:
+        with self._open_for_write(self._index_path) as file:
+            file.write(self._dump((self._source_stamp, overloads)))
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.sha256(numba.__version__.encode() + content).digest()
+
+
 class _SharedCache(FunctionCache):
     """Cache of a kernel on disk, with a lock from a failed look-up until the kernel has been compiled."""
 
     _impl_class = _Places
     _locked = False
+
+    def __init__(self, function: Any) -> None:
+        super().__init__(function)
+        impl = self._impl
+        self._cache_file = _CheckedFiles(self._cache_path, impl.filename_base, impl.locator.get_source_stamp())
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        try:
+            super().save_overload(sig, data)
+        except OSError as error:  # such as a full disk
+            _warn_once(f"{self.cache_path}: {error.strerror}")
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         found = super().load_overload(sig, target_context)

@@ -30,6 +30,7 @@ _NO_MODES = {  # what may be taken for a mode
     "diloco": f"{_LOCAL}, with outer_momentum=0.9 for DiLoCo",
     **dict.fromkeys(("ddp", "allreduce"), "'dsgd' averages whole gradients, as DistributedDataParallel does"),
     "parameterserver": "the parameter server is dadplug.ParameterServer(model, optimizer)",
+    "hogwild": "processes of one machine share a model by dadplug.Hogwild",
     "adapm": "tables of embeddings are managed by dadplug.adapm",
 }
 

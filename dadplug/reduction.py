@@ -6,13 +6,12 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from .adaptive.noise import GradientNoise
 from .errors import DroppedError
 from .exchange import Transport
 from .exchange.calls import own_place
@@ -37,6 +36,9 @@ from .reducer.reducer import AttachedGradients, StepRequest
 from .signature import takes_keywords_of, whole_number
 from .units.base import Unit
 from .units.factor import FactorUnit
+
+if TYPE_CHECKING:
+    from .adaptive.noise import GradientNoise
 
 _log = get_logger(__name__)
 
@@ -107,7 +109,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
             weak_hook(self._before_forward),
             weak_hook(self._drop_cleared),
             self._by_samples,
-            weak_hook(self._has_attached),
+            weak_hook(self._has_arrived),
         )
         self._private = self._make_private()
         self._idles = False  # in a step without data
@@ -221,10 +223,10 @@ class GradientReduction(FusedSteps, ReplicatedModel):
                 self._noise.discard()
 
     def _samples(self) -> int:
-        """Return the weight of this site's gradients so far in the step."""
+        """Return the weight of this site's gradients so far in the step; changes are repaired at its end."""
         if self.options.privacy is not None:  # how many samples a batch has is private
             return 0 if self._abstains else self.options.privacy.expected_batch
-        return self._counter.weight(self._pending, self.world_size == 1)
+        return self._counter.weight(self._pending, provisional=True)
 
     def _batch(self) -> int:
         """Samples of this site in the step, as far as they are known and not private; 0 where they are not."""
@@ -366,6 +368,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         if not self._pending and not self._idles and self._private is None:
             self._pending = planner.holds_own_gradients
         self._counter.follow()
+        if self._private is None:
+            self._counter.weight(self._pending, self.world_size == 1)  # raises where it has to be stated
         if not planner.is_complete:
             planner.complete_plan(self._step, self._batch())
             if self._step == 0 and not self._by_samples and self._counter.dealt is None and self._private is None:
@@ -383,6 +387,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
                     digest=self._digest(),
                     batch=self._batch(),
                     deferral=held,
+                    counts=self._by_samples or self._counter.dealt is not None or self.options.privacy is not None,
                 )
             )
             self._compare(headers)
@@ -425,7 +430,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
             if self._step == 0:
                 return digest
             self._first_batch = None  # of a site that has lost its place meanwhile, or a training that goes on
-        return self._weights.digest() if self._weights.is_due(self._step) else 0
+        return self._weights.last_digest(self._step)
 
     def _compare(self, headers: Sequence[StepHeader]) -> None:
         """Compare the sites by the digests in their headers; see `dadplug.model_sync.sameness`."""
@@ -438,7 +443,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
             if self._first_batch is not None:
                 self._first_batch.compare(digests, self._transport)
                 self._first_batch = None
-            elif self._weights.is_due(self._step):
+            else:
                 self._weights.compare(digests, self._step, self._transport)
 
     def _measure_noise(self, headers: Sequence[StepHeader]) -> None:
@@ -453,6 +458,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
 
     def _make_noise(self) -> GradientNoise:
         if self._noise is None:
+            from .adaptive.noise import GradientNoise  # it stands on the reduction, and few trainings need it
+
             self._noise = GradientNoise()
             self._watch_loss_scales()
         return self._noise
@@ -614,6 +621,10 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         """Whether parameters that have taken the place of others have gradients of which nothing has been noticed."""
         return self._planner.misses_gradients
 
+    def _has_arrived(self) -> bool:
+        """Return whether there are gradients that no unit has noticed."""
+        return self._has_attached() or self.misses_gradients
+
     def _has_attached(self) -> bool:
         return self._attached is not None and self._attached.arrived and not self._attached.cleared
 
@@ -639,13 +650,9 @@ class GradientReduction(FusedSteps, ReplicatedModel):
             state: the state.
 
         Raises:
-            ValueError: if the state is of another mode.
+            ValueError: if the state is of another mode or way to train.
         """
-        if state["mode"] != self.options.mode:
-            raise ValueError(
-                f"the state is of mode {state['mode']!r}, this reduction of {self.options.mode!r}. To go on from the "
-                "weights alone, load the states of model and optimizer, and leave out that of the reduction"
-            )
+        self._check_state(state, "mode", self.options.mode)
         self._step = state["step"]
         self._method.load_state_dict(state["method"])
         self._planner.load_state_dict(state)
@@ -700,6 +707,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
             self._make_noise().load_state_dict(joined.noise)
         self._count_earlier_steps(joined.step - self._step)
         self._step = joined.step
+        self._weights.last = 0
         self._planner.adopt(joined.plan)
         self._join(joined)
 

@@ -22,7 +22,7 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
-from dadplug.exchange.handshake import free_port
+from dadplug.processes import free_port
 
 HOSPITAL = Path(__file__).with_name("hospital.py")
 SITES = STAYS, LOST = "berlin", "lyon"

@@ -12,6 +12,7 @@ from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from . import products
 from .chain import ChainTracer
@@ -60,7 +61,7 @@ def eager(function: Any = None, *, nested: bool = False) -> Any:
 
 def being_exported() -> bool:
     """Return whether the running forward pass is traced for `torch.jit.trace` or `torch.export`, and trains nothing."""
-    return torch._C._get_tracing_state() is not None or torch.compiler.is_exporting()
+    return torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None
 
 
 def _nothing() -> None:
@@ -93,12 +94,14 @@ class CallOverride:
             found = found._inner
         return found is self
 
-    @eager(nested=True)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call, around = self._inner or self._module._call_impl, self._around()
-        if around is None or being_exported():
-            return call(*args, **kwargs)
-        return around(call, self._module, args, kwargs)
+        call = self._inner or self._module._call_impl
+        return call(*args, **kwargs) if being_exported() else self._call(call, args, kwargs)
+
+    @eager(nested=True)
+    def _call(self, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        around = self._around()
+        return call(*args, **kwargs) if around is None else around(call, self._module, args, kwargs)
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         return _nothing, ()  # in copies by a ``__getstate__`` that does not leave the attribute out
@@ -238,14 +241,14 @@ class CapturedLayer:
 
         It is not, and autograd computes the gradients, where `torch.func.functional_call` or a change of the model
         has put other tensors in the place of weight and bias, where they have hooks of the user's, which have to see
-        a gradient, inside transforms of `torch.func`, and while the model is exported.
+        a gradient, inside transforms of `torch.func`, in forward-mode differentiation, and while the model is exported.
         """
         if not (torch.is_grad_enabled() and self.weight.requires_grad):
             return False
         parameters = self.module._parameters
         if parameters.get(self.family.weight) is not self.weight or parameters.get(self.family.bias) is not self._bias:
             return False
-        if torch._C._functorch.peek_interpreter_stack() is not None or being_exported():
+        if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
             return False
         if self.weight_gradients:
             return True
@@ -346,10 +349,15 @@ class _CapturedForward(ForwardOverride):
     def __init__(self, layer: CapturedLayer) -> None:
         super().__init__(layer.module)
         self._layer = layer
-        self._input = list(signature(type(layer.module).forward).parameters)[1]
+        self._replaced = type(layer.module).forward
+        self._input = list(signature(self._replaced).parameters)[1]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        plain = being_exported() or type(self.module).forward is not self._replaced  # by a program since
+        return self.plain(*args, **kwargs) if plain else self._captured(*args, **kwargs)
 
     @eager
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+    def _captured(self, *args: Any, **kwargs: Any) -> Tensor:
         layer = self._layer
         if not layer.captures:
             return self.plain(*args, **kwargs)

@@ -63,13 +63,20 @@ def _wanted(due: _Due) -> bool:
 
 
 def _due(node: Any, index: int) -> _Due:
-    if not node.needs_input_grad[index]:
-        return _Due.ABSENT
+    return _due_at(node.next_functions[index][0]) if node.needs_input_grad[index] else _Due.ABSENT
+
+
+def _due_at(node: Any) -> _Due:
     try:
-        executes = torch._C._will_engine_execute_node(node.next_functions[index][0])
+        executes = torch._C._will_engine_execute_node(node)
     except RuntimeError:  # how torch says that the gradient of a leaf is returned and not accumulated
         return _Due.RETURNED
     return _Due.ACCUMULATED if executes else _Due.NOTHING
+
+
+def is_accumulated(parameter: Tensor) -> bool:
+    """Return whether the running backward pass adds a gradient to ``.grad``, and `torch.autograd.grad` does not run."""
+    return _due_at(torch.autograd.graph.get_gradient_edge(parameter).node) is _Due.ACCUMULATED
 
 
 class Recorder(Protocol):

@@ -13,7 +13,8 @@ from torch import nn
 
 from ..exchange.status import describe
 from ..hogwild import Hogwild
-from ..hogwild.training import HogwildOptions, check_loader
+from ..hogwild.training import HogwildOptions
+from ..loaders import check_loader
 from ..signature import takes_keywords_of
 from ._catalyst.runner import BaseRunner, RunnerArguments
 from .loaders import HogwildLoader

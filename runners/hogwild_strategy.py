@@ -13,7 +13,8 @@ from ..exchange import Transport
 from ..exchange.status import describe
 from ..hogwild import Hogwild
 from ..hogwild.layout import check_model, check_optimizer
-from ..hogwild.training import HogwildOptions, check_loader
+from ..hogwild.training import HogwildOptions
+from ..loaders import check_loader
 from ..signature import takes_keywords_of
 from ._lightning.strategy import SiteStrategy, StrategyArguments
 from .loaders import HogwildLoader

@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from ..exchange import Transport
+from ..exchange.declared import METRICS, declared
 
 metrics_transport: ContextVar[Transport | None] = ContextVar("metrics_transport", default=None)
 """Transport over which metrics are computed; None outside of a run."""
@@ -64,7 +65,8 @@ class _Lost(Exception):
 
 def gather(transport: Transport, item: Any) -> list[Any]:
     """Gather an object from each site that is present; within one metric always from the same sites."""
-    every = transport.gather_present(item)
+    with declared(METRICS):
+        every = transport.gather_present(item)
     seen = _seen.get()
     if seen is not None and seen.setdefault("present", [*every]) != [*every]:
         raise _Lost

@@ -22,6 +22,7 @@ from torch import nn
 
 from ..ddp import DistributedDataParallel
 from ..errors import MismatchError, SiteError
+from ..exchange.declared import STATES, declared
 from ..local_steps.options import LOCAL_MODE
 from ..model_sync import sameness
 from ..model_sync.samples import takes_part
@@ -511,4 +512,5 @@ class SiteTrainer(AttachedTrainer):
         if any(have) and False in have:
             giver = have.index(True)
             own = sameness.tensors_of(self.model) if reduction.site_rank == giver else None
-            sameness.load_tensors(self.model, reduction.gather_objects(own)[giver])
+            with declared(STATES):
+                sameness.load_tensors(self.model, reduction.gather_objects(own)[giver])

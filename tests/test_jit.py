@@ -159,6 +159,26 @@ def test_kernels_are_kept_in_the_users_cache_folder_and_not_beside_the_source(tm
     assert len(names(run_alone(source, cache, NUMBA_CACHE_DIR=str(named), **imitated))) == 1
 
 
+def test_damaged_and_unwritable_files_of_kernels_are_compiled_again(tmp_path, source):
+    cache = tmp_path / "cache"
+    assert len(names(run_alone(source, cache))) == 1
+    for number, pattern in enumerate(["*.nbi", "*.nbc", "*.nbi", "*.nbc"]):
+        (path,) = cache.rglob(pattern)
+        content = path.read_bytes()
+        half = len(content) // 2
+        path.write_bytes(
+            content[:half] if number < 2 else content[:half] + bytes([content[half] ^ 4]) + content[half + 1 :]
+        )
+        assert len(names(run_alone(source, cache))) == 1, path
+        assert names(run_alone(source, cache)) == []
+    full = "from numba.core.caching import IndexDataCacheFile as File\n"  # without room on the disk
+    full += "File._open_for_write = lambda *_: open('/dev/full', 'wb', buffering=0)\n"
+    (source / "user.py").write_text(full + ALONE_SOURCE)
+    finished = run_alone(source, tmp_path / "full")
+    assert len(names(finished)) == 1
+    assert "compiled kernels cannot be kept" in finished.errors
+
+
 def test_a_cache_folder_that_others_can_write_is_not_used(tmp_path, source):
     folder = tmp_path / "cache" / "dadplug"
     folder.mkdir(parents=True)

@@ -287,12 +287,6 @@ def test_parameters_can_be_frozen_and_freed(mode: str) -> None:
         assert {row.path for row in both.reduction.plan if row.parameter.startswith("0.")} == {"frozen"}
 
 
-def test_the_old_name_of_the_site_rank_warns():
-    reduction = dadplug.GradientReduction(torch.nn.Linear(2, 2), mode="rankdad", rank=3, weighting="samples")
-    with pytest.warns(DeprecationWarning, match=r"use reduction\.site_rank"):
-        assert reduction.rank == reduction.site_rank == 0
-
-
 @support.at_sites(2)
 def test_arguments_of_other_types_are_refused() -> None:
     for other in (None, "model", torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)):
@@ -426,7 +420,7 @@ def test_a_state_of_another_mode_is_refused():
     reduction = dadplug.GradientReduction(model, mode="rankdad", weighting="samples")
     state = reduction.state_dict()
     reduction.detach()
-    with pytest.raises(ValueError, match="the state is of mode 'rankdad', this reduction of 'dad'"):
+    with pytest.raises(ValueError, match="the state is of mode 'rankdad', not 'dad'"):
         dadplug.GradientReduction(model, mode="dad", weighting="samples").load_state_dict(state)
 
 
@@ -598,3 +592,20 @@ def test_the_traffic_meter_prints():
     reduction = dadplug.GradientReduction(model, weighting="samples")
     assert "bytes in the last step" in repr(reduction.traffic)
     reduction.detach()
+
+
+def test_a_state_of_another_way_to_train_is_an_error():
+    model = nn.Linear(4, 3)
+    ways = {
+        "reduction": lambda optimizer: dadplug.GradientReduction(model, mode="dad"),
+        "local": lambda optimizer: dadplug.LocalSGD(model, optimizer, every=2),
+        "server": lambda optimizer: dadplug.ParameterServer(model, optimizer),
+    }
+    states = {}
+    for name, make in ways.items():
+        way = make(torch.optim.SGD(model.parameters(), lr=0.1))
+        states[name] = way.state_dict()
+        for other in states.keys() - {name}:
+            with pytest.raises(ValueError, match=r"of another way to train.* load the states of model and optimizer"):
+                way.load_state_dict(states[other])
+        way.detach()

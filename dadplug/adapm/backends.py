@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from ..errors import MismatchError
 from ..exchange import Traffic, open_transport
+from ..hub.pki.project import check_restrictions
 from ..registry import Registry
 from ..signature import check_choice
 from .store import Block, Codes, Initialiser, Keys
@@ -177,6 +179,7 @@ class Backend(ABC):
         if timeout <= 0 or interval < 0:
             raise ValueError(f"timeout must exceed 0 and interval be at least 0, got {timeout} and {interval}")
         self.technique, self.timeout, self.interval = technique, timeout, interval
+        check_restrictions(SimpleNamespace(mode="adapm", share_inputs=False), sends_factors=False)
         self.traffic = Traffic()
         self.transport = open_transport(process_group, self.traffic, torch.device("cpu"), timeout)
         self.rank, self.world_size = self.transport.rank, self.transport.world_size

@@ -24,9 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..exchange.handshake import free_port, reachable_address
+from ..exchange.handshake import reachable_address
 from ..exchange.transport import Transport
 from ..lowrank.kernels import first_outside
+from ..processes import free_port
 from .backends import Backend, Done, TableEngine, TableSpec
 from .engine import COUNTS, TECHNIQUES
 from .store import Block, Keys

@@ -346,6 +346,24 @@ class SyncTiming:
         self._spent = 0.0
 
 
+def _serve(
+    reference: Callable[[], BuiltinBackend | None], network: Network, receiving: threading.Lock, rank: int
+) -> None:
+    """Run the background thread of a backend, until it is closed or nothing refers to it any more."""
+    pause: float | None = 0.0
+    while pause is not None:
+        network.wait(pause)
+        backend = reference()
+        pause = None if backend is None else backend._turn()
+        dropped = backend is None
+        del backend
+    with receiving:
+        for peer in network.connections if dropped else ():
+            with suppress(OSError):
+                network.send(peer, Message(Kind.BYE, 0, rank))
+        network.close()
+
+
 class BuiltinBackend(Backend):
     """The built-in backend. Arguments and errors are those of `Backend`.
 
@@ -382,13 +400,15 @@ class BuiltinBackend(Backend):
         self._missing: dict[int, float] = {}
         self._closed = False
         self._receiving = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="dadplug-adapm", daemon=True)
+        self._next_check, self._syncing = 0.0, False
         if self._others:
             gather, name = self.transport.gather_objects, self.transport.sites.__getitem__
             sockets = self.transport.open_streams(timeout) or connect_sites(self.rank, gather, timeout, name)
             self._network = Network(sockets, timeout, self.traffic, self._widths)
             gather(None)  # all sites are connected
             self.transport.sites.watch(self)
+            arguments = weakref.ref(self), self._network, self._receiving, self.rank
+            self._thread = threading.Thread(target=_serve, args=arguments, name="dadplug-adapm", daemon=True)
             self._thread.start()
             _running.add(self)
 
@@ -544,50 +564,47 @@ class BuiltinBackend(Backend):
 
     # The background thread, and workers that receive messages
 
-    def _run(self) -> None:
+    def _turn(self) -> float | None:
+        """Do what the thread has to do; return the seconds until it has to again, None at the end."""
+        self._due = math.inf  # the thread is awake
         try:
-            engine, timing = self.engine, self._sync_timing
-            next_check, syncing = 0.0, False
-            while not self._closed:
-                now, pause = time.monotonic(), _IDLE
-                if engine.intents:
-                    pause = min(pause, next_check - now)
-                if engine.replicas and not syncing:
-                    pause = min(pause, timing.next - now)
-                if self._urgent:
-                    pause = min(pause, _URGENT)
-                self._due = now + max(pause, 0.0)
-                self._receive(pause)
-                now = time.monotonic()
-                if now >= next_check or self._urgent:
-                    engine.act()
-                    next_check = time.monotonic() + self.interval
-                if syncing and engine.sync_over:
-                    timing.end_round()
-                    syncing = False
-                if not syncing and (self._urgent or (engine.replicas and now >= timing.next)):
-                    with timing.counted():
-                        engine.synchronise()
-                    syncing = True
-                if self._urgent:
-                    with self._progress:
-                        self._progress.notify_all()
-                if not self._awake.is_set():
-                    self._awake.set()
+            if self._receiving.acquire(blocking=False):  # otherwise a worker receives
+                try:
+                    self._handle_all(self._network.poll(0))
+                finally:
+                    self._receiving.release()
+            self._advance()
         except BaseException as error:
             self._fail(error)
-        finally:
-            with self._receiving:
-                self._network.close()
+            return None
+        if not self._awake.is_set():
+            self._awake.set()
+        now, pause = time.monotonic(), _IDLE
+        if self.engine.intents:
+            pause = min(pause, self._next_check - now)
+        if self.engine.replicas and not self._syncing:
+            pause = min(pause, self._sync_timing.next - now)
+        if self._urgent:
+            pause = min(pause, _URGENT)
+        self._due = now + max(pause, 0.0)
+        return None if self._closed else pause
 
-    def _receive(self, pause: float) -> None:
-        self._network.wait(pause)
-        self._due = math.inf  # the thread is awake
-        if self._receiving.acquire(blocking=False):  # otherwise a worker receives
-            try:
-                self._handle_all(self._network.poll(0))
-            finally:
-                self._receiving.release()
+    def _advance(self) -> None:
+        """Act on intents and synchronise, where that is due."""
+        engine, timing, now = self.engine, self._sync_timing, time.monotonic()
+        if now >= self._next_check or self._urgent:
+            engine.act()
+            self._next_check = time.monotonic() + self.interval
+        if self._syncing and engine.sync_over:
+            timing.end_round()
+            self._syncing = False
+        if not self._syncing and (self._urgent or (engine.replicas and now >= timing.next)):
+            with timing.counted():
+                engine.synchronise()
+            self._syncing = True
+        if self._urgent:
+            with self._progress:
+                self._progress.notify_all()
 
     def _send(self, peer: int, message: Message) -> None:
         """Send a message, unless the site has left or the manager has failed."""

@@ -19,7 +19,6 @@ import hashlib
 import io
 import json
 import os
-import pickle
 import re
 import secrets
 from collections.abc import Callable, Mapping
@@ -30,8 +29,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from ..errors import SiteError
-from ..files import replacing, sync_folder
+from ..errors import DamagedError, SiteError
+from ..files import load_tensors, replacing, sync_folder
 from .managed_weight import split_state
 from .model import AdaModel, parameter_numbers
 
@@ -44,7 +43,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 _MOST_NUMBERS = 2**62
 _FIELDS = {"rows": 1, "width": 1, "columns": 1, "place": 0, "steps": 0}  # of a table, with their minimum
 _CHUNK = 65536  # rows set at a time
-_KINDS: dict[str, type[Exception]] = {"FileNotFoundError": FileNotFoundError, "ValueError": ValueError}
+_KINDS: dict[str, type[Exception]] = {each.__name__: each for each in (FileNotFoundError, ValueError, DamagedError)}
 
 
 def save_shards(model: AdaModel, folder: str | Path, optimizer: Optimizer) -> str:
@@ -519,26 +518,13 @@ def _content(folder: Path, name: str, digest: str) -> bytes:
     return content
 
 
-def parse(source: bytes | Path, what: str) -> Any:
-    """Parse the output of `torch.save`, if it consists of tensors and plain values; a file is mapped into memory.
-
-    Raises:
-        ValueError: if it is damaged or has other objects.
-    """
-    file: Any = source if isinstance(source, Path) else io.BytesIO(source)
-    try:
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=isinstance(source, Path))
-    except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
-        raise ValueError(f"{what} is damaged: {error}") from error
-
-
 def parse_rest(content: bytes, folder: Path) -> dict[str, Any]:
     """Parse the state that is not managed.
 
     Raises:
         ValueError: if it is damaged.
     """
-    state = parse(content, f"the file with what is not managed in {folder}")
+    state = load_tensors(content, f"the file with what is not managed in {folder}", intact=True)
     try:
         fits = isinstance(state["model"], Mapping) and isinstance(state["optimizer"]["state"], Mapping)
     except (TypeError, KeyError, IndexError):
@@ -557,7 +543,9 @@ def read_shard(folder: Path, name: str, index: Mapping[str, Any]) -> dict[str, d
     Raises:
         ValueError: if it is damaged or does not fit.
     """
-    shard = parse(_content(folder, name, index["files"][name]), f"file {name} of checkpoint {folder}")
+    shard = load_tensors(
+        _content(folder, name, index["files"][name]), f"file {name} of checkpoint {folder}", intact=True
+    )
     return _checked_shard(shard, folder, name, index)
 
 
@@ -578,7 +566,7 @@ def map_shard(folder: Path, name: str, index: Mapping[str, Any]) -> dict[str, di
             digest.update(piece)
     if digest.hexdigest() != index["files"][name]:
         raise ValueError(f"file {name} of checkpoint {folder} is damaged: it is not what was written")
-    return _checked_shard(parse(path, f"file {name} of checkpoint {folder}"), folder, name, index)
+    return _checked_shard(load_tensors(path, f"file {name} of checkpoint {folder}", intact=True), folder, name, index)
 
 
 def _checked_shard(shard: Any, folder: Path, name: str, index: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:

@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 from ..errors import RunFailedError
 from ..exchange.codec import gather_objects
-from ..processes import Pool
 from ..progress import Progress
 from ..schedules import available_cores
 from ..signature import whole_number
+from .pool import Pool
 from .result import Comparison, Row
 from .trial import STRATEGIES, Build, Place, Point, Strategy, Task, run_trial
 

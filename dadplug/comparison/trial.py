@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from ..exchange.codec import register
+from ..exchange.declared import METRICS, declared
 from ..hogwild import Hogwild
 from ..local_steps import LocalSGD
 from ..parameter_server import ParameterServer
@@ -338,7 +339,8 @@ class _Clock:
         """Return the number of steps of the next lap, the same in all processes; 0 when the time is over."""
         count = torch.tensor([self._length()])
         if dist.is_initialized():
-            dist.broadcast(count, 0)
+            with declared(METRICS):
+                dist.broadcast(count, 0)
         return int(count)
 
     def _length(self) -> int:

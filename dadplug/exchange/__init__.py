@@ -1,14 +1,33 @@
-"""Exchange between sites: transports, payloads, wire formats and the traffic meter."""
+"""Exchange between sites: transports, payloads, wire formats and the traffic meter.
 
-import warnings
-from typing import Any
+Its files load when first used, so that the hub's server, which needs few of them, loads neither layers nor kernels.
+"""
 
-from .codec import gather_objects
-from .factory import open_transport
-from .rendezvous import DEFAULT_TIMEOUT, connect
-from .status import PeerNames
-from .traffic import Traffic
-from .transport import Gather, Hierarchy, PendingSum, Transport
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .codec import gather_objects
+    from .factory import open_transport
+    from .rendezvous import DEFAULT_TIMEOUT, connect
+    from .status import PeerNames
+    from .traffic import Traffic
+    from .transport import Gather, Hierarchy, PendingSum, Transport
+
+_LAZY = {
+    "DEFAULT_TIMEOUT": "rendezvous",
+    "Gather": "transport",
+    "Hierarchy": "transport",
+    "PeerNames": "status",
+    "PendingSum": "transport",
+    "Traffic": "traffic",
+    "Transport": "transport",
+    "connect": "rendezvous",
+    "gather_objects": "codec",
+    "open_transport": "factory",
+}
 
 __all__ = [
     "DEFAULT_TIMEOUT",
@@ -23,11 +42,8 @@ __all__ = [
     "open_transport",
 ]
 
-_RENAMED = {"Reduction": "PendingSum", "Sites": "PeerNames"}
-
 
 def __getattr__(name: str) -> Any:
-    if name not in _RENAMED:
+    if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn(f"dadplug.exchange.{name} is now {_RENAMED[name]}", DeprecationWarning, stacklevel=2)
-    return globals()[_RENAMED[name]]
+    return getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from ..errors import MismatchError
 from . import codec
 
+DIFFERENT = "the sites do not make the same calls"
 ASK_SECONDS = 2.0  # of a wait, after which a site asks what the others wait for
 _LIBRARIES = {"dadplug", "torch", *sys.stdlib_module_names} - {"__main__"}
 _EXCHANGES = tuple(f"dadplug.{name}" for name in ("exchange", "adapm", "parameter_server", "hub"))
@@ -94,8 +95,11 @@ def occupation() -> tuple[bool, str]:
 
 
 def _name_of(frame: Any) -> str:
-    name = frame.f_code.co_name
-    return type(frame.f_locals.get("self")).__name__ if name == "__init__" else _NAMES.get(name, name)
+    name, inside = frame.f_code.co_name, frame.f_locals
+    if name == "__init__":
+        return type(inside.get("self")).__name__
+    collective = inside.get("func") if frame.f_globals.get("__name__") == "torch.distributed.c10d_logger" else None
+    return str(getattr(collective, "__name__", _NAMES.get(name, name)))
 
 
 def tagged(item: Any) -> tuple[str, str, Any]:
@@ -127,6 +131,6 @@ def explain(places: Mapping[int, str], sites: Any) -> str:
     """
     where = ", and ".join(f"{sites[rank]} is in {place}" for rank, place in sorted(places.items()) if place)
     return (
-        f"the sites do not make the same calls: {where}. Every site must make the calls that exchange something "
+        f"{DIFFERENT}: {where}. Every site must make the calls that exchange something "
         "equally often and in the same order, with the same model; a site that has run out of data calls idle()"
     )

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..errors import DamagedError
 from ..registry import Registry
+from .declared import OBJECTS, declared
 
 _HEAD = b"dadplug1"
 _DEPTH = 64  # levels of containers in containers
@@ -390,15 +391,19 @@ def gather_objects(
     device, count = _device_of(group), dist.get_world_size(group)
     size = torch.tensor([len(own)], dtype=torch.int64, device=device)
     sizes = [torch.zeros_like(size) for _ in range(count)]
-    wait(dist.all_gather(sizes, size, group=group, async_op=True))
+    with declared(OBJECTS):
+        work = dist.all_gather(sizes, size, group=group, async_op=True)
+    wait(work)
     lengths = [int(each) for each in sizes]
     check_lengths(lengths)
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
     padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
     every = [torch.empty_like(padded) for _ in range(count)]
-    wait(dist.all_gather(every, padded, group=group, async_op=True))
+    with declared(OBJECTS):
+        work = dist.all_gather(every, padded, group=group, async_op=True)
+    wait(work)
     contents = (part[:length].cpu().numpy().data for part, length in zip(every, lengths, strict=True))
-    return decode_objects(contents, refusal)
+    return decode_objects(enumerate(contents), refusal)
 
 
 def encode_object(item: Any) -> tuple[bytes, Exception | None]:
@@ -416,34 +421,47 @@ def encode_object(item: Any) -> tuple[bytes, Exception | None]:
         return encode(Refusal(str(error))), error
 
 
-def check_lengths(lengths: Iterable[int]) -> None:
+def check_lengths(lengths: Iterable[int], name: Callable[[int], str] = "process {}".format) -> None:
     """Check the sizes in bytes that processes announce, before memory is allocated by them.
 
+    Args:
+        lengths: the sizes, by rank.
+        name: returns the name of a process, for messages.
+
     Raises:
-        ValueError: if one is out of range.
+        DamagedError: if one is out of range.
     """
     for rank, length in enumerate(lengths):
         if not 0 <= length <= MAX_OBJECT_BYTES:
-            raise ValueError(
-                f"process {rank} announces an object of {length} bytes: there may be {MAX_OBJECT_BYTES} at most"
+            raise DamagedError(
+                f"{name(rank)} announces an object of {length} bytes: there may be {MAX_OBJECT_BYTES} at most"
             )
 
 
-def decode_objects(contents: Iterable[bytes | memoryview], refusal: Exception | None) -> list[Any]:
+def decode_objects(
+    contents: Iterable[tuple[int, bytes | memoryview]],
+    refusal: Exception | None,
+    name: Callable[[int], str] = "process {}".format,
+) -> list[Any]:
     """Decode the objects of all processes.
 
     Args:
-        contents: what they have sent, by rank.
+        contents: what they have sent, each with its rank.
         refusal: the error of this process's own object, if it could not be sent.
+        name: returns the name of a process, for messages.
 
     Raises:
         TypeError: if the object of one could not be sent.
-        ValueError: if one has sent something that is no such object.
+        DamagedError: if one has sent something that is no such object.
     """
-    objects = [decode(content) for content in contents]
-    for rank, each in enumerate(objects):
-        if isinstance(each, Refusal):
-            raise TypeError(f"process {rank} has an object that cannot be gathered: {each.reason}") from refusal
+    objects = []
+    for rank, content in contents:
+        try:
+            objects.append(decode(content))
+        except DamagedError as error:
+            raise DamagedError(f"{name(rank)}: {error}") from error
+        if isinstance(objects[-1], Refusal):
+            raise TypeError(f"{name(rank)} has an object that cannot be gathered: {objects[-1].reason}") from refusal
     return objects
 
 

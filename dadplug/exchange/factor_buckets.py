@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from ..errors import MismatchError
 from .codec import MAX_BYTES
+from .fields import COUNT, check_all
 from .transport import Gather, Transport
 from .wire import WireFormat, copied
 
@@ -70,6 +72,12 @@ def finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
 
+def multiplies(tensor: Tensor) -> bool:
+    """Return whether values are finite, and products of two of them, too."""
+    dtype = torch.promote_types(tensor.dtype, torch.float32)
+    return float(torch.linalg.vector_norm(tensor, dtype=dtype)) < math.sqrt(torch.finfo(dtype).max)
+
+
 _ALIGNMENT = 16  # elements; every part of a payload begins on a cache line
 _SHRINK_AFTER = 16  # steps with fewer rows before a slot gives room back
 
@@ -105,6 +113,9 @@ class Slot:
     def sizes(self, rows: int) -> tuple[int, int, int]:
         """Return the number of elements of the three parts (left, right, bias) for this many rows."""
         return aligned(rows * self.out), aligned(rows * self.width), aligned(self.bias)
+
+    def check(self, share: FactorPayload, sender: str) -> None:
+        """Raise MismatchError if a site has sent what is not possible."""
 
     def learn(self, rows: Sequence[int]) -> bool:
         """Update the capacities.
@@ -396,9 +407,13 @@ class FactorBucket:
         for site, payload in self._arrived(self._gather):
             head, views = self._views(payload, site)
             count, *rows = head.tolist()
+            sender = self._transport.sites[self._senders[site]]
+            check_all("payload", sender, (count,), 0, COUNT)
             samples.append(count)
             for index, share in enumerate(views):
+                check_all("payload", sender, (rows[index],), 0, self.slots[index].capacity[site])
                 share = self.slots[index].unpack(share.part(0, rows[index]))
+                self.slots[index].check(share, sender)
                 shares[index].append(share.to(payload.device, self._dtype))
         return samples, shares
 
@@ -430,7 +445,9 @@ class FactorBucket:
         shares: dict[tuple[int, int], FactorPayload] = {}
         for site, payload in self._arrived(gather):
             for index, share in cut(payload, site):
-                shares[index, site] = self.slots[index].unpack(share).to(payload.device, self._dtype)
+                share = self.slots[index].unpack(share)
+                self.slots[index].check(share, self._transport.sites[self._senders[site]])
+                shares[index, site] = share.to(payload.device, self._dtype)
         return shares
 
     def _check_sizes(self, extra: Sequence[Sequence[int]], sizes: Sequence[int]) -> None:
@@ -477,6 +494,11 @@ class IndexSlot(Slot):
         self._integers = torch.int32 if small else torch.int64
         super().__init__(out, 0, 0, world_size, wire)
         self.width = self._integers.itemsize // wire.itemsize
+        self._table_rows = table_rows
+
+    def check(self, share: FactorPayload, sender: str) -> None:
+        if share.right.numel():
+            check_all("payload", sender, map(int, share.right.aminmax()), 0, self._table_rows - 1)
 
     def learn(self, rows: Sequence[int]) -> bool:
         # Every batch looks up another number of rows; without some room to spare each record would take a second round.
@@ -607,11 +629,13 @@ class ContributionBucket:
         rank, samples = self._transport.rank, []
         found: dict[int, list[FactorPayload | None]] = {index: [] for index in self.owned}
         received = self._exchange.wait()
-        for payload in received if self.owned else ():
+        for sender, payload in enumerate(received if self.owned else ()):
             count, *rows = _integers(payload, len(self.owned)).tolist()
+            check_all("payload", self._transport.sites[sender], (count,), 0, COUNT)
             samples.append(count)
             for index, number, view in zip(self.owned, rows, self._cut(payload, rank), strict=True):
                 part = None
+                check_all("payload", self._transport.sites[sender], (number,), -1, view.rows)
                 if number >= 0:
                     part = self._slots[index].unpack(view.part(0, number)).to(payload.device, self._dtype)
                 found[index].append(part)

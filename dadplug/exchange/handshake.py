@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import random
 import secrets
 import select
 import selectors
@@ -182,19 +181,6 @@ def listen(addresses: Sequence[str] = (), large: bool = False) -> socket.socket 
             return listener
         listener.close()
     return None
-
-
-def free_port() -> int:
-    """Return a TCP port of this machine that is free at the moment.
-
-    It is below those that systems give to outgoing connections (from 32768 on): one of these could take the port before
-    the process that it is meant for has started.
-    """
-    chance = random.SystemRandom()  # not the numbers of another process with the same seed
-    while True:
-        port = chance.randrange(10_000, 32_000)
-        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
 
 
 def explain_unresolved(host: str, error: OSError) -> str:
@@ -458,6 +444,56 @@ def _read_hello(connected: socket.socket, hello: bytearray) -> bool:
         return True
     hello += received
     return not received or len(hello) == _HELLO.size
+
+
+class Readable(Protocol):
+    """Connection with a timeout: a socket, or one with TLS."""
+
+    def gettimeout(self) -> float | None: ...
+
+    def settimeout(self, timeout: float | None, /) -> None: ...
+
+    def recv(self, size: int, /) -> bytes: ...
+
+
+def read_exactly(connected: Readable, size: int, closed: str = "the connection was closed") -> bytes:
+    """Return so many bytes of a connection with a timeout, which is for all of them.
+
+    Args:
+        connected: the connection.
+        size: their number.
+        closed: text of the error if the other end closes the connection before.
+
+    Raises:
+        OSError: if they do not arrive in time, or the connection is closed.
+    """
+    content = bytearray()
+    timeout = connected.gettimeout()
+    deadline = None if timeout is None else time.monotonic() + timeout
+    try:
+        while len(content) < size:
+            if deadline is not None:
+                if (left := deadline - time.monotonic()) <= 0:
+                    raise TimeoutError("timed out")
+                connected.settimeout(left)
+            part = connected.recv(size - len(content))
+            if not part:
+                raise ConnectionError(closed)
+            content += part
+    finally:
+        connected.settimeout(timeout)
+    return bytes(content)
+
+
+def write_all(connected: socket.socket, content: bytes) -> None:
+    """Send bytes, by a socket with a timeout for each part of them.
+
+    Args:
+        connected: the socket.
+        content: the bytes.
+    """
+    while content:
+        content = content[connected.send(content) :]
 
 
 class HasDescriptors(Protocol):

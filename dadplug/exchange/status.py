@@ -36,7 +36,7 @@ import torch.distributed as dist
 
 from ..errors import MismatchError, SiteError
 from . import codec
-from .calls import BegunExchanges, Wait, explain, occupation, own_place
+from .calls import DIFFERENT, BegunExchanges, Wait, explain, occupation, own_place
 from .codec import gather_objects
 from .handshake import Deadline, close_in_children, listen
 
@@ -518,12 +518,19 @@ class PeerNames(ABC):
             wait: what this site waits for.
         """
 
+    def check_awaited(self, awaited: Collection[int]) -> None:  # noqa: B027
+        """Raise MismatchError if an awaited site waits itself for an exchange that this one has not begun.
+
+        Args:
+            awaited: ranks of sites that this one waits for, outside of an exchange.
+        """
+
     def mismatch(self) -> MismatchError:
         """Return the error of sites that do not make the same calls, with their calls as far as they are known."""
         return MismatchError(explain({self.rank: occupation()[1]}, self))
 
     @abstractmethod
-    def lost(self, error: BaseException, timeout: float, peer: int | None = None) -> SiteError:
+    def lost(self, error: BaseException, timeout: float, peer: int | None = None) -> SiteError | MismatchError:
         """Convert a transport's error into one that names the site that is lost, with its exit reason if known.
 
         Args:
@@ -594,7 +601,7 @@ class ProcessSites(PeerNames):
                 )
         return None
 
-    def lost(self, error: BaseException, timeout: float, peer: int | None = None) -> SiteError:
+    def lost(self, error: BaseException, timeout: float, peer: int | None = None) -> SiteError | MismatchError:
         in_time = not any(words in str(error).lower() for words in ("timed out", "timeout"))
         deadline = Deadline(_GRACE_SECONDS)
         while True:
@@ -620,6 +627,13 @@ class ProcessSites(PeerNames):
         answers = [answer for answer in self._ask().values() if isinstance(answer, Status)]
         if any(answer.lacks and own_place.lacks(answer.wait) for answer in answers):
             raise self.mismatch()
+        if isinstance(found := self._from_reports(None), MismatchError):
+            raise found
+
+    def check_awaited(self, awaited: Collection[int]) -> None:
+        answers = self._ask()
+        if any(isinstance(each := answers.get(site), Status) and own_place.lacks(each.wait) for site in awaited):
+            raise self.mismatch()
 
     def mismatch(self) -> MismatchError:
         places = {self.rank: occupation()[1]}
@@ -641,11 +655,12 @@ class ProcessSites(PeerNames):
         known = {other: server.report_of(self.members[other].token, other in late) for other in self._others}
         return {other: report for other, report in known.items() if report is not None}
 
-    def _from_reports(self, peer: int | None, late: Collection[int] = ()) -> SiteError | None:
+    def _from_reports(self, peer: int | None, late: Collection[int] = ()) -> SiteError | MismatchError | None:
         """Return an error that names a site with an exit reason, or one that others have reported lost."""
         reasons = {other: report.reason for other, report in self._reports(late).items() if report.reason}
         for other in sorted(reasons, key=lambda other: other != peer):
-            return self._blame([other], reasons[other])
+            _, differ, calls = reasons[other].partition(DIFFERENT)
+            return MismatchError(f"{DIFFERENT}{calls}") if differ else self._blame([other], reasons[other])
         return self.found_lost()
 
     def _ask(self) -> dict[int, Status | Silence]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .factor_buckets import finite
+from .fields import check_all
 from .transport import Gather, PendingSum, Transport
 from .wire import BLOCK, WireFormat, rescale
 
@@ -259,6 +260,7 @@ class SparseBucket:
         for count in counts:
             for size in (count * _INDEX.itemsize, count * wire.itemsize):
                 self._starts.append(self._starts[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
+        self._sites = transport.sites
         self._gather: Gather = transport.gather([self._starts[-1]] * transport.world_size, torch.uint8)
         self._payloads: Sequence[Tensor] = ()
 
@@ -292,6 +294,17 @@ class SparseBucket:
         """Wait for the payloads of all sites."""
         self._payloads = self._gather.wait()
 
-    def received(self, index: int) -> list[tuple[Tensor, Tensor]]:
-        """Return the indices and values of a gradient, by rank; they hold until the next `fill`."""
-        return [self._views(payload, index) for payload in self._payloads]
+    def received(self, index: int, numel: int) -> list[tuple[Tensor, Tensor]]:
+        """Return the indices and values of a gradient, by rank; they hold until the next `fill`.
+
+        Args:
+            index: its place.
+            numel: number of its elements.
+
+        Raises:
+            MismatchError: if an index is out of range.
+        """
+        found = [self._views(payload, index) for payload in self._payloads]
+        for rank, (indices, _) in enumerate(found):
+            check_all("payload", self._sites[rank], map(int, indices.aminmax()), 0, numel - 1)
+        return found

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import SiteError
+from ..errors import MismatchError, SiteError
 from ..logs import get_logger
 from ..signature import valid
 from .status import PeerNames
@@ -534,7 +534,7 @@ class Transport(ABC):
         """Folder of the kit by which this site is connected to a hub; empty where it has not."""
         return ""
 
-    def lost(self, error: BaseException, peer: int | None = None) -> SiteError:
+    def lost(self, error: BaseException, peer: int | None = None) -> SiteError | MismatchError:
         """Convert a connection's error into one that names the site that is gone.
 
         Args:

@@ -17,7 +17,7 @@ import time
 import traceback
 import warnings
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -26,10 +26,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from ..errors import ProcessFailedError
 from ..exchange import DEFAULT_TIMEOUT
+from ..loaders import DrawnBatches, check_loader, with_batches
 from ..model_sync.structure import before_update, refuse_attached
 from ..processes import Child
 from ..schedules import available_cores
@@ -38,16 +38,6 @@ from .layout import Layout, check_model, check_optimizer, coalesce_gradients, cr
 from .memory import Board, Progress, SharedMemory, check_equal, check_system, connected, share
 
 # Dealing of batches
-
-_SETTINGS = (
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "generator",
-)
 
 
 class DealtLoader:
@@ -122,61 +112,6 @@ class DealtLoader:
         if name == "_loader" or name.startswith("__"):  # not set yet while a copy is built
             raise AttributeError(name)
         return getattr(self._loader, name)
-
-
-class DrawnBatches:
-    """Sampler of batches from a function.
-
-    Args:
-        draw: returns the batches of an epoch as lists of indices.
-    """
-
-    def __init__(self, draw: Callable[[], Iterator[list[int]]]) -> None:
-        self._draw = draw
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return self._draw()
-
-
-def with_batches(loader: DataLoader[Any], batches: Iterable[list[int]]) -> DataLoader[Any]:
-    """Return a loader like another one, which reads other batches.
-
-    Args:
-        loader: the other loader.
-        batches: indices of the samples of each batch.
-    """
-    return DataLoader(loader.dataset, batch_sampler=batches, **settings_of(loader))
-
-
-def settings_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the arguments with which a loader was made, but for those that decide about its batches."""
-    settings = {name: getattr(loader, name) for name in _SETTINGS}
-    if loader.num_workers:
-        settings |= {"prefetch_factor": loader.prefetch_factor, "persistent_workers": loader.persistent_workers}
-    return settings
-
-
-def check_loader(loader: Any, by: str = "Hogwild!") -> None:
-    """Raise TypeError or ValueError if the batches of a loader cannot be dealt.
-
-    Args:
-        loader: the loader.
-        by: who deals them, for messages.
-    """
-    if not isinstance(loader, DataLoader):
-        raise TypeError(f"batches of a DataLoader can be dealt, not of {type(loader).__name__}")
-    if isinstance(loader.dataset, IterableDataset):
-        raise ValueError(
-            "an IterableDataset has no order that could be dealt: use a data set with a length and indices"
-        )
-    if loader.batch_sampler is None:
-        raise ValueError("the loader makes no batches (batch_size=None): give it a batch_size or a batch_sampler")
-    samplers = (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
-    if any(isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1 for sampler in samplers):
-        raise ValueError(
-            f"the loader has a DistributedSampler, which splits the data already: leave it out, since {by} deals "
-            "the batches of the whole data set"
-        )
 
 
 # Processes

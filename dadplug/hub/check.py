@@ -189,6 +189,7 @@ def _files(kit: Kit) -> Iterator[Finding]:
     share = kit.policy.max_rank_share
     inputs += f", at most {share:g} of a layer's rows" if share < 1 else ""
     inputs += ", differential privacy" if kit.policy.require_privacy else ""
+    inputs += ", allow_pickle" if kit.policy.allow_pickle else ""
     place = kit.roster.hub_at
     where = f"site {place} runs the hub" if place else "a third party runs the hub"
     if kit.roster.sealed:

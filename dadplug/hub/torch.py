@@ -10,8 +10,10 @@ need what a certain site has sent: they raise an error at all sites, where it is
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -22,13 +24,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import FrameError, SiteError
+from ..errors import FrameError, PolicyError, SiteError
 from ..exchange import codec
 from ..exchange.codec import MAX_BYTES
+from ..exchange.declared import OBJECTS, declared, most_bytes
 from ..exchange.framing import bytes_of
 from ..exchange.hierarchy import WorkerThreads
 from ..exchange.traffic import Traffic
 from .pki.kits import Kit
+from .pki.project import Policy
 from .server.store import Reply, Request
 from .site.connection import HubConnection
 from .site.link import HubLink
@@ -138,6 +142,7 @@ class Collectives(_ProcessGroup):
         rank: rank of this process in the group.
         world_size: number of processes in the default group.
         seconds: timeout of a collective.
+        policy: policy of this site's kit.
 
     Attributes:
         seconds: timeout of a collective.
@@ -154,6 +159,7 @@ class Collectives(_ProcessGroup):
         rank: int,
         world_size: int,
         seconds: float,
+        policy: Policy,
     ) -> None:
         super().__init__(rank, len(ranks))
         if len(ranks) > 1 and list(ranks) != list(range(world_size)):
@@ -161,6 +167,7 @@ class Collectives(_ProcessGroup):
                 f"ranks {list(ranks)} of {world_size}: over the hub a process group holds all sites, or one"
             )
         self._own = rank
+        self._policy = policy
         self.seconds = seconds
         self.threads = WorkerThreads()
         self._name = ""
@@ -210,7 +217,8 @@ class Collectives(_ProcessGroup):
     def barrier(self, opts: Any = None) -> HubWork:
         """Wait until all sites have called it."""
         own = torch.zeros(1, dtype=torch.uint8)
-        return self._gather(own, [1] * self.size(), lambda parts: None, [], needs_all=False)
+        with declared(len(own)):
+            return self._gather(own, [1] * self.size(), lambda parts: None, [], needs_all=False)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> HubWork:
         """Gather a tensor of each site at all sites."""
@@ -308,9 +316,13 @@ class Collectives(_ProcessGroup):
             needs_all: see `_exchange`.
 
         Raises:
+            PolicyError: if the policy of this site does not allow it; nothing has been sent.
             ValueError: if this site's tensor does not have the size that it should have.
             SiteError: at all sites, if a tensor that is needed is that of a site which is absent.
         """
+        if self.size() > 1:
+            _check_pickles(self._policy)
+            self._policy.check_bytes(own.numel() * own.element_size(), most_bytes())
         if len(own) != sizes[self._own]:
             raise ValueError(f"the tensor of rank {self._own} has {len(own)} elements, not {sizes[self._own]}")
         receive = self._exchange(own, sizes, needs_all)
@@ -361,6 +373,38 @@ class Collectives(_ProcessGroup):
             if not all(0 <= each <= MAX_BYTES for each in row) or sum(row) > MAX_BYTES:
                 raise ValueError(f"rank {rank} announces {row} elements: there may be {MAX_BYTES} at most")
         return table
+
+
+_PICKLING = {  # functions by which libraries unpickle what arrives in collectives, by their modules
+    "torch.distributed.distributed_c10d": (
+        *("all_gather_object", "gather_object", "scatter_object_list", "broadcast_object_list"),
+        *("send_object_list", "recv_object_list"),
+    ),
+    "torch.distributed.optim.zero_redundancy_optimizer": ("_broadcast_object",),
+    "catalyst.utils.distributed": ("all_gather",),
+}
+
+
+def _check_pickles(policy: Policy) -> None:
+    """Raise PolicyError if the current call is one of a function that unpickles what other sites send.
+
+    Functions are found in the stack: they may have been imported by name before this module.
+    """
+    if policy.allow_pickle:
+        return
+    found = {name: vars(sys.modules[name]) for name in _PICKLING if name in sys.modules}
+    functions = [found[module][name] for module in found for name in _PICKLING[module] if name in found[module]]
+    codes = {id(inspect.unwrap(function).__code__) for function in functions}
+    frame = inspect.currentframe()
+    while frame is not None:
+        if id(frame.f_code) in codes:
+            raise PolicyError(
+                f"the policy of this site's kit has allow_pickle = false, and {frame.f_code.co_name} unpickles what "
+                "arrives, by which other sites and the hub could run programs here. Exchange objects by "
+                "gather_objects() of dadplug.exchange or of a reduction, or set allow_pickle = true in the kit's "
+                "policy.toml; nothing has been sent"
+            )
+        frame = frame.f_back
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
@@ -449,7 +493,8 @@ class HubGroup(Collectives):
     """
 
     def __init__(self, link: HubLink, slots: Sequence[int], rank: int, seconds: float) -> None:
-        super().__init__(partial(HubTransport, link, Traffic(), seconds), slots, rank, link.world_size, seconds)
+        open_transport = partial(HubTransport, link, Traffic(), seconds)
+        super().__init__(open_transport, slots, rank, link.world_size, seconds, link.kit.policy)
         self._link = link
         # A group of one site exists at this site only, so it must not take a channel that others give to another group.
         if len(slots) > 1:
@@ -481,6 +526,7 @@ class StoreConnection(HubConnection):
     def __init__(self, kit: Kit, address: tuple[str, int] | None = None) -> None:
         super().__init__(kit, "store", address)
         self._numbers = itertools.count(1)
+        self._policy = kit.policy
         self._replies: dict[int, Reply | None] = {}  # None where none has arrived
 
     def room(self, head: Head) -> memoryview:
@@ -516,6 +562,7 @@ class StoreConnection(HubConnection):
         """
         number = next(self._numbers)
         body = codec.encode(Request(number, operation, tuple(keys), tuple(values), amount))
+        self._policy.check_bytes(len(body), OBJECTS)
         if len(body) > PIECE_BYTES:
             raise dist.DistStoreError(f"{operation} of {len(body)} bytes: the hub's store takes {PIECE_BYTES} at most")
         with self.lock:

@@ -24,10 +24,10 @@ mid-round already, n steps after it was sent, then there
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,8 +37,9 @@ from ..exchange import Gather, Transport
 from ..model_sync import sameness
 from ..model_sync.buffers import MovingBuffers
 from ..model_sync.sameness import renormalise, tables_with_max_norm
-from ..options import AUTO
-from .delta_format import AutoFormat, DeltaFormat, SparseFormat
+from ..model_sync.samples import warn_of_unequal
+from .delta_format import DeltaFormat, SparseFormat, describe_spoilt, find_spoilt
+from .header import Header
 from .options import DEFAULT_DECAY, LocalOptions
 
 # The agreed model
@@ -262,42 +263,17 @@ class AgreedModel:
 # Agreements
 
 
-def delta_format(options: LocalOptions, transport: Transport) -> DeltaFormat | SparseFormat | AutoFormat:
+def delta_format(options: LocalOptions, transport: Transport) -> DeltaFormat | SparseFormat:
     """Return the format of payloads that options ask for."""
     if options.density is None:
         return DeltaFormat(options.wire, options.rank, options.error_feedback)
     decay = DEFAULT_DECAY if options.memory_decay is None else options.memory_decay
-    if options.density == AUTO:
-        return AutoFormat(decay, options.error_feedback, transport.sites.__getitem__)
     return SparseFormat(options.density_at, decay, options.error_feedback, transport.sites.__getitem__)
 
 
 def is_finite(tensor: Tensor) -> bool:
     """Return whether a tensor holds neither NaN nor Inf; one pass without a copy, unless its sum overflows."""
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
-
-
-class Header(NamedTuple):
-    """A site's statement before an agreement.
-
-    Attributes:
-        step: number of the site's steps.
-        weight: weight of its delta in the mean, such as its samples since the last agreement; 0 if it has trained
-            nothing.
-        layout: fingerprint of the parameters that it agrees on, see `fingerprint`.
-        finished: 1 if it has no more batches, else 0.
-        nonfinite: number of the first parameter with NaN or Inf, in the order of the layout; -1 if there is none.
-        changes: 1 if buffers have changed that the site has not announced yet, else 0.
-        batch: digest of its first batch, in the first agreement; 0 for none.
-    """
-
-    step: int
-    weight: int
-    layout: int
-    finished: int
-    nonfinite: int
-    changes: int
-    batch: int
 
 
 def fingerprint(tensors: Mapping[str, Tensor], setting: str = "") -> int:
@@ -321,7 +297,7 @@ class Fragment:
         gathers: exchanges of the payloads, by type.
     """
 
-    def __init__(self, form: DeltaFormat | SparseFormat | AutoFormat) -> None:
+    def __init__(self, form: DeltaFormat | SparseFormat) -> None:
         self.form = form
         self.names: list[str] = []
         self.weight = self.layout = self.tensors = 0
@@ -518,9 +494,9 @@ class Agreement:
         finite = [is_finite(delta) for delta in deltas.values()]
         nonfinite = -1 if all(finite) else finite.index(False)
         setting = fragment.form.begin_round(self.count // len(self._fragments))
-        layout, batch = fingerprint(deltas, setting), 0 if self.count else self.first_batch.take()
+        layout = fingerprint(deltas, setting)
         changed = self._averages_buffers(fragment) and bool(self._buffers.changed())
-        header = Header(step, fragment.weight, layout, finished, nonfinite, changed, batch)
+        header = Header(step, fragment.weight, layout, finished, nonfinite, changed, *self._first())
         self._headers.payload.copy_(torch.tensor(header))
         self._headers.launch()
         return header
@@ -548,23 +524,23 @@ class Agreement:
             sending.result()
         if transit.headers is None:
             try:
-                transit.headers = self._check_headers(transit.layout)
+                transit.headers = self._check_headers(transit.fragment, transit.layout)
             except MismatchError:
                 self._transit = None
                 raise
         return transit.headers
 
-    def _check_headers(self, layout: int) -> list[Header]:
-        """Wait for the headers of all sites, and compare them.
+    def _check_headers(self, fragment: Fragment, layout: int) -> list[Header]:
+        """Wait for the headers of all sites for an agreement on a fragment, and compare them.
 
         Raises:
-            MismatchError: if the sites are not at the same step, or do not train the same parameters.
+            MismatchError: if one is invalid, or the sites are at different steps, or train different parameters.
         """
-        headers = [Header(*row.tolist()) for row in self._headers.wait()]
+        sites, count = self._transport.sites, len(fragment.names)
+        headers = [Header.read(row, sites[rank], count) for rank, row in enumerate(self._headers.wait())]
         steps = {header.step: rank for rank, header in enumerate(headers) if not header.finished}
         if len(steps) > 1:
             (one, first), (other, second) = list(steps.items())[:2]
-            sites = self._transport.sites
             raise MismatchError(
                 f"the sites agree at different steps, {sites[first]} at {one} and {sites[second]} at {other}: each "
                 "must call step() once for each of its batches, and finish() after the last one"
@@ -573,16 +549,25 @@ class Agreement:
             settings: dict[str, Any] = {}
             sameness.check_alike(sameness.describe(self._model, settings), self._transport)
             raise MismatchError("the sites have changed which parameters they train in different rounds")
-        self.first_batch.compare([header.batch for header in headers], self._transport)
+        self._compare_first(headers)
         return headers
+
+    def _first(self) -> tuple[int, int]:
+        """Return what a header says of this site's first batch."""
+        return (0, 0) if self.count else (self.first_batch.take(), self.first_batch.samples)
+
+    def _compare_first(self, headers: Collection[Header]) -> None:
+        """Warn where two sites have the same first batch, or where those of sites that count equally differ in size."""
+        self.first_batch.compare([header.batch for header in headers], self._transport)
+        if self._options.weighting == "uniform":
+            warn_of_unequal([header.samples for header in headers if header.weight])
 
     def _settle(self, fragment: Fragment, header: Header, deltas: Mapping[str, Tensor]) -> list[Header]:
         """Wait for the headers, and do what they say; lay the payloads out anew if parameters have come or gone."""
-        headers = self._check_headers(header.layout)
+        headers = self._check_headers(fragment, header.layout)
         if header.layout != fragment.layout:
             if (tensors := fingerprint(deltas)) != fragment.tensors:
                 self._check_added(fragment)
-            fragment.form.choose(deltas, self._transport)
             sizes, count = fragment.form.layout(deltas), self._transport.world_size
             fragment.gathers = {dtype: self._transport.gather([size] * count, dtype) for dtype, size in sizes.items()}
             fragment.layout, fragment.tensors = header.layout, tensors
@@ -729,7 +714,11 @@ class Agreement:
             headers = self._receive_headers()
             payloads = transit.fragment.receive()
             if any(header.weight for header in headers) and all(header.nonfinite < 0 for header in headers):
-                transit.means = transit.fragment.form.decode(payloads, _shares(headers))
+                shares = _shares(headers)
+                transit.means = transit.fragment.form.decode(payloads, shares)
+                if (found := find_spoilt(transit.fragment.form, payloads, transit.means, shares)) is not None:
+                    what = describe_spoilt(self._transport.sites[found[0]], found[1])
+                    raise NonFiniteError(f"{what}. The round is not applied")
                 transit.rates = transit.fragment.rates(transit.means, self._options.outer_lr)
             transit.arrived = True
         return transit

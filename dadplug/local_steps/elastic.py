@@ -37,7 +37,9 @@ from ..logs import get_logger
 from ..model_sync import sameness
 from ..model_sync.buffers import write_agreed
 from ..model_sync.sameness import renormalise
-from .agreement import Agreement, Fragment, Header, delta_format, divide, fingerprint, is_finite
+from .agreement import Agreement, Fragment, delta_format, divide, fingerprint, is_finite
+from .delta_format import describe_spoilt, find_spoilt
+from .header import Header
 from .options import LocalOptions
 
 _log = get_logger(__name__)
@@ -295,8 +297,8 @@ class ElasticAgreement(Agreement):
         transport, offered = self._transport, self._offered
         assert offered is not None
         averages = self._averages_buffers(self._fragment)
-        changed, batch = averages and bool(self._buffers.changed()), 0 if self.count else self.first_batch.take()
-        header = Header(step, offered.weight, self._layout, finished, nonfinite, changed, batch)
+        changed = averages and bool(self._buffers.changed())
+        header = Header(step, offered.weight, self._layout, finished, nonfinite, changed, *self._first())
         self._headers.payload.copy_(torch.tensor(header))
         self._headers.launch()
         if averages:
@@ -305,15 +307,22 @@ class ElasticAgreement(Agreement):
                 gather.launch()
         transport.close_round(self.admits, idle=not offered.weight)
         rows = self._headers.wait()
-        present = [rank for rank in range(transport.world_size) if rank not in transport.absent]
-        headers = {rank: Header(*rows[rank].tolist()) for rank in present}
+        headers: dict[int, Header] = {}
+        for rank in transport.present:
+            try:
+                headers[rank] = Header.read(rows[rank], transport.sites[rank], len(self.agreed.values))
+            except MismatchError as error:  # all sites find it, and go on without the site
+                transport.absent |= {rank}
+                _log.warning("%s has no part in agreement %d: %s", transport.sites[rank], self.count + 1, error)
+        if not headers:
+            raise MismatchError("no site has sent a valid header")
         layouts = {header.layout for header in headers.values()}
         if len(layouts) > 1 or (transport.rank in headers and layouts != {self._layout}):
             raise MismatchError(
                 "the sites do not train the same parameters in this round: freeze, free and add parameters at the same "
                 "step on all sites, with the same values"
             )
-        self.first_batch.compare([header.batch for header in headers.values()], transport)
+        self._compare_first(headers.values())
         return headers
 
     @torch.no_grad()
@@ -334,14 +343,19 @@ class ElasticAgreement(Agreement):
             fragment.form.load_state_dict(offered.before)
             self._add(fragment, offered.weight)
             self.agreed.unmark(fragment.names)
-        total = sum(header.weight for header in headers.values())
-        shares: list[float] = []
-        if total:
+        headers, shares, sites = dict(headers), list[float](), self._transport.sites
+        while total := sum(header.weight for header in headers.values()):
             count = self._transport.world_size
             shares = [headers[rank].weight / total if rank in headers else 0.0 for rank in range(count)]
             means = fragment.form.decode(payloads, shares)
+            if (found := find_spoilt(fragment.form, payloads, means, shares)) is not None:
+                del headers[found[0]]
+                what = describe_spoilt(sites[found[0]], found[1])
+                _log.warning("%s. It has no part in agreement %d", what, self.count + 1)
+                continue
             self.agreed.move_and_keep(self._model, means, fragment.rates(means, self._options.outer_lr))
             self._note(headers)
+            break
         if self._averages_buffers(fragment):
             self._average_buffers({rank: shares[rank] for rank, header in headers.items() if header.weight})
         if not fragment.weight:  # the agreed values to the bit

@@ -27,10 +27,11 @@ from ..model_sync.samples import SampleCounter
 from ..model_sync.structure import is_managed, weak_hook
 from ..reduction import GradientReduction
 from ..signature import takes_keywords_of
-from .agreement import Agreement, Header, check_fragments
+from .agreement import Agreement, check_fragments
 from .captured import CapturedGradients
 from .delta_format import check_memory
 from .elastic import ElasticAgreement, RoundTime
+from .header import Header
 from .options import LocalOptions, Schedule
 
 _log = get_logger(__name__)
@@ -157,7 +158,6 @@ class LocalSGD(HeldGradients, ReplicatedModel):
             weak_hook(self._before_forward),
             weak_hook(self._drop_cleared),
             self._by_samples,
-            lambda: True,
             watches_parameters=self._by_samples,
         )
         self._round = RoundTime(self.local_options.round_seconds, self.local_options.fragments)
@@ -380,7 +380,7 @@ class LocalSGD(HeldGradients, ReplicatedModel):
                 self.optimizer.step()
             return
         if self._norms is not None and not self._norms.has_exchanged:
-            self._norms.idle()
+            self._norms.idle(first=not self.steps)
         self._end_local_step(0, finished=False)
 
     def finish(self) -> None:
@@ -403,7 +403,7 @@ class LocalSGD(HeldGradients, ReplicatedModel):
                 self._warm_up.average_buffers()
                 return
         while self._norms is not None and self.steps:
-            self._norms.idle()
+            self._norms.idle(first=False)
             if not self._count_active(False):
                 break
             self._end_local_step(0, finished=True, counted=True)
@@ -702,7 +702,11 @@ class LocalSGD(HeldGradients, ReplicatedModel):
 
         Args:
             state: the state.
+
+        Raises:
+            ValueError: if the state is of another way to train.
         """
+        self._check_state(state, "warm_up")
         self.steps, self._weight = state["steps"], state["weight"]
         if state["warm_up"] is None and self._warm_up is not None:
             self._warm_up.detach(discard=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..exchange import DEFAULT_TIMEOUT
 from ..exchange.transport import Requirements
-from ..options import AUTO, WEIGHTINGS, WIRES, Options, check_mode, check_setting_names
+from ..options import WEIGHTINGS, WIRES, Options, check_mode, check_setting_names
 from ..signature import OptionSet, check_hub_timeout, check_seconds, number, option, whole_number
 
 Schedule = Callable[[int], int]
@@ -29,13 +29,11 @@ _PARTS_OF_ROUND = 4  # of which sparse deltas travel in one
 
 def _check_density(name: str, value: Any) -> None:
     """Raise ValueError if a value is no density."""
-    if not callable(value) and value != AUTO:
+    if not callable(value):
         _DENSITY(name, value)
 
 
-_DENSITY = number(
-    "a number above 0 and up to 1, a function, 'auto' or None", lambda value: 0 < value <= 1, optional=True
-)
+_DENSITY = number("a number above 0 and up to 1, a function or None", lambda value: 0 < value <= 1, optional=True)
 
 
 @dataclass(frozen=True)
@@ -71,13 +69,12 @@ class LocalOptions(OptionSet):
         "send the deltas of matrices as factors of this rank; None: whole",
         whole_number(1, "or None", lambda value: value is None),
     )
-    density: float | str | DensitySchedule | None = option(  # noqa: RUF009
+    density: float | DensitySchedule | None = option(  # noqa: RUF009
         None,
-        "with wire=int2: share of the entries of a delta that is sent, the largest of each block, a function of the "
-        "number of agreements so far, or auto: entries at 0.02 or factors of no more bytes, whatever loses less of a "
-        "layer's first delta; None: all entries",
+        "with wire=int2: share of the entries of a delta that is sent, the largest of each block, or a function of the "
+        "number of agreements so far; None: all entries",
         _check_density,
-        kind=lambda text: text if text == AUTO else float(text),
+        kind=float,
     )
     memory_decay: float | None = option(
         None,
@@ -163,7 +160,6 @@ class LocalOptions(OptionSet):
         reasons = {
             f"warm_up={self.warm_up}": self.warm_up > 0,
             "sync_batchnorm=True": self.sync_batchnorm,
-            "density='auto'": self.density == AUTO,
         }
         if self.delay is not None and self.round_seconds is not None:
             raise ValueError(
@@ -215,7 +211,6 @@ class LocalOptions(OptionSet):
         Raises:
             ValueError: if the schedule returns something else than a number above 0 and up to 1.
         """
-        assert self.density != AUTO
         density = self.density(number) if callable(self.density) else self.density
         if not isinstance(density, (int, float)) or isinstance(density, bool) or not 0 < density <= 1:
             raise ValueError(f"density({number}) must be a number above 0 and up to 1, got {density!r}")

@@ -129,13 +129,16 @@ class SyncedBatchNorms:
             self._announces = True
             self.end_step()
 
-    def idle(self) -> None:
+    def idle(self, first: bool = True) -> None:
         """Take part in the exchanges of a step without data, which are assumed to be those of the last step.
 
+        Args:
+            first: whether there may have been no step yet.
+
         Raises:
-            RuntimeError: if there has been no step yet.
+            RuntimeError: if there has been none.
         """
-        if not self._last and self._forwards:
+        if first and not self._last and self._forwards:
             raise RuntimeError("with sync_batchnorm a site cannot be idle in the first step: give it a batch there")
         for size, dtype in self._last:
             self.of_forward(torch.zeros(size, dtype=dtype))
@@ -183,11 +186,13 @@ class SyncedForward(ForwardOverride):
             return self.plain(*args, **kwargs)
         own = type(layer).forward
         forward = _BatchNorm.forward if own is nn.SyncBatchNorm.forward else own  # torch's would synchronise, too
+        self._trains, before = False, [each._version for each in layer.buffers(recurse=False)]
         with _Replaced(self._batch_norm) as replaced:
             outputs = forward(layer, *args, **kwargs)
-        if not replaced.called:
+        changed = before != [each._version for each in layer.buffers(recurse=False)]
+        if not self._trains and (changed or not replaced.called):  # else its statistics are frozen
             raise ValueError(
-                f"sync_batchnorm=True: the forward of {type(layer).__name__} calls neither F.batch_norm nor "
+                f"sync_batchnorm=True: the forward of {type(layer).__name__} takes statistics without F.batch_norm and "
                 "super().forward(), so that only this site's rows would count: change it, or leave the option out"
             )
         return outputs
@@ -206,7 +211,7 @@ class SyncedForward(ForwardOverride):
         """Compute what `F.batch_norm` does, in train mode by the statistics of all sites' rows."""
         if not training:
             return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
-        sums = self._sums()
+        self._trains, sums = True, self._sums()
         mean, var, count, weights = self._statistics(input.detach(), sums)
         with torch.no_grad():
             if running_mean is not None:

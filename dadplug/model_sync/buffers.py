@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..errors import DamagedError, MismatchError
 from ..exchange import Transport, codec
+from ..exchange.fields import COUNT
 from ..exchange.status import PeerNames
 from .sameness import as_bytes, dense_buffers, flattened, write
 
@@ -121,6 +122,8 @@ def average_packed(model: nn.Module, packed: Mapping[int, bytes | bytearray], si
             samples, buffers = codec.decode(body)
             if {name: (each.shape, each.dtype) for name, each in buffers.items()} != layout:
                 raise ValueError("names, shapes or types differ")
+            if not 0 <= float(samples) <= COUNT:
+                raise ValueError(f"they are weighted by {samples}")
             every.append((float(samples), buffers))
         except (DamagedError, ValueError, TypeError, AttributeError) as error:
             raise MismatchError(f"the buffers of {sites[rank]} do not fit this site's model: {error}") from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-import warnings
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..errors import DroppedError, MismatchError
 from ..exchange import Traffic, Transport, open_transport
 from ..exchange.codec import register
+from ..exchange.declared import OBJECTS, declared
 from ..exchange.transport import Requirements
 from ..logs import get_logger
 from ..methods import check_allowed
@@ -196,12 +197,6 @@ class ReplicatedModel:
         return sameness.described(self.options.may_differ) | sameness.describe(self.model, settings)
 
     @property
-    def rank(self) -> int:
-        """Deprecated name of `site_rank`, which is not the option ``rank``."""
-        warnings.warn("reduction.rank is deprecated: use reduction.site_rank", DeprecationWarning, stacklevel=2)
-        return self.site_rank
-
-    @property
     def sites(self) -> list[str]:
         """Names of the sites, by rank, as messages have them."""
         return [self._transport.sites[rank] for rank in range(self.world_size)]
@@ -225,6 +220,15 @@ class ReplicatedModel:
         """
         with self.traffic.apart():
             sameness.broadcast_buffers(self.model, self._transport)
+
+    def _check_state(self, state: Mapping[str, Any], entry: str, value: Any = None) -> None:
+        """Raise ValueError if a state to load has another value of an entry, or none at all, as of another class."""
+        if entry not in state or value not in (None, state[entry]):
+            found = f"{entry} {state[entry]!r}, not {value!r}" if entry in state else "another way to train"
+            raise ValueError(
+                f"the state is of {found}. To go on from the weights alone, load the states of model and optimizer, "
+                f"and leave out that of {type(self).__name__}"
+            )
 
     def average_buffers(self) -> None:
         """Replace running statistics and other buffers by their mean over sites; all sites must call it.
@@ -263,6 +267,7 @@ class ReplicatedModel:
                 back on the CPU.
 
         Raises:
+            PolicyError: if the object is larger than this site's kit allows.
             TypeError: on all sites, if the object of one cannot be sent.
             SiteError: if a site is gone or does not answer.
 
@@ -270,7 +275,7 @@ class ReplicatedModel:
             >>> accuracies = reduction.gather_objects(accuracy)
             >>> mean = sum(accuracies) / len(accuracies)
         """
-        with self.traffic.apart():
+        with self.traffic.apart(), declared(OBJECTS):
             return self._transport.gather_objects(item)
 
     def _attach(self) -> None:

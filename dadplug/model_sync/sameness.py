@@ -470,15 +470,24 @@ class Weights:
     Args:
         model: the model.
         every: steps between comparisons; 0 for none.
+
+    Attributes:
+        last: digest of the last comparison; 0 for none.
     """
 
     def __init__(self, model: nn.Module, every: int) -> None:
         self._model = model
         self._every = every
+        self.last = 0
 
-    def is_due(self, step: int) -> bool:
-        """Return whether the weights are compared in a step."""
-        return bool(self._every) and step > 0 and step % self._every == 0
+    def last_digest(self, step: int) -> int:
+        """Return the digest of the last step in which one was due, which may be this one; 0 for none.
+
+        So a site that was late in that step is compared when it takes part again.
+        """
+        if self._every and step > 0 and step % self._every == 0:
+            self.last = self.digest()
+        return self.last
 
     @torch.no_grad()
     def digest(self) -> int:
@@ -501,6 +510,7 @@ class Weights:
         """
         if not _differ(digests):
             return
+        self.last = 0  # until the next comparison
         pairs = list(_pairs(self._sums(), transport, digests))
         for name, parameter in self._parameters():
             limit = _ROUNDING * torch.finfo(parameter.dtype).eps * (step + 1) ** 0.5
@@ -537,10 +547,15 @@ class Weights:
 
 
 class FirstBatch:
-    """Digest of the tensors of a site's first forward pass, to warn where two sites train on the same data."""
+    """Digest of the tensors of a site's first forward pass, to warn where two sites train on the same data.
+
+    Attributes:
+        samples: samples of the first pass in which they are known; 0 before.
+    """
 
     def __init__(self) -> None:
         self._digest: int | None = None
+        self.samples = 0
 
     def look(self, inputs: Sequence[Tensor]) -> None:
         """Take a digest of the inputs of a forward pass, unless there is one."""

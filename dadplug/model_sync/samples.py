@@ -10,7 +10,7 @@ the number of samples has to be stated.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
@@ -26,7 +26,7 @@ from ..hooks import CallOverride, eager
 from .sameness import FirstBatch
 from .structure import weak_hook
 
-_SEQUENCE_LAYERS = (nn.RNNBase, nn.MultiheadAttention)  # whose inputs begin with the position, unless batch_first
+_SEQUENCE_LAYERS = (nn.RNNBase, nn.MultiheadAttention)  # which know the dimension of their positions
 _STATE_IT = "state the number of samples by `with reduction.samples(n):` around forward, or pass weighting='uniform'"
 
 
@@ -80,31 +80,24 @@ class SampleCounter:
         self.on_outputs: Callable[[list[Tensor], int], None] | None = None
         self.stated: int | None = None
         self.dealt: int | None = None
-        self._count = 0
-        self._doubt = ""  # why the count does not stand for all that has arrived
-        self._counts = self._weighs = False  # whether any pass has been counted, and any but those stated to be empty
+        self._counted: set[_Passes] = set()  # whose gradients have arrived in this step
         self._reached: list[tuple[int, _Passes]] = []  # by running backward passes, which have delivered nothing yet
-        self._generation = 0  # times that counting has begun anew
         self._block: _Passes | None = None  # of the innermost `fixed` that is open
         self._pass = _Passes(0)  # of the running forward pass, or the last one
         self._runs = False  # whether a forward pass is running
         self._model = model
         self._overrides: dict[int, CallOverride] = {}
         self._watches_parameters = watches_parameters
-        self._hooks: dict[int, tuple[Tensor, RemovableHandle]] = {}  # of parameters, by id
+        self._hooks: dict[tuple[int, int], tuple[Tensor, RemovableHandle]] = {}  # of parameters, by identity
         self.follow()
 
     def follow(self) -> None:
-        """Watch modules that have been added to the model since, or compiled, and parameters that have been freed."""
+        """Watch modules that have been added to the model since, or compiled."""
         for module in (self._model, *self._model.children()):
             self._watch(module)
         for module in self._model.modules() if self.by_samples else ():
-            if _begins_with_position(module):
+            if isinstance(module, _SEQUENCE_LAYERS):
                 self._watch(module)
-        for parameter in self._model.parameters() if self._watches_parameters else ():
-            if parameter.requires_grad and id(parameter) not in self._hooks:
-                hook = weak_hook(self.deliver)
-                self._hooks[id(parameter)] = parameter, parameter.register_post_accumulate_grad_hook(hook)
 
     def _watch(self, module: nn.Module) -> None:
         if id(module) not in self._overrides or not self._overrides[id(module)].holds:
@@ -113,17 +106,24 @@ class SampleCounter:
     @property
     def count(self) -> int:
         """Samples of this step, as far as they are known."""
-        if self.dealt is not None:
-            return self.dealt
-        return self._count if self._counts and not self._doubt else self.stated or 0
+        return self._known_of(self._counted) if self.dealt is None else self.dealt
 
     @property
     def reached(self) -> int:
         """Samples of this step with those that the running backward pass has reached, as far as they are known."""
-        waiting = {passes for _, passes in self._reached if passes.counted_in != self._generation}
-        if self._doubt or any(passes.doubt for passes in waiting) or not (self._counts or waiting):
-            return self.dealt or self.stated or 0
-        return self._count + sum(passes.samples for passes in waiting)
+        return self._known_of(self._counted | self._waiting()) or self.dealt or 0
+
+    def _known_of(self, counted: set[_Passes]) -> int:
+        known = counted and not any(passes.doubt for passes in counted)
+        return sum(passes.samples for passes in counted) if known else self.stated or 0
+
+    def _waiting(self) -> set[_Passes]:
+        """Return the passes that count once a gradient arrives.
+
+        Those that a pass with ``create_graph`` has reached count where there are no others, as where the loss is a
+        penalty on input gradients: autograd does not show whether a later pass goes through what that has made.
+        """
+        return {passes for task, passes in self._reached if task != -1} or {passes for _, passes in self._reached}
 
     @contextmanager
     def fixed(self, samples: int) -> Iterator[None]:
@@ -141,12 +141,12 @@ class SampleCounter:
             if before is not None:
                 self.stated = before.samples
 
-    def weight(self, pending: bool, alone: bool) -> int:
+    def weight(self, pending: bool, provisional: bool) -> int:
         """Return the weight of a site's gradients in the mean over sites.
 
         Args:
             pending: whether the site has gradients in this step.
-            alone: whether there is no other site, so that weights need not be known.
+            provisional: whether it need not be known: there is no other site, or the backward pass has not ended.
 
         Raises:
             ValueError: if samples are the weight, and the rule cannot count them.
@@ -154,14 +154,16 @@ class SampleCounter:
         if self.dealt is not None:
             return self.dealt if pending else 0
         if not self.by_samples:
-            return int(pending and (self._weighs if self._counts else self.stated != 0))
-        if not pending or (self._counts and not self._doubt):
-            return self._count
+            weighs = any(passes.samples or not passes.stated for passes in self._counted)
+            return int(pending and (weighs if self._counted else self.stated != 0))
+        doubts = [passes.doubt for passes in self._counted] or ["the loss does not come from a call of the model"]
+        if not pending or not any(doubts):
+            return sum(passes.samples for passes in self._counted)
         if self.stated is not None:
             return self.stated
-        if alone:
+        if provisional:
             return 1
-        reason = self._doubt or "the loss does not come from a call of the model"
+        reason = next(filter(None, doubts))
         raise ValueError(f"weighting='samples' cannot count the samples of this step: {reason}. {_STATE_IT}")
 
     def weight_of_pass(self, rows: int) -> float:
@@ -174,20 +176,14 @@ class SampleCounter:
 
     def deliver(self, *given: Any) -> None:
         """Count the passes that the running backward pass has reached, since it has delivered a gradient."""
-        for _, passes in self._reached:
-            if passes.counted_in != self._generation:
-                passes.counted_in = self._generation
-                self._counts = True
-                self._weighs |= bool(passes.samples) or not passes.stated
-                self._count += passes.samples
-                self._doubt = self._doubt or passes.doubt
-        self._reached.clear()
+        if self._reached:
+            self._counted |= self._waiting()
+            self._reached.clear()
 
     def discard(self) -> None:
         """Forget the backward passes so far, whose gradients have been cleared."""
-        self._count, self._counts, self._weighs, self._doubt = 0, False, False, ""
+        self._counted.clear()
         self._reached.clear()
-        self._generation += 1
 
     def reset(self) -> None:
         """Reset the counter, at the end of a step."""
@@ -211,8 +207,7 @@ class SampleCounter:
     def _around(self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """Call a watched module."""
         if self._runs:
-            if _begins_with_position(module) and self._block is None:
-                self._check_positions(module, args, kwargs)
+            self._check_positions(module, args, kwargs)
             return call(*args, **kwargs)
         self._runs = True
         try:  # an interrupted pass leaves nothing behind
@@ -235,20 +230,36 @@ class SampleCounter:
             if torch._C._current_graph_task_id() == -1:  # what an earlier backward pass has reached was for nothing
                 self._reached.clear()
             self._on_forward()
+            self._watch_parameters()
             self.owned.update(leaf.untyped_storage().data_ptr() for leaf in inputs if _is_plain(leaf))
         self._pass = self._block or _by_rule((*args, *kwargs.values()))
         self.current, self.known = self._pass.samples, not self._pass.unknown
-        if _begins_with_position(module) and self._block is None:
-            self._check_positions(module, args, kwargs)
+        self._check_positions(module, args, kwargs)
+
+    def _watch_parameters(self) -> None:
+        """Watch the parameters that are trained now, also after `torch.utils.swap_tensors`, if they are to be."""
+        watched: Iterable[Any] = self._model.parameters() if self._watches_parameters else ()
+        for parameter in watched:
+            key = id(parameter), parameter._cdata
+            if parameter.requires_grad and key not in self._hooks:
+                parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks or None
+                handle = parameter.register_post_accumulate_grad_hook(weak_hook(self.deliver))
+                self._hooks[key] = parameter, handle
 
     def _check_positions(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Doubt the samples where the inputs of a layer begin with the position, and those of the model as they do."""
+        if self._block is not None or not isinstance(module, _SEQUENCE_LAYERS):
+            return
         first = next(iter((*args, *kwargs.values())), None)
-        if isinstance(first, Tensor) and first.dim() == 3 and first.shape[0] == self._pass.samples != first.shape[1]:
-            name = type(module).__name__
-            self._pass.doubt = (
-                self._pass.doubt or f"inputs begin with the position, as those of {name} without batch_first"
+        if not isinstance(first, Tensor) or first.is_nested or first.dim() not in (2, 3):
+            return
+        positions = 0 if first.dim() == 2 or not module.batch_first else 1
+        rows = 1 if first.dim() == 2 else first.size(1 - positions)
+        if first.size(positions) == self._pass.samples != rows:
+            which = (
+                f"its inputs begin with the position, and not with the {rows} sequences of its {type(module).__name__}"
             )
+            self._pass.doubt = self._pass.doubt or which
 
     def _leave(self, outputs: Any) -> None:
         """Record that an outermost forward pass has ended; it counts once backward has run through its outputs."""
@@ -257,7 +268,9 @@ class SampleCounter:
         passes = self._pass
         leaves = list(tensors_of(outputs))
         if passes is not self._block:
-            passes.compare(leaf.size(0) for leaf in leaves if leaf.dim() > 0 and leaf.numel() != 1)
+            passes.compare([leaf.size(0) for leaf in leaves if leaf.dim() > 0 and leaf.numel() != 1])
+        if self.first_batch is not None and self.called.training and not passes.doubt:
+            self.first_batch.samples = self.first_batch.samples or passes.samples
         counts = self.called is self._model or passes is self._block  # parts of a model are called beside it, too
         reached = [leaf for leaf in leaves if leaf.requires_grad]
         if self.on_outputs is not None:
@@ -270,14 +283,10 @@ class SampleCounter:
                 self._on_backward()
                 torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(now))
             if counts:
-                self._reached.append(
-                    (-1 if torch.is_grad_enabled() else now, passes)
-                )  # by create_graph: the next counts
+                self._reached.append((-1 if torch.is_grad_enabled() else now, passes))  # -1: by ``create_graph``
 
-        for output in reached:
-            if output.grad_fn is None:
-                output.register_hook(reach)
-            else:  # a hook of the tensor would be lost, or crash, where a program writes into it
+        for output in reached:  # a hook of the tensor would be lost, or crash, where a program writes into it
+            if output.grad_fn is not None:  # not a parameter or an input, which lasts longer than the pass
                 output.grad_fn.register_prehook(reach)
 
     def _end_backward(self, backward_pass: int) -> None:
@@ -295,31 +304,27 @@ class _Passes:
         samples: their samples; 0 where they are not known.
         doubt: why they are not known; empty where they are.
         stated: whether the program states them.
-        counted_in: the generation in which they were counted last.
     """
 
     samples: int
     doubt: str = ""
     stated: bool = False
-    counted_in: int = -1
 
     @property
     def unknown(self) -> bool:
         """Whether the inputs do not show the samples at all."""
         return not self.samples and bool(self.doubt)
 
-    def compare(self, sizes: Iterable[int]) -> None:
+    def compare(self, sizes: Sequence[int]) -> None:
         """Doubt the samples if no output begins with them, or with a multiple of them.
 
         Args:
             sizes: first dimensions of the outputs.
         """
-        found = [*sizes]
-        fits = any(each == self.samples or (self.samples and each % self.samples == 0) for each in found)
-        if found and not fits and not self.doubt:
-            self.doubt = (
-                f"the first tensor that the model gets has the length {self.samples}, and its output {found[0]}"
-            )
+        fits = not sizes or any(each == self.samples or (self.samples and each % self.samples == 0) for each in sizes)
+        if not fits:
+            which = f"the first tensor that the model gets has the length {self.samples}, and its output {sizes[0]}"
+            self.doubt = self.doubt or which
 
 
 def _by_rule(arguments: Iterable[Any]) -> _Passes:
@@ -347,11 +352,6 @@ def batch_size(batch: Any) -> int | None:
     """Return the number of samples in a batch by the rule, where its items are the arguments; None if it has none."""
     passes = _by_rule(batch if isinstance(batch, (list, tuple)) else (batch,))
     return None if passes.doubt else passes.samples
-
-
-def _begins_with_position(module: nn.Module) -> bool:
-    """Return whether the inputs of a layer begin with the position, and not with the samples."""
-    return isinstance(module, _SEQUENCE_LAYERS) and not module.batch_first
 
 
 def warn_of_unequal(batches: Collection[int]) -> None:

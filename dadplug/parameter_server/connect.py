@@ -19,10 +19,9 @@ from torch import nn
 
 from ..errors import DamagedError, MessageError, SiteError
 from ..exchange import Traffic, Transport, codec
-from ..exchange.handshake import connect_sites
+from ..exchange.handshake import connect_sites, write_all
 from ..exchange.status import PeerNames
 from ..exchange.transport import StreamToHub
-from ..hub.secure.secure_socket import write_all
 from ..methods import check_allowed
 from ..model_sync.sameness import raise_problems
 from ..options import Options

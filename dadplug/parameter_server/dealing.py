@@ -373,7 +373,7 @@ class SharedLoader(SiteLoader):
     """
 
     def __init__(self, loader: Any, seed: int, link: LogLink) -> None:
-        from ..hogwild.training import DrawnBatches, with_batches  # a hub needs the dealers alone
+        from ..loaders import DrawnBatches, with_batches  # a hub needs the dealers alone
 
         super().__init__(loader, link)
         count_batches(loader)  # refuse loaders whose batches cannot be dealt
@@ -438,7 +438,7 @@ def count_batches(loader: Any) -> int:
         TypeError: if the loader is no DataLoader.
         ValueError: if its batches cannot be dealt.
     """
-    from ..hogwild.training import check_loader
+    from ..loaders import check_loader
 
     check_loader(loader, "a parameter server")
     if not hasattr(loader.batch_sampler, "__len__"):

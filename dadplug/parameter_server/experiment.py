@@ -17,11 +17,10 @@ from torch.utils.data import DataLoader
 
 from ..errors import ProcessFailedError
 from ..exchange import connect
-from ..exchange.handshake import free_port
 from ..hogwild import Criterion, evaluate
 from ..hogwild.training import choose_start, quiet_fork
 from ..models import build_model
-from ..processes import Child
+from ..processes import Child, free_port
 from ..signature import whole_number
 from .connect import ServerOptions
 from .server import ParameterServer

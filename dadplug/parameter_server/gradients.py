@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..errors import DamagedError, MismatchError, NonFiniteError
 from ..exchange import Transport, codec
-from ..exchange.factor_buckets import FactorPayload, finite
+from ..exchange.factor_buckets import FactorPayload, finite, multiplies
 from ..exchange.wire import WireFormat, wire_format
 from ..fused import GradientProduct
 from ..hooks import Factor, stack_by_form
@@ -676,9 +676,15 @@ class ContributionCodec:
             size = wire.row_size(unit.parameters[unit.bias].numel()) if sends_bias and unit.bias is not None else 0
             if (bias is not None) != sends_bias or (bias is not None and bias.numel() != size):
                 raise ValueError(f"the bias of {unit.name!r} does not fit")
+            table = unit.form is not None and unit.form.table_rows
+            values = [left, *([] if table else [right]), *([] if bias is None else [bias[None]])]
+            if not all(multiplies(wire.decode(each)) for each in values):
+                raise ValueError(f"rows of {unit.name!r} hold NaN, Inf or numbers whose products overflow")
         for name, value in formed.items():
             if value.numel() != wire.flat_size(unit.parameters[name].numel()) or value.dtype != wire.dtype:
                 raise ValueError(f"the gradient of {name!r} has {value.numel()} elements of {value.dtype}")
+            if not finite(wire.decode_flat(value, unit.parameters[name].numel())):
+                raise ValueError(f"the gradient of {name!r} holds NaN or Inf")
 
     def merge(
         self,

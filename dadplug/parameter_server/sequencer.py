@@ -47,6 +47,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..errors import SequenceError
+from ..exchange.fields import COUNT
 from ..signature import check_choice, number, whole_number
 
 LATE = ("scale", "drop", "keep")
@@ -228,7 +229,7 @@ class Sequencer:
             raise SequenceError(f"contribution {number} was computed at version {base} of {self.version}")
         if self._balanced and not state.data and any(each.data for each in self._sites.values()):
             raise SequenceError("other sites train on loaders of server.loader(...), and this one does not")
-        if samples < 1:
+        if not 1 <= samples <= COUNT:
             raise SequenceError(f"contribution {number} has {samples} samples")
         if reached < base:
             raise SequenceError(f"contribution {number} of version {base} is followed by work at version {reached}")

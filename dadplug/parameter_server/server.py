@@ -449,8 +449,9 @@ class ParameterServer(ReplicatedModel):
         for rank, body in end.ended.items():
             if not bytes(body[:1]) == _GATHERED:
                 raise MismatchError(f"{self._transport.sites[rank]} is at another place: it has ended a phase of steps")
-        bodies = [memoryview(body)[1:] for body in end.ended.values()]
-        return dict(zip(end.ended, decode_objects(bodies, refusal), strict=True))
+        bodies = {rank: memoryview(body)[1:] for rank, body in end.ended.items()}
+        objects = decode_objects(bodies.items(), refusal, self._transport.sites.__getitem__)
+        return dict(zip(bodies, objects, strict=True))
 
     # Sites that return
 
@@ -524,7 +525,11 @@ class ParameterServer(ReplicatedModel):
 
         Args:
             state: the state.
+
+        Raises:
+            ValueError: if the state is of another way to train.
         """
+        self._check_state(state, "version")
         self._earlier = state["version"] - self._version
         if epochs := state.get("epochs", 0):  # 0 in earlier versions at other sites than 0
             self._log.epochs = epochs

@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 
 from ..errors import DamagedError, MessageError, SequenceError
 from ..exchange import Traffic, codec
-from ..exchange.handshake import listen
-from ..hub.secure.secure_socket import read_exactly, write_all
+from ..exchange.handshake import listen, read_exactly, write_all
 from ..signature import check_choice
 from .dealing import DEALS, Answer, OwnDealer, SharedDealer
 from .sequencer import Sequencer, make_rules

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from ..errors import MismatchError, SiteError, StreamError
 from ..exchange import Traffic, codec
+from ..exchange.calls import ASK_SECONDS
 from ..exchange.framing import Outgoing, WakePipe
 from ..exchange.handshake import Deadline, close_in_children
 from ..exchange.status import PeerNames
@@ -638,10 +639,13 @@ class Log(FrameLoop):
             SiteError: if the sequencer is lost, or nothing arrives within the timeout; the message names the sites that
                 the sequencer waits for.
         """
-        deadline = Deadline(self._timeout)
+        deadline, patience = Deadline(self._timeout), Deadline(ASK_SECONDS)
         with self._traffic.waiting(), self._changed:
             while not (entries and self._commits) and not until():
                 self._raise_failure()
+                if patience.over:
+                    self._sites.check_awaited(self._awaited)
+                    patience = Deadline(ASK_SECONDS)
                 if deadline.over:
                     names = ", ".join(self._sites[site] for site in self._awaited if site != self._own)
                     raise SiteError(

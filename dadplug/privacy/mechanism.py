@@ -253,7 +253,8 @@ class _Collate:
     """Collation of a batch; a batch without records holds no value of any record.
 
     Before the first batch, a record is collated alone and twice. A dimension that doubles counts records, and is zero
-    in a batch without any. Its tensors are allocated in that shape, not cut from those of the record.
+    in a batch without any. Its tensors are allocated in that shape, not cut from those of the record. Keys have to be
+    names, and the same for another record.
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any], dataset: Dataset[Any], empty: Any) -> None:
@@ -261,18 +262,18 @@ class _Collate:
 
     def __call__(self, records: list[Any]) -> Any:
         if self._empty is None:
-            self._empty = self._without_records(records)
+            self._empty = self._without_records()
         return self._collate(records) if records else copy.deepcopy(self._empty)
 
-    def _without_records(self, records: list[Any]) -> Any:
+    def _without_records(self) -> Any:
         try:
-            record = records[0] if records else self._dataset[0]
-            one, two = (self._collate([copy.deepcopy(record) for _ in range(count)]) for count in (1, 2))
-            return _emptied(one, two)
+            record, other = self._dataset[0], self._dataset[len(cast("Sized", self._dataset)) - 1]
+            drawn = [record], [record, record], [other]
+            return _emptied(*(self._collate([copy.deepcopy(each) for each in records]) for records in drawn))
         except Exception as error:
             reason = error
         try:
-            return _emptied(*[self._collate([])] * 2)
+            return _emptied(*[self._collate([])] * 3)
         except Exception as error:
             raise PrivacyError(
                 "PoissonLoader cannot make the batch for a draw without records, which may hold no value of a record: "
@@ -284,12 +285,13 @@ class _Collate:
 _PLAIN = type("_Plain", (), {})  # whose objects hold nothing besides their attributes
 
 
-def _emptied(one: Any, two: Any, name: str = "batch") -> Any:
+def _emptied(one: Any, two: Any, other: Any, name: str = "batch") -> Any:
     """Return what a collation makes of no records.
 
     Args:
         one: what it has made of a record.
         two: what it has made of the same record twice.
+        other: what it has made of another record.
         name: its name in messages.
 
     Raises:
@@ -307,16 +309,18 @@ def _emptied(one: Any, two: Any, name: str = "batch") -> Any:
         elif kind in (list, tuple) and len(two) == 2 * len(one):
             return kind()
         elif (kind in (list, tuple) or hasattr(kind, "_fields")) and len(two) == len(one):
-            parts = [_emptied(*each, f"{name}[{n}]") for n, each in enumerate(zip(one, two, strict=True))]
+            parts = [_emptied(*each, f"{name}[{n}]") for n, each in enumerate(zip(one, two, other, strict=True))]
             return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
         elif isinstance(one, dict) or all(
             getattr(kind, each) == getattr(_PLAIN, each)
             for each in ("__basicsize__", "__itemsize__", "__dictoffset__", "__weakrefoffset__")
         ):
             empty = copy.copy(one)
-            for into, few, many in zip(*map(_tables, (empty, one, two)), strict=True):
+            for into, few, many, others in zip(*map(_tables, (empty, one, two, other)), strict=True):
+                if few.keys() != others.keys() or not all(isinstance(key, str) for key in few):
+                    raise TypeError(f"{name} ({kind.__name__}) has keys that may come from the records")
                 for key, value in few.items():
-                    into[key] = _emptied(value, many[key], f"{name}[{key!r}]")
+                    into[key] = _emptied(value, many[key], others[key], f"{name}[{key!r}]")
             return empty
     raise TypeError(f"{name} ({kind.__name__}) has no dimension that counts the records")
 

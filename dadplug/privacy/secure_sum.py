@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PrivacyError
+from ..exchange.fields import NUMBER
 from .masks import KEY_BYTES, RESOLUTION, PairwiseKeys, add_mask, encode, members_digest
 from .mechanism import DifferentialPrivacy, Ledger
 
@@ -146,6 +147,8 @@ class SecureSum:
             version, public, number, digest = _ANNOUNCEMENT.unpack(each)
             if version != _VERSION:
                 raise PrivacyError(f"{names[rank]} announces another version of secure_sum: do all sites use the same?")
+            if number > NUMBER:
+                raise PrivacyError(f"{names[rank]} announces exchange {number}: {NUMBER} is the last one")
             digests.add((number, digest))
             numbers.append(number)
             if rank != self._rank:

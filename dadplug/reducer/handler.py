@@ -20,8 +20,10 @@ from torch import Tensor
 from ..errors import MismatchError, NonFiniteError
 from ..exchange import Gather, PeerNames, Traffic, Transport
 from ..exchange.factor_buckets import FactorPayload, finite
+from ..exchange.fields import COUNT, NUMBER, check_all, check_fields, invalid
 from ..exchange.wire import WireFormat, wire_format
 from ..fused import Deferral
+from ..logs import get_logger
 from ..methods import Method
 from ..methods.base import GradientPath
 from ..options import Options
@@ -89,8 +91,25 @@ class FaultLog:
         return activations[-1] if activations else self.entries[0]
 
 
+_log = get_logger(__name__)
 _HEAD = 12  # integers before those of the units
 _PRESENT, _DENSE, _VOID = 1, 2, 4  # bits of a unit's flags
+_RANGES = {
+    "step": (0, NUMBER),
+    "version": (0, COUNT),
+    "samples": (0, COUNT),
+    "stop": (0, 1),
+    "fault": (0, Fault.ATTACHED),  # others are not sent
+    "culprit": (0, COUNT),
+    "finite": (0, 1),
+    "noise_every": (0, COUNT),
+    "deferred": (0, NUMBER),
+    "settings": (0, NUMBER),
+    "digest": (0, NUMBER),
+    "batch": (0, COUNT),
+}
+_MOST_SAMPLES = 64
+"""How many times what a site of this run has stated for a step a site may weigh in a later one."""
 
 
 @dataclass
@@ -159,10 +178,25 @@ class StepHeader:
         return [*map(int, head), *further, *flags, *self.extra_rows]
 
     @classmethod
-    def unpack(cls, integers: Sequence[int]) -> StepHeader:
-        """Return the header that `pack` has made integers of."""
+    def unpack(cls, integers: Sequence[int], sender: str = "this site", attached: int = 0) -> StepHeader:
+        """Return the header that `pack` has made integers of.
+
+        Args:
+            integers: the integers.
+            sender: the site that has sent them.
+            attached: number of attached parameters.
+
+        Raises:
+            MismatchError: if they are none.
+        """
         units = (len(integers) - _HEAD) // 2
         flags, extra = integers[_HEAD : _HEAD + units], list(integers[_HEAD + units :])
+        check_fields("step header", sender, dict(zip(_RANGES, integers, strict=False)), _RANGES)
+        places = attached if integers[4] == Fault.ATTACHED else units
+        if integers[4] and integers[5] >= places:
+            raise invalid("step header", sender, f"culprit is {integers[5]} of {places}")
+        check_all("step header", sender, (min(flags, default=0), max(flags, default=0)), 0, _PRESENT | _DENSE | _VOID)
+        check_all("step header", sender, (min(extra, default=0), max(extra, default=0)), 0, COUNT)
         present, dense, void = ([bool(flag & bit) for flag in flags] for bit in (_PRESENT, _DENSE, _VOID))
         step, version, samples, stop, fault, culprit, finite, noise, *digests = integers[:_HEAD]
         head = step, version, samples, bool(stop), Fault(fault), culprit, bool(finite), noise
@@ -176,11 +210,14 @@ class HeaderExchange:
     Args:
         units: number of units.
         transport: the transport.
+        reference: samples of all sites in a step, about, as they have stated at the start.
     """
 
-    def __init__(self, units: int, transport: Transport) -> None:
+    def __init__(self, units: int, transport: Transport, reference: int) -> None:
         self._transport = transport
         self._units = units
+        self._reference = reference
+        self._left_out: set[int] = set()  # of which the user has been told
         size = _HEAD + 2 * units
         self._gather: Gather = transport.gather([size] * transport.world_size, torch.int64)
 
@@ -193,21 +230,37 @@ class HeaderExchange:
         self._gather.payload.copy_(torch.tensor(header.pack(), dtype=torch.int64))
         self._gather.launch()
 
-    def receive(self) -> list[StepHeader]:
+    def receive(self, attached: int = 0, counts: bool = True) -> list[StepHeader]:
         """Wait for the headers of all sites.
+
+        Where sites may be absent, one whose header is invalid has no part in the step, as all sites find.
+
+        Args:
+            attached: number of attached parameters.
+            counts: whether samples are counted; otherwise a site has 0 or 1.
 
         Returns:
             The headers, by rank; those of absent sites are the ones of idle sites.
 
         Raises:
-            MismatchError: if the sites are not at the same step of the same plan.
+            MismatchError: if a header is invalid, or the sites are not at the same step of the same plan.
         """
-        sites, absent = self._transport.sites, self._transport.absent
-        headers = {
-            rank: StepHeader.unpack(integers.tolist())
-            for rank, integers in enumerate(self._gather.wait())
-            if rank not in absent
-        }
+        sites, transport = self._transport.sites, self._transport
+        headers: dict[int, StepHeader] = {}
+        for rank, integers in enumerate(self._gather.wait()):
+            if rank not in transport.absent:
+                try:
+                    headers[rank] = StepHeader.unpack(integers.tolist(), sites[rank], attached)
+                except MismatchError as error:
+                    self._leave_out(rank, error)
+        for rank in [*headers]:
+            others = max((header.samples for other, header in headers.items() if other != rank), default=0)
+            most = _MOST_SAMPLES * max(self._reference, others) if counts else 1
+            if others and headers[rank].samples > most:
+                why = f"samples is {headers.pop(rank).samples}, where 0 to {most} is possible in this run"
+                self._leave_out(rank, invalid("step header", sites[rank], why))
+        if not headers:
+            raise MismatchError("no site has sent a valid step header")
         lowest, first = next(iter(headers.items()))
         for rank, other in headers.items():
             if other.step != first.step:
@@ -222,6 +275,15 @@ class HeaderExchange:
                 )
         idle = StepHeader.idle(first.step, first.version, self._units)
         return [headers.get(rank, idle) for rank in range(self._transport.world_size)]
+
+    def _leave_out(self, rank: int, error: MismatchError) -> None:
+        """Continue without a site whose header is invalid, where that is possible."""
+        if not self._transport.elastic:
+            raise error
+        self._transport.absent |= {rank}
+        if rank not in self._left_out:
+            self._left_out.add(rank)
+            _log.warning("%s has no part in the steps in which it does so: %s", self._transport.sites[rank], error)
 
 
 _MESSAGES = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -80,6 +81,7 @@ class StepRequest:
         digest: as in `StepHeader`.
         batch: as in `StepHeader`.
         deferral: which weights' gradients may stay products, if all sites say so; takes these products.
+        counts: whether samples are counted; otherwise a site has 0 or 1.
     """
 
     step: int
@@ -91,6 +93,7 @@ class StepRequest:
     digest: int = 0
     batch: int = 0
     deferral: Deferral | None = None
+    counts: bool = True
 
 
 class Reducer:
@@ -135,7 +138,7 @@ class Reducer:
         self._handler_of = {unit.name: handler for handler in self._handlers for unit in handler.units}
         self._launched = 0
         self._asks_to_stop = False  # in a step in which this site had no part
-        self._headers = HeaderExchange(len(self._units), transport)
+        self._headers = HeaderExchange(len(self._units), transport, reference)
 
     def _make_handlers(self, rows: dict[str, int]) -> list[BucketHandler]:
         """Group neighbouring units of one kind into buckets; a bucket's place in the order is that of its last unit.
@@ -208,13 +211,17 @@ class Reducer:
         self._headers.send(header)
         context.transport.more_follows = False
         context.transport.close_round(request.admits, idle=not header.samples)
+        attached = [] if request.attached is None else request.attached.names
+        receive = partial(self._headers.receive, len(attached), request.counts)
+        # Where sites may be absent, all has arrived, and who has a part in the step is clear before sums are made.
+        known = receive() if context.transport.elastic else []
         for handler in self._handlers:  # the first are decoded while the last are still on their way
             handler.receive()
         for number in range(max((handler.rounds for handler in self._handlers), default=0)):
             for handler in self._handlers:
                 if number < handler.rounds:
                     handler.proceed(number)
-        headers = self._headers.receive()
+        headers = known or receive()
         self._check_merged(headers)
         headers = self._exchange_late(headers)
         write = _counts(headers)
@@ -235,7 +242,6 @@ class Reducer:
         context.complete_payloads.clear()
         context.faults.clear()
         names = [unit.name for unit in self._units]
-        attached = [] if request.attached is None else request.attached.names
         raise_fault(headers, names, context.transport.sites, attached)
         if not any(header.samples for header in headers):
             self._write_zeros(headers)

@@ -354,7 +354,7 @@ class TopKHandler(SummedHandler):
         for slot, (unit, want) in enumerate(zip(self.units, wanted, strict=True)):
             if want:
                 with self.timing("decode", unit):
-                    topk.decode(self._bucket.received(slot), scale, gradient_room(unit.lead, (-1,)))
+                    topk.decode(self._bucket.received(slot, unit.lead.numel()), scale, gradient_room(unit.lead, (-1,)))
             if keep and want:
                 topk.subtract_sent(*self._sent[unit.name])
                 self._method.errors.commit(unit.name, scale, self.context.scale)

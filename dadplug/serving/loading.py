@@ -21,7 +21,6 @@ import inspect
 import json
 import mmap
 import os
-import pickle
 import signal
 import socket
 import sys
@@ -36,7 +35,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
-from ..errors import InputError, LoadError, ModelError
+from ..errors import DamagedError, InputError, LoadError, ModelError
+from ..files import load_tensors
 from ..models import MODELS
 from ..registry import import_named
 from ..schedules import Serving, current
@@ -195,14 +195,9 @@ def _read_plain(path: Path) -> dict[str, Any]:
         LoadError: if it is damaged, or has other objects, which would run code.
     """
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise LoadError(
-            f"{path} has objects besides tensors and plain values, which are not loaded since they can run code; save "
-            f"its state dict by itself, or its program by torch.export. {str(error).splitlines()[0]}"
-        ) from None
-    except Exception as error:  # of any kind: the file may have any content
-        raise LoadError(f"{path} is no file of torch.save, or damaged: {type(error).__name__}: {error}") from error
+        content = load_tensors(path, str(path))
+    except DamagedError as error:
+        raise LoadError(f"{error}; save a state dict by itself, or a program by torch.export") from error
     if not isinstance(content, Mapping):
         raise LoadError(f"{path} holds {type(content).__name__}, not a checkpoint or a state dict")
     return dict(content)

@@ -13,6 +13,7 @@ from ..exchange.codec import register
 from ..exchange.factor_buckets import FactorPayload
 from ..exchange.wire import copied
 from ..hooks import LINEAR, CapturedLayer, Elementwise, Factor, Form, LayerCapture, OwnHook, stack_by_form
+from ..hooks.registry import is_accumulated
 from ..methods.base import GradientPath
 from .base import DenseUnit, Placeholders, Unit, accumulated, is_agreed, unmark_agreed
 
@@ -64,16 +65,20 @@ class FactorUnit(Unit):
         self._placeholders = Placeholders(parameters, self)
         self.sent_gradient: Callable[[str], list[Tensor]] | None = None
         for name, parameter in parameters.items():
-            self._hooks.append(parameter.register_hook(OwnHook(partial(self._before_dense, name))))
+            self._hooks.append(parameter.register_hook(OwnHook(partial(self._before_gradient, name))))
             hook = OwnHook(partial(self._after_dense, name))
             self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
 
-    def _before_dense(self, name: str, gradient: Tensor | None) -> None:
-        """Prepare for autograd adding to ``.grad``; called before it does, and before factors arrive."""
+    def _before_gradient(self, name: str, gradient: Tensor | None) -> None:
+        """Prepare for a gradient; called before autograd adds to ``.grad`` or returns it, and before factors arrive."""
         self.drop_cleared()
-        if gradient is not None:
+        if gradient is not None and is_accumulated(self.parameters[name]):
             self._placeholders.lift(name)
-            self.dense = self.outside = True
+            self._before_dense(name)
+
+    def _before_dense(self, name: str) -> None:
+        """Prepare for autograd adding to ``.grad``."""
+        self.dense = self.outside = True
 
     def _after_dense(self, name: str, parameter: Tensor) -> None:
         """Put the placeholder of a bias back; that of the weight comes back with its arrival."""
@@ -417,13 +422,10 @@ class LowrankUnit(FactorUnit):
         self._aside: dict[str, Tensor | None] = {}  # what is in `.grad` already, while autograd forms a gradient
         self._unformed: Factor | None = None
 
-    def _before_dense(self, name: str, gradient: Tensor | None) -> None:
-        self.drop_cleared()
-        if gradient is not None:
-            self._placeholders.lift(name)
-            parameter = self.parameters[name]
-            self._aside[name], parameter.grad = parameter.grad, None
-            self.outside = bool(self.layers)
+    def _before_dense(self, name: str) -> None:
+        parameter = self.parameters[name]
+        self._aside[name], parameter.grad = parameter.grad, None
+        self.outside = bool(self.layers)
 
     def _after_dense(self, name: str, parameter: Tensor) -> None:
         if name in self._aside:

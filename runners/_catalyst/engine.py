@@ -25,7 +25,7 @@ from ...exchange import Transport
 from ...exchange.handshake import gloo_interface
 from ...exchange.status import describe
 from ...files import replacing
-from ...hogwild.training import settings_of, with_batches
+from ...loaders import settings_of, with_batches
 from ...reduction import GradientReduction
 from ..loaders import DelegatingLoader, SiteSampler, fingerprint
 from ..patches import (

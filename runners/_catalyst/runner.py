@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import io
 import warnings
 import weakref
 from collections import OrderedDict
@@ -26,6 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from ...errors import MismatchError
 from ...exchange import Traffic, Transport, connect, open_transport
 from ...exchange.transport import Requirements
+from ...files import load_tensors
 from ...hub import current_connection
 from ...model_sync.samples import batches_before, takes_part
 from ...signature import split_keywords
@@ -615,8 +615,5 @@ class BaseRunner(SupervisedRunner):
             raise FileNotFoundError(f"checkpoint {path} is not at {source}, from which all sites load it")
         if any(digest != digests[first] for digest in digests.values()):
             content = self.engine.transport.broadcast_bytes(content or b"")
-        try:
-            checkpoint: dict[str, Any] = torch.load(io.BytesIO(content or b""), map_location="cpu", weights_only=True)
-        except Exception as error:
-            raise ValueError(f"checkpoint {path} is damaged, or no checkpoint: {error}") from error
+        checkpoint: dict[str, Any] = load_tensors(content or b"", f"checkpoint {path}")
         return checkpoint

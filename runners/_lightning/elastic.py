@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...errors import MismatchError, SiteError
 from ...exchange import Transport, codec
+from ...exchange.declared import METRICS, declared
 from ..loaders import known_length
 from ..patches import SharedPatch, gather, metrics_of_present_sites, metrics_transport, repeating
 
@@ -61,7 +62,7 @@ class ElasticFit:
         for reason in self._reasons() if fits else ():
             raise ValueError(f"{reason}: leave {self.option} out")
         package = type(self._trainer).__module__.split(".trainer.")[0]
-        run.enter_context(metrics_of_present_sites(self._transport, [_SYNC, _logged(package)]))
+        run.enter_context(metrics_of_present_sites(self._transport, [SYNC, _logged(package)]))
 
     def _reasons(self) -> Iterator[str]:
         """Yield what cannot go on where sites leave and return."""
@@ -336,7 +337,8 @@ def _gathering(original: Callable[..., None]) -> Callable[..., None]:
         transport = metrics_transport.get()
         if transport is None or (metric.dist_sync_fn is not None and dist_sync_fn is metric.dist_sync_fn):
             arguments = {"dist_sync_fn": dist_sync_fn} if dist_sync_fn is not None else {}
-            original(metric, **arguments, process_group=process_group)
+            with declared(METRICS):
+                original(metric, **arguments, process_group=process_group)
             return
 
         def of_present(tensor: Tensor, group: Any = None) -> Sequence[Tensor]:
@@ -351,7 +353,7 @@ def _metric() -> Any:
     return importlib.import_module("torchmetrics").Metric
 
 
-_SYNC = SharedPatch(_metric, "_sync_dist", _gathering)
+SYNC = SharedPatch(_metric, "_sync_dist", _gathering)
 
 
 @functools.cache

@@ -20,13 +20,15 @@ from torch import Tensor
 
 from ...errors import MismatchError
 from ...exchange import Traffic, Transport, open_transport
-from ...exchange.handshake import choose_interface, free_port, gloo_interface
+from ...exchange.declared import METRICS, OBJECTS, STATES, declared
+from ...exchange.handshake import choose_interface, gloo_interface
 from ...exchange.status import describe
 from ...exchange.transport import Requirements
-from ...files import replacing
+from ...files import check_archive, replacing
 from ...hub import LOOPBACK, STARTED_PROCESSES, current_connection
 from ...model_sync import sameness
 from ...model_sync.samples import batch_size, takes_part
+from ...processes import free_port
 from ...signature import split_keywords
 from ..loaders import UnevenLoader, compare_lengths
 from ..patches import gather
@@ -261,6 +263,7 @@ class SiteStrategy(_DDPStrategy):
         if self.world_size > 1:
             before = self._transport
             self._transport = self._open_transport()
+            self._run.enter_context(elastic.SYNC)
             if before is not None:
                 before.close()
 
@@ -391,7 +394,8 @@ class SiteStrategy(_DDPStrategy):
             progress = self._trainer.fit_loop.epoch_loop.batch_progress
             is_last = progress.is_last_batch or progress.current.ready >= self._trainer.num_training_batches
             ended = torch.eye(self.world_size, device=self.root_device)[self.global_rank] * is_last
-            self._ends.append((ended, dist.all_reduce(ended, group=self._own_group(None), async_op=True)))
+            with self._naming_sites():
+                self._ends.append((ended, dist.all_reduce(ended, group=self._own_group(None), async_op=True)))
             while len(self._ends) > (not is_last):
                 self._check_ends(*self._ends.pop(0))
 
@@ -562,14 +566,12 @@ class SiteStrategy(_DDPStrategy):
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return one site's object on all sites; that of the first one where site 0 may have left."""
         self._begin_collective("broadcast")
-        if self._elastic_transport is not None and not self._interrupted:
-            return elastic.broadcast(self._elastic_transport, obj, src)
         if self._transport is None or self._interrupted:
             return super().broadcast(obj, src) if self._transport is None else obj
-        items = [obj]
-        with self._naming_sites():
-            dist.broadcast_object_list(items, src, group=self._transport.group)
-        return items[0]
+        with declared(OBJECTS):
+            if self._elastic_transport is not None:
+                return elastic.broadcast(self._elastic_transport, obj, src)
+            return self._transport.gather_objects(obj if src == self.global_rank else None)[src]
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over the sites that are present; where they are at different steps, return this site's."""
@@ -623,9 +625,10 @@ class SiteStrategy(_DDPStrategy):
 
     @contextmanager
     def _naming_sites(self) -> Iterator[None]:
-        """Convert connection errors in a context into errors that name the site."""
+        """Declare the metrics of a context, and convert its connection errors into errors that name the site."""
         try:
-            yield
+            with declared(METRICS):
+                yield
         except RuntimeError as error:
             if self._transport is None or not any(word in str(error) for word in ("onnection", "imed out")):
                 raise
@@ -646,13 +649,15 @@ class SiteStrategy(_DDPStrategy):
     def _add_states(self, checkpoint: dict[str, Any]) -> None:
         if self._exchange is not None:
             own = self._own_state()
-            checkpoint["dadplug"] = self._exchange.gather_objects(own) if self._in_fit else [own]
+            with declared(STATES):
+                checkpoint["dadplug"] = self._exchange.gather_objects(own) if self._in_fit else [own]
 
     def _own_state(self) -> Any:
         """Return what a checkpoint holds of this site."""
         return self._exchange.state_dict()
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        check_archive(Path(checkpoint_path), f"checkpoint {checkpoint_path}")
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         self._states = checkpoint.get("dadplug")
         return checkpoint

@@ -1,14 +1,17 @@
 """The parameter manager between processes: exact sums, placement by intent, and errors that name who is at fault."""
 
 import doctest
+import gc
 import importlib
 import math
+import os
 import threading
 import time
 
 import pytest
 import support
 import torch
+import torch.distributed as dist
 
 from dadplug.adapm import Columns, Constant, Normal, ParameterManager, Uniform, builtin
 from dadplug.adapm.engine import ActionTiming, poisson_quantile
@@ -399,3 +402,37 @@ def test_examples_run(name):
     results = doctest.testmod(importlib.import_module(f"dadplug.{name}"))
     assert results.attempted > 0
     assert results.failed == 0
+
+
+@support.at_sites(2)
+def test_dropped_managers_end_their_threads_and_connections():
+    def use(keep=None):
+        manager = ParameterManager(interval=0.001)
+        table = manager.table("words", width=2, rows=10)
+        if keep is not None:
+            keep.append(table)
+        table.push(torch.arange(10), torch.ones(10, 2))
+        manager.barrier()
+        assert torch.equal(table.pull(torch.arange(10)), torch.full((10, 2), 2.0))
+        manager.barrier()
+
+    def resources():
+        gc.collect()
+        deadline = time.monotonic() + 5
+        while any(each.name == "dadplug-adapm" for each in threading.enumerate()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        gc.collect()
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    gc.freeze()
+    use()
+    before = resources()
+    for _ in range(3):
+        use()
+    assert resources() == before
+    kept: list = []
+    use(kept)
+    gc.collect()
+    assert kept.pop().pull(torch.arange(4)).shape == (4, 2)  # a table keeps its manager's connections
+    dist.barrier()
+    assert resources() == before

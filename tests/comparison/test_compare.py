@@ -1,4 +1,3 @@
-import importlib
 import io
 import os
 import pickle
@@ -13,9 +12,9 @@ from torch.utils.data import TensorDataset
 
 import dadplug
 from dadplug.comparison import STRATEGIES, Comparison, Place, Row, Strategy, _Trials
+from dadplug.comparison.pool import Pool
 from dadplug.comparison.trial import MAX_HELD_OUT, Point, Task, Trainer
 from dadplug.errors import RunFailedError
-from dadplug.processes import Pool
 from dadplug.progress import Progress
 
 
@@ -331,10 +330,3 @@ def test_connected_sites_are_compared_over_their_link(sites):
     first, second = sites(2).run(compares_between_sites)
     assert first == second
     assert Place(2, 2, connected=True) != Place(2, 2, connected=False)
-
-
-def test_the_former_name_still_works():
-    with pytest.warns(DeprecationWarning, match=r"dadplug\.comparison"):
-        racing = importlib.import_module("dadplug.racing")
-    assert racing.Comparison is Comparison
-    assert racing.compare is dadplug.compare

@@ -8,7 +8,6 @@ import support
 from torch import nn
 
 import dadplug
-from dadplug import exchange
 from dadplug.exchange import rendezvous
 
 pytestmark = pytest.mark.slow
@@ -220,6 +219,7 @@ else:
 """
     for each in run(code, tmp_path, timeout=60):
         assert "MismatchError: the sites do not make the same calls: site 0 (" in each.errors
+        assert "SiteError" not in each.errors
         for what in (first, second):
             assert re.search(rf"is in {re.escape(NAMES[what])} at site\w*\.py:\d+, step 1", each.errors)
 
@@ -360,11 +360,3 @@ def test_a_site_says_with_whom_it_trains(tmp_path):
     alone = "import dadplug, torch\ndadplug.connect()\ndadplug.GradientReduction(torch.nn.Linear(2, 2))"
     (finished,) = support.run_programs([["-c", alone]], timeout=60)
     assert "this site trains alone (rank 0 of 1 site)" in finished.errors
-
-
-@pytest.mark.parametrize(("old", "new"), [("Reduction", "PendingSum"), ("Sites", "PeerNames")])
-def test_old_names_of_the_exchange_work_with_a_warning(old, new):
-    with pytest.warns(DeprecationWarning, match=f"dadplug.exchange.{old} is now {new}"):
-        assert getattr(exchange, old) is getattr(exchange, new)
-    with pytest.raises(AttributeError):
-        exchange.unknown

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from dadplug.hub.site.link import RoundClient
+from dadplug.hub.site.rounds import RoundClient
 from dadplug.model_sync.samples import batches_before, takes_part
 
 BATCH = 8

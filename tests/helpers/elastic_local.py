@@ -21,6 +21,7 @@ from elastic_site import last_step
 from torch import Tensor, nn
 
 import dadplug
+from dadplug.local_steps.delta_format import DeltaFormat
 from dadplug.local_steps.elastic import ElasticAgreement
 
 ROWS = (8, 5, 6, 7)
@@ -37,7 +38,8 @@ class Case:
         steps: number of steps of the run.
         stop: file that contains the least number of steps, once it exists; empty for none.
         leave: step in which the process is killed; -1 for never.
-        how: "step" before it, "agreement" before the end of the hub's round, "sent" in the step after an agreement.
+        how: "step" before it, "agreement" before the end of the hub's round, "sent" in the step after an agreement;
+            "lies" to send NaN in place of finite deltas in the agreement that `spoils` numbers.
         late: agreement at which the site waits until another one has reached two more; -1 for none.
         other: folder of the other site.
         spoils: agreement before which a parameter gets NaN; -1 for none.
@@ -131,7 +133,14 @@ def disturb(case: Case) -> None:
             while agreements_of(case.other) < before + 2:
                 time.sleep(0.01)
         self.own_buffers = sums(self._model.buffers())
-        if self.count == case.spoils and weight:
+        if case.how == "lies" and self.count == case.spoils:
+            encode = DeltaFormat.encode
+            DeltaFormat.encode = lambda form, deltas, payloads: (
+                encode(form, deltas, payloads),
+                [each.fill_(float("nan")) for each in payloads.values()],
+                setattr(DeltaFormat, "encode", encode),
+            )
+        elif self.count == case.spoils and weight:
             with torch.no_grad():
                 next(self._model.parameters())[0, 0] = float("nan")
                 for each in self._model.buffers():

@@ -70,7 +70,11 @@ class RunningHub:
 
 @contextmanager
 def running_hub(
-    folder: Path, sites: tuple[str, ...] = ("a", "b"), site_timeout: float = TIMEOUT, **settings: Any
+    folder: Path,
+    sites: tuple[str, ...] = ("a", "b"),
+    site_timeout: float = TIMEOUT,
+    policy: dict[str, Any] | None = None,
+    **settings: Any,
 ) -> Iterator[RunningHub]:
     """Run a hub in a thread.
 
@@ -78,11 +82,13 @@ def running_hub(
         folder: folder for the kits; they are made if it is missing. Their roster has the hub's address.
         sites: names of the sites.
         site_timeout: seconds of silence after which a site counts as lost.
+        policy: policy of each site.
         settings: further arguments of `Hub`.
     """
     if not folder.exists():
         address = f"127.0.0.1:{free_port()}"
-        hub_kits.make(folder, hub=address, hub_names=[], sites=list(sites), hub_at=sites[0])
+        policies = dict.fromkeys(sites, policy or {})
+        hub_kits.make(folder, hub=address, hub_names=[], sites=list(sites), hub_at=sites[0], policy=policies)
     log: list[str] = []
     kit = Kit.load(folder / "hub")
     settings = {"service": SequencerHost(sites)} | settings

@@ -56,7 +56,7 @@ from typing import Any
 import forkserver
 import pytest
 
-from dadplug.exchange.handshake import free_port
+from dadplug.processes import free_port
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 START_TIMEOUT = 240.0  # seconds, on a busy machine

@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader
 
 import dadplug
 from dadplug import Hogwild, ProcessFailedError
-from dadplug.hogwild.training import check_loader, choose_start
+from dadplug.hogwild.training import choose_start
+from dadplug.loaders import check_loader
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 

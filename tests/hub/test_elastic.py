@@ -21,8 +21,9 @@ from dadplug import GradientReduction
 from dadplug.errors import FrameError, SiteError
 from dadplug.hub.pki.kits import Kit
 from dadplug.hub.server import run as run_module
+from dadplug.hub.site.history import RoundHistory
 from dadplug.hub.site.inbox import StateRequests
-from dadplug.hub.site.link import RoundClient
+from dadplug.hub.site.rounds import RoundClient
 from dadplug.hub.wire.messages import (
     Grow,
     Pause,
@@ -285,7 +286,8 @@ def rounds_of(announced: int) -> RoundClient:
     rounds.states = StateRequests(1)
     rounds.states.take(SendState(3, 1, 5))
     rounds._wait_until = lambda *given: None
-    contents = {8: struct.pack("<Q", announced)}
+    contents = {24: struct.pack("<Q16s", announced, bytes(16))}
+    rounds.history, rounds.refusal = RoundHistory(), None
     rounds._receive_part = lambda donor, exchange, nbytes, timeout: contents.get(nbytes, b"x" * nbytes)
     return rounds
 

@@ -237,6 +237,21 @@ def test_a_site_with_nan_is_left_out_and_named(tmp_path, options, batches):
         assert re.search(r"parameter '0.weight' holds NaN or Inf at site 2 \(c\): its steps since the last", told), told
 
 
+def test_a_site_that_sends_other_than_finite_deltas_is_left_out_and_named(tmp_path):
+    with running_hub(tmp_path / "kits", tuple("abc")) as hub:
+        run = sites_of(tmp_path, hub, steps=16)
+        run.start("ab")
+        run.start("c", spoils=2, how="lies")
+        run.end("abc")
+        every = check(run, "abc")
+    contributions = [every[number]["contributions"].get("2", 0) for number in sorted(every)]
+    assert contributions[2] == contributions[1] < contributions[3]
+    assert all(math.isfinite(value) for line in every.values() for value in line["sums"])
+    for name in "abc":
+        told = run.processes[name].read()[1]
+        assert re.search(r"site 2 \(c\) states that its parameters are finite, and has sent NaN", told), told
+
+
 def test_statistics_are_those_of_the_sites_present(tmp_path):
     """Every agreement moves the running mean to the mean of the contributors' own, by samples."""
     with running_hub(tmp_path / "kits", tuple("abc")) as hub:
@@ -357,8 +372,6 @@ def test_what_needs_a_hub_or_all_sites_says_so():
     for options in ({"warm_up": 3}, {"sync_batchnorm": True}):
         with pytest.raises(ValueError, match="needs all sites in every step: leave min_sites out"):
             LocalOptions.create(min_sites=1, **options)
-    with pytest.raises(ValueError, match="density='auto' needs all sites"):
-        LocalOptions.create(min_sites=1, density="auto", wire="int2")
     with pytest.raises(ValueError, match="delay=2 counts steps, and rounds of round_seconds=5 have no fixed number"):
         LocalOptions.create(min_sites=1, delay=2, round_seconds=5.0)
     with pytest.raises(ValueError, match="round_seconds must be a positive number or None"):

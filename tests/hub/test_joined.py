@@ -11,7 +11,7 @@ import pytest
 import support
 import torch
 import torch.distributed as dist
-from running_hub import RunningHub, TestSite, running_hub, together, until
+from running_hub import RunningHub, TestSite, close_step, running_hub, together, until
 from torch import nn
 
 import dadplug
@@ -48,7 +48,7 @@ NAMES = ("bavaria", "saxony")
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory):
-    with running_hub(tmp_path_factory.mktemp("hub") / "kits", sites=NAMES) as hub:
+    with running_hub(tmp_path_factory.mktemp("hub") / "kits", sites=NAMES, policy={"allow_pickle": True}) as hub:
         yield hub
 
 
@@ -435,9 +435,7 @@ reduction = dadplug.GradientReduction(model, mode="dad")
 model(torch.ones(2, 4)).sum().backward()
 reduction.synchronize()
 assert reduction.first_difference() is None
-objects = [None, None]
-dist.all_gather_object(objects, rank)
-assert objects == [0, 1]
+assert reduction.gather_objects(rank) == [0, 1]
 """
     with running_hub(tmp_path / "kits", sites=NAMES) as hub:
         first, second = run_sites(tmp_path, hub, HEAD + code)
@@ -540,6 +538,27 @@ def test_a_site_is_told_of_those_that_have_joined_before_it_in_the_same_round(tm
             site.control(Joined(last))
             site.send(Kind.END, step=2, exchange=RoundKind.FIRST)
         assert c.action(Close).contributors == (0, 1, 2)
+
+
+def test_a_site_that_was_away_while_the_others_have_completed_a_run_does_not_go_on_alone(tmp_path):
+    with running_hub(tmp_path / "kits", ("a", "b")) as hub:
+        a, b = together(hub, "ab")
+        for site in (a, b):
+            site.control(Requirements(1, 60_000))
+        last = Position(hub.hub.relay.run.membership.life, 1)
+        close_step([a, b])
+        b.cut()
+        assert a.action(Drop).slot == 1
+        a.send(Kind.END, step=2)
+        assert a.action(Close).contributors == (0,)
+        a.leave()
+        hub.await_line("a has left: its training is complete")
+        instance = b.hello.instance
+        for each in (last, FRESH):
+            refused = TestSite(hub.kit("b"), hub.address, position=each, instance=instance)
+            assert "have completed the run while this site was away" in refused.answer.reason
+        TestSite(hub.kit("b"), hub.address, position=last._replace(step=2), instance=instance)
+        hub.await_line("a run that began before the restart goes on once")  # it lacks nothing
 
 
 def joiner(hub: RunningHub, name: str) -> TestSite:

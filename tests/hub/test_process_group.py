@@ -393,7 +393,7 @@ print("complete")
 def test_reductions_are_those_of_the_sites_that_are_present(tmp_path, when):
     script = tmp_path / "site.py"
     script.write_text(HEAD + LEAVES)
-    with running_hub(tmp_path / "kits", ("a", "b", "c")) as hub:
+    with running_hub(tmp_path / "kits", ("a", "b", "c"), policy={"allow_pickle": True}) as hub:
         lost, *others = support.run_programs([[str(script), str(hub.kits / name), when] for name in "abc"])
     assert lost.status == -9, lost.errors
     for each in others:

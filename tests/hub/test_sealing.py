@@ -19,6 +19,7 @@ from torch import nn
 
 from dadplug.adapm import ParameterManager
 from dadplug.errors import SealingError, SiteError
+from dadplug.exchange import gather_objects
 from dadplug.hub.pki import provision
 from dadplug.hub.pki.kits import Kit
 from dadplug.hub.secure import sealing
@@ -641,9 +642,7 @@ def trains(mode: str) -> tuple[list[torch.Tensor], float]:
     metric = torch.from_numpy(PATIENT.copy()) * (rank + 1)
     dist.all_reduce(metric)
     torch.testing.assert_close(metric, torch.from_numpy(PATIENT) * 6)
-    records: list = [None] * 3
-    dist.all_gather_object(records, PATIENT_BYTES)
-    assert records == [PATIENT_BYTES] * 3
+    assert gather_objects(PATIENT_BYTES) == [PATIENT_BYTES] * 3
     return [parameter.detach().clone() for parameter in model.parameters()], float(metric.sum())
 
 

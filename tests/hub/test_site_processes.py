@@ -26,7 +26,7 @@ ROWS = (3, 6, 4, 2)  # of each process in a step
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory):
-    with running_hub(tmp_path_factory.mktemp("hub") / "kits", sites=NAMES) as hub:
+    with running_hub(tmp_path_factory.mktemp("hub") / "kits", NAMES, policy={"allow_pickle": True}) as hub:
         yield hub
 
 

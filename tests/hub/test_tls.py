@@ -24,6 +24,7 @@ from running_hub import TestSite, running_hub, until
 from support import free_port
 
 from dadplug.errors import RefusedError
+from dadplug.exchange import handshake
 from dadplug.hub import Project
 from dadplug.hub.pki import provision
 from dadplug.hub.pki.kits import Kit, current_time
@@ -307,11 +308,11 @@ class Trickle:
 @pytest.mark.parametrize("timeout", [5.0, 5.5, None])
 def test_the_timeout_is_for_the_whole_message(timeout, monkeypatch):
     connected = Trickle(timeout)
-    monkeypatch.setattr(secure_socket, "time", connected)
-    assert secure_socket.read_exactly(connected, 5) == b"xxxxx"
+    monkeypatch.setattr(handshake, "time", connected)
+    assert handshake.read_exactly(connected, 5) == b"xxxxx"
     assert connected.timeout == timeout
     with contextlib.nullcontext() if timeout is None else pytest.raises(TimeoutError):
-        secure_socket.read_exactly(connected, 6)
+        handshake.read_exactly(connected, 6)
     assert connected.timeout == timeout
     assert connected.now == (11.0 if timeout is None else 10.0)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dadplug import LocalSGD, MismatchError
 from dadplug.local_steps import delta_format, sparse_codec, sparse_portable
-from dadplug.local_steps.delta_format import AutoFormat, SparseFormat
+from dadplug.local_steps.delta_format import SparseFormat
 from dadplug.local_steps.sparse_codec import BLOCK, BlockCode, SparseCode
 
 KINDS = {
@@ -236,50 +236,6 @@ def test_the_outer_rate_says_how_far_sites_agree_on_the_signs_of_what_they_send(
     assert 1.0 < delta_format.outer_rate(1, 0) < 1.1  # chance, where few entries are sent
 
 
-# The choice between entries and factors
-
-
-def chosen_by_what_is_lost() -> None:
-    """Site 0's deltas are of rank 1 in both matrices, site 1's are sparse in one of them, and its errors are larger."""
-    site = dist.get_rank()
-    generator = torch.Generator().manual_seed(site)
-    low = torch.outer(*torch.randn(2, 128, generator=generator))
-    sparse = torch.zeros(128 * 128).index_fill_(0, torch.randperm(128 * 128)[:200], 50.0).view(128, 128)
-    deltas = {"a": low, "b": sparse if site else low, "small": torch.randn(4, 4), "bias": torch.randn(500)}
-    local = local_steps(site, dtype=torch.float32, every=2, density="auto", wire="int2")
-    form, transport = AutoFormat(0.95, True), local._transport
-    form.begin_round(0)
-    form.choose(deltas, transport)
-    assert form.ranks == {"a": 1}
-    rooms = {dtype: torch.zeros(size, dtype=dtype) for dtype, size in form.layout(deltas).items()}
-    assert sum(map(len, rooms.values())) < 4 * sum(delta.numel() for delta in deltas.values()) / 100
-    form.encode({name: delta.clone() for name, delta in deltas.items()}, rooms)
-    means = form.decode({dtype: [room] for dtype, room in rooms.items()}, [1.0])
-    assert {name: mean.shape for name, mean in means.items()} == {name: each.shape for name, each in deltas.items()}
-    assert off_by(means["a"], low) < 0.02
-    assert off_by(means["b"], deltas["b"]) < (0.2 if site else 1)
-    again = AutoFormat(0.95, True)
-    again.load_state_dict(form.state_dict())
-    fresh = AutoFormat(0.95, True)
-    (again if site else fresh).choose(deltas, transport)  # a site without a checkpoint takes the others' choice
-    assert (again if site else fresh).ranks == {"a": 1}
-    local.detach()
-
-
-def trains_by_entries_and_factors() -> None:
-    site = dist.get_rank()
-    torch.manual_seed(site)
-    model = nn.Sequential(nn.Linear(6, 128), nn.Tanh(), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 3))
-    local = LocalSGD(model, adam(model.parameters()), every=3, density="auto", wire="int2", overlap=False)
-    start = float(loss_of(model, *batch(0, 0, 64, torch.float32)).detach())
-    for first in range(0, 24, 3):
-        train(local, range(first, first + 3), site)
-        assert local.first_difference() is None
-    assert float(loss_of(model, *batch(0, 0, 64, torch.float32)).detach()) < 0.5 * start
-    assert local._agreement._fragments[0].form.ranks == {"2.weight": 1}
-    ends_equal(local)
-
-
 # Sites
 
 SPARSE = {"wire": "int2", "density": 0.1, "overlap": False}
@@ -367,8 +323,6 @@ def wrong_options_are_errors_on_all_sites() -> None:
         sites_move_by_the_mean_of_what_they_send,
         deltas_in_transit_and_schedules_of_density,
         wrong_options_are_errors_on_all_sites,
-        chosen_by_what_is_lost,
-        trains_by_entries_and_factors,
     ],
 )
 def test_two_sites(sites, program):

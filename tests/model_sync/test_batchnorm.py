@@ -71,6 +71,15 @@ class Computed(nn.BatchNorm2d):
         return x - x.mean((0, 2, 3), keepdim=True)
 
 
+class Kept(nn.BatchNorm2d):
+    """A layer that keeps its running statistics itself, and normalises by them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.running_mean.lerp_(x.detach().mean((0, 2, 3)), 0.1)
+        return nn.functional.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias)
+
+
 class OneSite:
     """Sums over the rows of one site."""
 
@@ -184,9 +193,22 @@ def test_forwards_that_cannot_be_synchronised_are_refused() -> None:
             with pytest.raises(ValueError, match=words):
                 attach(model)
             dadplug.GradientReduction(model, mode="dsgd").detach()
-        model = nn.Sequential(nn.Conv2d(4, 4, 1), Computed(4))
-        attached = attach(model)
-        with pytest.raises(ValueError, match=r"forward of Computed calls neither F\.batch_norm"):
-            model(torch.randn(2, 4, 2, 2))
-        model.eval()(torch.randn(2, 4, 2, 2))
-        attached.detach()
+        for kind in (Computed, Kept):
+            model = nn.Sequential(nn.Conv2d(4, 4, 1), kind(4))
+            attached = attach(model)
+            with pytest.raises(ValueError, match=rf"forward of {kind.__name__} takes statistics without F\.batch_norm"):
+                model(torch.randn(2, 4, 2, 2))
+            model.eval()(torch.randn(2, 4, 2, 2))
+            attached.detach()
+
+
+@support.at_sites(2)
+def test_frozen_layers_exchange_nothing() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 4), nn.BatchNorm1d(4).eval())
+    attached = local(model)
+    for _ in range(1 + dist.get_rank()):
+        model(torch.randn(3, 4)).square().sum().backward()
+        attached.step()
+    attached.finish()
+    assert not attached.first_difference()
+    attached.detach()

@@ -73,6 +73,32 @@ class Detector(nn.Module):
         return torch.stack([self.layer(each).sum() - one["box"] for each, one in zip(pictures, labels)]).square().mean()
 
 
+class Mixed(nn.Module):
+    """A recurrent layer with ``batch_first`` in a model whose inputs begin with the position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.last = nn.GRU(6, 5, batch_first=True), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.layer(x.transpose(0, 1))[0]).transpose(0, 1)
+
+
+class Scaled(nn.Module):
+    """A model with a parameter that it returns, and one that the loss uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale, self.weight = (
+            nn.Linear(6, 2),
+            nn.Parameter(torch.ones(())),
+            nn.Parameter(torch.ones(())),
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layer(x), self.scale
+
+
 class Parts(nn.Module):
     """A container whose parts the program calls."""
 
@@ -157,10 +183,12 @@ COUNTED: dict[str, Case] = {
     "rows": (plain, rows),
     "a mapping": (OfMapping, in_a_mapping),
     "packed sequences": (Recurrent, packed),
+    "returned and used parameters": (Scaled, rows),
 }
 STATED: dict[str, Case] = {
     "positions first, last output": (Recurrent, positions_first),
     "positions first, all outputs": (lambda: Recurrent(whole=True), positions_first),
+    "positions first, a layer with the batch first": (Mixed, positions_first),
     "attention": (lambda: nn.TransformerEncoderLayer(6, 2, 8, 0.0), positions_first),
     "offsets of bags": (Bags, with_offsets),
     "offsets with the last one first": (lambda: Bags(True), with_last_offset),
@@ -173,6 +201,8 @@ STATED: dict[str, Case] = {
 
 def loss_of(model: nn.Module, inputs: tuple[Any, ...]) -> Tensor:
     outputs = model.train_step(*inputs) if isinstance(model, Parts) else model(*inputs)
+    if isinstance(model, Scaled):
+        return outputs[0].square().mean() * (outputs[1] + model.weight)
     return outputs.square().mean() if outputs.dim() else outputs
 
 
@@ -246,6 +276,25 @@ def test_unequal_batches_are_warned_of_once() -> None:
         assert len(named) == expected
 
 
+@support.at_sites(2)
+def test_local_steps_warn_of_unequal_batches_once() -> None:
+    for size, weighting, expected in (
+        (2 + dist.get_rank(), "uniform", 1),
+        (2, "uniform", 0),
+        (2 + dist.get_rank(), "samples", 0),
+    ):
+        model = plain()
+        local = dadplug.LocalSGD(model, torch.optim.SGD(model.parameters(), 0.1), every=1, weighting=weighting)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                model(torch.ones(size if dist.get_rank() else 2, 6)).sum().backward()
+                local.step()
+            local.finish()
+        assert len([each for each in found if "2, 3" in str(each.message)]) == expected
+        local.detach()
+
+
 # Passes that deliver no gradients
 
 INNER: dict[str, Callable[[nn.Module, Tensor], Any]] = {
@@ -255,6 +304,10 @@ INNER: dict[str, Callable[[nn.Module, Tensor], Any]] = {
     "func.grad": lambda model, x: torch.func.grad(lambda each: model(each).sum())(x),
     "vmap": lambda model, x: torch.func.vmap(torch.func.grad(lambda each: model(each).sum()))(x),
     "jacrev": lambda model, x: torch.func.jacrev(model)(x),
+    "a penalty": lambda model, x: torch.autograd.grad(model(x.requires_grad_()).sum(), x, create_graph=True),
+    "forward mode": lambda model, x: torch.autograd.functional.jacobian(
+        model, x, strategy="forward-mode", vectorize=True
+    ),
     "evaluation": lambda model, x: model(x),
     "parameters": lambda model, x: torch.autograd.grad(model(x).sum(), [*model.parameters()]),
     "an interrupted pass": lambda model, x: interrupted(model, x),
@@ -311,7 +364,12 @@ def test_passes_without_gradients_do_not_count() -> None:
                     if own == 0:
                         inner(called, batch[0][:3].clone())
                     model.zero_grad()
-                    called(batch[own]).square().mean().backward()
+                    loss = called(batch[own]).square().mean()
+                    if own == 0 and "backward" not in name:
+                        inner(called, batch[0][:3].clone())
+                    loss.backward()
+                    if own == 0 and "backward" not in name:
+                        inner(called, batch[0][:3].clone())
                 if way == "local":
                     reduction.step()
                     reduction.finish()
@@ -378,6 +436,7 @@ MADE: dict[str, Callable[[nn.Module, Tensor], Any]] = {
     "trace": lambda model, x: torch.jit.trace(model, x),
     "saved trace": lambda model, x: torch.jit.load(saved(torch.jit.trace(model, x))),
     "export": lambda model, x: torch.export.export(model, (x,)).module(),
+    "strict export": lambda model, x: torch.export.export(model, (x,), strict=True).module(),
     "quantize_dynamic": lambda model, x: torch.ao.quantization.quantize_dynamic(model, {nn.Linear}),
 }
 

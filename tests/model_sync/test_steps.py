@@ -70,12 +70,18 @@ def replace_head(model: nn.Module) -> None:
     model[3] = nn.Linear(8, 3).double()
 
 
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
 CHANGES: dict[str, Callable[[nn.Module], object]] = {
     "assigned": lambda model: model.load_state_dict(state_of(model), assign=True),
     "swapped": swapped(lambda model: model.float().double()),
     "loaded by swapping": swapped(lambda model: model.load_state_dict(state_of(model))),
     "overwritten": overwrite,
     "head": replace_head,
+    "class": lambda model: setattr(model[0], "__class__", Doubled),
 }
 
 
@@ -102,7 +108,7 @@ def test_replaced_parameters_are_followed() -> None:
     for change in CHANGES:
         for mode, at in (("dad", 0), ("rankdad", 3), ("dsgd", 3)):
             alone = train(change, at, None)
-            options: dict[str, Any] = {"mode": mode, "weighting": "uniform"}
+            options: dict[str, Any] = {"mode": mode, "weighting": "samples" if at else "uniform"}
             for wrap in (dadplug.GradientReduction, dadplug.DistributedDataParallel):
                 found = train(change, at, partial(wrap, **options))
                 for one, other in zip(found.parameters(), alone.parameters(), strict=True):

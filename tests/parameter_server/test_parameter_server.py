@@ -6,9 +6,11 @@ import itertools
 import logging
 import os
 import random
+import re
 import signal
 import time
 import warnings
+from collections.abc import Callable
 
 import pytest
 import support
@@ -16,6 +18,7 @@ import torch
 import torch.distributed as dist
 import zoo
 from local_reference import ends_equal
+from running_hub import running_hub
 from server_log import keys, recorded
 from torch import Tensor, nn
 
@@ -23,7 +26,7 @@ import dadplug
 from dadplug.errors import NonFiniteError
 from dadplug.model_sync.samples import SampleCounter
 from dadplug.parameter_server import server as server_module
-from dadplug.parameter_server.gradients import CommittedBatchNorms
+from dadplug.parameter_server.gradients import CommittedBatchNorms, ContributionCodec
 from dadplug.parameter_server.streams import Kind
 
 
@@ -292,12 +295,38 @@ def what_one_site_asks_for_is_an_error_at_every_site() -> None:
     assert all(torch.equal(one, other) for one, other in zip(before, bits(own), strict=True))
 
 
+def what_a_site_sends_is_checked_by_the_others() -> None:
+    rank = dist.get_rank()
+    for value in (float("nan"), 1e30):
+        model, _, server = made()
+        encode = ContributionCodec._encode_rows
+
+        def lie(*given: object, value: float = value, encode: Callable = encode) -> tuple:
+            left, *rest = encode(*given)
+            return torch.full_like(left, value), *rest
+
+        def steps(model: nn.Module = model, server: dadplug.ParameterServer = server) -> None:
+            for step in range(9):
+                backward(model, step)
+                server.step()
+
+        try:
+            ContributionCodec._encode_rows = lie if rank else encode
+            with pytest.raises(dadplug.MismatchError, match=r"the contribution of site 1 .* whose products overflow"):
+                steps()
+        finally:
+            ContributionCodec._encode_rows = encode
+        assert all(each.isfinite().all() for each in model.parameters())
+        server.detach()
+
+
 @pytest.mark.parametrize(
     "program",
     [
         every_kind_of_layer_trains,
         what_is_not_possible_is_an_error_at_every_site,
         what_one_site_asks_for_is_an_error_at_every_site,
+        what_a_site_sends_is_checked_by_the_others,
     ],
 )
 def test_two_sites(sites, program):
@@ -699,3 +728,23 @@ def test_statistics_of_a_silent_site_expire():
     assert torch.equal(layer(rows), alone)
     norms.follow(0, {"1": other}, 5)  # a site's own rows are those of its batch
     assert torch.equal(layer(rows), alone)
+
+
+def calls_differently(leads: bool) -> str:
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    server = dadplug.ParameterServer(model, torch.optim.SGD(model.parameters(), lr=0.1), timeout=60)
+    model(torch.ones(4, 4)).sum().backward()
+    server.step()
+    with pytest.raises(dadplug.MismatchError) as error:
+        server.average_buffers() if leads == (server.rank == 0) else server.finish()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("leads", [True, False])
+@pytest.mark.parametrize("over_hub", [False, True])
+def test_sites_that_make_different_calls_are_told_both(tmp_path, leads, over_hub):
+    hub = running_hub(tmp_path / "kits") if over_hub else contextlib.nullcontext()
+    with hub, support.Sites(2, kits=[tmp_path / "kits" / name for name in "ab"] if over_hub else ()) as group:
+        for message in group.run(calls_differently, leads, timeout=30):
+            assert re.search(r"is in average_buffers\(\) at test_\w+\.py:\d+, step 0", message)
+            assert re.search(r"is in finish\(\) at test_\w+\.py:\d+, step 0", message)

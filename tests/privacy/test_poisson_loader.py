@@ -80,6 +80,8 @@ REFUSED = {  # the part that the message names
     "offsets": (lambda rows: torch.arange(0, 3 * len(rows) + 1, 3), "batch"),
     "squares": (lambda rows: stacked(rows)[:, None] - stacked(rows), "batch"),
     "keyed": (lambda rows: {rows[0][1]: stacked(rows).sum(0)}, "batch"),
+    "grouped": (lambda rows: {len(rows[0][1]): stacked(rows)}, "batch"),
+    "named": (lambda rows: {rows[0][1]: stacked(rows)}, "batch"),
     "slots": (make_dataclass("Slots", ["rows"], slots=True), "batch"),
     "slots and attributes": (type("Both", (make_dataclass("Base", ["rows"], slots=True),), {}), "batch"),
     "bytes": (lambda rows: [pickle.dumps(rows)], "[0]"),
@@ -87,7 +89,7 @@ REFUSED = {  # the part that the message names
     "a record for none": (lambda rows: [stacked(rows or DATA), stacked(rows or DATA).sum()], "[1]"),
     "never": (lambda rows: stacked(rows) / len(rows) if len(rows) < 2 else 1 / 0, "zero"),
 }
-DATA = [(torch.full((3, 2), MARK), f"name {MARK}") for _ in range(2)]
+DATA = [(torch.full((3, 2), MARK), f"name {MARK}{end}") for end in ("", 0)]
 
 
 def outline(item):

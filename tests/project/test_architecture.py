@@ -4,6 +4,8 @@ Exceptions are listed by name or number below. A listed exception that no longer
 can only shrink.
 """
 
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -30,6 +32,7 @@ LAYERS = (
     "fused",
     "hub",
     "processes",
+    "loaders",
     "methods",
     "options",
     "units",
@@ -49,7 +52,6 @@ LAYERS = (
     "progress",
     "auditing",
     "comparison",
-    "racing",
     "serving",
     "tuning",
     "cli",
@@ -120,6 +122,21 @@ def test_folders_import_what_is_below_them():
     found = architecture.upward_imports(architecture.import_graph(ROOT), LAYERS)
     numbers = Counter(f"{architecture.layer_of(a)} -> {architecture.layer_of(b)}" for a, b in found)
     assert numbers == UPWARD_IMPORTS, found
+
+
+# Modules, and the rooms that importing them must not load.
+WITHOUT = {
+    "dadplug.hub.server.hub": ("hooks", "lowrank", "adaptive", "methods"),
+    "dadplug.reduction": ("adaptive",),
+}
+
+
+@pytest.mark.parametrize("module", WITHOUT)
+def test_importing_a_room_does_not_load_others(module):
+    code = f"import sys, {module}; print(*(name for name in sys.modules if name.startswith('dadplug.')))"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert module in loaded
+    assert not [name for name in loaded if name.startswith(tuple(f"dadplug.{room}" for room in WITHOUT[module]))]
 
 
 TRAINERS = {"catalyst", "accelerate", "lightning", "pytorch_lightning", "transformers"}

@@ -99,8 +99,10 @@ def certificate_from_pem(pem: bytes, place: str) -> Certificate:
         KitError: if the content is something else; the message names `place`.
     """
     try:
-        return x509.load_pem_x509_certificate(pem)
-    except ValueError as error:
+        found = x509.load_pem_x509_certificate(pem)
+        found.public_key()
+        return found
+    except (ValueError, UnsupportedAlgorithm, x509.InvalidVersion) as error:
         raise KitError(f"{place} is not a certificate: {reason_of(error)}") from error
 
 
@@ -276,7 +278,7 @@ def read_revocation_list(folder: Path, authority: Certificate) -> tuple[dict[int
     try:
         found = x509.load_pem_x509_crl(read_file(place))
         number = found.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
-    except (ValueError, x509.ExtensionNotFound) as error:
+    except (ValueError, UnsupportedAlgorithm, x509.InvalidVersion, x509.ExtensionNotFound) as error:
         raise KitError(f"{place} is not a revocation list: {reason_of(error)}") from error
     if not found.is_signature_valid(public_key_of(authority)):
         raise KitError(f"{place} is not signed by the authority of this kit")
@@ -513,6 +515,8 @@ def _certificates(folder: Path) -> tuple[Certificate, Certificate]:
     authority = certificate_from_pem(read_file(folder / CA), str(folder / CA))
     path = folder / CERTIFICATE
     certificate = certificate_from_pem(read_file(path), str(path))
+    if not is_issued_by(authority, authority):
+        raise KitError(f"{folder / CA} is damaged, or not that of an authority: its signature is not its own")
     if not is_issued_by(certificate, authority):
         raise KitError(f"{path} is not signed by the authority of this kit")
     return authority, certificate

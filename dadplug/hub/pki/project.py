@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,6 +35,8 @@ _NUMBERS = {  # entries of a policy, with the largest valid one, and what they m
     "hub_timeout": (sys.float_info.max, "positive number of seconds"),
 }
 
+_RESTRICTIONS = ("require_privacy", "modes", "share_inputs", "max_rank_share")  # of what methods send
+
 
 @dataclass(frozen=True)
 class Policy:
@@ -46,6 +49,8 @@ class Policy:
         max_rank_share: largest number of rows that are sent of a layer, as a share of the rows of its input; 1 allows
             all. A private gradient has no such limit.
         require_privacy: True requires differential privacy, the option `privacy`.
+        allow_pickle: whether functions of torch.distributed may unpickle what arrives over the hub: then each other
+            site, and the hub where messages are not sealed, can run programs at this site.
         proxy: address of the proxy that connections to the hub go through, see `dadplug.hub.pki.proxies.Proxy.parse`;
             `dadplug.hub.pki.proxies.DIRECT` for none, and empty for that of the environment.
         rate_limit: megabits per second that this site sends at most; None without a limit.
@@ -57,6 +62,7 @@ class Policy:
     encrypt_local: bool = False
     max_rank_share: float = 1.0
     require_privacy: bool = False
+    allow_pickle: bool = False
     proxy: str = field(default="", repr=False)  # may hold a password
     rate_limit: float | None = None
     hub_timeout: float | None = None
@@ -81,6 +87,31 @@ class Policy:
             raise PolicyError(
                 "the policy of this site's kit has require_privacy = true: pass privacy=DifferentialPrivacy(...) to "
                 f"dadplug.GradientReduction; mode={options.mode!r} without it is refused"
+            )
+
+    @cached_property
+    def restriction(self) -> str:
+        """Line by which it restricts what methods send, and so forbids all that no method sends; empty without one."""
+        names = [name for name in _RESTRICTIONS if getattr(self, name) != getattr(Policy, name)]
+        lines = (line for line in self.text().splitlines() if line.split(" = ")[0] in names)
+        return next(lines, "")
+
+    def check_bytes(self, nbytes: int, most: int | None) -> None:
+        """Check what leaves this site in an exchange that is not one of a method.
+
+        Args:
+            nbytes: bytes that would be sent.
+            most: bytes that are allowed where a policy restricts methods; None for an exchange that is not.
+
+        Raises:
+            PolicyError: if it is not allowed.
+        """
+        if self.restriction and (most is None or nbytes > most):
+            bound = "collectives of the program's own are refused" if most is None else f"{most} bytes are allowed"
+            raise PolicyError(
+                f"the policy of this site's kit has {self.restriction}: {bound}, and {nbytes} bytes would leave the "
+                "site as they are. Train by dadplug, and exchange small results by its gather_objects(); nothing has "
+                "been sent"
             )
 
     def check_rank(self, name: str, sent: int, rows: int) -> None:
@@ -162,6 +193,8 @@ class Policy:
             f"max_rank_share = {self.max_rank_share!r}\n"
             "# require_privacy: true refuses runs without differential privacy.\n"
             f"require_privacy = {str(self.require_privacy).lower()}\n"
+            "# allow_pickle: true lets torch.distributed unpickle what arrives: other sites can run programs here.\n"
+            f"allow_pickle = {str(self.allow_pickle).lower()}\n"
             "# proxy: HTTP proxy on the way to the hub, http://HOST:PORT or http://USER:PASSWORD@HOST:PORT,\n"
             '# or "direct" for none. Without this entry the environment counts: HTTPS_PROXY and NO_PROXY.\n'
             f"{_line('proxy', self.proxy or None, 'http://proxy.example.org:3128')}"
@@ -268,6 +301,7 @@ class Roster:
             found = json.loads(read_file(path))
             if found["format"] != _FORMAT:
                 raise KitError(f"{path} has format {found['format']!r}; this version of dadplug reads {_FORMAT}")
+            check_keys(found, ("format", *(each.name for each in fields(cls))), str(path))
             sites = sorted(found["sites"], key=lambda site: int(site["slot"]))
             if [site["slot"] for site in sites] != list(range(len(sites))):
                 raise KitError(f"{path}: slots must be 0 to {len(sites) - 1}, each once")
@@ -499,6 +533,20 @@ def check_restrictions(options: Restricted, *, sends_factors: bool) -> None:
     """
     for restrictions in _in_force:
         restrictions.check(options, sends_factors=sends_factors)
+
+
+def check_restricted_bytes(nbytes: int, most: int) -> None:
+    """Check what leaves this site in an exchange that is not one of a method, against all restrictions in force.
+
+    Args:
+        nbytes: bytes that would be sent.
+        most: bytes that are allowed where a policy restricts methods.
+
+    Raises:
+        PolicyError: if these are more.
+    """
+    for restrictions in _in_force:
+        restrictions.policy.check_bytes(nbytes, most)
 
 
 def check_restricted_rank(name: str, sent: int, rows: int) -> None:

@@ -42,6 +42,7 @@ _WRAPPED = SECRET_BYTES + 8 + 16  # a key, its step and a tag
 _EARLY_LIMIT = 1 << 30  # bytes of frames that wait for their sender's welcome
 _REKEY_HEAD = struct.Struct(">Q32sH")  # number, digest of the epoch, number of receivers
 _RECEIVER = struct.Struct(f">H{_WRAPPED}s")
+DIGEST_BYTES = 16  # of the rounds so far, see `dadplug.hub.site.history`
 _KEY = struct.Struct(">Q32s")  # step, or number of a rekey, and key
 _WELCOME_HEAD = struct.Struct(">QHH")  # step, number of members, number of chains
 _MEMBER = struct.Struct(">H32s")  # slot, digest of the offer
@@ -506,6 +507,16 @@ class LinkSealing:
     @property
     def complete(self) -> bool:
         return self._epochs is None or self._epochs.complete
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether this site can send to all others."""
+        return self._epochs is None or bool(self._epochs.members)
+
+    @property
+    def first_digest(self) -> bytes:
+        """What all sites that start together begin the digest of their rounds with, unknown to the hub if sealed."""
+        return (derive(self.keys.group, "rounds") if self.keys is not None else bytes(DIGEST_BYTES))[:DIGEST_BYTES]
 
     def negotiate(self, kit: Kit, swap: Swap) -> None:
         """Agree on keys with all other sites.

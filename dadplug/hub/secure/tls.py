@@ -14,13 +14,14 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from ...errors import KitError, RefusedError
+from ...exchange.handshake import read_exactly
 from ...logs import escaped
 from ..pki.files import CA, CERTIFICATE, REVOKED, find_passphrase
 from ..pki.kits import AUTHORITY_SUFFIX, issuer_of
 from ..pki.project import HUB
 from ..pki.proxies import find_proxy
 from .proxy import connect
-from .secure_socket import SecureSocket, read_exactly
+from .secure_socket import SecureSocket
 
 if TYPE_CHECKING:
     from ..pki.kits import Kit

@@ -120,6 +120,9 @@ class Relay:
         self._gone: dict[tuple[str, int], tuple[int, str]] = {}  # last instance that may not connect again, and why
         self._store = Store()
         self._recovery: Recovery | None = None  # of a run that began before the restart of the hub
+        # The last run that sites have completed: its rounds, and instances of the sites that were absent, by slot.
+        self._ended_after = 0
+        self._ended: dict[int, int] = {}
 
     # Connections.
 
@@ -158,6 +161,12 @@ class Relay:
         gone = self._gone.get(key)
         if gone is not None and gone[0] == hello.instance:
             raise RefusedError(f"the hub has given this site up: {gone[1]}")
+        missed = self._ended.get(slot)
+        if hello.channel == "training" and missed == hello.instance and hello.position.step < self._ended_after:
+            raise RefusedError(
+                f"other sites have completed the run while this site was away, with {self._ended_after} rounds: its "
+                "weights are not the result; take those of another site"
+            )
         session = Session(slot, name, hello, serial, len(self.roster), now)
         if hello.channel == "training":
             self._fit(session, now)
@@ -657,6 +666,10 @@ class Relay:
         """End the session of a site that takes no part any more; where the run is elastic, it may join again."""
         run = self.run
         run.ending |= run.membership.started and (len(self._training()) == 1 or not run.elastic)
+        if action.reason:
+            run.absent[action.slot] = self.sessions["training", action.slot].instance
+        else:
+            run.completed = run.membership.step
         self._end(self.sessions["training", action.slot], action.reason, now, action.step, run.elastic)
 
     def _recover(self, now: float) -> None:
@@ -686,6 +699,8 @@ class Relay:
     def _begin_run(self, now: float) -> None:
         """Begin a run, with the sites that have waited for the end of the last one."""
         waiting = [each.sites for each in self._of("training")]
+        if self.run.completed:
+            self._ended_after, self._ended = self.run.completed, self.run.absent
         self._replace_run(max(waiting, default=len(self.run.names)), now)
         self._early.clear()
         self._store = Store()

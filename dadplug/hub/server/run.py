@@ -302,6 +302,8 @@ class Run:
         ahead: ENDs of later steps than the open one, by slot.
         pause: for whom training waits; empty while it goes on.
         ending: whether a site has left without which the run ends; sites that connect wait for the next one.
+        completed: the last closed step when a site has completed its training; 0 before.
+        absent: instances of the sites that were lost, by slot; those that have joined again since included.
 
     Raises:
         ValueError: if the timeout is out of range.
@@ -317,6 +319,8 @@ class Run:
         self.ahead: defaultdict[int, deque[int]] = defaultdict(deque)
         self.pause = ""
         self.ending = False
+        self.completed = 0
+        self.absent: dict[int, int] = {}
         # Announcements of the sites that have joined in the open round, which one that joins after them has missed.
         self._joined: dict[int, Join] = {}
         self._kind = RoundKind.COLLECTIVE  # of the open round, once a site has ended it
@@ -681,6 +685,10 @@ class Recovery:
                 if self._lost_sender:
                     del self._reports[session]  # it joins again
                     continue
+                # Where all are waited for, a site accepts no close without one that it takes for a member.
+                left = set() if winner.skips else {*range(len(self._run.names))} - {*winner.contributors, session.slot}
+                for slot in sorted(left):
+                    session.send(pack_control(Drop(slot, winner.position.step, _AWAY), 0))
                 for slot in winner.joined:
                     session.send(pack_control(Join(slot, winner.position.step), 0))
                 session.send(pack_control(Close(winner.position.step, winner.contributors), 0))

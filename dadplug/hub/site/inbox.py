@@ -179,10 +179,15 @@ class Inbox:
             slot: the site.
             step: the open step.
         """
-        of_site = [key for key, frames in self._early.items() if key[1] == slot and frames[0][0].step == step]
-        channels = {exchange >> CHANNEL_BITS for kind, _, exchange in of_site if kind is Kind.PAYLOAD}
+        begun = self.begun_by(slot, step)
+        channels = {exchange >> CHANNEL_BITS for exchange in begun}
         expected = (exchange for kind, sender, exchange in self._expected if (kind, sender) == (Kind.PAYLOAD, slot))
-        return (Kind.PAYLOAD, slot, CALLS) in of_site or any(each >> CHANNEL_BITS in channels for each in expected)
+        return CALLS in begun or any(each >> CHANNEL_BITS in channels for each in expected)
+
+    def begun_by(self, slot: int, step: int) -> set[int]:
+        """Return the exchanges that a site has begun in a step, and this one has not."""
+        payloads = {key[2]: frames for key, frames in self._early.items() if key[:2] == (Kind.PAYLOAD, slot)}
+        return {exchange for exchange, frames in payloads.items() if frames[0][0].step == step}
 
     def call_of(self, slot: int) -> str:
         """Return the call that a site has sent since the sites' calls are not the same; empty if it has sent none."""

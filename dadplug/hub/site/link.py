@@ -8,10 +8,9 @@ Where sites may leave, messages belong to rounds. `RoundClient` ends them, and e
 
 from __future__ import annotations
 
-import struct
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 from ...errors import DroppedError, FrameError, MismatchError, SealingError, SiteError
@@ -25,7 +24,6 @@ from ..pki.kits import Kit
 from ..secure.epochs import AGREEMENT, LinkSealing
 from ..wire.messages import (
     FRESH,
-    IDLE,
     SHORT_PIECE_BYTES,
     Accept,
     Close,
@@ -34,7 +32,6 @@ from ..wire.messages import (
     Grow,
     Head,
     Join,
-    Joined,
     KeyMessage,
     Kind,
     Pause,
@@ -42,21 +39,19 @@ from ..wire.messages import (
     Repeat,
     Report,
     Resume,
-    RoundKind,
     SendState,
     Start,
     pack_control,
 )
-from ..wire.streams import ELASTIC_HUB_TIMEOUT, return_seconds
-from .calls import check_calls, mismatch
+from ..wire.streams import return_seconds
+from .calls import check_calls
 from .connection import KERNEL_BYTES, HubConnection
-from .inbox import CHANNEL_BITS, Continuation, Inbox, Incoming, StateRequests
+from .inbox import CHANNEL_BITS, Continuation, Inbox, Incoming
+from .rounds import RoundClient
 
 _NOTICE_SECONDS = 5.0  # after which a site prints for which sites it waits
 _log = get_logger(__name__)
 _ENDED = "its program has ended"
-_SIZE = struct.Struct("<Q")
-_SIZE_EXCHANGE, _STATE_EXCHANGE = 0, 1  # numbers of the two messages of a state
 
 
 class HubLink(HubConnection):
@@ -167,16 +162,28 @@ class HubLink(HubConnection):
         if void or (self.rounds.states.is_outdated(head) and not self.sealing.covers(head)):
             return
         if self.sealing.covers(head):
-            for frame in self.sealing.open(head, body):
+            try:
+                opened = self.sealing.open(head, body)
+            except SealingError as error:
+                if not self.rounds.elastic:
+                    raise
+                self.rounds.refuse(error)
+                return
+            for frame in opened:
                 self._take_opened(*frame)
         else:
-            self.inbox.complete(head, body)
+            self._take_message(head, body)
+
+    def _take_message(self, head: Head, body: memoryview) -> None:
+        if head.kind is Kind.PAYLOAD:
+            self.rounds.compare(head)
+        self.inbox.complete(head, body)
 
     def _take_opened(self, head: Head, content: bytes) -> None:
         if not self.rounds.states.is_outdated(head):
             body = self.inbox.room(head)
             body[:] = content
-            self.inbox.complete(head, body)
+            self._take_message(head, body)
 
     def _post_all(self, messages: Iterable[object]) -> None:
         """Send control messages. To be called with the lock held."""
@@ -290,6 +297,7 @@ class HubLink(HubConnection):
             self.rounds._position, self.rounds.closed = position, position.step
             self.rounds.joined.clear()
             self.rounds.states.own = None
+            self.rounds.history.forget()
 
     def tick(self) -> None:
         self._post_all(self.sealing.check_kit(self.rounds.elastic))
@@ -380,8 +388,11 @@ class HubLink(HubConnection):
 
         Raises:
             SiteError: if the link has failed.
+            MismatchError: if the hub has told the sites different things.
         """
+        self.rounds.check()
         if len(content) and not (kind is Kind.PAYLOAD and self.rounds.behind):
+            tag = self.rounds.history.mark(self.step) if kind is Kind.PAYLOAD else tag
             self.post(Head(kind, self.rank if slot is None else slot, self.step, exchange, tag=tag), content, soon)
 
     def expect(self, slot: int, exchange: int, buffer: memoryview, kind: Kind = Kind.PAYLOAD) -> Incoming:
@@ -445,6 +456,7 @@ class HubLink(HubConnection):
     def _check_gone(self, missing: Sequence[Incoming]) -> None:
         """Raise an error if a message will never arrive, which names the site that was lost first."""
         self.check()
+        self.rounds.check()
         if self.rounds.dropped:
             raise DroppedError(self.rounds.dropped)
         found = self.first_lost()
@@ -504,291 +516,3 @@ class HubLink(HubConnection):
         self.forget_hub_timeout()
         self.leave("")
         super().close(seconds)
-
-
-class RoundClient:
-    """Part of a site in the rounds of its link.
-
-    A site that is late ends a round which has been closed without it, and those that have been closed since, one after
-    the other: `closed` is ahead of the link's step then. It has got all that the others have sent in them.
-
-    Args:
-        link: the link.
-
-    Attributes:
-        elastic: whether training goes on without a site that leaves.
-        joins: whether this site joins in mid-training, and has to be sent a state.
-        skips: whether late sites miss a step.
-        closed: number of the last round that has been closed.
-        absent: slots of the sites that are not part of the last round that this site has ended, the same at all sites.
-        joined: slots of the sites that have joined in the open round.
-        listens: whether this site is one of them.
-        requirements: the requirements of the run; None where all sites have to stay.
-        rejoins: whether a site that the hub has dropped joins again in its process.
-        sizes: rounds in which the run has grown, and the number of sites since.
-        first: number of the first round of the last training step that this site has begun to end.
-        dropped: reason why the hub has dropped this site, until it joins again; empty while it takes part.
-    """
-
-    def __init__(self, link: HubLink) -> None:
-        self._link = link
-        self.elastic = self.joins = self.skips = False
-        self.closed = 0
-        self.absent: frozenset[int] = frozenset()
-        self._absent: dict[int, frozenset[int]] = {}  # the same, by round that has been closed and not ended here
-        self.joined: set[int] = set()
-        self.listens = False
-        self.requirements: Requirements | None = None
-        self.rejoins = True
-        self.first = 0
-        self.sizes: list[tuple[int, int]] = []
-        self.dropped = ""
-        self.states = StateRequests(link.rank)
-        self._position: Position | None = None  # at which this site joins
-        self._fresh = False  # whether this site has joined and not ended a round since
-
-    def begin(self, requirements: Requirements) -> None:
-        """Begin rounds; all sites call it with the same requirements."""
-        link = self._link
-        with link.lock:
-            if not self.elastic and not self.joins:
-                self.closed = link.step - 1
-                self.joined.clear()  # at the start
-            self.elastic, self.skips, self.requirements = True, requirements.skips, requirements
-            link._continuation.kept.limit = None
-            link.wait_for_hub(ELASTIC_HUB_TIMEOUT, unless_known=True)
-            link.check()
-            self._ask()
-            link._flush_or_disconnect()
-
-    def _ask(self) -> None:
-        """State the requirements and, where this site is to join, that it can. To be called with the link's lock held.
-
-        Where messages are sealed, the members are asked for their keys first.
-        """
-        self.states.awaits = self.joins
-        offer = self._link.sealing.offer() if self.joins else None
-        self._link._post_all([self.requirements] if offer is None else [offer, self.requirements])
-
-    @property
-    def size(self) -> int:
-        """Number of sites from the end of the present training step on; 0 if the run has not grown."""
-        return max((size for number, size in self.sizes if number <= self.first), default=0)
-
-    @property
-    def behind(self) -> bool:
-        """Whether the open round of this site has been closed already."""
-        return self.elastic and not self.joins and self.closed >= self._link.step
-
-    def lacks(self, slot: int) -> bool:
-        """Return whether a site is not part of the open round of this site, as far as it is known."""
-        return slot in self._absent.get(self._link.step, ())
-
-    def take_close(self, message: Close) -> None:
-        """Take the announcement that a round has been closed. To be called with the link's lock held."""
-        link = self._link
-        if not self.elastic or message.step <= self.closed:
-            return
-        absent = frozenset(range(link.world_size)) - frozenset(message.contributors) | self.joined
-        self.joined.clear()
-        self.listens = False
-        self.closed, self._absent[message.step] = message.step, absent
-        if message.step == link.step:
-            link.inbox.cancel_all(Kind.PAYLOAD, absent)  # what they send from now on belongs to later rounds
-
-    # Rounds
-
-    def end(
-        self,
-        timeout: float,
-        answer: Callable[[], bytes] | None,
-        kind: RoundKind = RoundKind.COLLECTIVE,
-        idle: bool = False,
-    ) -> frozenset[int]:
-        """End this site's part of the open round, and wait until all others have ended theirs, left, or are late.
-
-        Args:
-            timeout: seconds after which the round should be closed, pauses apart.
-            answer: returns this site's state for one that joins; None where the round admits none.
-            kind: kind of the round.
-            idle: whether this site contributes nothing.
-
-        Returns:
-            The slots of the sites that are not among the contributors.
-
-        Raises:
-            SiteError: if the hub or this site is given up, or the round is not closed in time.
-            RuntimeError: if this site has just joined, in a step that the others have begun.
-        """
-        link, number = self._link, self._link.step
-        if self._fresh and answer is None:
-            raise RuntimeError(
-                "this site has joined in mid-training, while the others are in synchronize(): it may not exchange "
-                "anything before it has called synchronize() itself"
-            )
-        self._fresh = False
-        link.post(Head(Kind.END, link.rank, number, exchange=kind | IDLE * idle), b"")
-
-        def over() -> bool:
-            while answer is not None and (request := self.states.next(number)) is not None:
-                if request.step == number - 1:  # otherwise the joiner has left since
-                    self._send_state(request, answer)
-            return number in self._absent
-
-        what = f"step {number} has not been closed for {timeout:g} s, though the hub is connected"
-        self._wait_until(over, timeout, f"{what}: another site is stopped or busy")
-        with link.lock:
-            self.absent = self._absent.pop(number)
-            link.step = number + 1
-            for slot in self.absent:
-                link.inbox.forget(slot, last=number)
-        return self.absent
-
-    def gather(self, exchange: int, buffers: Sequence[memoryview], timeout: float) -> frozenset[int]:
-        """Gather messages in a round of its own.
-
-        Args:
-            exchange: number of the exchange.
-            buffers: this site's message and room for those of the others, of bytes, by slot.
-            timeout: seconds after which the round should be closed.
-
-        Returns:
-            The slots of the sites that are absent, whose messages do not count.
-
-        Raises:
-            SiteError: as in `end`, or if this site is to join in mid-training.
-            RuntimeError: as in `end`.
-            MismatchError: if a site that is present has sent no such message.
-        """
-        link = self._link
-        if self.joins:
-            raise SiteError(
-                "this site joins in mid-training, and can take part in nothing before it has built its reduction"
-            )
-        others = [(slot, buffer) for slot, buffer in enumerate(buffers) if slot != link.rank and len(buffer)]
-        incoming = [link.expect(slot, exchange, buffer, Kind.PAYLOAD) for slot, buffer in others]
-        link.send(exchange, buffers[link.rank], Kind.PAYLOAD, 0, None)
-        absent = self.end(timeout, None)
-        for each in link.cancel(incoming):
-            if each.key[1] not in absent:
-                raise mismatch(link)
-        return absent
-
-    def wait_for(self, incoming: Sequence[Incoming], number: int, timeout: float) -> set[int]:
-        """Wait until messages have arrived, or cannot arrive any more.
-
-        Args:
-            incoming: the messages.
-            number: the round that they belong to.
-            timeout: seconds after which they should have arrived, pauses apart.
-
-        Returns:
-            The senders of those that have not arrived, and are expected no longer.
-
-        Raises:
-            SiteError: if the hub or this site is given up, or a site is silent.
-        """
-        link = self._link
-
-        def over() -> bool:
-            return self.closed >= number or all(each.done or each.key[1] in link.gone for each in incoming)
-
-        what = f"a site has sent nothing in step {number} for {timeout:g} s, though the hub is connected to it"
-        self._wait_until(over, timeout, what)
-        return {each.key[1] for each in link.cancel(incoming)}
-
-    def _wait_until(self, over: Callable[[], bool], timeout: float, failure: str, dropped: bool = False) -> None:
-        """Exchange messages until a condition holds, or this site is dropped, unless it is known that it has been."""
-        patience = Deadline(min(ASK_SECONDS, timeout))
-
-        def left() -> int:
-            if over():
-                return 0
-            check_calls(self._link, patience)
-            if self.dropped and not dropped:
-                self._link.check()
-                raise DroppedError(f"the hub has dropped this site: {self.dropped}")
-            return 1
-
-        if not self._link.converse(left, timeout, any_frame=True):  # large ones take long over a slow connection
-            raise SiteError(failure)
-
-    # State of a site that joins
-
-    def _send_state(self, request: SendState, answer: Callable[[], bytes]) -> None:
-        content = answer()
-        for exchange, part in ((_SIZE_EXCHANGE, _SIZE.pack(len(content))), (_STATE_EXCHANGE, content)):
-            try:
-                self._link.send(exchange, memoryview(part), Kind.STATE, request.number, request.joiner)
-            except SealingError:
-                if request.joiner not in self._link.gone:
-                    raise
-                return  # it has left meanwhile, and has no keys any more
-
-    def receive_state(self, timeout: float, most: int) -> bytes:
-        """Receive the state of another site, of so many bytes at most; from the beginning where it leaves meanwhile.
-
-        Raises:
-            SiteError: if none arrives in time.
-        """
-        while True:
-            self._wait_until(lambda: self.states.own is not None, timeout, "no site has sent its state")
-            if (request := self.states.own) is None:
-                continue
-            if (size := self._receive_part(request, _SIZE_EXCHANGE, _SIZE.size, timeout)) is None:
-                continue
-            (nbytes,) = _SIZE.unpack(size)
-            if nbytes > most:
-                raise SiteError(
-                    f"{self._link.name(request.donor)} announces a state of {nbytes} bytes, where this site's model "
-                    f"allows {most}: do all sites train the same model?"
-                )
-            state = self._receive_part(request, _STATE_EXCHANGE, nbytes, timeout)
-            with self._link.lock:
-                self.states.awaits &= state is None or self.states.own is not request  # another hub sends a newer one
-            if state is not None and not self.states.awaits:
-                failure = "the keys of another site have not arrived: it is stopped or busy"
-                self._wait_until(lambda: self._link.sealing.complete, timeout, failure)
-                return state
-
-    def _receive_part(self, request: SendState, exchange: int, nbytes: int, timeout: float) -> bytes | None:
-        """Receive a part of a state; None if another one is to come."""
-        buffer = memoryview(bytearray(nbytes))
-        incoming = self._link.expect(request.donor, exchange, buffer, Kind.STATE)
-        failure = f"the state of {self._link.name(request.donor)} has not arrived"
-        self._wait_until(lambda: incoming.done or self.states.own is not request, timeout, failure)
-        if incoming.done:
-            return bytes(buffer)
-        self._link.cancel([incoming])
-        return None
-
-    def confirm(self) -> bool:
-        """Tell the hub that this site has the state, and takes part; False if the state is outdated.
-
-        Others may have gone on since it arrived, if the hub was restarted or has dropped this site.
-        """
-        with self._link.lock:
-            if (position := self._position) is None or self.states.awaits:
-                return False
-            self.joins, self._fresh, self.listens, self._position = False, True, True, None
-        self._link.post_control(Joined(position))
-        return True
-
-    def rejoin(self, timeout: float) -> None:
-        """Join again after the hub has dropped this site: wait until it is connected, and forget the open step.
-
-        Args:
-            timeout: seconds to wait for the hub.
-
-        Raises:
-            SiteError: if the hub does not let this site join in time.
-        """
-        print(f"dadplug: the hub has dropped this site: {self.dropped}; it joins again", file=sys.stderr, flush=True)
-        self._wait_until(lambda: self.joins, timeout, "the hub does not let this site join again", dropped=True)
-        link = self._link
-        with link.lock:
-            self.dropped, self._fresh = "", False
-            self._absent.clear()
-            link.inbox.clear()
-            link.gone.clear()
-            link._frames.release(())

@@ -120,10 +120,10 @@ class LocalProcesses(ProcessSites):
         self.found = self._relayed() or super().found_lost() or self.found
         return self.found
 
-    def lost(self, error: BaseException, timeout: float, peer: int | None = None) -> SiteError:
+    def lost(self, error: BaseException, timeout: float, peer: int | None = None) -> SiteError | MismatchError:
         found = super().lost(error, timeout, peer)
-        self.found = self._relayed() or found
-        return self.found
+        self.found = self._relayed() or (found if isinstance(found, SiteError) else None)
+        return self.found or found
 
     def check_alive(self) -> None:
         """Raise SiteError if one of the other processes has ended."""
@@ -284,7 +284,7 @@ class SiteMembers(PeerNames):
         # A site that has left may have sent all that is waited for: the wait for the hub itself finds what is missing.
         return None if self._local is None else self._local.found_lost()
 
-    def lost(self, error: BaseException, timeout: float, peer: int | None = None) -> SiteError:
+    def lost(self, error: BaseException, timeout: float, peer: int | None = None) -> SiteError | MismatchError:
         if isinstance(error, SiteError):
             return error
         own = self._nodes.own
@@ -364,7 +364,7 @@ class SiteTransport(CollectiveTransport, NodeMessages):
     def __del__(self) -> None:
         self.close()
 
-    def lost(self, error: BaseException, peer: int | None = None) -> SiteError:
+    def lost(self, error: BaseException, peer: int | None = None) -> SiteError | MismatchError:
         return self._error if isinstance(self._error, SiteError) else super().lost(error, peer)
 
     # Messages inside the site

@@ -213,7 +213,8 @@ class SiteRuntime:
         if self.nodes is None:
             return HubGroup(self.link, ranks, rank, seconds)
         world_size = sum(map(len, self.nodes.members))
-        return Collectives(partial(self._open_site_transport, Traffic(), seconds), ranks, rank, world_size, seconds)
+        open_transport = partial(self._open_site_transport, Traffic(), seconds)
+        return Collectives(open_transport, ranks, rank, world_size, seconds, self.kit.policy)
 
     def open_transport(
         self,
@@ -303,6 +304,12 @@ def connect_by_kit(
     SiteRuntime(loaded, timeout, LocalPlace.find(os.environ))
     host, port = loaded.roster.address()
     names = ", ".join(loaded.roster.sites)
+    if loaded.policy.allow_pickle:
+        _log.warning(
+            "the policy of the kit %s has allow_pickle = true: other sites, and the hub where messages are not sealed, "
+            "can run programs at this site",
+            loaded.folder,
+        )
     _log.info("connected to the hub %s:%d as site %d of %s", host, port, loaded.slot, names)
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import socket
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from contextlib import suppress
 from typing import Any
 
@@ -30,11 +30,13 @@ from ...errors import MismatchError, SiteError
 from ...exchange import codec
 from ...exchange.calls import tagged, untagged
 from ...exchange.codec import check_lengths, decode_objects, encode_object
+from ...exchange.declared import most_bytes
 from ...exchange.framing import bytes_of
 from ...exchange.status import PeerNames, watch_exit
 from ...exchange.traffic import Traffic
 from ...exchange.transport import Gather, PendingSum, Requirements, StreamToHub, Transport
 from ...exchange.wire import lasting
+from ..pki.project import check_restricted_bytes
 from ..wire.messages import CODES, Kind, RoundKind, Spent
 from .calls import mismatch
 from .inbox import CHANNEL_BITS, Incoming
@@ -60,6 +62,13 @@ class HubSites(PeerNames):
 
     def found_lost(self) -> SiteError | None:
         return self._link.first_lost()
+
+    def check_awaited(self, awaited: Collection[int]) -> None:
+        with self._link.lock:
+            self._link.transfer()  # the link's thread leaves it to calls that wait for messages
+            differ = any(self._link.inbox.begun_by(slot, self._link.step) for slot in awaited)
+        if differ:
+            raise self.mismatch()
 
     def mismatch(self) -> MismatchError:
         return mismatch(self._link)
@@ -153,8 +162,11 @@ class CollectiveTransport(Transport):
 
     def gather_present(self, item: Any) -> dict[int, Any]:
         own, refusal = encode_object(tagged(item))
+        if (most := most_bytes()) is not None:
+            check_restricted_bytes(len(own), most)
         every = self.gather_bytes(own)
-        return untagged(dict(zip(every, decode_objects([*every.values()], refusal), strict=True)), self.sites)
+        objects = decode_objects(every.items(), refusal, self.sites.__getitem__)
+        return untagged(dict(zip(every, objects, strict=True)), self.sites)
 
     def gather_bytes(self, own: bytes) -> dict[int, memoryview]:
         """Gather byte strings of the sites that are present, by rank; where sites may leave, in a round of its own.
@@ -166,7 +178,7 @@ class CollectiveTransport(Transport):
         sizes.launch()
         # 0 for a site that is not there; one that was absent in the last round may have joined since
         lengths = [int(size) for size in (sizes.wait() if self._in_step else sizes.collect())]
-        check_lengths(lengths)
+        check_lengths(lengths, self.sites.__getitem__)
         gather = self.gather_once(lengths, torch.uint8)
         if lengths[self.rank]:  # else nothing that this site sends counts
             gather.payload.copy_(torch.frombuffer(bytearray(b"\0" + own), dtype=torch.uint8))

@@ -81,7 +81,8 @@ class Head(NamedTuple):
         exchange: number of the exchange in the step.
         offset: bytes of the message before this piece.
         length: bytes of this piece.
-        tag: for `STATE` a number that tells one transfer from another.
+        tag: for `STATE` a number that tells one transfer from another; for `PAYLOAD` a mark of the rounds so far, see
+            `dadplug.hub.site.history`.
     """
 
     kind: Kind
@@ -165,7 +166,7 @@ VERSION = 8
 OLDEST_VERSION = 7
 """Oldest version of sites that this hub serves. Since 8 a hub answers requests for its status, takes `Spent`, and
 numbers requests for states."""
-SITES_VERSION = 3
+SITES_VERSION = 4
 """Version of what sites exchange with one another.
 
 It rises with each change by which a site sends other bytes, or makes other bits of the same bytes, so that sites of

@@ -1,0 +1,373 @@
+"""Rounds of a site's link: their ends, by which the sites agree on who takes part, and states of sites that join."""
+
+from __future__ import annotations
+
+import struct
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from ...errors import DadplugError, DroppedError, MismatchError, SealingError, SiteError
+from ...exchange.calls import ASK_SECONDS
+from ...exchange.handshake import Deadline
+from ...exchange.transport import Requirements
+from ..secure.epochs import DIGEST_BYTES
+from ..wire.messages import IDLE, Close, Head, Joined, Kind, Position, RoundKind, SendState
+from ..wire.streams import ELASTIC_HUB_TIMEOUT
+from .calls import check_calls, mismatch
+from .history import RoundHistory
+from .inbox import CALLS, Incoming, StateRequests
+
+if TYPE_CHECKING:
+    from .link import HubLink
+
+_ANNOUNCED = struct.Struct(f"<Q{DIGEST_BYTES}s")  # size of a state, and the history that it belongs to
+_SIZE_EXCHANGE, _STATE_EXCHANGE = 0, 1  # numbers of the two messages of a state
+
+
+class RoundClient:
+    """Part of a site in the rounds of its link.
+
+    A site that is late ends a round which has been closed without it, and those that have been closed since, one after
+    the other: `closed` is ahead of the link's step then. It has got all that the others have sent in them.
+
+    Args:
+        link: the link.
+
+    Attributes:
+        elastic: whether training goes on without a site that leaves.
+        joins: whether this site joins in mid-training, and has to be sent a state.
+        skips: whether late sites miss a step.
+        closed: number of the last round that has been closed.
+        absent: slots of the sites that are not part of the last round that this site has ended, the same at all sites.
+        joined: slots of the sites that have joined in the open round.
+        listens: whether this site is one of them.
+        requirements: the requirements of the run; None where all sites have to stay.
+        rejoins: whether a site that the hub has dropped joins again in its process.
+        history: digest of the rounds so far.
+        refusal: error with which this site ends, since it does not accept what the hub says to it or to others.
+        sizes: rounds in which the run has grown, and the number of sites since.
+        first: number of the first round of the last training step that this site has begun to end.
+        dropped: reason why the hub has dropped this site, until it joins again; empty while it takes part.
+    """
+
+    def __init__(self, link: HubLink) -> None:
+        self._link = link
+        self.elastic = self.joins = self.skips = False
+        self.closed = 0
+        self.absent: frozenset[int] = frozenset()
+        # The same, and the number of contributors, by round that has been closed and not ended here.
+        self._closes: dict[int, tuple[frozenset[int], int]] = {}
+        self.joined: set[int] = set()
+        self.listens = False
+        self.requirements: Requirements | None = None
+        self.rejoins = True
+        self.first = 0
+        self.sizes: list[tuple[int, int]] = []
+        self.dropped = ""
+        self.history = RoundHistory()
+        self.refusal: DadplugError | None = None
+        self.states = StateRequests(link.rank)
+        self._position: Position | None = None  # at which this site joins
+        self._fresh = False  # whether this site has joined and not ended a round since
+
+    def begin(self, requirements: Requirements) -> None:
+        """Begin rounds; all sites call it with the same requirements."""
+        link = self._link
+        with link.lock:
+            if not self.elastic and not self.joins:
+                self.closed = link.step - 1
+                self.joined.clear()  # at the start
+                self.history.begin(self.closed, link.sealing.first_digest)
+            self.elastic, self.skips, self.requirements = True, requirements.skips, requirements
+            link._continuation.kept.limit = None
+            link.wait_for_hub(ELASTIC_HUB_TIMEOUT, unless_known=True)
+            link.check()
+            self._ask()
+            link._flush_or_disconnect()
+
+    def _ask(self) -> None:
+        """State the requirements and, where this site is to join, that it can. To be called with the link's lock held.
+
+        Where messages are sealed, the members are asked for their keys first.
+        """
+        self.states.awaits = self.joins
+        offer = self._link.sealing.offer() if self.joins else None
+        self._link._post_all([self.requirements] if offer is None else [offer, self.requirements])
+
+    @property
+    def size(self) -> int:
+        """Number of sites from the end of the present training step on; 0 if the run has not grown."""
+        return max((size for number, size in self.sizes if number <= self.first), default=0)
+
+    @property
+    def behind(self) -> bool:
+        """Whether the open round of this site has been closed already."""
+        return self.elastic and not self.joins and self.closed >= self._link.step
+
+    def lacks(self, slot: int) -> bool:
+        """Return whether a site is not part of the open round of this site, as far as it is known."""
+        return slot in self._closes.get(self._link.step, ((), 0))[0]
+
+    def take_close(self, message: Close) -> None:
+        """Take the announcement that a round has been closed. To be called with the link's lock held."""
+        link = self._link
+        if not self.elastic or message.step <= self.closed:
+            return
+        present, contributors = {*range(link.world_size)} - link.gone.keys(), {*message.contributors}
+        self.history.close(message.step, message.contributors, self.joined)
+        self._check_history()
+        if strange := contributors - present or (set() if self.skips else present - contributors):
+            names = ", ".join(link.name(slot) for slot in sorted(strange))
+            how = "with what has left:" if strange & link.gone.keys() else "without what is present:"
+            self._refuse_close(f"{link.hub} has closed round {message.step} {how} {names}")
+        absent = frozenset(range(link.world_size)) - contributors | self.joined
+        self.joined.clear()
+        self.listens = False
+        self.closed, self._closes[message.step] = message.step, (absent, len(contributors))
+        if message.step == link.step:
+            link.inbox.cancel_all(Kind.PAYLOAD, absent)  # what they send from now on belongs to later rounds
+
+    # What the hub says
+
+    def compare(self, head: Head) -> None:
+        """Compare what the sender of a payload was told so far. To be called with the link's lock held."""
+        self.history.compare(head.slot, head.step, head.tag)
+        self._check_history()
+
+    def check(self) -> None:
+        """Raise MismatchError if this site does not accept what the hub says, or has said to another site."""
+        if self.refusal is not None:
+            raise type(self.refusal)(*self.refusal.args)
+
+    def _check_history(self) -> None:
+        if self.history.differs is not None:
+            slot, step = self.history.differs
+            link = self._link
+            self._refuse_close(
+                f"{link.name(slot)} and {link.name(link.rank)} were told different things by {link.hub} about the "
+                f"rounds before round {step}: which sites have taken part, left or joined"
+            )
+
+    def _refuse_close(self, reason: str) -> None:
+        at_fault = "The run ends, since the sites' weights would differ: the hub, or who controls it, is at fault"
+        self.refuse(MismatchError(f"{reason}. {at_fault}"))
+
+    def refuse(self, error: DadplugError) -> None:
+        """Refuse to go on, and let the others find that out. To be called with the link's lock held."""
+        link = self._link
+        if self.refusal is not None:
+            return
+        self.refusal = error
+        if not self.joins and link.sealing.has_keys:  # no site has the mark of this frame, so that the others end, too
+            step, mark = self.history.open_step, self.history.other_mark
+            link._frames.send_message(Head(Kind.PAYLOAD, link.rank, step, CALLS, tag=mark), b"\0")
+
+    # Rounds
+
+    def end(
+        self,
+        timeout: float,
+        answer: Callable[[], bytes] | None,
+        kind: RoundKind = RoundKind.COLLECTIVE,
+        idle: bool = False,
+    ) -> frozenset[int]:
+        """End this site's part of the open round, and wait until all others have ended theirs, left, or are late.
+
+        Args:
+            timeout: seconds after which the round should be closed, pauses apart.
+            answer: returns this site's state for one that joins; None where the round admits none.
+            kind: kind of the round.
+            idle: whether this site contributes nothing.
+
+        Returns:
+            The slots of the sites that are not among the contributors.
+
+        Raises:
+            SiteError: if the hub or this site is given up, or the round is not closed in time.
+            MismatchError: if the hub has told the sites different things, or what cannot be.
+            RuntimeError: if this site has just joined, in a step that the others have begun.
+        """
+        link, number = self._link, self._link.step
+        if self._fresh and answer is None:
+            raise RuntimeError(
+                "this site has joined in mid-training, while the others are in synchronize(): it may not exchange "
+                "anything before it has called synchronize() itself"
+            )
+        self._fresh = False
+        link.post(Head(Kind.END, link.rank, number, exchange=kind | IDLE * idle), b"")
+
+        def over() -> bool:
+            while answer is not None and (request := self.states.next(number)) is not None:
+                if request.step == number - 1:  # otherwise the joiner has left since
+                    self._send_state(request, answer)
+            return number in self._closes
+
+        what = f"step {number} has not been closed for {timeout:g} s, though the hub is connected"
+        self._wait_until(over, timeout, f"{what}: another site is stopped or busy")
+        with link.lock:
+            self.check()
+            self.absent, count = self._closes.pop(number)
+            link.step = number + 1
+            for slot in self.absent:
+                link.inbox.forget(slot, last=number)
+        if kind is RoundKind.FIRST and self.requirements is not None and count < self.requirements.min_sites:
+            raise MismatchError(
+                f"{link.hub} has closed round {number} with {count} sites, and this run needs "
+                f"{self.requirements.min_sites}: the hub, or who controls it, is at fault"
+            )
+        return self.absent
+
+    def gather(self, exchange: int, buffers: Sequence[memoryview], timeout: float) -> frozenset[int]:
+        """Gather messages in a round of its own.
+
+        Args:
+            exchange: number of the exchange.
+            buffers: this site's message and room for those of the others, of bytes, by slot.
+            timeout: seconds after which the round should be closed.
+
+        Returns:
+            The slots of the sites that are absent, whose messages do not count.
+
+        Raises:
+            SiteError: as in `end`, or if this site is to join in mid-training.
+            RuntimeError: as in `end`.
+            MismatchError: if a site that is present has sent no such message.
+        """
+        link = self._link
+        if self.joins:
+            raise SiteError(
+                "this site joins in mid-training, and can take part in nothing before it has built its reduction"
+            )
+        others = [(slot, buffer) for slot, buffer in enumerate(buffers) if slot != link.rank and len(buffer)]
+        incoming = [link.expect(slot, exchange, buffer, Kind.PAYLOAD) for slot, buffer in others]
+        link.send(exchange, buffers[link.rank], Kind.PAYLOAD, 0, None)
+        absent = self.end(timeout, None)
+        for each in link.cancel(incoming):
+            if each.key[1] not in absent:
+                raise mismatch(link)
+        return absent
+
+    def wait_for(self, incoming: Sequence[Incoming], number: int, timeout: float) -> set[int]:
+        """Wait until messages have arrived, or cannot arrive any more.
+
+        Args:
+            incoming: the messages.
+            number: the round that they belong to.
+            timeout: seconds after which they should have arrived, pauses apart.
+
+        Returns:
+            The senders of those that have not arrived, and are expected no longer.
+
+        Raises:
+            SiteError: if the hub or this site is given up, or a site is silent.
+        """
+        link = self._link
+
+        def over() -> bool:
+            return self.closed >= number or all(each.done or each.key[1] in link.gone for each in incoming)
+
+        what = f"a site has sent nothing in step {number} for {timeout:g} s, though the hub is connected to it"
+        self._wait_until(over, timeout, what)
+        return {each.key[1] for each in link.cancel(incoming)}
+
+    def _wait_until(self, over: Callable[[], bool], timeout: float, failure: str, dropped: bool = False) -> None:
+        """Exchange messages until a condition holds, or this site is dropped, unless it is known that it has been."""
+        patience = Deadline(min(ASK_SECONDS, timeout))
+
+        def left() -> int:
+            self.check()
+            if over():
+                return 0
+            check_calls(self._link, patience)
+            if self.dropped and not dropped:
+                self._link.check()
+                raise DroppedError(f"the hub has dropped this site: {self.dropped}")
+            return 1
+
+        if not self._link.converse(left, timeout, any_frame=True):  # large ones take long over a slow connection
+            raise SiteError(failure)
+
+    # State of a site that joins
+
+    def _send_state(self, request: SendState, answer: Callable[[], bytes]) -> None:
+        content = answer()
+        announced = _ANNOUNCED.pack(len(content), self.history.after(request.step))
+        for exchange, part in ((_SIZE_EXCHANGE, announced), (_STATE_EXCHANGE, content)):
+            try:
+                self._link.send(exchange, memoryview(part), Kind.STATE, request.number, request.joiner)
+            except SealingError:
+                if request.joiner not in self._link.gone:
+                    raise
+                return  # it has left meanwhile, and has no keys any more
+
+    def receive_state(self, timeout: float, most: int) -> bytes:
+        """Receive the state of another site, of so many bytes at most; from the beginning where it leaves meanwhile.
+
+        Raises:
+            SiteError: if none arrives in time.
+        """
+        while True:
+            self._wait_until(lambda: self.states.own is not None, timeout, "no site has sent its state")
+            if (request := self.states.own) is None:
+                continue
+            if (size := self._receive_part(request, _SIZE_EXCHANGE, _ANNOUNCED.size, timeout)) is None:
+                continue
+            nbytes, digest = _ANNOUNCED.unpack(size)
+            if nbytes > most:
+                raise SiteError(
+                    f"{self._link.name(request.donor)} announces a state of {nbytes} bytes, where this site's model "
+                    f"allows {most}: do all sites train the same model?"
+                )
+            state = self._receive_part(request, _STATE_EXCHANGE, nbytes, timeout)
+            with self._link.lock:
+                self.states.awaits &= state is None or self.states.own is not request  # another hub sends a newer one
+            if state is not None and not self.states.awaits:
+                failure = "the keys of another site have not arrived: it is stopped or busy"
+                self._wait_until(lambda: self._link.sealing.complete, timeout, failure)
+                with self._link.lock:
+                    self.history.begin(request.step, digest)
+                    self._check_history()
+                return state
+
+    def _receive_part(self, request: SendState, exchange: int, nbytes: int, timeout: float) -> bytes | None:
+        """Receive a part of a state; None if another one is to come."""
+        buffer = memoryview(bytearray(nbytes))
+        incoming = self._link.expect(request.donor, exchange, buffer, Kind.STATE)
+        failure = f"the state of {self._link.name(request.donor)} has not arrived"
+        self._wait_until(lambda: incoming.done or self.states.own is not request, timeout, failure)
+        if incoming.done:
+            return bytes(buffer)
+        self._link.cancel([incoming])
+        return None
+
+    def confirm(self) -> bool:
+        """Tell the hub that this site has the state, and takes part; False if the state is outdated.
+
+        Others may have gone on since it arrived, if the hub was restarted or has dropped this site.
+        """
+        with self._link.lock:
+            if (position := self._position) is None or self.states.awaits:
+                return False
+            self.joins, self._fresh, self.listens, self._position = False, True, True, None
+        self._link.post_control(Joined(position))
+        return True
+
+    def rejoin(self, timeout: float) -> None:
+        """Join again after the hub has dropped this site: wait until it is connected, and forget the open step.
+
+        Args:
+            timeout: seconds to wait for the hub.
+
+        Raises:
+            SiteError: if the hub does not let this site join in time.
+        """
+        print(f"dadplug: the hub has dropped this site: {self.dropped}; it joins again", file=sys.stderr, flush=True)
+        self._wait_until(lambda: self.joins, timeout, "the hub does not let this site join again", dropped=True)
+        link = self._link
+        with link.lock:
+            self.dropped, self._fresh = "", False
+            self._closes.clear()
+            link.inbox.clear()
+            link.gone.clear()
+            link._frames.release(())

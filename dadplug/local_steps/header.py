@@ -1,0 +1,61 @@
+"""Statements of sites before an agreement, as integers that are checked where they are read."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..exchange.fields import COUNT, NUMBER, check_fields
+
+
+class Header(NamedTuple):
+    """A site's statement before an agreement.
+
+    Attributes:
+        step: number of the site's steps.
+        weight: weight of its delta in the mean, such as its samples since the last agreement; 0 if it has trained
+            nothing.
+        layout: fingerprint of the parameters that it agrees on, see `fingerprint`.
+        finished: 1 if it has no more batches, else 0.
+        nonfinite: number of the first parameter with NaN or Inf, in the order of the layout; -1 if there is none.
+        changes: 1 if buffers have changed that the site has not announced yet, else 0.
+        batch: digest of its first batch, in the first agreement; 0 for none.
+        samples: samples of that; 0 where they are not known.
+    """
+
+    step: int
+    weight: int
+    layout: int
+    finished: int
+    nonfinite: int
+    changes: int
+    batch: int
+    samples: int = 0  # states of 0.3 have none
+
+    @classmethod
+    def read(cls, row: Tensor, sender: str, parameters: int) -> Header:
+        """Return the header that a site has sent.
+
+        Args:
+            row: its integers.
+            sender: the site.
+            parameters: number of parameters of the agreement.
+
+        Raises:
+            MismatchError: if it is none.
+        """
+        header = cls(*row.tolist())
+        check_fields("header", sender, header._asdict(), _RANGES | {"nonfinite": (-1, max(parameters, 1) - 1)})
+        return header
+
+
+_RANGES = {
+    "step": (0, NUMBER),
+    "weight": (0, COUNT),
+    "layout": (0, (1 << 63) - 1),
+    "finished": (0, 1),
+    "changes": (0, 1),
+    "batch": (0, NUMBER),
+    "samples": (0, COUNT),
+}

@@ -1,0 +1,414 @@
+"""Messages of every type, valid ones and altered ones: nothing but the library's errors, and no growth of memory.
+
+`DADPLUG_FUZZ` sets how many of each type are sent; a release is tested with 10,000.
+"""
+
+import os
+import random
+import resource
+import selectors
+import socket
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from sealed_sites import make_kits
+
+from dadplug.adapm import messages as adapm
+from dadplug.errors import DadplugError, FrameError, MismatchError
+from dadplug.exchange import codec
+from dadplug.exchange.factor_buckets import FactorBucket, IndexSlot, Slot
+from dadplug.exchange.summed_buckets import SparseBucket
+from dadplug.exchange.transport import Requirements
+from dadplug.exchange.wire import wire_format
+from dadplug.hub import check
+from dadplug.hub.pki.kits import Kit
+from dadplug.hub.secure.key_agreement import Offers
+from dadplug.hub.secure.sealing import Opener, Sealer
+from dadplug.hub.server.journal import Journal
+from dadplug.hub.server.relay import Relay
+from dadplug.hub.server.session import HubStreams
+from dadplug.hub.server.store import Request, Store
+from dadplug.hub.site.link import HubLink
+from dadplug.hub.wire.messages import (
+    FRESH,
+    HEAD_BYTES,
+    VERSION,
+    Accept,
+    Close,
+    Continue,
+    Drop,
+    Exclude,
+    Grow,
+    Head,
+    Hello,
+    Join,
+    Joined,
+    KeyMessage,
+    Kind,
+    Leave,
+    Pause,
+    Position,
+    Refuse,
+    Repeat,
+    Report,
+    Resume,
+    RoundKind,
+    SendState,
+    Spent,
+    Start,
+    Welcome,
+    pack_control,
+    read_control,
+)
+from dadplug.local_steps.header import Header
+from dadplug.model_sync.buffers import average_packed, pack_buffers
+from dadplug.parameter_server import streams
+from dadplug.parameter_server.service import SequencerHost
+from dadplug.privacy.masks import PairwiseKeys, members_digest
+from dadplug.privacy.secure_sum import _ANNOUNCEMENT, SecureSum
+from dadplug.reducer.handler import StepHeader
+
+COUNT = int(os.environ.get("DADPLUG_FUZZ", "150"))
+GROWTH = 32 << 10  # kB
+NAMES = ("a", "b", "c")
+SITES = [f"site {number} ({name})" for number, name in enumerate(NAMES)]
+EXTREMES = (0, 1, 2, 0x7F, 0x80, 0xFF)
+
+
+def altered(content: bytes, chance: random.Random) -> bytes:
+    """Return a message with some bits, bytes or fields changed, cut, or made longer; sometimes as it is."""
+    body = bytearray(content)
+    match chance.randrange(6):
+        case 0 if body:
+            for _ in range(chance.randrange(1, 4)):
+                body[chance.randrange(len(body))] ^= 1 << chance.randrange(8)
+        case 1:
+            del body[chance.randrange(len(body) + 1) :]
+        case 2:
+            body += chance.randbytes(chance.choice((1, 8, 300)))
+        case 3 if body:
+            body[chance.randrange(len(body))] = chance.choice(EXTREMES)
+        case 4 if body:
+            first = chance.randrange(len(body))
+            for place in range(first, min(len(body), first + chance.choice((2, 4, 8)))):
+                body[place] = chance.choice((0, 0xFF, 0x7F))
+    return bytes(body)
+
+
+def as_long(content: bytes, size: int) -> bytes:
+    """Return a message cut or filled to the size that a receiver has made room for."""
+    return content[:size].ljust(size, b"\0")
+
+
+def fuzz(content: bytes, take, seed: str, valid: bool = True) -> None:
+    """Give altered messages to a receiver, which may only raise errors of the library, and takes those as they are."""
+    chance, taken, begin = random.Random(seed), 0, 0
+    for number in range(COUNT):
+        if number == COUNT // 5:
+            begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        message = altered(content, chance)
+        try:
+            take(message)
+            taken += 1
+        except DadplugError:
+            continue
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - begin < GROWTH
+    assert taken or not valid
+
+
+# What sites send to each other
+
+
+def integers(content: bytes, count: int) -> torch.Tensor:
+    return torch.frombuffer(bytearray(as_long(content, 8 * count)), dtype=torch.int64)
+
+
+def of_step_header():
+    header = StepHeader(5, 0, 8, present=[True] * 3, dense=[False] * 3, void=[False] * 3, extra_rows=[0, 2, 0])
+    content = np.array(header.pack(), np.int64).tobytes()
+    return content, lambda body: StepHeader.unpack(integers(body, len(content) // 8).tolist(), SITES[2], 1)
+
+
+def of_local_header():
+    content = np.array(Header(5, 8, 77, 0, -1, 0, 9, 8), np.int64).tobytes()
+    return content, lambda body: Header.read(integers(body, 7), SITES[2], 4)
+
+
+def of_object():
+    items = {"a": [1, 2.5, None, True], "b": torch.zeros(3), "c": np.ones(2), "d": ("x", {1, 2})}
+    return codec.encode(items | {"e": Position(1, 2)}), codec.decode
+
+
+def of_buffers():
+    model = torch.nn.BatchNorm1d(3)
+    content = pack_buffers(model, 4)
+    return content, lambda body: average_packed(model, {0: content, 1: body}, SITES)
+
+
+def of_announcement():
+    keys, members = [PairwiseKeys(rank) for rank in range(3)], (0, 1, 2)
+    own, other, third = (_ANNOUNCEMENT.pack(1, each.public, 4, members_digest(members, 4)) for each in keys)
+
+    def take(body):
+        secure = object.__new__(SecureSum)
+        secure._keys, secure._rank, secure._next = PairwiseKeys(0), 0, 4
+        secure._attempt = secure._contributors = None
+        secure.hear({0: own, 1: as_long(body, len(other)), 2: third}, dict(enumerate(SITES)))
+        secure.announcement(members)  # of the next step
+
+    return other, take
+
+
+def of_stream_frame():
+    content = streams._HEAD.pack(streams.Kind.CONTRIBUTION, 1, 2, 3, 4, 5, 6, 10) + bytes(10)
+
+    def take(body):
+        here, there = socket.socketpair()
+        with here, there:
+            stream = streams._Stream(here, 1 << 16)
+            there.sendall(body)
+            stream.read()
+
+    return content, take
+
+
+def of_adapm():
+    message = adapm.Message(adapm.Kind.PULL, origin=1, arrays=[np.arange(4)])
+    content = b"".join(bytes(each) for each in message.encode())
+
+    def take(body):
+        head = adapm.Head(as_long(body, adapm._HEAD.size), 0, (4,), 3)
+        head.message(as_long(body[adapm._HEAD.size :], min(head.nbytes, 1 << 20))) if head.nbytes < 1 << 20 else None
+
+    return content, take
+
+
+class Arrives:
+    """Transport of three sites whose gathers hold what a test has put there."""
+
+    sites, world_size, rank, device = SITES, 3, 0, torch.device("cpu")
+
+    def gather(self, sizes, dtype):
+        self.payloads = [torch.zeros(size, dtype=dtype) for size in sizes]
+        return SimpleNamespace(payload=self.payloads[0], wait=lambda: self.payloads, post=lambda: None)
+
+    gather_resized = gather_again = lambda self, first, sizes, dtype: self.gather(sizes, dtype)
+
+    def take(self, body):
+        target = self.payloads[1].view(torch.uint8)
+        target.copy_(torch.frombuffer(bytearray(as_long(body, len(target))), dtype=torch.uint8))
+
+
+def of_factors(slot, wire, right):
+    transport = Arrives()
+    slots = [slot(wire), Slot(4, 6, 4, 3, wire)]
+    for each in slots:
+        each.capacity = [3] * 3
+    bucket = FactorBucket(slots, transport, torch.float32, wire)
+
+    def take(body):
+        transport.take(body)
+        for index, shares in enumerate(bucket.receive()[1]):
+            for share in shares:
+                if index == 0 and right is not None:
+                    torch.zeros(right, share.left.shape[1]).index_add_(0, share.right.reshape(-1).long(), share.left)
+
+    return transport.payloads[1].view(torch.uint8).numpy().tobytes(), take
+
+
+def of_sparse():
+    transport = Arrives()
+    bucket = SparseBucket([4, 2], transport, wire_format("bf16"))
+
+    def take(body):
+        transport.take(body)
+        bucket.wait = None
+        bucket._payloads = transport.payloads
+        for index, numel in enumerate((100, 10)):
+            for indices, values in bucket.received(index, numel):
+                torch.zeros(numel).index_add_(0, indices, values.float())
+
+    return transport.payloads[1].numpy().tobytes(), take
+
+
+def of_sealed():
+    head = Head(Kind.PAYLOAD, 1, 4, 3)
+    frame = Sealer(bytes(32), 1).frame(head, bytes(100))
+
+    def take(body):
+        body = as_long(body, max(len(body), HEAD_BYTES))
+        Opener(bytes(32), 1, "b").open(Head.unpack(body[:HEAD_BYTES]), body[HEAD_BYTES:])
+
+    return frame, take
+
+
+MESSAGES = {
+    "step header": of_step_header,
+    "local header": of_local_header,
+    "object": of_object,
+    "buffers": of_buffers,
+    "announcement of secure sums": of_announcement,
+    "frame of the parameter server": of_stream_frame,
+    "message of the parameter manager": of_adapm,
+    "factors": lambda: of_factors(lambda wire: Slot(4, 6, 4, 3, wire), wire_format("fp32"), None),
+    "factors in int8": lambda: of_factors(lambda wire: Slot(4, 6, 4, 3, wire), wire_format("int8"), None),
+    "rows of a table": lambda: of_factors(lambda wire: IndexSlot(4, 20, wire, 3), wire_format("fp32"), 20),
+    "sparse": of_sparse,
+    "sealed frame": of_sealed,
+}
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_a_message_of_a_site_is_read_or_refused(name):
+    fuzz(*MESSAGES[name](), name)
+
+
+# Between sites and the hub
+
+REPORT = Report(1, Position(1, 3), Position(1, 2), (0, 1), (), (2,), (4, 4, 0), (1, 0, 0), False, 1, 60_000, False, 300)
+TO_HUB = {
+    "PAYLOAD": Head(Kind.PAYLOAD, 2, 1, 4, length=100).pack() + bytes(100),
+    "SUMMAND": Head(Kind.SUMMAND, 2, 1, 4, length=100).pack() + bytes(100),
+    "END": Head(Kind.END, 2, 1, RoundKind.FIRST).pack(),
+    "STATE": Head(Kind.STATE, 1, 1, 1, length=100, tag=1).pack() + bytes(100),
+    "MESSAGE": Head(Kind.MESSAGE, 1, 1, 1, length=100).pack() + bytes(100),
+} | {
+    type(each).__name__: pack_control(each, 2)
+    for each in (
+        Joined(Position(1, 0)), Leave("x"), Spent(1.0, 1e-5), REPORT, KeyMessage(1, b"W" + bytes(80)),
+        Exclude(1, "x"), Requirements(1, 60_000), Hello(VERSION, 7, FRESH, "training"),
+    )
+}  # fmt: skip
+TO_SITE = {name: TO_HUB[name] for name in ("PAYLOAD", "STATE")} | {
+    type(each).__name__: pack_control(each, 0)
+    for each in (
+        Accept(0, Position(1, 3), True), Refuse("a", "x", False), Start(Position(1, 0)), Grow(1, (*NAMES, "d")),
+        Join(1, 1), SendState(0, 2, 1, 1), Drop(1, 1, "x"), Close(1, (0, 1, 2)), Pause((1,), "x"), Resume(1),
+        Repeat(Position(1, 1)), Continue(2, Position(1, 1)), Welcome(False, 0, 1, 1000, 1000), KeyMessage(1, b"W"),
+    )
+}  # fmt: skip
+
+
+def relay() -> Relay:
+    """Return a relay with three members of an elastic run."""
+    made = Relay(NAMES, 60.0, 1, 0.0, Journal(lambda line: None), HubStreams(SELECTOR, SequencerHost(NAMES)))
+    for number, name in enumerate(NAMES):
+        session, _ = made.greet(name, Hello(VERSION, number, FRESH, "training"), 0, 0.0)
+        session.stream = SimpleNamespace(notes=[], detach=lambda: None)
+    for session in [*made.sessions.values()]:
+        made.take(session, (Head(Kind.CONTROL, 0), control(Requirements(1, 60_000)), b""), 0.0)
+    return made
+
+
+SELECTOR = selectors.DefaultSelector()
+
+
+def control(message) -> memoryview:
+    return memoryview(pack_control(message, 0))[HEAD_BYTES:]
+
+
+def frame_of(body: bytes) -> tuple[Head, memoryview]:
+    """Return a frame as it is received."""
+    head = Head.unpack(as_long(body[:HEAD_BYTES], HEAD_BYTES))
+    return head, memoryview(as_long(body[HEAD_BYTES:], head.length))
+
+
+@pytest.mark.parametrize("name", TO_HUB)
+def test_the_hub_takes_what_a_member_sends_or_ends_it_alone(name):
+    made = relay()
+
+    def take(body):
+        nonlocal made
+        if ("training", 2) not in made.sessions or made.run.membership.step > 20:
+            made = relay()
+        member = made.sessions["training", 2]
+        try:
+            head, content = frame_of(body)
+            member._check(head)
+            made.take(member, (head, content, head.pack() + content), 0.0)
+        except FrameError as error:
+            if ("training", 2) in made.sessions:
+                made.drop(member, str(error), 0.0)
+        assert {("training", 0), ("training", 1)} <= made.sessions.keys()
+        for session in made.sessions.values():  # what others have received
+            session.queue._kept.clear()
+        made.run.round.frames.clear()
+
+    fuzz(TO_HUB[name], take, name)
+
+
+def test_other_requests_at_the_hub_are_answered_or_refused():
+    asked = codec.encode(Request(1, "set", ("key",), (b"value",)))
+    fuzz(asked, lambda body: Store().handle(2, body), "store")
+    head = Head(Kind.MESSAGE, 2, tag=check.Request.TIME, length=1)
+    fuzz(head.pack() + bytes(1), lambda body: check.CheckHandler(2).handle(*frame_of(body), {}), "check")
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+@pytest.mark.parametrize("name", TO_SITE)
+def test_a_site_takes_what_the_hub_sends_or_ends(tmp_path, name, sealed):
+    kit = Kit.load(make_kits(tmp_path / "kits", NAMES, sealed) / "a")
+    links = []
+
+    def take(body):
+        if not links or links[0].closed or links[0].rounds.refusal is not None or chance.random() < 0.02:
+            for link in links:
+                link.close_descriptors()
+            links[:] = [HubLink(kit)]
+            links[0].control(Start(Position(1, 0)))
+            links[0].rounds.elastic, links[0].rounds.requirements = True, Requirements(1, 60_000)
+            links[0].rounds.history.begin(0, bytes(16))
+        head, content = frame_of(body)
+        room = links[0]._room(head)
+        room[:] = content
+        links[0]._complete(head, room)
+
+    chance = random.Random(name)
+    fuzz(TO_SITE[name], take, name, valid=False)
+    for link in links:
+        link.close_descriptors()
+
+
+def test_offers_of_keys_are_checked(tmp_path):
+    folder = make_kits(tmp_path / "kits", NAMES)
+    ours, theirs = (Offers(Kit.load(folder / name)) for name in "ab")
+    _, offer = theirs.make()
+    fuzz(offer, lambda body: ours.check(1, body), "offer")
+
+
+def test_control_messages_are_read_or_refused():
+    contents = {**TO_HUB, **TO_SITE}
+    for name, frame in contents.items():
+        if frame[HEAD_BYTES:] and name not in ("PAYLOAD", "SUMMAND", "STATE", "MESSAGE"):
+            fuzz(frame[HEAD_BYTES:], lambda body: read_control(body, 3), name)
+
+
+# Fields that are out of range: the error names the site
+
+
+@pytest.mark.parametrize(
+    "place", [1, 3, 4, 5, pytest.param(0, id="a step"), pytest.param(2, id="a layout"), pytest.param(6, id="a batch")]
+)
+def test_a_header_of_local_steps_names_the_site(place):
+    content, take = of_local_header()
+    numbers = np.frombuffer(content, np.int64).copy()
+    take(numbers.tobytes())
+    for value in (-2, -(1 << 63)):
+        numbers[place] = value
+        with pytest.raises(MismatchError, match=r"site 2 \(c\) has sent an invalid header"):
+            take(numbers.tobytes())
+
+
+@pytest.mark.parametrize("value", [-1, 100, 1 << 30])
+@pytest.mark.parametrize("name", ["factors", "rows of a table", "sparse"])
+def test_numbers_in_payloads_name_the_site(name, value):
+    content, take = MESSAGES[name]()
+    numbers = np.frombuffer(content, np.int32).copy()
+    numbers[:3] = [value, 3, 3] if name == "factors" and value < 0 else [1, value, 3]
+    if name == "rows of a table":  # row numbers follow the header and the deltas, in cache lines of their own
+        numbers[:3] = [1, 3, 3]
+        numbers[32] = value
+    with pytest.raises(MismatchError, match=r"site 1 \(b\) has sent an invalid payload"):
+        take(numbers.tobytes())

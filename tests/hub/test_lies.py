@@ -1,0 +1,141 @@
+"""A hub that tells the sites different things, and members that send what no site sends."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from elastic_runs import Run, idles, same_bits
+from elastic_site import LIE as FIRST
+from hub_sites import TIMEOUT, linked, together
+from running_hub import running_hub
+from sealed_sites import sealed_hub
+
+from dadplug.errors import MismatchError, SealingError, SiteError
+from dadplug.exchange import Traffic
+from dadplug.exchange.transport import Requirements
+from dadplug.hub.site.transport import ElasticTransport
+from dadplug.hub.wire.messages import Close, Drop, Join, pack_control
+
+LIE = 3  # the round that the hub lies about
+
+
+def without(*slots):
+    return lambda close: replace(close, contributors=tuple(each for each in close.contributors if each not in slots))
+
+
+class LyingHub:
+    """Changes of what a hub announces of one round, by the slot of the site that gets them; None for nothing."""
+
+    def __init__(self, relay, lies):
+        self._relay, self._lies, self._honest = relay, lies, relay._announce
+        relay._announce = self.announce
+
+    def announce(self, message, soon=False):
+        if not isinstance(message, Close) or message.step != LIE:
+            self._honest(message, soon)
+            return
+        for session in self._relay._training():
+            lie = self._lies.get(session.slot, lambda close: close)(message)
+            for each in lie if isinstance(lie, list) else [lie]:
+                session.send(pack_control(each, 0), soon)
+
+
+def run_rounds(link, required, rounds=LIE + 2):
+    """Take part in rounds; return the error with which this site ends, and how many rounds it has made."""
+    transport, made = ElasticTransport(link, Traffic(), TIMEOUT, required), 0
+    try:
+        for number in range(rounds):
+            gather = transport.gather([4] * 3, torch.float32)
+            gather.payload.fill_(link.rank + 1)
+            gather.launch()
+            transport.close_round(admits=True)
+            gather.wait()
+            transport.end_step()
+            made = number + 1
+    except (MismatchError, SiteError) as error:
+        link.leave(f"{type(error).__name__}: {error}")
+        return error, made
+    return None, made
+
+
+DIFFERS = "were told different things by the hub"
+OMITS = r"has closed round 3 without what is present: site 1 \(b\)"
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+@pytest.mark.parametrize(
+    ("lies", "skips", "first"),
+    [
+        ({0: without(1)}, True, DIFFERS),
+        ({0: without(1), 1: without(0)}, True, DIFFERS),
+        ({0: without(1)}, False, OMITS),
+        (
+            {0: lambda close: [Drop(1, LIE, "a lie"), without(1)(close)]},
+            False,
+            DIFFERS + "|shown other members than this site",
+        ),
+        ({0: lambda close: [Drop(1, LIE, "a lie"), close]}, True, r"with what has left: site 1 \(b\)"),
+        ({0: lambda close: [Join(1, LIE), close]}, True, DIFFERS),
+    ],
+    ids=["omits", "splits", "omits a member", "drops", "counts what has left", "joins"],
+)
+def test_sites_that_were_told_different_things_all_end(tmp_path, lies, skips, first, sealed):
+    with sealed_hub(tmp_path, sealed=sealed) as hub, linked(hub, 3) as links:
+        LyingHub(hub.hub.relay, lies)
+        required = Requirements(1, 60_000, skips, 300)
+        found = together(lambda rank: run_rounds(links[rank], required), 3)
+    assert all(isinstance(error, MismatchError | SealingError) for error, _ in found), found
+    assert any(re.search(first, str(error)) for error, _ in found), found
+    assert {made for _, made in found} <= {LIE - 1, LIE}
+
+
+def test_a_part_of_the_sites_that_is_smaller_than_min_sites_ends(tmp_path):
+    """A hub that keeps two groups of sites apart: one of them can go on, if more than half of the sites are needed."""
+    with sealed_hub(tmp_path) as hub, linked(hub, 3) as links:
+        LyingHub(hub.hub.relay, {0: without(1, 2), 1: without(0), 2: without(0)})
+        first, *others = together(lambda rank: run_rounds(links[rank], Requirements(2, 60_000, True, 300)), 3)
+    assert re.search("has closed round 3 with 1 sites, and this run needs 2", str(first[0]))
+    assert first[1] == LIE - 1
+    assert [made for _, made in others] == [LIE + 2] * 2
+
+
+# Members that lie: the others go on without them, or all are told whose header is invalid
+
+LIES = {
+    "samples -3": {2: -3},
+    "samples 10**9": {2: 10**9},
+    "samples 2**63-1": {2: (1 << 63) - 1},
+    "fault 99": {4: 99},
+    "culprit": {4: 3, 5: 1000},
+    "finite": {6: 7},
+    "batch": {11: -1},
+    "flags": {12: 64},
+    "rows": {-1: -5},
+}
+
+
+@pytest.mark.parametrize(("lies", "mode"), [*((each, "dad") for each in LIES), ("samples 10**9", "dsgd")])
+def test_others_go_on_without_a_member_whose_header_is_invalid(tmp_path, lies, mode):
+    with sealed_hub(tmp_path) as hub:
+        run = Run(tmp_path, hub, mode=mode, steps=10)
+        run.start("ab")
+        run.start("c", lies=LIES[lies])
+        run.end("abc")
+    lines = run.lines("a")
+    same_bits(lines, run.lines("b"))
+    present = {step: [0, 1, 2] if step < FIRST else [0, 1] for step in range(10)}
+    same_bits(lines, idles(tmp_path / "idle", "abc", present, mode=mode))
+    told = run.processes["a"].read()[1]
+    assert "site 2 (c) has sent an invalid step header: " in told, told
+
+
+@pytest.mark.parametrize("lies", ["samples -3", "fault 99"])
+def test_all_are_told_whose_header_is_invalid_where_all_have_to_stay(tmp_path, lies):
+    with running_hub(tmp_path / "kits", ("a", "b")) as hub:
+        run = Run(tmp_path, hub, steps=10, min_sites=None)
+        run.start("a")
+        run.start("b", lies=LIES[lies])
+        run.end("ab", 1)
+    for name in "ab":
+        assert "MismatchError: site 1 (b) has sent an invalid step header: " in run.processes[name].read()[1]
