@@ -500,7 +500,7 @@ class NodeFactorHandler(KeptPayloadsHandler):
         if self._node_gather.is_owner:
             collected = self._node_gather.wait()
             samples = self._weighted_by + sum(integers[0] for integers, _ in collected)
-            self.context.method.weight = float(bool(samples))
+            self.context.method.weight = self.context.scale if samples else 0.0
             self._merge(collected)
         self.bucket.launch(samples)
 

@@ -142,7 +142,10 @@ class MergedHandler(KeptPayloadsHandler, SiteFactorHandler):
                 method.commit(unit.name, self._own_weight(samples))
             else:
                 method.rollback(unit.name)
-            (self._merger.commit if counts and not any(void[slot]) else self._merger.rollback)(unit.name)
+            if counts and not any(void[slot]):
+                self._merger.commit(unit.name, self.context.reference / sum(samples))
+            else:
+                self._merger.rollback(unit.name)
         self._results = []
         self._present.clear()
         self._gradients.clear()
@@ -293,7 +296,6 @@ class DividedHandler(MergedHandler):
             samples, contributions = self._contributions.wait()
         weights = [count / self.context.reference for count in samples]
         self._weighted_by_all = sum(samples)
-        self._merger.weight = self.context.reference / max(1, self._weighted_by_all)
         self._parts, self._contributed = [], []
         starts = [0] * self._sites
         with self.timing("encode"):
@@ -314,7 +316,7 @@ class DividedHandler(MergedHandler):
         memory = self._merger.memory.find(unit.name, self._place(unit)) if kept else None
         if memory is None:
             return None
-        factor = self._merger.loss_scales.of(unit.name) / self._merger.weight
+        factor = self._merger.loss_scales.of(unit.name) * self._weighted_by_all / self.context.reference
         return FactorPayload(memory.left[:kept] * factor, memory.right[:kept])
 
     def _stacked(
@@ -394,7 +396,7 @@ class DividedHandler(MergedHandler):
 
     def _keep(self, unit: FactorUnit, rows: FactorPayload) -> None:
         """Keep this site's part of the rows that follow those that are sent, without the loss scale."""
-        factor = self._merger.weight / self._merger.loss_scales.of(unit.name)
+        factor = self.context.reference / self._weighted_by_all / self._merger.loss_scales.of(unit.name)
         rows = FactorPayload(rows.left * factor, rows.right.clone())
         self._merger.memory.prepare(unit.name, self._place(unit), rows)
 

@@ -235,7 +235,7 @@ class Reducer:
         if absent:
             self._clear_own(headers)
         self._asks_to_stop = header.stop and absent
-        if write:
+        if keep:
             context.follow(headers, context.transport.rank)
         self._launched = 0
         context.transport.end_step()
