@@ -125,7 +125,8 @@ class Agreement:
         """Each site's sum of gradients over its rows, with what it has kept of the mean, times the rows expected."""
         expected = self._reference / self._scale
         return [
-            expected * errors[name] + (torch.zeros_like(like) if gradient is None else count * gradient.reshape(like.shape))
+            expected * errors[name]
+            + (torch.zeros_like(like) if gradient is None else count * gradient.reshape(like.shape))
             for errors, gradient, count in zip(self._errors, found, rows, strict=True)
         ]
 
