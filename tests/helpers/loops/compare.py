@@ -102,7 +102,7 @@ def differences(name: str, mode: str, by_hand: dict[str, Site]) -> list[str]:
         problems += _different(ours, theirs, f"synchronisation {step}", tolerance, allowed)
     if not (problems or rounded or bounded):
         for index, (ours, theirs) in enumerate(zip(found.finals(), expected.finals(), strict=True)):
-            if (error := _off(ours, theirs)) > tried.tolerance:
+            if (error := _off(ours, theirs)) > tolerance:
                 problems.append(f"parameter {index} at the end is off by {error:.1e}")
     return problems[:4]
 
