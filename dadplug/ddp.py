@@ -26,7 +26,7 @@ from .options import Options
 from .reduction import GradientReduction
 from .step.model_sync import sameness
 from .step.model_sync.replicated_model import Stateful
-from .step.model_sync.structure import is_managed, mark_managed
+from .step.model_sync.structure import is_managed, mark_managed, weak_hook
 from .support.signature import takes_keywords_of
 
 _WITHOUT_EFFECT = (
@@ -172,13 +172,7 @@ class DistributedDataParallel(TorchDDP):
                 mark_managed(parameter, True)
         with _without(self.module, {*ignored, *own_buffers}):
             reduction = GradientReduction(self.module, process_group=self.process_group, state=state, **self._options)
-        reference = weakref.ref(self)
-
-        def arrived() -> None:
-            if (wrapper := reference()) is not None:
-                wrapper._arrived()
-
-        reduction.on_arrival = arrived
+        reduction.on_arrival, reduction.before_idle = weak_hook(self._arrived), weak_hook(self._before_idle)
         object.__setattr__(self, "_reduction", reduction)
 
     @property
@@ -211,6 +205,11 @@ class DistributedDataParallel(TorchDDP):
         if self._expects and synchronizes and torch.is_grad_enabled():
             self._watch(outputs, inputs, kwargs)
         return outputs
+
+    def _before_idle(self) -> None:
+        """Take part in what precedes the forward passes of the other sites."""
+        if self.training and not (self._joins or self._join_config.enable):
+            self._share_buffers()
 
     def _check_module(self) -> None:
         """Raise RuntimeError if another model, whose gradients are not averaged, is in the place of `module`."""

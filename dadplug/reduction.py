@@ -70,6 +70,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         share: this site's weight in the mean of the last step; None before the first.
         contributors: ranks of the sites that had data in the last step.
         on_arrival: called when a backward pass has delivered a gradient.
+        before_idle: called when a step without data begins.
         after_step: functions that are called after each step, when its gradients have been agreed on.
 
     Raises:
@@ -123,6 +124,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self.share: float | None = None
         self.contributors: list[int] = []
         self.on_arrival: Callable[[], None] = lambda: None
+        self.before_idle: Callable[[], None] = lambda: None
         self.after_step: list[Callable[[], None]] = []
         self._noise: GradientNoise | None = None
         self._planner = self._make_planner()
@@ -513,6 +515,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
             SiteError: as in `synchronize`, like its other errors.
         """
         if self._syncing:
+            self.before_idle()
             self._idles = True
             try:
                 self.synchronize(stop=stop)

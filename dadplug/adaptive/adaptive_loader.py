@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -258,7 +259,9 @@ class AdaptiveDataLoader(ElasticDataLoader):
         self._base_batch = batch_size
         self._may_accumulate = False
         self._gradients: GradientSource | None = None  # that takes the steps; None before it is known
-        self._steps_before: dict[int, int] = {}  # of each reduction, while it is not known
+        self._steps_before: weakref.WeakKeyDictionary[Any, int] = (
+            weakref.WeakKeyDictionary()
+        )  # of each reduction, while it is not known
         self._before: tuple[int, int, float] | None = None  # counts of the reduction at the begin of the step
         self._uses = False
         self._split: BatchSplit | None = None  # None before the first pass
@@ -460,7 +463,7 @@ class AdaptiveDataLoader(ElasticDataLoader):
         """Note what the reductions have done so far, before the first micro-batch of a step is loaded."""
         self._before = None if self._gradients is None else _counts(self._gradients)
         if self._gradients is None:
-            self._steps_before = {id(each): each.traffic.steps for each in ATTACHED}
+            self._steps_before = weakref.WeakKeyDictionary({each: each.traffic.steps for each in ATTACHED})
 
     def _end_step(self, rows: int, seconds: float, whole: bool) -> None:
         """End a step, after the program has used its last micro-batch.
@@ -502,9 +505,7 @@ class AdaptiveDataLoader(ElasticDataLoader):
             ValueError: if several have.
         """
         sources = (each for each in ATTACHED if hasattr(type(each), "gain"))  # no LocalSGD
-        found: list[GradientSource] = [
-            each for each in sources if each.traffic.steps > self._steps_before.get(id(each), 0)
-        ]
+        found: list[GradientSource] = [each for each in sources if each.traffic.steps > self._steps_before.get(each, 0)]
         if len(found) > 1:
             raise ValueError(
                 "several GradientReductions take steps in the loop: name the one that decides about the batch, "

@@ -11,7 +11,7 @@ from torch import Tensor
 from .factor_buckets import finite
 from .fields import check_all
 from .transport import Gather, PendingSum, Transport
-from .wire import BLOCK, WireFormat
+from .wire import BLOCK, WireFormat, rescale
 
 
 class SummedBucket(ABC):
@@ -46,7 +46,9 @@ class SummedBucket(ABC):
         """
         return ()
 
-    def fill(self, index: int, gradient: Tensor | None, weight: float, loss_scale: float = 1.0) -> None:
+    def fill(
+        self, index: int, gradient: Tensor | None, weight: float, loss_scale: float = 1.0, scale: float = 1.0
+    ) -> None:
         """Put a gradient into its place, times the site's weight, plus what was lost of it before.
 
         Args:
@@ -54,6 +56,7 @@ class SummedBucket(ABC):
             gradient: the gradient, of any shape; None counts as zero.
             weight: the site's weight.
             loss_scale: the factor that the gradient contains.
+            scale: what the sum is expected to be multiplied by to make the mean.
         """
         part = self._parts[index]
         if gradient is None or weight == 0.0:
@@ -77,11 +80,13 @@ class SummedBucket(ABC):
     def wait(self) -> Sequence[Tensor]:
         """Wait for the sums, one flat tensor for each gradient; they hold until the next `fill`."""
 
-    def commit(self, kept: Sequence[bool]) -> None:  # noqa: B027  (most buckets keep nothing)
+    def commit(self, kept: Sequence[bool], scale: float, expected: float) -> None:  # noqa: B027  (most buckets keep nothing)
         """Replace what was lost before by what this step has lost.
 
         Args:
             kept: for each gradient, whether the step counts; otherwise its memory stays as it was.
+            scale: what the sums are multiplied by to make means.
+            expected: what was given to `fill`.
         """
 
 
@@ -163,10 +168,12 @@ class QuantisedBucket(SummedBucket):
     def lost(self) -> Sequence[Tensor]:
         return self._split(self._lost) if self.feedback else ()
 
-    def fill(self, index: int, gradient: Tensor | None, weight: float, loss_scale: float = 1.0) -> None:
+    def fill(
+        self, index: int, gradient: Tensor | None, weight: float, loss_scale: float = 1.0, scale: float = 1.0
+    ) -> None:
         part = self._parts[index]
         if self.feedback:
-            torch.mul(self.lost[index], loss_scale, out=part)
+            torch.mul(self.lost[index], loss_scale / scale, out=part)
             self._loss_scales[index] = loss_scale
         else:
             part.zero_()
@@ -191,7 +198,7 @@ class QuantisedBucket(SummedBucket):
             self._flat += self._wire.decode_flat(payload, len(self._flat))
         return self._parts
 
-    def commit(self, kept: Sequence[bool]) -> None:
+    def commit(self, kept: Sequence[bool], scale: float, expected: float) -> None:
         if not self.feedback or not any(kept):
             return
         self._lost, self._next = self._next, self._lost
@@ -200,8 +207,10 @@ class QuantisedBucket(SummedBucket):
         ):
             if not keep:
                 now.copy_(before)
-            elif loss_scale != 1.0:
+                continue
+            if loss_scale != 1.0:
                 now.div_(loss_scale)
+            rescale(now, before, scale, expected)
 
 
 def summed_bucket(sizes: Sequence[int], transport: Transport, wire: WireFormat, feedback: bool = True) -> SummedBucket:

@@ -208,3 +208,20 @@ def lasting(shape: int | Sequence[int], dtype: torch.dtype, device: torch.device
 def copied(tensor: Tensor) -> Tensor:
     """Return a contiguous copy that is to last, for example from backward to the end of a step."""
     return lasting(tensor.shape, tensor.dtype, tensor.device).copy_(tensor)
+
+
+def rescale(rest: Tensor, before: Tensor | None, scale: float, expected: float) -> None:
+    """Make the next memory of what was not sent of a gradient and of the memory before, in place.
+
+    What was sent, times the scale, plus the next memory is what the gradient, times the scale, and the memory were.
+
+    Args:
+        rest: what was not sent of the gradient plus the memory over the expected scale.
+        before: the memory before; None for zeros.
+        scale: what the sum of all sites was multiplied by.
+        expected: what it was expected to be multiplied by.
+    """
+    if scale != 1.0:
+        rest.mul_(scale)
+    if before is not None and scale != expected:
+        rest.add_(before, alpha=1 - scale / expected)

@@ -553,7 +553,7 @@ class ContributionCodec:
         """
         sizes = {name: each.numel() for unit in self._gradients.units for name, each in unit.parameters.items()}
         lost = {name: each.reshape(-1)[: sizes[name]] for name, each in state.items()}  # once in whole rows
-        self._lost.load_state_dict({"reference": 0, "errors": lost})
+        self._lost.load_state_dict({"errors": lost})
 
     def _wire(self, unit: Unit) -> WireFormat:
         return wire_format(self._options.wire_of(unit.path), unit.lead.dtype)
@@ -574,7 +574,7 @@ class ContributionCodec:
         statistics = None if self._norms is None else self._norms.pack()
         content: Content = {}
         weight = samples / self._gradients.reference
-        self._method.samples = min(1, samples)  # as in `dadplug.step.reducer.factors`
+        self._method.weight = float(bool(samples))
         try:
             for unit in self._gradients.units:
                 if unit.name in gradients:

@@ -44,7 +44,7 @@ class LoggedOptimizer:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ValueError("a ParameterServer cannot use LBFGS, whose step computes the gradient several times")
         self.optimizer = optimizer
-        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._names = {parameter: name for name, parameter in model.named_parameters()}
         self._applying = False
         self._guard: Any = None
         self._hooks = self._count_hooks()
@@ -52,7 +52,7 @@ class LoggedOptimizer:
         for group in optimizer.param_groups:
             if isinstance(group.get("lr"), Tensor):
                 raise ValueError("a ParameterServer needs a learning rate that is a number, not a tensor")
-            if any(id(parameter) not in self._names for parameter in group["params"]):
+            if any(parameter not in self._names for parameter in group["params"]):
                 raise ValueError("the optimizer has parameters that are not the model's")
 
     def agree_on_fused(self, transport: Transport, wanted: bool) -> None:
@@ -95,7 +95,7 @@ class LoggedOptimizer:
     def _kind(self, weights: Set[nn.Parameter]) -> str:
         if not weights:
             return ""
-        names = "\n".join(sorted(self._names[id(weight)] for weight in weights))
+        names = "\n".join(sorted(self._names[weight] for weight in weights))
         return f"{engine_for(weights)} {zlib.crc32(names.encode()):08x}"
 
     def _count_hooks(self) -> int:
@@ -107,7 +107,7 @@ class LoggedOptimizer:
         described = {"optimizer": type(self.optimizer).__name__}
         for number, (group, settings) in enumerate(zip(self.optimizer.param_groups, self.settings(), strict=True)):
             described[f"parameter group {number} of the optimizer"] = ", ".join(
-                self._names[id(parameter)] for parameter in group["params"]
+                self._names[parameter] for parameter in group["params"]
             )
             described |= {f"{name} of parameter group {number}": repr(value) for name, value in settings.items()}
         state = self.optimizer.state_dict()["state"]

@@ -266,7 +266,7 @@ def test_sites_may_have_different_numbers_of_processes_and_seal_their_messages(t
         sites=list(NAMES),
         hub_at=NAMES[0],
         sealed=True,
-        policy=dict.fromkeys(NAMES, {"allow_pickle": True}),
+        policy={name: {"allow_pickle": True} for name in NAMES},
     )
     own = [kits / NAMES[0], kits / NAMES[0], kits / NAMES[1]]
     with running_hub(kits, sites=NAMES), support.Sites(3, kits=own) as three:

@@ -30,12 +30,12 @@ def memory(method: RankDAD) -> torch.Tensor:
     if "w" not in state["lost"]:
         return torch.zeros(OUT, WIDTH, dtype=torch.float64)
     left, right = state["lost"]["w"]
-    return state["samples"]["w"] * (left.T @ right)
+    return state["weights"]["w"] * (left.T @ right)
 
 
 def step(method: RankDAD, factor: Factor, samples: int, scale: float) -> torch.Tensor:
     """Encode a step's factors under a loss scale; return what is sent, times the samples, without the scale."""
-    method.samples = samples
+    method.weight = samples
     with method.loss_scales.stated(scale):
         method.loss_scales.record("w")
         payload = method.encode("w", Factor(factor.activations, scale * factor.deltas), False)
@@ -123,7 +123,7 @@ def test_storage_is_that_of_the_step_before_the_last():
     method, places, views = RankDAD(Options(rank=RANK, wire="int8")), [], set()
     for number in range(12):
         factor = Factor(torch.randn(16, WIDTH, generator=generator), torch.randn(16, OUT, generator=generator))
-        method.samples = 1
+        method.weight = 1
         method.encode("w", factor, False)
         if number % 3 == 2:
             method.rollback("w")
@@ -281,7 +281,7 @@ def test_whole_memory_decays_by_the_stated_factor(decay, formed):
     for number in range(12):
         deltas, activations = (torch.randn(9, n, generator=generator, dtype=torch.float64) for n in (OUT, WIDTH))
         gradient = deltas.T @ activations
-        method.samples = 5
+        method.weight = 5
         payload = method.encode("w", Factor.formed(gradient) if formed else Factor(activations, deltas), False)
         method.rollback("w") if number % 4 == 2 else method.commit("w")
         sent = payload.left.T @ payload.right

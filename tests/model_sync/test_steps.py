@@ -255,3 +255,92 @@ def test_an_optimizer_of_a_copy_is_warned_of() -> None:
             reduction.detach()
     finally:
         logging.getLogger("dadplug").removeHandler(handler)
+
+
+# Gradients that are not those of the last backward pass alone
+
+
+def set_data(parameter: nn.Parameter, values: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.data = values
+
+
+def write_in_place(parameter: nn.Parameter, values: Tensor) -> None:
+    if parameter.grad is None:
+        parameter.grad = values
+    else:
+        parameter.grad.copy_(values)
+
+
+def multiply_in_hooks(model: nn.Module, step: int, site: int) -> None:
+    def triple(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.mul_(3)
+
+    hooks = [each.register_post_accumulate_grad_hook(triple) for each in model.parameters()]
+    F.cross_entropy(model(batch(step, [site])[0]), batch(step, [site])[1]).backward()
+    for each in hooks:
+        each.remove()
+
+
+def rewrite(write: Callable[[nn.Parameter, Tensor], object]) -> Callable[[nn.Module, int, int], None]:
+    def change(model: nn.Module, step: int, site: int) -> None:
+        F.cross_entropy(model(batch(step, [site])[0]), batch(step, [site])[1]).backward()
+        for each in model.parameters():
+            assert each.grad is not None
+            write(each, each.grad.detach().clamp(-0.02, 0.02))
+
+    return change
+
+
+def evolve(model: nn.Module, step: int, site: int) -> None:
+    generator = torch.Generator().manual_seed(10 * step + site)
+    for each in model.parameters():
+        write_in_place(each, torch.randn(each.shape, generator=generator, dtype=each.dtype))
+
+
+WRITTEN: dict[str, tuple[bool, Callable[[nn.Module, int, int], None]]] = {  # whether gradients are cleared before
+    "replaced": (True, rewrite(lambda each, values: setattr(each, "grad", values))),
+    "by data": (True, rewrite(set_data)),
+    "in hooks": (True, multiply_in_hooks),
+    "without backward": (False, evolve),
+}
+
+
+@support.at_sites(SITES)
+def test_what_stands_in_grad_is_agreed() -> None:
+    for name, (clears, write) in WRITTEN.items():
+        for options in ({"mode": "dad"}, {"mode": "dsgd"}, {"mode": "rankdad", "rank": 2}):
+            model, alone = build(), [build() for _ in range(SITES)]
+            reduction = dadplug.GradientReduction(model, **options)
+            for step in range(4):
+                for site, each in enumerate([model, *alone], -1):
+                    if clears or site >= 0:
+                        each.zero_grad()
+                    write(each, step, dist.get_rank() if site < 0 else site)
+                reduction.synchronize()
+                for one, *others in zip(*(each.parameters() for each in [model, *alone]), strict=True):
+                    mean = sum(each.grad for each in others) / SITES
+                    close = torch.allclose(one.grad, mean, rtol=1e-9, atol=1e-12)
+                    lossy = "rank" in options and one.dim() == 2 and bool(one.grad.any())
+                    assert close or lossy, (name, options, step)
+            assert reduction.first_difference() is None
+            reduction.detach()
+
+
+@support.at_sites(SITES)
+def test_sites_of_the_drop_in_may_be_idle_in_turns() -> None:
+    model, alone = build(), build()
+    model.register_buffer("count", torch.tensor(0.0))
+    wrapped = dadplug.DistributedDataParallel(model, mode="dad")
+    for step in range(4):
+        for each in (model, alone):
+            each.zero_grad()
+        inputs, targets = batch(step, [step % SITES])
+        if dist.get_rank() == step % SITES:
+            F.cross_entropy(wrapped(inputs), targets).backward()
+        else:
+            wrapped.reduction.idle()
+        F.cross_entropy(alone(inputs), targets).backward()
+        for one, other in zip(model.parameters(), alone.parameters(), strict=True):
+            assert torch.allclose(one.grad, other.grad)

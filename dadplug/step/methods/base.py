@@ -147,8 +147,8 @@ class Method:
     Attributes:
         errors: the error memory, where it has one.
         loss_scales: the loss scale that a unit's gradient contains, by name of the unit.
-        samples: number of samples, or another unit, by which memories of earlier gradients count; set before `encode`
-            is called. 0 for a site without weight in the mean.
+        weight: expected weight of what `encode` is given in the mean over sites, in which memories of earlier gradients
+            are kept; set before `encode` is called. 0.0 for a site without weight in the mean.
     """
 
     name: ClassVar[str]
@@ -162,7 +162,7 @@ class Method:
         self.options = options
         self.errors = ErrorFeedback(False)
         self.loss_scales = LossScales()
-        self.samples: float = 1
+        self.weight = 1.0
         self.batch: Callable[[], int] = int  # samples of this site in the step; 0 where they are not known
 
     @property
@@ -228,8 +228,13 @@ class Method:
         if getattr(self.options, "privacy", None) is None:
             check_restricted_rank(name, rows if self.max_rank is None else min(self.max_rank, rows), rows)
 
-    def commit(self, name: str) -> None:
-        """Keep what this step has changed in the state of a weight."""
+    def commit(self, name: str, weight: float | None = None) -> None:
+        """Keep what this step has changed in the state of a weight.
+
+        Args:
+            name: the name of the weight.
+            weight: the weight in the mean that the step has given to what was encoded; None for the expected one.
+        """
 
     def rollback(self, name: str) -> None:
         """Restore the state of a weight as it was before the step, to the bit; also before it is encoded again."""

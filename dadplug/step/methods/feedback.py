@@ -21,6 +21,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.utils._pytree import tree_leaves
 
 from ...exchange.factor_buckets import FactorPayload
+from ...exchange.wire import rescale
 from ...lowrank.dispatch import divide_columns
 
 
@@ -141,7 +142,8 @@ def _begin(scale: LossScale, _: Tensor) -> None:
 class ErrorFeedback:
     """Error memory: the part of each weight's gradients that has not been sent yet, without the loss scale.
 
-    A step may prepare the next memory beside the present one: `prepare` returns a buffer for it, `commit` makes it the
+    It is in units of the mean over sites, so that nothing is lost or added where a site's weight changes. A step may
+    prepare the next memory beside the present one: `prepare` returns a buffer for it, `commit` makes it the
     present one, `rollback` drops it.
 
     Args:
@@ -153,14 +155,6 @@ class ErrorFeedback:
         self._errors: dict[str, Tensor] = {}
         self._staged: dict[str, Tensor] = {}
         self._spare: dict[str, Tensor] = {}
-        self._reference = 0
-
-    def refer(self, reference: int) -> None:
-        """Set the number of samples whose mean gradient the memory is in units of, and rescale the memory to it."""
-        if self._reference not in (0, reference):
-            for error in self._errors.values():
-                error.mul_(self._reference / reference)
-        self._reference = reference
 
     def of(self, name: str, like: Tensor) -> Tensor:
         """Return the memory of a weight, of the shape of `like`, to be changed in place; zeros where there is none."""
@@ -189,18 +183,27 @@ class ErrorFeedback:
         self._staged[name] = staged
         return staged
 
-    def commit(self, name: str) -> None:
-        """Make the staged memory of a weight the present one."""
+    def commit(self, name: str, scale: float = 1.0, expected: float = 1.0) -> None:
+        """Make the staged memory of a weight the present one; see `dadplug.exchange.wire.rescale`."""
         staged = self._staged.pop(name, None)
         if staged is None:
             return
         before = self._errors.get(name)
+        rescale(staged, before, scale, expected)
         if self.enabled:
             self._errors[name] = staged
         else:
             before = staged
         if before is not None:
             self._spare[name] = before
+
+    def add(self, name: str, factor: float, rows: tuple[Tensor, Tensor] | None) -> None:
+        """Add the present memory of a weight, and a product of rows, to the staged one, times a factor."""
+        staged, before = self._staged.get(name), self._errors.get(name)
+        if staged is not None and before is not None:
+            staged.add_(before, alpha=factor)
+            if rows is not None:
+                staged.addmm_(rows[0].T.to(staged), rows[1].to(staged), alpha=factor)
 
     def rollback(self, name: str) -> None:
         """Drop the staged memory of a weight."""
@@ -220,14 +223,11 @@ class ErrorFeedback:
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the memory."""
-        return {"reference": self._reference, "errors": {name: error.clone() for name, error in self._errors.items()}}
+        return {"errors": {name: error.clone() for name, error in self._errors.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        current, self._reference = self._reference, state["reference"]
         self._errors = {name: error.clone() for name, error in state["errors"].items()}
-        if current:
-            self.refer(current)
 
 
 class PartPlace(NamedTuple):
@@ -290,12 +290,6 @@ class MergeMemory:
         for name in [name for name in self._parts if name not in names]:
             self.forget(name)
 
-    def scale(self, factor: float) -> None:
-        """Multiply the memory by a factor."""
-        for parts in self._parts.values():
-            for place, rows in parts.items():
-                parts[place] = FactorPayload(rows.left * factor, rows.right)
-
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the memory: by layer, places with rows of left and of right."""
         return {
@@ -306,14 +300,14 @@ class MergeMemory:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         self._parts = {}
-        self.add(state, 1.0)
+        self.add(state)
 
-    def add(self, state: dict[str, Any], factor: float) -> None:
-        """Add parts that are not here from what another site's `state_dict` returned, times a factor."""
+    def add(self, state: dict[str, Any]) -> None:
+        """Add parts that are not here from what another site's `state_dict` returned."""
         for name, saved in state.items():
             parts = self._parts.setdefault(name, {})
             for place, left, right in saved:
-                parts.setdefault(PartPlace(*place), FactorPayload(left * factor, right.clone()))
+                parts.setdefault(PartPlace(*place), FactorPayload(left.clone(), right.clone()))
 
 
 def _divided(parts: dict[PartPlace, FactorPayload], place: PartPlace) -> FactorPayload | None:

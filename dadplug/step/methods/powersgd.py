@@ -26,19 +26,21 @@ from .feedback import ErrorFeedback
 
 
 class WeightedGradient(NamedTuple):
-    """A site's contribution ``M = weight * gradient + loss_scale * error``, which is not formed.
+    """A site's contribution ``M = weight * gradient + loss_scale / scale * error``, which is not formed.
 
     Attributes:
         gradient: of shape (out, in); None counts as zero.
         weight: the site's weight in the mean.
         error: error memory of shape (out, in), without the loss scale; None counts as zero.
         loss_scale: the factor that the gradient contains.
+        scale: what the sum over sites is expected to be multiplied by to make the mean.
     """
 
     gradient: Tensor | None
     weight: float
     error: Tensor | None
     loss_scale: float
+    scale: float = 1.0
 
 
 def project(matrix: WeightedGradient, basis: Tensor, *, transposed: bool = False) -> Tensor | None:
@@ -59,8 +61,8 @@ def project(matrix: WeightedGradient, basis: Tensor, *, transposed: bool = False
         return product
     error = matrix.error.T if transposed else matrix.error
     if product is None:
-        return (basis @ error).mul_(matrix.loss_scale)
-    return product.addmm_(basis, error, alpha=matrix.loss_scale)
+        return (basis @ error).mul_(matrix.loss_scale / matrix.scale)
+    return product.addmm_(basis, error, alpha=matrix.loss_scale / matrix.scale)
 
 
 def orthonormal_basis(left: Tensor) -> Tensor | None:
@@ -90,15 +92,16 @@ def decode(left: Tensor, right: Tensor, scale: float, out: Tensor | None = None)
     return torch.mm((left * scale).T, right, out=out)
 
 
-def add_to_error(error: Tensor, matrix: WeightedGradient) -> None:
+def add_to_error(error: Tensor, matrix: WeightedGradient, scale: float = 1.0) -> None:
     """Add the weighted gradient to the error memory, in place; must run before the gradient is overwritten.
 
     Args:
         error: of shape (out, in), without the loss scale.
         matrix: what the site has sent in this step.
+        scale: what the sum of all sites is multiplied by to make the mean.
     """
     if matrix.gradient is not None:
-        error.add_(matrix.gradient, alpha=matrix.weight / matrix.loss_scale)
+        error.add_(matrix.gradient, alpha=matrix.weight * scale / matrix.loss_scale)
 
 
 def subtract_sent(error: Tensor, agreed: Tensor, share: float, loss_scale: float) -> None:
@@ -107,7 +110,7 @@ def subtract_sent(error: Tensor, agreed: Tensor, share: float, loss_scale: float
     Args:
         error: of shape (out, in), without the loss scale; `add_to_error` has added the gradient.
         agreed: what `decode` returned, of shape (out, in).
-        share: the site's part of it, divided by the scale given to `decode`. Parts of all sites sum to 1.
+        share: the site's part of it. Parts of all sites sum to 1.
         loss_scale: the factor that the gradient contains.
     """
     error.sub_(agreed, alpha=share / loss_scale)

@@ -102,7 +102,7 @@ class _State(NamedTuple):
             with the next gradient, in one pass over the memory.
         room: number of components that the next step may keep at least.
         bias: what rounding to int8 has taken from the gradient of the bias, without the loss scale.
-        samples: unit of these, and of the error memory, see `Method.samples`; 0 for none.
+        weight: weight of these, and of the error memory, in the mean over sites; 0.0 where it is not known.
         calls: number of compressions.
         quality: quality of the last one.
         storage: where all tensors lie, to be taken again by a later step; None where they lie elsewhere.
@@ -112,7 +112,7 @@ class _State(NamedTuple):
     lost: _Kept | None = None
     room: int = 0
     bias: Tensor | None = None
-    samples: float = 0
+    weight: float = 0.0
     calls: int = 0
     quality: Quality | None = None
     storage: _Storage | None = None
@@ -169,8 +169,11 @@ class RankDAD(Method):
         return min(self.max_rank, rows, out, width)
 
     def encode(self, name: str, factor: Factor, with_bias: bool) -> FactorPayload:
-        state, samples = self._staged.get(name) or self._states.get(name, _State()), self.samples
-        if name in self._staged or not (samples and self.errors.enabled):  # else it is formed block by block
+        state, weight = self._states.get(name, _State()), self.weight
+        if name in self._staged:
+            state = self._staged[name]
+            weight = state.weight if weight else weight
+        if name in self._staged or not (weight and self.errors.enabled):  # else it is formed block by block
             factor = factor.settled()
         bias = factor.bias_gradient() if with_bias else None
         how: dict[str, Any] = {
@@ -179,7 +182,7 @@ class RankDAD(Method):
             "warm_start": state.carry if self.options.warm_start else None,
             "seed": zlib.crc32(name.encode()),
         }
-        if not samples:  # what a site without weight sends is lost, so that it sends nothing of what it keeps
+        if not weight:  # what a site without weight sends is lost, so that it sends nothing of what it keeps
             left, right = compress(factor.deltas, factor.activations, self.max_rank, **how)
             return FactorPayload(left.T, right.T, bias)
         wire = wire_format(self.options.wire_of(GradientPath.LOWRANK), factor.deltas.dtype)
@@ -189,7 +192,7 @@ class RankDAD(Method):
         room = max(state.room, rows_kept(rank, factor.rows)) if self._keeps_rows else 0
         measure = state.calls % _MEASURE_EVERY == 0 or state.quality is None
         loss_scale = self.loss_scales.of(name)
-        share = state.samples / samples if state.samples else 1.0
+        share = state.weight / weight if state.weight else 1.0
         if self.errors.enabled:
             whole, fill = self._with_errors(name, factor, state.lost, share * self._decay, loss_scale)
             compressed = compress_matrix(whole, rank, fill=fill, **how)
@@ -212,7 +215,7 @@ class RankDAD(Method):
         quality, room = Quality(sent, residual, kept), min(room, kept)
         staged = self._stored(name, compressed, sent, wire, state.carry, rest)
         self._release(name, self._staged.pop(name, None))
-        self._staged[name] = staged._replace(room=room, samples=samples, calls=state.calls + 1, quality=quality)
+        self._staged[name] = staged._replace(room=room, weight=weight, calls=state.calls + 1, quality=quality)
         return FactorPayload(left, right * loss_scale if self.errors.enabled and loss_scale != 1.0 else right, bias)
 
     def _count_sent(self, compressed: Compressed, rank: int) -> int:
@@ -309,11 +312,44 @@ class RankDAD(Method):
 
         return whole, fill
 
-    def commit(self, name: str) -> None:
-        self.errors.commit(name)
-        if name in self._staged:
-            self._release(name, self._states.get(name))
-            self._states[name] = self._staged.pop(name)
+    def commit(self, name: str, weight: float | None = None) -> None:
+        if weight == 0.0:  # the step has taken nothing of what was sent
+            self.rollback(name)
+        elif name in self._staged:
+            staged, before = self._staged.pop(name), self._states.get(name, _State())
+            if weight not in (None, staged.weight):
+                staged = self._settled(name, staged, before, weight)
+            self.errors.commit(name)
+            self._release(name, before)
+            self._states[name] = staged
+
+    def _settled(self, name: str, staged: _State, before: _State, weight: float) -> _State:
+        """Return the next state of a weight whose gradient has had another weight in the mean than was expected.
+
+        What was sent of the memory before has had it, too: the rest of it stays.
+
+        Args:
+            name: the name of the weight.
+            staged: the next state, were the expected weight right.
+            before: the present state.
+            weight: the weight that it has had.
+        """
+        rest = (before.weight or staged.weight) * (1 / weight - 1 / staged.weight)
+        lost, bias = staged.lost, staged.bias
+        rows = None if before.lost is None else before.lost.rows()
+        if self.errors.enabled:
+            self.errors.add(name, rest, rows)
+        elif rows is not None:
+            left, right = rows[0] * rest, rows[1]
+            if lost is not None:
+                left, right = (torch.cat(each) for each in zip(lost.rows(), (left, right), strict=True))
+            if (most := max(len(rows[0]), len(left) - len(rows[0]), _COLUMNS)) < len(left):
+                found = compress(left, right, most)
+                left, right = found.left.T, found.right.T
+            lost = _loaded(left, right)
+        if before.bias is not None:
+            bias = before.bias * rest if bias is None else bias + before.bias * rest
+        return staged._replace(weight=weight, lost=lost, bias=bias)
 
     def rollback(self, name: str) -> None:
         self.errors.rollback(name)
@@ -340,7 +376,7 @@ class RankDAD(Method):
             "lost": {name: state.lost.rows() for name, state in states if state.lost is not None},
             "biases": {name: state.bias.clone() for name, state in states if state.bias is not None},
             "room": {name: state.room for name, state in states},
-            "samples": {name: state.samples for name, state in states},
+            "weights": {name: state.weight for name, state in states},
             "errors": self.errors.state_dict(),
             "calls": {name: state.calls for name, state in states},
             "rank": self.max_rank,
@@ -350,7 +386,6 @@ class RankDAD(Method):
         carried = {name: Carry(right.clone()) for name, right in state["carried"].items()}
         lost = {name: _loaded(*parts) for name, parts in state.get("lost", {}).items()}
         biases = {name: bias.clone() for name, bias in state.get("biases", {}).items()}
-        samples = _samples_of(state)
         names = {*carried, *lost, *state["calls"]}
         qualities = self.quality()
         self._states = {
@@ -359,7 +394,7 @@ class RankDAD(Method):
                 lost=lost.get(name),
                 room=state.get("room", {}).get(name, 0),
                 bias=biases.get(name),
-                samples=samples[name],
+                weight=state.get("weights", {}).get(name, 0.0),
                 calls=state["calls"].get(name, 0),
                 quality=qualities.get(name),
             )
@@ -375,18 +410,6 @@ class RankDAD(Method):
         if self.merger is not None:
             for state in states:
                 self.merger.add_state(state.get("merger", {}))
-
-
-def _reference_of(state: dict[str, Any]) -> int:
-    """Return the samples that the divided layers' memory in a state stands for; 0 where there is none."""
-    reference: int = state.get("reference", state["errors"]["reference"])
-    return reference
-
-
-def _samples_of(state: dict[str, Any]) -> dict[str, float]:
-    """Return by layer the samples that the memory in a state stands for, which an earlier version had for all alike."""
-    known = state.get("samples", {})
-    return {name: known.get(name, _reference_of(state)) for name in {*state["carried"], *state["calls"]}}
 
 
 def rows_kept(rank: int, rows: int) -> int:
@@ -434,19 +457,12 @@ class Merger(RankDAD):
         self.loss_scales = loss_scales
         self.memory = MergeMemory()
         self._iterations = max(_MERGE_ITERATIONS, options.iterations)
-        self._reference = 0
 
     def _make_merger(self, options: MethodOptions) -> None:
         return None
 
-    def refer(self, reference: int) -> None:
-        """Set the number of samples whose mean gradient the parts of the memory are in units of, and rescale them."""
-        if self._reference not in (0, reference):
-            self.memory.scale(self._reference / reference)
-        self._reference = reference
-
-    def commit(self, name: str) -> None:
-        super().commit(name)
+    def commit(self, name: str, weight: float | None = None) -> None:
+        super().commit(name, weight)
         self.memory.commit(name)
 
     def rollback(self, name: str) -> None:
@@ -458,15 +474,11 @@ class Merger(RankDAD):
         self.memory.retain(names)
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"reference": self._reference, "divided": self.memory.state_dict()}
+        return super().state_dict() | {"divided": self.memory.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        current = self._reference
         super().load_state_dict(state)
         self.memory.load_state_dict(state.get("divided", {}))
-        self._reference = _reference_of(state)
-        if current:
-            self.refer(current)
 
     def add_state(self, state: dict[str, Any]) -> None:
         """Add what another site has returned by `state_dict`: by a new plan, its layers may be this site's.
@@ -476,14 +488,12 @@ class Merger(RankDAD):
         """
         if not state:
             return
-        own, theirs = self.state_dict(), _reference_of(state)
-        own["reference"] = own["reference"] or theirs
-        own["samples"] = {**_samples_of(state), **own["samples"]}
-        for part in ("carried", "lost", "room", "biases", "calls"):
+        own = self.state_dict()
+        for part in ("carried", "lost", "room", "biases", "calls", "weights"):
             own[part] = {**state.get(part, {}), **own[part]}
         own["errors"]["errors"] = {**state["errors"]["errors"], **own["errors"]["errors"]}
         self.load_state_dict(own)
-        self.memory.add(state.get("divided", {}), theirs / own["reference"] if own["reference"] else 1.0)
+        self.memory.add(state.get("divided", {}))
 
     def forget_whole(self, names: Iterable[str]) -> None:
         """Drop the state of whole layers that this site does not own."""

@@ -100,9 +100,6 @@ class TopK(Method):
         """Return the number k of elements that are sent of a gradient of `numel` elements."""
         return max(1, math.ceil(self.options.density * numel))
 
-    def commit(self, name: str) -> None:
-        self.errors.commit(name)
-
     def rollback(self, name: str) -> None:
         self.errors.rollback(name)
 

@@ -35,6 +35,7 @@ class ModelStructure:
         modules = list(model.modules())
         self._tables: list[dict[str, Any]] = [module._modules for module in modules]
         self._tables += [module._parameters for module in modules]
+        self._kept = [value for table in self._tables for value in table.values()]  # others cannot get their addresses
         self._place, self._content = self._places(), self._contents()
         self.parameters = {id(each): each for each in model.parameters() if not is_managed(each)}
         self._training = self._trainings()

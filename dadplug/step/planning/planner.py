@@ -283,6 +283,7 @@ class Planner:
         self._reasons: dict[str, str] = {}  # why units are all-reduced after all, in further plans too
         self._notices: dict[str, str] = {}  # why parameters take their path, in this plan
         self._rounding = ErrorFeedback(True)  # rounding errors that were kept when the reducer was last asked
+        self._expected = 0.0, 1.0  # of the reducer
         self._reference = 0  # samples of all sites in a step, about; 0 before the first
         self._planned_for = self._off_plan = 0  # samples of the largest site then; steps with batches of another size
         self._link: LinkCosts | None = None
@@ -410,7 +411,7 @@ class Planner:
             MismatchError: if other sites have no new plan.
         """
         if self._reducer is not None:
-            self._rounding = self._reducer.rounding()
+            self._rounding, self._expected = self._reducer.rounding(), self._reducer.expected
             self._reducer.close_plan(step, self._version)
         if self._added:
             sameness.check_values(self._model, self._added, self._transport)
@@ -450,6 +451,7 @@ class Planner:
             self._secure_sum,
         )
         self._reducer.add_rounding(self._rounding)
+        self._reducer.expected = self._expected
         trained = (parameter for parameter in self._model.parameters() if parameter.requires_grad)
         self._transport.traffic.dense_bytes = sum(dense_bytes(parameter, self._transport) for parameter in trained)
 
@@ -538,8 +540,9 @@ class Planner:
     def state_dict(self) -> dict[str, Any]:
         """Return what the plan carries from step to step: the reference samples and kept rounding errors."""
         if self._reducer is not None:
-            self._rounding = self._reducer.rounding()
-        return {"reference": self._reference, "rounding": self._rounding.state_dict()}
+            self._rounding, self._expected = self._reducer.rounding(), self._reducer.expected
+        state = {"reference": self._reference, "rounding": self._rounding.state_dict()}
+        return state | {"expected": self._expected}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned; further entries are ignored.
@@ -548,8 +551,10 @@ class Planner:
         """
         self._rounding.load_state_dict(state["rounding"])
         self._reference = self._reference or state["reference"]
+        self._expected = tuple(state.get("expected", self._expected))
         if self._reducer is not None:
             self._reducer.add_rounding(self._rounding)
+            self._reducer.expected = self._expected
             if self._method.traits.shares_state:
                 self._reducer.share_state()
 
@@ -586,8 +591,7 @@ class Planner:
 
     def _watch(self, unit: Unit) -> None:
         unit.watch(self._arrived)
-        if isinstance(unit, FactorUnit):
-            unit.reduction = self._number
+        unit.reduction = self._number
 
     def _plan_anew(self) -> None:
         self.release()
@@ -640,4 +644,7 @@ class Planner:
         known = self._reasons if unit.name in self._reasons else self._notices
         known |= dict.fromkeys(unit.parameters, reason)
         self._paths |= dict.fromkeys(unit.parameters, GradientPath.ALLREDUCE)
-        return unit.become_dense(self._capture, self._arrived)
+        units = unit.become_dense(self._capture, self._arrived)
+        for each in units:
+            each.reduction = self._number
+        return units

@@ -97,6 +97,14 @@ class GatheredHandler(BucketHandler):
             samples: samples of each sender.
         """
 
+    def _own_weight(self, samples: Sequence[int]) -> float:
+        """Return the weight in the mean of what this site has encoded.
+
+        Args:
+            samples: samples of each sender.
+        """
+        return samples[self.context.transport.rank] / sum(samples)
+
     def _samples_of(self, headers: Sequence[StepHeader]) -> list[int]:
         """Return the samples that each sender's rows stand for at the end of the step."""
         return [header.samples for header in headers]
@@ -206,7 +214,7 @@ class GatheredHandler(BucketHandler):
             if want:
                 self._write(unit)
             if keep:
-                method.commit(unit.name)
+                method.commit(unit.name, self._own_weight(samples))
             else:
                 method.rollback(unit.name)
         self._present.clear()
@@ -261,9 +269,7 @@ class SiteFactorHandler(GatheredHandler):
         if not factor.rows and factor.bias is None:  # a batch without rows leaves what a method keeps as it is
             return None
         method = self.context.method
-        # One unit in all steps: where the batches of all sites shrink, as in the last step of an epoch, what is kept of
-        # a larger batch would be many times the mean gradient if it counted by samples.
-        method.samples = min(1, self.context.samples())
+        method.weight = self.context.expected_weight
         try:
             if factor.form.encoded:
                 method.check_rank(unit.name, unit.last_rows)
@@ -494,8 +500,7 @@ class NodeFactorHandler(KeptPayloadsHandler):
         if self._node_gather.is_owner:
             collected = self._node_gather.wait()
             samples = self._weighted_by + sum(integers[0] for integers, _ in collected)
-            # Rows are weighted by the node's samples, by which what is kept of another step has to be weighted, too.
-            self.context.method.samples = self.context.reference / samples if samples else 0
+            self.context.method.weight = self.context.scale if samples else 0.0
             self._merge(collected)
         self.bucket.launch(samples)
 
@@ -563,7 +568,10 @@ class NodeFactorHandler(KeptPayloadsHandler):
         self._own = [None] * len(self.units)
 
     def _weights(self, samples: Sequence[int]) -> list[float]:
-        return [self.context.reference / sum(samples)] * len(samples)
+        return [self._own_weight(samples)] * len(samples)
+
+    def _own_weight(self, samples: Sequence[int]) -> float:
+        return self.context.reference / sum(samples)
 
     def _samples_of(self, headers: Sequence[StepHeader]) -> list[int]:
         return [sum(headers[rank].samples for rank in ranks) for ranks in self._nodes.members]

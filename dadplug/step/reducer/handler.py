@@ -331,6 +331,9 @@ def raise_fault(
         )
 
 
+_FORGET = 0.9  # in each step, of the largest weights so far
+
+
 @dataclass
 class HandlerContext:
     """Common state of the handlers of a reducer.
@@ -352,6 +355,8 @@ class HandlerContext:
         deferral: which weights' gradients may stay products in the step; None for those of none.
         secure_sum: the secure sum of the sites, where gradients are summed under masks.
         decoding: sizes of the blocks in which gradients are formed, the same at all sites.
+        share: this site's largest weight in the mean of the last steps, about; 0.0 before the first.
+        scale: what sums were multiplied by to make means in the last steps, at most, about; of a site's own state.
         checks_finite: whether gradients are checked for NaN and Inf, since these are an error or would damage state.
     """
 
@@ -368,11 +373,28 @@ class HandlerContext:
     rotation: Iterator[int] = field(default_factory=itertools.count)
     deferral: Deferral | None = None
     secure_sum: SecureSum | None = None
+    share: float = 0.0
+    scale: float = 1.0
     checks_finite: bool = field(init=False)
 
     def __post_init__(self) -> None:
         keeps_rest = wire_format(self.options.wire_of(GradientPath.LOWRANK)).quantised
         self.checks_finite = self.options.check_finite or self.method.traits.keeps_state or keeps_rest
+
+    @property
+    def expected_weight(self) -> float:
+        """The weight in the mean that this site's gradients will have, about; 0.0 for none.
+
+        It is rather too large: otherwise the step would apply more of what was kept than there is.
+        """
+        samples = self.samples()
+        return min(1.0, max(samples / self.reference, self.share)) if samples else 0.0
+
+    def follow(self, headers: Sequence[StepHeader], rank: int) -> None:
+        """Follow the weights of the sites, at the end of a step that some site has a weight in."""
+        total = sum(header.samples for header in headers)
+        self.share = max(headers[rank].samples / total, _FORGET * self.share)
+        self.scale = max(self.reference / total, _FORGET * self.scale)
 
     def wire(self, unit: Unit) -> WireFormat:
         """Return the format in which a unit's gradients are sent."""

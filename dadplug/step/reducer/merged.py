@@ -53,7 +53,6 @@ class MergedHandler(KeptPayloadsHandler, SiteFactorHandler):
         assert isinstance(context.method, RankDAD)
         assert context.method.merger is not None
         self._merger = context.method.merger
-        self._merger.refer(context.reference)
         self._owners = [context.owners[unit.name] for unit in units]
         self._results: list[FactorPayload] = []  # of this step, by slot
         super().__init__(units, context, senders)
@@ -139,8 +138,14 @@ class MergedHandler(KeptPayloadsHandler, SiteFactorHandler):
                     self._decode_unit(unit, [merged], samples)
                 self._write(unit)
             counts = keep and (merged is None or merged.finite())  # sums of finite payloads may overflow
-            (method.commit if counts else method.rollback)(unit.name)
-            (self._merger.commit if counts and not any(void[slot]) else self._merger.rollback)(unit.name)
+            if counts:
+                method.commit(unit.name, self._own_weight(samples))
+            else:
+                method.rollback(unit.name)
+            if counts and not any(void[slot]):
+                self._merger.commit(unit.name, self.context.reference / sum(samples))
+            else:
+                self._merger.rollback(unit.name)
         self._results = []
         self._present.clear()
         self._gradients.clear()
@@ -187,6 +192,7 @@ class OwnerHandler(MergedHandler):
         """Merge what has arrived of the layers that this site owns, and send the results."""
         with self.timing("wait"):
             samples, contributions = self._contributions.wait()
+        self._merger.weight = self.context.reference / max(1, sum(samples))
         for slot, payloads in contributions.items():
             with self.timing("encode", self.units[slot]):
                 self._merge(slot, payloads, [count / self.context.reference for count in samples])
@@ -210,7 +216,6 @@ class OwnerHandler(MergedHandler):
             self.bucket.clear(slot)
             return
         factor = Factor(whole.right, whole.left, bias=whole.bias)
-        self._merger.samples = self.context.reference
         try:
             merged = self._merger.encode(unit.name, factor, bool(self._bias_size(unit)))
         except FloatingPointError:  # the header of the site that has NaN or Inf says so
@@ -311,7 +316,8 @@ class DividedHandler(MergedHandler):
         memory = self._merger.memory.find(unit.name, self._place(unit)) if kept else None
         if memory is None:
             return None
-        return FactorPayload(memory.left[:kept] * self._merger.loss_scales.of(unit.name), memory.right[:kept])
+        factor = self._merger.loss_scales.of(unit.name) * self._weighted_by_all / self.context.reference
+        return FactorPayload(memory.left[:kept] * factor, memory.right[:kept])
 
     def _stacked(
         self,
@@ -390,7 +396,8 @@ class DividedHandler(MergedHandler):
 
     def _keep(self, unit: FactorUnit, rows: FactorPayload) -> None:
         """Keep this site's part of the rows that follow those that are sent, without the loss scale."""
-        rows = FactorPayload(rows.left / self._merger.loss_scales.of(unit.name), rows.right.clone())
+        factor = self.context.reference / self._weighted_by_all / self._merger.loss_scales.of(unit.name)
+        rows = FactorPayload(rows.left * factor, rows.right.clone())
         self._merger.memory.prepare(unit.name, self._place(unit), rows)
 
     def _result(self, slot: int, payloads: Sequence[FactorPayload]) -> FactorPayload:

@@ -235,6 +235,8 @@ class Reducer:
         if absent:
             self._clear_own(headers)
         self._asks_to_stop = header.stop and absent
+        if keep:
+            context.follow(headers, context.transport.rank)
         self._launched = 0
         context.transport.end_step()
         context.complete_payloads.clear()
@@ -430,6 +432,15 @@ class Reducer:
         """Return how many bytes this site hands to the transport for a unit in a step."""
         return self._handler_of[unit.name].sent_bytes(unit)
 
+    @property
+    def expected(self) -> tuple[float, float]:
+        """This site's weight in the mean in the next step, and the scale of sums, about."""
+        return self._context.share, self._context.scale
+
+    @expected.setter
+    def expected(self, values: tuple[float, float]) -> None:
+        self._context.share, self._context.scale = values
+
     def layout(self) -> list[list[list[int]]]:
         """Return the room in the buckets, by handler and slot; the same at all sites."""
         return [handler.layout() for handler in self._handlers]
@@ -453,7 +464,6 @@ class Reducer:
     def rounding(self) -> ErrorFeedback:
         """Return copies of the rounding errors that the next step adds."""
         kept = ErrorFeedback(True)
-        kept.refer(self._context.reference)
         for handler in self._handlers:
             for name, lost in handler.rounding().items():
                 kept.of(name, lost).copy_(lost)
@@ -461,7 +471,6 @@ class Reducer:
 
     def add_rounding(self, kept: ErrorFeedback) -> None:
         """Restore rounding errors that `rounding` of this or of another reducer has returned."""
-        kept.refer(self._context.reference)
         for handler in self._handlers:
             for name, lost in handler.rounding().items():
                 lost.copy_(kept.of(name, lost))

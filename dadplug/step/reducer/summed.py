@@ -21,7 +21,7 @@ from ...exchange.wire import WireFormat, wire_format
 from ...privacy.secure_sum import ANNOUNCEMENT_BYTES
 from ..methods import Method, powersgd, topk
 from ..methods.base import GradientPath
-from ..units.base import Unit
+from ..units.base import Unit, version_of
 from .handler import BucketHandler, Fault, HandlerContext, StepHeader, gradient_room, register_handler, write_gradient
 
 
@@ -29,24 +29,20 @@ class _Filled(NamedTuple):
     """State of a unit when it was filled; the reference keeps the gradient's identity from being reused."""
 
     gradient: Tensor | None
-    version: int
+    version: tuple[int, int]
     arrivals: int
 
     @classmethod
     def of(cls, unit: Unit) -> _Filled:
         gradient = unit.lead.grad
-        return cls(gradient, _version(gradient), unit.arrivals)
+        return cls(gradient, version_of(gradient), unit.arrivals)
 
     def still_of(self, unit: Unit) -> bool:
         """Return whether the unit has the same gradient, unchanged, and no other has arrived."""
         gradient = unit.lead.grad
         if gradient is not self.gradient or unit.arrivals != self.arrivals:
             return False
-        return _version(gradient) == self.version
-
-
-def _version(gradient: Tensor | None) -> int:
-    return 0 if gradient is None or gradient.is_inference() else gradient._version
+        return version_of(gradient) == self.version
 
 
 class SummedHandler(BucketHandler):
@@ -177,7 +173,7 @@ class DenseHandler(SummedHandler):
     def _put(self, unit: Unit, weight: float) -> bool:
         slot, gradient = self._slots[unit.name], None if unit.lead.grad is None else unit.lead.grad.detach()
         loss_scale = self.context.method.loss_scales.of(unit.name) if self.bucket.feedback else 1.0
-        self.bucket.fill(slot, gradient, weight, loss_scale)
+        self.bucket.fill(slot, gradient, weight, loss_scale, self.context.scale)
         return not self.context.checks_finite or self.bucket.finite(slot)
 
     def launch(self) -> None:
@@ -192,7 +188,7 @@ class DenseHandler(SummedHandler):
             if want:
                 with self.timing("decode", unit):
                     write_gradient(unit.lead, value, scale)
-        self.bucket.commit([keep and want for want in wanted])
+        self.bucket.commit([keep and want for want in wanted], scale, self.context.scale)
 
     def rounding(self) -> dict[str, Tensor]:
         return {unit.name: lost for unit, lost in zip(self.units, self.bucket.lost)}  # a bucket may keep nothing
@@ -208,7 +204,6 @@ class PowerSGDHandler(SummedHandler):
         super().__init__(units, context)
         assert isinstance(context.method, powersgd.PowerSGD)
         self._method = context.method
-        self._method.errors.refer(context.reference)
         self._ranks = [self._method.columns(*unit.shape) for unit in units]
         self._left, self._right = (
             summed_bucket(
@@ -220,7 +215,7 @@ class PowerSGDHandler(SummedHandler):
             for side in (0, 1)
         )
         self.gathers = isinstance(self._left, GatheredBucket)
-        self._matrices = [powersgd.WeightedGradient(None, 0.0, None, 1.0)] * len(units)
+        self._matrices = [powersgd.WeightedGradient(None, 0.0, None, 1.0, 1.0)] * len(units)
         self._bases: list[Tensor | None] = []
         self.share_state()
 
@@ -242,6 +237,7 @@ class PowerSGDHandler(SummedHandler):
             weight,
             None if error is None else error.view(unit.shape),
             method.loss_scales.of(unit.name),
+            self.context.scale,
         )
         basis = method.basis(unit.name, unit.shape, unit.lead)
         self._left.fill(slot, powersgd.project(matrix, basis, transposed=True), 1.0)
@@ -283,11 +279,10 @@ class PowerSGDHandler(SummedHandler):
         error = None
         if keep and self._method.errors.enabled:
             error = self._method.errors.of(unit.name, unit.lead).view(unit.shape)
-            powersgd.add_to_error(error, matrix)
+            powersgd.add_to_error(error, matrix, scale)
         agreed = powersgd.decode(left, right, scale, gradient_room(unit.lead, unit.shape))
         if error is not None:
-            share = 1 / self.context.transport.world_size / scale
-            powersgd.subtract_sent(error, agreed, share, matrix.loss_scale)
+            powersgd.subtract_sent(error, agreed, 1 / len(self.context.transport.present), matrix.loss_scale)
         if keep:
             self._method.keep(unit.name, right.clone())
 
@@ -319,7 +314,6 @@ class TopKHandler(SummedHandler):
         super().__init__(units, context)
         assert isinstance(context.method, topk.TopK)
         self._method = context.method
-        self._method.errors.refer(context.reference)
         self._counts = [self._method.elements(unit.lead.numel()) for unit in units]
         self._bucket = SparseBucket(self._counts, context.transport, _value_format(self._wire, units[0]))
         self._sent: dict[str, _Sent] = {}
@@ -341,7 +335,10 @@ class TopKHandler(SummedHandler):
         errors, loss_scale = self._method.errors, self._method.loss_scales.of(unit.name)
         error, whole = errors.find(unit.name, unit.lead), errors.prepare(unit.name, unit.lead).view(-1)
         flat_gradient = None if gradient is None else gradient.reshape(-1)
-        topk.accumulate(flat_gradient, weight, None if error is None else error.view(-1), loss_scale, whole)
+        flat_error = None if error is None else error.view(-1)
+        if flat_error is not None and self.context.scale != 1.0:
+            flat_error = flat_error / self.context.scale
+        topk.accumulate(flat_gradient, weight, flat_error, loss_scale, whole)
         indices, values = self._bucket.fill(slot, *topk.encode(whole, self._counts[slot], loss_scale))
         self._sent[unit.name] = _Sent(whole, indices, values, loss_scale)
         return finite(values)
@@ -360,7 +357,7 @@ class TopKHandler(SummedHandler):
                     topk.decode(self._bucket.received(slot, unit.lead.numel()), scale, gradient_room(unit.lead, (-1,)))
             if keep and want:
                 topk.subtract_sent(*self._sent[unit.name])
-                self._method.commit(unit.name)
+                self._method.errors.commit(unit.name, scale, self.context.scale)
             else:
                 self._method.rollback(unit.name)
         self._sent.clear()

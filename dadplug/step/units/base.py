@@ -21,19 +21,12 @@ from ...hooks import OwnHook
 from ..methods.base import GradientPath
 
 _ATEN = torch.ops.aten
-_AGREED = "_dadplug_agreed"  # attribute of a gradient: number of the reduction that has synchronized it
-_AGREED_VERSION = "_dadplug_agreed_version"  # attribute of a gradient that autograd forms: its version then
+_AGREED = "_dadplug_agreed"  # attribute of a gradient: number of the reduction that has synchronized it, its version
 _CLEARING = (_ATEN.zero_.default, _ATEN._foreach_zero_.default)
 
 
 class GradientSource(Protocol):
-    """Holder of the factors of a parameter's gradient.
-
-    Attributes:
-        reduction: number of the reduction that it belongs to.
-    """
-
-    reduction: int
+    """Holder of the factors of a parameter's gradient."""
 
     def read_gradient(self, name: str) -> Tensor:
         """Return this site's gradient of a parameter so far, formed anew."""
@@ -86,6 +79,16 @@ class LazyGradient(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self.read().clone()
 
+    @property
+    def data(self) -> Tensor:
+        """The values; setting them replaces the gradient, since this tensor has no memory to hold them."""
+        return self.detach()
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        if self.parameter.grad is self:
+            self.parameter.grad = values.detach()
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -126,8 +129,6 @@ class LazyGradient(Tensor):
         zeros = self.earlier
         if zeros is None:
             zeros = torch.zeros_like(self.parameter, requires_grad=False)
-            if self.source is not None:
-                setattr(zeros, _AGREED, self.source.reduction)
         if self.parameter.grad is self:
             self.parameter.grad = zeros
         return zeros
@@ -312,20 +313,28 @@ def mark_agreed(parameter: nn.Parameter, reduction: int) -> None:
         parameter: the parameter.
         reduction: number of the reduction that has synchronized it.
     """
-    gradient = parameter.grad
-    if gradient is not None:
-        setattr(gradient, _AGREED, reduction)
+    if (gradient := parameter.grad) is not None:
+        setattr(gradient, _AGREED, (reduction, version_of(gradient)))
 
 
 def is_agreed(parameter: nn.Parameter, reduction: int) -> bool:
-    """Return whether ``.grad`` is empty or was written by a reduction, and not by a program."""
+    """Return whether ``.grad`` is empty or zero, or was written by a reduction, and not changed by a program."""
     gradient = parameter.grad
-    return gradient is None or getattr(gradient, _AGREED, None) == reduction
+    if gradient is None or getattr(gradient, _AGREED, None) == (reduction, version_of(gradient)):
+        return True
+    return is_zero(gradient)
 
 
 def unmark_agreed(gradient: Tensor) -> None:
     """Remove the mark of a gradient that is equal on all sites, since the program may change it."""
     setattr(gradient, _AGREED, None)
+
+
+def version_of(gradient: Tensor | None) -> tuple[int, int]:
+    """Return numbers that change where a program writes into a gradient, or gives it other memory."""
+    if gradient is None or gradient.is_inference():
+        return 0, 0
+    return gradient._version, gradient.data_ptr() if gradient.layout == torch.strided else 0
 
 
 class Unit:
@@ -348,8 +357,10 @@ class Unit:
         expected_discards: times it was discarded in the last step; after as many it counts as one to keep.
         changed: whether the program has changed its gradient in place since the last backward pass of this step.
         path: the path of its gradient, for which a bucket handler is registered.
+        reduction: number of the reduction that it belongs to.
     """
 
+    reduction = -1
     changed = False
     path: str = GradientPath.ALLREDUCE
 
@@ -401,10 +412,12 @@ class Unit:
     @property
     def is_own(self) -> bool:
         """Whether ``.grad`` has a gradient that the sites have not agreed on."""
-        return False
+        return not all(is_agreed(each, self.reduction) for each in self.parameters.values())
 
     def mark_agreed(self) -> None:
         """Mark what is in ``.grad`` as agreed on, at the end of a step."""
+        for parameter in self.parameters.values():
+            mark_agreed(parameter, self.reduction)
 
     def discard(self) -> None:
         """Forget the backward passes of this step so far, since their gradients have been cleared."""
@@ -449,35 +462,26 @@ class DenseUnit(Unit):
     def __init__(self, name: str, parameter: nn.Parameter, path: str = GradientPath.ALLREDUCE) -> None:
         super().__init__(name, {name: parameter})
         self.path = path
-        self._version = 0  # of the gradient, when it arrived
+        self._version = 0, 0  # of the gradient, when it arrived
 
     def watch(self, on_arrival: Callable[[Unit], None]) -> None:
         def arrive(parameter: Tensor) -> None:
             if parameter.grad is not None:
-                self._version = parameter.grad._version
+                self._version = version_of(parameter.grad)
                 on_arrival(self)
 
         self._hooks.append(self.lead.register_post_accumulate_grad_hook(OwnHook(arrive)))
 
-    def mark_agreed(self) -> None:
-        if (gradient := self.lead.grad) is not None:
-            setattr(gradient, _AGREED_VERSION, gradient._version)
-
-    @property
-    def is_own(self) -> bool:
-        gradient = self.lead.grad
-        return gradient is not None and getattr(gradient, _AGREED_VERSION, None) != gradient._version
-
     @property
     def changed(self) -> bool:  # type: ignore[override]
         gradient = self.lead.grad
-        return bool(self.arrivals) and gradient is not None and gradient._version != self._version
+        return bool(self.arrivals) and gradient is not None and version_of(gradient) != self._version
 
     def drop_cleared(self) -> bool:
         if not self.arrivals:
             return False
         gradient = self.lead.grad
-        if gradient is None or (gradient._version != self._version and is_zero(gradient)):
+        if gradient is None or (version_of(gradient) != self._version and is_zero(gradient)):
             self.discard()
             return True
         return False

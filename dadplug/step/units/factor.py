@@ -15,7 +15,7 @@ from ...exchange.wire import copied
 from ...hooks import LINEAR, CapturedLayer, Elementwise, Factor, Form, LayerCapture, OwnHook, stack_by_form
 from ...hooks.registry import is_accumulated
 from ..methods.base import GradientPath
-from .base import DenseUnit, Placeholders, Unit, accumulated, is_agreed, mark_agreed, unmark_agreed
+from .base import DenseUnit, Placeholders, Unit, accumulated, is_agreed, unmark_agreed
 
 _SMALL = 1 << 16  # elements that may be held in any case
 
@@ -35,13 +35,11 @@ class FactorUnit(Unit):
 
     Attributes:
         outside: whether the weight has been used outside of its layer in this step, or in a second derivative.
-        reduction: number of the reduction that the unit belongs to.
         sent_gradient: returns what has been sent of a parameter's gradient in this step, in parts; None before.
         last_rows: rows of the layers' inputs in the last step in which there were any; of matrices where those are
             compressed.
     """
 
-    reduction = -1
     last_rows = 0
 
     def __init__(
@@ -230,15 +228,6 @@ class FactorUnit(Unit):
             if self.arrivals and parameter.grad is not None:  # an agreed one has been added to
                 unmark_agreed(parameter.grad)
         super().leave(discard=discard)
-
-    @property
-    def is_own(self) -> bool:
-        return not all(is_agreed(each, self.reduction) for each in self.parameters.values())
-
-    def mark_agreed(self) -> None:
-        """Mark ``.grad`` as equal on all sites, at the end of a step."""
-        for parameter in self.parameters.values():
-            mark_agreed(parameter, self.reduction)
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -443,6 +432,8 @@ class LowrankUnit(FactorUnit):
             gradient, parameter.grad = parameter.grad, self._aside.pop(name)
             if gradient is not None:
                 self._hold(name, gradient)
+                if name != self.name:
+                    self._placeholders.put()
         super()._after_dense(name, parameter)
 
     def _hold(self, name: str, gradient: Tensor) -> None:

@@ -244,7 +244,7 @@ class _Opens(nn.Module):
         return self.body(batch.inputs if isinstance(batch, _Batch) else batch["inputs"])  # type: ignore[index]
 
 
-@loop()
+@loop(late="the rows of such batches are counted when they have been sent, so that sites expect those of the last step")
 def batch_object(site: Site) -> None:
     training = Training(site, site.model(_Opens))
     for step in training.steps():

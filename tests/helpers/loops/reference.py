@@ -38,6 +38,9 @@ class Agreement:
         self._errors: list[dict[str, Tensor]] = [defaultdict(lambda: torch.zeros(())) for _ in range(world_size)]
         self._bases: dict[str, Tensor] = {}
         self._first_bases: dict[str, Tensor] = {}
+        self._reference = 0  # rows of the first step
+        self._shares = [0.0] * world_size  # of the sites in the mean, at most, about
+        self._scale = 1.0  # what makes means of sums over the reference, at most, about
 
     def agree(self, sites: Sequence[Gradients], rows: Sequence[int], paths: dict[str, str]) -> Gradients:
         """Return the agreed gradients; None where no site has one.
@@ -51,6 +54,7 @@ class Agreement:
             for name in errors.keys() - sites[0].keys():  # of a parameter that has been frozen
                 del errors[name]
         agreed: Gradients = {}
+        self._reference = self._reference or sum(rows)
         for name in sites[0]:
             found = [site[name] for site in sites]
             first = next((gradient for gradient in found if gradient is not None), None)
@@ -65,21 +69,31 @@ class Agreement:
                 agreed[name] = self._topk(found, rows, name)
             else:
                 agreed[name] = mean(found, rows)
+        self._shares = [max(count / sum(rows), 0.9 * share) for count, share in zip(rows, self._shares, strict=True)]
+        self._scale = max(self._reference / sum(rows), 0.9 * self._scale)
         return agreed
+
+    def _expected(self, rows: Sequence[int]) -> list[float]:
+        """By site, or by node, the weight that it expects in the mean: memories are divided by it."""
+        if len(self._nodes) < len(rows):
+            return [self._scale] * len(self._nodes)
+        return [min(1.0, max(n / self._reference, share)) for n, share in zip(rows, self._shares, strict=True)]
 
     def _lowrank(self, found: Sequence[Tensor | None], rows: Sequence[int], name: str) -> Tensor:
         total = torch.zeros(())
-        for ranks, errors in zip(self._nodes, self._errors, strict=False):
+        for ranks, errors, expected in zip(self._nodes, self._errors, self._expected(rows), strict=False):
             theirs = [found[rank] for rank in ranks]
             count = sum(rows[rank] for rank in ranks)
             if all(gradient is None for gradient in theirs) or not count:
                 continue
-            gradient = mean(theirs, [rows[rank] for rank in ranks])
-            whole = gradient.flatten(1) + (errors[name] if self.feedback else 0)
+            gradient, weight = mean(theirs, [rows[rank] for rank in ranks]), count / sum(rows)
+            if len(self._nodes) < len(rows):
+                gradient, weight = gradient * count / self._reference, self._reference / sum(rows)
+            whole = gradient.flatten(1) + (errors[name] / expected if self.feedback else 0)
             kept = best(whole, self.options.largest_rank, self.options.tolerance)
             if self.feedback:
-                errors[name] = whole - kept
-            total = total + count / sum(rows) * kept.view_as(gradient)
+                errors[name] = errors[name] + weight * (gradient.flatten(1) - kept)
+            total = total + weight * kept.view_as(gradient)
         return total
 
     def _powersgd(self, found: Sequence[Tensor | None], rows: Sequence[int], name: str) -> Tensor:
@@ -90,7 +104,7 @@ class Agreement:
             self._first_bases[name] = self._bases[name] = basis.clone().T
         left = torch.linalg.qr(sum(matrix @ self._bases[name] for matrix in matrices)).Q
         right = sum(matrix.T @ left for matrix in matrices)
-        self._keep(name, [matrix - left @ right.T / len(matrices) for matrix in matrices])
+        self._keep(name, matrices, [left @ right.T / len(matrices)] * len(matrices), rows)
         lengths = right.norm(dim=0)  # where the sum has a lower rank, directions are drawn anew
         self._bases[name] = torch.where(lengths > 1e-12 * lengths.max(), right, self._first_bases[name])
         return (left @ right.T).view_as(like) / sum(rows)
@@ -98,27 +112,31 @@ class Agreement:
     def _topk(self, found: Sequence[Tensor | None], rows: Sequence[int], name: str) -> Tensor:
         like = next(gradient for gradient in found if gradient is not None)
         wholes = self._with_errors(found, rows, name, like.flatten())
-        agreed = torch.zeros_like(wholes[0])
-        for whole in wholes:
+        sent = [torch.zeros_like(whole) for whole in wholes]
+        for each, whole in zip(sent, wholes, strict=True):
             chosen = whole.abs().topk(math.ceil(self.options.density * whole.numel())).indices
-            agreed[chosen] += whole[chosen]
-            whole[chosen] = 0
-        self._keep(name, wholes)
-        return agreed.view_as(like) / sum(rows)
+            each[chosen] = whole[chosen]
+        self._keep(name, wholes, sent, rows)
+        return sum(sent).view_as(like) / sum(rows)  # type: ignore[union-attr]
 
     def _with_errors(
         self, found: Sequence[Tensor | None], rows: Sequence[int], name: str, like: Tensor
     ) -> list[Tensor]:
-        """Each site's sum of gradients over its rows, with what it has kept back."""
+        """Each site's sum of gradients over its rows, with what it has kept of the mean, times the rows expected."""
+        expected = self._reference / self._scale
         return [
-            errors[name] + (torch.zeros_like(like) if gradient is None else count * gradient.reshape(like.shape))
+            expected * errors[name]
+            + (torch.zeros_like(like) if gradient is None else count * gradient.reshape(like.shape))
             for errors, gradient, count in zip(self._errors, found, rows, strict=True)
         ]
 
-    def _keep(self, name: str, kept: Sequence[Tensor]) -> None:
-        if self.feedback:
-            for errors, error in zip(self._errors, kept, strict=True):
-                errors[name] = error
+    def _keep(self, name: str, wholes: Sequence[Tensor], sent: Sequence[Tensor], rows: Sequence[int]) -> None:
+        """Keep what was not sent of the mean of this step, and what stood for more or fewer rows than expected."""
+        if not self.feedback:
+            return
+        rest = 1 - self._reference / self._scale / sum(rows)
+        for errors, whole, part in zip(self._errors, wholes, sent, strict=True):
+            errors[name] = (whole - part) / sum(rows) + rest * errors[name]
 
 
 def mean(found: Sequence[Tensor | None], rows: Sequence[int]) -> Tensor:
