@@ -5,6 +5,7 @@ import re
 import shutil
 import socket
 import threading
+import time
 from datetime import timedelta
 
 import hub_kits
@@ -18,6 +19,7 @@ from dadplug.hub import Project, check
 from dadplug.hub.check import MOST_BYTES, NUMBER, CheckHandler, Request
 from dadplug.hub.pki import provision
 from dadplug.hub.pki.kits import current_time
+from dadplug.hub.server.acceptor import Acceptor
 from dadplug.hub.server.status import Meter, snapshot, table
 from dadplug.hub.wire.messages import Head, Kind, Refuse
 
@@ -134,6 +136,45 @@ def test_a_firewall_that_drops_packets(kits):
         found = failure(kits / "a", server.getsockname(), 0.5)
     assert (found.item, "does not answer within 0.5 s" in found.text) == ("port", True)
     assert "firewall" in found.advice
+
+
+def test_a_hub_without_descriptors(tmp_path, monkeypatch):
+    with running_hub(tmp_path / "kits") as hub:
+        monkeypatch.setattr(Acceptor, "_accept", lambda self, now, most: self._pause(True))
+        found = failure(tmp_path / "kits" / "a", timeout=0.5)
+        assert (found.item, "has not answered within 0.5 s" in found.text) == ("TLS", True)
+        assert "ulimit -n" in found.advice
+        monkeypatch.undo()
+        assert findings(hub.kits / "a")[-1].item == "rate"
+
+
+def test_a_hub_that_only_pings(tmp_path, monkeypatch):
+    monkeypatch.setattr(CheckHandler, "handle", lambda *_: [])
+    with running_hub(tmp_path / "kits"):
+        found = failure(tmp_path / "kits" / "a", timeout=2.0)
+    assert (found.item, found.text) == ("measurements", "the hub has not answered TIME within 2 s")
+
+
+def test_a_handshake_that_trickles(kits):
+    """What arrives byte by byte does not make the wait longer."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def trickle():
+            connection, _ = server.accept()
+            with connection, contextlib.suppress(OSError):
+                connection.sendall(b"\x16\x03\x03\x40\x00")
+                for _ in range(100):
+                    connection.sendall(b"\0")
+                    time.sleep(0.05)
+
+        thread = threading.Thread(target=trickle)
+        thread.start()
+        begin = time.monotonic()
+        found = failure(kits / "a", server.getsockname(), 0.5)
+        took = time.monotonic() - begin
+        thread.join()
+    assert (found.item, "has not answered within 0.5 s" in found.text) == ("TLS", True)
+    assert took < 4
 
 
 def test_a_name_that_does_not_resolve(kits, monkeypatch):
