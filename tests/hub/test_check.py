@@ -6,6 +6,7 @@ import shutil
 import socket
 import threading
 import time
+import traceback
 from datetime import timedelta
 
 import hub_kits
@@ -13,8 +14,9 @@ import pytest
 from frame_parts import Frame
 from running_hub import TIMEOUT, TestSite, running_hub, together, until
 
+import dadplug
 from dadplug.cli.commands import main
-from dadplug.errors import FrameError
+from dadplug.errors import FrameError, RefusedError
 from dadplug.hub import Project, check
 from dadplug.hub.check import MOST_BYTES, NUMBER, CheckHandler, Request
 from dadplug.hub.pki import provision
@@ -295,6 +297,9 @@ def test_a_revoked_kit(tmp_path):
     with running_hub(kits):
         found = failure(kits / "a")
         assert (found.item, "has been revoked" in found.text) == ("hub", True)
+        with pytest.raises(RefusedError, match="has been revoked") as caught:
+            dadplug.connect(kit=kits / "a")
+        assert len(traceback.format_exception(caught.value)) < 8  # no chain of causes
         assert "new kit" in found.advice
         shutil.copy(kits / "authority" / "revoked.pem", kits / "a" / "revoked.pem")
         assert {each.item for each in findings(kits / "a") if each.state == "failed"} == {"revoked", "hub"}

@@ -301,7 +301,11 @@ def connect_by_kit(
         dist.destroy_process_group()
     while (connection := current_connection()) is not None:  # of an earlier run
         connection.close_transports()
-    SiteRuntime(loaded, timeout, LocalPlace.find(os.environ))
+    try:
+        SiteRuntime(loaded, timeout, LocalPlace.find(os.environ))
+    except SiteError as error:  # of the hub or the way to it: where in dadplug it was found is of no use
+        _log.debug("this site is not connected", exc_info=error)
+        raise error.with_traceback(None) from None
     host, port = loaded.roster.address()
     names = ", ".join(loaded.roster.sites)
     if loaded.policy.allow_pickle:
