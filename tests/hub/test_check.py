@@ -13,6 +13,7 @@ import hub_kits
 import pytest
 from frame_parts import Frame
 from running_hub import TIMEOUT, TestSite, running_hub, together, until
+from support import free_port
 
 import dadplug
 from dadplug.cli.commands import main
@@ -138,6 +139,17 @@ def test_a_firewall_that_drops_packets(kits):
         found = failure(kits / "a", server.getsockname(), 0.5)
     assert (found.item, "does not answer within 0.5 s" in found.text) == ("port", True)
     assert "firewall" in found.advice
+
+
+def test_a_hub_with_ipv6_alone(tmp_path):
+    place = f"[::1]:{free_port()}"
+    hub_kits.make(tmp_path / "kits", hub=place, hub_names=[], sites=["a", "b"])
+    with running_hub(tmp_path / "kits") as hub:
+        assert findings(hub.kits / "a")[-1].item == "rate"
+        assert place in hub.await_line("listens at")
+        sites = together(hub)
+        sites[0].send(Kind.PAYLOAD, b"payload")
+        assert sites[1].take(Kind.PAYLOAD).body == b"payload"
 
 
 def test_a_hub_without_descriptors(tmp_path, monkeypatch):

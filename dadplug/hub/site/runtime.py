@@ -21,6 +21,7 @@ from .. import connections, current_connection
 from .. import torch as process_group
 from ..pki.kits import Kit
 from ..pki.project import Restrictions, impose_restrictions, lift_restrictions
+from ..pki.proxies import target
 from ..torch import BACKEND, Collectives, HubGroup, HubStore
 from ..wire.messages import own_release, wire_of
 from .link import HubLink
@@ -306,7 +307,6 @@ def connect_by_kit(
     except SiteError as error:  # of the hub or the way to it: where in dadplug it was found is of no use
         _log.debug("this site is not connected", exc_info=error)
         raise error.with_traceback(None) from None
-    host, port = loaded.roster.address()
     names = ", ".join(loaded.roster.sites)
     if loaded.policy.allow_pickle:
         _log.warning(
@@ -314,7 +314,7 @@ def connect_by_kit(
             "can run programs at this site",
             loaded.folder,
         )
-    _log.info("connected to the hub %s:%d as site %d of %s", host, port, loaded.slot, names)
+    _log.info("connected to the hub %s as site %d of %s", target(*loaded.roster.address()), loaded.slot, names)
 
 
 def load_site_kit(folder: str | Path, **places: object) -> Kit:
