@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .errors import DroppedError
+from .errors import DroppedError, SiteError
 from .exchange import Transport
 from .exchange.calls import own_place
 from .hooks.factor import Write
@@ -347,6 +347,9 @@ class GradientReduction(FusedSteps, ReplicatedModel):
                 break
             except DroppedError:
                 self._rejoin()
+            except SiteError as error:  # of another site or the network: where dadplug has found it is of no use
+                _log.debug("the step has failed", exc_info=error)
+                raise error.with_traceback(None) from None
         for function in tuple(self.after_step):
             function()
 

@@ -190,7 +190,10 @@ class RollCall:
         waited = f"waited {self.timeout:g} s for {self.num_nodes} {plural(self.noun)}"
         if silent:
             names = ", ".join(f"{self.noun} {site} ({claims[site].name})" for site in silent)
-            return f"{waited}: {names} came, and does not answer any more: it was killed or stopped"
+            return (
+                f"{waited}: {names} came, and does not answer any more: it was killed or stopped, or cannot be reached "
+                "over IPv4, which sites need that connect without a hub"
+            )
         if not missing:
             return f"{waited}: {self.host} has not listed them, though all have come"
         return (

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import FrameError, KitError, ProxyError, RefusedError
-from ..exchange.handshake import within
+from ..exchange.handshake import Deadline, within
 from .pki.files import REVOKED, read_file
 from .pki.kits import RENEW, SOON_DAYS, Kit, certificate_end, current_time, days_left, revocation_list_end
 from .pki.proxies import Proxy, find_proxy
@@ -261,7 +261,7 @@ def _way(
         yield _encryption(secure)
         _enter(kit, secure, host, port, timeout)
         yield Finding("hub", "ok", f"it accepts {kit.name}")
-        yield from work(_Line(kit.slot, secure))
+        yield from work(_Line(kit.slot, secure, timeout))
     finally:
         secure.close()
 
@@ -397,6 +397,7 @@ def _encryption(secure: SecureSocket) -> Finding:
     return _ending("TLS", text, days_left(end), f"Ask the project's operator to run `{RENEW} hub`.")
 
 
+_NO_ROOM = "the hub cannot open more connections (`ulimit -n`): its log says so."
 _ADVICE = {  # by a part of the error
     "TLS inspection": "Ask your IT department to exempt the hub's address from TLS inspection (SSL bump, decryption).",
     "another authority": "The kits are of two projects, or of two calls of `provision`. Use kits of one.",
@@ -409,8 +410,8 @@ _ADVICE = {  # by a part of the error
     "not a site of": "The newest roster.json has to be copied into the hub's kit.",
     "another process is connected": "Another check of this kit runs, or has just ended. Repeat it in a few seconds.",
     "version": "Install the same version of dadplug at this site and at the hub.",
-    "closed the connection": "Something else may listen at this port, or a firewall cuts connections.",
-    "has not answered": "Something else may listen at this port, or a firewall holds the encrypted connection up.",
+    "closed the connection": "Something else may listen at this port, a firewall cuts connections, or " + _NO_ROOM,
+    "has not answered": "Something else may listen at this port, a firewall holds the connection up, or " + _NO_ROOM,
 }
 
 
@@ -420,16 +421,19 @@ def _advice(reason: str, kit: Kit) -> str:
 
 
 class _Line:
-    """Connection of the channel "check". Everything blocks, up to the timeout of the connection."""
+    """Connection of the channel "check". Everything blocks, for a time."""
 
-    def __init__(self, slot: int, connection: SecureSocket) -> None:
-        self._connection, self._slot = connection, slot
+    def __init__(self, slot: int, connection: SecureSocket, timeout: float) -> None:
+        self._connection, self._slot, self._timeout = connection, slot, timeout
         self._receiver = FrameReceiver(connection, lambda head: memoryview(bytearray(head.length)))
 
     def request(self, request: Request, content: bytes) -> None:
         """Send a request."""
-        for packed, body in frames(Head(Kind.PAYLOAD, self._slot, tag=request), memoryview(content)):
-            self._connection.sendall(packed + bytes(body))
+        try:
+            for packed, body in frames(Head(Kind.PAYLOAD, self._slot, tag=request), memoryview(content)):
+                self._connection.sendall(packed + bytes(body))
+        except TimeoutError:
+            raise TimeoutError(f"the hub takes no bytes of {request.name} for {self._timeout:g} s") from None
 
     def answer(self, request: Request, nbytes: int) -> bytes:
         """Receive frames of the answer to a request.
@@ -437,13 +441,22 @@ class _Line:
         Args:
             request: the request.
             nbytes: bytes that are received at least, up to the end of a frame.
+
+        Raises:
+            TimeoutError: if no frame of the answer has arrived for the timeout; pings do not count.
         """
-        content = bytearray()
+        content, deadline = bytearray(), Deadline(self._timeout)
         while len(content) < nbytes:
-            head = self._receiver.receive()
+            try:
+                if deadline.over:
+                    raise TimeoutError
+                head = self._receiver.receive()
+            except TimeoutError:
+                raise TimeoutError(f"the hub has not answered {request.name} within {self._timeout:g} s") from None
             assert head is not None  # the connection blocks
             if head.kind is Kind.PAYLOAD and head.tag == request:
                 content += self._receiver.body
+                deadline = Deadline(self._timeout)
             elif head.kind is not Kind.PING:
                 raise FrameError(f"a {head.kind.name} frame where the answer to a check is due")
         return bytes(content)
@@ -495,7 +508,8 @@ def _measurements(line: _Line) -> Iterator[Finding]:
         yield Finding("rate", "ok", f"up {_text(up)}, down {_text(down)}")
         line.close()
     except (OSError, FrameError) as error:
-        raise _FailedError("measurements", f"the connection was lost: {error}", _LINK) from error
+        what = "" if isinstance(error, TimeoutError) else "the connection was lost: "
+        raise _FailedError("measurements", f"{what}{error}", _LINK) from error
 
 
 def _clock(ahead: float) -> Finding:

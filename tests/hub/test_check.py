@@ -5,18 +5,23 @@ import re
 import shutil
 import socket
 import threading
+import time
+import traceback
 from datetime import timedelta
 
 import hub_kits
 import pytest
 from frame_parts import Frame
 from running_hub import TIMEOUT, TestSite, running_hub, together, until
+from support import free_port
 
-from dadplug.errors import FrameError
+import dadplug
+from dadplug.errors import FrameError, RefusedError
 from dadplug.hub import Project, check
 from dadplug.hub.check import MOST_BYTES, NUMBER, CheckHandler, Request
 from dadplug.hub.pki import provision
 from dadplug.hub.pki.kits import current_time
+from dadplug.hub.server.acceptor import Acceptor
 from dadplug.hub.server.status import Meter, snapshot, table
 from dadplug.hub.wire.messages import Head, Kind, Refuse
 from dadplug.tools.cli.commands import main
@@ -134,6 +139,56 @@ def test_a_firewall_that_drops_packets(kits):
         found = failure(kits / "a", server.getsockname(), 0.5)
     assert (found.item, "does not answer within 0.5 s" in found.text) == ("port", True)
     assert "firewall" in found.advice
+
+
+def test_a_hub_with_ipv6_alone(tmp_path):
+    place = f"[::1]:{free_port()}"
+    hub_kits.make(tmp_path / "kits", hub=place, hub_names=[], sites=["a", "b"])
+    with running_hub(tmp_path / "kits") as hub:
+        assert findings(hub.kits / "a")[-1].item == "rate"
+        assert place in hub.await_line("listens at")
+        sites = together(hub)
+        sites[0].send(Kind.PAYLOAD, b"payload")
+        assert sites[1].take(Kind.PAYLOAD).body == b"payload"
+
+
+def test_a_hub_without_descriptors(tmp_path, monkeypatch):
+    with running_hub(tmp_path / "kits") as hub:
+        monkeypatch.setattr(Acceptor, "_accept", lambda self, now, most: self._pause(True))
+        found = failure(tmp_path / "kits" / "a", timeout=0.5)
+        assert (found.item, "has not answered within 0.5 s" in found.text) == ("TLS", True)
+        assert "ulimit -n" in found.advice
+        monkeypatch.undo()
+        assert findings(hub.kits / "a")[-1].item == "rate"
+
+
+def test_a_hub_that_only_pings(tmp_path, monkeypatch):
+    monkeypatch.setattr(CheckHandler, "handle", lambda *_: [])
+    with running_hub(tmp_path / "kits"):
+        found = failure(tmp_path / "kits" / "a", timeout=2.0)
+    assert (found.item, found.text) == ("measurements", "the hub has not answered TIME within 2 s")
+
+
+def test_a_handshake_that_trickles(kits):
+    """What arrives byte by byte does not make the wait longer."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def trickle():
+            connection, _ = server.accept()
+            with connection, contextlib.suppress(OSError):
+                connection.sendall(b"\x16\x03\x03\x40\x00")
+                for _ in range(100):
+                    connection.sendall(b"\0")
+                    time.sleep(0.05)
+
+        thread = threading.Thread(target=trickle)
+        thread.start()
+        begin = time.monotonic()
+        found = failure(kits / "a", server.getsockname(), 0.5)
+        took = time.monotonic() - begin
+        thread.join()
+    assert (found.item, "has not answered within 0.5 s" in found.text) == ("TLS", True)
+    assert took < 4
 
 
 def test_a_name_that_does_not_resolve(kits, monkeypatch):
@@ -254,6 +309,9 @@ def test_a_revoked_kit(tmp_path):
     with running_hub(kits):
         found = failure(kits / "a")
         assert (found.item, "has been revoked" in found.text) == ("hub", True)
+        with pytest.raises(RefusedError, match="has been revoked") as caught:
+            dadplug.connect(kit=kits / "a")
+        assert len(traceback.format_exception(caught.value)) < 8  # no chain of causes
         assert "new kit" in found.advice
         shutil.copy(kits / "authority" / "revoked.pem", kits / "a" / "revoked.pem")
         assert {each.item for each in findings(kits / "a") if each.state == "failed"} == {"revoked", "hub"}

@@ -168,6 +168,17 @@ def test_mistakes_in_a_policy_are_explained(tmp_path, text, reason):
         Policy.load(tmp_path / "policy.toml")
 
 
+def test_a_policy_that_is_empty_or_cut_is_refused(tmp_path):
+    path, strict = tmp_path / "policy.toml", Policy(("rankdad",), share_inputs=False, require_privacy=True)
+    lines = strict.text().splitlines(keepends=True)
+    for kept in range(len(lines)):
+        path.write_text("".join(lines[:kept]))
+        with pytest.raises(KitError, match=r"policy.toml has lost its (entries|last lines)"):
+            Policy.load(path)
+    path.write_text("".join(line for line in lines if not line.startswith(("begin", "end"))))  # of dadplug 0.3.0
+    assert Policy.load(path) == strict
+
+
 # Restrictions of a kit, as every reduction of a process that is connected to a hub meets them
 
 

@@ -23,6 +23,7 @@ _NUMBERS = {  # entries of a policy, with the largest valid one, and what they m
     "hub_timeout": (sys.float_info.max, "positive number of seconds"),
 }
 
+_BEGIN, _END = "begin", "end"  # entries around those of a policy file, which show that it has not been cut
 _RESTRICTIONS = ("require_privacy", "modes", "share_inputs", "max_rank_share")  # of what methods send
 
 
@@ -160,7 +161,13 @@ class Policy:
         Raises:
             KitError: if the file is missing or damaged: a kit without a policy does not allow everything.
         """
-        return cls.parse(read_toml(path), str(path))
+        table = read_toml(path)
+        if not table or (_BEGIN in table and _END not in table):
+            raise KitError(
+                f"{path} has lost its {'last lines' if table else 'entries'}, and would allow more than the site does. "
+                f"Restore the file; where nothing is missing, let it end with `{_END} = 1`"
+            )
+        return cls.parse({name: table[name] for name in table if name not in (_BEGIN, _END)}, str(path))
 
     def text(self) -> str:
         """Return the policy as the content of a kit's policy file."""
@@ -171,6 +178,8 @@ class Policy:
         )
         return (
             "# Local policy of this site. Options of training that it does not allow are refused.\n"
+            "# The first and the last entry show that no line is lost: write others between them.\n"
+            f"{_BEGIN} = 1\n"
             '# modes: the modes that are allowed, such as ["dsgd", "rankdad"]; without this entry all are.\n'
             f"{modes}\n"
             "# share_inputs: false requires share_inputs=False, so that layers fed by raw data send no factors.\n"
@@ -190,6 +199,7 @@ class Policy:
             f"{_line('rate_limit', self.rate_limit, 100)}"
             "# hub_timeout: seconds after which this site gives up a hub that is away, in place of the run's.\n"
             f"{_line('hub_timeout', self.hub_timeout, 86400)}"
+            f"{_END} = 1\n"
         )
 
 

@@ -27,11 +27,13 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
 from ...exchange.framing import send_parts
+from ...exchange.handshake import Deadline
 from ..wire.messages import Hello
 
 # A full TCP segment takes 1500 bytes of the network for 1448 of a connection (IPv4, timestamps).
@@ -209,7 +211,7 @@ class SecureSocket:
         self.close()
 
     def do_handshake(self) -> None:
-        """Perform the TLS handshake, as far as possible.
+        """Perform the TLS handshake, as far as possible; where the socket blocks, its timeout is for all of it.
 
         Raises:
             ssl.SSLWantReadError: if more has to arrive first, where the socket does not block.
@@ -217,12 +219,35 @@ class SecureSocket:
             ssl.SSLError: if the ends do not agree; the other end has been sent an alert.
             OSError: if the connection is lost.
         """
+        timeout = self.gettimeout()
+        if not timeout:
+            self._shake_hands(lambda: None)
+            return
+        deadline = Deadline(timeout)
+
+        def wait() -> None:
+            if deadline.over:
+                raise TimeoutError
+            self._socket.settimeout(deadline.left or timeout)
+
+        try:
+            self._shake_hands(wait)
+        finally:
+            self._socket.settimeout(timeout)
+
+    def _shake_hands(self, wait: Callable[[], None]) -> None:
+        """Perform the TLS handshake; see `do_handshake`.
+
+        Args:
+            wait: called before this end waits for the other one.
+        """
         while True:
             if not self.flush():
                 raise ssl.SSLWantWriteError
             try:
                 self.tls.do_handshake()
             except ssl.SSLWantReadError:
+                wait()
                 if not self.flush() or self._receive():
                     continue
                 raise

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import KitError, RefusedError
 from ...exchange.handshake import read_exactly
-from ...support.logs import escaped
+from ...support.logs import escaped, get_logger
 from ..pki.files import CA, CERTIFICATE, REVOKED, find_passphrase
 from ..pki.kits import AUTHORITY_SUFFIX, issuer_of
 from ..pki.project import HUB
@@ -26,6 +26,7 @@ from .secure_socket import SecureSocket
 if TYPE_CHECKING:
     from ..pki.kits import Kit
 
+_log = get_logger(__name__)
 ACCEPTED = b"\0\0"
 ALPN = "dadplug"
 """Name of the protocol in TLS (RFC 7301), by which a port can be shared with other services."""
@@ -219,8 +220,8 @@ def encrypt(kit: Kit, connection: socket.socket, host: str, port: int) -> Secure
                 f"{host}:{port}: TLS inspection: {explain(error)}: {inspector!r} has issued it. A proxy or firewall on "
                 f"the way decrypts connections; it has to pass those to {host}:{port} on unchanged",
                 lasting=False,
-            ) from error
-        raise given_up from error
+            ) from None
+        raise given_up from None
     return secure
 
 
@@ -246,13 +247,14 @@ def read_verdict(kit: Kit, connection: SecureSocket, host: str, port: int) -> No
             printable = "".join(each if each.isprintable() else "?" for each in reason)
             raise RefusedError(f"the hub at {host}:{port} refuses {kit.name}: {printable}")
     except (RefusedError, OSError) as error:
-        raise _given_up(connection, error, host, port) from error
+        raise _given_up(connection, error, host, port) from None
 
 
 def _given_up(
     connection: socket.socket | SecureSocket, error: RefusedError | OSError, host: str, port: int, lasting: bool = True
 ) -> RefusedError | OSError:
-    """Close a connection to the hub after an error, and return the error to raise."""
+    """Close a connection to the hub after an error, and return the error to raise, which says all that users need."""
+    _log.debug("the connection to %s:%d is given up", host, port, exc_info=error)
     timeout = connection.gettimeout() or 0.0
     end(connection)
     match error:

@@ -23,6 +23,7 @@ from ...exchange.framing import WakePipe
 from ...support.logs import get_logger
 from ..pki.kits import Kit, KitWatch, renewal_warning
 from ..pki.project import HUB
+from ..pki.proxies import target
 from ..secure import tls
 from ..secure.secure_socket import TokenBucket, dial_back
 from ..wire.messages import Hello
@@ -112,7 +113,7 @@ class Hub:
 
     def run(self) -> None:
         """Serve the sites until `stop` is called; then tell them, and close all connections."""
-        self.journal.write(f"the hub of {self.kit.roster.project} listens at {self.address[0]}:{self.address[1]}")
+        self.journal.write(f"the hub of {self.kit.roster.project} listens at {target(*self.address)}")
         try:
             while self._stopped is None:
                 self._turn()

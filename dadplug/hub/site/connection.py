@@ -34,6 +34,7 @@ from ...exchange.handshake import Deadline, close_in_children
 from ...support.logs import Troubles, get_logger, span
 from ..pki.kits import Kit
 from ..pki.project import Roster
+from ..pki.proxies import target
 from ..secure import tls
 from ..secure.secure_socket import LocalDoor, SecureSocket, open_door, site_bucket
 from ..wire.messages import (
@@ -81,7 +82,7 @@ def introduce(
     if isinstance(answer, Refuse):
         if answer.retry:
             raise TryAgainError(f"it refuses this site at present: {answer.reason}")
-        raise RefusedError(f"the hub at {address[0]}:{address[1]} refuses {kit.name}: {answer.reason}")
+        raise RefusedError(f"the hub at {target(*address)} refuses {kit.name}: {answer.reason}")
     if not isinstance(answer, Welcome):
         raise FrameError(f"{type(answer).__name__} where an answer to Hello is due")
     return answer
@@ -210,7 +211,7 @@ class HubConnection(ABC):
     @property
     def hub(self) -> str:
         """Name of the hub."""
-        return f"the hub at {self.address[0]}:{self.address[1]}"
+        return f"the hub at {target(*self.address)}"
 
     @property
     def hub_state(self) -> str:

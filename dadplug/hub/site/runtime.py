@@ -22,6 +22,7 @@ from .. import connections, current_connection
 from .. import torch as process_group
 from ..pki.kits import Kit
 from ..pki.project import KitRestrictions
+from ..pki.proxies import target
 from ..torch import BACKEND, Collectives, HubGroup, HubStore
 from ..wire.messages import own_release, wire_of
 from .link import HubLink
@@ -302,8 +303,11 @@ def connect_by_kit(
         dist.destroy_process_group()
     while (connection := current_connection()) is not None:  # of an earlier run
         connection.close_transports()
-    SiteRuntime(loaded, timeout, LocalPlace.find(os.environ))
-    host, port = loaded.roster.address()
+    try:
+        SiteRuntime(loaded, timeout, LocalPlace.find(os.environ))
+    except SiteError as error:  # of the hub or the way to it: where in dadplug it was found is of no use
+        _log.debug("this site is not connected", exc_info=error)
+        raise error.with_traceback(None) from None
     names = ", ".join(loaded.roster.sites)
     if loaded.policy.allow_pickle:
         _log.warning(
@@ -311,7 +315,7 @@ def connect_by_kit(
             "can run programs at this site",
             loaded.folder,
         )
-    _log.info("connected to the hub %s:%d as site %d of %s", host, port, loaded.slot, names)
+    _log.info("connected to the hub %s as site %d of %s", target(*loaded.roster.address()), loaded.slot, names)
 
 
 def load_site_kit(folder: str | Path, **places: object) -> Kit:
