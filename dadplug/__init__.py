@@ -166,6 +166,15 @@ _DOCUMENTED = {
 }
 
 
+class _Documented(ModuleType):
+    """Module by an import path that the documentation names."""
+
+    real: ModuleType
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+
 class _DocumentedPaths(MetaPathFinder, Loader):
     """Import paths that the documentation names, for modules that lie in rooms."""
 
@@ -174,15 +183,16 @@ class _DocumentedPaths(MetaPathFinder, Loader):
         first, dot, inner = rest.partition(".")
         if package != __name__ or first not in _DOCUMENTED:
             return None
-        return ModuleSpec(name, self, origin=f"{package}.{_DOCUMENTED[first]}{dot}{inner}")
+        return ModuleSpec(name, self, origin=f"{package}.{_DOCUMENTED[first]}{dot}{inner}", is_package=True)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module = importlib.import_module(str(spec.origin))
-        self._own = module.__spec__  # the import system gives the module the spec of this name
+        module = _Documented(spec.name)
+        module.__path__ = []  # its modules are found here, too
+        module.real = importlib.import_module(str(spec.origin))
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._own
+        """Nothing is left to do: the module that it stands for has been executed."""
 
 
 sys.meta_path.append(_DocumentedPaths())

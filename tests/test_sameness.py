@@ -123,7 +123,7 @@ def messages_of(name):
 
 
 def same_data(seed):
-    with messages_of("model_sync.sameness") as messages:
+    with messages_of("step.model_sync.sameness") as messages:
         reduction = dadplug.GradientReduction(network(), mode="dad")
         train(reduction, torch.optim.SGD(reduction.model.parameters(), 0.1), 2, seed)
         reduction.detach()
@@ -136,7 +136,7 @@ def test_the_same_data_at_two_sites_is_warned_of(sites):
 
 
 def same_data_in_local_steps(seed, every):
-    with messages_of("model_sync.sameness") as messages:
+    with messages_of("step.model_sync.sameness") as messages:
         model = network()
         local = dadplug.LocalSGD(model, torch.optim.SGD(model.parameters(), 0.1), every=every)
         for step in range(4):
@@ -252,7 +252,7 @@ def test_gradients_clipped_too_early_are_warned_of(sites, mode):
 
 
 def steps_of_its_own(further, line_search):
-    with messages_of("model_sync.step_guard") as messages:
+    with messages_of("step.model_sync.step_guard") as messages:
         reduction = dadplug.GradientReduction(network(), mode="dsgd", compare_every=0)
         outside = nn.Parameter(torch.ones(7))
         (outside * 2).sum().backward()

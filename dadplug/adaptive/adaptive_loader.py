@@ -23,7 +23,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from ..errors import MismatchError
 from ..exchange import Traffic, Transport
 from ..exchange.codec import register
-from ..step.model_sync.structure import ATTACHED, before_update
+from ..step.model_sync.structure import attached, before_update
 from ..support.signature import whole_number
 from .goodput import BatchLimits, BatchSplit, Measurement, Period, choose, fit, initial_split
 from .loader import ElasticDataLoader, check_sampler, order_of_sampler
@@ -173,7 +173,7 @@ def _medians(times: Sequence[tuple[float, float, int]]) -> Measurement:
 
 def _deal(rows: int | None) -> None:
     """State the samples of this site in the next steps to all reductions, since sites have batches of other sizes."""
-    for each in ATTACHED:
+    for each in attached():
         if hasattr(type(each), "weigh_by_dealt"):  # no LocalSGD
             each.weigh_by_dealt(rows)
 
@@ -463,7 +463,7 @@ class AdaptiveDataLoader(ElasticDataLoader):
         """Note what the reductions have done so far, before the first micro-batch of a step is loaded."""
         self._before = None if self._gradients is None else _counts(self._gradients)
         if self._gradients is None:
-            self._steps_before = weakref.WeakKeyDictionary({each: each.traffic.steps for each in ATTACHED})
+            self._steps_before = weakref.WeakKeyDictionary({each: each.traffic.steps for each in attached()})
 
     def _end_step(self, rows: int, seconds: float, whole: bool) -> None:
         """End a step, after the program has used its last micro-batch.
@@ -504,7 +504,7 @@ class AdaptiveDataLoader(ElasticDataLoader):
             RuntimeError: if none has.
             ValueError: if several have.
         """
-        sources = (each for each in ATTACHED if hasattr(type(each), "gain"))  # no LocalSGD
+        sources = (each for each in attached() if hasattr(type(each), "gain"))  # no LocalSGD
         found: list[GradientSource] = [each for each in sources if each.traffic.steps > self._steps_before.get(each, 0)]
         if len(found) > 1:
             raise ValueError(

@@ -223,7 +223,7 @@ import dadplug
 assert len(sys.meta_path) > len(before)  # waits for Lightning
 import pytorch_lightning
 import lightning.pytorch
-assert not [finder for finder in sys.meta_path if type(finder).__module__.startswith("dadplug")], sys.meta_path
+assert not [finder for finder in sys.meta_path if type(finder).__module__.startswith("dadplug.")], sys.meta_path
 for package in (pytorch_lightning, lightning.pytorch):
     assert "exec_module" not in vars(package.strategies.__loader__)
     assert "rankdad" in package.strategies.StrategyRegistry

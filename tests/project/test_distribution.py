@@ -29,7 +29,9 @@ def packages(tmp_path_factory) -> Path:
 def test_a_wheel_holds_every_module_and_nothing_else(packages):
     (wheel,) = packages.glob("*.whl")
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    expected = {str(path.relative_to(ROOT)) for path in (ROOT / "dadplug").rglob("*.py")}
+    expected = {
+        str(path.relative_to(ROOT)) for path in (ROOT / "dadplug").rglob("*.py*") if path.suffix in (".py", ".pyi")
+    }
     for folder in ("hooks", "runners", "callbacks", "examples/zoo"):
         expected |= {f"dadplug/{path.relative_to(ROOT)}" for path in (ROOT / folder).rglob("*.py")}
     pages = {"dadplug/py.typed", "dadplug/runners/serving/status.html"}

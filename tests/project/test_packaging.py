@@ -15,21 +15,21 @@ ROOT = Path(__file__).resolve().parents[2]
 PARTS = [
     "adapm",
     "callbacks",
-    "cli",
-    "comparison",
+    "tools.cli",
+    "tools.comparison",
     "data",
     "examples.zoo",
     "exchange",
     "hooks",
     "hub",
     "lowrank",
-    "methods",
-    "model_sync",
+    "step.methods",
+    "step.model_sync",
     "models",
-    "planning",
-    "reducer",
+    "step.planning",
+    "step.reducer",
     "runners",
-    "units",
+    "step.units",
 ]
 WHERE = f"""
 import importlib, pathlib, dadplug

@@ -281,13 +281,13 @@ class ReplicatedModel:
     def _attach(self) -> None:
         """Begin to be what exchanges this model's gradients or parameters; the constructors end with it."""
         self._is_attached = True
-        ATTACHED.add(self)
+        ATTACHED[id(self)] = self
         self.traffic.start()
 
     def detach(self) -> None:
         """Remove all hooks from the model. May be called twice."""
         self._is_attached = False
-        ATTACHED.discard(self)
+        ATTACHED.pop(id(self), None)
 
     def __del__(self) -> None:
         if not self._is_attached or sys.is_finalizing():

@@ -14,7 +14,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from ...support.logs import get_logger
 from ..units.base import is_zero
 from .sameness import OptimizerSettings
-from .structure import ATTACHED, call_before_update, is_managed, weak_hook
+from .structure import attached, call_before_update, is_managed, weak_hook
 
 _log = get_logger(__name__)
 _APPLIED = "_dadplug_applied"  # attribute of a gradient that an optimizer has applied: its version then
@@ -112,7 +112,7 @@ class StepGuard:
 
     def _warn_of_own_decisions(self, optimizer: Optimizer) -> None:
         """Warn of steps that differ between sites: of parameters outside of the model, and by this site's own loss."""
-        ours = {id(each) for other in ATTACHED for each in other.model.parameters()}
+        ours = {id(each) for other in attached() for each in other.model.parameters()}
         stepped = (each for group in optimizer.param_groups for each in group["params"])
         others = (each for each in stepped if id(each) not in ours and not is_managed(each))
         further = next((each for each in others if each.grad is not None), None)

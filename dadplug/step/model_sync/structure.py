@@ -15,8 +15,13 @@ from torch.utils.hooks import RemovableHandle
 from ...hooks import OwnHook, overridden
 
 _MANAGED = "_dadplug_managed"  # attribute of a parameter
-ATTACHED: weakref.WeakSet[Any] = weakref.WeakSet()
+ATTACHED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by identity
 """What exchanges the gradients or parameters of a model in this process, from its construction to its `detach`."""
+
+
+def attached() -> list[Any]:
+    """Return what is in `ATTACHED`; others may end meanwhile."""
+    return [each for each in (reference() for reference in ATTACHED.valuerefs()) if each is not None]
 
 
 class ModelStructure:
@@ -133,7 +138,7 @@ def refuse_attached(model: nn.Module) -> None:
     ours = {id(each) for each in model.parameters() if each.requires_grad and not is_managed(each)}
 
     def found() -> Any:
-        return next((each for each in ATTACHED if ours & {id(one) for one in each.model.parameters()}), None)
+        return next((each for each in attached() if ours & {id(one) for one in each.model.parameters()}), None)
 
     if found() is not None:
         gc.collect()  # it may be one that nothing refers to any more
