@@ -349,7 +349,7 @@ def test_full_disks_leave_the_checkpoint_before_them(sites, tmp_path):
         sites(2).run(fails, str(tmp_path), PHASES[:3], True)
     finally:
         for disk in mounted:
-            subprocess.run(["umount", str(disk)], check=True, timeout=200)
+            subprocess.run(["umount", "--lazy", str(disk)], check=True, timeout=200)
 
 
 KILLED = """

@@ -125,7 +125,9 @@ def needs_few_batches() -> None:
 def test_few_batches_and_orders_that_differ():
     with support.Sites(2) as group:
         found = group.run(needs_few_batches)
-    assert sum("its loader has another order of batches than those of other sites" in each for each in found) == 1
+    assert sum("its loader has another order of batches than those of other sites" in each for each in found) == 1, (
+        found
+    )
 
 
 def loses_a_site(folder: str, staleness: int) -> tuple:
