@@ -63,7 +63,7 @@ def follows_reduction(mode: str) -> None:
     reduction = dadplug.GradientReduction(first, mode=mode, rank=2, weighting="samples")
     server = dadplug.ParameterServer(second, optimizers[1], mode=mode, rank=2, staleness=0, weighting="samples")
     for step in range(15):
-        # A parameter server keeps what rankdad has not sent in units of the site, and the reduction in units of the mean.
+        # A parameter server keeps what rankdad has not sent in units of the site, a reduction in units of the mean.
         inputs, targets = batch(step, rank, 5 if mode == "rankdad" else 4 + (step + rank) % 3)
         optimizers[0].zero_grad()
         nn.functional.cross_entropy(first(inputs), targets).backward()
