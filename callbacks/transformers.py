@@ -7,7 +7,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from ..reduction import GradientReduction
-from ..step.model_sync.structure import ATTACHED
+from ..step.model_sync.structure import attached
 from . import monitors
 
 
@@ -67,7 +67,7 @@ class MonitorCallback(TrainerCallback):
 
 def _reduction_of(model: Any) -> GradientReduction | None:
     """Return the reduction of a model."""
-    for each in ATTACHED:
+    for each in attached():
         if isinstance(each, GradientReduction) and getattr(each.model, "_orig_mod", each.model) is model:
             return each
     return None

@@ -151,9 +151,9 @@ def close_unused_groups() -> None:
 def detach_reductions() -> None:
     """Take the reductions that a call has left attached off their models."""
     from dadplug import GradientReduction
-    from dadplug.step.model_sync.structure import ATTACHED
+    from dadplug.step.model_sync.structure import attached
 
-    for each in list(ATTACHED):
+    for each in attached():
         if isinstance(each, GradientReduction):
             each.detach(discard=True)
 
