@@ -294,8 +294,6 @@ class ReplicatedModel:
             return
         if not self.traffic.steps:
             _log.warning("a %s ends before its first step: nothing refers to it. Keep it", type(self).__name__)
-        if (guard := getattr(self, "_guard", None)) is not None:
-            guard.end()
         self.detach()  # the transports close when they are collected
 
     def abort(self, reason: str) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from ...support.logs import get_logger
 from ..units.base import is_zero
@@ -18,7 +17,6 @@ from .sameness import OptimizerSettings
 from .structure import attached, call_before_update, is_managed, weak_hook
 
 _log = get_logger(__name__)
-_ended: list[RemovableHandle] = []  # of guards that have been collected
 _APPLIED = "_dadplug_applied"  # attribute of a gradient that an optimizer has applied: its version then
 _UNSTEPPED = 2  # agreements after which an optimizer should have stepped the model
 
@@ -40,8 +38,6 @@ class StepGuard:
         self.agreements = 0
         self._stepped: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # agreements at the last
         self._last_stepped = 0.0  # agreements when the model was last stepped; inf once it was warned that it is not
-        while _ended:
-            _ended.pop().remove()
         self._hooks = [
             register_optimizer_step_pre_hook(weak_hook(self._before_step)),
             register_optimizer_step_post_hook(weak_hook(self._after_step)),
@@ -51,11 +47,6 @@ class StepGuard:
         """Remove the hooks. May be called twice."""
         for hook in self._hooks:
             hook.remove()
-
-    def end(self) -> None:
-        """Have the hooks removed later: torch may iterate over them while this is collected."""
-        _ended.extend(self._hooks)
-        self._hooks = []
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Record the settings of an optimizer of the model; called before the step of any optimizer.
