@@ -299,11 +299,17 @@ def evolve(model: nn.Module, step: int, site: int) -> None:
         write_in_place(each, torch.randn(each.shape, generator=generator, dtype=each.dtype))
 
 
+def write_zeros_at_one_site(model: nn.Module, step: int, site: int) -> None:
+    for each in model.parameters():
+        each.grad = torch.full_like(each, float(site))
+
+
 WRITTEN: dict[str, tuple[bool, Callable[[nn.Module, int, int], None]]] = {  # whether gradients are cleared before
     "replaced": (True, rewrite(lambda each, values: setattr(each, "grad", values))),
     "by data": (True, rewrite(set_data)),
     "in hooks": (True, multiply_in_hooks),
     "without backward": (False, evolve),
+    "zeros": (True, write_zeros_at_one_site),  # a site whose gradients are zero counts in the mean
 }
 
 

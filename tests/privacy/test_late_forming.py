@@ -118,7 +118,7 @@ def train(late, dtype, micro_batches=1, idle=()):
     """Return the gradients of some steps without noise, and the last error memory."""
     torch.manual_seed(0)
     model = Words().to(dtype)
-    privacy = dadplug.DifferentialPrivacy(1e-20, 1.0, 0.1, 4)  # an empty batch without any noise is nothing to send
+    privacy = dadplug.DifferentialPrivacy(0.0, 1.0, 0.1, 4)
     reduction = dadplug.GradientReduction(model, mode="rankdad", rank=8, privacy=privacy)
     if not late:
         reduction._private.may_wait = tuple
@@ -144,10 +144,10 @@ def train(late, dtype, micro_batches=1, idle=()):
 @pytest.mark.parametrize("options", [{}, {"micro_batches": 2}, {"idle": (2, 3)}])
 def test_gradients_are_those_that_are_formed_before(dtype, options):
     (late, late_memory), (early, early_memory) = (train(each, dtype, **options) for each in (True, False))
-    tolerance = 1e-4 if dtype == torch.float32 else 1e-7
+    tolerance = 1e-4 if dtype == torch.float32 else 1e-10
     for these, those in zip(late, early):
         for one, other in zip(these, those):
-            assert float((one - other).norm()) <= tolerance * float(other.norm()) + 1e-12
+            assert float((one - other).norm()) <= tolerance * float(other.norm())
     assert any(bool(each.any()) for each in late_memory.values())
     for name, memory in early_memory.items():
         assert float((late_memory[name] - memory).norm()) <= tolerance * float(memory.norm())

@@ -21,7 +21,9 @@ from ...hooks import OwnHook
 from ..methods.base import GradientPath
 
 _ATEN = torch.ops.aten
-_AGREED = "_dadplug_agreed"  # attribute of a gradient: number of the reduction that has synchronized it, its version
+# Attribute of a gradient: number of the reduction that has synchronized it, and its version then; empty for a cleared
+# placeholder.
+_AGREED = "_dadplug_agreed"
 _CLEARING = (_ATEN.zero_.default, _ATEN._foreach_zero_.default)
 
 
@@ -129,6 +131,7 @@ class LazyGradient(Tensor):
         zeros = self.earlier
         if zeros is None:
             zeros = torch.zeros_like(self.parameter, requires_grad=False)
+            setattr(zeros, _AGREED, ())
         if self.parameter.grad is self:
             self.parameter.grad = zeros
         return zeros
@@ -318,11 +321,15 @@ def mark_agreed(parameter: nn.Parameter, reduction: int) -> None:
 
 
 def is_agreed(parameter: nn.Parameter, reduction: int) -> bool:
-    """Return whether ``.grad`` is empty or zero, or was written by a reduction, and not changed by a program."""
+    """Return whether ``.grad`` is empty, or was written by a reduction and not changed since, other than cleared.
+
+    Zeros in a tensor of the program are a gradient: the site counts with them in the mean.
+    """
     gradient = parameter.grad
-    if gradient is None or getattr(gradient, _AGREED, None) == (reduction, version_of(gradient)):
+    mark = None if gradient is None else getattr(gradient, _AGREED, None)
+    if gradient is None or mark == (reduction, version_of(gradient)):
         return True
-    return is_zero(gradient)
+    return mark is not None and is_zero(gradient)
 
 
 def unmark_agreed(gradient: Tensor) -> None:
