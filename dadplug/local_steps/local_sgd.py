@@ -24,7 +24,7 @@ from ..step.model_sync.batchnorm import SyncedBatchNorms
 from ..step.model_sync.replicated_model import JoinState, ReplicatedModel, Stateful
 from ..step.model_sync.sameness import raise_problems
 from ..step.model_sync.samples import SampleCounter
-from ..step.model_sync.structure import is_managed, weak_hook
+from ..step.model_sync.structure import OptimizerHook, is_managed, weak_hook
 from ..support.logs import get_logger
 from ..support.signature import takes_keywords_of
 from .agreement import Agreement, check_fragments
@@ -167,7 +167,7 @@ class LocalSGD(HeldGradients, ReplicatedModel):
         self._further = dict(state or {})
         if self._warm_up is None:
             self._begin_local_steps()
-        self._guard = optimizer.register_step_pre_hook(weak_hook(self._check_step))
+        self._guard = OptimizerHook(optimizer.register_step_pre_hook(weak_hook(self._check_step)))
         self._attach()
 
     # Set-up
@@ -320,7 +320,7 @@ class LocalSGD(HeldGradients, ReplicatedModel):
         """
         self.stop_fusing("another library calls the optimizer")
         self._follows = True
-        self._after_step = self.optimizer.register_step_post_hook(weak_hook(self._end_followed_step))
+        self._after_step = OptimizerHook(self.optimizer.register_step_post_hook(weak_hook(self._end_followed_step)))
 
     def _begin_step(self) -> None:
         if self._shows_agreed:

@@ -14,7 +14,7 @@ from ..errors import MismatchError
 from ..exchange import Transport, codec
 from ..step.fused import GradientProduct, engine_for, reasons_against, take_step
 from ..step.model_sync.sameness import tables_with_max_norm
-from ..step.model_sync.structure import is_managed
+from ..step.model_sync.structure import OptimizerHook, is_managed, weak_hook
 
 Settings = list[dict[str, Any]]
 """By parameter group, the values of its settings by name: learning rate, momentum, betas and so on."""
@@ -155,7 +155,7 @@ class LoggedOptimizer:
 
     def guard(self) -> None:
         """Raise an error from now on where the program itself calls the optimizer's ``step``."""
-        self._guard = self.optimizer.register_step_pre_hook(self._check)
+        self._guard = OptimizerHook(self.optimizer.register_step_pre_hook(weak_hook(self._check)))
 
     def _check(self, *_: Any) -> None:
         if not self._applying:

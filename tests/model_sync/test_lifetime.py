@@ -12,6 +12,7 @@ import support
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import optimizer as optim
 
 import dadplug
 
@@ -89,6 +90,32 @@ def test_dropped_wrappers_leave_the_model_as_it_was() -> None:
         optimizer.step()
     for one, other in zip(model.parameters(), alone.parameters(), strict=True):
         assert torch.allclose(one, other)
+
+
+@support.at_sites(2)
+def test_a_wrapper_may_be_collected_while_hooks_of_optimizers_run() -> None:
+    held: list[Any] = []
+
+    def drop(*_: Any) -> None:
+        held.clear()
+        gc.collect()
+
+    def hooks_of_all() -> tuple[list[int], list[int]]:
+        dadplug.GradientReduction(build()).detach()  # removes those of what has been collected
+        return list(optim._global_optimizer_pre_hooks), list(optim._global_optimizer_post_hooks)
+
+    before = hooks_of_all()
+    for way in ("reduction", "local", "server"):
+        model = build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        held.append(WAYS[way](model, optimizer))
+        hooks = [optim.register_optimizer_step_pre_hook(each) for each in (drop, lambda *_: None)]
+        hooks += [optimizer.register_step_pre_hook(lambda *_: None)]
+        optimizer.step()
+        assert not held
+        for hook in hooks:
+            hook.remove()
+        assert hooks_of_all() == before, way
 
 
 @support.at_sites(2)

@@ -23,7 +23,7 @@ from ..methods import check_allowed
 from ..methods.base import warm_up
 from . import buffers, sameness
 from .batchnorm import batch_norms
-from .structure import ATTACHED, check_elastic, check_model, without_managed
+from .structure import ATTACHED, check_elastic, check_model, collection, without_managed
 
 _log = get_logger(__name__)
 _OWN = ("timeout", "hub_timeout")  # options that may differ between sites
@@ -294,7 +294,8 @@ class ReplicatedModel:
             return
         if not self.traffic.steps:
             _log.warning("a %s ends before its first step: nothing refers to it. Keep it", type(self).__name__)
-        self.detach()  # the transports close when they are collected
+        with collection():
+            self.detach()  # the transports close when they are collected
 
     def abort(self, reason: str) -> None:
         """Report to the other sites why this one exits, and close the connections to them, so that none of them waits.

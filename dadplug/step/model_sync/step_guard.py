@@ -14,7 +14,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from ...support.logs import get_logger
 from ..units.base import is_zero
 from .sameness import OptimizerSettings
-from .structure import attached, call_before_update, is_managed, weak_hook
+from .structure import OptimizerHook, attached, call_before_update, is_managed, weak_hook
 
 _log = get_logger(__name__)
 _APPLIED = "_dadplug_applied"  # attribute of a gradient that an optimizer has applied: its version then
@@ -39,8 +39,8 @@ class StepGuard:
         self._stepped: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # agreements at the last
         self._last_stepped = 0.0  # agreements when the model was last stepped; inf once it was warned that it is not
         self._hooks = [
-            register_optimizer_step_pre_hook(weak_hook(self._before_step)),
-            register_optimizer_step_post_hook(weak_hook(self._after_step)),
+            OptimizerHook(register_optimizer_step_pre_hook(weak_hook(self._before_step))),
+            OptimizerHook(register_optimizer_step_post_hook(weak_hook(self._after_step))),
         ]
 
     def remove(self) -> None:

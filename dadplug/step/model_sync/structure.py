@@ -208,6 +208,48 @@ def weak_hook(method: Callable[..., object]) -> OwnHook:
     return OwnHook(call)
 
 
+_ended: list[OptimizerHook] = []  # of objects that are being collected
+_collections = [0]  # that go on
+
+
+@contextmanager
+def collection() -> Iterator[None]:
+    """Have hooks of optimizers removed later while an object is collected: torch may iterate over them meanwhile."""
+    _collections[0] += 1
+    try:
+        yield
+    finally:
+        _collections[0] -= 1
+
+
+class OptimizerHook:
+    """Hook of one or all optimizers, as long as an object lives.
+
+    Args:
+        handle: what registering it has returned. It is not kept: where it is collected together with the object, the
+            collector empties its weak reference to the hooks before the object can remove its own.
+    """
+
+    def __init__(self, handle: RemovableHandle) -> None:
+        self._hooks, self._number = handle.hooks_dict_ref(), handle.id
+        remove_ended()
+
+    def remove(self) -> None:
+        """Remove the hook; while an object is collected, as soon as a further hook is made or removed."""
+        _ended.append(self)
+        remove_ended()
+
+    def _remove(self) -> None:
+        if self._hooks is not None:
+            self._hooks.pop(self._number, None)
+
+
+def remove_ended() -> None:
+    """Remove the hooks of objects that have been collected."""
+    while _ended and not _collections[0]:
+        _ended.pop()._remove()
+
+
 def before_update(optimizer: torch.optim.Optimizer, action: Callable[[], object]) -> RemovableHandle:
     """Call a function in each step of an optimizer, before its update; with a closure, once that has the gradients.
 
