@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from .ddp import DistributedDataParallel
 from .errors import MismatchError
-from .exchange.declared import METRICS, STATES, declared
+from .exchange.restrictions import METRICS, STATES, declared
 from .hub import current_connection
 from .hub.connect import connect
 from .local_steps.options import LOCAL_MODE, LocalOptions, options_class, options_of

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .exchange.declared import METRICS, STATES, declared
+from .exchange.restrictions import METRICS, STATES, declared
 from .options import Options
 from .reduction import GradientReduction
 from .step.model_sync import sameness

@@ -347,7 +347,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
                 break
             except DroppedError:
                 self._rejoin()
-            except SiteError as error:  # of another site or the network: where dadplug has found it is of no use
+            except SiteError as error:  # of another site or the network, so that a traceback of dadplug would not help
                 _log.debug("the step has failed", exc_info=error)
                 raise error.with_traceback(None) from None
         for function in tuple(self.after_step):

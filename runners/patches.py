@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from ..exchange import Transport
-from ..exchange.declared import METRICS, declared
+from ..exchange.restrictions import METRICS, declared
 
 metrics_transport: ContextVar[Transport | None] = ContextVar("metrics_transport", default=None)
 """Transport over which metrics are computed; None outside of a run."""

@@ -22,7 +22,7 @@ from torch import nn
 
 from ..ddp import DistributedDataParallel
 from ..errors import MismatchError, SiteError
-from ..exchange.declared import STATES, declared
+from ..exchange.restrictions import STATES, declared
 from ..local_steps.options import LOCAL_MODE
 from ..reduction import GradientReduction
 from ..step.model_sync import sameness

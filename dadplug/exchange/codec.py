@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..errors import DamagedError
 from ..support.registry import Registry
-from .declared import OBJECTS, declared
+from .restrictions import OBJECTS, declared
 
 _HEAD = b"dadplug1"
 _DEPTH = 64  # levels of containers in containers

@@ -1,8 +1,23 @@
-"""Restrictions of what leaves this site, by whoever has connected it: a hub's connection puts its kit's policy here."""
+"""Limits of what leaves this site: restrictions of its connections, and exchanges that are declared.
+
+The connection to a hub imposes the policy of its kit here. Where a policy restricts what methods send, the process
+group of the hub (`dadplug.hub.torch`) allows declared collectives only, each up to a number of bytes. Without such a
+policy there is no bound. The table in docs/guides/kits.md lists the declared exchanges.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Protocol
+
+METRICS = 1 << 13  # 1024 numbers in double precision
+OBJECTS = 1 << 16  # that a program gathers
+STATES = 1 << 30  # of the sites, for a checkpoint
+
+# Threads of autograd do not inherit it: what the reducer of torch's DDP sends in backward is never declared.
+_most: ContextVar[int | None] = ContextVar("declared", default=None)
 
 
 class Restricted(Protocol):
@@ -66,17 +81,17 @@ def check_restrictions(options: Restricted, *, sends_factors: bool) -> None:
         restrictions.check(options, sends_factors=sends_factors)
 
 
-def check_restricted_bytes(nbytes: int, most: int) -> None:
-    """Check what leaves this site in an exchange that is not one of a method, against all restrictions in force.
+def check_declared(nbytes: int) -> None:
+    """Check what leaves this site in a declared exchange against all restrictions in force.
 
     Args:
         nbytes: bytes that would be sent.
-        most: bytes that are allowed where a policy restricts methods.
 
     Raises:
-        PolicyError: if these are more.
+        PolicyError: if these are more than the declaration allows.
     """
-    for restrictions in _in_force:
+    most = most_bytes()
+    for restrictions in _in_force if most is not None else ():
         restrictions.check_bytes(nbytes, most)
 
 
@@ -93,3 +108,22 @@ def check_restricted_rank(name: str, sent: int, rows: int) -> None:
     """
     for restrictions in _in_force:
         restrictions.check_rank(name, sent, rows)
+
+
+@contextmanager
+def declared(most: int) -> Iterator[None]:
+    """Declare what is exchanged in a context.
+
+    Args:
+        most: bytes that one exchange may send; within another declaration, the larger of both counts.
+    """
+    before = _most.set(max(most, _most.get() or 0))
+    try:
+        yield
+    finally:
+        _most.reset(before)
+
+
+def most_bytes() -> int | None:
+    """Return the most bytes that an exchange may send at present; None where nothing has been declared."""
+    return _most.get()

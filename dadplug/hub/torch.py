@@ -27,9 +27,9 @@ from torch import Tensor
 from ..errors import FrameError, PolicyError, SiteError
 from ..exchange import codec
 from ..exchange.codec import MAX_BYTES
-from ..exchange.declared import OBJECTS, declared, most_bytes
 from ..exchange.framing import bytes_of
 from ..exchange.hierarchy import WorkerThreads
+from ..exchange.restrictions import OBJECTS, declared, most_bytes
 from ..exchange.traffic import Traffic
 from .pki.kits import Kit
 from .pki.project import Policy

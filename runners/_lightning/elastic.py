@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...errors import MismatchError, SiteError
 from ...exchange import Transport, codec
-from ...exchange.declared import METRICS, declared
+from ...exchange.restrictions import METRICS, declared
 from ..loaders import known_length
 from ..patches import SharedPatch, gather, metrics_of_present_sites, metrics_transport, repeating
 

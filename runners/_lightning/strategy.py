@@ -20,8 +20,8 @@ from torch import Tensor
 
 from ...errors import MismatchError
 from ...exchange import Traffic, Transport, open_transport
-from ...exchange.declared import METRICS, OBJECTS, STATES, declared
 from ...exchange.handshake import choose_interface, gloo_interface
+from ...exchange.restrictions import METRICS, OBJECTS, STATES, declared
 from ...exchange.status import describe
 from ...exchange.transport import Requirements
 from ...hub import LOOPBACK, STARTED_PROCESSES, current_connection

@@ -59,7 +59,7 @@ def run_rounds(link, required, rounds=LIE + 2):
     return None, made
 
 
-DIFFERS = "were told different things by the hub"
+DIFFERS = "got different information from the hub"
 OMITS = r"has closed round 3 without what is present: site 1 \(b\)"
 
 

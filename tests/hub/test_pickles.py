@@ -15,7 +15,7 @@ from dadplug import GradientReduction, LocalSGD
 from dadplug.adapm import ParameterManager
 from dadplug.errors import PolicyError
 from dadplug.exchange import gather_objects
-from dadplug.exchange.declared import METRICS, OBJECTS
+from dadplug.exchange.restrictions import METRICS, OBJECTS
 from dadplug.hub.server.relay import Relay
 
 MARK = "to be replaced by the hub " + 400 * "x"

@@ -1,4 +1,4 @@
-"""Running digest of what a site was told of the rounds, by which sites find out that they were told different things.
+"""Running digest of the rounds that the hub has closed for a site; sites compare it to detect a hub that splits a run.
 
 Which sites count in a round decides on the weights, and only the hub says it. So each close is added to a digest at
 each site, and the tag of each payload frame holds a mark of the sender's digest before the round of the frame. Where
@@ -27,7 +27,7 @@ class RoundHistory:
     """Digest of the rounds that have been closed for one site. To be called with the link's lock held.
 
     Attributes:
-        differs: slot of the first site that was told something else, and the round of its frame; None if none was.
+        differs: slot of the first site with another digest, and the round of its frame; None if there is none.
     """
 
     def __init__(self) -> None:

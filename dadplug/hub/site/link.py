@@ -388,7 +388,7 @@ class HubLink(HubConnection):
 
         Raises:
             SiteError: if the link has failed.
-            MismatchError: if the hub has told the sites different things.
+            MismatchError: if the hub has given the sites different information.
         """
         self.rounds.check()
         if len(content) and not (kind is Kind.PAYLOAD and self.rounds.behind):

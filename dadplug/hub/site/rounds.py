@@ -128,7 +128,7 @@ class RoundClient:
     # What the hub says
 
     def compare(self, head: Head) -> None:
-        """Compare what the sender of a payload was told so far. To be called with the link's lock held."""
+        """Compare the digest of a payload's sender with that of this site. To be called with the link's lock held."""
         self.history.compare(head.slot, head.step, head.tag)
         self._check_history()
 
@@ -142,7 +142,7 @@ class RoundClient:
             slot, step = self.history.differs
             link = self._link
             self._refuse_close(
-                f"{link.name(slot)} and {link.name(link.rank)} were told different things by {link.hub} about the "
+                f"{link.name(slot)} and {link.name(link.rank)} got different information from {link.hub} about the "
                 f"rounds before round {step}: which sites have taken part, left or joined"
             )
 
@@ -182,7 +182,7 @@ class RoundClient:
 
         Raises:
             SiteError: if the hub or this site is given up, or the round is not closed in time.
-            MismatchError: if the hub has told the sites different things, or what cannot be.
+            MismatchError: if the hub has given the sites different information, or impossible information.
             RuntimeError: if this site has just joined, in a step that the others have begun.
         """
         link, number = self._link, self._link.step

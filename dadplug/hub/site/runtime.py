@@ -305,7 +305,7 @@ def connect_by_kit(
         connection.close_transports()
     try:
         SiteRuntime(loaded, timeout, LocalPlace.find(os.environ))
-    except SiteError as error:  # of the hub or the way to it: where in dadplug it was found is of no use
+    except SiteError as error:  # of the hub or the way to it, so that a traceback of dadplug would not help
         _log.debug("this site is not connected", exc_info=error)
         raise error.with_traceback(None) from None
     names = ", ".join(loaded.roster.sites)

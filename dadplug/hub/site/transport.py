@@ -30,9 +30,8 @@ from ...errors import MismatchError, SiteError
 from ...exchange import codec
 from ...exchange.calls import tagged, untagged
 from ...exchange.codec import check_lengths, decode_objects, encode_object
-from ...exchange.declared import most_bytes
 from ...exchange.framing import bytes_of
-from ...exchange.restrictions import check_restricted_bytes
+from ...exchange.restrictions import check_declared
 from ...exchange.status import PeerNames, watch_exit
 from ...exchange.traffic import Traffic
 from ...exchange.transport import Gather, PendingSum, Requirements, StreamToHub, Transport
@@ -162,8 +161,7 @@ class CollectiveTransport(Transport):
 
     def gather_present(self, item: Any) -> dict[int, Any]:
         own, refusal = encode_object(tagged(item))
-        if (most := most_bytes()) is not None:
-            check_restricted_bytes(len(own), most)
+        check_declared(len(own))
         every = self.gather_bytes(own)
         objects = decode_objects(every.items(), refusal, self.sites.__getitem__)
         return untagged(dict(zip(every, objects, strict=True)), self.sites)

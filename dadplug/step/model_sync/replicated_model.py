@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ...errors import DroppedError, MismatchError
 from ...exchange import Traffic, Transport, open_transport
 from ...exchange.codec import register
-from ...exchange.declared import OBJECTS, declared
+from ...exchange.restrictions import OBJECTS, declared
 from ...exchange.transport import Requirements
 from ...options import Options
 from ...support.logs import get_logger

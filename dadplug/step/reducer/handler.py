@@ -33,6 +33,8 @@ from ..methods.base import GradientPath
 from ..units.base import Unit
 from .owners import Owners, Ownership
 
+_log = get_logger(__name__)
+
 
 class Fault(IntEnum):
     """Kind of a fault, as it is sent in a step header."""
@@ -91,7 +93,6 @@ class FaultLog:
         return activations[-1] if activations else self.entries[0]
 
 
-_log = get_logger(__name__)
 _HEAD = 12  # integers before those of the units
 _PRESENT, _DENSE, _VOID = 1, 2, 4  # bits of a unit's flags
 _RANGES = {
@@ -216,7 +217,7 @@ class HeaderExchange:
         self._transport = transport
         self._units = units
         self._reference = reference
-        self._left_out: set[int] = set()  # of which the user has been told
+        self._left_out: set[int] = set()  # of which the log has a warning
         size = _HEAD + 2 * units
         self._gather: Gather = transport.gather([size] * transport.world_size, torch.int64)
 

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from ...exchange.codec import register
-from ...exchange.declared import METRICS, declared
+from ...exchange.restrictions import METRICS, declared
 from ...hogwild import Hogwild
 from ...local_steps import LocalSGD
 from ...parameter_server import ParameterServer
