@@ -335,6 +335,34 @@ def test_what_stands_in_grad_is_agreed() -> None:
 
 
 @support.at_sites(SITES)
+def test_a_weight_frozen_within_a_step_has_no_gradient_of_one_site() -> None:
+    for options in ({"mode": "dsgd"}, {"mode": "dad"}, {"mode": "rankdad", "rank": 2}):
+        for frozen in (0, 2):
+            for after in (True, False):  # after backward, or before
+                model, alone = build(), [build() for _ in range(SITES)]
+                reduction, optimizer = dadplug.GradientReduction(model, **options), sgd(model)
+                weight = next(model.parameters())
+                for step in range(4):
+                    for site, each in enumerate([model, *alone], -1):
+                        each.requires_grad_(True)
+                        each.load_state_dict(model.state_dict())
+                        each.zero_grad()
+                        rows, targets = batch(step, [dist.get_rank() if site < 0 else site])
+                        loss = F.cross_entropy(each(rows), targets)
+                        weight.requires_grad_(step != frozen or after or site >= 0)
+                        loss.backward()
+                    weight.requires_grad_(step != frozen)
+                    reduction.synchronize()
+                    mean = sum(next(each.parameters()).grad for each in alone) / SITES
+                    exact = weight.grad is None or torch.allclose(weight.grad, mean, rtol=1e-9, atol=1e-12)
+                    assert exact or "rank" in options, (options, frozen, after, step)
+                    assert weight.grad is not None or step == frozen
+                    optimizer.step()
+                assert reduction.first_difference() is None, (options, frozen, after)
+                reduction.detach()
+
+
+@support.at_sites(SITES)
 def test_sites_of_the_drop_in_may_be_idle_in_turns() -> None:
     model, alone = build(), build()
     model.register_buffer("count", torch.tensor(0.0))

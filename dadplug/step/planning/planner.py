@@ -375,14 +375,15 @@ class Planner:
     def before_synchronization(self) -> None:
         """Make a new plan if the model has changed, and take the placeholders of gradients off.
 
-        Where gradients of this step have been sent by the present plan, the step ends by it, and the next one begins
-        a new plan.
+        Where gradients of this step have been sent by the present plan, or have arrived for parameters that have been
+        frozen since, the step ends by it, and the next one begins a new plan.
 
         Raises:
             RuntimeError: if they have, and parameters outside of the plan have gradients; nothing has changed then.
         """
         if not (self._structure.same_tensors() and self._structure.same_training()):
-            if not self._has_sent:
+            frozen = any(unit.arrivals and not unit.lead.requires_grad for unit in self.units)
+            if not (self._has_sent or frozen):
                 self._plan_anew()
             elif new := self._new_gradients():
                 raise RuntimeError(
