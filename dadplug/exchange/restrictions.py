@@ -90,9 +90,9 @@ def check_declared(nbytes: int) -> None:
     Raises:
         PolicyError: if these are more than the declaration allows.
     """
-    most = most_bytes()
-    for restrictions in _in_force if most is not None else ():
-        restrictions.check_bytes(nbytes, most)
+    if (most := most_bytes()) is not None:
+        for restrictions in _in_force:
+            restrictions.check_bytes(nbytes, most)
 
 
 def check_restricted_rank(name: str, sent: int, rows: int) -> None:
