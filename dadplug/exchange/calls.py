@@ -6,6 +6,7 @@ exchange that the other has not begun: neither will end. Objects carry the funct
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -83,7 +84,7 @@ own_place = OwnPlace()
 
 def occupation() -> tuple[bool, str]:
     """Return whether the main thread takes part in an exchange, and its call, line of the program, and step."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frame = _main_frame()
     exchanging, call, place = False, "", ""
     while frame is not None:
         module, code = frame.f_globals.get("__name__") or "", frame.f_code
@@ -92,6 +93,21 @@ def occupation() -> tuple[bool, str]:
             place = f"{call}{os.path.basename(code.co_filename)}:{frame.f_lineno}, step {own_place.step}"
         call, frame = f"{_name_of(frame)}() at ", frame.f_back
     return exchanging, own_place.failed or place or "the end of its program"
+
+
+def _main_frame() -> Any:
+    main = threading.main_thread()
+    if threading.current_thread() is main:
+        return sys._getframe(1)
+    # Python up to 3.11 may collect objects while it lists the frames, with a lock held that every ending thread takes:
+    # a destructor that waits for a socket would never get the interpreter back.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames().get(main.ident or 0)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _name_of(frame: Any) -> str:

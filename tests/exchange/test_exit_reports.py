@@ -1,5 +1,7 @@
 """Exit reasons stay readable for sites that ask late, and do not count in later sessions."""
 
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -126,3 +128,47 @@ def test_a_site_takes_part_in_an_exchange_where_its_main_thread_waits_in_one(fil
     exec(compile(f"def {function}(inner):\n    return inner()", str(path), "exec"), space)
     with ThreadPoolExecutor(1) as pool:  # requests are answered by another thread
         assert space[function](lambda: pool.submit(calls.occupation).result())[0] == exchanging
+
+
+OCCUPATIONS = """
+import gc, sys, threading, time
+from dadplug.exchange.calls import occupation
+
+class Slow:
+    def __init__(self):
+        self.cycle = self
+
+    def __del__(self):
+        time.sleep(5e-4)  # lets other threads run, and end
+
+def ask():
+    for _ in range(200):
+        for _ in range(3):
+            Slow()
+        assert occupation()[1]
+
+def start_threads():
+    while not done.is_set():
+        thread = threading.Thread(target=int)
+        thread.start()
+        thread.join()
+
+gc.set_threshold(1)
+done = threading.Event()
+others = threading.Thread(target=start_threads)
+others.start()
+if sys.argv[1] == "main":
+    ask()
+else:
+    with_frames = threading.Thread(target=ask)
+    with_frames.start()
+    with_frames.join()
+done.set()
+others.join()
+assert gc.isenabled()
+"""
+
+
+@pytest.mark.parametrize("thread", ["main", "another"])
+def test_objects_are_collected_while_a_place_is_found_and_threads_end(thread):
+    subprocess.run([sys.executable, "-c", OCCUPATIONS, thread], check=True, timeout=60)
