@@ -419,7 +419,7 @@ class SiteStrategy(_DDPStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's training step; if it returns None, this site participates in the step without data."""
-        with self._samples_of((args, kwargs)):
+        with self._samples_of(next(iter((*args, *kwargs.values())), None)):
             output = super().training_step(*args, **kwargs)
         automatic = self.lightning_module.automatic_optimization
         self._skipped = output is None and automatic and self._transport is not None

@@ -400,6 +400,22 @@ class Writes(nn.Module):
         return z
 
 
+@pytest.mark.parametrize("mode", ["dsgd", "dad", "edad", "rankdad", "powersgd", "topk"])
+@support.at_sites(2)
+def test_gradients_are_zeros_where_no_site_states_samples(mode: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+    reduction = dadplug.GradientReduction(model, mode=mode)
+    for step in range(4):
+        model.zero_grad(set_to_none=step != 3)
+        with reduction.samples(0 if step in (1, 3) else 4):
+            model(torch.randn(4, 6)).square().mean().backward()  # other data at each site
+        reduction.synchronize()
+        zeros = [not bool(parameter.grad.any()) for parameter in model.parameters()]
+        assert zeros == [step in (1, 3)] * len(zeros), step
+        assert reduction.contributors == ([] if step in (1, 3) else [0, 1])
+
+
 def scaled_slice(z: Tensor) -> None:
     z[..., 0] = 2 * z[..., 0]
 

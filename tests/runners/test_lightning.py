@@ -124,41 +124,52 @@ class Whole(zoo.Plain):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def uneven(rows: list[int], mode: str, accumulate: int) -> None:
+class OfParts(Whole):
+    """Calls a part of it, and never itself."""
+
+    def training_step(self, batch, batch_idx):
+        return zoo.cross_entropy(self.net(batch[0]), batch[1])
+
+
+def uneven(rows: list[int], mode: str, accumulate: int, weighting: str, model: str) -> None:
     rank = int(os.environ["RANK"])
     torch.manual_seed(0)
-    module = Whole().double()
+    module = {"Whole": Whole, "OfParts": OfParts}[model]().double()
     reference = zoo.Plain().double()
     reference.load_state_dict(module.state_dict())
     shares = [zoo.loader(count, 4, seed=site, shuffle=False) for site, count in enumerate(rows)]
     current = zoo.trainer(
-        DADStrategy(mode, weighting="samples"),
+        DADStrategy(mode, weighting=weighting),
         max_epochs=1,
         use_distributed_sampler=False,
         accumulate_grad_batches=accumulate,
     )
     current.fit(module, shares[rank])
-    steps = max(len(share) for share in shares)
-    assert current.global_step == -(-steps // accumulate)
-    if accumulate > 1:
-        assert current.strategy.reduction.first_difference() is None
-        return
+    batches = max(len(share) for share in shares)
+    assert current.global_step == -(-batches // accumulate)
+    assert current.strategy.reduction.first_difference() is None
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
     waiting = [list(share) for share in shares]
-    for step in range(steps):
-        now = [own.pop(0) for own, share in zip(waiting, shares) if takes_part(step, len(share), steps)]
-        inputs, targets = (torch.cat(parts) for parts in zip(*now, strict=True))
+    for first in range(0, batches, accumulate):
+        losses, weights = [], []
+        for own, share in zip(waiting, shares):
+            step = range(first, min(first + accumulate, batches))
+            now = [own.pop(0) for batch in step if takes_part(batch, len(share), batches)]
+            if now:
+                losses.append(sum(zoo.cross_entropy(reference(inputs), targets) for inputs, targets in now) / accumulate)
+                weights.append(1 if weighting == "uniform" else sum(len(inputs) for inputs, _ in now))
         optimizer.zero_grad()
-        zoo.cross_entropy(reference(inputs), targets).backward()
+        sum(loss * weight / sum(weights) for loss, weight in zip(losses, weights)).backward()
         optimizer.step()
     assert not any(waiting)
     zoo.assert_close(module, reference, 1e-8)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(("accumulate", "weighting"), [(1, "samples"), (2, "samples"), (2, "uniform"), (3, "uniform")])
+@pytest.mark.parametrize("model", ["Whole", "OfParts"])
 @pytest.mark.parametrize("mode", ["dsgd", "dad"])
-def test_sites_with_different_numbers_of_batches_train_on_all_rows_once(sites, mode, accumulate):
-    sites(2).run(uneven, [29, 11], mode, accumulate)
+def test_sites_with_different_numbers_of_batches_train_on_all_rows_once(sites, mode, model, accumulate, weighting):
+    sites(2).run(uneven, [29, 11], mode, accumulate, weighting, model)
 
 
 class Stream(torch.utils.data.IterableDataset):

@@ -271,7 +271,11 @@ class SampleCounter:
             passes.compare([leaf.size(0) for leaf in leaves if leaf.dim() > 0 and leaf.numel() != 1])
         if self.first_batch is not None and self.called.training and not passes.doubt:
             self.first_batch.samples = self.first_batch.samples or passes.samples
-        counts = self.called is self._model or passes is self._block  # parts of a model are called beside it, too
+        counts = self.called is self._model or passes is self._block
+        if not (
+            counts or self.by_samples
+        ):  # parts of a model are called alone, and beside it: their samples add to none
+            passes, counts = _Passes(0, "a part of the model is called alone"), True
         reached = [leaf for leaf in leaves if leaf.requires_grad]
         if self.on_outputs is not None:
             self.on_outputs(reached, passes.samples)

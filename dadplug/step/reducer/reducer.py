@@ -28,6 +28,7 @@ from .handler import (
     HandlerContext,
     HeaderExchange,
     StepHeader,
+    gradient_room,
     handler_type,
     raise_fault,
     write_gradient,
@@ -243,7 +244,7 @@ class Reducer:
         context.faults.clear()
         names = [unit.name for unit in self._units]
         raise_fault(headers, names, context.transport.sites, attached)
-        if not any(header.samples for header in headers):
+        if request.admits and not any(header.samples for header in headers):  # not in an exchange that ends a plan
             self._write_zeros(headers)
         return headers
 
@@ -265,19 +266,21 @@ class Reducer:
                     parameter.grad = None
 
     def _write_zeros(self, headers: Sequence[StepHeader]) -> None:
-        """Write zeros after a backward pass over batches without rows, as autograd does in one process.
+        """Write zeros where no site has samples, as autograd does in one process for batches without rows.
 
-        Momentum and weight decay are applied to zeros, and not where ``.grad`` is None.
+        Momentum and weight decay are applied to zeros, and not where ``.grad`` is None. What backward has left at this
+        site has no weight.
         """
         for position, unit in enumerate(self._units):
             if any(header.present[position] or header.dense[position] for header in headers):
                 sparse = isinstance(unit, FactorUnit) and unit.form is not None and unit.form.sparse
                 for parameter in unit.parameters.values():
-                    if parameter.grad is None and sparse:  # SparseAdam refuses dense gradients
+                    if sparse or (parameter.grad is not None and parameter.grad.is_sparse):
+                        # SparseAdam refuses dense gradients
                         nowhere = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
                         parameter.grad = torch.sparse_coo_tensor(nowhere, parameter[:0].detach(), parameter.shape)
-                    elif parameter.grad is None:
-                        parameter.grad = torch.zeros_like(parameter)
+                    else:
+                        gradient_room(parameter, parameter.shape).zero_()
 
     def _send_rest(self) -> None:
         """Fill and launch what backward has left, and account for what has changed since."""
