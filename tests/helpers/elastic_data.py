@@ -145,7 +145,7 @@ def trained_in_one_process(
         number, present = steps[step]
         found = [batch_of(slot, number, length) for slot in present]
         batches = [batch for batch, takes_part in found if takes_part]
-        optimizer.zero_grad(set_to_none=False)
+        optimizer.zero_grad()
         losses = [nn.functional.cross_entropy(model(inputs), targets, reduction="sum") for inputs, targets in batches]
         if losses:
             (sum(losses) / sum(len(targets) for _, targets in batches)).backward()

@@ -156,7 +156,9 @@ def uneven(rows: list[int], mode: str, accumulate: int, weighting: str, model: s
             step = range(first, min(first + accumulate, batches))
             now = [own.pop(0) for batch in step if takes_part(batch, len(share), batches)]
             if now:
-                losses.append(sum(zoo.cross_entropy(reference(inputs), targets) for inputs, targets in now) / accumulate)
+                losses.append(
+                    sum(zoo.cross_entropy(reference(inputs), targets) for inputs, targets in now) / accumulate
+                )
                 weights.append(1 if weighting == "uniform" else sum(len(inputs) for inputs, _ in now))
         optimizer.zero_grad()
         sum(loss * weight / sum(weights) for loss, weight in zip(losses, weights)).backward()
@@ -170,6 +172,36 @@ def uneven(rows: list[int], mode: str, accumulate: int, weighting: str, model: s
 @pytest.mark.parametrize("mode", ["dsgd", "dad"])
 def test_sites_with_different_numbers_of_batches_train_on_all_rows_once(sites, mode, model, accumulate, weighting):
     sites(2).run(uneven, [29, 11], mode, accumulate, weighting, model)
+
+
+class WithoutLoss(zoo.Plain):
+    """Has no loss in two batches, in the second of which the other site has none of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moved: list[bool] = []
+
+    def training_step(self, batch, batch_idx):
+        self.before = self.net[0].weight.detach().clone()
+        lost = batch_idx in (0, 2) and self.global_rank == 0
+        return None if lost else zoo.cross_entropy(self(batch[0]), batch[1])
+
+    def on_train_batch_end(self, *_):
+        self.moved.append(not torch.equal(self.before, self.net[0].weight))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+
+
+@pytest.mark.parametrize("mode", ["dsgd", "dad", "rankdad"])
+@support.at_sites(2)
+def test_a_step_without_a_loss_at_any_site_moves_no_weight(mode: str) -> None:
+    module = WithoutLoss()
+    rank = int(os.environ["RANK"])
+    current = zoo.trainer(DADStrategy(mode), max_epochs=1, use_distributed_sampler=False)
+    current.fit(module, zoo.loader([24, 8][rank], 4, seed=rank))  # site 1 has batches in the first and the last step
+    assert module.moved == [True, True, False, True, True, True]
+    assert current.strategy.reduction.first_difference() is None
 
 
 class Stream(torch.utils.data.IterableDataset):
