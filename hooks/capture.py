@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable
 from dataclasses import replace
 from functools import partial
 from inspect import signature
@@ -78,10 +78,12 @@ class CallOverride:
         module: module whose calls are overridden until `restore`.
         around: method that gets the call, the module, and positional and keyword arguments, and returns what the call
             returns. It is not kept alive: without its object, the module is called as before.
+        passed: calls are not overridden while it is not empty.
     """
 
-    def __init__(self, module: nn.Module, around: Callable[..., Any]) -> None:
+    def __init__(self, module: nn.Module, around: Callable[..., Any], passed: Collection[Any] = ()) -> None:
         self._module = module
+        self._passed = passed
         self._around: Callable[[], Any] = WeakMethod(around)
         self._inner = vars(module).get(_CALL)
         vars(module)[_CALL] = self
@@ -96,7 +98,7 @@ class CallOverride:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = self._inner or self._module._call_impl
-        return call(*args, **kwargs) if being_exported() else self._call(call, args, kwargs)
+        return call(*args, **kwargs) if self._passed or being_exported() else self._call(call, args, kwargs)
 
     @eager(nested=True)
     def _call(self, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:

@@ -224,7 +224,8 @@ class RankDAD(Method):
         if not found or compressed.left.is_cuda or self._tolerance == self.options.tolerance:
             return found
         values: list[float] = compressed.singular_values[:found].tolist()
-        return sum(value > self.options.tolerance * values[0] for value in values)
+        least = self.options.tolerance * values[0]
+        return len([value for value in values if value > least])
 
     def _stored(
         self, name: str, compressed: Compressed, sent: int, wire: WireFormat, before: Carry | None, bias: Tensor | None

@@ -339,6 +339,11 @@ class Planner:
         return any(unit.is_own for unit in self.units)
 
     @property
+    def present_structure(self) -> ModelStructure | None:
+        """Structure of the model by which the plan was made; None where the model has another one now."""
+        return self._structure if self._structure.is_present else None
+
+    @property
     def misses_gradients(self) -> bool:
         """Whether the model has other parameters than the plan, with gradients."""
         return not self._structure.same_tensors() and bool(self._new_gradients())

@@ -153,7 +153,9 @@ class GatheredHandler(BucketHandler):
     def _decode_unit(self, unit: FactorUnit, payloads: Sequence[FactorPayload], samples: Sequence[int]) -> None:
         assert unit.form is not None
         context, traits, device = self.context, self.context.method.traits, unit.lead.device
-        complete = unit.complete([each.to(device, self.dtype) for each in payloads], context.complete_payloads)
+        if device != context.transport.device:
+            payloads = [each.to(device, self.dtype) for each in payloads]
+        complete = unit.complete(payloads, context.complete_payloads)
         if complete is None:
             return
         if context.transport.observe is not None:
@@ -307,7 +309,7 @@ class FactorHandler(SiteFactorHandler):
                 self.bucket.clear(slot)
             else:
                 self.bucket.fill(slot, payload)
-        self.context.transport.traffic.of(unit.name).bytes += self.sent_bytes(unit)
+        self.context.transport.traffic.present[unit.name].bytes += self.sent_bytes(unit)
         unit.sent_gradient = partial(self._sent_gradient, unit)
 
     def _sent_gradient(self, unit: FactorUnit, name: str) -> list[Tensor]:
@@ -331,7 +333,7 @@ class FactorHandler(SiteFactorHandler):
             unit.before_header()
             if unit.void:
                 self._drop_sent(unit)
-            payload = self._encode(unit)
+            payload = None if unit.is_empty else self._encode(unit)
             if payload is not None:
                 self.bucket.add_late(self._slots[unit.name], payload)
             if unit.dense and context.checks_finite:
@@ -460,7 +462,7 @@ class NodeFactorHandler(KeptPayloadsHandler):
             self._weighted_by, self._finite = self.context.samples(), True
         with self.timing("encode", unit):
             self._own[self._slots[unit.name]] = self._take(unit)
-        self.context.transport.traffic.of(unit.name).bytes += self.sent_bytes(unit)
+        self.context.transport.traffic.present[unit.name].bytes += self.sent_bytes(unit)
         unit.sent_gradient = partial(self._sent_gradient, unit)
 
     def _take(self, unit: FactorUnit) -> FactorPayload | None:

@@ -98,7 +98,7 @@ class MergedHandler(KeptPayloadsHandler, SiteFactorHandler):
         with self.timing("encode", unit):
             payload = self._own[slot] = self._encode(unit)
             self._contribute(slot, payload)
-        self.context.transport.traffic.of(unit.name).bytes += self.sent_bytes(unit)
+        self.context.transport.traffic.present[unit.name].bytes += self.sent_bytes(unit)
         unit.sent_gradient = partial(self._sent_gradient, unit)
 
     def launch(self) -> None:

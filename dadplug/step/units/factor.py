@@ -209,8 +209,8 @@ class FactorUnit(Unit):
     def resolve(self) -> None:
         """Remove the placeholders as synchronization begins; what a program has put into ``.grad`` is all-reduced."""
         self._placeholders.resolve()
-        if not all(is_agreed(parameter, self.reduction) for parameter in self.parameters.values()):
-            self.dense = True
+        for parameter in self.parameters.values():
+            self.dense |= not is_agreed(parameter, self.reduction)
 
     def resolve_alone(self) -> None:
         """Remove the placeholders where nothing is synchronized; what has been formed stays in ``.grad``."""
@@ -245,7 +245,9 @@ class FactorUnit(Unit):
         return next((layer.left_out for layer in self.layers if layer.left_out), "")
 
     def _peek(self) -> list[Factor]:
-        return self._held + self._arrived()
+        """Return the factors that are here, without taking them."""
+        arrived = self._arrived()  # which may hold some
+        return self._held + arrived if self._held else arrived
 
     def _arrived(self) -> list[Factor]:
         """Return the factors that the layers have committed and that have not been taken."""
@@ -254,9 +256,14 @@ class FactorUnit(Unit):
         return [factor for layer in self.layers for factor in layer.peek()]
 
     @property
+    def is_empty(self) -> bool:
+        """Whether no gradient has arrived, or all that has arrived has been taken."""
+        return not (self._formed or self._peek())
+
+    @property
     def rows(self) -> int:
         """Number of rows that have arrived; of matrices where those are compressed."""
-        return sum(factor.rows for factor in self._peek()) + sum(self._formed.values())
+        return sum([factor.rows for factor in self._peek()]) + sum(self._formed.values())
 
     @property
     def row_keys(self) -> list[int]:
@@ -486,10 +493,6 @@ class LowrankUnit(FactorUnit):
         self._settle()
         return super()._arrived()
 
-    def _peek(self) -> list[Factor]:
-        self._settle()
-        return super()._peek()
-
     def _collect(self) -> list[Factor]:
         self._settle()
         return super()._collect()
@@ -509,7 +512,7 @@ class LowrankUnit(FactorUnit):
         """Number of rows of the matrices that are compressed."""
         if self._unformed is not None:
             return self._unformed.rows
-        return sum(factor.rows * factor.form.positions for factor in self._peek())
+        return sum([factor.rows * factor.form.positions for factor in self._peek()])
 
     def take(self) -> Factor | None:
         factors = self._collect()
