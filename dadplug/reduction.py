@@ -178,7 +178,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         if self._held is not None:
             raise RuntimeError("backward() between clip_grad_norm_() and apply(optimizer)")
         unit.arrivals += 1
-        self._pending = True
+        self._pending, sent = True, unit.sent
         if self._remembers:
             self._method.loss_scales.record(unit.name)
         with _as_written(unit.lead.device.type):
@@ -187,7 +187,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
             self._planner.record_arrival(unit, self._syncing)
         if isinstance(unit, FactorUnit):
             unit.show_arrival()
-            unit.keep(self._counter.owned)
+            if sent or not unit.sent:  # otherwise nothing is left
+                unit.keep(self._counter.owned)
             if not self._planner.is_complete:
                 unit.set_aside()
         self.on_arrival()

@@ -207,7 +207,7 @@ def _cut(payload: Tensor, start: int, layout: Iterable[tuple[Slot, int]]) -> lis
 
 def _fill(room: FactorPayload, packed: FactorPayload, rows: int) -> None:
     """Copy encoded rows into a payload, and zeros into the rest of their room."""
-    if rows == room.rows:
+    if rows == len(room.left):
         room.left.copy_(packed.left)
         room.right.copy_(packed.right)
     else:
@@ -232,6 +232,7 @@ class FactorBucket:
 
     Attributes:
         extra_rows: by slot, number of this site's rows that go in a second round.
+        slot_bytes: by slot, bytes in this site's payload.
     """
 
     def __init__(
@@ -276,7 +277,7 @@ class FactorBucket:
         self._own_head = _integers(self._gather.payload, len(self.slots))
         self._received: dict[int, tuple[Tensor, Tensor, list[FactorPayload]]] = {}
         place = self.place
-        self._slot_bytes = [
+        self.slot_bytes = [
             0 if place is None else sum(slot.sizes(slot.capacity[place])) * self._wire.itemsize for slot in self.slots
         ]
 
@@ -305,11 +306,10 @@ class FactorBucket:
         found = dict(zip(self._senders, sizes, strict=True))
         return [found.get(rank, 0) for rank in range(self._transport.world_size)]
 
-    def _arrived(self, gather: Gather) -> Iterator[tuple[int, Tensor]]:
-        """Wait for the payloads; yield those of the senders, by place."""
+    def _arrived(self, gather: Gather) -> list[Tensor]:
+        """Wait for the payloads; return those of the senders, by place."""
         payloads = gather.wait()
-        for place, rank in enumerate(self._senders):
-            yield place, payloads[rank]
+        return [payloads[rank] for rank in self._senders]
 
     def _sender(self, site: int) -> str:
         """Return the name of a sender, by place."""
@@ -332,12 +332,12 @@ class FactorBucket:
 
     def fill(self, index: int, share: FactorPayload) -> None:
         """Copy a layer's rows into its slot; keep rows beyond its capacity for the second round."""
-        self.post()
-        own = self._own[index]
-        fit = min(share.rows, own.rows)
-        _fill(own, self.slots[index].pack(share.part(0, fit)), fit)
+        self._gather.post()
+        own, rows = self._own[index], len(share.left)
+        fit = min(rows, len(own.left))
+        _fill(own, self.slots[index].pack(share if fit == rows else share.part(0, fit)), fit)
         self._rows[index] = fit
-        if share.rows > fit:
+        if rows > fit:
             self.add_late(index, share.part(fit, with_bias=False))
 
     def clear(self, index: int) -> None:
@@ -385,10 +385,6 @@ class FactorBucket:
         """Return this site's capacity of a slot, in rows."""
         return 0 if self.place is None else self.slots[index].capacity[self.place]
 
-    def slot_bytes(self, index: int) -> int:
-        """Return the bytes of a slot in this site's payload."""
-        return self._slot_bytes[index]
-
     def wait(self) -> None:
         """Wait until every site's payload is there."""
         self._gather.wait()
@@ -401,7 +397,7 @@ class FactorBucket:
         """
         samples: list[int] = []
         shares: list[list[FactorPayload]] = [[] for _ in self.slots]
-        for site, payload in self._arrived(self._gather):
+        for site, payload in enumerate(self._arrived(self._gather)):
             head, views = self._views(payload, site)
             count, *rows = head.tolist()
             if not 0 <= count <= COUNT:
@@ -413,7 +409,7 @@ class FactorBucket:
                 share = slot.unpack(view if number == len(view.left) else view.part(0, number))
                 if isinstance(slot, IndexSlot):
                     slot.check(share, self._sender(site))
-                found.append(share.to(payload.device, self._dtype))
+                found.append(share if share.left.dtype == self._dtype else share.to(payload.device, self._dtype))
         return samples, shares
 
     def second_round(self, extra: Sequence[Sequence[int]]) -> dict[tuple[int, int], FactorPayload]:
@@ -442,7 +438,7 @@ class FactorBucket:
                 _fill(room, self.slots[index].pack(self._overflow[index]), room.rows)
         gather.launch()
         shares: dict[tuple[int, int], FactorPayload] = {}
-        for site, payload in self._arrived(gather):
+        for site, payload in enumerate(self._arrived(gather)):
             for index, share in cut(payload, site):
                 slot = self.slots[index]
                 share = slot.unpack(share)

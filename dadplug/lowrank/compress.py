@@ -415,8 +415,7 @@ def _truncate(left: Tensor, right: Tensor, values: Tensor, tolerance: float) -> 
         right *= kept[:, None]
         return left.shape[0]
     lengths: list[float] = values.tolist()
-    least = tolerance * lengths[0]
-    effective = len([length for length in lengths if length > least])
+    effective = len([length for length in lengths if length > tolerance * lengths[0]])
     if effective < len(lengths):
         left[effective:] = 0
         right[effective:] = 0

@@ -98,7 +98,7 @@ class SampleCounter:
             watched += [each for each in self._model.modules() if isinstance(each, _SEQUENCE_LAYERS)]
         for module in watched:
             known = self._overrides.get(id(module))
-            if known is None or not known.holds:
+            if known is None or not (module._compiled_call_impl is known or known.holds):
                 passed = () if isinstance(module, _SEQUENCE_LAYERS) else self._running
                 self._overrides[id(module)] = CallOverride(module, self._around, passed)
 
@@ -233,7 +233,7 @@ class SampleCounter:
             self._watch_parameters()
             self.owned.update(leaf.untyped_storage().data_ptr() for leaf in inputs if _is_plain(leaf))
         self._pass = self._block or _by_rule((*args, *kwargs.values()))
-        self.current, self.known = self._pass.samples, not self._pass.unknown
+        self.current, self.known = self._pass.samples, bool(self._pass.samples or not self._pass.doubt)
         self._check_positions(module, args, kwargs)
 
     def _watch_parameters(self) -> None:
@@ -309,11 +309,6 @@ class _Passes:
     samples: int
     doubt: str = ""
     stated: bool = False
-
-    @property
-    def unknown(self) -> bool:
-        """Whether the inputs do not show the samples at all."""
-        return not self.samples and bool(self.doubt)
 
     def compare(self, sizes: Sequence[int]) -> None:
         """Doubt the samples if no output begins with them, or with a multiple of them.

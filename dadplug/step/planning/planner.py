@@ -371,9 +371,10 @@ class Planner:
         if not self.is_complete:
             if unit not in self._order:
                 self._order.append(unit)
-        elif send and not unit.sent and unit.gradient_is_due and not self._changing:
+        elif send and not unit.sent and not self._changing:
             assert self._reducer is not None
-            self._reducer.arrive(unit)
+            if unit.arrivals >= unit.expected > 0 and unit.discards >= unit.expected_discards:
+                self._reducer.arrive(unit)
 
     # Synchronization
 

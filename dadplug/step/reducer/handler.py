@@ -433,10 +433,10 @@ class Timing:
         seconds = time.perf_counter() - self._start
         if self._record is not None:
             self._record.__exit__(*error)
-        part, name = seconds / len(self._units), f"{self._kind}_seconds"
+        name = f"{self._kind}_seconds"
         for unit in self._units:
             layer = self._traffic.present[unit.name]
-            setattr(layer, name, getattr(layer, name) + part)
+            setattr(layer, name, getattr(layer, name) + seconds / len(self._units))
 
 
 class BucketHandler(ABC):

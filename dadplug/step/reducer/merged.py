@@ -135,7 +135,7 @@ class MergedHandler(KeptPayloadsHandler, SiteFactorHandler):
             if write and wanted[slot]:
                 with self.timing("decode", unit):
                     merged = results[slot]
-                    self._decode_unit(unit, [merged], samples)
+                    self._decode_unit(unit, [merged], self._weights(samples))
                 self._write(unit)
             counts = keep and (merged is None or merged.finite())  # sums of finite payloads may overflow
             if counts:

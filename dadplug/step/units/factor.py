@@ -71,7 +71,8 @@ class FactorUnit(Unit):
 
     def _before_gradient(self, name: str, gradient: Tensor | None) -> None:
         """Prepare for a gradient; called before autograd adds to ``.grad`` or returns it, and before factors arrive."""
-        self.drop_cleared()
+        if self._placeholders.active:
+            self.drop_cleared()
         if gradient is not None and is_accumulated(self.parameters[name]):
             self._placeholders.lift(name)
             self._before_dense(name)
@@ -82,11 +83,11 @@ class FactorUnit(Unit):
 
     def _after_dense(self, name: str, parameter: Tensor) -> None:
         """Put the placeholder of a bias back; that of the weight comes back with its arrival."""
-        if name != self.name and self._placeholders:
+        if name != self.name and self._placeholders.active:
             self._placeholders.put()
 
     def drop_cleared(self) -> bool:
-        gone = self._placeholders.gone()
+        gone = self._placeholders.gone() if self._placeholders.active else []
         if not gone:
             return False
         if len(gone) < len(self.parameters):
@@ -106,7 +107,7 @@ class FactorUnit(Unit):
         self.dense = True
 
     def discard(self) -> None:
-        self._placeholders.drop(self._placeholders.names, self.read_gradient)
+        self._placeholders.drop(list(self._placeholders.active), self.read_gradient)
         super().discard()
         self._forget_factors()
         self._formed.clear()
@@ -221,7 +222,7 @@ class FactorUnit(Unit):
         if discard:
             self.discard()
         elif self.sent and not self.void and not self.reclaim():  # what is not held any more raises an error when read
-            self._placeholders.drop(self._placeholders.names, None)
+            self._placeholders.drop(list(self._placeholders.active), None)
         self.form_gradients()
         self.resolve_alone()
         for parameter in self.parameters.values():
@@ -435,13 +436,13 @@ class LowrankUnit(FactorUnit):
         self.outside = bool(self.layers)
 
     def _after_dense(self, name: str, parameter: Tensor) -> None:
+        gradient = None
         if name in self._aside:
             gradient, parameter.grad = parameter.grad, self._aside.pop(name)
             if gradient is not None:
                 self._hold(name, gradient)
-                if name != self.name:
-                    self._placeholders.put()
-        super()._after_dense(name, parameter)
+        if name != self.name and (gradient is not None or self._placeholders.active):
+            self._placeholders.put()
 
     def _hold(self, name: str, gradient: Tensor) -> None:
         """Hold a gradient that has been formed, as a factor."""
@@ -490,11 +491,13 @@ class LowrankUnit(FactorUnit):
             self._hold(self.name, factor.gradient())
 
     def _arrived(self) -> list[Factor]:
-        self._settle()
+        if self._unformed is not None:
+            self._settle()
         return super()._arrived()
 
     def _collect(self) -> list[Factor]:
-        self._settle()
+        if self._unformed is not None:
+            self._settle()
         return super()._collect()
 
     def _forget_factors(self) -> None:
@@ -521,6 +524,8 @@ class LowrankUnit(FactorUnit):
 
     def _matrix(self, factors: list[Factor]) -> Factor:
         shape = self.lead.shape
+        if len(factors) == 1:
+            return factors[0].matrix(shape)
         # Rows of linear layers come first: stacked in their form, all stay rows, and no gradient is formed of many.
         ordered = sorted(stack_by_form(factors), key=lambda factor: factor.form != LINEAR)
         return Factor.stack([factor.matrix(shape) for factor in ordered]).matrix(shape)
