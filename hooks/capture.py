@@ -219,7 +219,7 @@ class CapturedLayer:
         self.wrap_recorder: Callable[[CapturedLayer, Tensor, Recorder], Recorder] | None = None
         self.weight: nn.Parameter = getattr(module, family.weight)
         self._bias: nn.Parameter | None = getattr(module, family.bias, None)
-        self._pending: dict[int, list[Factor]] = {}  # by backward pass
+        self._pending: dict[int, Any] = {}  # lists of factors, by backward pass
         self._factors: list[Factor] = []
         self._versions: list[int] = []  # of the factors' activations, when they were committed
         self._released = False
@@ -271,7 +271,7 @@ class CapturedLayer:
 
     def commit(self, _: Any = None) -> None:
         """Commit the factors of the running backward pass; called when the weight's gradient is due in it."""
-        factors = self._pending.pop(torch._C._current_graph_task_id(), [])
+        factors: list[Factor] = self._pending.pop(torch._C._current_graph_task_id(), [])
         self._factors += factors
         self._versions += [factor.activations._version for factor in factors]
 
