@@ -84,7 +84,7 @@ class SampleCounter:
         self._reached: list[tuple[int, _Passes]] = []  # by running backward passes, which have delivered nothing yet
         self._block: _Passes | None = None  # of the innermost `fixed` that is open
         self._pass = _Passes(0)  # of the running forward pass, or the last one
-        self._running: list[nn.Module] = []  # the module that the running forward pass has called
+        self._running: list[bool] = []  # True while a forward pass is running; no module, which dynamo would trace
         self._model = model
         self._overrides: dict[int, CallOverride] = {}
         self._watches_parameters = watches_parameters
@@ -208,7 +208,7 @@ class SampleCounter:
         if self._running:
             self._check_positions(module, args, kwargs)
             return call(*args, **kwargs)
-        self._running.append(module)
+        self._running.append(True)
         try:  # an interrupted pass leaves nothing behind
             self._enter(module, args, kwargs)
             outputs = call(*args, **kwargs)
