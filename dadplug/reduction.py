@@ -25,7 +25,7 @@ from .step.model_sync.replicated_model import JoinState, ReplicatedModel, Statef
 from .step.model_sync.sameness import FirstBatch, LookedUpRows, OptimizerSettings, Weights
 from .step.model_sync.samples import SampleCounter, warn_of_unequal
 from .step.model_sync.step_guard import StepGuard
-from .step.model_sync.structure import weak_hook
+from .step.model_sync.structure import ModelStructure, weak_hook
 from .step.planning.merging import check_merge
 from .step.planning.plan import Plan
 from .step.planning.planner import Planner
@@ -178,7 +178,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         if self._held is not None:
             raise RuntimeError("backward() between clip_grad_norm_() and apply(optimizer)")
         unit.arrivals += 1
-        self._pending = True
+        self._pending, sent = True, unit.sent
         if self._remembers:
             self._method.loss_scales.record(unit.name)
         with _as_written(unit.lead.device.type):
@@ -187,7 +187,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
             self._planner.record_arrival(unit, self._syncing)
         if isinstance(unit, FactorUnit):
             unit.show_arrival()
-            unit.keep(self._counter.owned)
+            if sent or not unit.sent:  # otherwise nothing is left
+                unit.keep(self._counter.owned)
             if not self._planner.is_complete:
                 unit.set_aside()
         self.on_arrival()
@@ -618,6 +619,11 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         """Whether gradients have arrived that are not agreed on yet, and have not been cleared."""
         self._drop_cleared()
         return self._pending or self._held is not None
+
+    @property
+    def present_structure(self) -> ModelStructure | None:
+        """Structure of the model by which the plan was made; None where the model has another one now."""
+        return self._planner.present_structure
 
     @property
     def misses_gradients(self) -> bool:

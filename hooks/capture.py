@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable
 from dataclasses import replace
 from functools import partial
 from inspect import signature
@@ -78,10 +78,12 @@ class CallOverride:
         module: module whose calls are overridden until `restore`.
         around: method that gets the call, the module, and positional and keyword arguments, and returns what the call
             returns. It is not kept alive: without its object, the module is called as before.
+        passed: calls are not overridden while it is not empty.
     """
 
-    def __init__(self, module: nn.Module, around: Callable[..., Any]) -> None:
+    def __init__(self, module: nn.Module, around: Callable[..., Any], passed: Collection[Any] = ()) -> None:
         self._module = module
+        self._passed = passed
         self._around: Callable[[], Any] = WeakMethod(around)
         self._inner = vars(module).get(_CALL)
         vars(module)[_CALL] = self
@@ -96,7 +98,7 @@ class CallOverride:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = self._inner or self._module._call_impl
-        return call(*args, **kwargs) if being_exported() else self._call(call, args, kwargs)
+        return call(*args, **kwargs) if self._passed or being_exported() else self._call(call, args, kwargs)
 
     @eager(nested=True)
     def _call(self, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -180,11 +182,6 @@ def has_user_hooks(parameter: Tensor) -> bool:
 _OWN = {OwnHook}
 
 
-def _backward_pass() -> int:
-    """Return the number of the running backward pass; -1 outside of one."""
-    return torch._C._current_graph_task_id()
-
-
 class CapturedLayer:
     """One captured layer, and the factors that its last backward passes have recorded.
 
@@ -222,12 +219,12 @@ class CapturedLayer:
         self.wrap_recorder: Callable[[CapturedLayer, Tensor, Recorder], Recorder] | None = None
         self.weight: nn.Parameter = getattr(module, family.weight)
         self._bias: nn.Parameter | None = getattr(module, family.bias, None)
-        self._pending: list[tuple[int, Factor]] = []
+        self._pending: dict[int, Any] = {}  # lists of factors, by backward pass
         self._factors: list[Factor] = []
         self._versions: list[int] = []  # of the factors' activations, when they were committed
         self._released = False
         self._kept = 0  # number of factors whose inputs have been copied or cannot be overwritten
-        self._hook = self.weight.register_post_accumulate_grad_hook(OwnHook(lambda _: self.commit()))
+        self._hook = self.weight.register_post_accumulate_grad_hook(OwnHook(self.commit))
         self._forward = _CapturedForward(self)
 
     @property
@@ -259,10 +256,10 @@ class CapturedLayer:
         if self._released:
             self._add_gradients(Factor(activations, deltas, form).to(self.weight.dtype))
             return
-        now = _backward_pass()
-        if not any(backward_pass == now for backward_pass, _ in self._pending):
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._drop(now))
-        self._pending.append((now, Factor(activations, deltas, form, trace=trace)))
+        now = torch._C._current_graph_task_id()
+        if now not in self._pending:
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._pending.pop, now, None))
+        self._pending.setdefault(now, []).append(Factor(activations, deltas, form, trace=trace))
 
     def _add_gradients(self, factor: Factor) -> None:
         """Add to ``.grad`` what autograd does not form, of a call before the release whose backward pass follows it."""
@@ -272,16 +269,11 @@ class CapturedLayer:
         for parameter, gradient in gradients.items():
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
-    def commit(self) -> None:
+    def commit(self, _: Any = None) -> None:
         """Commit the factors of the running backward pass; called when the weight's gradient is due in it."""
-        now = _backward_pass()
-        factors = [factor for backward_pass, factor in self._pending if backward_pass == now]
+        factors: list[Factor] = self._pending.pop(torch._C._current_graph_task_id(), [])
         self._factors += factors
         self._versions += [factor.activations._version for factor in factors]
-        self._drop(now)
-
-    def _drop(self, backward_pass: int) -> None:
-        self._pending = [entry for entry in self._pending if entry[0] != backward_pass]
 
     def take(self) -> list[Factor]:
         """Return the committed factors, one per call, and clear them.

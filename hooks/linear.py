@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .factor import LINEAR, Form
-from .products import linear, product, uses_fastest
+from .products import linear, product, thread
 from .registry import LayerFamily, Recorder, gradient_use, register_family
 
 _LARGE = 1 << 22  # multiplications for the gradient of an input; they take about a tenth of a millisecond
@@ -38,7 +38,7 @@ class _LinearWithFactors(torch.autograd.Function):
         ctx.record = record
         ctx.weight_gradients = weight_gradients
         ctx.form = form
-        ctx.fast = uses_fastest()
+        ctx.fast = thread.fastest
         return linear(inputs, weight.T if form.transposed else weight, bias)
 
     @staticmethod
@@ -81,7 +81,7 @@ class _InputOfLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: tuple[Tensor]) -> Tensor:
         ctx.save_for_backward(*weight)  # in a tuple, since the weight's gradient does not wait for this node
-        ctx.fast = uses_fastest()
+        ctx.fast = thread.fastest
         return inputs.new_zeros(()).expand(*inputs.shape[:-1], weight[0].shape[0])
 
     @staticmethod

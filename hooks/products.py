@@ -26,7 +26,14 @@ _LEAST_WITH_ROOM = 1 << 22  # where MKL would write into memory that is there, a
 _LEAST_ROWS = 8  # of the left factor; below, MKL reads the right one in its place, as fast as memory gives it
 _PLAIN = (Tensor, nn.Parameter)
 _allowed = True
-_thread = threading.local()
+
+
+class _Thread(threading.local):
+    fastest = False  # whether the thread is within a block of `fastest`
+
+
+thread = _Thread()
+"""State of this module for the running thread."""
 
 
 def allow_onednn(allowed: bool) -> None:
@@ -38,17 +45,12 @@ def allow_onednn(allowed: bool) -> None:
 @contextmanager
 def fastest() -> Iterator[None]:
     """Let layers that compute their output within the block use the faster library."""
-    before = uses_fastest()
-    _thread.fastest = True
+    before = thread.fastest
+    thread.fastest = True
     try:
         yield
     finally:
-        _thread.fastest = before
-
-
-def uses_fastest() -> bool:
-    """Return whether the thread is within such a block."""
-    return getattr(_thread, "fastest", False)
+        thread.fastest = before
 
 
 def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -59,7 +61,7 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         weight: of shape (out, in).
         bias: of shape (out,), or None.
     """
-    if uses_fastest() and _suits(inputs, weight, weight.shape[0]) and (bias is None or bias.dtype == inputs.dtype):
+    if thread.fastest and _suits(inputs, weight, weight.shape[0]) and (bias is None or bias.dtype == inputs.dtype):
         outputs = _multiply(inputs, weight, bias)
     else:
         outputs = F.linear(inputs, weight, bias)

@@ -55,7 +55,7 @@ def gradient_use(node: Any, weight_gradients: bool, weight: int = 1, bias: int |
         return GradientUse(of_weight is _Due.ACCUMULATED, _wanted(of_weight), _wanted(of_bias))
     together = of_weight is _Due.ACCUMULATED and of_bias in (_Due.ABSENT, _Due.ACCUMULATED)
     record = together and not torch.is_grad_enabled()
-    return GradientUse(record, _wanted(of_weight) and not record, _wanted(of_bias) and not record)
+    return GradientUse(record, not record and _wanted(of_weight), not record and _wanted(of_bias))
 
 
 def _wanted(due: _Due) -> bool:

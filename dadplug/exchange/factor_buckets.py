@@ -53,13 +53,9 @@ class FactorPayload(NamedTuple):
 
     def to(self, device: torch.device, dtype: torch.dtype) -> FactorPayload:
         """Return the payload on a device, with floating-point tensors in a type."""
-
-        def move(part: Tensor) -> Tensor:
-            if part.dtype == dtype and part.device == device:
-                return part
-            return part.to(device, dtype if part.is_floating_point() else None)
-
-        return FactorPayload(move(self.left), move(self.right), None if self.bias is None else move(self.bias))
+        right = self.right.to(device, dtype if self.right.is_floating_point() else None)  # or numbers of rows
+        bias = None if self.bias is None else self.bias.to(device, dtype)
+        return FactorPayload(self.left.to(device, dtype), right, bias)
 
     def finite(self) -> bool:
         """Return whether the payload holds neither NaN nor Inf."""
@@ -113,9 +109,6 @@ class Slot:
     def sizes(self, rows: int) -> tuple[int, int, int]:
         """Return the number of elements of the three parts (left, right, bias) for this many rows."""
         return aligned(rows * self.out), aligned(rows * self.width), aligned(self.bias)
-
-    def check(self, share: FactorPayload, sender: str) -> None:
-        """Raise MismatchError if a site has sent what is not possible."""
 
     def learn(self, rows: Sequence[int]) -> bool:
         """Update the capacities.
@@ -214,7 +207,7 @@ def _cut(payload: Tensor, start: int, layout: Iterable[tuple[Slot, int]]) -> lis
 
 def _fill(room: FactorPayload, packed: FactorPayload, rows: int) -> None:
     """Copy encoded rows into a payload, and zeros into the rest of their room."""
-    if rows == room.rows:
+    if rows == len(room.left):
         room.left.copy_(packed.left)
         room.right.copy_(packed.right)
     else:
@@ -239,6 +232,7 @@ class FactorBucket:
 
     Attributes:
         extra_rows: by slot, number of this site's rows that go in a second round.
+        slot_bytes: by slot, bytes in this site's payload.
     """
 
     def __init__(
@@ -283,7 +277,7 @@ class FactorBucket:
         self._own_head = _integers(self._gather.payload, len(self.slots))
         self._received: dict[int, tuple[Tensor, Tensor, list[FactorPayload]]] = {}
         place = self.place
-        self._slot_bytes = [
+        self.slot_bytes = [
             0 if place is None else sum(slot.sizes(slot.capacity[place])) * self._wire.itemsize for slot in self.slots
         ]
 
@@ -312,11 +306,14 @@ class FactorBucket:
         found = dict(zip(self._senders, sizes, strict=True))
         return [found.get(rank, 0) for rank in range(self._transport.world_size)]
 
-    def _arrived(self, gather: Gather) -> Iterator[tuple[int, Tensor]]:
-        """Wait for the payloads; yield those of the senders, by place."""
+    def _arrived(self, gather: Gather) -> list[Tensor]:
+        """Wait for the payloads; return those of the senders, by place."""
         payloads = gather.wait()
-        for place, rank in enumerate(self._senders):
-            yield place, payloads[rank]
+        return [payloads[rank] for rank in self._senders]
+
+    def _sender(self, site: int) -> str:
+        """Return the name of a sender, by place."""
+        return self._transport.sites[self._senders[site]]
 
     def _cut(self, payload: Tensor, site: int) -> list[FactorPayload]:
         return _cut(payload, self._head, ((slot, slot.capacity[site]) for slot in self.slots))
@@ -335,12 +332,12 @@ class FactorBucket:
 
     def fill(self, index: int, share: FactorPayload) -> None:
         """Copy a layer's rows into its slot; keep rows beyond its capacity for the second round."""
-        self.post()
-        own = self._own[index]
-        fit = min(share.rows, own.rows)
-        _fill(own, self.slots[index].pack(share.part(0, fit)), fit)
+        self._gather.post()
+        own, rows = self._own[index], len(share.left)
+        fit = min(rows, len(own.left))
+        _fill(own, self.slots[index].pack(share if fit == rows else share.part(0, fit)), fit)
         self._rows[index] = fit
-        if share.rows > fit:
+        if rows > fit:
             self.add_late(index, share.part(fit, with_bias=False))
 
     def clear(self, index: int) -> None:
@@ -388,10 +385,6 @@ class FactorBucket:
         """Return this site's capacity of a slot, in rows."""
         return 0 if self.place is None else self.slots[index].capacity[self.place]
 
-    def slot_bytes(self, index: int) -> int:
-        """Return the bytes of a slot in this site's payload."""
-        return self._slot_bytes[index]
-
     def wait(self) -> None:
         """Wait until every site's payload is there."""
         self._gather.wait()
@@ -404,17 +397,19 @@ class FactorBucket:
         """
         samples: list[int] = []
         shares: list[list[FactorPayload]] = [[] for _ in self.slots]
-        for site, payload in self._arrived(self._gather):
+        for site, payload in enumerate(self._arrived(self._gather)):
             head, views = self._views(payload, site)
             count, *rows = head.tolist()
-            sender = self._transport.sites[self._senders[site]]
-            check_all("payload", sender, (count,), 0, COUNT)
+            if not 0 <= count <= COUNT:
+                check_all("payload", self._sender(site), (count,), 0, COUNT)
             samples.append(count)
-            for index, share in enumerate(views):
-                check_all("payload", sender, (rows[index],), 0, self.slots[index].capacity[site])
-                share = self.slots[index].unpack(share.part(0, rows[index]))
-                self.slots[index].check(share, sender)
-                shares[index].append(share.to(payload.device, self._dtype))
+            for slot, view, number, found in zip(self.slots, views, rows, shares, strict=True):
+                if not 0 <= number <= slot.capacity[site]:
+                    check_all("payload", self._sender(site), (number,), 0, slot.capacity[site])
+                share = slot.unpack(view if number == len(view.left) else view.part(0, number))
+                if isinstance(slot, IndexSlot):
+                    slot.check(share, self._sender(site))
+                found.append(share if share.left.dtype == self._dtype else share.to(payload.device, self._dtype))
         return samples, shares
 
     def second_round(self, extra: Sequence[Sequence[int]]) -> dict[tuple[int, int], FactorPayload]:
@@ -443,10 +438,12 @@ class FactorBucket:
                 _fill(room, self.slots[index].pack(self._overflow[index]), room.rows)
         gather.launch()
         shares: dict[tuple[int, int], FactorPayload] = {}
-        for site, payload in self._arrived(gather):
+        for site, payload in enumerate(self._arrived(gather)):
             for index, share in cut(payload, site):
-                share = self.slots[index].unpack(share)
-                self.slots[index].check(share, self._transport.sites[self._senders[site]])
+                slot = self.slots[index]
+                share = slot.unpack(share)
+                if isinstance(slot, IndexSlot):
+                    slot.check(share, self._sender(site))
                 shares[index, site] = share.to(payload.device, self._dtype)
         return shares
 
@@ -455,7 +452,7 @@ class FactorBucket:
         for site, size in enumerate(sizes):
             if min(counts[site] for counts in extra) < 0 or size * self._wire.itemsize > MAX_BYTES:
                 raise MismatchError(
-                    f"{self._transport.sites[self._senders[site]]} announces {size} more values than its payload had "
+                    f"{self._sender(site)} announces {size} more values than its payload had "
                     f"room for: there may be 0 to {MAX_BYTES // self._wire.itemsize}. Do all sites run the same model?"
                 )
 
@@ -497,6 +494,7 @@ class IndexSlot(Slot):
         self._table_rows = table_rows
 
     def check(self, share: FactorPayload, sender: str) -> None:
+        """Raise MismatchError if a site has sent numbers of rows that the table does not have."""
         if share.right.numel():
             check_all("payload", sender, map(int, share.right.aminmax()), 0, self._table_rows - 1)
 
@@ -631,11 +629,13 @@ class ContributionBucket:
         received = self._exchange.wait()
         for sender, payload in enumerate(received if self.owned else ()):
             count, *rows = _integers(payload, len(self.owned)).tolist()
-            check_all("payload", self._transport.sites[sender], (count,), 0, COUNT)
+            if not 0 <= count <= COUNT:
+                check_all("payload", self._transport.sites[sender], (count,), 0, COUNT)
             samples.append(count)
             for index, number, view in zip(self.owned, rows, self._cut(payload, rank), strict=True):
                 part = None
-                check_all("payload", self._transport.sites[sender], (number,), -1, view.rows)
+                if not -1 <= number <= view.rows:
+                    check_all("payload", self._transport.sites[sender], (number,), -1, view.rows)
                 if number >= 0:
                     part = self._slots[index].unpack(view.part(0, number)).to(payload.device, self._dtype)
                 found[index].append(part)

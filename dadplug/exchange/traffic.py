@@ -26,15 +26,6 @@ class LayerTraffic:
     decode_seconds: float = 0.0
     wait_seconds: float = 0.0
 
-    def add(self, kind: str, seconds: float) -> None:
-        """Add time in seconds of a kind: ``"encode"``, ``"decode"`` or ``"wait"``."""
-        if kind == "encode":
-            self.encode_seconds += seconds
-        elif kind == "decode":
-            self.decode_seconds += seconds
-        else:
-            self.wait_seconds += seconds
-
 
 class Traffic:
     """Meter of one site's traffic. Prints as a table of the last step with a line for each unit.
@@ -50,6 +41,7 @@ class Traffic:
         bytes_in_steps: the sum of `bytes_sent` over all steps.
         wait_in_steps: the sum of `wait_seconds` over all steps.
         layers: by the name of a unit's weight or parameter, its part in the last step.
+        present: the same of the present step, to be added to.
     """
 
     def __init__(self) -> None:
@@ -65,7 +57,7 @@ class Traffic:
         self._lock = threading.Lock()
         self._bytes = self._inside = 0
         self._wait = 0.0
-        self._layers: defaultdict[str, LayerTraffic] = defaultdict(LayerTraffic)
+        self.present: defaultdict[str, LayerTraffic] = defaultdict(LayerTraffic)
 
     @property
     def ratio(self) -> float:
@@ -76,10 +68,6 @@ class Traffic:
     def compute_seconds(self) -> float:
         """Time in the last step spent on encoding and decoding, in seconds."""
         return sum(layer.encode_seconds + layer.decode_seconds for layer in self.layers.values())
-
-    def of(self, name: str) -> LayerTraffic:
-        """Return a unit's record of the present step, to be added to."""
-        return self._layers[name]
 
     def __str__(self) -> str:
         lines = [f"{'':40} {'bytes':>12} {'encode ms':>10} {'decode ms':>10} {'wait ms':>10}"]
@@ -121,8 +109,8 @@ class Traffic:
         self.bytes_sent, self._bytes = self._bytes, 0
         self.bytes_inside, self._inside = self._inside, 0
         self.wait_seconds, self._wait = self._wait, 0.0
-        self.layers = dict(self._layers)
-        self._layers.clear()
+        self.layers = dict(self.present)
+        self.present.clear()
         self.steps += 1
         self.bytes_in_steps += self.bytes_sent
         self.wait_in_steps += self.wait_seconds

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..lowrank import dequantise, quantise
+from ..lowrank import portable
+from ..lowrank.dispatch import cpu_kernels
 from ..support.registry import Registry
 
 BLOCK = 512
@@ -150,13 +151,13 @@ class QuantisedFormat(WireFormat):
 def _quantised(rows: Tensor) -> tuple[Tensor, Tensor]:
     quantised = torch.empty(rows.shape, dtype=torch.int8, device=rows.device)
     scales = torch.empty(len(rows), dtype=torch.float32, device=rows.device)
-    quantise(rows.float(), quantised, scales)
+    (cpu_kernels() if rows.is_cpu else portable).quantise(rows.detach().float().contiguous(), quantised, scales)
     return quantised, scales
 
 
 def _dequantised(quantised: Tensor, scales: Tensor) -> Tensor:
     rows = torch.empty(quantised.shape, dtype=torch.float32, device=quantised.device)
-    dequantise(quantised, scales, rows)
+    (cpu_kernels() if rows.is_cpu else portable).dequantise(quantised, scales, rows)
     return rows
 
 

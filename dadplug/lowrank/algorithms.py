@@ -68,29 +68,24 @@ class Operator:
     Args:
         deltas: D of shape (N, out).
         activations: A of shape (N, in).
+
+    Attributes:
+        shape: rows and columns of G.
+        most: largest rank that G can have.
     """
 
     def __init__(self, deltas: Tensor, activations: Tensor) -> None:
         self.deltas = deltas
         self.activations = activations
+        self.shape = deltas.shape[1], activations.shape[1]
+        self.most = min(len(deltas), *self.shape)
         self._formed: Tensor | None = None
         self._inner: Tensor | None = None
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Rows and columns of G."""
-        return self.deltas.shape[1], self.activations.shape[1]
 
     @property
     def formed(self) -> Tensor | None:
         """G as a matrix; None if it is not formed."""
         return self._formed
-
-    @property
-    def most(self) -> int:
-        """Largest rank that G can have."""
-        largest: int = min(*self.deltas.shape, self.activations.shape[1])
-        return largest
 
     def form(self) -> None:
         """Form G, and use it for later products."""

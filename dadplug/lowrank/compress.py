@@ -414,8 +414,8 @@ def _truncate(left: Tensor, right: Tensor, values: Tensor, tolerance: float) -> 
         left *= kept[:, None]
         right *= kept[:, None]
         return left.shape[0]
-    lengths = values.tolist()
-    effective: int = sum(length > tolerance * lengths[0] for length in lengths)
+    lengths: list[float] = values.tolist()
+    effective = len([length for length in lengths if length > tolerance * lengths[0]])
     if effective < len(lengths):
         left[effective:] = 0
         right[effective:] = 0

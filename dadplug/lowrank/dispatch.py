@@ -105,7 +105,7 @@ class NumbaKernels:
     def orthonormalise(self, rows: Tensor) -> tuple[Tensor, int]:
         self._kernels.unit_rows(rows.numpy())
         count = rows.shape[0]
-        gram, turn = (scratch.take(name, (count, count), rows) for name in ("gram", "turn"))
+        gram, turn = scratch.take("gram", (count, count), rows), scratch.take("turn", (count, count), rows)
         spare = scratch.take("spare", tuple(rows.shape), rows)
         for source, target in ((rows, spare), (spare, rows)):
             least = self._kernels.inverse_triangle(torch.mm(source, source.T, out=gram).numpy(), turn.numpy())
@@ -267,7 +267,7 @@ def sum_of_products(
     Returns:
         The sum, of shape (out, in).
     """
-    like, count = lefts[0], sum(len(block) for block in lefts)
+    like, count = lefts[0], sum(map(len, lefts))
     out, width = like.shape[1], rights[0].shape[1]
     own = (
         like.device.type == "cpu"

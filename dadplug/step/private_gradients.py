@@ -527,7 +527,7 @@ class PrivateGradients:
         for name in gone:
             self._sums.pop(name, None)
             self._waiting.pop(name, None)
-        if gone and not self._placeholders:
+        if gone and not self._placeholders.active:
             self._forget_step()
             return True
         return False

@@ -67,6 +67,18 @@ def test_step_times(sites, name):
     assert all(seconds > 0 for seconds in sites(2).run(measure, name))
 
 
+def count_cost():
+    step_cost = program("step_cost")
+    step, _ = step_cost.step_of(step_cost.MODELS["mnistnet"], "dad")
+    for _ in range(3):
+        step()
+    return step_cost.milliseconds(step, 1), step_cost.calls(step)
+
+
+def test_the_cost_of_a_step_is_its_processor_time_and_its_calls(sites):
+    assert all(milliseconds > 0 and calls > 0 for milliseconds, calls in sites(2).run(count_cost))
+
+
 def train_each_way():
     """Each way trains the same model on the same rows by the same options, and ends with the same parameters."""
     overhead = program("trainer_overhead")

@@ -224,7 +224,7 @@ class RankDAD(Method):
         if not found or compressed.left.is_cuda or self._tolerance == self.options.tolerance:
             return found
         values: list[float] = compressed.singular_values[:found].tolist()
-        return sum(value > self.options.tolerance * values[0] for value in values)
+        return len([value for value in values if value > self.options.tolerance * values[0]])
 
     def _stored(
         self, name: str, compressed: Compressed, sent: int, wire: WireFormat, before: Carry | None, bias: Tensor | None
@@ -255,9 +255,9 @@ class RankDAD(Method):
             directions = right
         shared = not self.errors.enabled and bool(sent)  # the rows are among the directions
         parts = [left, directions, right[:0] if shared else right, left[:0] if bias is None else bias]
-        storage = self._spare.pop(name, None)
-        if storage is None or len(storage.flat) < sum(part.numel() for part in parts):
-            storage = _Storage(sum(part.numel() for part in parts), left)
+        storage, size = self._spare.pop(name, None), sum(map(Tensor.numel, parts))
+        if storage is None or len(storage.flat) < size:
+            storage = _Storage(size, left)
         left, directions, right, rest = storage.copies(parts)
         if shared:
             right = directions

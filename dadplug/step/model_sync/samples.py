@@ -84,7 +84,7 @@ class SampleCounter:
         self._reached: list[tuple[int, _Passes]] = []  # by running backward passes, which have delivered nothing yet
         self._block: _Passes | None = None  # of the innermost `fixed` that is open
         self._pass = _Passes(0)  # of the running forward pass, or the last one
-        self._runs = False  # whether a forward pass is running
+        self._running: list[bool] = []  # True while a forward pass is running; no module, which dynamo would trace
         self._model = model
         self._overrides: dict[int, CallOverride] = {}
         self._watches_parameters = watches_parameters
@@ -93,15 +93,14 @@ class SampleCounter:
 
     def follow(self) -> None:
         """Watch modules that have been added to the model since, or compiled."""
-        for module in (self._model, *self._model.children()):
-            self._watch(module)
-        for module in self._model.modules() if self.by_samples else ():
-            if isinstance(module, _SEQUENCE_LAYERS):
-                self._watch(module)
-
-    def _watch(self, module: nn.Module) -> None:
-        if id(module) not in self._overrides or not self._overrides[id(module)].holds:
-            self._overrides[id(module)] = CallOverride(module, self._around)
+        watched = [self._model, *self._model.children()]
+        if self.by_samples:
+            watched += [each for each in self._model.modules() if isinstance(each, _SEQUENCE_LAYERS)]
+        for module in watched:
+            known = self._overrides.get(id(module))
+            if known is None or not (module._compiled_call_impl is known or known.holds):
+                passed = () if isinstance(module, _SEQUENCE_LAYERS) else self._running
+                self._overrides[id(module)] = CallOverride(module, self._around, passed)
 
     @property
     def count(self) -> int:
@@ -154,8 +153,8 @@ class SampleCounter:
         if self.dealt is not None:
             return self.dealt if pending else 0
         if not self.by_samples:
-            weighs = any(passes.samples or not passes.stated for passes in self._counted)
-            return int(pending and (weighs if self._counted else self.stated != 0))
+            weighty = [passes for passes in self._counted if passes.samples or not passes.stated]
+            return int(pending and (bool(weighty) if self._counted else self.stated != 0))
         doubts = [passes.doubt for passes in self._counted] or ["the loss does not come from a call of the model"]
         if not pending or not any(doubts):
             return sum(passes.samples for passes in self._counted)
@@ -206,17 +205,18 @@ class SampleCounter:
     @eager(nested=True)
     def _around(self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """Call a watched module."""
-        if self._runs:
+        if self._running:
             self._check_positions(module, args, kwargs)
             return call(*args, **kwargs)
-        self._runs = True
+        self._running.append(True)
         try:  # an interrupted pass leaves nothing behind
             self._enter(module, args, kwargs)
             outputs = call(*args, **kwargs)
             self._leave(outputs)
             return outputs
         finally:
-            self._runs, self.current = False, 0
+            self._running.clear()
+            self.current = 0
 
     def _enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Record that an outermost forward pass begins."""
@@ -233,7 +233,7 @@ class SampleCounter:
             self._watch_parameters()
             self.owned.update(leaf.untyped_storage().data_ptr() for leaf in inputs if _is_plain(leaf))
         self._pass = self._block or _by_rule((*args, *kwargs.values()))
-        self.current, self.known = self._pass.samples, not self._pass.unknown
+        self.current, self.known = self._pass.samples, bool(self._pass.samples or not self._pass.doubt)
         self._check_positions(module, args, kwargs)
 
     def _watch_parameters(self) -> None:
@@ -313,11 +313,6 @@ class _Passes:
     samples: int
     doubt: str = ""
     stated: bool = False
-
-    @property
-    def unknown(self) -> bool:
-        """Whether the inputs do not show the samples at all."""
-        return not self.samples and bool(self.doubt)
 
     def compare(self, sizes: Sequence[int]) -> None:
         """Doubt the samples if no output begins with them, or with a multiple of them.

@@ -37,6 +37,8 @@ class StepGuard:
         self._settings = settings
         self.agreements = 0
         self._stepped: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # agreements at the last
+        self._structure: object = None  # of the model, when its parameters were looked up
+        self._ours: set[int] = set()  # identities of the parameters
         self._last_stepped = 0.0  # agreements when the model was last stepped; inf once it was warned that it is not
         self._hooks = [
             OptimizerHook(register_optimizer_step_pre_hook(weak_hook(self._before_step))),
@@ -57,8 +59,10 @@ class StepGuard:
         Raises:
             RuntimeError: if gradients have not been synchronized; with a closure, once that has formed them.
         """
-        ours = {id(parameter) for parameter in self._reduction.model.parameters()}
-        stepped = [each for group in optimizer.param_groups for each in group["params"] if id(each) in ours]
+        structure = self._reduction.present_structure
+        if structure is None or structure is not self._structure:
+            self._structure, self._ours = structure, {id(each) for each in self._reduction.model.parameters()}
+        stepped = [each for group in optimizer.param_groups for each in group["params"] if id(each) in self._ours]
         if not stepped:
             self._warn_of_copy(optimizer)
             return None
@@ -90,7 +94,7 @@ class StepGuard:
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Record which gradients an optimizer has applied; called after the step of any optimizer."""
         if optimizer in self._stepped and self._reduction.world_size > 1:
-            for gradient in (each.grad for group in optimizer.param_groups for each in group["params"]):
+            for gradient in [each.grad for group in optimizer.param_groups for each in group["params"]]:
                 if gradient is not None:  # unchanged, it may be applied again
                     setattr(gradient, _APPLIED, gradient._version)
         if optimizer in self._stepped:

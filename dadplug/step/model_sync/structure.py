@@ -41,15 +41,13 @@ class ModelStructure:
         self._tables: list[dict[str, Any]] = [module._modules for module in modules]
         self._tables += [module._parameters for module in modules]
         self._kept = [value for table in self._tables for value in table.values()]  # others cannot get their addresses
-        self._place, self._content = self._places(), self._contents()
+        self._place = [(name, id(value)) for table in self._tables for name, value in table.items()]
+        self._content = self._contents()
         self.parameters = {id(each): each for each in model.parameters() if not is_managed(each)}
         self._training = self._trainings()
         for parameter in self.parameters.values():  # swap_tensors leaves hooks that autograd does not call
             for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
                 setattr(parameter, hooks, getattr(parameter, hooks) or None)
-
-    def _places(self) -> list[tuple[str, int]]:
-        return [(name, id(value)) for table in self._tables for name, value in table.items()]
 
     def _contents(self) -> list[tuple[str, int]]:
         items = (item for table in self._tables for item in table.items())
@@ -58,9 +56,14 @@ class ModelStructure:
     def _trainings(self) -> list[Any]:
         return [(each.requires_grad, each.dtype, each.shape, each._cdata) for each in self.parameters.values()]
 
+    @property
+    def is_present(self) -> bool:
+        """Whether the model still has all the same modules and parameters, those managed elsewhere included."""
+        return [(name, id(value)) for table in self._tables for name, value in table.items()] == self._place
+
     def same_tensors(self) -> bool:
         """Return whether the model still has the same modules and parameters, each in its place."""
-        return self._places() == self._place or self._contents() == self._content
+        return self.is_present or self._contents() == self._content
 
     def same_training(self) -> bool:
         """Return whether the parameters are trained or frozen, typed and shaped as they were.

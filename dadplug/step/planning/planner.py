@@ -339,6 +339,11 @@ class Planner:
         return any(unit.is_own for unit in self.units)
 
     @property
+    def present_structure(self) -> ModelStructure | None:
+        """Structure of the model by which the plan was made; None where the model has another one now."""
+        return self._structure if self._structure.is_present else None
+
+    @property
     def misses_gradients(self) -> bool:
         """Whether the model has other parameters than the plan, with gradients."""
         return not self._structure.same_tensors() and bool(self._new_gradients())
@@ -366,9 +371,10 @@ class Planner:
         if not self.is_complete:
             if unit not in self._order:
                 self._order.append(unit)
-        elif send and not unit.sent and unit.gradient_is_due and not self._changing:
+        elif send and not unit.sent and not self._changing:
             assert self._reducer is not None
-            self._reducer.arrive(unit)
+            if unit.arrivals >= unit.expected > 0 and unit.discards >= unit.expected_discards:
+                self._reducer.arrive(unit)
 
     # Synchronization
 

@@ -57,7 +57,7 @@ class GatheredHandler(BucketHandler):
         return rows * sum(_factored(unit).widths)
 
     def sent_bytes(self, unit: Unit) -> int:
-        return self.context.transport.copies * self.bucket.slot_bytes(self._slots[unit.name])
+        return self.context.transport.copies * self.bucket.slot_bytes[self._slots[unit.name]]
 
     def room(self, unit: Unit) -> int:
         return self.bucket.room(self._slots[unit.name])
@@ -115,7 +115,7 @@ class GatheredHandler(BucketHandler):
 
     def _wanted(self, headers: Sequence[StepHeader]) -> list[bool]:
         """Return, by slot, whether there are rows to make a gradient of."""
-        return [any(header.present[position] for header in headers) for position in self._positions]
+        return [True in [header.present[position] for header in headers] for position in self._positions]
 
     # A step
 
@@ -132,7 +132,7 @@ class GatheredHandler(BucketHandler):
         with self.timing("wait"):
             self.bucket.wait()
         self._samples, payloads = self.bucket.receive()
-        self._rows = [[payload.rows for payload in by_sender] for by_sender in payloads]
+        self._rows = [[len(payload.left) for payload in by_sender] for by_sender in payloads]
         self._decode(payloads, self._samples)
 
     def _decode(self, payloads: Sequence[list[FactorPayload]], samples: Sequence[int]) -> None:
@@ -145,22 +145,24 @@ class GatheredHandler(BucketHandler):
         self._gradients.clear()
         self._deferred.clear()
         if any(samples):
-            for unit, by_sender in zip(self.units, payloads, strict=True):
-                if any(payload.rows for payload in by_sender):
+            weights = self._weights(samples)
+            for unit, by_sender, rows in zip(self.units, payloads, self._rows, strict=True):
+                if any(rows):
                     with self.timing("decode", unit):
-                        self._decode_unit(unit, by_sender, samples)
+                        self._decode_unit(unit, by_sender, weights)
 
-    def _decode_unit(self, unit: FactorUnit, payloads: Sequence[FactorPayload], samples: Sequence[int]) -> None:
+    def _decode_unit(self, unit: FactorUnit, payloads: Sequence[FactorPayload], weights: list[float]) -> None:
         assert unit.form is not None
         context, traits, device = self.context, self.context.method.traits, unit.lead.device
-        complete = unit.complete([each.to(device, self.dtype) for each in payloads], context.complete_payloads)
+        if device != context.transport.device:
+            payloads = [each.to(device, self.dtype) for each in payloads]
+        complete = unit.complete(payloads, context.complete_payloads)
         if complete is None:
             return
         if context.transport.observe is not None:
             context.transport.observe(unit.name, complete)
         if traits.recomputes_deltas:  # not otherwise: it is as large as the payloads
             context.complete_payloads[unit.name] = complete
-        weights = self._weights(samples)
         if context.deferral is not None and context.deferral.has(unit.lead) and is_product(unit.form):
             self._deferred[unit.name] = complete, weights
         else:
@@ -209,12 +211,12 @@ class GatheredHandler(BucketHandler):
         missing = any(want and not self._decoded(unit) for want, unit in zip(wanted, self.units, strict=True))
         if any(map(any, extra)) or any(map(any, void)) or missing or samples != self._samples:
             self._finish_late(extra, void, wanted, samples, write)
-        method = self.context.method
+        method, weight = self.context.method, self._own_weight(samples) if keep else 0.0
         for want, unit in zip(wanted, self.units, strict=True):
             if want:
                 self._write(unit)
             if keep:
-                method.commit(unit.name, self._own_weight(samples))
+                method.commit(unit.name, weight)
             else:
                 method.rollback(unit.name)
         self._present.clear()
@@ -253,7 +255,7 @@ class GatheredHandler(BucketHandler):
                 self._rows[slot][sender] += payload.rows
         for slot, unit in enumerate(self.units):
             if wanted[slot] and (any(extra[slot]) or any(void[slot]) or not self._decoded(unit)):
-                self._decode_unit(unit, payloads[slot], samples)
+                self._decode_unit(unit, payloads[slot], self._weights(samples))
 
 
 class SiteFactorHandler(GatheredHandler):
@@ -307,7 +309,7 @@ class FactorHandler(SiteFactorHandler):
                 self.bucket.clear(slot)
             else:
                 self.bucket.fill(slot, payload)
-        self.context.transport.traffic.of(unit.name).bytes += self.sent_bytes(unit)
+        self.context.transport.traffic.present[unit.name].bytes += self.sent_bytes(unit)
         unit.sent_gradient = partial(self._sent_gradient, unit)
 
     def _sent_gradient(self, unit: FactorUnit, name: str) -> list[Tensor]:
@@ -331,7 +333,7 @@ class FactorHandler(SiteFactorHandler):
             unit.before_header()
             if unit.void:
                 self._drop_sent(unit)
-            payload = self._encode(unit)
+            payload = None if unit.is_empty else self._encode(unit)
             if payload is not None:
                 self.bucket.add_late(self._slots[unit.name], payload)
             if unit.dense and context.checks_finite:
@@ -460,7 +462,7 @@ class NodeFactorHandler(KeptPayloadsHandler):
             self._weighted_by, self._finite = self.context.samples(), True
         with self.timing("encode", unit):
             self._own[self._slots[unit.name]] = self._take(unit)
-        self.context.transport.traffic.of(unit.name).bytes += self.sent_bytes(unit)
+        self.context.transport.traffic.present[unit.name].bytes += self.sent_bytes(unit)
         unit.sent_gradient = partial(self._sent_gradient, unit)
 
     def _take(self, unit: FactorUnit) -> FactorPayload | None:

@@ -12,6 +12,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import partial
+from operator import attrgetter
 from typing import ClassVar
 
 import torch
@@ -197,7 +199,8 @@ class StepHeader:
             raise invalid("step header", sender, f"culprit is {integers[5]} of {places}")
         check_all("step header", sender, (min(flags, default=0), max(flags, default=0)), 0, _PRESENT | _DENSE | _VOID)
         check_all("step header", sender, (min(extra, default=0), max(extra, default=0)), 0, COUNT)
-        present, dense, void = ([bool(flag & bit) for flag in flags] for bit in (_PRESENT, _DENSE, _VOID))
+        present, dense = [bool(flag & _PRESENT) for flag in flags], [bool(flag & _DENSE) for flag in flags]
+        void = [bool(flag & _VOID) for flag in flags]
         step, version, samples, stop, fault, culprit, finite, noise, *digests = integers[:_HEAD]
         head = step, version, samples, bool(stop), Fault(fault), culprit, bool(finite), noise
         deferred, settings, digest, batch = digests
@@ -393,7 +396,7 @@ class HandlerContext:
 
     def follow(self, headers: Sequence[StepHeader], rank: int) -> None:
         """Follow the weights of the sites, at the end of a step that some site has a weight in."""
-        total = sum(header.samples for header in headers)
+        total = sum(map(attrgetter("samples"), headers))
         self.share = max(headers[rank].samples / total, _FORGET * self.share)
         self.scale = max(self.reference / total, _FORGET * self.scale)
 
@@ -407,16 +410,17 @@ class Timing:
 
     Args:
         traffic: the meter.
-        kind: ``"encode"``, ``"decode"`` or ``"wait"``.
         units: the units.
+        kind: ``"encode"``, ``"decode"`` or ``"wait"``.
+        unit: the only unit; None for all.
     """
 
     __slots__ = ("_kind", "_record", "_start", "_traffic", "_units")
 
-    def __init__(self, traffic: Traffic, kind: str, units: Sequence[Unit]) -> None:
+    def __init__(self, traffic: Traffic, units: Sequence[Unit], kind: str, unit: Unit | None = None) -> None:
         self._traffic = traffic
         self._kind = kind
-        self._units = units
+        self._units = units if unit is None else (unit,)
         self._record: torch.profiler.record_function | None = None
 
     def __enter__(self) -> None:
@@ -429,8 +433,10 @@ class Timing:
         seconds = time.perf_counter() - self._start
         if self._record is not None:
             self._record.__exit__(*error)
+        name = f"{self._kind}_seconds"
         for unit in self._units:
-            self._traffic.of(unit.name).add(self._kind, seconds / len(self._units))
+            layer = self._traffic.present[unit.name]
+            setattr(layer, name, getattr(layer, name) + seconds / len(self._units))
 
 
 class BucketHandler(ABC):
@@ -446,6 +452,7 @@ class BucketHandler(ABC):
     Attributes:
         units: the units.
         missing: number of units that have not been filled in this step; the reducer counts it down.
+        timing: makes a `Timing` of a kind, for one of the units or all.
     """
 
     bucket_mb: ClassVar[float] = 4.0
@@ -463,6 +470,7 @@ class BucketHandler(ABC):
         self.context = context
         self.dtype = units[0].lead.dtype
         self.missing = len(self.units)
+        self.timing = partial(Timing, context.transport.traffic, self.units)
         self._slots = {unit.name: slot for slot, unit in enumerate(units)}
         self._positions = [context.positions[unit.name] for unit in units]
 
@@ -625,15 +633,6 @@ class BucketHandler(ABC):
     def rounding(self) -> dict[str, Tensor]:
         """Return the rounding errors that the next step adds, by name of the unit."""
         return {}
-
-    def timing(self, kind: str, unit: Unit | None = None) -> Timing:
-        """Return a context manager that counts the time inside on the meter, and names it in a profile.
-
-        Args:
-            kind: ``"encode"``, ``"decode"`` or ``"wait"``.
-            unit: the unit that the time is spent for; None for all units of the handler.
-        """
-        return Timing(self.context.transport.traffic, kind, self.units if unit is None else (unit,))
 
 
 def write_gradient(parameter: torch.nn.Parameter, flat: Tensor, scale: float) -> None:

@@ -98,7 +98,7 @@ class MergedHandler(KeptPayloadsHandler, SiteFactorHandler):
         with self.timing("encode", unit):
             payload = self._own[slot] = self._encode(unit)
             self._contribute(slot, payload)
-        self.context.transport.traffic.of(unit.name).bytes += self.sent_bytes(unit)
+        self.context.transport.traffic.present[unit.name].bytes += self.sent_bytes(unit)
         unit.sent_gradient = partial(self._sent_gradient, unit)
 
     def launch(self) -> None:
@@ -135,7 +135,7 @@ class MergedHandler(KeptPayloadsHandler, SiteFactorHandler):
             if write and wanted[slot]:
                 with self.timing("decode", unit):
                     merged = results[slot]
-                    self._decode_unit(unit, [merged], samples)
+                    self._decode_unit(unit, [merged], self._weights(samples))
                 self._write(unit)
             counts = keep and (merged is None or merged.finite())  # sums of finite payloads may overflow
             if counts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Protocol
 
 import torch
@@ -481,4 +482,4 @@ class Reducer:
 
 def _counts(headers: Sequence[StepHeader]) -> bool:
     """Return whether a step has samples and no fault, so that gradients are written."""
-    return any(header.samples for header in headers) and not any(header.fault for header in headers)
+    return any(map(attrgetter("samples"), headers)) and not any(map(attrgetter("fault"), headers))

@@ -111,7 +111,7 @@ class SummedHandler(BucketHandler):
         self._filled[unit.name] = _Filled.of(unit)
 
     def _put_metered(self, unit: Unit) -> bool:
-        self.context.transport.traffic.of(unit.name).bytes += self.sent_bytes(unit)
+        self.context.transport.traffic.present[unit.name].bytes += self.sent_bytes(unit)
         with self.timing("encode", unit):
             return self._put(unit, self._samples / self.context.reference)
 

@@ -191,37 +191,36 @@ class Placeholders:
     Args:
         parameters: the parameters by name.
         source: what holds their factors.
+
+    Attributes:
+        active: those in ``.grad``, unless a program has put something else there, by name of the parameter.
     """
 
     def __init__(self, parameters: dict[str, nn.Parameter], source: GradientSource) -> None:
         self._parameters = parameters
         self._source = source
-        self._active: dict[str, LazyGradient] = {}
+        self.active: dict[str, LazyGradient] = {}
         # Made before backward: what is made there lies between activations, and would leave gaps when they go.
         self._spare = {name: LazyGradient(parameter, name, None) for name, parameter in parameters.items()}
         self._lifted: set[str] = set()  # taken off while autograd adds to the gradient itself
 
-    def __bool__(self) -> bool:
-        """Whether any are in ``.grad``, unless a program has put something else there."""
-        return bool(self._active)
-
     def put(self) -> None:
         """Put placeholders into ``.grad``; what is there becomes the part that is formed."""
         for name, parameter in self._parameters.items():
-            lazy = self._active.get(name)
+            lazy = self.active.get(name)
             if lazy is None:
                 lazy = self._spare.pop(name, None)
                 if lazy is None:
                     lazy = LazyGradient(parameter, name, self._source)
                 lazy.source = self._source
-                self._active[name] = lazy
+                self.active[name] = lazy
             if parameter.grad is not lazy:
                 lazy.earlier, parameter.grad = parameter.grad, lazy
         self._lifted.clear()
 
     def lift(self, name: str) -> None:
         """Put the formed part back into ``.grad``, for autograd to add to it; `put` follows."""
-        lazy, parameter = self._active.get(name), self._parameters[name]
+        lazy, parameter = self.active.get(name), self._parameters[name]
         if lazy is not None and parameter.grad is lazy:
             parameter.grad, lazy.earlier = lazy.earlier, None
             self._lifted.add(name)
@@ -229,7 +228,7 @@ class Placeholders:
     def gone(self) -> list[str]:
         """Return the names of the parameters whose placeholder a program has taken away or replaced."""
         gone = []
-        for name, lazy in self._active.items():
+        for name, lazy in self.active.items():
             gradient = self._parameters[name].grad
             if gradient is not lazy and (gradient is None or name not in self._lifted):
                 gone.append(name)
@@ -237,22 +236,17 @@ class Placeholders:
 
     def earlier(self, name: str) -> Tensor | None:
         """Return the formed part of a parameter's gradient."""
-        lazy = self._active.get(name)
+        lazy = self.active.get(name)
         return self._parameters[name].grad if lazy is None or name in self._lifted else lazy.earlier
 
     def add(self, name: str, gradient: Tensor) -> Tensor:
         """Add to the formed part of a parameter's gradient, and return it."""
-        lazy, parameter = self._active.get(name), self._parameters[name]
+        lazy, parameter = self.active.get(name), self._parameters[name]
         if lazy is None or name in self._lifted:
             parameter.grad = accumulated(parameter.grad, gradient, parameter)
             return parameter.grad
         lazy.earlier = accumulated(lazy.earlier, gradient, parameter)
         return lazy.earlier
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the parameters that have one in ``.grad``."""
-        return list(self._active)
 
     def drop(self, names: Iterable[str], read: Callable[[str], Tensor] | None) -> None:
         """Give placeholders up whose gradients have been discarded, or are not here any more.
@@ -262,37 +256,30 @@ class Placeholders:
             read: computes the gradient, for programs that have kept the placeholder; None where it is not here.
         """
         for name in names:
-            value = read(name) if read is not None and _held_elsewhere(self._active, name) else None
-            self._active.pop(name).release(value)
+            held_elsewhere = sys.getrefcount(self.active[name]) > _OWN_REFERENCES
+            value = read(name) if read is not None and held_elsewhere else None
+            self.active.pop(name).release(value)
             self._lifted.discard(name)
 
     def resolve(self) -> None:
         """Put the formed parts back into ``.grad``, as synchronization begins."""
-        for name, lazy in self._active.items():
+        for name, lazy in self.active.items():
             parameter = self._parameters[name]
             if parameter.grad is lazy:
                 parameter.grad, lazy.earlier = lazy.earlier, None
             lazy.source = None
         self._lifted.clear()
-        self._spare |= self._active
-        self._active.clear()
+        self._spare |= self.active
+        self.active.clear()
 
     def end_step(self) -> None:
         """Give programs that have kept a placeholder the agreed gradient."""
-        for name in [name for name in self._spare if _held_elsewhere(self._spare, name)]:
+        for name in [name for name in self._spare if sys.getrefcount(self._spare[name]) > _OWN_REFERENCES]:
             self._spare.pop(name).release(self._parameters[name].grad)
 
 
-def _references(table: dict[str, LazyGradient], name: str) -> int:
-    return sys.getrefcount(table[name])
-
-
-_OWN_REFERENCES = _references({"": LazyGradient(nn.Parameter(torch.empty(0)), "", None)}, "")
-
-
-def _held_elsewhere(table: dict[str, LazyGradient], name: str) -> bool:
-    """Return whether a program holds a placeholder that is not in ``.grad`` any more."""
-    return _references(table, name) > _OWN_REFERENCES
+_TABLE = {"": LazyGradient(nn.Parameter(torch.empty(0)), "", None)}
+_OWN_REFERENCES = sys.getrefcount(_TABLE[""])  # of a placeholder that is not in ``.grad`` and that no program holds
 
 
 def accumulated(present: Tensor | None, gradient: Tensor, parameter: Tensor) -> Tensor:
@@ -307,17 +294,6 @@ def accumulated(present: Tensor | None, gradient: Tensor, parameter: Tensor) -> 
     if present is None:
         return gradient
     return present + gradient if gradient.is_sparse or present.is_sparse else present.add_(gradient)
-
-
-def mark_agreed(parameter: nn.Parameter, reduction: int) -> None:
-    """Mark the tensor in ``.grad`` as one that all sites have alike.
-
-    Args:
-        parameter: the parameter.
-        reduction: number of the reduction that has synchronized it.
-    """
-    if (gradient := parameter.grad) is not None:
-        setattr(gradient, _AGREED, (reduction, version_of(gradient)))
 
 
 def is_agreed(parameter: nn.Parameter, reduction: int) -> bool:
@@ -399,11 +375,6 @@ class Unit:
         """Whether its payload cannot be used, since the payload that it depends on has been discarded."""
         return False
 
-    @property
-    def gradient_is_due(self) -> bool:
-        """Whether its gradient counts as complete, by the arrivals and discards of the steps before."""
-        return self.arrivals >= self.expected > 0 and self.discards >= self.expected_discards
-
     def watch(self, on_arrival: Callable[[Unit], None]) -> None:
         """Call a function whenever a backward pass has delivered all of the gradient of the leading parameter.
 
@@ -424,7 +395,8 @@ class Unit:
     def mark_agreed(self) -> None:
         """Mark what is in ``.grad`` as agreed on, at the end of a step."""
         for parameter in self.parameters.values():
-            mark_agreed(parameter, self.reduction)
+            if (gradient := parameter.grad) is not None:
+                setattr(gradient, _AGREED, (self.reduction, version_of(gradient)))
 
     def discard(self) -> None:
         """Forget the backward passes of this step so far, since their gradients have been cleared."""

@@ -71,7 +71,8 @@ class FactorUnit(Unit):
 
     def _before_gradient(self, name: str, gradient: Tensor | None) -> None:
         """Prepare for a gradient; called before autograd adds to ``.grad`` or returns it, and before factors arrive."""
-        self.drop_cleared()
+        if self._placeholders.active:
+            self.drop_cleared()
         if gradient is not None and is_accumulated(self.parameters[name]):
             self._placeholders.lift(name)
             self._before_dense(name)
@@ -82,11 +83,11 @@ class FactorUnit(Unit):
 
     def _after_dense(self, name: str, parameter: Tensor) -> None:
         """Put the placeholder of a bias back; that of the weight comes back with its arrival."""
-        if name != self.name and self._placeholders:
+        if name != self.name and self._placeholders.active:
             self._placeholders.put()
 
     def drop_cleared(self) -> bool:
-        gone = self._placeholders.gone()
+        gone = self._placeholders.gone() if self._placeholders.active else []
         if not gone:
             return False
         if len(gone) < len(self.parameters):
@@ -106,7 +107,7 @@ class FactorUnit(Unit):
         self.dense = True
 
     def discard(self) -> None:
-        self._placeholders.drop(self._placeholders.names, self.read_gradient)
+        self._placeholders.drop(list(self._placeholders.active), self.read_gradient)
         super().discard()
         self._forget_factors()
         self._formed.clear()
@@ -209,8 +210,8 @@ class FactorUnit(Unit):
     def resolve(self) -> None:
         """Remove the placeholders as synchronization begins; what a program has put into ``.grad`` is all-reduced."""
         self._placeholders.resolve()
-        if not all(is_agreed(parameter, self.reduction) for parameter in self.parameters.values()):
-            self.dense = True
+        for parameter in self.parameters.values():
+            self.dense |= not is_agreed(parameter, self.reduction)
 
     def resolve_alone(self) -> None:
         """Remove the placeholders where nothing is synchronized; what has been formed stays in ``.grad``."""
@@ -221,7 +222,7 @@ class FactorUnit(Unit):
         if discard:
             self.discard()
         elif self.sent and not self.void and not self.reclaim():  # what is not held any more raises an error when read
-            self._placeholders.drop(self._placeholders.names, None)
+            self._placeholders.drop(list(self._placeholders.active), None)
         self.form_gradients()
         self.resolve_alone()
         for parameter in self.parameters.values():
@@ -245,7 +246,9 @@ class FactorUnit(Unit):
         return next((layer.left_out for layer in self.layers if layer.left_out), "")
 
     def _peek(self) -> list[Factor]:
-        return self._held + self._arrived()
+        """Return the factors that are here, without taking them."""
+        arrived = self._arrived()  # which may hold some
+        return self._held + arrived if self._held else arrived
 
     def _arrived(self) -> list[Factor]:
         """Return the factors that the layers have committed and that have not been taken."""
@@ -254,9 +257,14 @@ class FactorUnit(Unit):
         return [factor for layer in self.layers for factor in layer.peek()]
 
     @property
+    def is_empty(self) -> bool:
+        """Whether no gradient has arrived, or all that has arrived has been taken."""
+        return not (self._formed or self._peek())
+
+    @property
     def rows(self) -> int:
         """Number of rows that have arrived; of matrices where those are compressed."""
-        return sum(factor.rows for factor in self._peek()) + sum(self._formed.values())
+        return sum([factor.rows for factor in self._peek()]) + sum(self._formed.values())
 
     @property
     def row_keys(self) -> list[int]:
@@ -428,13 +436,13 @@ class LowrankUnit(FactorUnit):
         self.outside = bool(self.layers)
 
     def _after_dense(self, name: str, parameter: Tensor) -> None:
+        gradient = None
         if name in self._aside:
             gradient, parameter.grad = parameter.grad, self._aside.pop(name)
             if gradient is not None:
                 self._hold(name, gradient)
-                if name != self.name:
-                    self._placeholders.put()
-        super()._after_dense(name, parameter)
+        if name != self.name and (gradient is not None or self._placeholders.active):
+            self._placeholders.put()
 
     def _hold(self, name: str, gradient: Tensor) -> None:
         """Hold a gradient that has been formed, as a factor."""
@@ -483,15 +491,13 @@ class LowrankUnit(FactorUnit):
             self._hold(self.name, factor.gradient())
 
     def _arrived(self) -> list[Factor]:
-        self._settle()
+        if self._unformed is not None:
+            self._settle()
         return super()._arrived()
 
-    def _peek(self) -> list[Factor]:
-        self._settle()
-        return super()._peek()
-
     def _collect(self) -> list[Factor]:
-        self._settle()
+        if self._unformed is not None:
+            self._settle()
         return super()._collect()
 
     def _forget_factors(self) -> None:
@@ -509,7 +515,7 @@ class LowrankUnit(FactorUnit):
         """Number of rows of the matrices that are compressed."""
         if self._unformed is not None:
             return self._unformed.rows
-        return sum(factor.rows * factor.form.positions for factor in self._peek())
+        return sum([factor.rows * factor.form.positions for factor in self._peek()])
 
     def take(self) -> Factor | None:
         factors = self._collect()
@@ -518,6 +524,8 @@ class LowrankUnit(FactorUnit):
 
     def _matrix(self, factors: list[Factor]) -> Factor:
         shape = self.lead.shape
+        if len(factors) == 1:
+            return factors[0].matrix(shape)
         # Rows of linear layers come first: stacked in their form, all stay rows, and no gradient is formed of many.
         ordered = sorted(stack_by_form(factors), key=lambda factor: factor.form != LINEAR)
         return Factor.stack([factor.matrix(shape) for factor in ordered]).matrix(shape)
