@@ -36,7 +36,7 @@ import torch.distributed as dist
 
 from ..errors import MismatchError, SiteError
 from . import codec
-from .calls import DIFFERENT, BegunExchanges, Wait, explain, occupation, own_place
+from .calls import DIFFERENT, BegunExchanges, Wait, explain, own_call, own_place
 from .codec import gather_objects
 from .handshake import Deadline, close_in_children, listen
 
@@ -138,7 +138,7 @@ class Status(NamedTuple):
     """State of a process.
 
     Attributes:
-        exchanging: whether its main thread takes part in an exchange.
+        exchanging: whether it waits in an exchange.
         place: the call that its main thread is in, with the line of the program, and the step.
         report: its exit report of the session asked about or of a later one, else its last report or withdrawal.
         lacks: whether it has not begun what the one that asks waits for.
@@ -292,7 +292,7 @@ class StatusServer:
             with self._lock:
                 reports = self._own_reports[message.sender]
             report, lacks = reports.find(message.session) or reports.last, own_place.lacks(message.wait)
-        return codec.encode(Status(*occupation(), report, lacks, own_place.wait))
+        return codec.encode(Status(bool(own_place.waiting), own_call(), report, lacks, own_place.wait))
 
 
 def ask(members: Mapping[int, Member], seconds: float) -> dict[int, Status | Silence]:
@@ -527,7 +527,7 @@ class PeerNames(ABC):
 
     def mismatch(self) -> MismatchError:
         """Return the error of sites that do not make the same calls, with their calls as far as they are known."""
-        return MismatchError(explain({self.rank: occupation()[1]}, self))
+        return MismatchError(explain({self.rank: own_call()}, self))
 
     @abstractmethod
     def lost(self, error: BaseException, timeout: float, peer: int | None = None) -> SiteError | MismatchError:
@@ -636,7 +636,7 @@ class ProcessSites(PeerNames):
             raise self.mismatch()
 
     def mismatch(self) -> MismatchError:
-        places = {self.rank: occupation()[1]}
+        places = {self.rank: own_call()}
         for other, answer in self._ask().items():
             report = self._reports().get(other)
             places[other] = answer.place if isinstance(answer, Status) else f"{report.reason}" if report else ""

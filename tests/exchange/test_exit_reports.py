@@ -1,14 +1,13 @@
 """Exit reasons stay readable for sites that ask late, and do not count in later sessions."""
 
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from dadplug.exchange import Traffic, calls, open_transport, status
-from dadplug.exchange.status import ProcessSites, Report, ReportHistory, StatusServer, introduce
+from dadplug.exchange import Traffic, open_transport, status
+from dadplug.exchange.status import ProcessSites, Report, ReportHistory, StatusServer, ask, introduce
 
 CLOSED = RuntimeError("Connection closed by peer")
 
@@ -108,21 +107,9 @@ def test_a_history_holds_the_last_report_of_each_of_the_last_sessions():
     assert history.last == withdrawal
 
 
-@pytest.mark.parametrize(
-    ("file", "function", "exchanging"),
-    [
-        ("exchange/buckets.py", "wait", True),
-        ("adapm/background.py", "wait", True),
-        ("hub/site/link.py", "wait", True),
-        ("parameter_server/replica.py", "step", True),
-        ("parameter_server/experiment.py", "run", False),
-        ("parameter_server/dealing.py", "__iter__", False),
-        ("reducer/reducer.py", "wait", False),
-    ],
-)
-def test_a_site_takes_part_in_an_exchange_where_its_main_thread_waits_in_one(file, function, exchanging):
-    path = Path(status.__file__).parents[1] / file
-    space: dict = {"__name__": "dadplug." + file.removesuffix(".py").replace("/", ".")}
-    exec(compile(f"def {function}(inner):\n    return inner()", str(path), "exec"), space)
-    with ThreadPoolExecutor(1) as pool:  # requests are answered by another thread
-        assert space[function](lambda: pool.submit(calls.occupation).result())[0] == exchanging
+def test_a_process_is_known_to_exchange_while_one_of_its_threads_waits(servers):
+    member, traffic = servers[1].member, Traffic()
+    assert not ask({1: member}, 10)[1].exchanging
+    with traffic.waiting(), ThreadPoolExecutor(1) as pool:
+        assert pool.submit(ask, {1: member}, 10).result()[1].exchanging
+    assert not ask({1: member}, 10)[1].exchanging
