@@ -156,7 +156,6 @@ class GradientReduction(FusedSteps, ReplicatedModel):
             lambda: this._method.loss_scales.present().value,
             weak_hook(self._begin_private),
             weak_hook(self._private_arrived),
-            rounds=not self._method.traits.exact,
         )
         private.may_wait = lambda: this._planner.forms_late()  # the planner may be replaced
         if self.options.privacy.secure_sum:

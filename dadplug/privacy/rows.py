@@ -19,7 +19,6 @@ from torch import Tensor
 from ..hooks import LINEAR, Factor
 
 if TYPE_CHECKING:
-    from .narrow import NarrowProduct
     from .noise import Sum
 
 _CHUNK = 1 << 24  # elements of formed gradients at a time
@@ -97,11 +96,6 @@ class Rows(Contribution):
         return cls(factor, samples, left, right)
 
     @property
-    def widened(self) -> Rows:
-        """The rows, in the type in which norms are computed."""
-        return self
-
-    @property
     def is_table(self) -> bool:
         """Whether `left` holds numbers of rows."""
         return bool(self.factor.form.table_rows)
@@ -123,50 +117,6 @@ class Rows(Contribution):
         return form.gradient(deltas * rows[:, None], activations)
 
 
-@dataclass(frozen=True)
-class NarrowRows(Contribution):
-    """Contribution of a linear layer's rows, which are rounded to bfloat16; see `dadplug.privacy.narrow`.
-
-    Attributes:
-        deltas: D of shape (rows, out), in bfloat16, with whole samples one after the other.
-        activations: A of shape (rows, in), in bfloat16.
-        samples: number of samples.
-    """
-
-    deltas: Tensor
-    activations: Tensor
-    samples: int
-
-    @classmethod
-    def of(cls, factor: Factor, samples: int) -> NarrowRows:
-        """Return the contribution of a call.
-
-        Args:
-            factor: its factors, of a linear layer.
-            samples: number of samples.
-        """
-        return cls(factor.deltas.bfloat16(), factor.activations.bfloat16(), samples)
-
-    @property
-    def widened(self) -> Rows:
-        """The rounded rows, in the type in which norms are computed."""
-        return Rows.of(Factor(self.activations.float(), self.deltas.float()), self.samples)
-
-    def squared_norms(self) -> Tensor | None:
-        """Return the squared norm of each sample's gradient; None where those of `widened` take less time."""
-        from .narrow import squared_norms
-
-        return squared_norms(self.deltas, self.activations, self.samples)
-
-    def unformed(self, scales: Tensor) -> NarrowProduct:
-        from .narrow import NarrowProduct  # numba loads when first used
-
-        return NarrowProduct(self.deltas, self.activations, scales)
-
-    def clipped(self, scales: Tensor) -> Tensor:
-        return self.unformed(scales).whole()
-
-
 def _by_sample(blocks: Tensor, samples: int) -> Tensor:
     """Return rows of shape (rows, blocks, positions, n) as (samples, blocks, rows of a sample x positions, n)."""
     rows, count, positions, width = blocks.shape
@@ -180,11 +130,8 @@ def squared_norms(contributions: Sequence[Contribution]) -> Tensor:
     Args:
         contributions: at least one, all of the same samples.
     """
-    first = contributions[0]
-    if len(contributions) == 1 and isinstance(first, NarrowRows) and (found := first.squared_norms()) is not None:
-        return found
     formed = [each.gradients for each in contributions if isinstance(each, Formed)]
-    rows = [each.widened for each in contributions if isinstance(each, (Rows, NarrowRows))]
+    rows = [each for each in contributions if isinstance(each, Rows)]
     if not rows:
         return _squares(sum(formed[1:], formed[0]).flatten(1))
     if formed:

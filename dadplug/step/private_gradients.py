@@ -35,7 +35,7 @@ from ..hooks.factor import Write
 from ..privacy.layers import AffineBySample, Arrived, OneByOne, normalisation_of, places_of
 from ..privacy.losses import OutputRows, check_loss
 from ..privacy.mechanism import DifferentialPrivacy, Ledger
-from ..privacy.rows import Contribution, Formed, NarrowRows, Rows, squared_norms
+from ..privacy.rows import Contribution, Formed, Rows, squared_norms
 from ..privacy.secure_sum import LEAST_SITES, SecureSum
 from ..support.logs import get_logger
 from .model_sync.samples import SampleCounter
@@ -180,7 +180,6 @@ class PrivateGradients:
         loss_scale: returns the loss scale of the running backward pass.
         begin: called at the beginning of each backward pass that reaches a layer.
         arrived: called at the end of such a backward pass.
-        rounds: whether rows may be rounded to bfloat16 before they are clipped, where that is faster.
 
     Attributes:
         privacy: the settings.
@@ -204,9 +203,7 @@ class PrivateGradients:
         loss_scale: Callable[[], float],
         begin: Callable[[], None],
         arrived: Callable[[], None],
-        rounds: bool = False,
     ) -> None:
-        self._rounds = rounds
         self.ledger = Ledger()
         self.privacy, self._model, self._counter = privacy, model, counter
         self._loss_scale, self._begin, self._arrived = loss_scale, begin, arrived
@@ -404,21 +401,12 @@ class PrivateGradients:
             if not samples:
                 return
             factor = Factor(activations, deltas, form).to(layer.weight.dtype)
-            self._contributions[id(layer.weight)].append(self._rows_of(factor, samples))
+            self._contributions[id(layer.weight)].append(Rows.of(factor, samples))
             if layer.bias is not None:
                 rows = form.bias_rows(factor.deltas)
                 self._contributions[id(layer.bias)].append(Formed(rows.view(samples, -1, rows.shape[1]).sum(1)))
 
         return own
-
-    def _rows_of(self, factor: Factor, samples: int) -> Contribution:
-        """Return the contribution of a call; of a linear layer in bfloat16, where rounding is allowed and faster."""
-        if self._rounds and factor.form == LINEAR:
-            from ..privacy import narrow  # numba loads when first used
-
-            if narrow.suits(factor.deltas, factor.activations, samples):
-                return NarrowRows.of(factor, samples)
-        return Rows.of(factor, samples)
 
     def _checked(self, name: str, inputs: Tensor, least: int, dimension: int = 0) -> int:
         """Return the samples of a layer's input, which are those of the batch where these are known."""
@@ -688,10 +676,6 @@ def _drop_spoilt(contribution: Contribution, finite: Tensor, some: bool) -> Cont
     if isinstance(contribution, Formed):
         shape = (-1, *[1] * (contribution.gradients.dim() - 1))
         return Formed(torch.where(finite.view(shape), contribution.gradients, 0.0))
-    if isinstance(contribution, NarrowRows):
-        rows = finite.repeat_interleave(len(contribution.deltas) // max(1, contribution.samples))[:, None]
-        deltas, activations = (torch.where(rows, each, 0.0) for each in (contribution.deltas, contribution.activations))
-        return replace(contribution, deltas=deltas, activations=activations)
     assert isinstance(contribution, Rows)
     factor = contribution.factor
     rows = finite.repeat_interleave(factor.deltas.shape[0] // max(1, contribution.samples))[:, None]
