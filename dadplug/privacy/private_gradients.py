@@ -32,17 +32,18 @@ from ..hooks import (
 )
 from ..hooks.embedding import Embedding, EmbeddingBag, TableForm, _embedding
 from ..hooks.factor import Write
-from ..privacy.layers import AffineBySample, Arrived, OneByOne, normalisation_of, places_of
-from ..privacy.losses import OutputRows, check_loss
-from ..privacy.mechanism import DifferentialPrivacy, Ledger
-from ..privacy.rows import Contribution, Formed, Rows, squared_norms
-from ..privacy.secure_sum import LEAST_SITES, SecureSum
+from ..step.methods.base import GradientPath
+from ..step.model_sync.samples import SampleCounter
+from ..step.units.base import Placeholders, accumulated
 from ..support.logs import get_logger
-from .model_sync.samples import SampleCounter
-from .units.base import Placeholders, accumulated
+from .layers import AffineBySample, Arrived, OneByOne, normalisation_of, places_of
+from .losses import OutputRows, check_loss
+from .mechanism import LEAST_SITES, DifferentialPrivacy, Ledger
+from .rows import Contribution, Formed, Rows, squared_norms
+from .secure_sum import SecureSum
 
 if TYPE_CHECKING:
-    from ..privacy.noise import Sum
+    from .noise import Sum
 
 _log = get_logger(__name__)
 _SYNCHRONIZED = "_dadplug_private"  # attribute of a gradient that is that of an earlier step
@@ -549,7 +550,7 @@ class PrivateGradients:
             self._hand_over([self._summed(name, each) for name, each in self._parameters.items()], self.secure_sum)
             return {}
         self.ledger.spend(self.privacy)
-        from ..privacy.noise import Noise, UnformedGradient  # numba loads when first used
+        from .noise import Noise, UnformedGradient  # numba loads when first used
 
         noise = Noise(self.privacy.deviation, self.privacy.secure, loss_scale / self.privacy.expected_batch)
         may_wait, sums = self.may_wait(), {}
@@ -580,7 +581,7 @@ class PrivateGradients:
 
     def _total(self, name: str, parameter: nn.Parameter) -> Sum | None:
         """Return the sum of a parameter in this step, which need not be formed, and forget it."""
-        from ..privacy.noise import FormedSum
+        from .noise import FormedSum
 
         if name in self._waiting:
             return self._waiting.pop(name)
@@ -617,6 +618,12 @@ class PrivateGradients:
                 "could tell the other's part. Use privacy without secure_sum"
             )
         self.secure_sum = SecureSum(self.privacy, self.ledger, rank)
+
+    def handled(self) -> dict[str, Any]:
+        """Return what the handlers of this room are given, by path."""
+        from . import masked  # noqa: F401  (registers its handler)
+
+        return {} if self.secure_sum is None else {GradientPath.MASKED: self.secure_sum}
 
     def end_step(self) -> None:
         """Mark the gradients that are synchronized, which all sites have."""
