@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..exchange import DEFAULT_TIMEOUT, Traffic, Transport, open_transport
-from ..hub import current_connection
+from ..exchange.factory import sites_may_leave
 from ..step.model_sync.replicated_model import Stateful
 
 
@@ -118,7 +118,7 @@ class Progress:
         Raises:
             ValueError: if sites may leave, since positions and sums of an absent site would be lost.
         """
-        if (connection := current_connection()) is not None and connection.elastic:
+        if sites_may_leave():
             raise ValueError(
                 "remaining_epochs_until, ElasticDataLoader, AdaptiveDataLoader and Accumulator need all sites until "
                 "the end: leave min_sites out, or count steps by reduction.step"
