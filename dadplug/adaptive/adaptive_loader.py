@@ -28,7 +28,7 @@ from ..support.signature import whole_number
 from .goodput import BatchLimits, BatchSplit, Measurement, Period, choose, fit, initial_split
 from .loader import ElasticDataLoader, check_sampler, order_of_sampler
 from .noise import GradientNoise
-from .progress import Pass, Progress, progress
+from .progress import Pass, ProgramProgress, progress
 
 _Item = TypeVar("_Item")
 _Bounds = tuple[int | None, int | None]
@@ -390,7 +390,7 @@ class AdaptiveDataLoader(ElasticDataLoader):
             return self._split.sizes
         return (max(1, math.ceil(self._base_batch / count)),) * count
 
-    def _divide(self, current: Progress, running: Pass, number: int) -> None:
+    def _divide(self, current: ProgramProgress, running: Pass, number: int) -> None:
         transport = current.transport
         if self._split is None or len(self._split.sizes) != transport.world_size:
             self._split = self._first_split(transport)
@@ -416,7 +416,7 @@ class AdaptiveDataLoader(ElasticDataLoader):
             return saved
         return initial_split(limits, None if saved is None else saved.batch)
 
-    def _give(self, current: Progress, running: Pass, number: int, batches: Iterator[Any]) -> Iterator[Any]:
+    def _give(self, current: ProgramProgress, running: Pass, number: int, batches: Iterator[Any]) -> Iterator[Any]:
         self._given = self._steps = 0
         try:
             while (yield from self._give_split(current, running, batches)):
@@ -428,7 +428,9 @@ class AdaptiveDataLoader(ElasticDataLoader):
             _deal(None)
             current.leave(running)
 
-    def _give_split(self, current: Progress, running: Pass, batches: Iterator[Any]) -> Generator[Any, None, bool]:
+    def _give_split(
+        self, current: ProgramProgress, running: Pass, batches: Iterator[Any]
+    ) -> Generator[Any, None, bool]:
         """Give batches until the split changes; return whether it has, and not the end of the pass been reached."""
         schedule, scales = self._batches.schedule, self.max_batch_size is not None
         assert schedule is not None

@@ -71,7 +71,7 @@ class _Target:
     statistics: dict[str, Any]
 
 
-class Progress:
+class ProgramProgress:
     """Progress of a program that may be restarted.
 
     A restarted program executes its code from the start. While it `replays` what lies before the place of the
@@ -333,10 +333,10 @@ class Progress:
                 loader.load_state_dict(self._loader_states[name])
 
 
-_progress = Progress()
+_progress = ProgramProgress()
 
 
-def progress() -> Progress:
+def progress() -> ProgramProgress:
     """Return the progress of this process."""
     return _progress
 
@@ -348,7 +348,7 @@ def reset_progress() -> None:
     ended. Call this between two trainings, for example in a notebook, before loaders and accumulators are created.
     """
     global _progress
-    _progress = Progress()
+    _progress = ProgramProgress()
 
 
 class Accumulator(MutableMapping[Any, Any]):
@@ -511,7 +511,7 @@ class Accumulator(MutableMapping[Any, Any]):
             raise RuntimeError("values of an Accumulator can be read within `with stats.synchronized():` only")
         return self._values
 
-    # For `Progress`
+    # For `ProgramProgress`
 
     @property
     def pending(self) -> dict[Any, Any]:

@@ -43,7 +43,7 @@ NUMBER = struct.Struct("<Q")
 _MOST_REQUESTS = 1000
 
 
-class Request(IntEnum):
+class CheckRequest(IntEnum):
     """Tag of a frame."""
 
     TIME = 0
@@ -83,15 +83,15 @@ class CheckHandler:
         if self._bytes_in > MOST_BYTES or self._requests > _MOST_REQUESTS:
             raise FrameError(f"a check of more than {MOST_BYTES} bytes or {_MOST_REQUESTS} requests")
         match head.tag:
-            case Request.TIME:
+            case CheckRequest.TIME:
                 content = NUMBER.pack(self._clock())
-            case Request.UP:
+            case CheckRequest.UP:
                 return []
-            case Request.STATUS:
+            case CheckRequest.STATUS:
                 text = json.dumps(status or {}).encode()
                 self._count_out(len(text))
                 content = NUMBER.pack(len(text)) + text
-            case Request.DOWN if len(body) == NUMBER.size:
+            case CheckRequest.DOWN if len(body) == NUMBER.size:
                 count = NUMBER.unpack(body)[0]
                 self._count_out(count)
                 content = bytes(count)
@@ -427,7 +427,7 @@ class _Line:
         self._connection, self._slot, self._timeout = connection, slot, timeout
         self._receiver = FrameReceiver(connection, lambda head: memoryview(bytearray(head.length)))
 
-    def request(self, request: Request, content: bytes) -> None:
+    def request(self, request: CheckRequest, content: bytes) -> None:
         """Send a request."""
         try:
             for packed, body in frames(Head(Kind.PAYLOAD, self._slot, tag=request), memoryview(content)):
@@ -435,7 +435,7 @@ class _Line:
         except TimeoutError:
             raise TimeoutError(f"the hub takes no bytes of {request.name} for {self._timeout:g} s") from None
 
-    def answer(self, request: Request, nbytes: int) -> bytes:
+    def answer(self, request: CheckRequest, nbytes: int) -> bytes:
         """Receive frames of the answer to a request.
 
         Args:
@@ -464,19 +464,19 @@ class _Line:
     def time(self) -> tuple[float, float]:
         """Return the round trip, in seconds, and how far the hub's clock is ahead of this machine's."""
         begin, sent = time.time(), time.monotonic()
-        self.request(Request.TIME, b"?")
-        theirs = NUMBER.unpack(self.answer(Request.TIME, NUMBER.size))[0] / 1e9
+        self.request(CheckRequest.TIME, b"?")
+        theirs = NUMBER.unpack(self.answer(CheckRequest.TIME, NUMBER.size))[0] / 1e9
         took = time.monotonic() - sent
         return took, theirs - begin - took / 2
 
     def status(self) -> dict[str, Any]:
         """Return the hub's status."""
-        self.request(Request.STATUS, b"?")
-        content = self.answer(Request.STATUS, NUMBER.size)
+        self.request(CheckRequest.STATUS, b"?")
+        content = self.answer(CheckRequest.STATUS, NUMBER.size)
         size = NUMBER.unpack(content[: NUMBER.size])[0]
         if size > MOST_BYTES:
             raise FrameError(f"a status of {size} bytes, more than {MOST_BYTES}")
-        content += self.answer(Request.STATUS, NUMBER.size + size - len(content))
+        content += self.answer(CheckRequest.STATUS, NUMBER.size + size - len(content))
         found = json.loads(content[NUMBER.size :])
         if not isinstance(found, dict):
             raise FrameError("a status that is no table")
@@ -484,13 +484,13 @@ class _Line:
 
     def upload(self, size: int) -> None:
         """Send bytes, and wait until they have arrived."""
-        self.request(Request.UP, bytes(size))
+        self.request(CheckRequest.UP, bytes(size))
         self.time()
 
     def download(self, size: int) -> None:
         """Receive bytes."""
-        self.request(Request.DOWN, NUMBER.pack(size))
-        self.answer(Request.DOWN, size)
+        self.request(CheckRequest.DOWN, NUMBER.pack(size))
+        self.answer(CheckRequest.DOWN, size)
 
     def close(self) -> None:
         """Tell the hub that the check has ended."""

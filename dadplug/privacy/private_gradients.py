@@ -39,7 +39,7 @@ from ..support.logs import get_logger
 from .layers import AffineBySample, Arrived, OneByOne, normalisation_of, places_of
 from .losses import OutputRows, check_loss
 from .mechanism import LEAST_SITES, DifferentialPrivacy, Ledger
-from .rows import Contribution, Formed, Rows, squared_norms
+from .rows import Formed, SampleContribution, SampleRows, squared_norms
 from .secure_sum import SecureSum
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ class PrivateGradients:
         self.privacy, self._model, self._counter = privacy, model, counter
         self._loss_scale, self._begin, self._arrived = loss_scale, begin, arrived
         self.secure_sum: SecureSum | None = None
-        self._contributions: dict[int, list[Contribution]] = defaultdict(list)  # by id of the parameter
+        self._contributions: dict[int, list[SampleContribution]] = defaultdict(list)  # by id of the parameter
         self._sums: dict[str, Tensor] = {}  # of this step, without loss scale
         self._waiting: dict[str, Sum] = {}  # those of one backward pass, which are formed later
         self.may_wait: Callable[[], Container[str]] = tuple
@@ -402,7 +402,7 @@ class PrivateGradients:
             if not samples:
                 return
             factor = Factor(activations, deltas, form).to(layer.weight.dtype)
-            self._contributions[id(layer.weight)].append(Rows.of(factor, samples))
+            self._contributions[id(layer.weight)].append(SampleRows.of(factor, samples))
             if layer.bias is not None:
                 rows = form.bias_rows(factor.deltas)
                 self._contributions[id(layer.bias)].append(Formed(rows.view(samples, -1, rows.shape[1]).sum(1)))
@@ -458,7 +458,7 @@ class PrivateGradients:
                     "no noise protects it"
                 )
 
-    def _clip(self, contributions: dict[int, list[Contribution]]) -> None:
+    def _clip(self, contributions: dict[int, list[SampleContribution]]) -> None:
         """Clip samples, and add up what they contribute, which is released."""
         if not contributions:
             return
@@ -676,14 +676,14 @@ class PrivateGradients:
         return False
 
 
-def _drop_spoilt(contribution: Contribution, finite: Tensor, some: bool) -> Contribution:
+def _drop_spoilt(contribution: SampleContribution, finite: Tensor, some: bool) -> SampleContribution:
     """Return a contribution without NaN and Inf, if there are some, which a scale of 0 would not remove."""
     if not some:
         return contribution
     if isinstance(contribution, Formed):
         shape = (-1, *[1] * (contribution.gradients.dim() - 1))
         return Formed(torch.where(finite.view(shape), contribution.gradients, 0.0))
-    assert isinstance(contribution, Rows)
+    assert isinstance(contribution, SampleRows)
     factor = contribution.factor
     rows = finite.repeat_interleave(factor.deltas.shape[0] // max(1, contribution.samples))[:, None]
     activations = factor.activations

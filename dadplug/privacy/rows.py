@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _CHUNK = 1 << 24  # elements of formed gradients at a time
 
 
-class Contribution(ABC):
+class SampleContribution(ABC):
     """Contribution of each sample to the gradient of a parameter, by one call of a layer."""
 
     def unformed(self, scales: Tensor) -> Sum | None:
@@ -47,7 +47,7 @@ class Contribution(ABC):
 
 
 @dataclass(frozen=True)
-class Formed(Contribution):
+class Formed(SampleContribution):
     """Contribution that is formed: small parameters, such as biases and those of normalisations.
 
     Attributes:
@@ -61,7 +61,7 @@ class Formed(Contribution):
 
 
 @dataclass(frozen=True)
-class Rows(Contribution):
+class SampleRows(SampleContribution):
     """Contribution of a layer's rows: blocks ``left^T right`` of the weight as a matrix.
 
     Attributes:
@@ -78,7 +78,7 @@ class Rows(Contribution):
     right: Tensor
 
     @classmethod
-    def of(cls, factor: Factor, samples: int) -> Rows:
+    def of(cls, factor: Factor, samples: int) -> SampleRows:
         """Return the contribution of a call.
 
         Args:
@@ -124,14 +124,14 @@ def _by_sample(blocks: Tensor, samples: int) -> Tensor:
     return blocks.view(samples, of_sample, count, positions, width).transpose(1, 2).flatten(2, 3)
 
 
-def squared_norms(contributions: Sequence[Contribution]) -> Tensor:
+def squared_norms(contributions: Sequence[SampleContribution]) -> Tensor:
     """Return the squared norm of each sample's gradient of one parameter, of shape (samples,), in float64.
 
     Args:
         contributions: at least one, all of the same samples.
     """
     formed = [each.gradients for each in contributions if isinstance(each, Formed)]
-    rows = [each for each in contributions if isinstance(each, Rows)]
+    rows = [each for each in contributions if isinstance(each, SampleRows)]
     if not rows:
         return _squares(sum(formed[1:], formed[0]).flatten(1))
     if formed:
@@ -145,7 +145,7 @@ def squared_norms(contributions: Sequence[Contribution]) -> Tensor:
 
 
 def _norms_of_rows(left: Tensor, right: Tensor) -> Tensor:
-    """Return squared norms of ``left^T right`` over blocks; see `Rows` for shapes."""
+    """Return squared norms of ``left^T right`` over blocks; see `SampleRows` for shapes."""
     samples, blocks, rows, height = left.shape
     width = right.shape[3]
     if rows == 1:
@@ -167,7 +167,7 @@ def _squares(rows: Tensor) -> Tensor:
     return lengths.square()
 
 
-def _cross_terms(one: Rows, other: Rows) -> Tensor:
+def _cross_terms(one: SampleRows, other: SampleRows) -> Tensor:
     """Return the scalar products of two calls' gradients by sample."""
     right = one.right @ other.right.mT  # (samples, 1, T, S)
     if one.is_table and other.is_table:

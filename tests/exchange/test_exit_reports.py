@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from dadplug.exchange import Traffic, open_transport, status
-from dadplug.exchange.status import ProcessSites, Report, ReportHistory, StatusServer, ask, introduce
+from dadplug.exchange.status import ExitReport, ProcessSites, ReportHistory, StatusServer, ask, introduce
 
 CLOSED = RuntimeError("Connection closed by peer")
 
@@ -93,14 +93,16 @@ def test_a_history_holds_the_last_report_of_each_of_the_last_sessions():
     assert history.find(0) is None
     assert history.last is None
     reports = [
-        Report(b"", 2 * session + again, session, f"{session}, {again}") for session in range(20) for again in (1, 0)
+        ExitReport(b"", 2 * session + again, session, f"{session}, {again}")
+        for session in range(20)
+        for again in (1, 0)
     ]
     for report in reports:
         history.add(report)
     assert [history.find(session).reason for session in (13, 19)] == ["13, 1", "19, 1"]
     assert history.find(0).session == 12
     assert history.find(20) is None
-    withdrawal = Report(b"", 50, 20, None)
+    withdrawal = ExitReport(b"", 50, 20, None)
     history.add(withdrawal)
     assert history.find(19).reason == "19, 1"
     assert history.find(20) is None
