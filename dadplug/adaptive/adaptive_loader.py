@@ -154,18 +154,6 @@ def _gather(produce: Callable[[], _Item], transport: Transport) -> list[_Item]:
     return every
 
 
-def _payload_of(plan: Any, rows: int) -> tuple[float, float]:
-    """Return the bytes of a step that do not depend on the batch, and those for each of this site's samples.
-
-    Args:
-        plan: the plan, as of the last steps.
-        rows: samples that its payloads have room for.
-    """
-    growing = [row for row in plan if row.path in ("factors", "activations") and len(row.shape) > 1]
-    grows = sum(row.bytes for row in growing)
-    return float(sum(row.bytes for row in plan) - grows), grows / max(1, rows)
-
-
 def _medians(times: Sequence[tuple[float, float, int]]) -> Measurement:
     seconds, compute, nbytes = (statistics.median(column) for column in zip(*times, strict=True))
     return Measurement(seconds, compute, float(nbytes), len(times))
@@ -568,7 +556,10 @@ class AdaptiveDataLoader(ElasticDataLoader):
         source = self._gradients
         assert source is not None
         periods = tuple((each, _medians(times)) for each, times in self._times.items() if len(times) >= _FEWEST)
-        return BatchReport(periods, _payload_of(source.plan, max(self._recent_rows)), source.noise.scale)
+        growing = [row for row in source.plan if row.path in ("factors", "activations") and len(row.shape) > 1]
+        grows = sum(row.bytes for row in growing)  # with the batch; the other bytes of a step do not
+        payload = float(sum(row.bytes for row in source.plan) - grows), grows / max(1, *self._recent_rows)
+        return BatchReport(periods, payload, source.noise.scale)
 
     def _choose(self, reports: Sequence[BatchReport]) -> tuple[BatchSplit, float] | None:
         """Return the split of the next steps and its goodput; None while not all have measured the present one."""

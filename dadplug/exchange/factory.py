@@ -104,7 +104,7 @@ def sites_may_leave() -> bool:
     """Return whether training goes on without a site that leaves the default process group."""
     if not (dist.is_available() and dist.is_initialized()):
         return False
-    group = dist.group.WORLD
+    group: Any = dist.group.WORLD
     return any(recognise(group) and may_leave(group) for recognise, _, may_leave in _networks)
 
 

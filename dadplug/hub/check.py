@@ -258,7 +258,10 @@ def _way(
     except (RefusedError, OSError) as error:
         raise _FailedError("TLS", str(error), _advice(str(error), kit)) from error
     try:
-        yield _encryption(secure)
+        end = certificate_end(dict(secure.tls.getpeercert() or {}))
+        cipher, *_ = secure.tls.cipher() or ("",)
+        text = f"{secure.tls.version()}, {cipher}; the hub's certificate is valid until {end:%Y-%m-%d}"
+        yield _ending("TLS", text, days_left(end), f"Ask the project's operator to run `{RENEW} hub`.")
         _enter(kit, secure, host, port, timeout)
         yield Finding("hub", "ok", f"it accepts {kit.name}")
         yield from work(_Line(kit.slot, secure, timeout))
@@ -388,13 +391,6 @@ def _unreachable(name: str, error: OSError, timeout: float) -> tuple[str, str]:
                 "compare the port with that in roster.json. Some firewalls answer in this way, too."
             )
     return f"{name} cannot be reached: {error.strerror or error}", "Check this machine's network and its routes."
-
-
-def _encryption(secure: SecureSocket) -> Finding:
-    end = certificate_end(dict(secure.tls.getpeercert() or {}))
-    cipher, *_ = secure.tls.cipher() or ("",)
-    text = f"{secure.tls.version()}, {cipher}; the hub's certificate is valid until {end:%Y-%m-%d}"
-    return _ending("TLS", text, days_left(end), f"Ask the project's operator to run `{RENEW} hub`.")
 
 
 _NO_ROOM = "the hub cannot open more connections (`ulimit -n`): its log says so."

@@ -248,9 +248,12 @@ class PrivateGradients:
             self._handles.append(parameter.register_hook(OwnHook(partial(self._replace, name))))
         if missing := [name for name, each in self._parameters.items() if id(each) not in covered]:
             self.detach()
+            owner, _, _ = missing[0].rpartition(".")
+            reason = refusal_of(self._model.get_submodule(owner))
+            why = f" ({reason})" if reason else ""
             raise ValueError(
                 f"privacy needs the gradient of each sample, which is not known for {', '.join(missing[:5])}"
-                f"{' and others' if len(missing) > 5 else ''}{self._reason(missing[0])}: freeze it, or use layers of "
+                f"{' and others' if len(missing) > 5 else ''}{why}: freeze it, or use layers of "
                 "torch.nn (linear, convolutions, embeddings, normalisations, attention, recurrent), and no parameters "
                 "of your own"
             )
@@ -280,12 +283,6 @@ class PrivateGradients:
                 self._overrides.append(OneByOne(module, recorder))
                 covered |= trained
         return covered
-
-    def _reason(self, name: str) -> str:
-        """Return why gradients by sample of a parameter are not known, in parentheses; empty where there is no more."""
-        owner, _, _ = name.rpartition(".")
-        reason = refusal_of(self._model.get_submodule(owner))
-        return f" ({reason})" if reason else ""
 
     def _replace(self, name: str, gradient: Tensor | None) -> Tensor | None:
         """Refuse a gradient that autograd has formed; there is none where the layer has recorded it."""
