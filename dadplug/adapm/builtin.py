@@ -484,14 +484,16 @@ class BuiltinBackend(Backend):
         deadline = time.monotonic() + self.timeout
         while not condition():
             self.check()
-            with self._progress:
+            with self.traffic.waiting(), self._progress:
                 self._progress.wait(0.01)
             if time.monotonic() > deadline:
                 self._time_out(culprit())
 
     def wait_for(self, done: Done) -> None:
         self._receive_until(done)
-        if not done.wait(self.timeout):
+        with self.traffic.waiting():
+            in_time = done.wait(self.timeout)
+        if not in_time:
             self._time_out(None)
         self.check()
 
