@@ -20,9 +20,16 @@ if (_root / "setup.cfg").is_file() and (_root / "hooks" / "__init__.py").is_file
     # A source checkout keeps hooks, runners and callbacks beside this folder; an installed package holds them.
     __path__.append(str(_root))
 
-from .runners import register_strategies  # noqa: E402  (needs the path)
+from .exchange.dialers import DIALERS  # noqa: E402  (needs the path)
+from .runners import register_strategies  # noqa: E402
 
 register_strategies()  # so that a Lightning Trainer knows the modes by name
+
+
+@DIALERS.register("kit")
+def _dial_kit(folder: str, timeout: float) -> Any:
+    return importlib.import_module(".hub.site.tunnel", __name__).dial_kit(folder, timeout)
+
 
 if TYPE_CHECKING:
     from . import adapm as adapm

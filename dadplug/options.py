@@ -9,8 +9,7 @@ from typing import Literal
 from .exchange import DEFAULT_TIMEOUT, Hierarchy
 from .exchange.transport import Requirements, check_hierarchy
 from .exchange.wire import FORMATS, wire_format
-from .privacy.mechanism import DifferentialPrivacy
-from .privacy.secure_sum import LEAST_SITES
+from .privacy.mechanism import LEAST_SITES, DifferentialPrivacy
 from .step.methods import METHODS, method_names
 from .step.methods.base import GradientPath
 from .support.signature import (

@@ -17,6 +17,7 @@ from .exchange import Transport
 from .exchange.calls import own_place
 from .hooks.factor import Write
 from .options import Options
+from .privacy.private_gradients import PrivateGradients
 from .step.fused import Deferral, FusedSteps
 from .step.methods import Quality, feedback, make_method
 from .step.methods.feedback import ErrorFeedback
@@ -29,7 +30,6 @@ from .step.model_sync.structure import ModelStructure, weak_hook
 from .step.planning.merging import check_merge
 from .step.planning.plan import Plan
 from .step.planning.planner import Planner
-from .step.private_gradients import PrivateGradients
 from .step.reducer.handler import StepHeader
 from .step.reducer.reducer import AttachedGradients, StepRequest
 from .step.units.base import Unit
@@ -156,7 +156,6 @@ class GradientReduction(FusedSteps, ReplicatedModel):
             lambda: this._method.loss_scales.present().value,
             weak_hook(self._begin_private),
             weak_hook(self._private_arrived),
-            rounds=not self._method.traits.exact,
         )
         private.may_wait = lambda: this._planner.forms_late()  # the planner may be replaced
         if self.options.privacy.secure_sum:
@@ -749,9 +748,9 @@ class GradientReduction(FusedSteps, ReplicatedModel):
 
     def _make_planner(self) -> Planner:
         self._method.batch = weak_hook(self._batch)
-        secure_sum = None if self._private is None else self._private.secure_sum
+        given = {} if self._private is None else self._private.handled()
         samples, arrived = weak_hook(self._samples), weak_hook(self._arrived)
-        planner = Planner(self.model, self._method, self.options, self._transport, samples, arrived, secure_sum)
+        planner = Planner(self.model, self._method, self.options, self._transport, samples, arrived, given)
         planner.on_release = weak_hook(self._end_probe)
         return planner
 

@@ -127,10 +127,10 @@ def _onednn() -> Any:
 def _has_faster_kernels() -> bool:
     """Return whether oneDNN has better kernels for this processor than MKL."""
     both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
-    return both and torch.backends.cpu.get_cpu_capability() == "AVX512" and is_amd() and _onednn() is not None
+    return both and torch.backends.cpu.get_cpu_capability() == "AVX512" and _is_amd() and _onednn() is not None
 
 
-def is_amd() -> bool:
+def _is_amd() -> bool:
     """Return whether the processor is one of AMD's."""
     cpus = Path("/proc/cpuinfo")
     return "AuthenticAMD" in (cpus.read_text() if cpus.exists() else platform.processor())

@@ -159,6 +159,20 @@ def test_kernels_are_kept_in_the_users_cache_folder_and_not_beside_the_source(tm
     assert len(names(run_alone(source, cache, NUMBA_CACHE_DIR=str(named), **imitated))) == 1
 
 
+def test_kernels_whose_arguments_have_types_that_are_gone_are_compiled_again(tmp_path):
+    for name in ("Pair", "Couple"):
+        (tmp_path / "user.py").write_text(
+            "from typing import NamedTuple\nfrom dadplug.support.jit import njit\n"
+            f"class {name}(NamedTuple):\n    first: float\n    second: float\n"
+            "@njit()\ndef total(pair):\n    return pair.first + pair.second\n"
+        )
+        code = f"import sys; sys.dont_write_bytecode = True; sys.path.insert(0, {str(tmp_path)!r})\n{COUNTED}"
+        code += f"import user\nassert user.total(user.{name}(1.0, 2.0)) == 3.0\nprint(json.dumps(compiled.names))"
+        env = {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+        (finished,) = support.run_programs([["-c", code]], env=env, timeout=200, bare=True)
+        assert len(names(finished)) == 1
+
+
 def test_damaged_and_unwritable_files_of_kernels_are_compiled_again(tmp_path, source):
     cache = tmp_path / "cache"
     assert len(names(run_alone(source, cache))) == 1

@@ -33,7 +33,7 @@ from ..exchange.framing import Outgoing, WakePipe
 from ..exchange.handshake import close_in_children, connect_sites
 from .backends import Backend, Done, TableSpec
 from .engine import TECHNIQUES, Engine
-from .messages import HEAD_SIZE, Head, Kind, Message
+from .messages import HEAD_SIZE, Head, Message, MessageKind
 from .store import Keys, Store
 
 # Connections
@@ -264,7 +264,7 @@ class Network:
         self._last_check = now
         for connection in list(self._peers.values()):
             if now - connection.outgoing.sent > step / 2:
-                self.send(connection.rank, Message(Kind.ALIVE))
+                self.send(connection.rank, Message(MessageKind.ALIVE))
             if now - connection.heard > self._timeout:
                 lost[connection.rank] = TimeoutError("timed out")
                 self._forget(connection)
@@ -313,7 +313,7 @@ _AT_EXIT = 1.0  # seconds for which the end of the program waits for the thread
 _SHARE = 5  # a synchronisation is followed by a pause of this many times the processor time that it took
 _LONGEST = 0.1  # seconds that the pause takes at most
 _yield = getattr(os, "sched_yield", lambda: None)  # the core may be wanted by the site that is to reply
-_SYNCS = (Kind.SYNC, Kind.SYNCED)
+_SYNCS = (MessageKind.SYNC, MessageKind.SYNCED)
 
 _running: weakref.WeakSet[BuiltinBackend] = weakref.WeakSet()
 
@@ -360,7 +360,7 @@ def _serve(
     with receiving:
         for peer in network.connections if dropped else ():
             with suppress(OSError):
-                network.send(peer, Message(Kind.BYE, 0, rank))
+                network.send(peer, Message(MessageKind.BYE, 0, rank))
         network.close()
 
 
@@ -459,7 +459,7 @@ class BuiltinBackend(Backend):
         self._barriers += 1
         number = self._barriers
         for peer in self._others:
-            self._send(peer, Message(Kind.BARRIER, 0, self.rank, number))
+            self._send(peer, Message(MessageKind.BARRIER, 0, self.rank, number))
         self._awaited[number] = self._others
         try:
             self._until(lambda: not self._absent(number), lambda: min(self._absent(number)))
@@ -484,14 +484,16 @@ class BuiltinBackend(Backend):
         deadline = time.monotonic() + self.timeout
         while not condition():
             self.check()
-            with self._progress:
+            with self.traffic.waiting(), self._progress:
                 self._progress.wait(0.01)
             if time.monotonic() > deadline:
                 self._time_out(culprit())
 
     def wait_for(self, done: Done) -> None:
         self._receive_until(done)
-        if not done.wait(self.timeout):
+        with self.traffic.waiting():
+            in_time = done.wait(self.timeout)
+        if not in_time:
             self._time_out(None)
         self.check()
 
@@ -624,18 +626,18 @@ class BuiltinBackend(Backend):
 
     def _handle(self, sender: int, message: Message) -> None:
         kind = message.kind
-        if kind is Kind.BARRIER:
+        if kind is MessageKind.BARRIER:
             with self._progress:
                 self._arrived.setdefault(message.request, set()).add(sender)
                 self._progress.notify_all()
-        elif kind is Kind.BYE:
+        elif kind is MessageKind.BYE:
             self._left.add(sender)
             if message.extra:
                 self._aborted.add(sender)
         elif kind in _SYNCS:
             with self._sync_timing.counted():
                 self.engine.receive(sender, message)
-        elif kind is not Kind.ALIVE:
+        elif kind is not MessageKind.ALIVE:
             self.engine.receive(sender, message)
 
     def _check_lost(self, lost: dict[int, Exception]) -> None:
@@ -690,7 +692,7 @@ class BuiltinBackend(Backend):
             return
         for peer in self._others - self._left:
             with suppress(OSError):
-                self._send(peer, Message(Kind.BYE, 0, self.rank, extra=int(aborts)))
+                self._send(peer, Message(MessageKind.BYE, 0, self.rank, extra=int(aborts)))
         self._closed = True
         self._fail(RuntimeError("it has been closed"))
         if self._others:

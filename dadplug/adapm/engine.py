@@ -21,7 +21,7 @@ from ..lowrank.kernels import first_outside, gather
 from . import kernels
 from .backends import Done, TableEngine
 from .kernels import AWAY, DIRTY, DROP, DROPPED, MOVED, RELOCATE, RELOCATE_OR_REPLICATE, REPLICATE, STAY, VALUE
-from .messages import Kind, Message, most_keys
+from .messages import Message, MessageKind, most_keys
 from .store import REPLICA, REQUESTED, Block, Codes, Keys, Numbers, Store
 
 TECHNIQUES = {
@@ -35,9 +35,9 @@ _MOST_KEYS = 2048  # in a SYNC: while an owner serves it, its workers wait for t
 
 # Replies to intents and rounds, with the lowest and the highest state that their keys may have at this site.
 _STATES = {
-    Kind.REPLICA: (REQUESTED, REQUESTED),
-    Kind.MOVE: (REQUESTED, REPLICA),
-    Kind.SYNCED: (REPLICA, REPLICA),
+    MessageKind.REPLICA: (REQUESTED, REQUESTED),
+    MessageKind.MOVE: (REQUESTED, REPLICA),
+    MessageKind.SYNCED: (REPLICA, REPLICA),
 }
 
 QUANTILE = 0.9999
@@ -47,7 +47,7 @@ START = 10.0  # ticks, before the first measurement
 Outbox = list[tuple[int, Message]]
 
 
-class Request:
+class RowRequest:
     """Pull, push or set that waits for other sites.
 
     Args:
@@ -64,7 +64,13 @@ class Request:
     """
 
     def __init__(
-        self, kind: Kind, table: int, keys: Keys, block: Any = None, positions: Any = None, drops: int | None = None
+        self,
+        kind: MessageKind,
+        table: int,
+        keys: Keys,
+        block: Any = None,
+        positions: Any = None,
+        drops: int | None = None,
     ) -> None:
         self.kind, self.table, self.keys, self.block = kind, table, keys, block
         self.positions, self.drops = positions, drops
@@ -168,29 +174,29 @@ class Engine(TableEngine):
         self.counts = dict.fromkeys(COUNTS, 0)
         self.timing = ActionTiming()
         self.intents: list[tuple[int, int, int, int, Keys]] = []
-        self.requests: dict[int, Request] = {}
+        self.requests: dict[int, RowRequest] = {}
         self._send = send
         self._lock = threading.Lock()
         self._last_request = 0
-        self._unapplied: dict[int, Request] = {}  # pushes and sets, by number
+        self._unapplied: dict[int, RowRequest] = {}  # pushes and sets, by number
         self._held: deque[tuple[int, Outbox]] = deque()
         self._drops = 0  # number of replies that dropped replicas
         self._intent_order = 0
         self._checked = 0  # clock at the last check of intents
         self._round = self._sync_round = 0
         self._open_rounds: dict[int, _OpenRound] = {}
-        self._handlers: dict[Kind, Callable[[int, Message, Outbox], None]] = {
-            Kind.PULL: self._on_pull,
-            Kind.PULLED: self._on_pulled,
-            Kind.PUSH: self._on_change,
-            Kind.SET: self._on_change,
-            Kind.APPLIED: self._on_applied,
-            Kind.INTENT: self._on_intent,
-            Kind.REPLICA: self._on_replica,
-            Kind.MOVE: self._on_move,
-            Kind.SYNC: self._on_sync,
-            Kind.SYNCED: self._on_synced,
-            Kind.OWNER: self._on_owner,
+        self._handlers: dict[MessageKind, Callable[[int, Message, Outbox], None]] = {
+            MessageKind.PULL: self._on_pull,
+            MessageKind.PULLED: self._on_pulled,
+            MessageKind.PUSH: self._on_change,
+            MessageKind.SET: self._on_change,
+            MessageKind.APPLIED: self._on_applied,
+            MessageKind.INTENT: self._on_intent,
+            MessageKind.REPLICA: self._on_replica,
+            MessageKind.MOVE: self._on_move,
+            MessageKind.SYNC: self._on_sync,
+            MessageKind.SYNCED: self._on_synced,
+            MessageKind.OWNER: self._on_owner,
         }
 
     def add_store(self, store: Store) -> None:
@@ -229,17 +235,17 @@ class Engine(TableEngine):
         Those that use the keys of a PULL and the positions of a PULLED do.
         """
         kind, arrays = message.kind, message.arrays
-        if kind is Kind.PULL:
+        if kind is MessageKind.PULL:
             return
-        if kind in (Kind.PULLED, Kind.APPLIED):
+        if kind in (MessageKind.PULLED, MessageKind.APPLIED):
             self._check_reply(message)
             return
         store = self.stores[message.table]
         if first_outside(arrays[0], store.limit) >= 0:
             raise ProtocolError(f"{kind.name} with a key out of range of table {message.table}")
-        if kind is Kind.SYNC and np.count_nonzero(arrays[2] & DIRTY) != arrays[3].shape[0]:
+        if kind is MessageKind.SYNC and np.count_nonzero(arrays[2] & DIRTY) != arrays[3].shape[0]:
             raise ProtocolError("SYNC whose number of deltas differs from its flags")
-        if kind is Kind.SYNCED and np.count_nonzero(arrays[1] == VALUE) != arrays[3].shape[0]:
+        if kind is MessageKind.SYNCED and np.count_nonzero(arrays[1] == VALUE) != arrays[3].shape[0]:
             raise ProtocolError("SYNCED whose number of values differs from its codes")
         if kind in _STATES:
             lowest, highest = _STATES[kind]
@@ -250,9 +256,9 @@ class Engine(TableEngine):
 
     def _check_reply(self, message: Message) -> None:
         request = self.requests.get(message.request)
-        pulled = message.kind is Kind.PULLED
+        pulled = message.kind is MessageKind.PULLED
         count = message.arrays[0].shape[0] if pulled else message.extra
-        if request is None or not 0 < count <= request.remaining or (request.kind is Kind.PULL) is not pulled:
+        if request is None or not 0 < count <= request.remaining or (request.kind is MessageKind.PULL) is not pulled:
             raise ProtocolError(f"{message.kind.name} for {count} keys that this site has not asked for")
         if pulled and request.table != message.table:
             raise ProtocolError("PULLED of another table than this site has asked for")
@@ -264,7 +270,7 @@ class Engine(TableEngine):
             else:
                 self._send(target, message)
 
-    def _number(self, request: Request) -> int:
+    def _number(self, request: RowRequest) -> int:
         self._last_request += 1
         self.requests[self._last_request] = request
         return self._last_request
@@ -277,14 +283,19 @@ class Engine(TableEngine):
             outbox.extend(messages)
 
     def _answer(
-        self, kind: Kind, message: Message, outbox: Outbox, arrays: list[NDArray[Any]] | None = None, extra: int = 0
+        self,
+        kind: MessageKind,
+        message: Message,
+        outbox: Outbox,
+        arrays: list[NDArray[Any]] | None = None,
+        extra: int = 0,
     ) -> None:
         """Reply to the site that has sent a message first."""
         reply = Message(kind, message.table, self.rank, message.request, extra, arrays or [])
         outbox.append((message.origin, reply))
 
     def _spread(
-        self, kind: Kind, table: int, origin: int, request: int, targets: Codes, *arrays: NDArray[Any]
+        self, kind: MessageKind, table: int, origin: int, request: int, targets: Codes, *arrays: NDArray[Any]
     ) -> Outbox:
         """Split arrays by target site, and into messages of at most `most_keys` keys."""
         outbox: Outbox = []
@@ -344,7 +355,7 @@ class Engine(TableEngine):
                 kernels.read_found(store.rows.values, where, out)
         return None if request is None else request.done
 
-    def _pull_rest(self, table: int, keys: Keys, positions: Numbers, out: Block, outbox: Outbox) -> Request | None:
+    def _pull_rest(self, table: int, keys: Keys, positions: Numbers, out: Block, outbox: Outbox) -> RowRequest | None:
         store = self.stores[table]
         where, targets, away_count = store.locate(self.rank, self.sites, keys)
         if away_count < keys.shape[0]:
@@ -354,14 +365,16 @@ class Engine(TableEngine):
             keys, positions, targets = keys[away], positions[away], targets[away]
         return self._ask(table, keys, positions, targets, out, outbox) if keys.shape[0] else None
 
-    def _ask(self, table: int, keys: Keys, positions: Numbers, targets: Codes, out: Block, outbox: Outbox) -> Request:
+    def _ask(
+        self, table: int, keys: Keys, positions: Numbers, targets: Codes, out: Block, outbox: Outbox
+    ) -> RowRequest:
         """Send a pull to other sites."""
         self.counts["pulled_remotely"] += keys.shape[0]
         store = self.stores[table]
         buffered = store.replicas and kernels.any_requested(store.rows, keys)
-        request = Request(Kind.PULL, table, keys, out, positions, self._drops if buffered else None)
+        request = RowRequest(MessageKind.PULL, table, keys, out, positions, self._drops if buffered else None)
         number = self._number(request)
-        self._after_pushes(self._spread(Kind.PULL, table, self.rank, number, targets, keys, positions), outbox)
+        self._after_pushes(self._spread(MessageKind.PULL, table, self.rank, number, targets, keys, positions), outbox)
         return request
 
     def push(self, table: int, keys: Keys, deltas: Block) -> Done | None:
@@ -390,7 +403,7 @@ class Engine(TableEngine):
             away = np.flatnonzero(~here).astype(np.int32)
             keys, deltas, targets = keys[away], _taken(deltas, away), targets[away]
         self.counts["pushed_remotely"] += away_count
-        return self._send_change(Kind.PUSH, table, targets, keys, deltas, outbox)
+        return self._send_change(MessageKind.PUSH, table, targets, keys, deltas, outbox)
 
     def set(self, table: int, keys: Keys, values: Block) -> tuple[bool, Done | None]:
         outbox: Outbox = []
@@ -404,12 +417,14 @@ class Engine(TableEngine):
             if not away_count:
                 return True, None
             away = ~here
-            done = self._send_change(Kind.SET, table, targets[away], keys[away], values[away], outbox)
+            done = self._send_change(MessageKind.SET, table, targets[away], keys[away], values[away], outbox)
         self._post(outbox)
         return True, done
 
-    def _send_change(self, kind: Kind, table: int, targets: Codes, keys: Keys, block: Block, outbox: Outbox) -> Done:
-        request = Request(kind, table, keys, block if kind is Kind.SET else None)
+    def _send_change(
+        self, kind: MessageKind, table: int, targets: Codes, keys: Keys, block: Block, outbox: Outbox
+    ) -> Done:
+        request = RowRequest(kind, table, keys, block if kind is MessageKind.SET else None)
         number = self._number(request)
         self._unapplied[number] = request
         outbox.extend(self._spread(kind, table, self.rank, number, targets, keys, block))
@@ -452,7 +467,7 @@ class Engine(TableEngine):
         else:
             store.touch(where)
         if values.shape[0]:
-            self._answer(Kind.PULLED, message, outbox, [positions, values])
+            self._answer(MessageKind.PULLED, message, outbox, [positions, values])
 
     def _on_pulled(self, sender: int, message: Message, outbox: Outbox) -> None:
         request = self.requests[message.request]
@@ -478,16 +493,16 @@ class Engine(TableEngine):
     def _on_change(self, sender: int, message: Message, outbox: Outbox) -> None:
         store, rows, arrays = self._serve(message, outbox)
         if rows.shape[0]:
-            change = kernels.add_owned if message.kind is Kind.PUSH else kernels.assign
+            change = kernels.add_owned if message.kind is MessageKind.PUSH else kernels.assign
             change(store.rows, rows, arrays[1])
-            self._answer(Kind.APPLIED, message, outbox, extra=rows.shape[0])
+            self._answer(MessageKind.APPLIED, message, outbox, extra=rows.shape[0])
 
     def _on_applied(self, sender: int, message: Message, outbox: Outbox) -> None:
         request = self.requests[message.request]
         request.remaining -= message.extra
         if request.remaining:
             return
-        if request.kind is Kind.SET:
+        if request.kind is MessageKind.SET:
             kernels.overwrite_replicas(self.stores[request.table].rows, request.keys, request.block)
         del self.requests[message.request], self._unapplied[message.request]
         request.done.set()
@@ -535,7 +550,7 @@ class Engine(TableEngine):
         wanted, asked = np.empty_like(keys), np.empty_like(targets)
         count: int = kernels.request_keys(store.rows, keys, where, targets, end, self._round, wanted, asked)
         if count:
-            messages = self._spread(Kind.INTENT, table, self.rank, self._round, asked[:count], wanted[:count])
+            messages = self._spread(MessageKind.INTENT, table, self.rank, self._round, asked[:count], wanted[:count])
             self._after_pushes(messages, outbox)
         return count
 
@@ -552,10 +567,10 @@ class Engine(TableEngine):
         self.counts["replicated"] += count - moved
         self.counts["moved"] += moved
         if moved < count:
-            self._answer(Kind.REPLICA, message, outbox, [keys[moved:], versions[moved:], values[moved:]])
+            self._answer(MessageKind.REPLICA, message, outbox, [keys[moved:], versions[moved:], values[moved:]])
         if moved:
             arrays = [keys[:moved], versions[:moved], moves[:moved], masks[:moved], values[:moved]]
-            self._answer(Kind.MOVE, message, outbox, arrays)
+            self._answer(MessageKind.MOVE, message, outbox, arrays)
 
     def _on_replica(self, sender: int, message: Message, outbox: Outbox) -> None:
         kernels.install_replicas(self.stores[message.table].rows, sender, *message.arrays)
@@ -574,7 +589,7 @@ class Engine(TableEngine):
         if elsewhere.any():
             targets = homes[elsewhere].astype(np.int8)
             arrays = keys[elsewhere], moves[elsewhere]
-            outbox.extend(self._spread(Kind.OWNER, message.table, self.rank, 0, targets, *arrays))
+            outbox.extend(self._spread(MessageKind.OWNER, message.table, self.rank, 0, targets, *arrays))
 
     def _on_owner(self, sender: int, message: Message, outbox: Outbox) -> None:
         store = self.stores[message.table]
@@ -622,7 +637,7 @@ class Engine(TableEngine):
                 deltas = np.empty((int((flags[chosen] & DIRTY).sum()), store.width), np.float32)
                 kernels.take_deltas(store.rows, slots[chosen], deltas)
                 arrays: list[NDArray[Any]] = [keys[chosen], versions[chosen], flags[chosen], deltas]
-                outbox.append((int(owner), Message(Kind.SYNC, table, self.rank, self._round, 0, arrays)))
+                outbox.append((int(owner), Message(MessageKind.SYNC, table, self.rank, self._round, 0, arrays)))
         return count
 
     def _record_replies(self, number: int, keys: int) -> None:
@@ -649,11 +664,11 @@ class Engine(TableEngine):
             chosen = np.flatnonzero(codes == MOVED)[::-1]  # their values are at the end
             parts = [keys[chosen], versions[chosen], moves[chosen], np.zeros(moved, np.int64), values[count - moved :]]
             self.counts["moved"] += moved
-            self._answer(Kind.MOVE, message, outbox, parts)
+            self._answer(MessageKind.MOVE, message, outbox, parts)
         answered = codes < MOVED
         if answered.any():
             parts = [keys[answered], codes[answered], versions[answered], values[:sent]]
-            self._answer(Kind.SYNCED, message, outbox, parts)
+            self._answer(MessageKind.SYNCED, message, outbox, parts)
         away = codes == AWAY
         if away.any():
             dirty = (flags & DIRTY).astype(np.bool_)
@@ -661,7 +676,7 @@ class Engine(TableEngine):
             for target in np.unique(targets[away]):
                 chosen = away & (targets == target)
                 parts = [keys[chosen], versions[chosen], flags[chosen], deltas[places[chosen & dirty]]]
-                forwarded = Message(Kind.SYNC, message.table, message.origin, message.request, 0, parts)
+                forwarded = Message(MessageKind.SYNC, message.table, message.origin, message.request, 0, parts)
                 outbox.append((int(target), forwarded))
 
     def _on_synced(self, sender: int, message: Message, outbox: Outbox) -> None:
@@ -678,7 +693,7 @@ class Engine(TableEngine):
         again = keys[after == DROP]
         if again.shape[0]:
             _, targets, _ = store.locate(self.rank, self.sites, again)
-            messages = self._spread(Kind.INTENT, message.table, self.rank, message.request, targets, again)
+            messages = self._spread(MessageKind.INTENT, message.table, self.rank, message.request, targets, again)
             self._after_pushes(messages, outbox)
         self._record_replies(message.request, keys.shape[0] - again.shape[0])
 

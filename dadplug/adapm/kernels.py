@@ -25,7 +25,7 @@ from .store import (
     Index,
     Keys,
     Numbers,
-    Rows,
+    TableRows,
     add_row,
     copy_row,
     free_row,
@@ -74,7 +74,7 @@ def first_not_finite(block: Block) -> int:
 
 
 @njit(cache=True, nogil=True)
-def add(r: Rows, keys: Keys, deltas: Block, where: Numbers) -> int:
+def add(r: TableRows, keys: Keys, deltas: Block, where: Numbers) -> int:
     """Add deltas to keys that are owned, replicated or requested at this site.
 
     Args:
@@ -117,7 +117,7 @@ def add(r: Rows, keys: Keys, deltas: Block, where: Numbers) -> int:
 
 
 @njit(cache=True, nogil=True)
-def readable(r: Rows, rank: int, sites: int, keys: Keys, found: Codes) -> None:
+def readable(r: TableRows, rank: int, sites: int, keys: Keys, found: Codes) -> None:
     """Flag the keys whose value this site has, or creates at first use."""
     index, directory = r.finder, r.directory
     for i in range(keys.shape[0]):
@@ -129,7 +129,7 @@ def readable(r: Rows, rank: int, sites: int, keys: Keys, found: Codes) -> None:
 
 
 @njit(cache=True, nogil=True)
-def add_owned(r: Rows, where: Numbers, deltas: Block) -> None:
+def add_owned(r: TableRows, where: Numbers, deltas: Block) -> None:
     """Add deltas to rows owned by this site."""
     values, versions = r.values, r.versions
     for i in range(where.shape[0]):
@@ -153,7 +153,7 @@ def scatter_rows(values: Block, positions: Numbers, out: Block) -> bool:
 
 
 @njit(cache=True, nogil=True)
-def assign(r: Rows, where: Numbers, values: Block) -> None:
+def assign(r: TableRows, where: Numbers, values: Block) -> None:
     """Set rows owned by this site."""
     for i in range(where.shape[0]):
         copy_row(r.values, where[i], values, i)
@@ -161,7 +161,7 @@ def assign(r: Rows, where: Numbers, values: Block) -> None:
 
 
 @njit(cache=True, nogil=True)
-def overwrite_replicas(r: Rows, keys: Keys, values: Block) -> None:
+def overwrite_replicas(r: TableRows, keys: Keys, values: Block) -> None:
     """Set the replicas of this site to the values that it has set at their owners, and outdate replies in flight."""
     for i in range(keys.shape[0]):
         row = get(r.finder, keys[i])
@@ -177,7 +177,7 @@ def overwrite_replicas(r: Rows, keys: Keys, values: Block) -> None:
 
 
 @njit(cache=True, nogil=True)
-def any_requested(r: Rows, keys: Keys) -> bool:
+def any_requested(r: TableRows, keys: Keys) -> bool:
     """Return whether any of the keys is REQUESTED."""
     found = False
     for i in range(keys.shape[0]):
@@ -199,10 +199,10 @@ def reconcile(
     """Add this site's pushes to values that other sites have sent.
 
     Args:
-        index: `Rows.finder` of the store.
-        values: `Rows.values` of the store.
-        slots: `Rows.slots` of the store.
-        dirty: `Rows.dirty` of the store.
+        index: `TableRows.finder` of the store.
+        values: `TableRows.values` of the store.
+        slots: `TableRows.slots` of the store.
+        dirty: `TableRows.dirty` of the store.
         keys: n keys that other sites have sent.
         positions: n rows of `out`.
         out: the values, changed in place.
@@ -228,8 +228,8 @@ def states_of(finder: Index, states: Codes, keys: Keys, out: Codes) -> None:
     """Look up the states of keys; -1 for absent keys.
 
     Args:
-        finder: `Rows.finder` of the store.
-        states: `Rows.states` of the store.
+        finder: `TableRows.finder` of the store.
+        states: `TableRows.states` of the store.
         keys: n keys.
         out: n states, overwritten.
     """
@@ -243,7 +243,7 @@ def states_of(finder: Index, states: Codes, keys: Keys, out: Codes) -> None:
 
 @njit(cache=True, nogil=True)
 def request_keys(
-    r: Rows, keys: Keys, where: Numbers, targets: Codes, end: int, round_number: int, wanted: Keys, asked: Codes
+    r: TableRows, keys: Keys, where: Numbers, targets: Codes, end: int, round_number: int, wanted: Keys, asked: Codes
 ) -> int:
     """Record an intent; keys that are not at this site become REQUESTED.
 
@@ -291,7 +291,7 @@ def hand_over(
 
 @njit(cache=True, nogil=True)
 def serve_intent(
-    r: Rows,
+    r: TableRows,
     origin: int,
     clock: int,
     technique: int,
@@ -348,7 +348,7 @@ def serve_intent(
 
 
 @njit(cache=True, nogil=True)
-def install_replicas(r: Rows, owner: int, keys: Keys, versions: Numbers, values: Block) -> None:
+def install_replicas(r: TableRows, owner: int, keys: Keys, versions: Numbers, values: Block) -> None:
     """Turn requested keys into replicas; what was pushed since the request becomes their unsent delta."""
     finder, slots, dirty, unsent, rows = r.finder, r.slots, r.dirty, r.deltas, r.values
     states, known, peers = r.states, r.versions, r.peers
@@ -368,7 +368,7 @@ def install_replicas(r: Rows, owner: int, keys: Keys, versions: Numbers, values:
 
 @njit(cache=True, nogil=True)
 def take_ownership(
-    r: Rows, rank: int, keys: Keys, versions: Numbers, moves: Numbers, masks: Keys, values: Block
+    r: TableRows, rank: int, keys: Keys, versions: Numbers, moves: Numbers, masks: Keys, values: Block
 ) -> None:
     """Make this site the owner of keys that it had requested or replicated."""
     finder, directory, slots, dirty, unsent, rows = r.finder, r.directory, r.slots, r.dirty, r.deltas, r.values
@@ -393,7 +393,7 @@ def take_ownership(
 
 
 @njit(cache=True, nogil=True)
-def update_directory(r: Rows, keys: Keys, moves: Numbers, site: int) -> None:
+def update_directory(r: TableRows, keys: Keys, moves: Numbers, site: int) -> None:
     """Record the site that keys have moved to, except where a later move is known."""
     directory, counts = r.directory, r.counts
     for i in range(keys.shape[0]):
@@ -407,7 +407,14 @@ def update_directory(r: Rows, keys: Keys, moves: Numbers, site: int) -> None:
 
 @njit(cache=True, nogil=True)
 def collect_replica_updates(
-    r: Rows, clock: int, round_number: int, keys: Keys, versions: Numbers, flags: Codes, owners: Codes, slots: Numbers
+    r: TableRows,
+    clock: int,
+    round_number: int,
+    keys: Keys,
+    versions: Numbers,
+    flags: Codes,
+    owners: Codes,
+    slots: Numbers,
 ) -> int:
     """List the replicas that have no message in flight, and mark them as in flight.
 
@@ -446,7 +453,7 @@ def collect_replica_updates(
 
 
 @njit(cache=True, nogil=True)
-def take_deltas(r: Rows, slots: Numbers, deltas: Block) -> int:
+def take_deltas(r: TableRows, slots: Numbers, deltas: Block) -> int:
     """Move the unsent deltas of slots into a block; return their number."""
     unsent, dirty = r.deltas, r.dirty
     count = 0
@@ -461,7 +468,7 @@ def take_deltas(r: Rows, slots: Numbers, deltas: Block) -> int:
 
 @njit(cache=True, nogil=True)
 def serve_sync(
-    r: Rows,
+    r: TableRows,
     origin: int,
     clock: int,
     technique: int,
@@ -543,7 +550,7 @@ def _refresh(rows: Block, row: int, dirty: Codes, unsent: Block, slot: int, valu
 
 @njit(cache=True, nogil=True)
 def apply_sync_reply(
-    r: Rows,
+    r: TableRows,
     owner: int,
     clock: int,
     round_number: int,
@@ -604,7 +611,7 @@ def apply_sync_reply(
 
 
 @njit(cache=True, nogil=True)
-def count_pending(r: Rows, since: int) -> int:
+def count_pending(r: TableRows, since: int) -> int:
     """Count the replicas that no round from `since` on has refreshed, and the requests of earlier rounds."""
     states, tracked, dirty, asked, answered = r.states, r.tracked, r.dirty, r.asked, r.answered
     count = 0

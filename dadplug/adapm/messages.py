@@ -56,7 +56,7 @@ from ..errors import ProtocolError
 MOST_BYTES = 16 << 20  # of a message, unless a single key has more
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     """Kinds of messages, with their arrays."""
 
     PULL = 0  # keys, positions
@@ -76,24 +76,24 @@ class Kind(IntEnum):
 
 
 _KEYS, _NUMBERS, _CODES, _VALUES = (np.dtype(name) for name in ("<i8", "<i4", "<i1", "<f4"))
-ARRAYS: dict[Kind, tuple[np.dtype[Any], ...]] = {
-    Kind.PULL: (_KEYS, _NUMBERS),
-    Kind.PULLED: (_NUMBERS, _VALUES),
-    Kind.PUSH: (_KEYS, _VALUES),
-    Kind.SET: (_KEYS, _VALUES),
-    Kind.APPLIED: (),
-    Kind.INTENT: (_KEYS,),
-    Kind.REPLICA: (_KEYS, _NUMBERS, _VALUES),
-    Kind.MOVE: (_KEYS, _NUMBERS, _NUMBERS, _KEYS, _VALUES),
-    Kind.SYNC: (_KEYS, _NUMBERS, _CODES, _VALUES),
-    Kind.SYNCED: (_KEYS, _CODES, _NUMBERS, _VALUES),
-    Kind.OWNER: (_KEYS, _NUMBERS),
-    Kind.BARRIER: (),
-    Kind.BYE: (),
-    Kind.ALIVE: (),
+ARRAYS: dict[MessageKind, tuple[np.dtype[Any], ...]] = {
+    MessageKind.PULL: (_KEYS, _NUMBERS),
+    MessageKind.PULLED: (_NUMBERS, _VALUES),
+    MessageKind.PUSH: (_KEYS, _VALUES),
+    MessageKind.SET: (_KEYS, _VALUES),
+    MessageKind.APPLIED: (),
+    MessageKind.INTENT: (_KEYS,),
+    MessageKind.REPLICA: (_KEYS, _NUMBERS, _VALUES),
+    MessageKind.MOVE: (_KEYS, _NUMBERS, _NUMBERS, _KEYS, _VALUES),
+    MessageKind.SYNC: (_KEYS, _NUMBERS, _CODES, _VALUES),
+    MessageKind.SYNCED: (_KEYS, _CODES, _NUMBERS, _VALUES),
+    MessageKind.OWNER: (_KEYS, _NUMBERS),
+    MessageKind.BARRIER: (),
+    MessageKind.BYE: (),
+    MessageKind.ALIVE: (),
 }
-_PARTLY = (Kind.SYNC, Kind.SYNCED)  # have values for some keys only
-_KINDS = dict(enumerate(Kind))
+_PARTLY = (MessageKind.SYNC, MessageKind.SYNCED)  # have values for some keys only
+_KINDS = dict(enumerate(MessageKind))
 _HEAD = struct.Struct("<B3xHhIIqq")  # kind, table, origin, keys, rows of values, request, extra
 HEAD_SIZE = _HEAD.size
 _MOST_PER_KEY = 32  # bytes per key in any message, except its values
@@ -115,11 +115,11 @@ class Message:
         table: number of the table.
         origin: the site that sent it first; forwarding does not change it.
         request: number of the request at its origin.
-        extra: a number, see `Kind`.
-        arrays: arrays, see `Kind`.
+        extra: a number, see `MessageKind`.
+        arrays: arrays, see `MessageKind`.
     """
 
-    kind: Kind
+    kind: MessageKind
     table: int = 0
     origin: int = 0
     request: int = 0
@@ -151,7 +151,7 @@ _Places = tuple[tuple[Any, np.dtype[Any], int], ...]  # shape, type and offset o
 
 
 @lru_cache(maxsize=1024)
-def _layout(number: int, table: int, width: int | None, keys: int, rows: int) -> tuple[Kind, int, _Places]:
+def _layout(number: int, table: int, width: int | None, keys: int, rows: int) -> tuple[MessageKind, int, _Places]:
     """Return the kind of a message, the size of its arrays in bytes, and their places; see `Head`."""
     kind = _KINDS.get(number)
     if kind is None:

@@ -2,7 +2,7 @@
 
 A key is in one of these states at a site (`KeyState`):
 
-- absent: no row; `Rows.directory` holds the site to ask, otherwise it is the key's home;
+- absent: no row; `TableRows.directory` holds the site to ask, otherwise it is the key's home;
 - OWNED: this site is the owner, and `values` holds the true value; `peers` is the set of sites with a replica, as bits;
 - REPLICA: `values` holds the last value from the owner plus everything pushed here since, of which `deltas` holds the
   part that has not been sent (where `dirty`); `peers` is the site that replied last;
@@ -288,7 +288,7 @@ def copy_into(index: Index, larger: Index) -> None:
 # Rows and slots
 
 
-class Rows(NamedTuple):
+class TableRows(NamedTuple):
     """Memory of one table at one site."""
 
     finder: Index  # key to row where it can be read, to -2 - row where it is REQUESTED
@@ -310,7 +310,7 @@ class Rows(NamedTuple):
 
 
 @njit(cache=True, nogil=True)
-def take_row(r: Rows, key: int, state: int) -> int:
+def take_row(r: TableRows, key: int, state: int) -> int:
     """Allocate a row for a key that has none; there must be room. Its values are not initialised."""
     row: int = r.counts[ROW_FREE]
     if row >= 0:
@@ -343,7 +343,7 @@ def free_row(finder: Index, keys: Keys, states: Codes, slots: Numbers, counts: K
 
 
 @njit(cache=True, nogil=True)
-def take_slot(r: Rows, row: int, round_number: int) -> None:
+def take_slot(r: TableRows, row: int, round_number: int) -> None:
     """Allocate a slot for a row; there must be room."""
     slot = r.counts[SLOT_FREE]
     if slot >= 0:
@@ -372,7 +372,7 @@ def free_slot(slots: Numbers, tracked: Numbers, counts: Keys, row: int) -> None:
 
 @njit(cache=True, nogil=True)
 def row_of(number: int) -> int:
-    """Return the row that a number in `Rows.finder` refers to, readable or not; -1 for none."""
+    """Return the row that a number in `TableRows.finder` refers to, readable or not; -1 for none."""
     return number if number >= -1 else -2 - number
 
 
@@ -418,7 +418,7 @@ def read(
     """Copy the values of keys if this site can read all of them, else find the sites to ask.
 
     Args:
-        index: `Rows.finder` of the store.
+        index: `TableRows.finder` of the store.
         directory: directory of the store.
         states: states of the store.
         counts: counts of the store.
@@ -475,10 +475,10 @@ def locate(
     """Find the owners of keys, as far as this site knows.
 
     Args:
-        index: `Rows.finder` of the store.
-        directory: `Rows.directory` of the store.
-        states: `Rows.states` of the store.
-        counts: `Rows.counts` of the store.
+        index: `TableRows.finder` of the store.
+        directory: `TableRows.directory` of the store.
+        states: `TableRows.states` of the store.
+        counts: `TableRows.counts` of the store.
         rank: this site.
         sites: number of sites.
         keys: n keys.
@@ -509,7 +509,7 @@ def locate(
 
 
 @njit(cache=True, nogil=True)
-def create(r: Rows, keys: Keys, where: Numbers, rows: Numbers) -> int:
+def create(r: TableRows, keys: Keys, where: Numbers, rows: Numbers) -> int:
     """Allocate rows for the keys without one (-2 in `where`), write them to `rows`, and return their number."""
     created = 0
     for i in range(keys.shape[0]):
@@ -525,7 +525,7 @@ def create(r: Rows, keys: Keys, where: Numbers, rows: Numbers) -> int:
 
 
 @njit(cache=True, nogil=True)
-def list_owned(r: Rows, rows: Numbers) -> int:
+def list_owned(r: TableRows, rows: Numbers) -> int:
     """Write the rows owned by this site to `rows`, and return their number."""
     count = 0
     for row in range(r.counts[ROW_TOP]):
@@ -536,7 +536,7 @@ def list_owned(r: Rows, rows: Numbers) -> int:
 
 
 @njit(cache=True, nogil=True)
-def list_evictable(r: Rows, clock: int, used: Keys, before: int, found: Numbers) -> int:
+def list_evictable(r: TableRows, clock: int, used: Keys, before: int, found: Numbers) -> int:
     """List the rows that may be evicted: owned, without replicas or intent, and not used recently.
 
     Args:
@@ -559,7 +559,7 @@ def list_evictable(r: Rows, clock: int, used: Keys, before: int, found: Numbers)
 
 
 @njit(cache=True, nogil=True)
-def free_rows(r: Rows, rows: Numbers) -> None:
+def free_rows(r: TableRows, rows: Numbers) -> None:
     """Free rows and discard their values."""
     finder, keys, states, slots, counts = r.finder, r.keys, r.states, r.slots, r.counts
     for i in range(rows.shape[0]):
@@ -596,7 +596,7 @@ class Store:
         counts = np.zeros(8, np.int64)
         counts[[ROW_FREE, SLOT_FREE]] = -1
         rows, slots = max(capacity, 16), 16
-        self.rows = Rows(
+        self.rows = TableRows(
             finder=empty_index(rows),
             directory=empty_index(16),
             values=np.empty((rows, width), np.float32),

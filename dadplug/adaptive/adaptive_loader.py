@@ -28,7 +28,7 @@ from ..support.signature import whole_number
 from .goodput import BatchLimits, BatchSplit, Measurement, Period, choose, fit, initial_split
 from .loader import ElasticDataLoader, check_sampler, order_of_sampler
 from .noise import GradientNoise
-from .progress import Pass, Progress, progress
+from .progress import Pass, ProgramProgress, progress
 
 _Item = TypeVar("_Item")
 _Bounds = tuple[int | None, int | None]
@@ -152,18 +152,6 @@ def _gather(produce: Callable[[], _Item], transport: Transport) -> list[_Item]:
         if isinstance(each, str):
             raise RuntimeError(f"{transport.sites[rank]} cannot choose the batch: {each}") from failure
     return every
-
-
-def _payload_of(plan: Any, rows: int) -> tuple[float, float]:
-    """Return the bytes of a step that do not depend on the batch, and those for each of this site's samples.
-
-    Args:
-        plan: the plan, as of the last steps.
-        rows: samples that its payloads have room for.
-    """
-    growing = [row for row in plan if row.path in ("factors", "activations") and len(row.shape) > 1]
-    grows = sum(row.bytes for row in growing)
-    return float(sum(row.bytes for row in plan) - grows), grows / max(1, rows)
 
 
 def _medians(times: Sequence[tuple[float, float, int]]) -> Measurement:
@@ -390,7 +378,7 @@ class AdaptiveDataLoader(ElasticDataLoader):
             return self._split.sizes
         return (max(1, math.ceil(self._base_batch / count)),) * count
 
-    def _divide(self, current: Progress, running: Pass, number: int) -> None:
+    def _divide(self, current: ProgramProgress, running: Pass, number: int) -> None:
         transport = current.transport
         if self._split is None or len(self._split.sizes) != transport.world_size:
             self._split = self._first_split(transport)
@@ -416,7 +404,7 @@ class AdaptiveDataLoader(ElasticDataLoader):
             return saved
         return initial_split(limits, None if saved is None else saved.batch)
 
-    def _give(self, current: Progress, running: Pass, number: int, batches: Iterator[Any]) -> Iterator[Any]:
+    def _give(self, current: ProgramProgress, running: Pass, number: int, batches: Iterator[Any]) -> Iterator[Any]:
         self._given = self._steps = 0
         try:
             while (yield from self._give_split(current, running, batches)):
@@ -428,7 +416,9 @@ class AdaptiveDataLoader(ElasticDataLoader):
             _deal(None)
             current.leave(running)
 
-    def _give_split(self, current: Progress, running: Pass, batches: Iterator[Any]) -> Generator[Any, None, bool]:
+    def _give_split(
+        self, current: ProgramProgress, running: Pass, batches: Iterator[Any]
+    ) -> Generator[Any, None, bool]:
         """Give batches until the split changes; return whether it has, and not the end of the pass been reached."""
         schedule, scales = self._batches.schedule, self.max_batch_size is not None
         assert schedule is not None
@@ -566,7 +556,10 @@ class AdaptiveDataLoader(ElasticDataLoader):
         source = self._gradients
         assert source is not None
         periods = tuple((each, _medians(times)) for each, times in self._times.items() if len(times) >= _FEWEST)
-        return BatchReport(periods, _payload_of(source.plan, max(self._recent_rows)), source.noise.scale)
+        growing = [row for row in source.plan if row.path in ("factors", "activations") and len(row.shape) > 1]
+        grows = sum(row.bytes for row in growing)  # with the batch; the other bytes of a step do not
+        payload = float(sum(row.bytes for row in source.plan) - grows), grows / max(1, *self._recent_rows)
+        return BatchReport(periods, payload, source.noise.scale)
 
     def _choose(self, reports: Sequence[BatchReport]) -> tuple[BatchSplit, float] | None:
         """Return the split of the next steps and its goodput; None while not all have measured the present one."""

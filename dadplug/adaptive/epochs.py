@@ -19,7 +19,7 @@ from ..errors import MismatchError
 from ..exchange import DEFAULT_TIMEOUT, Transport, codec
 from ..support.files import PRIVATE, write_file
 from ..support.logs import get_logger
-from .progress import Progress, progress
+from .progress import ProgramProgress, progress
 
 _log = get_logger(__name__)
 _VARIABLE = "DADPLUG_CHECKPOINT"  # the path, where the program gives none
@@ -63,7 +63,7 @@ class Epochs:
         self._until, self._every, self._timeout = until, every, timeout
         self._state = dict(state or {})
         self._saves = False
-        self._progress: Progress | None = None
+        self._progress: ProgramProgress | None = None
 
     def __iter__(self) -> Iterator[int]:
         current = self._progress = progress()
@@ -87,7 +87,7 @@ class Epochs:
             if self._saves:
                 self.save()
 
-    def _agree(self, current: Progress) -> None:
+    def _agree(self, current: ProgramProgress) -> None:
         """Compare the arguments of all sites, and find out whether any of them has a place for checkpoints."""
         own = {"until": self._until, "every": self._every, "state": sorted(self._state)}
         every = current.transport.gather_objects((own, self._path is not None))
@@ -99,7 +99,7 @@ class Epochs:
                 )
         self._saves = any(saves for _, saves in every)
 
-    def _load_state(self, current: Progress) -> None:
+    def _load_state(self, current: ProgramProgress) -> None:
         saved = current.saved_state
         current.saved_state = None
         if saved is None:

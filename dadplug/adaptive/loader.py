@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from ..errors import MismatchError
 from ..support.signature import whole_number
-from .progress import Pass, Progress, progress
+from .progress import Pass, ProgramProgress, progress
 
 _OWN = ("sampler", "batch_sampler")  # arguments of DataLoader that this loader gives itself
 
@@ -361,7 +361,7 @@ class ElasticDataLoader(DataLoader[Any]):
         """Return the indices of all samples in the order of a pass."""
         return order_of(self._length, self._shuffle, self._seed, running.epoch, number)
 
-    def _divide(self, current: Progress, running: Pass, number: int) -> None:
+    def _divide(self, current: ProgramProgress, running: Pass, number: int) -> None:
         """Agree with the other sites on the division of the rest of the data.
 
         Raises:
@@ -398,7 +398,7 @@ class ElasticDataLoader(DataLoader[Any]):
                 self._batches.prepare(order, schedule, ranks.index(transport.rank))
         running.common_steps = running.steps + min(steps)
 
-    def _give(self, current: Progress, running: Pass, number: int, batches: Iterator[Any]) -> Iterator[Any]:
+    def _give(self, current: ProgramProgress, running: Pass, number: int, batches: Iterator[Any]) -> Iterator[Any]:
         schedule = self._batches.schedule
         assert schedule is not None
         try:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..exchange import DEFAULT_TIMEOUT, Traffic, Transport, open_transport
-from ..hub import current_connection
+from ..exchange.factory import sites_may_leave
 from ..step.model_sync.replicated_model import Stateful
 
 
@@ -71,7 +71,7 @@ class _Target:
     statistics: dict[str, Any]
 
 
-class Progress:
+class ProgramProgress:
     """Progress of a program that may be restarted.
 
     A restarted program executes its code from the start. While it `replays` what lies before the place of the
@@ -118,7 +118,7 @@ class Progress:
         Raises:
             ValueError: if sites may leave, since positions and sums of an absent site would be lost.
         """
-        if (connection := current_connection()) is not None and connection.elastic:
+        if sites_may_leave():
             raise ValueError(
                 "remaining_epochs_until, ElasticDataLoader, AdaptiveDataLoader and Accumulator need all sites until "
                 "the end: leave min_sites out, or count steps by reduction.step"
@@ -333,10 +333,10 @@ class Progress:
                 loader.load_state_dict(self._loader_states[name])
 
 
-_progress = Progress()
+_progress = ProgramProgress()
 
 
-def progress() -> Progress:
+def progress() -> ProgramProgress:
     """Return the progress of this process."""
     return _progress
 
@@ -348,7 +348,7 @@ def reset_progress() -> None:
     ended. Call this between two trainings, for example in a notebook, before loaders and accumulators are created.
     """
     global _progress
-    _progress = Progress()
+    _progress = ProgramProgress()
 
 
 class Accumulator(MutableMapping[Any, Any]):
@@ -511,7 +511,7 @@ class Accumulator(MutableMapping[Any, Any]):
             raise RuntimeError("values of an Accumulator can be read within `with stats.synchronized():` only")
         return self._values
 
-    # For `Progress`
+    # For `ProgramProgress`
 
     @property
     def pending(self) -> dict[Any, Any]:

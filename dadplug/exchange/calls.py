@@ -21,10 +21,7 @@ from . import codec
 DIFFERENT = "the sites do not make the same calls"
 ASK_SECONDS = 2.0  # of a wait, after which a site asks what the others wait for
 _LIBRARIES = {"dadplug", "torch", *sys.stdlib_module_names} - {"__main__"}
-_EXCHANGES = tuple(f"dadplug.{name}" for name in ("exchange", "adapm", "parameter_server", "hub"))
 _TRANSPORTS = ("dadplug.exchange", "dadplug.hub.site", "dadplug.parameter_server")
-_TRAINING = ("dadplug.parameter_server.experiment",)  # it calls the program's functions
-_LOADING = ("__iter__", "__next__")  # of loaders: below them are waits of their own, or the program's data set
 _NAMES = {"_wrapped_call_impl": "forward", "wrapper": "step"}  # of torch: calls of a module and of an optimizer
 _groups: weakref.WeakValueDictionary[str, BegunExchanges] = weakref.WeakValueDictionary()
 
@@ -69,10 +66,14 @@ class OwnPlace:
         step: number of the step of training.
         wait: wait that takes long, or has ended in an error; None if there is none.
         failed: call that has failed since sites make different ones; empty if none has.
+        waiting: threads that wait in an exchange, by their numbers.
     """
 
     step, failed = 0, ""
     wait: Wait | None = None
+
+    def __init__(self) -> None:
+        self.waiting: set[int] = set()
 
     def lacks(self, wait: Wait | None) -> bool:
         """Return whether this process has not begun an exchange of a group that it belongs to."""
@@ -82,17 +83,15 @@ class OwnPlace:
 own_place = OwnPlace()
 
 
-def occupation() -> tuple[bool, str]:
-    """Return whether the main thread takes part in an exchange, and its call, line of the program, and step."""
+def own_call() -> str:
+    """Return the call that the main thread is in, with the line of the program, and the step."""
     frame = _main_frame()
-    exchanging, call, place = False, "", ""
-    while frame is not None:
-        module, code = frame.f_globals.get("__name__") or "", frame.f_code
-        exchanging |= module.startswith(_EXCHANGES) and module not in _TRAINING and code.co_name not in _LOADING
-        if not place and module.partition(".")[0] not in _LIBRARIES:
-            place = f"{call}{os.path.basename(code.co_filename)}:{frame.f_lineno}, step {own_place.step}"
+    call = ""
+    while frame is not None and not own_place.failed:
+        if (frame.f_globals.get("__name__") or "").partition(".")[0] not in _LIBRARIES:
+            return f"{call}{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}, step {own_place.step}"
         call, frame = f"{_name_of(frame)}() at ", frame.f_back
-    return exchanging, own_place.failed or place or "the end of its program"
+    return own_place.failed or "the end of its program"
 
 
 def _main_frame() -> Any:
@@ -124,7 +123,7 @@ def tagged(item: Any) -> tuple[str, str, Any]:
     while (module := frame.f_globals.get("__name__") or "").startswith(_TRANSPORTS):
         frame = frame.f_back
     function = frame.f_code.co_name if module.startswith("dadplug.") else ""  # a program may have any
-    return function, occupation()[1], item
+    return function, own_call(), item
 
 
 def untagged(every: Mapping[int, tuple[str, str, Any]], sites: Any) -> dict[int, Any]:

@@ -85,18 +85,27 @@ class SingleSite(Transport):
 Recognise = Callable[[dist.ProcessGroup], bool]
 Open = Callable[[dist.ProcessGroup, Traffic, torch.device, float, "Requirements | None", bool], Transport]
 
-_networks: list[tuple[Recognise, Open]] = []
+_networks: list[tuple[Recognise, Open, Recognise]] = []
 
 
-def register_network(recognise: Recognise, open_network: Open) -> None:
+def register_network(recognise: Recognise, open_network: Open, may_leave: Recognise) -> None:
     """Register a network with a transport of its own.
 
     Args:
         recognise: returns whether a process group is one of the network.
         open_network: opens a transport for such a group; takes group, meter, device, timeout, requirements and
             whether it is for a trainer, see `open_transport`.
+        may_leave: returns whether training in such a group goes on without a site that leaves.
     """
-    _networks.append((recognise, open_network))
+    _networks.append((recognise, open_network, may_leave))
+
+
+def sites_may_leave() -> bool:
+    """Return whether training goes on without a site that leaves the default process group."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return False
+    group: Any = dist.group.WORLD
+    return any(recognise(group) and may_leave(group) for recognise, _, may_leave in _networks)
 
 
 def open_transport(
@@ -138,7 +147,7 @@ def open_transport(
     if len(ranks) == 1:
         report_alone()
         return SingleSite(traffic, device, timeout)
-    for recognise, open_network in _networks:
+    for recognise, open_network, _ in _networks:
         if recognise(parent):
             return open_network(parent, traffic, device, timeout, requirements, for_trainer)
     if requirements is not None:

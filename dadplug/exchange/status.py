@@ -36,7 +36,7 @@ import torch.distributed as dist
 
 from ..errors import MismatchError, SiteError
 from . import codec
-from .calls import DIFFERENT, BegunExchanges, Wait, explain, occupation, own_place
+from .calls import DIFFERENT, BegunExchanges, Wait, explain, own_call, own_place
 from .codec import gather_objects
 from .handshake import Deadline, close_in_children, listen
 
@@ -46,7 +46,7 @@ _GRACE_SECONDS = 1.5  # for reports of other sites to arrive if no site seems to
 _SESSIONS = 8  # that a history covers
 
 
-class Report(NamedTuple):
+class ExitReport(NamedTuple):
     """Exit report of one process to another.
 
     Attributes:
@@ -65,28 +65,28 @@ class Report(NamedTuple):
     lost: bytes = b""
 
 
-codec.register(Report, "dadplug.exchange.exit_reports.Report")  # as other versions call it
+codec.register(ExitReport, "dadplug.exchange.exit_reports.Report")  # as other versions call it
 
 
 class ReportHistory:
     """Reports of one process to another, of the last sessions, of which it holds the last report each."""
 
     def __init__(self) -> None:
-        self._reports: tuple[Report, ...] = ()  # by session; replaced as a whole, since several threads read it
+        self._reports: tuple[ExitReport, ...] = ()  # by session; replaced as a whole, since several threads read it
 
-    def add(self, report: Report) -> None:
+    def add(self, report: ExitReport) -> None:
         """Add a report, unless the history holds a later one of the same session."""
         reports = {each.session: each for each in self._reports}
         if report.session not in reports or reports[report.session].number < report.number:
             reports[report.session] = report
             self._reports = tuple(reports[session] for session in sorted(reports)[-_SESSIONS:])
 
-    def find(self, session: int) -> Report | None:
+    def find(self, session: int) -> ExitReport | None:
         """Return the report of a session, or else of the next session that has one."""
         return next((each for each in self._reports if each.session >= session and each.reason is not None), None)
 
     @property
-    def last(self) -> Report | None:
+    def last(self) -> ExitReport | None:
         """Last report, or the withdrawal of it."""
         return self._reports[-1] if self._reports else None
 
@@ -138,7 +138,7 @@ class Status(NamedTuple):
     """State of a process.
 
     Attributes:
-        exchanging: whether its main thread takes part in an exchange.
+        exchanging: whether it waits in an exchange.
         place: the call that its main thread is in, with the line of the program, and the step.
         report: its exit report of the session asked about or of a later one, else its last report or withdrawal.
         lacks: whether it has not begun what the one that asks waits for.
@@ -147,7 +147,7 @@ class Status(NamedTuple):
 
     exchanging: bool
     place: str
-    report: Report | None
+    report: ExitReport | None
     lacks: bool = False
     wait: Wait | None = None
 
@@ -182,7 +182,7 @@ class StatusServer:
         if self._listener is not None:
             threading.Thread(target=self._serve, args=(self._listener,), name="dadplug-status", daemon=True).start()
 
-    def begin_session(self, tokens: Iterable[bytes]) -> dict[bytes, Report]:
+    def begin_session(self, tokens: Iterable[bytes]) -> dict[bytes, ExitReport]:
         """Begin a session with other processes, which do the same.
 
         Returns:
@@ -197,30 +197,30 @@ class StatusServer:
         self.has_reported = False
         return withdrawals
 
-    def make_reports(self, tokens: Iterable[bytes], reason: str | None, lost: bytes = b"") -> dict[bytes, Report]:
+    def make_reports(self, tokens: Iterable[bytes], reason: str | None, lost: bytes = b"") -> dict[bytes, ExitReport]:
         """Make this process's reports to others, and return them by token.
 
         Args:
             tokens: tokens of the recipients.
-            reason: see `Report`.
-            lost: see `Report`.
+            reason: see `ExitReport`.
+            lost: see `ExitReport`.
         """
         self._number += 1
         self.has_reported = True
         reason = reason and reason[:_MAX_REASON]
         own, number = self.member.token, self._number
-        reports = {token: Report(own, number, self.sessions[token], reason, lost) for token in tokens}
+        reports = {token: ExitReport(own, number, self.sessions[token], reason, lost) for token in tokens}
         with self._lock:
             for token, report in reports.items():
                 self._own_reports[token].add(report)
         return reports
 
-    def take_report(self, report: Report) -> None:
+    def take_report(self, report: ExitReport) -> None:
         """Store another process's report."""
         with self._lock:
             self._reports[report.sender].add(report)
 
-    def report_of(self, token: bytes, earlier: bool = False) -> Report | None:
+    def report_of(self, token: bytes, earlier: bool = False) -> ExitReport | None:
         """Return the report of another process in the current session with it.
 
         Args:
@@ -286,13 +286,13 @@ class StatusServer:
 
     def _reply(self, kind: bytes, content: bytes) -> bytes:
         message, report, lacks = codec.decode(content), None, False
-        if kind == _TELL and isinstance(message, Report):
+        if kind == _TELL and isinstance(message, ExitReport):
             self.take_report(message)
         elif kind == _ASK and isinstance(message, Question):
             with self._lock:
                 reports = self._own_reports[message.sender]
             report, lacks = reports.find(message.session) or reports.last, own_place.lacks(message.wait)
-        return codec.encode(Status(*occupation(), report, lacks, own_place.wait))
+        return codec.encode(Status(bool(own_place.waiting), own_call(), report, lacks, own_place.wait))
 
 
 def ask(members: Mapping[int, Member], seconds: float) -> dict[int, Status | Silence]:
@@ -310,7 +310,7 @@ def ask(members: Mapping[int, Member], seconds: float) -> dict[int, Status | Sil
     return _send({rank: (member, _ASK, questions[rank]) for rank, member in members.items()}, seconds)
 
 
-def tell(members: Iterable[Member], reports: Mapping[bytes, Report], seconds: float = _REPORT_SECONDS) -> None:
+def tell(members: Iterable[Member], reports: Mapping[bytes, ExitReport], seconds: float = _REPORT_SECONDS) -> None:
     """Send reports to processes, all at the same time, and wait for their receipts.
 
     Args:
@@ -527,7 +527,7 @@ class PeerNames(ABC):
 
     def mismatch(self) -> MismatchError:
         """Return the error of sites that do not make the same calls, with their calls as far as they are known."""
-        return MismatchError(explain({self.rank: occupation()[1]}, self))
+        return MismatchError(explain({self.rank: own_call()}, self))
 
     @abstractmethod
     def lost(self, error: BaseException, timeout: float, peer: int | None = None) -> SiteError | MismatchError:
@@ -636,7 +636,7 @@ class ProcessSites(PeerNames):
             raise self.mismatch()
 
     def mismatch(self) -> MismatchError:
-        places = {self.rank: occupation()[1]}
+        places = {self.rank: own_call()}
         for other, answer in self._ask().items():
             report = self._reports().get(other)
             places[other] = answer.place if isinstance(answer, Status) else f"{report.reason}" if report else ""
@@ -645,7 +645,7 @@ class ProcessSites(PeerNames):
         self.report(describe(error))  # others may see no more than that this site is gone
         return error
 
-    def _reports(self, late: Collection[int] = ()) -> dict[int, Report]:
+    def _reports(self, late: Collection[int] = ()) -> dict[int, ExitReport]:
         """Return the reports of the current session.
 
         Args:

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from .calls import own_place
+
 
 @dataclass
 class LayerTraffic:
@@ -97,11 +99,16 @@ class Traffic:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Add the time inside to the time spent waiting for other sites; a context manager."""
-        start = time.perf_counter()
+        """Add the time inside to the time spent waiting for other sites; a context manager.
+
+        Status requests find meanwhile that this process waits in an exchange.
+        """
+        start, thread = time.perf_counter(), threading.get_ident()
+        own_place.waiting.add(thread)
         try:
             yield
         finally:
+            own_place.waiting.discard(thread)
             self._wait += time.perf_counter() - start
 
     def end_step(self) -> None:

@@ -43,7 +43,7 @@ NUMBER = struct.Struct("<Q")
 _MOST_REQUESTS = 1000
 
 
-class Request(IntEnum):
+class CheckRequest(IntEnum):
     """Tag of a frame."""
 
     TIME = 0
@@ -83,15 +83,15 @@ class CheckHandler:
         if self._bytes_in > MOST_BYTES or self._requests > _MOST_REQUESTS:
             raise FrameError(f"a check of more than {MOST_BYTES} bytes or {_MOST_REQUESTS} requests")
         match head.tag:
-            case Request.TIME:
+            case CheckRequest.TIME:
                 content = NUMBER.pack(self._clock())
-            case Request.UP:
+            case CheckRequest.UP:
                 return []
-            case Request.STATUS:
+            case CheckRequest.STATUS:
                 text = json.dumps(status or {}).encode()
                 self._count_out(len(text))
                 content = NUMBER.pack(len(text)) + text
-            case Request.DOWN if len(body) == NUMBER.size:
+            case CheckRequest.DOWN if len(body) == NUMBER.size:
                 count = NUMBER.unpack(body)[0]
                 self._count_out(count)
                 content = bytes(count)
@@ -258,7 +258,10 @@ def _way(
     except (RefusedError, OSError) as error:
         raise _FailedError("TLS", str(error), _advice(str(error), kit)) from error
     try:
-        yield _encryption(secure)
+        end = certificate_end(dict(secure.tls.getpeercert() or {}))
+        cipher, *_ = secure.tls.cipher() or ("",)
+        text = f"{secure.tls.version()}, {cipher}; the hub's certificate is valid until {end:%Y-%m-%d}"
+        yield _ending("TLS", text, days_left(end), f"Ask the project's operator to run `{RENEW} hub`.")
         _enter(kit, secure, host, port, timeout)
         yield Finding("hub", "ok", f"it accepts {kit.name}")
         yield from work(_Line(kit.slot, secure, timeout))
@@ -390,13 +393,6 @@ def _unreachable(name: str, error: OSError, timeout: float) -> tuple[str, str]:
     return f"{name} cannot be reached: {error.strerror or error}", "Check this machine's network and its routes."
 
 
-def _encryption(secure: SecureSocket) -> Finding:
-    end = certificate_end(dict(secure.tls.getpeercert() or {}))
-    cipher, *_ = secure.tls.cipher() or ("",)
-    text = f"{secure.tls.version()}, {cipher}; the hub's certificate is valid until {end:%Y-%m-%d}"
-    return _ending("TLS", text, days_left(end), f"Ask the project's operator to run `{RENEW} hub`.")
-
-
 _NO_ROOM = "the hub cannot open more connections (`ulimit -n`): its log says so."
 _ADVICE = {  # by a part of the error
     "TLS inspection": "Ask your IT department to exempt the hub's address from TLS inspection (SSL bump, decryption).",
@@ -427,7 +423,7 @@ class _Line:
         self._connection, self._slot, self._timeout = connection, slot, timeout
         self._receiver = FrameReceiver(connection, lambda head: memoryview(bytearray(head.length)))
 
-    def request(self, request: Request, content: bytes) -> None:
+    def request(self, request: CheckRequest, content: bytes) -> None:
         """Send a request."""
         try:
             for packed, body in frames(Head(Kind.PAYLOAD, self._slot, tag=request), memoryview(content)):
@@ -435,7 +431,7 @@ class _Line:
         except TimeoutError:
             raise TimeoutError(f"the hub takes no bytes of {request.name} for {self._timeout:g} s") from None
 
-    def answer(self, request: Request, nbytes: int) -> bytes:
+    def answer(self, request: CheckRequest, nbytes: int) -> bytes:
         """Receive frames of the answer to a request.
 
         Args:
@@ -464,19 +460,19 @@ class _Line:
     def time(self) -> tuple[float, float]:
         """Return the round trip, in seconds, and how far the hub's clock is ahead of this machine's."""
         begin, sent = time.time(), time.monotonic()
-        self.request(Request.TIME, b"?")
-        theirs = NUMBER.unpack(self.answer(Request.TIME, NUMBER.size))[0] / 1e9
+        self.request(CheckRequest.TIME, b"?")
+        theirs = NUMBER.unpack(self.answer(CheckRequest.TIME, NUMBER.size))[0] / 1e9
         took = time.monotonic() - sent
         return took, theirs - begin - took / 2
 
     def status(self) -> dict[str, Any]:
         """Return the hub's status."""
-        self.request(Request.STATUS, b"?")
-        content = self.answer(Request.STATUS, NUMBER.size)
+        self.request(CheckRequest.STATUS, b"?")
+        content = self.answer(CheckRequest.STATUS, NUMBER.size)
         size = NUMBER.unpack(content[: NUMBER.size])[0]
         if size > MOST_BYTES:
             raise FrameError(f"a status of {size} bytes, more than {MOST_BYTES}")
-        content += self.answer(Request.STATUS, NUMBER.size + size - len(content))
+        content += self.answer(CheckRequest.STATUS, NUMBER.size + size - len(content))
         found = json.loads(content[NUMBER.size :])
         if not isinstance(found, dict):
             raise FrameError("a status that is no table")
@@ -484,13 +480,13 @@ class _Line:
 
     def upload(self, size: int) -> None:
         """Send bytes, and wait until they have arrived."""
-        self.request(Request.UP, bytes(size))
+        self.request(CheckRequest.UP, bytes(size))
         self.time()
 
     def download(self, size: int) -> None:
         """Receive bytes."""
-        self.request(Request.DOWN, NUMBER.pack(size))
-        self.answer(Request.DOWN, size)
+        self.request(CheckRequest.DOWN, NUMBER.pack(size))
+        self.answer(CheckRequest.DOWN, size)
 
     def close(self) -> None:
         """Tell the hub that the check has ended."""

@@ -77,7 +77,7 @@ class RoundTime:
         return self._seconds is not None and self._last + self._step - self._start > self._seconds
 
 
-class Contribution(NamedTuple):
+class DeltaContribution(NamedTuple):
     """Contribution of a site to one agreement, which has not been reached yet.
 
     Attributes:
@@ -108,7 +108,7 @@ class ElasticAgreement(Agreement):
         super().__init__(model, options, transport)
         self.spoilt, self.admits = False, True
         self._is_alone = False  # since the hub is away
-        self._offered: Contribution | None = None
+        self._offered: DeltaContribution | None = None
         self._delay = options.delay_at(0)
         self._planned: tuple[Any, ...] = ()
         self._layout = 0  # of the headers: fingerprint of what is planned
@@ -264,7 +264,7 @@ class ElasticAgreement(Agreement):
             weight, fragment.weight, before = fragment.weight, 0, fragment.form.state_dict()
             fragment.form.encode(self.agreed.deltas(self._model, fragment.names, reuse=True), fragment.payloads)
             self.agreed.mark(self._model, fragment.names)
-        self._offered = Contribution(weight, before, 0)
+        self._offered = DeltaContribution(weight, before, 0)
         self._launch_payloads()
 
     def _launch_payloads(self) -> None:
@@ -455,5 +455,5 @@ class ElasticAgreement(Agreement):
             self._plan()
             for payload, sent in zip(self._fragment.payloads.values(), transit["payloads"], strict=True):
                 payload.copy_(sent)
-            self._offered = Contribution(transit["weight"], transit["before"], 0)
+            self._offered = DeltaContribution(transit["weight"], transit["before"], 0)
             self._launch_payloads()

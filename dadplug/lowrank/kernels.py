@@ -486,33 +486,62 @@ def _product_of_strip(
     left: NDArray[np.floating], right: NDArray[np.floating], result: NDArray[np.floating], start: int, end: int
 ) -> None:
     """Compute a strip of ``left.T @ right`` for few rows, each element of the result written in one pass."""
-    out, width = result.shape[0], end - start
+    out = result.shape[0]
     for i in range(0, out, 4):
         # The last group may overlap the one before it; it computes the same numbers again.
         i = min(i, out - 4)
         g0, g1 = result[i, start:end], result[i + 1, start:end]
         g2, g3 = result[i + 2, start:end], result[i + 3, start:end]
-        for k in range(0, left.shape[0], 4):
-            r0, r1 = right[k, start:end], right[k + 1, start:end]
-            r2, r3 = right[k + 2, start:end], right[k + 3, start:end]
-            a0, a1, a2, a3 = left[k, i], left[k + 1, i], left[k + 2, i], left[k + 3, i]
-            b0, b1, b2, b3 = left[k, i + 1], left[k + 1, i + 1], left[k + 2, i + 1], left[k + 3, i + 1]
-            c0, c1, c2, c3 = left[k, i + 2], left[k + 1, i + 2], left[k + 2, i + 2], left[k + 3, i + 2]
-            d0, d1, d2, d3 = left[k, i + 3], left[k + 1, i + 3], left[k + 2, i + 3], left[k + 3, i + 3]
-            if k == 0:
-                for x in range(width):
-                    e, f, g, h = r0[x], r1[x], r2[x], r3[x]
-                    g0[x] = a0 * e + a1 * f + a2 * g + a3 * h
-                    g1[x] = b0 * e + b1 * f + b2 * g + b3 * h
-                    g2[x] = c0 * e + c1 * f + c2 * g + c3 * h
-                    g3[x] = d0 * e + d1 * f + d2 * g + d3 * h
-            else:
-                for x in range(width):
-                    e, f, g, h = r0[x], r1[x], r2[x], r3[x]
-                    g0[x] += a0 * e + a1 * f + a2 * g + a3 * h
-                    g1[x] += b0 * e + b1 * f + b2 * g + b3 * h
-                    g2[x] += c0 * e + c1 * f + c2 * g + c3 * h
-                    g3[x] += d0 * e + d1 * f + d2 * g + d3 * h
+        four_rows(left, right, i, start, end, g0, g1, g2, g3)
+
+
+@njit(nogil=True, fastmath=_FAST)
+def four_rows(
+    left: NDArray[np.floating],
+    right: NDArray[np.floating],
+    i: int,
+    start: int,
+    end: int,
+    g0: NDArray[np.floating],
+    g1: NDArray[np.floating],
+    g2: NDArray[np.floating],
+    g3: NDArray[np.floating],
+) -> None:
+    """Compute some columns of four rows of ``left.T @ right``.
+
+    Args:
+        left: of shape (k, out), k a multiple of 4.
+        right: of shape (k, in).
+        i: first of the four rows.
+        start: first column.
+        end: the column after the last.
+        g0: first row of the result, of ``end - start`` elements or more; overwritten, as are the others.
+        g1: second row.
+        g2: third row.
+        g3: fourth row.
+    """
+    width = end - start
+    for k in range(0, left.shape[0], 4):
+        r0, r1 = right[k, start:end], right[k + 1, start:end]
+        r2, r3 = right[k + 2, start:end], right[k + 3, start:end]
+        a0, a1, a2, a3 = left[k, i], left[k + 1, i], left[k + 2, i], left[k + 3, i]
+        b0, b1, b2, b3 = left[k, i + 1], left[k + 1, i + 1], left[k + 2, i + 1], left[k + 3, i + 1]
+        c0, c1, c2, c3 = left[k, i + 2], left[k + 1, i + 2], left[k + 2, i + 2], left[k + 3, i + 2]
+        d0, d1, d2, d3 = left[k, i + 3], left[k + 1, i + 3], left[k + 2, i + 3], left[k + 3, i + 3]
+        if k == 0:
+            for x in range(width):
+                e, f, g, h = r0[x], r1[x], r2[x], r3[x]
+                g0[x] = a0 * e + a1 * f + a2 * g + a3 * h
+                g1[x] = b0 * e + b1 * f + b2 * g + b3 * h
+                g2[x] = c0 * e + c1 * f + c2 * g + c3 * h
+                g3[x] = d0 * e + d1 * f + d2 * g + d3 * h
+        else:
+            for x in range(width):
+                e, f, g, h = r0[x], r1[x], r2[x], r3[x]
+                g0[x] += a0 * e + a1 * f + a2 * g + a3 * h
+                g1[x] += b0 * e + b1 * f + b2 * g + b3 * h
+                g2[x] += c0 * e + c1 * f + c2 * g + c3 * h
+                g3[x] += d0 * e + d1 * f + d2 * g + d3 * h
 
 
 _MIX = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: spreads neighbouring keys over the index

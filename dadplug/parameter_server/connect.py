@@ -12,15 +12,15 @@ import socket
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import nn
 
 from ..errors import DamagedError, MessageError, SiteError
 from ..exchange import Traffic, Transport, codec
+from ..exchange.dialers import DIALERS
 from ..exchange.handshake import connect_sites, write_all
-from ..exchange.restrictions import impose_restrictions
 from ..exchange.status import PeerNames
 from ..exchange.transport import StreamToHub
 from ..options import Options
@@ -143,9 +143,6 @@ class ServerOptions(OptionSet):
             return ValueError(f"a ParameterServer has no option {name!r}; valid options are {', '.join(cls.names())}")
         return super().unknown(name)
 
-
-if TYPE_CHECKING:
-    from ..hub.site.tunnel import Tunnel
 
 _LEAST_LIMIT = 1 << 26  # bytes of a message that are possible in any case
 _ANSWER_SECONDS = 30.0
@@ -402,7 +399,7 @@ def _dial(address: str, timeout: float) -> tuple[socket.socket, ReturnedSites, S
             stream, sites = _return_to_hub(place.removeprefix(_SEQUENCER_AT_HUB), rank, token, timeout)
             return stream.connected, sites, stream
         if place.startswith(_OVER_HUB):
-            connected = _dial_hub(place.removeprefix(_OVER_HUB), timeout).dial(0)
+            connected = DIALERS["kit"](place.removeprefix(_OVER_HUB), timeout).dial(0)
         else:
             connected = socket.create_connection((host, number), timeout)
         connected.settimeout(min(timeout, _ANSWER_SECONDS))
@@ -423,29 +420,15 @@ def _return_to_hub(folder: str, rank: int, key: str, timeout: float) -> tuple[St
         SiteError: if there is no such training.
         OSError: if the hub does not answer.
     """
-    from ..hub.site.tunnel import stream_to_hub
-
-    tunnel = _dial_hub(folder, timeout)
+    tunnel = DIALERS["kit"](folder, timeout)
     if tunnel.rank != rank:
         raise ValueError(
             f"rejoin is the return_address of site {rank}, and the kit {folder} that of site {tunnel.rank}"
         )
-    stream = stream_to_hub(tunnel)
+    stream = tunnel.dial_hub()
     stream.connected.settimeout(min(timeout, _ANSWER_SECONDS))
     write_message(stream.connected, (VERSION, key, None))
     problem, names = _read_answer(stream.connected)
     if problem:
         raise SiteError(f"the training at {stream.hub} cannot be reached: {problem}")
     return stream, ReturnedSites(rank, names)
-
-
-def _dial_hub(folder: str, timeout: float) -> Tunnel:
-    """Connect to the hub, and put the restrictions of this site's kit into force."""
-    from ..hub.pki.kits import Kit
-    from ..hub.pki.project import KitRestrictions
-    from ..hub.site import tunnel as tunnels  # only hubs need what they import
-
-    kit = Kit.load(folder)
-    kit.check_dates()
-    impose_restrictions(KitRestrictions(kit.policy, kit.roster))
-    return tunnels.open_alone(kit, timeout)

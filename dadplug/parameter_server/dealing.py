@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..exchange import codec
-from .streams import Deal, Frame, Kind, Log
+from .streams import Deal, Frame, FrameKind, Log
 
 DEALS = ("own", "shared")
 _AHEAD, _MOST_AHEAD = 2, 16  # batches that a site asks for before it needs them
@@ -336,7 +336,7 @@ class OwnLoader(SiteLoader):
                 yield batch
             if not batches:
                 raise ValueError("the loader of this site has no batches")
-            self._log.send(Kind.PASSED, epoch)
+            self._log.send(FrameKind.PASSED, epoch)
 
 
 def _count_samples(loader: Any) -> int:
@@ -397,13 +397,13 @@ class SharedLoader(SiteLoader):
         if answer.used == Deal.EPOCH:
             self._order = draw_order(self._loader, self._seed, answer.number)
             digest = hashlib.sha256(codec.encode(self._order)).digest()
-            self._log.send(Kind.ORDER, answer.number, body=digest)
+            self._log.send(FrameKind.ORDER, answer.number, body=digest)
         while answer.used != Deal.OVER:
             for batch in self._dealt:
                 self.unreported += 1
                 yield batch
             self._flush(True)
-            self._log.send(Kind.DRAW, used=1)
+            self._log.send(FrameKind.DRAW, used=1)
             answer = self._receive()
             self._given = [answer.number] if answer.used == Deal.BATCH else []
 
@@ -413,7 +413,7 @@ class SharedLoader(SiteLoader):
         first, ended = True, False
         while True:
             while not ended and self._asked < self._ahead:
-                self._log.send(Kind.DRAW)
+                self._log.send(FrameKind.DRAW)
                 self._asked += 1
             if not self._asked:
                 return

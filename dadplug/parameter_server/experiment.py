@@ -6,7 +6,8 @@ import pickle
 import time
 import traceback
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
@@ -25,8 +26,8 @@ from ..support.signature import whole_number
 from .connect import ServerOptions
 from .server import ParameterServer
 
-_Report = tuple[list[float], float, dict[str, Tensor]]
-"""Report of the server: accuracies, seconds, and the state of the model."""
+Part = Callable[[nn.Module, ParameterServer], Any]
+"""What a process does, with a replica."""
 
 
 class Outcome(NamedTuple):
@@ -43,23 +44,6 @@ class Outcome(NamedTuple):
     seconds: float
     accuracies: list[float]
     model: nn.Module
-
-
-class _Task(NamedTuple):
-    """Description of a training, for its processes."""
-
-    world_size: int
-    address: str
-    threads: int
-    epochs: int
-    num_gpus: int
-    model: nn.Module
-    learning_rate: float
-    train_dataloader: DataLoader[Any]
-    test_dataloader: Iterable[Any]
-    criterion: Criterion
-    seed: int
-    options: dict[str, Any]
 
 
 def launch_ps_and_workers(
@@ -112,25 +96,18 @@ def launch_ps_and_workers(
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = build_model("MNISTNet")
-    address = f"tcp://127.0.0.1:{free_port()}"
-    loaders = train_dataloader, test_dataloader
-    threads = max(1, torch.get_num_threads() // (world_size - 1))
-    task = _Task(
-        world_size, address, threads, epochs_per_worker, num_gpus, model, lr, *loaders, criterion, seed, vars(checked)
-    )
-    accuracies, seconds, state = _run(task)
+    serve = partial(_serve, world_size - 1, epochs_per_worker, test_dataloader, criterion)
+    work = partial(_work, epochs_per_worker, train_dataloader, checked.deal == "shared", seed, criterion)
+    accuracies, seconds, state = _run([serve] + [work] * (world_size - 1), num_gpus, seed, model, lr, checked)
     model.load_state_dict(state)
     return Outcome(accuracies[-1], seconds, accuracies, model)
 
 
 def _check(world_size: int, epochs: int, num_gpus: int, options: dict[str, Any]) -> ServerOptions:
     """Raise ValueError for arguments that are wrong; return the options."""
-    for name, number, least in (
-        ("world_size", world_size, 2),
-        ("epochs_per_worker", epochs, 1),
-        ("num_gpus", num_gpus, 0),
-    ):
-        whole_number(least)(name, number)
+    whole_number(2)("world_size", world_size)
+    whole_number(1)("epochs_per_worker", epochs)
+    whole_number(0)("num_gpus", num_gpus)
     if num_gpus > torch.cuda.device_count():
         raise ValueError(f"num_gpus={num_gpus}, and there are {torch.cuda.device_count()}")
     checked = ServerOptions.create(**options)
@@ -139,84 +116,99 @@ def _check(world_size: int, epochs: int, num_gpus: int, options: dict[str, Any])
     return checked
 
 
-def _run(task: _Task) -> _Report:
-    """Start the processes, and return what the server reports."""
-    start = "spawn" if task.num_gpus or dist.is_initialized() else choose_start(task.threads)
+def _run(parts: Sequence[Part], num_gpus: int, *task: Any) -> Any:
+    """Start a process for each part of the training, and return what the server reports."""
+    threads = max(1, torch.get_num_threads() // (len(parts) - 1))
+    start = "spawn" if num_gpus or dist.is_initialized() else choose_start(threads)
+    place = len(parts), f"tcp://127.0.0.1:{free_port()}", threads, num_gpus
     with quiet_fork():
-        children = [Child(_report, rank, task, method=start) for rank in range(task.world_size)]
+        children = [Child(_report, part, rank, *place, *task, method=start) for rank, part in enumerate(parts)]
+    return _collect(children)
+
+
+def _collect(children: Sequence[Child]) -> Any:
+    """Wait for what the server reports, and end all processes; warn of workers that fail."""
+    failed: dict[int, str] = {}
+    waiting: dict[Any, int] = {child.pipe: rank for rank, child in enumerate(children)}
     try:
-        return _collect(children)
+        while True:
+            for pipe in wait(list(waiting)):
+                rank = waiting.pop(pipe)
+                report, error = children[rank].receive()
+                if error:
+                    name = f"worker {rank}" if rank else "the server"
+                    failed[rank] = f"{name} (pid {children[rank].process.pid}) has failed: {error}"
+                    if rank == 0 or len(failed) == len(children) - 1:
+                        raise ProcessFailedError("\n".join(failed.values()))
+                    warnings.warn(f"{failed[rank]}; the others go on", stacklevel=3)
+                elif rank == 0:
+                    return report
     finally:
         for child in children:
             child.end(seconds=0)
 
 
-def _collect(children: Sequence[Child]) -> _Report:
-    """Wait for the server's report; warn of workers that fail."""
-    failed: dict[int, str] = {}
-    waiting: dict[Any, int] = {child.pipe: rank for rank, child in enumerate(children)}
-    while True:
-        for pipe in wait(list(waiting)):
-            rank = waiting.pop(pipe)
-            report, error = children[rank].receive()
-            if error:
-                name = f"worker {rank}" if rank else "the server"
-                failed[rank] = f"{name} (pid {children[rank].process.pid}) has failed: {error}"
-                if rank == 0 or len(failed) == len(children) - 1:
-                    raise ProcessFailedError("\n".join(failed.values()))
-                warnings.warn(f"{failed[rank]}; the others go on", stacklevel=4)
-            elif rank == 0:
-                found: _Report = report
-                return found
-
-
-def _begin(rank: int, task: _Task) -> tuple[nn.Module, ParameterServer]:
-    """Connect a process, and build its replica."""
-    torch.set_num_threads(task.threads)
-    torch.manual_seed(task.seed + rank)
-    connect(rank, task.world_size, task.address, timeout=task.options["timeout"])
-    device = f"cuda:{(rank - 1) % task.num_gpus}" if task.num_gpus and rank else "cpu"
-    model = task.model.to(device)
-    optimizer = torch.optim.SGD(model.parameters(), task.learning_rate)
-    return model, ParameterServer(model, optimizer, role="worker" if rank else "server", **task.options)
-
-
-def _serve(task: _Task, model: nn.Module, server: ParameterServer) -> _Report:
-    """Order the log, and evaluate after each epoch."""
+def _serve(
+    workers: int,
+    epochs: int,
+    loader: Iterable[Any],
+    criterion: Criterion,
+    model: nn.Module,
+    server: ParameterServer,
+) -> tuple[list[float], float, dict[str, Tensor]]:
+    """Order the log, and evaluate after each epoch; return the accuracies, the seconds, and the state of the model."""
     start, accuracies, seconds = time.perf_counter(), [], 0.0
-    for epoch in range(task.epochs):
+    for epoch in range(epochs):
         server.finish()
         seconds = time.perf_counter() - start
-        _, correct, total = evaluate(model, task.test_dataloader, task.criterion)
+        _, correct, total = evaluate(model, loader, criterion)
         accuracies.append(correct / max(1, total))
         print(
-            f"epoch {epoch + 1} of {task.epochs} by {task.world_size - 1} worker(s): "
+            f"epoch {epoch + 1} of {epochs} by {workers} worker(s): "
             f"test accuracy {accuracies[-1]:.2%}, elapsed time {seconds:.2f} s",
             flush=True,
         )
-    server.detach()
     return accuracies, seconds, model.state_dict()
 
 
-def _work(task: _Task, model: nn.Module, server: ParameterServer) -> None:
+def _work(
+    epochs: int, loader: Any, shared: bool, seed: int, criterion: Criterion, model: nn.Module, server: ParameterServer
+) -> None:
     """Train as one worker."""
     device = next(model.parameters()).device
-    loader: Any = task.train_dataloader
-    if task.options["deal"] == "shared":
-        loader = server.loader(loader, seed=task.seed)
+    if shared:
+        loader = server.loader(loader, seed=seed)
     model.train()
-    for _ in range(task.epochs):
+    for _ in range(epochs):
         for inputs, targets in loader:
-            task.criterion(model(inputs.to(device)), targets.to(device)).backward()
+            criterion(model(inputs.to(device)), targets.to(device)).backward()
             server.step()
         server.finish()
-    server.detach()
 
 
-def _report(pipe: Connection, rank: int, task: _Task) -> None:
-    """Serve in process 0, and work in the others; send the result or the traceback."""
+def _report(
+    pipe: Connection,
+    part: Part,
+    rank: int,
+    world_size: int,
+    address: str,
+    threads: int,
+    num_gpus: int,
+    seed: int,
+    model: nn.Module,
+    learning_rate: float,
+    options: ServerOptions,
+) -> None:
+    """Connect a process, and let it serve or work with a replica; send the result or the traceback."""
     try:
-        result = (_work if rank else _serve)(task, *_begin(rank, task))
+        torch.set_num_threads(threads)
+        torch.manual_seed(seed + rank)
+        connect(rank, world_size, address, timeout=options.timeout)
+        model = model.to(f"cuda:{(rank - 1) % num_gpus}" if num_gpus and rank else "cpu")
+        optimizer = torch.optim.SGD(model.parameters(), learning_rate)
+        server = ParameterServer(model, optimizer, role="worker" if rank else "server", **vars(options))
+        result = part(model, server)
+        server.detach()
         report = pickle.dumps((result, ""))  # by value: tensors that are sent as such live as long as this process
     except BaseException:
         report = pickle.dumps((None, traceback.format_exc()))

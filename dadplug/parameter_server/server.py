@@ -37,7 +37,7 @@ from .dealing import LogLink, OwnLoader, SharedLoader, SiteLoader
 from .gradients import ContributionCodec, ModelGradients, UnsentGradients
 from .replica import ANY_STATE, LoggedOptimizer, check_site_model
 from .service import SequencerService
-from .streams import Commit, Kind
+from .streams import Commit, FrameKind
 
 _log = get_logger(__name__)
 _DETACHED = "it has called detach()"
@@ -204,7 +204,7 @@ class ParameterServer(ReplicatedModel):
         self._collect()
         if self._in_trainer and begins:  # sites may return from now on until the end of the phase
             self._started = True
-            self._log.send(Kind.TRAINS)
+            self._log.send(FrameKind.TRAINS)
         known = self._version  # by the sequencer, as the one that this site goes on at
         self._send_unless_blocked()  # first, so that it is on its way while commits are applied
         self._apply_arrived()
@@ -216,7 +216,7 @@ class ParameterServer(ReplicatedModel):
         self._apply_arrived()  # what has arrived meanwhile
         slack = 0 if waits else self._rules.staleness // _SLACK
         if self._rules.staleness and self._version > known + slack and not self._held.samples:
-            self._log.send(Kind.REACHED, reached=self._version)
+            self._log.send(FrameKind.REACHED, reached=self._version)
         self._warn_of_left()
         self.traffic.end_step()
 
@@ -363,7 +363,7 @@ class ParameterServer(ReplicatedModel):
         if self._held.samples:
             self._send()
         if used := self._take_used():
-            self._log.send(Kind.USED, used=used)
+            self._log.send(FrameKind.USED, used=used)
 
     def _wait(self, until: Callable[[], bool]) -> None:
         """Apply commits until a condition holds, and those that have arrived by then, unless gradients accumulate."""
@@ -464,7 +464,7 @@ class ParameterServer(ReplicatedModel):
         state = JoinState(
             self._described, tensors_of(self.model), self._version, reports, further | self._shared_state()
         )
-        self._log.send(Kind.SNAPSHOT, site, body=codec.encode(state))
+        self._log.send(FrameKind.SNAPSHOT, site, body=codec.encode(state))
 
     def _take_over(self, state: JoinState) -> None:
         """Go on from the state of another site: apply what has been committed since, and take part.
@@ -489,7 +489,7 @@ class ParameterServer(ReplicatedModel):
         for name, value in objects.items():
             self._further[name].load_state_dict(value)
         self._earlier, self.phases = state.further["earlier"], state.further["phases"]
-        self._log.send(Kind.READY)
+        self._log.send(FrameKind.READY)
         while self._log.first is None:
             self._log.wait(lambda: self._log.first is not None)
             while (end := self._apply_arrived()) is not None:  # of a phase that this site has not taken part in
@@ -533,7 +533,7 @@ class ParameterServer(ReplicatedModel):
         self._earlier = state["version"] - self._version
         if epochs := state.get("epochs", 0):  # 0 in earlier versions at other sites than 0
             self._log.epochs = epochs
-            self._log.send(Kind.EPOCHS, epochs)
+            self._log.send(FrameKind.EPOCHS, epochs)
         self.dropped = state["dropped"]
         self._gradients.expected_reference = state["reference"]
         self._method.load_state_dict(state["method"])

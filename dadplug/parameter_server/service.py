@@ -24,7 +24,7 @@ from ..exchange.handshake import listen, read_exactly, write_all
 from ..support.signature import check_choice
 from .dealing import DEALS, Answer, OwnDealer, SharedDealer
 from .sequencer import Sequencer, make_rules
-from .streams import HUB, Frame, FrameLoop, Kind
+from .streams import HUB, Frame, FrameKind, FrameLoop
 
 VERSION = 1  # of the messages between a site and the hub, and of the frames that follow them
 KEY_CHARACTERS = 32
@@ -191,7 +191,7 @@ class ReturnAcceptor:
         self._admit(rank, connected)
 
 
-class _Request(NamedTuple):
+class _StateRequest(NamedTuple):
     """Request for a state: the site that is asked, since when, and the seconds until another one is asked."""
 
     donor: int
@@ -213,7 +213,7 @@ class Donors:
 
     def __init__(self, choose: Callable[[list[int]], int], patience: float) -> None:
         self._choose, self._patience = choose, patience
-        self._requests: dict[int, _Request] = {}  # by receiver
+        self._requests: dict[int, _StateRequest] = {}  # by receiver
         self._returning: set[int] = set()  # sites that have no state yet
         self._asked: dict[int, list[int | None]] = {}  # receivers of unanswered requests; None if of no use any more
 
@@ -236,7 +236,7 @@ class Donors:
         last = self._requests.get(receiver)
         donor = self._choose([each for each in able if last is None or each != last.donor] or able)
         patience = self._patience if last is None else 2 * last.patience
-        self._requests[receiver] = _Request(donor, now, patience)
+        self._requests[receiver] = _StateRequest(donor, now, patience)
         self._asked.setdefault(donor, []).append(receiver)
         return donor
 
@@ -382,33 +382,33 @@ class SequencerService(FrameLoop):
     def _handle(self, site: int, frame: Frame) -> None:
         number = frame.number
         match frame.kind:
-            case Kind.ALIVE:
+            case FrameKind.ALIVE:
                 pass
-            case Kind.BYE:
+            case FrameKind.BYE:
                 self._leave(site, frame.body.decode(errors="replace"))
-            case Kind.SNAPSHOT:
+            case FrameKind.SNAPSHOT:
                 if self._donors.answer(site, number) and number in self._connected:
                     self.post(number, frame)
-            case Kind.EPOCHS:
+            case FrameKind.EPOCHS:
                 self._resume(number)
             case _ if site not in self._contributors or frame.site != site:
                 raise SequenceError(f"site {site} has sent a {frame.kind.name} of site {frame.site}")
-            case Kind.CONTRIBUTION:
+            case FrameKind.CONTRIBUTION:
                 self._sequencer.contribute(site, number, frame.base, frame.reached, frame.samples)
                 self._open[site, number] = frame
                 self._send_all(frame, besides=site)
                 self._answer(site, self._dealer.use(site, frame.used))
-            case Kind.FINISH:
+            case FrameKind.FINISH:
                 self._sequencer.finish(site)
                 self._ends[site] = frame
                 self._send_all(frame, besides=site)
                 self._answer(site, self._dealer.finish(site))
-            case Kind.REACHED:
+            case FrameKind.REACHED:
                 self._sequencer.reach(site, frame.reached)
-            case Kind.READY:
+            case FrameKind.READY:
                 self._donors.ready(site)
-                self.post(site, Frame(Kind.READY, site, self._join(site)))
-            case Kind.TRAINS:
+                self.post(site, Frame(FrameKind.READY, site, self._join(site)))
+            case FrameKind.TRAINS:
                 self._admit_waiting()
             case _:
                 self._deal(site, frame)
@@ -423,19 +423,19 @@ class SequencerService(FrameLoop):
     def _deal(self, site: int, frame: Frame) -> None:
         """Pass a message to the dealer."""
         match frame.kind:
-            case Kind.BEGIN:
+            case FrameKind.BEGIN:
                 if frame.samples:
                     self._sequencer.declare(site, frame.samples)
                 self._answer(site, self._dealer.begin(site, frame.number, frame.used))
                 if self._in_trainer:
                     self._admit_waiting()
-            case Kind.DRAW:
+            case FrameKind.DRAW:
                 self._answer(site, self._dealer.draw(site, bool(frame.used)))
-            case Kind.USED:
+            case FrameKind.USED:
                 self._answer(site, self._dealer.use(site, frame.used))
-            case Kind.PASSED:
+            case FrameKind.PASSED:
                 self._answer(site, self._dealer.passed(site, frame.number))
-            case Kind.ORDER:
+            case FrameKind.ORDER:
                 self._dealer.order(frame.number, bytes(frame.body))
             case _:
                 raise SequenceError(f"a site sends no {frame.kind.name}")
@@ -447,13 +447,13 @@ class SequencerService(FrameLoop):
         for site, deal, number, resumes in answers:
             if resumes:
                 self._sequencer.resume(site)
-            self.post(site, Frame(Kind.DEAL, site, number, used=deal))
+            self.post(site, Frame(FrameKind.DEAL, site, number, used=deal))
 
     def _decide(self) -> None:
         while (decision := self._sequencer.decide()) is not None:
             entries = [tuple(each) for each in decision.entries]
             body = codec.encode((decision.version, entries, decision.dropped, decision.over))  # read by `Log`
-            self._send_all(Frame(Kind.DECISION, number=self._dealer.epochs, body=body))
+            self._send_all(Frame(FrameKind.DECISION, number=self._dealer.epochs, body=body))
             for key in decision.keys:
                 del self._open[key]
             if decision.over:
@@ -473,7 +473,7 @@ class SequencerService(FrameLoop):
             self._waiting.remove(site)
         if site not in self._connected:
             return
-        self._left[site] = Frame(Kind.LEFT, site, body=reason.encode())
+        self._left[site] = Frame(FrameKind.LEFT, site, body=reason.encode())
         self._send_all(self._left[site])  # to that site, too, if it can be reached
         self._connected.discard(site)
         self.drop(site)
@@ -498,7 +498,7 @@ class SequencerService(FrameLoop):
                 self._join(site)
                 self._sequencer.idle(site)
             self._left.pop(site, None)
-            self._send_all(Frame(Kind.RETURNED, site))
+            self._send_all(Frame(FrameKind.RETURNED, site))
             self._connected.add(site)
             self._send_state(site)
 
@@ -513,14 +513,14 @@ class SequencerService(FrameLoop):
         if donor is None:
             self._leave(site, "it has returned, and no other site is left whose state it could take over")
             return
-        self.post(site, Frame(Kind.RETURNED, site))
+        self.post(site, Frame(FrameKind.RETURNED, site))
         for frame in [*self._open.values(), *self._ends.values(), *self._left.values()]:
             self.post(site, frame)
-        self.post(donor, Frame(Kind.SNAPSHOT, donor, site))
+        self.post(donor, Frame(FrameKind.SNAPSHOT, donor, site))
 
     def _sends_state(self, site: int) -> bool:
         frame = self.arriving(site)
-        return frame is not None and frame.kind is Kind.SNAPSHOT
+        return frame is not None and frame.kind is FrameKind.SNAPSHOT
 
     def _choose_donor(self, able: list[int]) -> int:
         if self._own != HUB:

@@ -25,7 +25,7 @@ from ..support.logs import get_logger
 from .sequencer import Decision, Entry
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """Kinds of frames."""
 
     CONTRIBUTION = 1
@@ -93,7 +93,7 @@ class Frame(NamedTuple):
         body: further content.
     """
 
-    kind: Kind
+    kind: FrameKind
     site: int = 0
     number: int = 0
     base: int = 0
@@ -192,11 +192,11 @@ class _Stream:
         """Go on after the head or the body of a frame has arrived."""
         if self.arriving is None:
             kind, site, number, base, reached, samples, used, size = _HEAD.unpack(self._head)
-            if kind not in Kind._value2member_map_ or size > self._limit:
+            if kind not in FrameKind._value2member_map_ or size > self._limit:
                 raise StreamError(f"a frame of kind {kind} with {size} bytes: at most {self._limit} are possible")
             if max(number, base, reached, samples, used) > _LARGEST:
                 raise StreamError(f"a frame of kind {kind} with a number above {_LARGEST}")
-            self.arriving = Frame(Kind(kind), site, number, base, reached, samples, used, bytearray(size))
+            self.arriving = Frame(FrameKind(kind), site, number, base, reached, samples, used, bytearray(size))
             if size:
                 self._missing = memoryview(self.arriving.body)
                 return
@@ -455,7 +455,7 @@ class FrameLoop:
     def _beat(self, now: float) -> None:
         for peer, stream in list(self._streams.items()):
             if now - stream.outgoing.sent > self._silence / (2 * _BEATS) and not stream.outgoing.blocked:
-                stream.send(Frame(Kind.ALIVE, body=self.heartbeat()))
+                stream.send(Frame(FrameKind.ALIVE, body=self.heartbeat()))
             if self.held or stream.is_away:
                 stream.heard = now
             if now - stream.heard > self._silence:
@@ -555,7 +555,7 @@ class Log(FrameLoop):
 
     def send(
         self,
-        kind: Kind,
+        kind: FrameKind,
         number: int = 0,
         *,
         base: int = 0,
@@ -564,7 +564,7 @@ class Log(FrameLoop):
         used: int = 0,
         body: bytes = b"",
     ) -> None:
-        """Send a message; for its fields see `Kind` and `Frame`."""
+        """Send a message; for its fields see `FrameKind` and `Frame`."""
         self.post(self._peer, Frame(kind, self._own, number, base, reached, samples, used, body))
 
     def contribute(self, base: int, reached: int, samples: int, used: int, body: bytes) -> None:
@@ -581,7 +581,7 @@ class Log(FrameLoop):
             number, self._count = self._count, self._count + 1
             self._bodies[self._own, number] = body
             self.outstanding += 1
-        self.send(Kind.CONTRIBUTION, number, base=base, reached=reached, samples=samples, used=used, body=body)
+        self.send(FrameKind.CONTRIBUTION, number, base=base, reached=reached, samples=samples, used=used, body=body)
 
     def begin_epoch(self, *, samples: int = 0, used: int = 0) -> int:
         """Send that this site begins an epoch; return its number in the phase.
@@ -592,7 +592,7 @@ class Log(FrameLoop):
         """
         number, self._epochs = self._epochs, self._epochs + 1
         self.deals.clear()
-        self.send(Kind.BEGIN, number, samples=samples, used=used)
+        self.send(FrameKind.BEGIN, number, samples=samples, used=used)
         return number
 
     def finish(self, body: bytes) -> None:
@@ -603,11 +603,11 @@ class Log(FrameLoop):
         """
         with self._changed:
             self._ended[self._own] = body
-        self.send(Kind.FINISH, body=body)
+        self.send(FrameKind.FINISH, body=body)
 
     def leave(self, reason: str) -> None:
         """Send that this site leaves, and close the connection. May be called twice."""
-        self.send(Kind.BYE, body=reason.encode())
+        self.send(FrameKind.BYE, body=reason.encode())
         self.close()
 
     # What arrives
@@ -701,31 +701,31 @@ class Log(FrameLoop):
         if frame.site >= len(self._sites):
             raise ValueError(f"there is no site {frame.site}")
         match frame.kind:
-            case Kind.CONTRIBUTION:
+            case FrameKind.CONTRIBUTION:
                 self._bodies[frame.site, frame.number] = frame.body
-            case Kind.FINISH:
+            case FrameKind.FINISH:
                 self._ended[frame.site] = frame.body
-            case Kind.DECISION:
+            case FrameKind.DECISION:
                 self.epochs = frame.number
                 self._append(frame.body)
-            case Kind.DEAL:
+            case FrameKind.DEAL:
                 self.deals.append(frame)
                 if frame.used == Deal.OVER:
                     self.over = max(self.over, frame.number)
-            case Kind.SNAPSHOT if frame.body:
+            case FrameKind.SNAPSHOT if frame.body:
                 self.snapshot = frame.body
-            case Kind.SNAPSHOT:
+            case FrameKind.SNAPSHOT:
                 self._commits.append(Commit(Decision(0), (), {}, frame.number))
-            case Kind.READY:
+            case FrameKind.READY:
                 self.first = self._count = frame.number
-            case Kind.RETURNED if frame.site == self._own:  # the log of this site begins here
+            case FrameKind.RETURNED if frame.site == self._own:  # the log of this site begins here
                 for each in (self._commits, self._bodies, self._ended, self.left, self.losses):
                     each.clear()
-            case Kind.RETURNED:
+            case FrameKind.RETURNED:
                 self.left.pop(frame.site, None)
-            case Kind.ALIVE:
+            case FrameKind.ALIVE:
                 self._awaited = [site for site in codec.decode(frame.body) if 0 <= site < len(self._sites)]
-            case Kind.LEFT:
+            case FrameKind.LEFT:
                 reason = frame.body.decode(errors="replace")
                 self.left[frame.site] = reason
                 if frame.site == self._own:

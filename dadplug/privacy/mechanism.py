@@ -21,6 +21,7 @@ from ..support.signature import check_choice, number, whole_number
 
 LOSS_REDUCTIONS = ("mean", "sum")
 _LEAST_SHARED_NOISE = 0.1
+LEAST_SITES = 3  # of a secure sum
 
 
 @dataclass(frozen=True)

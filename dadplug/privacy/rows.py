@@ -19,13 +19,12 @@ from torch import Tensor
 from ..hooks import LINEAR, Factor
 
 if TYPE_CHECKING:
-    from .narrow import NarrowProduct
     from .noise import Sum
 
 _CHUNK = 1 << 24  # elements of formed gradients at a time
 
 
-class Contribution(ABC):
+class SampleContribution(ABC):
     """Contribution of each sample to the gradient of a parameter, by one call of a layer."""
 
     def unformed(self, scales: Tensor) -> Sum | None:
@@ -48,7 +47,7 @@ class Contribution(ABC):
 
 
 @dataclass(frozen=True)
-class Formed(Contribution):
+class Formed(SampleContribution):
     """Contribution that is formed: small parameters, such as biases and those of normalisations.
 
     Attributes:
@@ -62,7 +61,7 @@ class Formed(Contribution):
 
 
 @dataclass(frozen=True)
-class Rows(Contribution):
+class SampleRows(SampleContribution):
     """Contribution of a layer's rows: blocks ``left^T right`` of the weight as a matrix.
 
     Attributes:
@@ -79,7 +78,7 @@ class Rows(Contribution):
     right: Tensor
 
     @classmethod
-    def of(cls, factor: Factor, samples: int) -> Rows:
+    def of(cls, factor: Factor, samples: int) -> SampleRows:
         """Return the contribution of a call.
 
         Args:
@@ -95,11 +94,6 @@ class Rows(Contribution):
         assert found is not None
         left, right = (_by_sample(each, samples) for each in (found[::-1] if form.transposed else found))
         return cls(factor, samples, left, right)
-
-    @property
-    def widened(self) -> Rows:
-        """The rows, in the type in which norms are computed."""
-        return self
 
     @property
     def is_table(self) -> bool:
@@ -123,50 +117,6 @@ class Rows(Contribution):
         return form.gradient(deltas * rows[:, None], activations)
 
 
-@dataclass(frozen=True)
-class NarrowRows(Contribution):
-    """Contribution of a linear layer's rows, which are rounded to bfloat16; see `dadplug.privacy.narrow`.
-
-    Attributes:
-        deltas: D of shape (rows, out), in bfloat16, with whole samples one after the other.
-        activations: A of shape (rows, in), in bfloat16.
-        samples: number of samples.
-    """
-
-    deltas: Tensor
-    activations: Tensor
-    samples: int
-
-    @classmethod
-    def of(cls, factor: Factor, samples: int) -> NarrowRows:
-        """Return the contribution of a call.
-
-        Args:
-            factor: its factors, of a linear layer.
-            samples: number of samples.
-        """
-        return cls(factor.deltas.bfloat16(), factor.activations.bfloat16(), samples)
-
-    @property
-    def widened(self) -> Rows:
-        """The rounded rows, in the type in which norms are computed."""
-        return Rows.of(Factor(self.activations.float(), self.deltas.float()), self.samples)
-
-    def squared_norms(self) -> Tensor | None:
-        """Return the squared norm of each sample's gradient; None where those of `widened` take less time."""
-        from .narrow import squared_norms
-
-        return squared_norms(self.deltas, self.activations, self.samples)
-
-    def unformed(self, scales: Tensor) -> NarrowProduct:
-        from .narrow import NarrowProduct  # numba loads when first used
-
-        return NarrowProduct(self.deltas, self.activations, scales)
-
-    def clipped(self, scales: Tensor) -> Tensor:
-        return self.unformed(scales).whole()
-
-
 def _by_sample(blocks: Tensor, samples: int) -> Tensor:
     """Return rows of shape (rows, blocks, positions, n) as (samples, blocks, rows of a sample x positions, n)."""
     rows, count, positions, width = blocks.shape
@@ -174,17 +124,14 @@ def _by_sample(blocks: Tensor, samples: int) -> Tensor:
     return blocks.view(samples, of_sample, count, positions, width).transpose(1, 2).flatten(2, 3)
 
 
-def squared_norms(contributions: Sequence[Contribution]) -> Tensor:
+def squared_norms(contributions: Sequence[SampleContribution]) -> Tensor:
     """Return the squared norm of each sample's gradient of one parameter, of shape (samples,), in float64.
 
     Args:
         contributions: at least one, all of the same samples.
     """
-    first = contributions[0]
-    if len(contributions) == 1 and isinstance(first, NarrowRows) and (found := first.squared_norms()) is not None:
-        return found
     formed = [each.gradients for each in contributions if isinstance(each, Formed)]
-    rows = [each.widened for each in contributions if isinstance(each, (Rows, NarrowRows))]
+    rows = [each for each in contributions if isinstance(each, SampleRows)]
     if not rows:
         return _squares(sum(formed[1:], formed[0]).flatten(1))
     if formed:
@@ -198,7 +145,7 @@ def squared_norms(contributions: Sequence[Contribution]) -> Tensor:
 
 
 def _norms_of_rows(left: Tensor, right: Tensor) -> Tensor:
-    """Return squared norms of ``left^T right`` over blocks; see `Rows` for shapes."""
+    """Return squared norms of ``left^T right`` over blocks; see `SampleRows` for shapes."""
     samples, blocks, rows, height = left.shape
     width = right.shape[3]
     if rows == 1:
@@ -220,7 +167,7 @@ def _squares(rows: Tensor) -> Tensor:
     return lengths.square()
 
 
-def _cross_terms(one: Rows, other: Rows) -> Tensor:
+def _cross_terms(one: SampleRows, other: SampleRows) -> Tensor:
     """Return the scalar products of two calls' gradients by sample."""
     right = one.right @ other.right.mT  # (samples, 1, T, S)
     if one.is_table and other.is_table:

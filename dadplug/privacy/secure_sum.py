@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from ..errors import PrivacyError
 from ..exchange.fields import NUMBER
 from .masks import KEY_BYTES, RESOLUTION, PairwiseKeys, add_mask, encode, members_digest
-from .mechanism import DifferentialPrivacy, Ledger
+from .mechanism import LEAST_SITES, DifferentialPrivacy, Ledger
 
-LEAST_SITES = 3
 _ANNOUNCEMENT = struct.Struct(f">B{KEY_BYTES}sQ8s")  # version, public key, number of the exchange, digest
 ANNOUNCEMENT_BYTES = _ANNOUNCEMENT.size
 _VERSION = 1

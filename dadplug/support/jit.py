@@ -182,7 +182,7 @@ class _CheckedFiles(IndexDataCacheFile):
     def _load_index(self) -> Any:
         try:
             stamp, overloads = self._read(self._index_path)
-        except OSError:
+        except (OSError, AttributeError, ImportError):  # the latter: types of arguments that the source had before
             return {}
         return overloads if stamp == self._source_stamp else {}
 

@@ -20,7 +20,7 @@ _WIDTH = 24  # characters
 _CLEAR = "\r\033[K"
 
 
-class Progress:
+class ProgressBar:
     """Progress of a measurement whose time is known.
 
     In a terminal the last line is a bar below the lines so far. Elsewhere, as in a file, there are only the lines.

@@ -23,7 +23,7 @@ from dadplug.adapm.backends import Done
 from dadplug.adapm.builtin import Connection, Network
 from dadplug.adapm.engine import TECHNIQUES, Engine
 from dadplug.adapm.kernels import SAME, VALUE
-from dadplug.adapm.messages import HEAD_SIZE, MOST_BYTES, Head, Kind, Message, most_keys
+from dadplug.adapm.messages import HEAD_SIZE, MOST_BYTES, Head, Message, MessageKind, most_keys
 from dadplug.adapm.store import Constant, Store
 from dadplug.errors import ProtocolError
 from dadplug.exchange import Traffic, handshake
@@ -191,15 +191,15 @@ def head(kind, table=0, origin=0, keys=0, rows=0, request=0, extra=0):
     ("wrong", "message"),
     [
         (head(99), "unknown kind 99"),
-        (head(Kind.PUSH, table=1, keys=1, rows=1), "for table 1, which this site does not have"),
-        (head(Kind.PUSH, origin=3, keys=1, rows=1), "of site 3, and there are 3"),
-        (head(Kind.PUSH, origin=-1, keys=1, rows=1), "of site -1"),
-        (head(Kind.PUSH, keys=2**32 - 1, rows=2**32 - 1), "4294967295 keys"),
-        (head(Kind.PUSH, keys=most_keys(4) + 1, rows=most_keys(4) + 1), "PUSH of"),
-        (head(Kind.PUSH, keys=2, rows=1), "2 keys and 1 rows"),
-        (head(Kind.PULL, keys=2, rows=1), "2 keys and 1 rows"),
-        (head(Kind.SYNC, keys=2, rows=3), "2 keys and 3 rows"),
-        (head(Kind.PULL), "0 keys"),
+        (head(MessageKind.PUSH, table=1, keys=1, rows=1), "for table 1, which this site does not have"),
+        (head(MessageKind.PUSH, origin=3, keys=1, rows=1), "of site 3, and there are 3"),
+        (head(MessageKind.PUSH, origin=-1, keys=1, rows=1), "of site -1"),
+        (head(MessageKind.PUSH, keys=2**32 - 1, rows=2**32 - 1), "4294967295 keys"),
+        (head(MessageKind.PUSH, keys=most_keys(4) + 1, rows=most_keys(4) + 1), "PUSH of"),
+        (head(MessageKind.PUSH, keys=2, rows=1), "2 keys and 1 rows"),
+        (head(MessageKind.PULL, keys=2, rows=1), "2 keys and 1 rows"),
+        (head(MessageKind.SYNC, keys=2, rows=3), "2 keys and 3 rows"),
+        (head(MessageKind.PULL), "0 keys"),
     ],
 )
 def test_a_head_that_no_site_sends_is_refused_before_memory_is_taken(wrong, message):
@@ -207,10 +207,10 @@ def test_a_head_that_no_site_sends_is_refused_before_memory_is_taken(wrong, mess
         Head(wrong, 0, WIDTHS, 3)
 
 
-@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize("kind", list(MessageKind))
 def test_messages_come_as_they_were_sent(kind):
     types = messages.ARRAYS[kind]
-    rows = 3 if kind in (Kind.SYNC, Kind.SYNCED) else 5  # of five keys
+    rows = 3 if kind in (MessageKind.SYNC, MessageKind.SYNCED) else 5  # of five keys
     arrays = [
         np.arange(rows * 4, dtype=each).reshape(rows, 4) if each.kind == "f" else np.arange(5, dtype=each) + number
         for number, each in enumerate(types)
@@ -242,8 +242,8 @@ def test_a_send_that_the_kernel_has_no_room_for_returns_at_once_and_arrives_whol
     first, second = pair
     keys = np.arange(50_000)
     values = np.random.default_rng(0).normal(size=(50_000, 4)).astype(np.float32)
-    several = [Message(Kind.PUSH, 0, 0, number, 0, [keys + number, values + number]) for number in range(3)]
-    several.insert(1, Message(Kind.BARRIER, 0, 0, 5))
+    several = [Message(MessageKind.PUSH, 0, 0, number, 0, [keys + number, values + number]) for number in range(3)]
+    several.insert(1, Message(MessageKind.BARRIER, 0, 0, 5))
     for message in several:
         assert not first.outgoing.send(message.encode())
     assert first.outgoing.blocked
@@ -355,7 +355,7 @@ def networks(timeout):
 
 def receive(site):
     messages, lost = site.read(site.poll(0.05))
-    return [each for each in messages if each[1].kind is not Kind.ALIVE], lost | site.send_heartbeats()
+    return [each for each in messages if each[1].kind is not MessageKind.ALIVE], lost | site.send_heartbeats()
 
 
 def test_a_silent_site_is_lost_and_signs_of_life_keep_a_quiet_one():
@@ -395,19 +395,24 @@ def test_a_forked_child_lets_connections_go():
 
 
 BAD = [
-    Message(Kind.PUSH, 0, 1, 0, 0, [np.array([23]), np.ones((1, 3), np.float32)]),
-    Message(Kind.PULL, 0, 1, 0, 0, [np.array([-1]), np.zeros(1, np.int32)]),
-    Message(Kind.PULLED, 0, 1, 99, 0, [np.zeros(1, np.int32), np.ones((1, 3), np.float32)]),
-    Message(Kind.PULLED, 0, 1, 1, 0, [np.array([7], np.int32), np.ones((1, 3), np.float32)]),
-    Message(Kind.PULLED, 0, 1, 1, 0, [np.array([-1], np.int32), np.ones((1, 3), np.float32)]),
-    Message(Kind.PULLED, 0, 1, 1, 0, [np.zeros(2, np.int32), np.ones((2, 3), np.float32)]),
-    Message(Kind.APPLIED, 0, 1, 1, 1),
-    Message(Kind.REPLICA, 0, 1, 1, 0, [np.array([0]), np.zeros(1, np.int32), np.ones((1, 3), np.float32)]),
+    Message(MessageKind.PUSH, 0, 1, 0, 0, [np.array([23]), np.ones((1, 3), np.float32)]),
+    Message(MessageKind.PULL, 0, 1, 0, 0, [np.array([-1]), np.zeros(1, np.int32)]),
+    Message(MessageKind.PULLED, 0, 1, 99, 0, [np.zeros(1, np.int32), np.ones((1, 3), np.float32)]),
+    Message(MessageKind.PULLED, 0, 1, 1, 0, [np.array([7], np.int32), np.ones((1, 3), np.float32)]),
+    Message(MessageKind.PULLED, 0, 1, 1, 0, [np.array([-1], np.int32), np.ones((1, 3), np.float32)]),
+    Message(MessageKind.PULLED, 0, 1, 1, 0, [np.zeros(2, np.int32), np.ones((2, 3), np.float32)]),
+    Message(MessageKind.APPLIED, 0, 1, 1, 1),
+    Message(MessageKind.REPLICA, 0, 1, 1, 0, [np.array([0]), np.zeros(1, np.int32), np.ones((1, 3), np.float32)]),
     Message(
-        Kind.SYNC, 0, 1, 1, 0, [np.array([0]), np.zeros(1, np.int32), np.ones(1, np.int8), np.ones((0, 3), np.float32)]
+        MessageKind.SYNC,
+        0,
+        1,
+        1,
+        0,
+        [np.array([0]), np.zeros(1, np.int32), np.ones(1, np.int8), np.ones((0, 3), np.float32)],
     ),
     Message(
-        Kind.SYNCED,
+        MessageKind.SYNCED,
         0,
         1,
         1,
@@ -450,7 +455,9 @@ def hears_a_wrong_message(fails):
         table.pull(torch.arange(10))
         manager.barrier()
         if manager.rank == fails:
-            wrong = Message(Kind.PULLED, 0, fails, 12345, 0, [np.zeros(1, np.int32), np.ones((1, 2), np.float32)])
+            wrong = Message(
+                MessageKind.PULLED, 0, fails, 12345, 0, [np.zeros(1, np.int32), np.ones((1, 2), np.float32)]
+            )
             manager._backend._send(1 - fails, wrong)
         try:
             manager.barrier()
@@ -478,7 +485,7 @@ def receives_in_the_worker(_):
         receive, receivers = manager._backend.engine.receive, []
 
         def noting(sender, message):
-            if message.kind is Kind.PULLED:
+            if message.kind is MessageKind.PULLED:
                 receivers.append(threading.current_thread())
             receive(sender, message)
 

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 import dadplug
 from dadplug.errors import RunFailedError
-from dadplug.support.progress import Progress
+from dadplug.support.progress import ProgressBar
 from dadplug.tools.comparison import STRATEGIES, Comparison, Place, Row, Strategy, _Trials
 from dadplug.tools.comparison.pool import Pool
 from dadplug.tools.comparison.trial import MAX_HELD_OUT, Point, Task, Trainer
@@ -189,7 +189,7 @@ def test_the_reason_of_a_failed_run_is_shown_at_once(capsys):
 def test_progress_is_a_bar_in_a_terminal_and_lines_in_a_log():
     terminal, log = Terminal(), io.StringIO()
     for stream in (terminal, log):
-        progress = Progress(4.0, stream=stream)
+        progress = ProgressBar(4.0, stream=stream)
         for number, label in enumerate(("DDP", "dad")):
             with progress.span(2.0 * number, 2.0, f"run {number + 1} of 2: {label}"):
                 pass
@@ -200,7 +200,7 @@ def test_progress_is_a_bar_in_a_terminal_and_lines_in_a_log():
     bars = [part for part in terminal.getvalue().split("\r\033[K") if part.startswith("[")]
     assert bars[0].endswith("run 1 of 2: DDP")
     assert [bar.count("#") for bar in bars] == sorted(bar.count("#") for bar in bars)
-    silent = Progress(4.0, stream=(stream := Terminal()), shown=False)
+    silent = ProgressBar(4.0, stream=(stream := Terminal()), shown=False)
     with silent.span(0.0, 1.0, "DDP"):
         silent.show("DDP")
     silent.report("DDP")

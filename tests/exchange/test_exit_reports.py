@@ -3,14 +3,13 @@
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from dadplug.exchange import Traffic, calls, open_transport, status
-from dadplug.exchange.status import ProcessSites, Report, ReportHistory, StatusServer, introduce
+from dadplug.exchange import Traffic, open_transport, status
+from dadplug.exchange.status import ExitReport, ProcessSites, ReportHistory, StatusServer, ask, introduce
 
 CLOSED = RuntimeError("Connection closed by peer")
 
@@ -96,43 +95,33 @@ def test_a_history_holds_the_last_report_of_each_of_the_last_sessions():
     assert history.find(0) is None
     assert history.last is None
     reports = [
-        Report(b"", 2 * session + again, session, f"{session}, {again}") for session in range(20) for again in (1, 0)
+        ExitReport(b"", 2 * session + again, session, f"{session}, {again}")
+        for session in range(20)
+        for again in (1, 0)
     ]
     for report in reports:
         history.add(report)
     assert [history.find(session).reason for session in (13, 19)] == ["13, 1", "19, 1"]
     assert history.find(0).session == 12
     assert history.find(20) is None
-    withdrawal = Report(b"", 50, 20, None)
+    withdrawal = ExitReport(b"", 50, 20, None)
     history.add(withdrawal)
     assert history.find(19).reason == "19, 1"
     assert history.find(20) is None
     assert history.last == withdrawal
 
 
-@pytest.mark.parametrize(
-    ("file", "function", "exchanging"),
-    [
-        ("exchange/buckets.py", "wait", True),
-        ("adapm/background.py", "wait", True),
-        ("hub/site/link.py", "wait", True),
-        ("parameter_server/replica.py", "step", True),
-        ("parameter_server/experiment.py", "run", False),
-        ("parameter_server/dealing.py", "__iter__", False),
-        ("reducer/reducer.py", "wait", False),
-    ],
-)
-def test_a_site_takes_part_in_an_exchange_where_its_main_thread_waits_in_one(file, function, exchanging):
-    path = Path(status.__file__).parents[1] / file
-    space: dict = {"__name__": "dadplug." + file.removesuffix(".py").replace("/", ".")}
-    exec(compile(f"def {function}(inner):\n    return inner()", str(path), "exec"), space)
-    with ThreadPoolExecutor(1) as pool:  # requests are answered by another thread
-        assert space[function](lambda: pool.submit(calls.occupation).result())[0] == exchanging
+def test_a_process_is_known_to_exchange_while_one_of_its_threads_waits(servers):
+    member, traffic = servers[1].member, Traffic()
+    assert not ask({1: member}, 10)[1].exchanging
+    with traffic.waiting(), ThreadPoolExecutor(1) as pool:
+        assert pool.submit(ask, {1: member}, 10).result()[1].exchanging
+    assert not ask({1: member}, 10)[1].exchanging
 
 
-OCCUPATIONS = """
+OWN_CALLS = """
 import gc, sys, threading, time
-from dadplug.exchange.calls import occupation
+from dadplug.exchange.calls import own_call
 
 class Slow:
     def __init__(self):
@@ -145,7 +134,7 @@ def ask():
     for _ in range(200):
         for _ in range(3):
             Slow()
-        assert occupation()[1]
+        assert own_call()
 
 def start_threads():
     while not done.is_set():
@@ -171,4 +160,4 @@ assert gc.isenabled()
 
 @pytest.mark.parametrize("thread", ["main", "another"])
 def test_objects_are_collected_while_a_place_is_found_and_threads_end(thread):
-    subprocess.run([sys.executable, "-c", OCCUPATIONS, thread], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", OWN_CALLS, thread], check=True, timeout=60)

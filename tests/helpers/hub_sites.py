@@ -79,7 +79,7 @@ def over_hub(kits: Path) -> Iterator[HubLink]:
             return HubTransport(link, traffic, timeout)
         return ElasticTransport(link, traffic, timeout, requirements)
 
-    network = (lambda group: True), open_transport
+    network = (lambda group: True), open_transport, lambda group: link.rounds.elastic
     factory.register_network(*network)
     try:
         yield link

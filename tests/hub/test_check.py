@@ -18,7 +18,7 @@ from support import free_port
 import dadplug
 from dadplug.errors import FrameError, RefusedError
 from dadplug.hub import Project, check
-from dadplug.hub.check import MOST_BYTES, NUMBER, CheckHandler, Request
+from dadplug.hub.check import MOST_BYTES, NUMBER, CheckHandler, CheckRequest
 from dadplug.hub.pki import provision
 from dadplug.hub.pki.kits import current_time
 from dadplug.hub.server.acceptor import Acceptor
@@ -354,16 +354,16 @@ def frame(tag: int, body: bytes) -> Frame:
 
 def test_the_handler_answers_and_is_bounded():
     handler = CheckHandler(0, lambda: 123456789)
-    (answer,) = handler.handle(*frame(Request.TIME, b"?"))
+    (answer,) = handler.handle(*frame(CheckRequest.TIME, b"?"))
     assert answer[-8:] == NUMBER.pack(123456789)
-    assert handler.handle(*frame(Request.UP, bytes(50_000))) == []
-    assert sum(map(len, handler.handle(*frame(Request.DOWN, NUMBER.pack(200_000))))) == 200_000 + 2 * 32
+    assert handler.handle(*frame(CheckRequest.UP, bytes(50_000))) == []
+    assert sum(map(len, handler.handle(*frame(CheckRequest.DOWN, NUMBER.pack(200_000))))) == 200_000 + 2 * 32
     with pytest.raises(FrameError, match="more than"):
-        handler.handle(*frame(Request.DOWN, NUMBER.pack(MOST_BYTES)))
-    for wrong in (frame(9, b"x"), frame(Request.DOWN, b"1")):
+        handler.handle(*frame(CheckRequest.DOWN, NUMBER.pack(MOST_BYTES)))
+    for wrong in (frame(9, b"x"), frame(CheckRequest.DOWN, b"1")):
         with pytest.raises(FrameError, match="unknown request"):
             CheckHandler(0).handle(*wrong)
-    for request, body in ((Request.UP, bytes(50_000)), (Request.TIME, b"?")):
+    for request, body in ((CheckRequest.UP, bytes(50_000)), (CheckRequest.TIME, b"?")):
         with pytest.raises(FrameError, match=f"more than {MOST_BYTES} bytes or 1000 requests"):
             repeat(CheckHandler(0), frame(request, body))
 
@@ -376,5 +376,5 @@ def repeat(handler: CheckHandler, request: Frame) -> None:
 def test_a_site_that_asks_for_too_much_is_given_up(hub):
     site = TestSite(hub.kit("a"), hub.address, "check")
     assert not isinstance(site.answer, Refuse)
-    site.send(Kind.PAYLOAD, NUMBER.pack(MOST_BYTES + 1), tag=Request.DOWN)
+    site.send(Kind.PAYLOAD, NUMBER.pack(MOST_BYTES + 1), tag=CheckRequest.DOWN)
     until(lambda: not hub.hub.relay.sessions)

@@ -24,7 +24,7 @@ from dadplug.adapm import ParameterManager, backends, builtin
 from dadplug.errors import SiteError
 from dadplug.hub.server.session import HubStreams
 from dadplug.hub.site import tunnel as tunnels
-from dadplug.hub.site.tunnel import Tunnel, stream_to_hub
+from dadplug.hub.site.tunnel import Tunnel
 from dadplug.hub.wire import streams as peer_stream
 from dadplug.hub.wire.messages import Drop, Head, Kind
 from dadplug.hub.wire.streams import HUB_SLOT, Tag
@@ -294,7 +294,7 @@ def test_a_stream_carries_more_than_its_window_in_both_directions(tmp_path):
     echo = Echo()
     with running_hub(tmp_path / "kits", service=echo) as hub:
         sites = Sites(hub, "ab")
-        streams = [stream_to_hub(tunnel) for tunnel in sites.tunnels]
+        streams = [tunnel.dial_hub() for tunnel in sites.tunnels]
         assert {stream.hub for stream in streams} == {f"the hub at 127.0.0.1:{hub.address[1]}"}
         contents = [bytes([number + 1]) * (9 << 20) for number in range(2)]
         with ThreadPoolExecutor(4) as pool:

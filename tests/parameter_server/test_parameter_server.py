@@ -26,7 +26,7 @@ import dadplug
 from dadplug.errors import NonFiniteError
 from dadplug.parameter_server import server as server_module
 from dadplug.parameter_server.gradients import CommittedBatchNorms, ContributionCodec
-from dadplug.parameter_server.streams import Kind
+from dadplug.parameter_server.streams import FrameKind
 from dadplug.step.model_sync.samples import SampleCounter
 
 
@@ -441,7 +441,7 @@ def sends_before_it_applies(staleness: int) -> tuple[list[int], list[int], int]:
         apply(commit)
 
     def report(kind, *fields, **named) -> None:
-        if kind is Kind.REACHED:
+        if kind is FrameKind.REACHED:
             reported.append(named["reached"])
         send(kind, *fields, **named)
 

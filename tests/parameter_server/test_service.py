@@ -11,7 +11,7 @@ from dadplug import MismatchError
 from dadplug.exchange import Traffic, codec
 from dadplug.parameter_server.connect import ReturnedSites
 from dadplug.parameter_server.service import Donors, SequencerService, Settings
-from dadplug.parameter_server.streams import HUB, Frame, Kind, Log, _Stream
+from dadplug.parameter_server.streams import HUB, Frame, FrameKind, Log, _Stream
 
 SECONDS = 60.0
 
@@ -25,14 +25,14 @@ class Peer:
         self.stream = _Stream(ours, 1 << 16)
         self.frames: list[Frame] = []
 
-    def send(self, kind: Kind, **fields) -> None:
+    def send(self, kind: FrameKind, **fields) -> None:
         self.stream.send(Frame(kind, self.rank, **fields))
 
-    def kinds(self) -> list[Kind]:
-        self.frames += [each for each in self.stream.read() if each.kind is not Kind.ALIVE]
+    def kinds(self) -> list[FrameKind]:
+        self.frames += [each for each in self.stream.read() if each.kind is not FrameKind.ALIVE]
         return [each.kind for each in self.frames]
 
-    def wait_for(self, kind: Kind) -> Frame:
+    def wait_for(self, kind: FrameKind) -> Frame:
         """Take the first frame of a kind."""
         deadline = time.monotonic() + SECONDS
         while kind not in self.kinds():
@@ -45,7 +45,7 @@ class Peer:
 
     def over(self) -> bool:
         """Return whether the next decision ends the phase."""
-        return codec.decode(self.wait_for(Kind.DECISION).body)[3]
+        return codec.decode(self.wait_for(FrameKind.DECISION).body)[3]
 
 
 @pytest.fixture
@@ -81,58 +81,58 @@ def peer(serve):
 def test_a_site_of_a_trainer_returns_in_a_phase_of_steps_which_waits_for_it(serve, peer):
     first, second, back = peer(0), peer(1), peer(1)
     service = serve([first, second], own=0, staleness=4, in_trainer=True)
-    second.send(Kind.TRAINS)
-    second.send(Kind.CONTRIBUTION, samples=2, body=b"gradient")
-    second.send(Kind.BYE, body=b"it was killed")
+    second.send(FrameKind.TRAINS)
+    second.send(FrameKind.CONTRIBUTION, samples=2, body=b"gradient")
+    second.send(FrameKind.BYE, body=b"it was killed")
     assert not first.over()
-    assert first.wait_for(Kind.LEFT).body == b"it was killed"
-    first.send(Kind.FINISH, body=b"first")
+    assert first.wait_for(FrameKind.LEFT).body == b"it was killed"
+    first.send(FrameKind.FINISH, body=b"first")
     assert first.over()
     service.adopt(1, back.theirs)
-    first.send(Kind.FINISH, body=b"metrics")  # an exchange between phases, which does not wait for the site
+    first.send(FrameKind.FINISH, body=b"metrics")  # an exchange between phases, which does not wait for the site
     assert first.over()
-    assert Kind.SNAPSHOT not in first.kinds()
-    first.send(Kind.TRAINS)
-    first.send(Kind.CONTRIBUTION, base=1, reached=1, samples=2, body=b"gradient")
-    first.send(Kind.FINISH, body=b"second")
-    assert first.wait_for(Kind.RETURNED).site == 1
-    assert first.wait_for(Kind.SNAPSHOT).number == 1
+    assert FrameKind.SNAPSHOT not in first.kinds()
+    first.send(FrameKind.TRAINS)
+    first.send(FrameKind.CONTRIBUTION, base=1, reached=1, samples=2, body=b"gradient")
+    first.send(FrameKind.FINISH, body=b"second")
+    assert first.wait_for(FrameKind.RETURNED).site == 1
+    assert first.wait_for(FrameKind.SNAPSHOT).number == 1
     assert not first.over()
-    first.send(Kind.SNAPSHOT, number=1, body=b"state")
-    assert back.wait_for(Kind.CONTRIBUTION).body == b"gradient"
-    back.send(Kind.READY)
-    assert back.wait_for(Kind.READY).number == 1  # the one of before counts
+    first.send(FrameKind.SNAPSHOT, number=1, body=b"state")
+    assert back.wait_for(FrameKind.CONTRIBUTION).body == b"gradient"
+    back.send(FrameKind.READY)
+    assert back.wait_for(FrameKind.READY).number == 1  # the one of before counts
     assert service._sequencer.awaited == [1]
-    back.send(Kind.CONTRIBUTION, number=1, base=2, reached=2, samples=2, body=b"its own")
+    back.send(FrameKind.CONTRIBUTION, number=1, base=2, reached=2, samples=2, body=b"its own")
     assert not first.over()
-    back.send(Kind.FINISH, body=b"third")
+    back.send(FrameKind.FINISH, body=b"third")
     assert first.over()
-    assert back.wait_for(Kind.DECISION) is not None
+    assert back.wait_for(FrameKind.DECISION) is not None
 
 
 def test_another_site_is_asked_for_its_state_if_the_first_one_is_lost(serve, peer):
     peers, back, ended = [peer(rank) for rank in range(3)], peer(2), threading.Event()
     first, second, third = peers
     service = serve(peers, on_end=ended.set)
-    third.send(Kind.CONTRIBUTION, samples=1, body=b"gradient")
-    third.send(Kind.BYE, body=b"it was killed")
-    assert first.wait_for(Kind.LEFT).site == 2
+    third.send(FrameKind.CONTRIBUTION, samples=1, body=b"gradient")
+    third.send(FrameKind.BYE, body=b"it was killed")
+    assert first.wait_for(FrameKind.LEFT).site == 2
     service.adopt(2, back.theirs)
-    assert first.wait_for(Kind.SNAPSHOT).number == 2
-    assert back.wait_for(Kind.RETURNED).site == 2
-    first.send(Kind.BYE, body=b"it was killed, too")
-    assert second.wait_for(Kind.SNAPSHOT).number == 2
-    assert back.wait_for(Kind.RETURNED).site == 2  # its log begins anew, after the loss
-    second.send(Kind.SNAPSHOT, number=2, body=b"state")
-    assert back.wait_for(Kind.SNAPSHOT).body == b"state"
-    back.send(Kind.READY)
-    assert back.wait_for(Kind.READY).number == 1
-    second.send(Kind.SNAPSHOT, number=2, body=b"not asked for")
-    while (left := back.wait_for(Kind.LEFT)).site == 0:  # before its log began anew, and in it
+    assert first.wait_for(FrameKind.SNAPSHOT).number == 2
+    assert back.wait_for(FrameKind.RETURNED).site == 2
+    first.send(FrameKind.BYE, body=b"it was killed, too")
+    assert second.wait_for(FrameKind.SNAPSHOT).number == 2
+    assert back.wait_for(FrameKind.RETURNED).site == 2  # its log begins anew, after the loss
+    second.send(FrameKind.SNAPSHOT, number=2, body=b"state")
+    assert back.wait_for(FrameKind.SNAPSHOT).body == b"state"
+    back.send(FrameKind.READY)
+    assert back.wait_for(FrameKind.READY).number == 1
+    second.send(FrameKind.SNAPSHOT, number=2, body=b"not asked for")
+    while (left := back.wait_for(FrameKind.LEFT)).site == 0:  # before its log began anew, and in it
         pass
     assert b"was not asked for it" in left.body
     assert not ended.is_set()
-    back.send(Kind.BYE)
+    back.send(FrameKind.BYE)
     assert ended.wait(SECONDS)
 
 
@@ -140,25 +140,25 @@ def test_another_site_is_asked_for_its_state_if_the_first_one_does_not_answer(se
     peers, back = [peer(rank) for rank in range(3)], peer(2)
     first, second, third = peers
     service = serve(peers, silence=4.0)
-    third.send(Kind.BYE, body=b"it was killed")
-    assert first.wait_for(Kind.LEFT).site == 2
+    third.send(FrameKind.BYE, body=b"it was killed")
+    assert first.wait_for(FrameKind.LEFT).site == 2
     service.adopt(2, back.theirs)
-    assert first.wait_for(Kind.SNAPSHOT).number == 2
-    assert back.wait_for(Kind.RETURNED).site == 2
+    assert first.wait_for(FrameKind.SNAPSHOT).number == 2
+    assert back.wait_for(FrameKind.RETURNED).site == 2
     deadline = time.monotonic() + SECONDS
-    while Kind.SNAPSHOT not in second.kinds():  # the program of the first one is held up, and its heart beats
+    while FrameKind.SNAPSHOT not in second.kinds():  # the program of the first one is held up, and its heart beats
         assert time.monotonic() < deadline
         for each in (first, second, back):
-            each.send(Kind.ALIVE)
+            each.send(FrameKind.ALIVE)
         time.sleep(0.05)
-    assert back.wait_for(Kind.RETURNED).site == 2  # its log begins anew
-    second.send(Kind.SNAPSHOT, number=2, body=b"state")
-    first.send(Kind.SNAPSHOT, number=2, body=b"late state")
-    assert back.wait_for(Kind.SNAPSHOT).body == b"state"
-    back.send(Kind.READY)
-    assert back.wait_for(Kind.READY).number == 0
-    assert [each.body for each in back.frames if each.kind is Kind.SNAPSHOT] == []
-    assert [each.site for each in second.frames if each.kind is Kind.LEFT] == [2]
+    assert back.wait_for(FrameKind.RETURNED).site == 2  # its log begins anew
+    second.send(FrameKind.SNAPSHOT, number=2, body=b"state")
+    first.send(FrameKind.SNAPSHOT, number=2, body=b"late state")
+    assert back.wait_for(FrameKind.SNAPSHOT).body == b"state"
+    back.send(FrameKind.READY)
+    assert back.wait_for(FrameKind.READY).number == 0
+    assert [each.body for each in back.frames if each.kind is FrameKind.SNAPSHOT] == []
+    assert [each.site for each in second.frames if each.kind is FrameKind.LEFT] == [2]
 
 
 def test_a_late_answer_to_an_earlier_request_is_of_no_use():
@@ -200,13 +200,13 @@ def test_beyond_the_memory_the_site_that_does_not_read_is_dropped(serve, peer):
     first, second = peer(0), peer(1)
     serve([first, second], memory=1 << 18)
     for number in range(40):
-        first.send(Kind.CONTRIBUTION, number=number, samples=1, body=bytes(60000))
+        first.send(FrameKind.CONTRIBUTION, number=number, samples=1, body=bytes(60000))
     deadline = time.monotonic() + SECONDS
-    while Kind.LEFT not in first.kinds():
+    while FrameKind.LEFT not in first.kinds():
         assert time.monotonic() < deadline
         first.stream.outgoing.flush()
         time.sleep(0.001)
-    left = first.wait_for(Kind.LEFT)
+    left = first.wait_for(FrameKind.LEFT)
     assert left.site == 1
     assert b"and messages take more than 262144" in left.body
 
@@ -216,7 +216,7 @@ def test_a_site_that_there_is_not_is_refused():
     sites = ReturnedSites(1, ["a", "b"])
     log = Log(ours, sites, 1 << 16, SECONDS, SECONDS, Traffic())
     with theirs:
-        _Stream(theirs, 1 << 16).send(Frame(Kind.LEFT, 2))
+        _Stream(theirs, 1 << 16).send(Frame(FrameKind.LEFT, 2))
         with pytest.raises(MismatchError, match="has sent a LEFT that does not fit: there is no site 2"):
             log.wait()
         assert not log.left
@@ -240,7 +240,7 @@ def test_the_site_with_the_sequencer_knows_that_nothing_gets_through_to_the_othe
 
     assert not log.blocked
     for number in range(40):
-        first.send(Kind.CONTRIBUTION, number=number, samples=1, body=bytes(60000))
+        first.send(FrameKind.CONTRIBUTION, number=number, samples=1, body=bytes(60000))
     wait_for(True, first)
     wait_for(False, first, third)  # it is of use to one of them
     theirs.close()
@@ -252,10 +252,10 @@ def test_the_service_makes_a_commit_that_has_waited_long_enough(serve, peer):
     serve(peers, own=0, staleness=8, gather=1.0)
     for number in range(3):
         for each in peers:
-            each.send(Kind.CONTRIBUTION, number=number, samples=4, body=b"gradient")
+            each.send(FrameKind.CONTRIBUTION, number=number, samples=4, body=b"gradient")
         time.sleep(0.3)
-    peers[0].send(Kind.CONTRIBUTION, number=3, samples=4, body=b"gradient")  # site 1 sends nothing more
+    peers[0].send(FrameKind.CONTRIBUTION, number=3, samples=4, body=b"gradient")  # site 1 sends nothing more
     committed: set[int] = set()
     while committed != {0, 1, 2, 3}:
-        entries = codec.decode(peers[0].wait_for(Kind.DECISION).body)[1]
+        entries = codec.decode(peers[0].wait_for(FrameKind.DECISION).body)[1]
         committed |= {number for site, number, *_ in entries if site == 0}

@@ -10,7 +10,7 @@ import pytest
 
 from dadplug.errors import StreamError
 from dadplug.exchange import handshake
-from dadplug.parameter_server.streams import _HEAD, _UNSENT, _WAKE, Frame, Kind, _Stream
+from dadplug.parameter_server.streams import _HEAD, _UNSENT, _WAKE, Frame, FrameKind, _Stream
 
 fcntl = pytest.importorskip("fcntl")
 
@@ -24,7 +24,7 @@ def test_a_body_wakes_the_receiver_in_large_parts_and_arrives_whole():
         receiver = server.accept()[0]
     stream = _Stream(receiver, 1 << 20)
     body = bytes(range(256)) * (5 * _WAKE // 512)  # two and a half parts
-    sender.sendall(_HEAD.pack(Kind.CONTRIBUTION, 1, 0, 0, 0, 4, 0, len(body)))
+    sender.sendall(_HEAD.pack(FrameKind.CONTRIBUTION, 1, 0, 0, 0, 4, 0, len(body)))
     frames, wakes = [], 0
     with sender, receiver:
         for start in range(-1, len(body), 1024):
@@ -35,12 +35,12 @@ def test_a_body_wakes_the_receiver_in_large_parts_and_arrives_whole():
         while not frames:
             assert select.select([receiver], [], [], 10)[0]
             frames += stream.read()
-        assert frames == [Frame(Kind.CONTRIBUTION, 1, 0, 0, 0, 4, 0, bytearray(body))]
+        assert frames == [Frame(FrameKind.CONTRIBUTION, 1, 0, 0, 0, 4, 0, bytearray(body))]
         assert wakes <= 5
-        sender.sendall(_HEAD.pack(Kind.REACHED, 1, 0, 0, 7, 0, 0, 0))  # a frame without a body wakes it at once
+        sender.sendall(_HEAD.pack(FrameKind.REACHED, 1, 0, 0, 7, 0, 0, 0))  # a frame without a body wakes it at once
         assert select.select([receiver], [], [], 10)[0]
         assert stream.read()[0].reached == 7
-        sender.sendall(_HEAD.pack(Kind.CONTRIBUTION, 1, 0, 0, 0, 4, 0, len(body)) + body[:10])
+        sender.sendall(_HEAD.pack(FrameKind.CONTRIBUTION, 1, 0, 0, 0, 4, 0, len(body)) + body[:10])
         assert select.select([receiver], [], [], 10)[0]
         assert not stream.read()
         sender.close()  # so does the end of the connection
@@ -55,7 +55,7 @@ def test_a_number_that_cannot_be_counted_on_is_refused(place):
     stream = _Stream(receiver, 1 << 20)
     with sender, receiver:
         for number in (1 << 62, (1 << 64) - 1):
-            fields = [Kind.EPOCHS, *(0,) * 7]
+            fields = [FrameKind.EPOCHS, *(0,) * 7]
             fields[place] = number
             sender.sendall(_HEAD.pack(*fields))
             if number == 1 << 62:
@@ -77,7 +77,7 @@ def test_bytes_on_a_long_link_may_be_many_but_unsent_ones_are_few():
     frames = []
     with sender, receiver:
         assert sender.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == room  # as much as is on its way
-        stream.send(Frame(Kind.CONTRIBUTION, body=body))
+        stream.send(Frame(FrameKind.CONTRIBUTION, body=body))
         assert stream.outgoing.blocked
         unsent = struct.unpack("i", fcntl.ioctl(sender, _SIOCOUTQNSD, bytes(4)))[0]
         assert unsent <= 2 * _UNSENT  # the kernel takes whole packets, of 64 KiB here
@@ -86,7 +86,7 @@ def test_bytes_on_a_long_link_may_be_many_but_unsent_ones_are_few():
             frames = other.read()
             stream.outgoing.flush()
         assert not stream.outgoing.blocked
-        assert frames == [Frame(Kind.CONTRIBUTION, body=bytearray(body))]
+        assert frames == [Frame(FrameKind.CONTRIBUTION, body=bytearray(body))]
 
 
 @pytest.mark.parametrize("grants_less", [True, False])

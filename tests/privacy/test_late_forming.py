@@ -1,4 +1,4 @@
-"""Sums of rows in bfloat16, and private gradients that are formed while they are compressed."""
+"""Private gradients that are formed while they are compressed."""
 
 import pytest
 import torch
@@ -6,11 +6,7 @@ from dadplug.hooks import Factor
 from torch import nn
 
 import dadplug
-from dadplug.privacy import narrow
 from dadplug.privacy.noise import FormedSum, Noise, TableSum, UnformedGradient
-from dadplug.privacy.rows import NarrowRows, squared_norms
-
-ROUNDS = pytest.mark.skipif(not narrow.is_available(), reason="the processor multiplies no bfloat16")
 
 
 @pytest.fixture(autouse=True)
@@ -19,85 +15,6 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def rows_of(samples, rows, out, width):
-    generator = torch.Generator().manual_seed(samples * rows)
-    deltas, activations = (torch.randn(samples * rows, each, generator=generator) for each in (out, width))
-    return NarrowRows.of(Factor(activations, deltas), samples)
-
-
-@ROUNDS
-@pytest.mark.parametrize(
-    ("samples", "rows", "out", "width"), [(5, 17, 100, 77), (4, 16, 6, 64), (2, 1500, 31, 130), (3, 40, 1, 1)]
-)
-def test_sums_are_those_of_the_rounded_rows(samples, rows, out, width):
-    found, scales = rows_of(samples, rows, out, width), torch.rand(samples, dtype=torch.float64)
-    made = found.clipped(scales)
-    weighted = found.deltas.double() * scales.repeat_interleave(rows)[:, None]
-    expected = weighted.T @ found.activations.double()
-    assert torch.allclose(made.double(), expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
-    blocks, product = torch.full((out, width), torch.nan), found.unformed(scales)
-    for start in range(0, out, 7):
-        product.write(slice(start, start + 7), blocks[start : start + 7])
-    assert torch.equal(blocks, made)
-
-
-@ROUNDS
-@pytest.mark.parametrize(
-    ("rows", "out", "width"), [(1, 64, 96), (16, 64, 96), (20, 32, 32), (24, 96, 64), (18, 64, 64), (20, 40, 64)]
-)
-def test_norms_are_those_of_the_rounded_rows(rows, out, width):
-    found = rows_of(5, rows, out, width)
-    expected = [
-        (deltas.double().T @ activations.double()).square().sum()
-        for deltas, activations in zip(found.deltas.split(rows), found.activations.split(rows))
-    ]
-    torch.testing.assert_close(squared_norms([found]), torch.stack(expected), rtol=1e-5, atol=0)
-    spoilt = found.deltas.clone()
-    spoilt[rows] = torch.nan
-    norms = squared_norms([NarrowRows(spoilt, found.activations, 5)])
-    assert norms.isnan().tolist() == [False, True, False, False, False]
-
-
-@ROUNDS
-@pytest.mark.parametrize("rows", [1, 16, 33])
-def test_no_sample_adds_more_than_the_bound(rows):
-    samples = 24
-    found = rows_of(samples, rows, 90, 70)
-    found.deltas[: rows * samples // 2] = 1.00390625 * found.deltas[:1].abs().amax()  # may be rounded up all alike
-    norms = squared_norms([found]).sqrt()
-    for norm in (1.0, 0.7, 1e-3):
-        scales = (norm / norms).clamp(max=1.0)
-        for sample in range(samples):
-            alone = torch.zeros_like(scales)
-            alone[sample] = scales[sample]
-            added = float(torch.linalg.vector_norm(found.clipped(alone), dtype=torch.float64))
-            assert 0.98 * norm < added <= norm * (1 + 1e-6)
-
-
-@ROUNDS
-def test_only_lossy_modes_and_single_precision_round():
-    def gradients(mode, dtype):
-        torch.manual_seed(0)
-        model = nn.Linear(300, 200).to(dtype)
-        privacy = dadplug.DifferentialPrivacy(0.0, 1.0, 0.1, 4)
-        reduction = dadplug.GradientReduction(model, mode=mode, privacy=privacy)
-        inputs = torch.randn(4, 20, 300, dtype=torch.float64).to(dtype)
-        model(inputs).square().mean().backward()
-        reduction._private.privatise(1.0)
-        found = model.weight.grad.double()
-        reduction.detach()
-        return found
-
-    exact = gradients("dsgd", torch.float64)
-    for mode, dtype, least, most in (
-        ("dsgd", torch.float32, 0, 1e-6),
-        ("rankdad", torch.float64, 0, 1e-12),
-        ("rankdad", torch.float32, 1e-4, 1e-2),
-    ):
-        error = float((gradients(mode, dtype) - exact).norm() / exact.norm())
-        assert least <= error < most, (mode, dtype, error)
 
 
 class Words(nn.Module):

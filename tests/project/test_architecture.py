@@ -23,18 +23,18 @@ ROOMS = {
     "hooks": "support",
     "lowrank": "hooks support",
     "exchange": "errors lowrank support",
-    "privacy": "errors exchange hooks support",
+    "privacy": "errors exchange hooks step support",
     "hub": "errors exchange support",
-    "step": "errors exchange hooks lowrank options privacy support",
+    "step": "errors exchange hooks lowrank options support",
     "options": "exchange privacy step support",
-    "adaptive": "errors exchange hooks hub step support",
-    "reduction": "adaptive errors exchange hooks options step support",
+    "adaptive": "errors exchange hooks step support",
+    "reduction": "adaptive errors exchange hooks options privacy step support",
     "ddp": "exchange options reduction step support",
     "data": "errors examples support",
     "models": "examples support",
     "local_steps": "ddp errors exchange hooks lowrank options reduction step support",
     "hogwild": "errors exchange step support",
-    "parameter_server": "adaptive errors exchange hogwild hooks hub models options step support",
+    "parameter_server": "adaptive errors exchange hogwild hooks models options step support",
     "adapm": "errors exchange hooks lowrank reduction step support",
     "serving": "adapm errors models step support",
     "tools": "data errors exchange hogwild hooks hub local_steps lowrank options parameter_server privacy reduction "
@@ -46,8 +46,8 @@ ROOMS = {
     "ray": "hub options runners support",
     "transformers": "accelerate callbacks hub local_steps options runners support",
     "experiment": "callbacks data models options runners support tools",
-    "dadplug": "adapm adaptive callbacks ddp errors hogwild hub local_steps lowrank parameter_server privacy reduction "
-    "runners serving tools",
+    "dadplug": "adapm adaptive callbacks ddp errors exchange hogwild hub local_steps lowrank parameter_server privacy "
+    "reduction runners serving tools",
     "__main__": "tools",
 }
 

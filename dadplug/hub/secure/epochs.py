@@ -294,7 +294,9 @@ class Epochs:
             return
         transcript = _transcript(offer, own)
         root = extract(secret, transcript, "join", slot, self._slot)
-        plain = _pack_welcome(step, self.members, chains)
+        parts = [_MEMBER.pack(*each) for each in sorted(self.members.items())]
+        parts += [_KEY.pack(*each) for each in sorted(chains.items())]
+        plain = _WELCOME_HEAD.pack(step, len(self.members), len(chains)) + b"".join(parts)
         sealed = AESGCM(derive(root, "welcome")).encrypt(bytes(12), plain, transcript)
         signature = sign(self._offers.key, b"welcome" + transcript + sealed)
         self._serials[slot] = certificate.serial_number
@@ -460,12 +462,6 @@ def _transcript(joiner: bytes, member: bytes) -> bytes:
 
 def _context(slot: int, number: int, epoch: bytes) -> bytes:
     return b"rekey" + struct.pack(">HQ", slot, number) + epoch
-
-
-def _pack_welcome(step: int, members: Mapping[int, bytes], chains: Mapping[int, bytes]) -> bytes:
-    parts = [_MEMBER.pack(*each) for each in sorted(members.items())]
-    parts += [_KEY.pack(*each) for each in sorted(chains.items())]
-    return _WELCOME_HEAD.pack(step, len(members), len(chains)) + b"".join(parts)
 
 
 def _parse_welcome(plain: bytes) -> tuple[int, dict[int, bytes], dict[int, bytes]]:

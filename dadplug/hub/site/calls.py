@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import Any
 
 from ...errors import MismatchError, SiteError
-from ...exchange.calls import explain, occupation
+from ...exchange.calls import explain, own_call
 from ...exchange.handshake import Deadline
 from .inbox import CALLS
 
@@ -29,7 +29,7 @@ def check_calls(link: Any, patience: Deadline) -> None:
 
 def mismatch(link: Any) -> MismatchError:
     """Return the error of sites that do not make the same calls, and exchange these for it."""
-    own, slots = occupation()[1], range(link.world_size)
+    own, slots = own_call(), range(link.world_size)
     with suppress(SiteError):  # the others may be gone
         link.send(CALLS, memoryview(own.encode()))
         link.converse(lambda: int(not any(map(link.inbox.call_of, slots))), _SECONDS)

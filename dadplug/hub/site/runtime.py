@@ -278,6 +278,7 @@ process_group.register(lambda ranks, rank, seconds: _connected().open_group(rank
 register_network(
     lambda group: isinstance(group, Collectives),
     lambda group, traffic, _, *options: _connected().open_transport(group, traffic, *options),
+    lambda group: _connected().elastic,
 )
 
 _log = get_logger(__name__)

@@ -40,7 +40,7 @@ from ..wire.messages import CODES, Kind, RoundKind, Spent
 from .calls import mismatch
 from .inbox import CHANNEL_BITS, Incoming
 from .link import HubLink
-from .tunnel import check_tunnel, stream_to_hub, tunnel_of
+from .tunnel import check_tunnel, tunnel_of
 
 _AWAY_SECONDS = 2.5  # of silence, after which the hub may be away for long
 _GRACE_SECONDS = 1.5  # for the hub's announcement of what a lost stream of the parameter manager is due to
@@ -291,7 +291,7 @@ class HubTransport(CollectiveTransport):
     def open_hub_stream(self, timeout: float) -> StreamToHub | None:
         if self.link.sealing.required:  # the hub cannot read what it would have to order
             return None
-        return stream_to_hub(tunnel_of(self.link, timeout))
+        return tunnel_of(self.link, timeout).dial_hub()
 
     @property
     def hub_is_away(self) -> bool:

@@ -19,8 +19,10 @@ from typing import Any
 
 from ...errors import FrameError, SiteError
 from ...exchange.handshake import Deadline
+from ...exchange.restrictions import impose_restrictions
 from ...exchange.transport import StreamToHub
 from ..pki.kits import Kit
+from ..pki.project import KitRestrictions
 from ..secure.sealing import Keys, Opener, Sealer
 from ..wire.messages import Drop, Head, Kind
 from ..wire.streams import HUB_SLOT, PeerStream, Tag, pieces
@@ -138,6 +140,10 @@ class Tunnel(HubConnection):
             opened = self._begin(_LATER | int.from_bytes(os.urandom(4), "little"), slot)
         self._pipe.wake()
         return opened
+
+    def dial_hub(self) -> StreamToHub:
+        """Open a stream to the hub itself."""
+        return StreamToHub(self.dial(HUB_SLOT), self.hub, self.check)
 
     def _begin(self, channel: int, slot: int, keys: tuple[Sealer, Opener] | None = None) -> TunnelSocket:
         stream = self._streams[channel, slot] = PeerStream(channel, slot, self._frames, _MOST_KEPT, keys)
@@ -298,7 +304,7 @@ def tunnel_of(link: HubLink, timeout: float) -> Tunnel:
         return tunnel
 
 
-def open_alone(kit: Kit, timeout: float) -> Tunnel:
+def _open_alone(kit: Kit, timeout: float) -> Tunnel:
     """Return the tunnel of a process that takes part in no run, as one that replaces a lost site; see `tunnel_of`."""
     with _opening:
         for tunnel in _alone:
@@ -310,9 +316,12 @@ def open_alone(kit: Kit, timeout: float) -> Tunnel:
         return tunnel
 
 
-def stream_to_hub(tunnel: Tunnel) -> StreamToHub:
-    """Open a stream to the hub itself."""
-    return StreamToHub(tunnel.dial(HUB_SLOT), tunnel.hub, tunnel.check)
+def dial_kit(folder: str, timeout: float) -> Tunnel:
+    """Connect to the hub of a kit, and put the restrictions of the kit into force; see `dadplug.exchange.dialers`."""
+    kit = Kit.load(folder)
+    kit.check_dates()
+    impose_restrictions(KitRestrictions(kit.policy, kit.roster))
+    return _open_alone(kit, timeout)
 
 
 def check_tunnel(link: HubLink) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from ...lowrank.kernels import four_rows
 from ...support.jit import njit
 
 Block = NDArray[np.floating]
@@ -127,42 +128,6 @@ def adagrad(
 
 
 @njit(nogil=True, fastmath=_FAST, error_model="numpy")
-def _four_rows(left: Block, right: Block, first: int, start: int, end: int, block: Block) -> None:
-    """Compute four rows of ``left.T @ right``.
-
-    Args:
-        left: of shape (rows, height), rows a multiple of 4.
-        right: of shape (rows, width).
-        first: first row of the product.
-        start: first column.
-        end: the column after the last.
-        block: of shape (4, end - start) or wider; filled.
-    """
-    width, i = end - start, first
-    g0, g1, g2, g3 = block[0], block[1], block[2], block[3]
-    for k in range(0, left.shape[0], ROWS):
-        r0, r1, r2, r3 = right[k, start:end], right[k + 1, start:end], right[k + 2, start:end], right[k + 3, start:end]
-        a0, a1, a2, a3 = left[k, i], left[k + 1, i], left[k + 2, i], left[k + 3, i]
-        b0, b1, b2, b3 = left[k, i + 1], left[k + 1, i + 1], left[k + 2, i + 1], left[k + 3, i + 1]
-        c0, c1, c2, c3 = left[k, i + 2], left[k + 1, i + 2], left[k + 2, i + 2], left[k + 3, i + 2]
-        d0, d1, d2, d3 = left[k, i + 3], left[k + 1, i + 3], left[k + 2, i + 3], left[k + 3, i + 3]
-        if k == 0:
-            for x in range(width):
-                e, f, g, h = r0[x], r1[x], r2[x], r3[x]
-                g0[x] = a0 * e + a1 * f + a2 * g + a3 * h
-                g1[x] = b0 * e + b1 * f + b2 * g + b3 * h
-                g2[x] = c0 * e + c1 * f + c2 * g + c3 * h
-                g3[x] = d0 * e + d1 * f + d2 * g + d3 * h
-        else:
-            for x in range(width):
-                e, f, g, h = r0[x], r1[x], r2[x], r3[x]
-                g0[x] += a0 * e + a1 * f + a2 * g + a3 * h
-                g1[x] += b0 * e + b1 * f + b2 * g + b3 * h
-                g2[x] += c0 * e + c1 * f + c2 * g + c3 * h
-                g3[x] += d0 * e + d1 * f + d2 * g + d3 * h
-
-
-@njit(nogil=True, fastmath=_FAST, error_model="numpy")
 def sgd_of_product(left: Block, right: Block, block: Block, weight: Block, *scalars: np.floating) -> None:
     """Apply a step of gradient descent to a matrix.
 
@@ -178,7 +143,7 @@ def sgd_of_product(left: Block, right: Block, block: Block, weight: Block, *scal
         end = min(start + block.shape[1], width)
         for first in range(0, height, ROWS):
             base = min(first, height - ROWS)  # the last block may contain rows of the one before it
-            _four_rows(left, right, base, start, end, block)
+            four_rows(left, right, base, start, end, block[0], block[1], block[2], block[3])
             for i in range(first, min(first + ROWS, height)):
                 sgd(weight[i, start:end], block[i - base], *scalars)
 
@@ -202,7 +167,7 @@ def momentum_of_product(
         end = min(start + block.shape[1], width)
         for first in range(0, height, ROWS):
             base = min(first, height - ROWS)  # the last block may contain rows of the one before it
-            _four_rows(left, right, base, start, end, block)
+            four_rows(left, right, base, start, end, block[0], block[1], block[2], block[3])
             for i in range(first, min(first + ROWS, height)):
                 momentum(weight[i, start:end], block[i - base], velocity[i, start:end], *scalars)
 
@@ -227,7 +192,7 @@ def adam_of_product(
         end = min(start + block.shape[1], width)
         for first in range(0, height, ROWS):
             base = min(first, height - ROWS)  # the last block may contain rows of the one before it
-            _four_rows(left, right, base, start, end, block)
+            four_rows(left, right, base, start, end, block[0], block[1], block[2], block[3])
             for i in range(first, min(first + ROWS, height)):
                 adam(weight[i, start:end], block[i - base], mean[i, start:end], square[i, start:end], *scalars)
 
@@ -251,6 +216,6 @@ def adagrad_of_product(
         end = min(start + block.shape[1], width)
         for first in range(0, height, ROWS):
             base = min(first, height - ROWS)  # the last block may contain rows of the one before it
-            _four_rows(left, right, base, start, end, block)
+            four_rows(left, right, base, start, end, block[0], block[1], block[2], block[3])
             for i in range(first, min(first + ROWS, height)):
                 adagrad(weight[i, start:end], block[i - base], total[i, start:end], *scalars)

@@ -18,7 +18,6 @@ from ...hooks.convolution import Geometry
 from ...hooks.factor import Write
 from ...hooks.linear import TransposedForm
 from ...options import Options
-from ...privacy.secure_sum import SecureSum
 from ...support.schedules import Decoding, current
 from ..methods import Method, check_allowed
 from ..methods.base import GradientPath
@@ -249,7 +248,7 @@ class Planner:
         transport: the transport.
         samples: returns the samples that this site's gradients stand for so far in the step.
         arrived: called with a unit when a backward pass has delivered its gradient.
-        secure_sum: the secure sum of the sites, where gradients are summed under masks.
+        given: objects for handlers that other rooms register, by path.
 
     Attributes:
         units: the units of the present plan; read only.
@@ -266,7 +265,7 @@ class Planner:
         transport: Transport,
         samples: Callable[[], int],
         arrived: Callable[[Unit], None],
-        secure_sum: SecureSum | None = None,
+        given: Mapping[str, Any],
     ) -> None:
         self._model = model
         self._method = method
@@ -274,7 +273,7 @@ class Planner:
         self._transport = transport
         self._samples = samples
         self._arrived = arrived
-        self._secure_sum = secure_sum
+        self._given = given
         self._structure = ModelStructure(model)
         self._number = next(_numbers)
         self._version = 0
@@ -455,7 +454,7 @@ class Planner:
             self._version,
             self._merging.owners(self.units),
             merged.decoding,
-            self._secure_sum,
+            self._given,
         )
         self._reducer.add_rounding(self._rounding)
         self._reducer.expected = self._expected
@@ -584,7 +583,7 @@ class Planner:
         """Partition the parameters into units, and watch for their gradients."""
         check_allowed(self._options)
         compress_dense = self._options.dense == "lowrank"
-        private, masked = self._options.privacy is not None, self._secure_sum is not None
+        private, masked = self._options.privacy is not None, GradientPath.MASKED in self._given
         found = partition_parameters(self._model, self._method, self._reasons.keys(), compress_dense, private, masked)
         self._capture, self.units, self._paths, self._notices = found
         self._order: list[Unit] = []  # in which gradients arrive

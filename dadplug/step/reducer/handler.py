@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
 from operator import attrgetter
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ from ...exchange.factor_buckets import FactorPayload, finite
 from ...exchange.fields import COUNT, NUMBER, check_all, check_fields, invalid
 from ...exchange.wire import WireFormat, wire_format
 from ...options import Options
-from ...privacy.secure_sum import SecureSum
 from ...support.logs import get_logger
 from ...support.registry import Registry
 from ...support.schedules import Decoding
@@ -357,7 +356,7 @@ class HandlerContext:
         rotation: numbers by which handlers distribute work over the processes of a node, in the order in which the
             handlers are built.
         deferral: which weights' gradients may stay products in the step; None for those of none.
-        secure_sum: the secure sum of the sites, where gradients are summed under masks.
+        given: objects for handlers that other rooms register, by path.
         decoding: sizes of the blocks in which gradients are formed, the same at all sites.
         share: this site's largest weight in the mean of the last steps, about; 0.0 before the first.
         scale: what sums were multiplied by to make means in the last steps, at most, about; of a site's own state.
@@ -376,7 +375,7 @@ class HandlerContext:
     complete_payloads: dict[str, list[FactorPayload]] = field(default_factory=dict)
     rotation: Iterator[int] = field(default_factory=itertools.count)
     deferral: Deferral | None = None
-    secure_sum: SecureSum | None = None
+    given: Mapping[str, Any] = field(default_factory=dict)
     share: float = 0.0
     scale: float = 1.0
     checks_finite: bool = field(init=False)

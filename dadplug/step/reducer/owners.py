@@ -129,18 +129,13 @@ def assign_owners(layers: Sequence[OwnedLayer], sites: int, divide: bool = True)
     room = _GRAM_SHARE * 2 * sum(layer.size for layer in layers)
     grams = itertools.accumulate(gram_numbers(layer.rank, sites, layer.kept) for layer in ordered)
     most = sum(gram <= room for gram in grams) if divide else 0
-    for count in _counts_up_to(most):
+    counts = set(range(1, 9)) | {2**power for power in range(4, most.bit_length())} | {most}
+    for count in sorted(count for count in counts if 0 < count <= most):
         tried = _assign(ordered, sites, {layer.name for layer in ordered[:count]})
         numbers = sum(busiest_numbers(layers, tried, sites))
         if numbers < least:
             best, least = tried, numbers
     return best if least < _GAIN * before and before - least > _LEAST_GAIN else whole
-
-
-def _counts_up_to(most: int) -> list[int]:
-    """Return 1 to 8, and some larger numbers up to `most`."""
-    found = set(range(1, 9)) | {2**power for power in range(4, most.bit_length())} | {most}
-    return sorted(count for count in found if 0 < count <= most)
 
 
 def _assign(ordered: Iterable[OwnedLayer], sites: int, divided: Set[str]) -> dict[str, Ownership]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from ...exchange import Transport
 from ...exchange.summed_buckets import AllReducedBucket
 from ...exchange.wire import WireFormat
 from ...options import Options
-from ...privacy.secure_sum import SecureSum
 from ...support.schedules import Decoding
 from ..fused import Deferral, compare_digests
 from ..methods import Method
@@ -112,7 +111,7 @@ class Reducer:
         version: number of the plan that the units belong to.
         owners: the sites that merge each unit that has an owner, by its name.
         decoding: sizes of the blocks in which gradients are formed, the same at all sites.
-        secure_sum: the secure sum of the sites, where gradients are summed under masks.
+        given: see `HandlerContext`.
     """
 
     def __init__(
@@ -127,15 +126,16 @@ class Reducer:
         version: int,
         owners: Owners,
         decoding: Decoding,
-        secure_sum: SecureSum | None = None,
+        given: Mapping[str, Any],
     ) -> None:
         self._units = list(units)
         self._version = version
         positions = {unit.name: position for position, unit in enumerate(units)}
         transport.begin_plan()
         reference = max(reference, 1)
-        self._context = HandlerContext(transport, method, options, samples, reference, positions, owners, decoding)
-        self._context.secure_sum = secure_sum
+        self._context = HandlerContext(
+            transport, method, options, samples, reference, positions, owners, decoding, given=given
+        )
         self._handlers = self._make_handlers(rows)
         self._handler_of = {unit.name: handler for handler in self._handlers for unit in handler.units}
         self._launched = 0

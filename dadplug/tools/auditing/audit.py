@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ...local_steps import LocalOptions
 from ...options import Options
 from ...privacy import DifferentialPrivacy
-from ...support.progress import Progress
+from ...support.progress import ProgressBar
 from .attacks import ATTACKS, Attack, Budget, Result
 from .capture import LOCAL, Batch, LayerView, Observation, capture, tensors_of
 from .report import Remedy, Report, Untried, share_recovered
@@ -88,7 +88,7 @@ def audit(
     if len(batch) != len(batch.data):
         raise ValueError(f"all inputs must have one row a sample, got {len(batch)} and {len(batch.data)} rows")
     shown = sys.stderr.isatty() if progress is None else progress
-    start, bar = time.monotonic(), Progress(seconds, shown=shown)
+    start, bar = time.monotonic(), ProgressBar(seconds, shown=shown)
     bar.show("one step between twins")
     seen = capture(batch, mode, fused=fused, seed=seed, **options)
     unreadable = observer == "hub" and sealed
@@ -112,7 +112,7 @@ def audit(
 
 
 def run_attacks(
-    seen: Observation, chosen: Sequence[Attack], budget: Budget, bar: Progress, *, quick: bool = False
+    seen: Observation, chosen: Sequence[Attack], budget: Budget, bar: ProgressBar, *, quick: bool = False
 ) -> tuple[list[Result], list[Untried]]:
     """Run attacks on what has been seen.
 
@@ -170,7 +170,7 @@ def _is_extra(attack: Attack, view: LayerView, results: Sequence[Result]) -> boo
 
 
 def _find_remedy(
-    report: Report, chosen: Sequence[Attack], budget: Budget, bar: Progress, fused: bool, seed: int
+    report: Report, chosen: Sequence[Attack], budget: Budget, bar: ProgressBar, fused: bool, seed: int
 ) -> tuple[Remedy | None, list[Remedy]]:
     """Try options that may stop the attacks; return the cheapest that does, and all that were tried."""
     if report.observer == "hub" and not report.sealed:

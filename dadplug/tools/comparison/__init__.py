@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ...errors import RunFailedError
 from ...exchange.codec import gather_objects
-from ...support.progress import Progress
+from ...support.progress import ProgressBar
 from ...support.schedules import available_cores
 from ...support.signature import whole_number
 from .pool import Pool
@@ -105,7 +105,7 @@ class _Trials:
         self._names = list(names)
         self._seconds = seconds
         self._seeds = seeds
-        self._progress = Progress(seconds, shown=shown)
+        self._progress = ProgressBar(seconds, shown=shown)
         first = len(names) if len(names) > FINALISTS else 0
         self._planned = first + min(len(names), FINALISTS) * seeds
         self._number = 0

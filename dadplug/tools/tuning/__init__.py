@@ -21,7 +21,7 @@ from torch import nn
 from ...lowrank import warmup
 from ...serving import Model
 from ...serving.loading import key_of, load_module
-from ...support.progress import Progress
+from ...support.progress import ProgressBar
 from ...support.schedules import Decoding, Encoding, Machine, Record, load, path_of, replaced, save
 from .search import SAMPLES, Config, Found, Measure, Proof, Task, Timer, compare_in_pairs, search
 from .tasks import (
@@ -169,7 +169,7 @@ class Tuner:
     measure: Measure
     seed: int
     clock: Callable[[], float]
-    progress: Progress
+    progress: ProgressBar
     rows: list[Row] = field(default_factory=list)
     points: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -318,7 +318,7 @@ def tune(
         if watched and (why := _busy(torch.get_num_threads())):
             raise ValueError(f"{why}. End what else runs, wait a minute, or pass busy=True (--busy)")
         warmup()  # compiles kernels outside of the time limit
-    tuner = Tuner(timer or Timer(), seed, time.perf_counter, Progress(seconds, shown=progress))
+    tuner = Tuner(timer or Timer(), seed, time.perf_counter, ProgressBar(seconds, shown=progress))
     shape = None if input_shape is None else tuple(size for size in input_shape if size is not None)
     record = _run_tasks(tuner, model, shape, rows, seconds, defaults or Record())
     record, path = _store(record, tuner, watched) if store else (record, None)

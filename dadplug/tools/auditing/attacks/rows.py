@@ -16,7 +16,7 @@ from .base import Attack, Budget, Result, by_sample, centre, judge_pictures, mat
 
 
 @register_attack("rows")
-class Rows(Attack):
+class RowsAttack(Attack):
     """Rows of activations as `dad` and `edad` send them: of the layer that is fed by data, the data themselves."""
 
     source = "arXiv:2102.09631"

@@ -32,17 +32,18 @@ from ..hooks import (
 )
 from ..hooks.embedding import Embedding, EmbeddingBag, TableForm, _embedding
 from ..hooks.factor import Write
-from ..privacy.layers import AffineBySample, Arrived, OneByOne, normalisation_of, places_of
-from ..privacy.losses import OutputRows, check_loss
-from ..privacy.mechanism import DifferentialPrivacy, Ledger
-from ..privacy.rows import Contribution, Formed, NarrowRows, Rows, squared_norms
-from ..privacy.secure_sum import LEAST_SITES, SecureSum
+from ..step.methods.base import GradientPath
+from ..step.model_sync.samples import SampleCounter
+from ..step.units.base import Placeholders, accumulated
 from ..support.logs import get_logger
-from .model_sync.samples import SampleCounter
-from .units.base import Placeholders, accumulated
+from .layers import AffineBySample, Arrived, OneByOne, normalisation_of, places_of
+from .losses import OutputRows, check_loss
+from .mechanism import LEAST_SITES, DifferentialPrivacy, Ledger
+from .rows import Formed, SampleContribution, SampleRows, squared_norms
+from .secure_sum import SecureSum
 
 if TYPE_CHECKING:
-    from ..privacy.noise import Sum
+    from .noise import Sum
 
 _log = get_logger(__name__)
 _SYNCHRONIZED = "_dadplug_private"  # attribute of a gradient that is that of an earlier step
@@ -180,7 +181,6 @@ class PrivateGradients:
         loss_scale: returns the loss scale of the running backward pass.
         begin: called at the beginning of each backward pass that reaches a layer.
         arrived: called at the end of such a backward pass.
-        rounds: whether rows may be rounded to bfloat16 before they are clipped, where that is faster.
 
     Attributes:
         privacy: the settings.
@@ -204,14 +204,12 @@ class PrivateGradients:
         loss_scale: Callable[[], float],
         begin: Callable[[], None],
         arrived: Callable[[], None],
-        rounds: bool = False,
     ) -> None:
-        self._rounds = rounds
         self.ledger = Ledger()
         self.privacy, self._model, self._counter = privacy, model, counter
         self._loss_scale, self._begin, self._arrived = loss_scale, begin, arrived
         self.secure_sum: SecureSum | None = None
-        self._contributions: dict[int, list[Contribution]] = defaultdict(list)  # by id of the parameter
+        self._contributions: dict[int, list[SampleContribution]] = defaultdict(list)  # by id of the parameter
         self._sums: dict[str, Tensor] = {}  # of this step, without loss scale
         self._waiting: dict[str, Sum] = {}  # those of one backward pass, which are formed later
         self.may_wait: Callable[[], Container[str]] = tuple
@@ -250,9 +248,12 @@ class PrivateGradients:
             self._handles.append(parameter.register_hook(OwnHook(partial(self._replace, name))))
         if missing := [name for name, each in self._parameters.items() if id(each) not in covered]:
             self.detach()
+            owner, _, _ = missing[0].rpartition(".")
+            reason = refusal_of(self._model.get_submodule(owner))
+            why = f" ({reason})" if reason else ""
             raise ValueError(
                 f"privacy needs the gradient of each sample, which is not known for {', '.join(missing[:5])}"
-                f"{' and others' if len(missing) > 5 else ''}{self._reason(missing[0])}: freeze it, or use layers of "
+                f"{' and others' if len(missing) > 5 else ''}{why}: freeze it, or use layers of "
                 "torch.nn (linear, convolutions, embeddings, normalisations, attention, recurrent), and no parameters "
                 "of your own"
             )
@@ -282,12 +283,6 @@ class PrivateGradients:
                 self._overrides.append(OneByOne(module, recorder))
                 covered |= trained
         return covered
-
-    def _reason(self, name: str) -> str:
-        """Return why gradients by sample of a parameter are not known, in parentheses; empty where there is no more."""
-        owner, _, _ = name.rpartition(".")
-        reason = refusal_of(self._model.get_submodule(owner))
-        return f" ({reason})" if reason else ""
 
     def _replace(self, name: str, gradient: Tensor | None) -> Tensor | None:
         """Refuse a gradient that autograd has formed; there is none where the layer has recorded it."""
@@ -404,21 +399,12 @@ class PrivateGradients:
             if not samples:
                 return
             factor = Factor(activations, deltas, form).to(layer.weight.dtype)
-            self._contributions[id(layer.weight)].append(self._rows_of(factor, samples))
+            self._contributions[id(layer.weight)].append(SampleRows.of(factor, samples))
             if layer.bias is not None:
                 rows = form.bias_rows(factor.deltas)
                 self._contributions[id(layer.bias)].append(Formed(rows.view(samples, -1, rows.shape[1]).sum(1)))
 
         return own
-
-    def _rows_of(self, factor: Factor, samples: int) -> Contribution:
-        """Return the contribution of a call; of a linear layer in bfloat16, where rounding is allowed and faster."""
-        if self._rounds and factor.form == LINEAR:
-            from ..privacy import narrow  # numba loads when first used
-
-            if narrow.suits(factor.deltas, factor.activations, samples):
-                return NarrowRows.of(factor, samples)
-        return Rows.of(factor, samples)
 
     def _checked(self, name: str, inputs: Tensor, least: int, dimension: int = 0) -> int:
         """Return the samples of a layer's input, which are those of the batch where these are known."""
@@ -469,7 +455,7 @@ class PrivateGradients:
                     "no noise protects it"
                 )
 
-    def _clip(self, contributions: dict[int, list[Contribution]]) -> None:
+    def _clip(self, contributions: dict[int, list[SampleContribution]]) -> None:
         """Clip samples, and add up what they contribute, which is released."""
         if not contributions:
             return
@@ -561,7 +547,7 @@ class PrivateGradients:
             self._hand_over([self._summed(name, each) for name, each in self._parameters.items()], self.secure_sum)
             return {}
         self.ledger.spend(self.privacy)
-        from ..privacy.noise import Noise, UnformedGradient  # numba loads when first used
+        from .noise import Noise, UnformedGradient  # numba loads when first used
 
         noise = Noise(self.privacy.deviation, self.privacy.secure, loss_scale / self.privacy.expected_batch)
         may_wait, sums = self.may_wait(), {}
@@ -592,7 +578,7 @@ class PrivateGradients:
 
     def _total(self, name: str, parameter: nn.Parameter) -> Sum | None:
         """Return the sum of a parameter in this step, which need not be formed, and forget it."""
-        from ..privacy.noise import FormedSum
+        from .noise import FormedSum
 
         if name in self._waiting:
             return self._waiting.pop(name)
@@ -629,6 +615,12 @@ class PrivateGradients:
                 "could tell the other's part. Use privacy without secure_sum"
             )
         self.secure_sum = SecureSum(self.privacy, self.ledger, rank)
+
+    def handled(self) -> dict[str, Any]:
+        """Return what the handlers of this room are given, by path."""
+        from . import masked  # noqa: F401  (registers its handler)
+
+        return {} if self.secure_sum is None else {GradientPath.MASKED: self.secure_sum}
 
     def end_step(self) -> None:
         """Mark the gradients that are synchronized, which all sites have."""
@@ -681,18 +673,14 @@ class PrivateGradients:
         return False
 
 
-def _drop_spoilt(contribution: Contribution, finite: Tensor, some: bool) -> Contribution:
+def _drop_spoilt(contribution: SampleContribution, finite: Tensor, some: bool) -> SampleContribution:
     """Return a contribution without NaN and Inf, if there are some, which a scale of 0 would not remove."""
     if not some:
         return contribution
     if isinstance(contribution, Formed):
         shape = (-1, *[1] * (contribution.gradients.dim() - 1))
         return Formed(torch.where(finite.view(shape), contribution.gradients, 0.0))
-    if isinstance(contribution, NarrowRows):
-        rows = finite.repeat_interleave(len(contribution.deltas) // max(1, contribution.samples))[:, None]
-        deltas, activations = (torch.where(rows, each, 0.0) for each in (contribution.deltas, contribution.activations))
-        return replace(contribution, deltas=deltas, activations=activations)
-    assert isinstance(contribution, Rows)
+    assert isinstance(contribution, SampleRows)
     factor = contribution.factor
     rows = finite.repeat_interleave(factor.deltas.shape[0] // max(1, contribution.samples))[:, None]
     activations = factor.activations
