@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from msgspec.msgpack import encode
 from sealed_sites import make_kits
 
 from dadplug.adapm import messages as adapm
@@ -20,7 +21,6 @@ from dadplug.errors import DadplugError, FrameError, MismatchError
 from dadplug.exchange import codec
 from dadplug.exchange.factor_buckets import FactorBucket, IndexSlot, Slot
 from dadplug.exchange.summed_buckets import SparseBucket
-from dadplug.exchange.transport import Requirements
 from dadplug.exchange.wire import wire_format
 from dadplug.hub import check
 from dadplug.hub.pki.kits import Kit
@@ -53,6 +53,7 @@ from dadplug.hub.wire.messages import (
     Refuse,
     Repeat,
     Report,
+    Require,
     Resume,
     RoundKind,
     SendState,
@@ -138,7 +139,7 @@ def of_local_header():
 
 def of_object():
     items = {"a": [1, 2.5, None, True], "b": torch.zeros(3), "c": np.ones(2), "d": ("x", {1, 2})}
-    return codec.encode(items | {"e": Position(1, 2)}), codec.decode
+    return codec.encode(items | {"e": codec.Refusal("x")}), codec.decode
 
 
 def of_buffers():
@@ -267,7 +268,7 @@ def test_a_message_of_a_site_is_read_or_refused(name):
 
 # Between sites and the hub
 
-REPORT = Report(1, Position(1, 3), Position(1, 2), (0, 1), (), (2,), (4, 4, 0), (1, 0, 0), False, 1, 60_000, False, 300)
+REPORT = Report(1, Position(1, 3), Position(1, 2), (0, 1), (), (2,), (4, 4, 0), (1, 0, 0), False, Require(1, 60_000))
 TO_HUB = {
     "PAYLOAD": Head(Kind.PAYLOAD, 2, 1, 4, length=100).pack() + bytes(100),
     "SUMMAND": Head(Kind.SUMMAND, 2, 1, 4, length=100).pack() + bytes(100),
@@ -278,7 +279,7 @@ TO_HUB = {
     type(each).__name__: pack_control(each, 2)
     for each in (
         Joined(Position(1, 0)), Leave("x"), Spent(1.0, 1e-5), REPORT, KeyMessage(1, b"W" + bytes(80)),
-        Exclude(1, "x"), Requirements(1, 60_000), Hello(VERSION, 7, FRESH, "training"),
+        Exclude(1, "x"), Require(1, 60_000), Hello(VERSION, 7, FRESH, "training"),
     )
 }  # fmt: skip
 TO_SITE = {name: TO_HUB[name] for name in ("PAYLOAD", "STATE")} | {
@@ -298,7 +299,7 @@ def relay() -> Relay:
         session, _ = made.greet(name, Hello(VERSION, number, FRESH, "training"), 0, 0.0)
         session.stream = SimpleNamespace(notes=[], detach=lambda: None)
     for session in [*made.sessions.values()]:
-        made.take(session, (Head(Kind.CONTROL, 0), control(Requirements(1, 60_000)), b""), 0.0)
+        made.take(session, (Head(Kind.CONTROL, 0), control(Require(1, 60_000)), b""), 0.0)
     return made
 
 
@@ -340,7 +341,7 @@ def test_the_hub_takes_what_a_member_sends_or_ends_it_alone(name):
 
 
 def test_other_requests_at_the_hub_are_answered_or_refused():
-    asked = codec.encode(Request(1, "set", ("key",), (b"value",)))
+    asked = encode(Request(1, "set", ("key",), (b"value",)))
     fuzz(asked, lambda body: Store().handle(2, body), "store")
     head = Head(Kind.MESSAGE, 2, tag=check.Request.TIME, length=1)
     fuzz(head.pack() + bytes(1), lambda body: check.CheckHandler(2).handle(*frame_of(body), {}), "check")
@@ -358,7 +359,7 @@ def test_a_site_takes_what_the_hub_sends_or_ends(tmp_path, name, sealed):
                 link.close_descriptors()
             links[:] = [HubLink(kit)]
             links[0].control(Start(Position(1, 0)))
-            links[0].rounds.elastic, links[0].rounds.requirements = True, Requirements(1, 60_000)
+            links[0].rounds.elastic, links[0].rounds.requirements = True, Require(1, 60_000)
             links[0].rounds.history.begin(0, bytes(16))
         head, content = frame_of(body)
         room = links[0]._room(head)
