@@ -31,13 +31,14 @@ from ..exchange.framing import bytes_of
 from ..exchange.hierarchy import WorkerThreads
 from ..exchange.restrictions import OBJECTS, declared, most_bytes
 from ..exchange.traffic import Traffic
+from ..support.structs import decode
 from .pki.kits import Kit
 from .pki.project import Policy
 from .server.store import REPLIES, Reply, Request
 from .site.connection import HubConnection
 from .site.link import HubLink
 from .site.transport import CollectiveTransport, HubTransport, add_up
-from .wire.messages import PIECE_BYTES, Head, Kind, decode_message
+from .wire.messages import PIECE_BYTES, Head, Kind
 
 _FUTURES = "futures"  # name of a worker thread
 
@@ -535,7 +536,7 @@ class StoreConnection(HubConnection):
         return memoryview(bytearray(head.length))
 
     def complete(self, head: Head, body: memoryview) -> None:
-        reply: Reply = decode_message(body, REPLIES, "reply of the store")
+        reply = decode(REPLIES, body, "reply of the store", FrameError)
         if reply.number in self._replies:  # otherwise it has been given up
             self._replies[reply.number] = reply
 

@@ -64,12 +64,14 @@ from dadplug.hub.wire.messages import (
     read_control,
 )
 from dadplug.local_steps.header import Header
-from dadplug.parameter_server import streams
-from dadplug.parameter_server.service import SequencerHost
+from dadplug.parameter_server import service, streams
+from dadplug.parameter_server.sequencer import Decision, Entry, Rules
+from dadplug.parameter_server.service import SequencerHost, Settings, check_settings
 from dadplug.privacy.masks import PairwiseKeys, members_digest
 from dadplug.privacy.secure_sum import _ANNOUNCEMENT, SecureSum
 from dadplug.step.model_sync.buffers import average_packed, pack_buffers
 from dadplug.step.reducer.handler import StepHeader
+from dadplug.support.structs import decode
 
 COUNT = int(os.environ.get("DADPLUG_FUZZ", "150"))
 GROWTH = 32 << 10  # kB
@@ -245,6 +247,15 @@ def of_sealed():
     return frame, take
 
 
+def of_settings():
+    settings = Settings((0, 2), Rules(8, 2, "scale", 0.5), "own", True, 1 << 20, 10.0, 60.0)
+    return encode(settings), lambda body: check_settings(body, 3)
+
+
+def of_struct(decoder, message):
+    return encode(message), lambda body: decode(decoder, body, "message", MismatchError)
+
+
 MESSAGES = {
     "step header": of_step_header,
     "local header": of_local_header,
@@ -252,6 +263,12 @@ MESSAGES = {
     "buffers": of_buffers,
     "announcement of secure sums": of_announcement,
     "frame of the parameter server": of_stream_frame,
+    "settings of a parameter server": of_settings,
+    "greeting of a parameter server": lambda: of_struct(service._GREETINGS, service.Greeting(2, "k" * 32, b"settings")),
+    "verdict of a parameter server": lambda: of_struct(service.VERDICTS, service.Verdict("", NAMES)),
+    "decision of a parameter server": lambda: of_struct(
+        streams._DECISIONS, Decision(3, (Entry(0, 1, 2, 32, 0.5), Entry(1, 0, 2, 32, 0.5)), ((2, 0),), True)
+    ),
     "message of the parameter manager": of_adapm,
     "factors": lambda: of_factors(lambda wire: Slot(4, 6, 4, 3, wire), wire_format("fp32"), None),
     "factors in int8": lambda: of_factors(lambda wire: Slot(4, 6, 4, 3, wire), wire_format("int8"), None),

@@ -13,12 +13,12 @@ from msgspec import Meta
 from msgspec.msgpack import Decoder, encode
 
 from ...errors import FrameError, StoreError
-from ..wire.messages import PIECE_BYTES, Count, Message, Text, decode_message
+from ...support.structs import Count, Text, decode
+from ..wire.messages import PIECE_BYTES, Message
 
 MAX_BYTES = 1 << 26  # of all keys and values
 MAX_WAITING = 256  # requests of one site
 _ENTRY_BYTES = 100  # of a key and its value, besides their characters
-Values = Annotated[tuple[bytes, ...], Meta(max_length=1 << 16)]
 
 
 class Request(Message):
@@ -35,7 +35,7 @@ class Request(Message):
     number: Count
     operation: Text
     keys: Annotated[tuple[str, ...], Meta(max_length=1 << 16)] = ()
-    values: Values = ()
+    values: Annotated[tuple[bytes, ...], Meta(max_length=1 << 16)] = ()
     amount: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] = 0
 
 
@@ -50,7 +50,7 @@ class Reply(Message):
     """
 
     number: Count
-    values: Values = ()
+    values: Annotated[tuple[bytes, ...], Meta(max_length=1 << 16)] = ()
     amount: int = 0
     error: str = ""
 
@@ -185,7 +185,7 @@ def _read(body: bytes) -> Request:
     Raises:
         FrameError: if it is none.
     """
-    request: Request = decode_message(body, _REQUESTS, "request of the store")
+    request = decode(_REQUESTS, body, "request of the store", FrameError)
     if request.operation in _SINGLE and len(request.keys) != 1:
         raise FrameError(f"a request {request.operation} of the store with {len(request.keys)} keys")
     wanted = _VALUES.get(request.operation, 0)

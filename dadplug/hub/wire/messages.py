@@ -46,6 +46,7 @@ from msgspec import Meta
 
 from ...errors import FrameError
 from ...exchange import codec
+from ...support.structs import Count, Counts, Slot, Slots, Text, Texts, decode
 
 _HEAD = struct.Struct("<HBBHHIQQI")
 HEAD_BYTES = _HEAD.size
@@ -165,22 +166,13 @@ DTYPES = {code: dtype for dtype, code in CODES.items()}
 VERSION = 9
 OLDEST_VERSION = 9
 """Oldest version of sites that this hub serves. Since 9 control messages are MessagePack."""
-SITES_VERSION = 4
+SITES_VERSION = 5
 """Version of what sites exchange with one another.
 
 It rises with each change by which a site sends other bytes, or makes other bits of the same bytes, so that sites of
 releases with one version train together, and others do not."""
 # What the codec encoded in earlier versions: the beginning of control messages, and of the fields of `Refuse`.
 _BEFORE_9, _REFUSE_BEFORE_9 = b"dadplug1", b"R\x1a\0\0\0\0\0\0\0dadplug.hub.actions.Refuse"
-
-# Fields of messages. Lists have a largest length, so that none is made that is larger than what arrives.
-Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-Slot = Annotated[int, Meta(ge=0, lt=1 << 16)]
-Text = Annotated[str, Meta(max_length=2000)]
-Cost = Annotated[float, Meta(ge=0)]
-Slots = Annotated[tuple[Slot, ...], Meta(max_length=1 << 16)]
-Counts = Annotated[tuple[Count, ...], Meta(max_length=1 << 16)]
-Texts = Annotated[tuple[Text, ...], Meta(max_length=1 << 16)]
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -575,8 +567,8 @@ class Spent(Message):
         delta: the delta.
     """
 
-    epsilon: Cost
-    delta: Cost
+    epsilon: Annotated[float, Meta(ge=0)]
+    delta: Annotated[float, Meta(ge=0)]
 
 
 _DECODER: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
@@ -653,26 +645,9 @@ def read_control(body: bytes | memoryview, world_size: int) -> Any:
     """
     if body[: len(_BEFORE_9)] == _BEFORE_9:
         return Hello(8, 0, FRESH, "training")
-    message = decode_message(body, _DECODER, "control message")
+    message = decode(_DECODER, body, "control message", FrameError)
     for name in _SLOTS.intersection(message.__struct_fields__):
         value = getattr(message, name)
         if max(value if isinstance(value, tuple) else (value,), default=0) >= world_size:
             raise FrameError(f"field {name} of a control message {type(message).__name__} is out of range")
     return message
-
-
-def decode_message(body: bytes | memoryview, decoder: msgspec.msgpack.Decoder[Any], what: str) -> Any:
-    """Return a message, with types and ranges of its fields checked.
-
-    Args:
-        body: body of the frame.
-        decoder: decoder of messages of its kind.
-        what: what it is, for the error.
-
-    Raises:
-        FrameError: if it is none.
-    """
-    try:
-        return decoder.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise FrameError(f"a damaged {what}: {error}") from error
