@@ -6,6 +6,7 @@ what arrives.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, TypeVar
 
 from msgspec import Meta, MsgspecError
@@ -21,7 +22,7 @@ Decoded = TypeVar("Decoded")
 
 
 def decode(
-    decoder: Decoder[Decoded], body: bytes | bytearray | memoryview, what: str, error: type[Exception]
+    decoder: Decoder[Decoded], body: bytes | bytearray | memoryview, what: str, error: Callable[[str], Exception]
 ) -> Decoded:
     """Decode a message, and check types and ranges of its fields.
 
@@ -29,7 +30,7 @@ def decode(
         decoder: decoder of messages of its kind.
         body: the message, whatever its bytes are.
         what: what it is, for the error.
-        error: class of the error to raise for anything else; it states the field.
+        error: makes the error to raise for anything else of its text, which states the field.
     """
     try:
         return decoder.decode(body)
