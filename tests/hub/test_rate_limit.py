@@ -112,7 +112,8 @@ class RefuseBefore9(NamedTuple):
 
 
 def test_a_site_of_before_0_4_is_told_to_upgrade(hub):
-    codec.register(RefuseBefore9, "dadplug.hub.actions.Refuse")
+    RefuseBefore9.__module__, RefuseBefore9.__qualname__ = "dadplug.hub.actions", "Refuse"
+    codec.register(RefuseBefore9)
     body = codec.encode((8, 77, (0, 0), "training"))  # begins as its Hello does
     with tls.dial(hub.kit("a"), TIMEOUT, hub.address) as connection:
         connection.sendall(Head(Kind.CONTROL, 0, length=len(body)).pack() + body)
