@@ -34,7 +34,6 @@ from .service import (
     HELLO,
     KEY_CHARACTERS,
     MOST_NAMES,
-    NAMES,
     VERDICTS,
     VERSION,
     Greeting,
@@ -400,7 +399,7 @@ def _dial(address: str, timeout: float) -> tuple[socket.socket, ReturnedSites, S
             connected = socket.create_connection((host, number), timeout)
         connected.settimeout(min(timeout, _ANSWER_SECONDS))
         write_all(connected, hello)
-        sites = ReturnedSites(rank, read_message(connected, NAMES, MOST_NAMES))
+        sites = ReturnedSites(rank, read_message(connected, VERDICTS, MOST_NAMES).names)
     except OSError as error:
         raise SiteError(f"the training at {place} cannot be reached, it may have ended: {error}") from error
     return connected, sites, None

@@ -84,7 +84,7 @@ class Greeting(Struct, frozen=True):
 
 
 class Verdict(Struct, frozen=True, forbid_unknown_fields=True):
-    """The hub's answer to a `Greeting`.
+    """Answer to a site that starts or returns: the hub's to a `Greeting`, or that of the site with the sequencer.
 
     Attributes:
         problem: why the site cannot take part; empty if it can.
@@ -95,7 +95,7 @@ class Verdict(Struct, frozen=True, forbid_unknown_fields=True):
     names: Texts
 
 
-_SETTINGS, _GREETINGS, VERDICTS, NAMES = Decoder(Settings), Decoder(Greeting), Decoder(Verdict), Decoder(Texts)
+_SETTINGS, _GREETINGS, VERDICTS = Decoder(Settings), Decoder(Greeting), Decoder(Verdict)
 
 
 def check_settings(found: bytes, world_size: int) -> Settings:
@@ -157,7 +157,7 @@ class ReturnAcceptor:
 
     def __init__(self, names: Sequence[str], admit: Callable[[int, socket.socket], None]) -> None:
         self.token = secrets.token_hex(16)
-        self._names = list(names)
+        self._names = tuple(names)
         self._admit = admit
         self._socket: socket.socket | None = None
 
@@ -198,7 +198,7 @@ class ReturnAcceptor:
             is_site = rank < len(self._names) and known in (None, rank)
             if not hmac.compare_digest(token, self.token.encode()) or not is_site:
                 raise ConnectionError("it is no site")
-            write_message(connected, self._names)
+            write_message(connected, Verdict("", self._names))
         except OSError:
             connected.close()
             return

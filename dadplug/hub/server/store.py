@@ -21,7 +21,7 @@ MAX_WAITING = 256  # requests of one site
 _ENTRY_BYTES = 100  # of a key and its value, besides their characters
 
 
-class Request(Message):
+class Request(Message, frozen=True):
     """Request of a site.
 
     Attributes:
@@ -39,7 +39,7 @@ class Request(Message):
     amount: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] = 0
 
 
-class Reply(Message):
+class Reply(Message, frozen=True):
     """Reply to a request.
 
     Attributes:

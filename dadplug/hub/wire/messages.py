@@ -250,7 +250,7 @@ class Rules:
                 raise ValueError(f"{name}={getattr(self, name)}: it has to be positive")
 
 
-class Accept(Message):
+class Accept(Message, frozen=True):
     """Attach the connection that has connected to its slot.
 
     Attributes:
@@ -264,7 +264,7 @@ class Accept(Message):
     needs_state: bool
 
 
-class Refuse(Message, forbid_unknown_fields=False):
+class Refuse(Message, frozen=True, forbid_unknown_fields=False):
     """Send the reason to the connection that has connected, and close it.
 
     Attributes:
@@ -278,7 +278,7 @@ class Refuse(Message, forbid_unknown_fields=False):
     retry: bool
 
 
-class Start(Message):
+class Start(Message, frozen=True):
     """Announce that training starts, with all sites.
 
     Every start begins a new life, with a number never used before: steps with equal numbers in different lives are
@@ -291,7 +291,7 @@ class Start(Message):
     position: Position
 
 
-class Join(Message):
+class Join(Message, frozen=True):
     """Announce a participant.
 
     Attributes:
@@ -303,7 +303,7 @@ class Join(Message):
     step: Count
 
 
-class Grow(Message):
+class Grow(Message, frozen=True):
     """Announce the names of all sites, since a site that is new in the roster has connected: an elastic run grows.
 
     Attributes:
@@ -316,7 +316,7 @@ class Grow(Message):
     names: Texts
 
 
-class SendState(Message):
+class SendState(Message, frozen=True):
     """Ask a member for its state after a closed step, which it holds until the next step closes.
 
     Attributes:
@@ -333,7 +333,7 @@ class SendState(Message):
     number: Count
 
 
-class Drop(Message):
+class Drop(Message, frozen=True):
     """Announce that a site has gone, and close its connection.
 
     Attributes:
@@ -362,7 +362,7 @@ class Skip:
     step: int
 
 
-class Close(Message):
+class Close(Message, frozen=True):
     """Announce that a step is closed: all apply it.
 
     Attributes:
@@ -374,7 +374,7 @@ class Close(Message):
     contributors: Slots
 
 
-class Pause(Message):
+class Pause(Message, frozen=True):
     """Announce that the open step cannot close, or training not start, until a site connects.
 
     Attributes:
@@ -386,7 +386,7 @@ class Pause(Message):
     reason: Text
 
 
-class Resume(Message):
+class Resume(Message, frozen=True):
     """Announce that training goes on.
 
     Attributes:
@@ -399,7 +399,7 @@ class Resume(Message):
 Action = Accept | Start | Join | SendState | Drop | Skip | Close | Pause | Resume
 
 
-class Require(Message):
+class Require(Message, frozen=True):
     """Statement of a site of what it requires, the same at all sites.
 
     Attributes:
@@ -415,7 +415,7 @@ class Require(Message):
     patience_percent: Count = 300
 
 
-class Report(Message):
+class Report(Message, frozen=True):
     """Report of a site on a run that the hub does not know.
 
     Attributes:
@@ -445,7 +445,7 @@ class Report(Message):
     return_ms: Count = 0
 
 
-class Repeat(Message):
+class Repeat(Message, frozen=True):
     """Request to send the frames of the last closed round again, for sites that the close has not reached.
 
     Attributes:
@@ -455,7 +455,7 @@ class Repeat(Message):
     position: Position
 
 
-class Continue(Message):
+class Continue(Message, frozen=True):
     """Announcement that the run goes on: all send the frames of the open round again.
 
     Attributes:
@@ -467,7 +467,7 @@ class Continue(Message):
     position: Position
 
 
-class Hello(Message, forbid_unknown_fields=False):
+class Hello(Message, frozen=True, forbid_unknown_fields=False):
     """First message of a site. Its name is that of its certificate.
 
     Attributes:
@@ -496,7 +496,7 @@ class Hello(Message, forbid_unknown_fields=False):
     sites: Count = 0
 
 
-class Welcome(Message):
+class Welcome(Message, frozen=True):
     """The hub's answer to `Hello`, unless it is `Refuse`. Neither is numbered or sent again.
 
     Attributes:
@@ -514,7 +514,7 @@ class Welcome(Message):
     grace_ms: Count
 
 
-class Joined(Message):
+class Joined(Message, frozen=True):
     """Report of a joiner that it has a state.
 
     Attributes:
@@ -524,7 +524,7 @@ class Joined(Message):
     position: Position
 
 
-class Leave(Message):
+class Leave(Message, frozen=True):
     """Announcement of a site that it leaves.
 
     Attributes:
@@ -534,7 +534,7 @@ class Leave(Message):
     reason: Text
 
 
-class KeyMessage(Message):
+class KeyMessage(Message, frozen=True):
     """Message about keys, which the hub passes on; see `dadplug.hub.secure.epochs`.
 
     Attributes:
@@ -547,7 +547,7 @@ class KeyMessage(Message):
     content: bytes
 
 
-class Exclude(Message):
+class Exclude(Message, frozen=True):
     """Request of a site to end another one, which it refuses.
 
     Attributes:
@@ -559,7 +559,7 @@ class Exclude(Message):
     reason: Text
 
 
-class Spent(Message):
+class Spent(Message, frozen=True):
     """Cost of a site's training so far for its records, for the status.
 
     Attributes:
