@@ -269,7 +269,7 @@ def check_hello(hello: Hello) -> None:
     if not OLDEST_VERSION <= hello.version <= VERSION:
         first = "the hub" if hello.version > VERSION else "this site"
         raise RefusedError(
-            f"this site speaks version {hello.version} of the protocol, the hub serves "
+            f"this site speaks version {hello.version} of the protocol, the hub serves versions "
             f"{OLDEST_VERSION} to {VERSION}: upgrade {first} (the hub goes first, then the sites)"
         )
     if hello.channel not in _ALLOWED:
