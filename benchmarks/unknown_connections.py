@@ -48,7 +48,6 @@ from kits import end, hub_command, make_kits
 from link import Loopback
 
 from dadplug.errors import RefusedError
-from dadplug.exchange.transport import Requirements
 from dadplug.hub.pki.kits import Kit
 from dadplug.hub.secure import tls
 from dadplug.hub.wire.messages import (
@@ -59,6 +58,7 @@ from dadplug.hub.wire.messages import (
     Hello,
     Join,
     Kind,
+    Require,
     Spent,
     own_release,
     pack_control,
@@ -187,7 +187,7 @@ class Attack:
     def frames(self) -> None:
         """Join, and send payloads of the open step, while what arrives is read."""
         connection = self._dial()
-        connection.sendall(pack_control(Requirements.of(1, 10.0), _SLOT))
+        connection.sendall(pack_control(Require(1, 10_000), _SLOT))
         step, joined = 0, threading.Event()
 
         def read() -> None:

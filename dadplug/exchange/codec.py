@@ -34,25 +34,21 @@ _TENSOR_NAMES = {dtype: name for name, dtype in _TENSOR_TYPES.items()}
 
 _registered: Registry[str, type] = Registry("class", exact=True)
 _families: list[type] = []
-_names: dict[type, str] = {}  # of classes that are not called by their module and name
 
 Class = TypeVar("Class", bound=type)
 
 
-def register(cls: Class, name: str = "") -> Class:
+def register(cls: Class) -> Class:
     """Register a class, so that its instances can be sent; every site must do so. Usable as a decorator.
 
     Args:
-        cls: a dataclass, a named tuple or an enumeration.
-        name: what it is called in messages, the same at all sites; by default its module and name.
+        cls: a dataclass, a named tuple or an enumeration. Messages call it by its module and name.
 
     Raises:
         TypeError: if it is something else.
     """
     if not _sendable(cls):
         raise TypeError(f"only dataclasses, named tuples and enumerations can be registered, not {cls.__name__}")
-    if name:
-        _names[cls] = name
     _registered.register(_name(cls))(cls)
     return cls
 
@@ -289,7 +285,7 @@ def _field_names(cls: Any) -> list[str] | None:
 
 
 def _name(cls: type) -> str:
-    return _names.get(cls) or f"{cls.__module__}.{cls.__qualname__}"
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _registered_as(name: str) -> type | None:
@@ -357,6 +353,7 @@ MAX_BYTES = 1 << 34  # of what is sent of tensors, whose sizes follow from the m
 MAX_OBJECT_BYTES = 1 << 30  # of one process's object, such as metrics or predictions
 
 
+@register
 class Refusal(NamedTuple):
     """Placeholder of an object that cannot be sent.
 
@@ -365,9 +362,6 @@ class Refusal(NamedTuple):
     """
 
     reason: str
-
-
-register(Refusal, "dadplug.exchange.objects.Refusal")  # as other versions call it
 
 
 def gather_objects(

@@ -46,6 +46,7 @@ _GRACE_SECONDS = 1.5  # for reports of other sites to arrive if no site seems to
 _SESSIONS = 8  # that a history covers
 
 
+@codec.register
 class ExitReport(NamedTuple):
     """Exit report of one process to another.
 
@@ -63,9 +64,6 @@ class ExitReport(NamedTuple):
     session: int
     reason: str | None
     lost: bytes = b""
-
-
-codec.register(ExitReport, "dadplug.exchange.exit_reports.Report")  # as other versions call it
 
 
 class ReportHistory:

@@ -22,22 +22,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from msgspec.msgpack import encode
 from torch import Tensor
 
 from ..errors import FrameError, PolicyError, SiteError
-from ..exchange import codec
 from ..exchange.codec import MAX_BYTES
 from ..exchange.framing import bytes_of
 from ..exchange.hierarchy import WorkerThreads
 from ..exchange.restrictions import OBJECTS, declared, most_bytes
 from ..exchange.traffic import Traffic
+from ..support.structs import decode
 from .pki.kits import Kit
 from .pki.project import Policy
-from .server.store import Reply, Request
+from .server.store import REPLIES, Reply, Request
 from .site.connection import HubConnection
 from .site.link import HubLink
 from .site.transport import CollectiveTransport, HubTransport, add_up
-from .wire.messages import PIECE_BYTES, Head, Kind, decode_message
+from .wire.messages import PIECE_BYTES, Head, Kind
 
 _FUTURES = "futures"  # name of a worker thread
 
@@ -535,7 +536,7 @@ class StoreConnection(HubConnection):
         return memoryview(bytearray(head.length))
 
     def complete(self, head: Head, body: memoryview) -> None:
-        reply: Reply = decode_message(body, (Reply,), "reply of the store")
+        reply = decode(REPLIES, body, "reply of the store", FrameError)
         if reply.number in self._replies:  # otherwise it has been given up
             self._replies[reply.number] = reply
 
@@ -561,7 +562,7 @@ class StoreConnection(HubConnection):
             SiteError: if the hub is lost.
         """
         number = next(self._numbers)
-        body = codec.encode(Request(number, operation, tuple(keys), tuple(values), amount))
+        body = encode(Request(number, operation, tuple(keys), tuple(values), amount))
         self._policy.check_bytes(len(body), OBJECTS)
         if len(body) > PIECE_BYTES:
             raise dist.DistStoreError(f"{operation} of {len(body)} bytes: the hub's store takes {PIECE_BYTES} at most")
@@ -574,7 +575,7 @@ class StoreConnection(HubConnection):
             with self.lock:
                 reply = self._replies.pop(number)
         if reply is None:
-            self.post(Head(Kind.MESSAGE, self.rank), codec.encode(Request(0, "cancel", amount=number)))
+            self.post(Head(Kind.MESSAGE, self.rank), encode(Request(0, "cancel", amount=number)))
             waited = f"{operation} of {', '.join(keys)}" if keys else operation
             raise dist.DistStoreError(f"{waited} at the store of {self.hub} has timed out after {timeout:g} s")
         if reply.error:

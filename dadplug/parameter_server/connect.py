@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
 import torch
+from msgspec.msgpack import encode
 from torch import nn
 
-from ..errors import DamagedError, MessageError, SiteError
+from ..errors import SiteError
 from ..exchange import Traffic, Transport, codec
 from ..exchange.dialers import DIALERS
 from ..exchange.handshake import connect_sites, write_all
@@ -33,7 +34,9 @@ from .service import (
     HELLO,
     KEY_CHARACTERS,
     MOST_NAMES,
+    VERDICTS,
     VERSION,
+    Greeting,
     ReturnAcceptor,
     SequencerService,
     Settings,
@@ -205,8 +208,7 @@ def open_log(
         ValueError: at all sites, if the hub does not start it.
     """
     sites, silence, timeout = transport.sites, options.site_timeout, options.timeout
-    rules = options.rules._asdict()
-    settings = Settings(tuple(workers), rules, options.deal, in_trainer, limit, silence, timeout)
+    settings = Settings(tuple(workers), options.rules, options.deal, in_trainer, limit, silence, timeout)
     if (stream := transport.open_hub_stream(timeout)) is not None:
         key = start_at_hub(transport, stream, settings)
         log = Log(stream.connected, sites, limit, silence, timeout, traffic, hub=stream)
@@ -241,23 +243,13 @@ def start_at_hub(transport: Transport, stream: StreamToHub, settings: Settings) 
     key: str = transport.gather_objects(secrets.token_hex(KEY_CHARACTERS // 2))[0]
     try:
         stream.connected.settimeout(settings.timeout)
-        write_message(stream.connected, (VERSION, key, tuple(settings)))
+        write_message(stream.connected, Greeting(VERSION, key, encode(settings)))
         transport.gather_objects(None)  # a site that is lost here is named at once
-        problem = _read_answer(stream.connected)[0]
+        problem = read_message(stream.connected, VERDICTS).problem
     except OSError as error:
         problem = f"{stream.hub} has no sequencer for parameter servers, or is lost: {error}"
     raise_problems(problem, transport)
     return key
-
-
-def _read_answer(connected: socket.socket) -> tuple[str, list[str]]:
-    """Return the problem that the hub has found, and the names of the sites."""
-    answer = read_message(connected)
-    if type(answer) is tuple and len(answer) == 2 and type(answer[1]) is list:
-        problem, names = answer
-        if all(type(text) is str for text in (problem, *names)):
-            return problem, names
-    raise MessageError("the answer of the hub is damaged")
 
 
 def _connect_star(transport: Transport, timeout: float) -> tuple[socket.socket, dict[int, socket.socket]]:
@@ -404,8 +396,8 @@ def _dial(address: str, timeout: float) -> tuple[socket.socket, ReturnedSites, S
             connected = socket.create_connection((host, number), timeout)
         connected.settimeout(min(timeout, _ANSWER_SECONDS))
         write_all(connected, hello)
-        sites = ReturnedSites(rank, read_message(connected, MOST_NAMES))
-    except (OSError, DamagedError) as error:
+        sites = ReturnedSites(rank, read_message(connected, VERDICTS, MOST_NAMES).names)
+    except OSError as error:
         raise SiteError(f"the training at {place} cannot be reached, it may have ended: {error}") from error
     return connected, sites, None
 
@@ -427,8 +419,8 @@ def _return_to_hub(folder: str, rank: int, key: str, timeout: float) -> tuple[St
         )
     stream = tunnel.dial_hub()
     stream.connected.settimeout(min(timeout, _ANSWER_SECONDS))
-    write_message(stream.connected, (VERSION, key, None))
-    problem, names = _read_answer(stream.connected)
-    if problem:
-        raise SiteError(f"the training at {stream.hub} cannot be reached: {problem}")
-    return stream, ReturnedSites(rank, names)
+    write_message(stream.connected, Greeting(VERSION, key))
+    verdict = read_message(stream.connected, VERDICTS)
+    if verdict.problem:
+        raise SiteError(f"the training at {stream.hub} cannot be reached: {verdict.problem}")
+    return stream, ReturnedSites(rank, verdict.names)

@@ -44,11 +44,14 @@ import statistics
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+from msgspec import Meta
 
 from ..errors import SequenceError
 from ..exchange.fields import COUNT
 from ..support.signature import check_choice, number, whole_number
+from ..support.structs import Count, Slot
 
 LATE = ("scale", "drop", "keep")
 _INTERVALS = 5  # of which the median is taken
@@ -67,10 +70,10 @@ class Rules(NamedTuple):
         gather: the largest part of its site's step for which a contribution waits for those of other sites.
     """
 
-    staleness: int
-    quorum: int
-    late: str
-    gather: float = 0.0
+    staleness: Count
+    quorum: Annotated[int, Meta(ge=1)]
+    late: Annotated[str, Meta(pattern=rf"\A({'|'.join(LATE)})\Z")]
+    gather: Annotated[float, Meta(ge=0, le=1)] = 0.0
 
     def scale(self, age: int) -> float:
         """Return the factor of the learning rate for a contribution.
@@ -111,10 +114,10 @@ class Entry(NamedTuple):
         scale: factor of the learning rate, by its age and by its site's share.
     """
 
-    site: int
-    number: int
-    base: int
-    samples: int
+    site: Slot
+    number: Count
+    base: Count
+    samples: Count
     scale: float
 
 
@@ -128,9 +131,9 @@ class Decision(NamedTuple):
         over: whether the phase is over.
     """
 
-    version: int
-    entries: tuple[Entry, ...] = ()
-    dropped: tuple[tuple[int, int], ...] = ()
+    version: Count
+    entries: Annotated[tuple[Entry, ...], Meta(max_length=1 << 16)] = ()
+    dropped: Annotated[tuple[tuple[Slot, Count], ...], Meta(max_length=1 << 16)] = ()
     over: bool = False
 
     @property

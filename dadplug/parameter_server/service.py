@@ -16,17 +16,21 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple
 
-from ..errors import DamagedError, MessageError, SequenceError
-from ..exchange import Traffic, codec
+from msgspec import Meta, Struct
+from msgspec.msgpack import Decoder, encode
+from msgspec.structs import replace
+
+from ..errors import MessageError, SequenceError
+from ..exchange import Traffic
 from ..exchange.handshake import listen, read_exactly, write_all
-from ..support.signature import check_choice
+from ..support.structs import Decoded, Slots, Texts, decode
 from .dealing import DEALS, Answer, OwnDealer, SharedDealer
-from .sequencer import Sequencer, make_rules
+from .sequencer import Rules, Sequencer
 from .streams import HUB, Frame, FrameKind, FrameLoop
 
-VERSION = 1  # of the messages between a site and the hub, and of the frames that follow them
+VERSION = 2  # of the messages between a site and the hub, and of the frames that follow them
 KEY_CHARACTERS = 32
 HELLO = struct.Struct("<32sH")  # token and rank of a site that returns
 MEMORY = 1 << 30  # bytes of a sequencer's messages at the hub
@@ -34,19 +38,20 @@ MOST_NAMES = 1 << 24  # bytes
 _HEAD = struct.Struct("<4sI")
 _MAGIC = b"DSEQ"
 _MOST = 1 << 16  # bytes of a message
-_LARGEST = 1 << 40  # bytes of a contribution
-_LONGEST = 86400.0  # seconds
 _MOST_SEQUENCERS = 8
 _RETURN_SECONDS, _HELLO_SECONDS = 5.0, 10.0  # for the first message of a site
 _START_SECONDS = 60.0  # for the other sites, if the settings of the first one are not valid
 
 
-class Settings(NamedTuple):
+Seconds = Annotated[float, Meta(gt=0, le=86400)]
+
+
+class Settings(Struct, frozen=True, forbid_unknown_fields=True):
     """Settings of a sequencer, the same at all sites.
 
     Attributes:
-        workers: ranks of the sites that contribute; the others receive the log.
-        rules: fields of `dadplug.parameter_server.sequencer.Rules`, by name.
+        workers: ranks of the sites that contribute, in ascending order; the others receive the log.
+        rules: the rules.
         deal: option of that name.
         in_trainer: whether a site that returns waits until others have begun the steps of a phase; this phase does not
             end without it.
@@ -55,66 +60,78 @@ class Settings(NamedTuple):
         timeout: seconds that the start may take.
     """
 
-    workers: tuple[int, ...]
-    rules: dict[str, Any]
-    deal: str
+    workers: Annotated[Slots, Meta(min_length=1)]
+    rules: Rules
+    deal: Annotated[str, Meta(pattern=rf"\A({'|'.join(DEALS)})\Z")]
     in_trainer: bool
-    limit: int
-    site_timeout: float
-    timeout: float
+    limit: Annotated[int, Meta(gt=0, le=1 << 40)]
+    site_timeout: Seconds
+    timeout: Seconds
 
 
-def check_settings(found: Any, world_size: int) -> Settings:
+class Greeting(Struct, frozen=True):
+    """First message of a site to the hub.
+
+    Attributes:
+        version: `VERSION` of the site.
+        key: name of the parameter server, which only its sites have.
+        settings: the settings, encoded; empty if the site returns.
+    """
+
+    version: int
+    key: Annotated[str, Meta(min_length=KEY_CHARACTERS, max_length=KEY_CHARACTERS)]
+    settings: bytes = b""
+
+
+class Verdict(Struct, frozen=True, forbid_unknown_fields=True):
+    """Answer to a site that starts or returns: the hub's to a `Greeting`, or that of the site with the sequencer.
+
+    Attributes:
+        problem: why the site cannot take part; empty if it can.
+        names: names of the sites, by rank.
+    """
+
+    problem: str
+    names: Texts
+
+
+_SETTINGS, _GREETINGS, VERDICTS = Decoder(Settings), Decoder(Greeting), Decoder(Verdict)
+
+
+def check_settings(found: bytes, world_size: int) -> Settings:
     """Return settings that were received, with types and ranges of all fields checked.
 
     Args:
-        found: the fields in their order.
+        found: the settings, encoded.
         world_size: number of sites.
 
     Raises:
         MessageError: if one of them is not valid.
     """
-    try:
-        settings = Settings(*found)
-        rules = make_rules(**settings.rules)
-        check_choice("deal", settings.deal, DEALS)
-        workers = list(settings.workers)
-        fine = (
-            bool(workers)
-            and all(type(rank) is int and 0 <= rank < world_size for rank in workers)
-            and workers == sorted(set(workers))
-            and rules.quorum <= len(workers)
-            and type(settings.in_trainer) is bool
-            and type(settings.limit) is int
-            and 0 < settings.limit <= _LARGEST
-            and all(
-                type(each) in (int, float) and 0 < each <= _LONGEST
-                for each in (settings.site_timeout, settings.timeout)
-            )
-        )
-    except (TypeError, ValueError) as error:
-        raise MessageError(f"the settings of a sequencer are not valid: {error}") from error
-    if not fine:
+    settings = decode(_SETTINGS, found, "message with the settings of a sequencer", MessageError)
+    workers = settings.workers
+    if list(workers) != sorted(set(workers)) or workers[-1] >= world_size or settings.rules.quorum > len(workers):
         raise MessageError(f"the settings of a sequencer are out of range: {settings}")
-    return settings._replace(workers=tuple(workers))
+    return settings
 
 
-def write_message(connected: socket.socket, message: Any) -> None:
+def write_message(connected: socket.socket, message: object) -> None:
     """Send a message.
 
     Args:
         connected: a socket with a timeout.
-        message: what the codec takes.
+        message: a struct.
     """
-    body = codec.encode(message)
+    body = encode(message)
     write_all(connected, _HEAD.pack(_MAGIC, len(body)) + body)
 
 
-def read_message(connected: socket.socket, most: int = _MOST) -> Any:
-    """Receive a message, which is not trusted: the codec runs no code that the sender chooses.
+def read_message(connected: socket.socket, decoder: Decoder[Decoded], most: int = _MOST) -> Decoded:
+    """Receive a message, which is not trusted.
 
     Args:
         connected: a socket with a timeout.
+        decoder: decoder of messages of its kind.
         most: largest size in bytes.
 
     Raises:
@@ -124,10 +141,7 @@ def read_message(connected: socket.socket, most: int = _MOST) -> Any:
     magic, size = _HEAD.unpack(read_exactly(connected, _HEAD.size))
     if magic != _MAGIC or size > most:
         raise MessageError("what arrives is no message of a sequencer's service")
-    try:
-        return codec.decode(read_exactly(connected, size))
-    except DamagedError as error:
-        raise MessageError(str(error)) from error
+    return decode(decoder, read_exactly(connected, size), "message of a sequencer's service", MessageError)
 
 
 class ReturnAcceptor:
@@ -143,7 +157,7 @@ class ReturnAcceptor:
 
     def __init__(self, names: Sequence[str], admit: Callable[[int, socket.socket], None]) -> None:
         self.token = secrets.token_hex(16)
-        self._names = list(names)
+        self._names = tuple(names)
         self._admit = admit
         self._socket: socket.socket | None = None
 
@@ -184,7 +198,7 @@ class ReturnAcceptor:
             is_site = rank < len(self._names) and known in (None, rank)
             if not hmac.compare_digest(token, self.token.encode()) or not is_site:
                 raise ConnectionError("it is no site")
-            write_message(connected, self._names)
+            write_message(connected, Verdict("", self._names))
         except OSError:
             connected.close()
             return
@@ -312,7 +326,7 @@ class SequencerService(FrameLoop):
         limit, silence = settings.limit, settings.site_timeout
         super().__init__("dadplug-sequencer", sockets, limit, silence, traffic, own, memory)
         workers, shared = settings.workers, settings.deal == "shared"
-        self._sequencer = Sequencer(workers, make_rules(**settings.rules), balanced=not shared)
+        self._sequencer = Sequencer(workers, settings.rules, balanced=not shared)
         self._dealer = SharedDealer(workers, settings.in_trainer) if shared else OwnDealer(workers)
         self._contributors = set(workers)
         self._connected = set(sockets)
@@ -337,7 +351,7 @@ class SequencerService(FrameLoop):
     # Calls of the thread
 
     def heartbeat(self) -> bytes:
-        return codec.encode(self._sequencer.awaited)
+        return encode(self._sequencer.awaited)
 
     def on_frames(self, frames: list[tuple[int, Frame]]) -> None:
         self._sequencer.advance(time.monotonic())
@@ -451,9 +465,7 @@ class SequencerService(FrameLoop):
 
     def _decide(self) -> None:
         while (decision := self._sequencer.decide()) is not None:
-            entries = [tuple(each) for each in decision.entries]
-            body = codec.encode((decision.version, entries, decision.dropped, decision.over))  # read by `Log`
-            self._send_all(Frame(FrameKind.DECISION, number=self._dealer.epochs, body=body))
+            self._send_all(Frame(FrameKind.DECISION, number=self._dealer.epochs, body=encode(decision)))
             for key in decision.keys:
                 del self._open[key]
             if decision.over:
@@ -557,7 +569,7 @@ class SequencerHost:
     """
 
     def __init__(self, names: Sequence[str], memory: int = MEMORY) -> None:
-        self._names = list(names)
+        self._names = tuple(names)
         self._memory = memory
         self._changed = threading.Condition()
         self._starts: dict[str, _Start] = {}
@@ -572,7 +584,7 @@ class SequencerHost:
     def begin(self, names: Sequence[str]) -> None:
         """Take the names of the sites of the next run, by rank."""
         with self._changed:
-            self._names = list(names)
+            self._names = tuple(names)
 
     def hold(self, held: bool) -> None:
         """Let no silence of sites count while none can be heard, or they are on their way back."""
@@ -596,11 +608,16 @@ class SequencerHost:
     def _greet(self, slot: int, connected: socket.socket) -> None:
         try:
             connected.settimeout(_HELLO_SECONDS)
-            key, settings = self._check(read_message(connected))
-            if settings is None:
-                self._take_back(slot, key, connected)
+            greeting = read_message(connected, _GREETINGS)
+            if greeting.version != VERSION:
+                raise MessageError(
+                    f"this site speaks version {greeting.version} of the protocol of parameter servers, the hub "
+                    f"version {VERSION}: upgrade one"
+                )
+            if greeting.settings:
+                self._take(slot, greeting.key, greeting.settings, connected)
             else:
-                self._take(slot, key, settings, connected)
+                self._take_back(slot, greeting.key, connected)
         except MessageError as error:
             self._refuse({slot: connected}, str(error), f"{self._names[slot]}: no sequencer: {error}")
         except OSError:
@@ -610,31 +627,17 @@ class SequencerHost:
                 self._events.append(f"fault of the hub: {self._names[slot]}: {line.rstrip()}")
             connected.close()
 
-    def _check(self, message: Any) -> tuple[str, Any]:
-        """Return the key of a site's first message; and settings, which are not checked, if it is a start."""
-        if type(message) is not tuple or len(message) != 3 or type(message[0]) is not int:
-            raise MessageError("the first message of a site is damaged")
-        version, key, settings = message
-        if version != VERSION:
-            raise MessageError(
-                f"this site speaks version {version} of the protocol of parameter servers, the hub version {VERSION}: "
-                "upgrade one"
-            )
-        if type(key) is not str or len(key) != KEY_CHARACTERS:
-            raise MessageError("the key of a parameter server is damaged")
-        return key, settings
-
     def _take_back(self, slot: int, key: str, connected: socket.socket) -> None:
         """Take a site that returns."""
         with self._changed:
             service = self._running.get(key)
         if service is None:
             raise MessageError("there is no such training at the hub, it may have ended")
-        write_message(connected, ("", self._names))
+        write_message(connected, Verdict("", self._names))
         self._events.append(f"{self._names[slot]} returns to its parameter server")
         service.adopt(slot, connected)
 
-    def _take(self, slot: int, key: str, settings: Any, connected: socket.socket) -> None:
+    def _take(self, slot: int, key: str, settings: bytes, connected: socket.socket) -> None:
         """Take a site that starts; the first one waits for the others, and starts the sequencer."""
         with self._changed:
             start = self._starts.get(key)
@@ -669,18 +672,19 @@ class SequencerHost:
     def _begin(self, key: str, start: _Start) -> SequencerService:
         for connected in start.sockets.values():
             with suppress(OSError):  # the service finds out that the site is lost
-                write_message(connected, ("", self._names))
+                write_message(connected, Verdict("", self._names))
         settings = start.settings[start.first]
         names = ", ".join(self._names[rank] for rank in settings.workers)
         self._events.append(f"a sequencer orders the contributions of {names}")
-        settings = settings._replace(limit=min(settings.limit, self._memory))
+        settings = replace(settings, limit=min(settings.limit, self._memory))
         return SequencerService(start.sockets, settings, Traffic(), HUB, self._memory, lambda: self._end(key))
 
     def _difference(self, settings: dict[int, Settings]) -> str:
         """Return the first setting in which two sites differ; empty if none does."""
         (first, one), *others = sorted(settings.items())
         for rank, other in others:
-            for field, here, there in zip(Settings._fields, one, other, strict=True):
+            for field in Settings.__struct_fields__:
+                here, there = getattr(one, field), getattr(other, field)
                 if here != there:
                     found = f"{field} is {here} at {self._names[first]}, and {there} at {self._names[rank]}"
                     return f"the sites start a parameter server with different settings: {found}"
@@ -698,5 +702,5 @@ class SequencerHost:
         self._events.append(event)
         for connected in sockets.values():
             with suppress(OSError):
-                write_message(connected, (problem, self._names))
+                write_message(connected, Verdict(problem, self._names))
             connected.close()

@@ -14,15 +14,20 @@ from contextlib import suppress
 from enum import IntEnum
 from typing import NamedTuple
 
+from msgspec.msgpack import Decoder
+
 from ..errors import MismatchError, SiteError, StreamError
-from ..exchange import Traffic, codec
+from ..exchange import Traffic
 from ..exchange.calls import ASK_SECONDS
 from ..exchange.framing import Outgoing, WakePipe
 from ..exchange.handshake import Deadline, close_in_children
 from ..exchange.status import PeerNames
 from ..exchange.transport import StreamToHub
 from ..support.logs import get_logger
-from .sequencer import Decision, Entry
+from ..support.structs import Slots, decode
+from .sequencer import Decision
+
+_DECISIONS, _AWAITED = Decoder(Decision), Decoder(Slots)
 
 
 class FrameKind(IntEnum):
@@ -724,7 +729,9 @@ class Log(FrameLoop):
             case FrameKind.RETURNED:
                 self.left.pop(frame.site, None)
             case FrameKind.ALIVE:
-                self._awaited = [site for site in codec.decode(frame.body) if 0 <= site < len(self._sites)]
+                self._awaited = [
+                    site for site in decode(_AWAITED, frame.body, "heartbeat", ValueError) if site < len(self._sites)
+                ]
             case FrameKind.LEFT:
                 reason = frame.body.decode(errors="replace")
                 self.left[frame.site] = reason
@@ -734,8 +741,7 @@ class Log(FrameLoop):
                     self.losses.append((frame.site, reason))
 
     def _append(self, body: bytes | bytearray) -> None:
-        version, entries, dropped, over = codec.decode(body)
-        decision = Decision(int(version), tuple(Entry(*each) for each in entries), dropped, bool(over))
+        decision = decode(_DECISIONS, body, "decision", ValueError)
         bodies = tuple(self._bodies.pop(key) for key in decision.keys)[: len(decision.entries)]
         if self.first is not None:
             self.outstanding -= sum(site == self._own and number >= self.first for site, number in decision.keys)

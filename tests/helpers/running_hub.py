@@ -12,6 +12,7 @@ from typing import Any
 
 import hub_kits
 from frame_parts import Frame, Reader
+from msgspec.structs import replace
 from support import free_port
 
 from dadplug.hub.pki.kits import Kit
@@ -153,7 +154,7 @@ class TestSite:
 
     def __init__(self, kit: Kit, address: tuple[str, int], channel: str = "training", **hello: Any) -> None:
         self.kit, self.address, self.slot = kit, address, kit.slot
-        self.hello = Hello(VERSION, next(_INSTANCES), FRESH, channel)._replace(**hello)
+        self.hello = replace(Hello(VERSION, next(_INSTANCES), FRESH, channel), **hello)
         self.received = 0
         self.taken: list[Frame] = []
         self.pings: list[Frame] = []
@@ -176,7 +177,7 @@ class TestSite:
         try:
             self.stream = Stream(tls.dial(self.kit, TIMEOUT, self.address))
             self._reader = Reader(self.stream.connection)
-            self._send(pack_control(self.hello._replace(received=self.received), self.slot))
+            self._send(pack_control(replace(self.hello, received=self.received), self.slot))
         except OSError as error:
             self.lost = error
             return False

@@ -284,7 +284,7 @@ def rounds_of(announced: int) -> RoundClient:
     complete = SimpleNamespace(complete=True)
     rounds._link = SimpleNamespace(name=lambda rank: f"site {rank}", sealing=complete, lock=threading.Lock())
     rounds.states = StateRequests(1)
-    rounds.states.take(SendState(3, 1, 5))
+    rounds.states.take(SendState(3, 1, 5, 1))
     rounds._wait_until = lambda *given: None
     contents = {24: struct.pack("<Q16s", announced, bytes(16))}
     rounds.history, rounds.refusal = RoundHistory(), None
@@ -477,6 +477,6 @@ def test_a_run_that_needs_all_sites_goes_on_without_one_that_is_new(tmp_path):
 def test_names_of_a_growing_run_are_checked():
     body = pack_control(Grow(3, ("a", "b", "c")), 0)[32:]
     assert read_control(body, 2) == Grow(3, ("a", "b", "c"))
-    for wrong in (Grow(3, ("a", 5)), Grow(3, "abc"), Grow(-1, ("a",))):
-        with pytest.raises(FrameError, match="of a control message Grow is out of range"):
+    for wrong, field in ((Grow(3, ("a", 5)), "names"), (Grow(3, "abc"), "names"), (Grow(-1, ("a",)), "step")):
+        with pytest.raises(FrameError, match=rf"damaged control message: .* at `\$\.{field}"):
             read_control(pack_control(wrong, 0)[32:], 2)

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from msgspec.msgpack import encode
 from sealed_sites import make_kits
 
 from dadplug.adapm import messages as adapm
@@ -20,7 +21,6 @@ from dadplug.errors import DadplugError, FrameError, MismatchError
 from dadplug.exchange import codec
 from dadplug.exchange.factor_buckets import FactorBucket, IndexSlot, Slot
 from dadplug.exchange.summed_buckets import SparseBucket
-from dadplug.exchange.transport import Requirements
 from dadplug.exchange.wire import wire_format
 from dadplug.hub import check
 from dadplug.hub.pki.kits import Kit
@@ -53,6 +53,7 @@ from dadplug.hub.wire.messages import (
     Refuse,
     Repeat,
     Report,
+    Require,
     Resume,
     RoundKind,
     SendState,
@@ -63,12 +64,14 @@ from dadplug.hub.wire.messages import (
     read_control,
 )
 from dadplug.local_steps.header import Header
-from dadplug.parameter_server import streams
-from dadplug.parameter_server.service import SequencerHost
+from dadplug.parameter_server import service, streams
+from dadplug.parameter_server.sequencer import Decision, Entry, Rules
+from dadplug.parameter_server.service import SequencerHost, Settings, check_settings
 from dadplug.privacy.masks import PairwiseKeys, members_digest
 from dadplug.privacy.secure_sum import _ANNOUNCEMENT, SecureSum
 from dadplug.step.model_sync.buffers import average_packed, pack_buffers
 from dadplug.step.reducer.handler import StepHeader
+from dadplug.support.structs import decode
 
 COUNT = int(os.environ.get("DADPLUG_FUZZ", "150"))
 GROWTH = 32 << 10  # kB
@@ -138,7 +141,7 @@ def of_local_header():
 
 def of_object():
     items = {"a": [1, 2.5, None, True], "b": torch.zeros(3), "c": np.ones(2), "d": ("x", {1, 2})}
-    return codec.encode(items | {"e": Position(1, 2)}), codec.decode
+    return codec.encode(items | {"e": codec.Refusal("x")}), codec.decode
 
 
 def of_buffers():
@@ -244,6 +247,15 @@ def of_sealed():
     return frame, take
 
 
+def of_settings():
+    settings = Settings((0, 2), Rules(8, 2, "scale", 0.5), "own", True, 1 << 20, 10.0, 60.0)
+    return encode(settings), lambda body: check_settings(body, 3)
+
+
+def of_struct(decoder, message):
+    return encode(message), lambda body: decode(decoder, body, "message", MismatchError)
+
+
 MESSAGES = {
     "step header": of_step_header,
     "local header": of_local_header,
@@ -251,6 +263,12 @@ MESSAGES = {
     "buffers": of_buffers,
     "announcement of secure sums": of_announcement,
     "frame of the parameter server": of_stream_frame,
+    "settings of a parameter server": of_settings,
+    "greeting of a parameter server": lambda: of_struct(service._GREETINGS, service.Greeting(2, "k" * 32, b"settings")),
+    "verdict of a parameter server": lambda: of_struct(service.VERDICTS, service.Verdict("", NAMES)),
+    "decision of a parameter server": lambda: of_struct(
+        streams._DECISIONS, Decision(3, (Entry(0, 1, 2, 32, 0.5), Entry(1, 0, 2, 32, 0.5)), ((2, 0),), True)
+    ),
     "message of the parameter manager": of_adapm,
     "factors": lambda: of_factors(lambda wire: Slot(4, 6, 4, 3, wire), wire_format("fp32"), None),
     "factors in int8": lambda: of_factors(lambda wire: Slot(4, 6, 4, 3, wire), wire_format("int8"), None),
@@ -267,7 +285,7 @@ def test_a_message_of_a_site_is_read_or_refused(name):
 
 # Between sites and the hub
 
-REPORT = Report(1, Position(1, 3), Position(1, 2), (0, 1), (), (2,), (4, 4, 0), (1, 0, 0), False, 1, 60_000, False, 300)
+REPORT = Report(1, Position(1, 3), Position(1, 2), (0, 1), (), (2,), (4, 4, 0), (1, 0, 0), False, Require(1, 60_000))
 TO_HUB = {
     "PAYLOAD": Head(Kind.PAYLOAD, 2, 1, 4, length=100).pack() + bytes(100),
     "SUMMAND": Head(Kind.SUMMAND, 2, 1, 4, length=100).pack() + bytes(100),
@@ -278,7 +296,7 @@ TO_HUB = {
     type(each).__name__: pack_control(each, 2)
     for each in (
         Joined(Position(1, 0)), Leave("x"), Spent(1.0, 1e-5), REPORT, KeyMessage(1, b"W" + bytes(80)),
-        Exclude(1, "x"), Requirements(1, 60_000), Hello(VERSION, 7, FRESH, "training"),
+        Exclude(1, "x"), Require(1, 60_000), Hello(VERSION, 7, FRESH, "training"),
     )
 }  # fmt: skip
 TO_SITE = {name: TO_HUB[name] for name in ("PAYLOAD", "STATE")} | {
@@ -298,7 +316,7 @@ def relay() -> Relay:
         session, _ = made.greet(name, Hello(VERSION, number, FRESH, "training"), 0, 0.0)
         session.stream = SimpleNamespace(notes=[], detach=lambda: None)
     for session in [*made.sessions.values()]:
-        made.take(session, (Head(Kind.CONTROL, 0), control(Requirements(1, 60_000)), b""), 0.0)
+        made.take(session, (Head(Kind.CONTROL, 0), control(Require(1, 60_000)), b""), 0.0)
     return made
 
 
@@ -340,7 +358,7 @@ def test_the_hub_takes_what_a_member_sends_or_ends_it_alone(name):
 
 
 def test_other_requests_at_the_hub_are_answered_or_refused():
-    asked = codec.encode(Request(1, "set", ("key",), (b"value",)))
+    asked = encode(Request(1, "set", ("key",), (b"value",)))
     fuzz(asked, lambda body: Store().handle(2, body), "store")
     head = Head(Kind.MESSAGE, 2, tag=check.Request.TIME, length=1)
     fuzz(head.pack() + bytes(1), lambda body: check.CheckHandler(2).handle(*frame_of(body), {}), "check")
@@ -358,7 +376,7 @@ def test_a_site_takes_what_the_hub_sends_or_ends(tmp_path, name, sealed):
                 link.close_descriptors()
             links[:] = [HubLink(kit)]
             links[0].control(Start(Position(1, 0)))
-            links[0].rounds.elastic, links[0].rounds.requirements = True, Requirements(1, 60_000)
+            links[0].rounds.elastic, links[0].rounds.requirements = True, Require(1, 60_000)
             links[0].rounds.history.begin(0, bytes(16))
         head, content = frame_of(body)
         room = links[0]._room(head)

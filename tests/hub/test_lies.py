@@ -1,13 +1,13 @@
 """A hub that tells the sites different things, and members that send what no site sends."""
 
 import re
-from dataclasses import replace
 
 import pytest
 import torch
 from elastic_runs import Run, idles, same_bits
 from elastic_site import LIE as FIRST
 from hub_sites import TIMEOUT, linked, together
+from msgspec.structs import replace
 from running_hub import running_hub
 from sealed_sites import sealed_hub
 

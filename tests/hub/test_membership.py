@@ -53,7 +53,7 @@ def joining(**rules):
     membership = hub(3, **rules)
     membership.close(2, "killed", 0.0)
     close_steps(membership, 2)
-    assert kinds(membership.dial(2, 0.0), SendState) == [SendState(0, 2, 2)]
+    assert kinds(membership.dial(2, 0.0), SendState) == [SendState(0, 2, 2, 1)]
     return membership
 
 
@@ -148,7 +148,7 @@ def test_a_site_that_dials_in_takes_part_in_the_open_step_and_is_sent_a_state():
     membership.close(2, "gone", 0.0)
     close_steps(membership, 5)
     membership.end(0, 6, 0.0)
-    joins = [Accept(2, Position(LIFE, 5), True), Join(2, 6), SendState(0, 2, 5)]
+    joins = [Accept(2, Position(LIFE, 5), True), Join(2, 6), SendState(0, 2, 5, 1)]
     assert membership.dial(2, 0.0) == joins
     assert membership.phase(2) is Phase.JOINING
     assert membership.end(1, 6, 0.0) == []  # the joiner is waited for
@@ -165,7 +165,7 @@ def test_the_step_waits_for_a_joiner_to_have_its_state_and_to_end():
 
 def test_another_member_sends_the_state_if_its_sender_is_lost():
     membership = joining()
-    assert kinds(membership.close(0, "gone", 0.0), SendState) == [SendState(1, 2, 2)]
+    assert kinds(membership.close(0, "gone", 0.0), SendState) == [SendState(1, 2, 2, 2)]
 
 
 def test_a_joiner_that_is_lost_holds_nobody_up():
@@ -402,13 +402,13 @@ def test_a_donor_that_is_held_up_is_replaced_by_a_site_that_can_answer():
     membership = joining(site_timeout=8.0, progress_timeout=100.0)
     assert kinds(passing(membership, 20.0), SendState) == []  # none has ended the open step
     membership.end(1, 3, 20.0)
-    assert kinds(membership.tick(20.5), SendState) == [SendState(1, 2, 2)]
+    assert kinds(membership.tick(20.5), SendState) == [SendState(1, 2, 2, 2)]
     membership.end(0, 3, 21.0)
     assert kinds(membership.tick(28.0), SendState) == []  # it has twice the time
     membership.receive(2, 28.0)  # a part of the state
     assert kinds(membership.tick(35.5), SendState) == []
     actions = membership.tick(36.5)
-    assert kinds(actions, SendState) == [SendState(0, 2, 2)]
+    assert kinds(actions, SendState) == [SendState(0, 2, 2, 3)]
     assert [each.number for each in kinds(actions, SendState)] == [3]
     assert kinds(membership.joined(2, membership.position, 37.0), Drop) == []
     assert kinds(passing(membership, 60.0), SendState) == []
@@ -420,7 +420,7 @@ def test_a_site_that_is_behind_gives_no_state():
     for slot in (0, 1):
         membership.close(slot, "killed", 13.5)
     assert kinds(membership.dial(0, 14.0), SendState) == []
-    assert kinds(membership.end(2, 11, 15.0), SendState) == [SendState(2, 0, 11)]
+    assert kinds(membership.end(2, 11, 15.0), SendState) == [SendState(2, 0, 11, 1)]
 
 
 def test_a_member_that_is_ever_further_behind_is_dropped():

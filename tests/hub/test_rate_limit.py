@@ -2,15 +2,21 @@
 
 import threading
 import time
+from typing import NamedTuple
 
 import pytest
+from frame_parts import Reader
 from running_hub import TIMEOUT, TestSite, close_step, exchange, running_hub, together, until
 
+from dadplug.errors import RefusedError
+from dadplug.exchange import codec
 from dadplug.hub.pki.kits import Kit
-from dadplug.hub.secure import secure_socket
+from dadplug.hub.secure import secure_socket, tls
 from dadplug.hub.secure.secure_socket import TokenBucket, site_bucket
+from dadplug.hub.server import acceptor
+from dadplug.hub.site import connection as connections
 from dadplug.hub.site.link import HubLink
-from dadplug.hub.wire.messages import OLDEST_VERSION, VERSION, Head, Kind, Refuse, Start
+from dadplug.hub.wire.messages import VERSION, Head, Kind, Refuse, pack_refusal_before_9
 
 
 class Clock:
@@ -89,21 +95,35 @@ def test_a_site_sends_no_faster_than_its_policy_says(tmp_path, monkeypatch):
 # Versions of the protocol
 
 
-def test_a_hub_serves_sites_of_the_version_before(hub):
-    assert OLDEST_VERSION == VERSION - 1
-    sites = [TestSite(hub.kit(name), hub.address, version=VERSION - older) for older, name in enumerate("ab")]
-    for site in sites:
-        site.action(Start)
-    assert [each.version for each in hub.hub.relay.sessions.values()] == [VERSION, VERSION - 1]
-    exchange(*sites)
-    exchange(*reversed(sites))
-    close_step(sites)
-
-
-@pytest.mark.parametrize(("version", "first"), [(OLDEST_VERSION - 1, "this site"), (VERSION + 1, "the hub")])
-def test_other_versions_are_told_which_side_to_upgrade(hub, version, first):
-    site = TestSite(hub.kit("a"), hub.address, version=version)
+def test_a_site_of_a_later_version_is_told_to_upgrade_the_hub(hub):
+    site = TestSite(hub.kit("a"), hub.address, version=VERSION + 1)
     assert isinstance(site.answer, Refuse)
-    assert f"speaks version {version} of the protocol, the hub version 8 and with sites also 7" in site.answer.reason
-    assert f"upgrade {first} (the hub goes first, then the sites)" in site.answer.reason
+    assert "speaks version 10 of the protocol, the hub serves versions 9 to 9" in site.answer.reason
+    assert "upgrade the hub (the hub goes first, then the sites)" in site.answer.reason
     assert not site.answer.retry
+
+
+class RefuseBefore9(NamedTuple):
+    """`Refuse` of versions 8 and before, which the codec decodes."""
+
+    name: str
+    reason: str
+    retry: bool
+
+
+def test_a_site_of_before_0_4_is_told_to_upgrade(hub):
+    RefuseBefore9.__module__, RefuseBefore9.__qualname__ = "dadplug.hub.actions", "Refuse"
+    codec.register(RefuseBefore9)
+    body = codec.encode((8, 77, (0, 0), "training"))  # begins as its Hello does
+    with tls.dial(hub.kit("a"), TIMEOUT, hub.address) as connection:
+        connection.sendall(Head(Kind.CONTROL, 0, length=len(body)).pack() + body)
+        answer = codec.decode(Reader(connection).next().body)
+    assert (type(answer), answer.name, answer.retry) == (RefuseBefore9, "a", False)
+    assert "speaks version 8 of the protocol, the hub serves versions 9 to 9: upgrade this site" in answer.reason
+
+
+def test_a_hub_of_before_0_4_is_to_be_upgraded(hub, monkeypatch):
+    monkeypatch.setattr(acceptor, "pack_control", lambda refusal, slot: pack_refusal_before_9(refusal))
+    monkeypatch.setattr(connections, "VERSION", VERSION + 1)
+    with pytest.raises(RefusedError, match=r"speaks version 8 of the protocol or an older one, .*: upgrade the hub"):
+        HubLink.open(hub.kit("a"), TIMEOUT, hub.address)

@@ -5,6 +5,7 @@ import time
 import pytest
 from elastic_runs import ENDED, MortalHub, Run, presence, same_bits
 from hub_sites import TIMEOUT, open_link, together, transports
+from msgspec.structs import replace
 from running_hub import TestSite, running_hub, until
 
 from dadplug.errors import SiteError
@@ -19,6 +20,7 @@ from dadplug.hub.wire.messages import (
     Position,
     Repeat,
     Report,
+    Require,
     read_control,
 )
 
@@ -29,7 +31,7 @@ BEFORE, LAST = Position(LIFE, STEP - 1), Position(LIFE, STEP)
 def report(position: Position, before: Position, min_sites: int = 1) -> Report:
     """Return the report of a site that has got every frame."""
     everyone, counts = (0, 1, 2), (0, 0, 0)
-    return Report(LIFE, position, before, everyone, (), (), counts, counts, False, min_sites, 500, False, 200)
+    return Report(LIFE, position, before, everyone, (), (), counts, counts, False, Require(min_sites, 500, False, 200))
 
 
 def returned(hub, name: str, position: Position, before: Position) -> TestSite:
@@ -78,7 +80,7 @@ def test_a_site_is_awaited_for_as_long_as_the_others_say_after_a_long_outage(tmp
         sites = []
         for name in "ab":
             sites.append(TestSite(hub.kit(name), hub.address, position=LAST))
-            sites[-1].control(report(LAST, BEFORE, min_sites)._replace(return_ms=4000))
+            sites[-1].control(replace(report(LAST, BEFORE, min_sites), return_ms=4000))
         hub.await_line("waiting for c")
         began = time.monotonic()
         while time.monotonic() < began + 2.0:  # longer than a site may be silent in this run
@@ -86,7 +88,7 @@ def test_a_site_is_awaited_for_as_long_as_the_others_say_after_a_long_outage(tmp
                 site.ping()
             time.sleep(0.1)
         c = TestSite(hub.kit("c"), hub.address, position=LAST)
-        c.control(report(LAST, BEFORE, min_sites)._replace(return_ms=4000))
+        c.control(replace(report(LAST, BEFORE, min_sites), return_ms=4000))
         for site in (*sites, c):
             assert site.action(Continue).position == LAST
 

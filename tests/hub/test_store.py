@@ -3,11 +3,11 @@
 import itertools
 
 import pytest
+from msgspec.msgpack import encode
 
 from dadplug.errors import FrameError
-from dadplug.exchange import codec
 from dadplug.hub.server import store as hub_store
-from dadplug.hub.server.store import Reply, Request, Store
+from dadplug.hub.server.store import REPLIES, Reply, Request, Store
 from dadplug.hub.wire.messages import PIECE_BYTES
 
 numbers = itertools.count(1)
@@ -16,7 +16,7 @@ numbers = itertools.count(1)
 def ask(store, slot, operation, *keys, values=(), amount=0, number=None):
     """Send a request; return the replies by slot."""
     request = Request(next(numbers) if number is None else number, operation, keys, values, amount)
-    return [(receiver, codec.decode(reply)) for receiver, reply in store.handle(slot, codec.encode(request))]
+    return [(receiver, REPLIES.decode(reply)) for receiver, reply in store.handle(slot, encode(request))]
 
 
 def answer(store, *arguments, **settings):
@@ -44,6 +44,8 @@ def test_numbers_are_added():
     assert [answer(store, "add", "n", amount=amount).amount for amount in (5, 0, -7)] == [5, 5, -2]
     assert answer(store, "get", "n").values == (b"-2",)
     answer(store, "set", "text", values=(b"no number",))
+    answer(store, "set", "large", values=(b"18446744073709551615",))
+    assert "2**64" in answer(store, "add", "large", amount=1).error
     assert "'text' is no number" in answer(store, "add", "text", amount=1).error
 
 
@@ -148,7 +150,7 @@ def test_a_site_cannot_leave_any_number_of_requests_waiting():
 )
 def test_what_is_no_request_is_refused(request_):
     with pytest.raises(FrameError):
-        Store().handle(0, codec.encode(request_))
+        Store().handle(0, encode(request_))
 
 
 def test_garbage_is_refused():

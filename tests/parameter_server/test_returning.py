@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from cutting_relay import CuttingRelay, goes_by_way_of
 from local_reference import ends_equal
+from msgspec.structs import replace
 from running_hub import RunningHub, running_hub, until
 from server_log import keys, recorded
 from torch import nn
@@ -157,7 +158,7 @@ def starts_differently(change: str) -> str:
     def start(transport, stream, settings):
         workers = (0, 1, 7) if change == "workers" else settings.workers
         limit = settings.limit + int(change == "limit" and transport.rank == 2)
-        return original(transport, stream, settings._replace(workers=workers, limit=limit))
+        return original(transport, stream, replace(settings, workers=workers, limit=limit))
 
     connect.start_at_hub = start
     try:
@@ -173,7 +174,7 @@ def test_settings_that_differ_or_are_not_valid_are_refused_at_all_sites(joined):
     _, group = joined
     for change, text in (
         ("limit", "different settings: limit is "),
-        ("version", "speaks version 99 of the protocol of parameter servers, the hub version 1"),
+        ("version", "speaks version 99 of the protocol of parameter servers, the hub version 2"),
         ("workers", "the settings of a sequencer are out of range"),
     ):
         found = group.run(starts_differently, change)

@@ -1,16 +1,20 @@
 """The service of a trainer's sequencer: when a site returns, and what waits for it."""
 
 import contextlib
+import re
 import socket
 import threading
 import time
 
+import msgspec
 import pytest
 
 from dadplug import MismatchError
-from dadplug.exchange import Traffic, codec
+from dadplug.errors import MessageError
+from dadplug.exchange import Traffic
 from dadplug.parameter_server.connect import ReturnedSites
-from dadplug.parameter_server.service import Donors, SequencerService, Settings
+from dadplug.parameter_server.sequencer import Decision, Rules
+from dadplug.parameter_server.service import Donors, SequencerService, Settings, check_settings
 from dadplug.parameter_server.streams import HUB, Frame, FrameKind, Log, _Stream
 
 SECONDS = 60.0
@@ -45,7 +49,7 @@ class Peer:
 
     def over(self) -> bool:
         """Return whether the next decision ends the phase."""
-        return codec.decode(self.wait_for(FrameKind.DECISION).body)[3]
+        return msgspec.msgpack.decode(self.wait_for(FrameKind.DECISION).body, type=Decision).over
 
 
 @pytest.fixture
@@ -55,8 +59,9 @@ def serve():
 
         def start(peers: list[Peer], own=HUB, staleness=100, gather=0.0, in_trainer=False, silence=SECONDS, **options):
             ranks = tuple(each.rank for each in peers)
-            rules = {"staleness": staleness, "quorum": 1, "late": "keep", "gather": gather}
-            settings = Settings(ranks, rules, "own", in_trainer, 1 << 16, silence, SECONDS)
+            settings = Settings(
+                ranks, Rules(staleness, 1, "keep", gather), "own", in_trainer, 1 << 16, silence, SECONDS
+            )
             sockets = {each.rank: each.theirs for each in peers}
             service = SequencerService(sockets, settings, Traffic(), own, **options)
             stack.callback(service.close)
@@ -257,5 +262,35 @@ def test_the_service_makes_a_commit_that_has_waited_long_enough(serve, peer):
     peers[0].send(FrameKind.CONTRIBUTION, number=3, samples=4, body=b"gradient")  # site 1 sends nothing more
     committed: set[int] = set()
     while committed != {0, 1, 2, 3}:
-        entries = codec.decode(peers[0].wait_for(FrameKind.DECISION).body)[1]
+        _, entries, *_ = msgspec.msgpack.decode(peers[0].wait_for(FrameKind.DECISION).body)
         committed |= {number for site, number, *_ in entries if site == 0}
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"workers": ()}, "`$.workers`"),
+        ({"workers": (0, 1 << 16)}, "`$.workers[1]`"),
+        ({"workers": (0, True)}, "`$.workers[1]`"),
+        ({"workers": (1, 0)}, "out of range"),
+        ({"workers": (0, 0)}, "out of range"),
+        ({"workers": (0, 3)}, "out of range"),
+        ({"rules": Rules(1, 3, "keep")}, "out of range"),
+        ({"rules": Rules(-1, 1, "keep")}, "`$.rules[0]`"),
+        ({"rules": Rules(1, 0, "keep")}, "`$.rules[1]`"),
+        ({"rules": Rules(1, 1, "keep\n")}, "`$.rules[2]`"),
+        ({"rules": Rules(1, 1, "keep", 1.5)}, "`$.rules[3]`"),
+        ({"deal": "all"}, "`$.deal`"),
+        ({"in_trainer": 1}, "`$.in_trainer`"),
+        ({"limit": 0}, "`$.limit`"),
+        ({"limit": (1 << 40) + 1}, "`$.limit`"),
+        ({"timeout": 0.0}, "`$.timeout`"),
+        ({"site_timeout": float("nan")}, "`$.site_timeout`"),
+        ({"more": 1}, "unknown field `more`"),
+    ],
+)
+def test_settings_out_of_range_are_refused(change, field):
+    fields = msgspec.structs.asdict(Settings((0, 1), Rules(1, 1, "keep"), "own", False, 1 << 16, 10.0, 60.0))
+    assert check_settings(msgspec.msgpack.encode(fields), 3).workers == (0, 1)
+    with pytest.raises(MessageError, match=re.escape(field)):
+        check_settings(msgspec.msgpack.encode(fields | change), 3)

@@ -60,9 +60,9 @@ def test_a_monitor_needs_privacy_and_a_delta():
         monitors.PrivacyMonitor(DELTA).end(reduction, 4)
 
 
-@pytest.mark.parametrize("epsilon", [-1.0, math.nan, 3, "3"])
+@pytest.mark.parametrize("epsilon", [-1.0, math.nan, True, "3"])
 def test_a_hub_takes_numbers_only(epsilon):
-    with pytest.raises(FrameError, match="field epsilon of a control message Spent is out of range"):
+    with pytest.raises(FrameError, match=r"damaged control message: .* at `\$\.epsilon`"):
         read_control(pack_control(Spent(epsilon, DELTA), 0)[32:], 2)
     assert read_control(pack_control(Spent(math.inf, DELTA), 0)[32:], 2) == Spent(math.inf, DELTA)
 

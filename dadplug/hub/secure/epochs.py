@@ -23,12 +23,16 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from msgspec import Meta
+from msgspec.msgpack import Decoder, encode
 
 from ...errors import SealingError
 from ...support.logs import get_logger
+from ...support.structs import Count, Slot, decode
 from ..pki.kits import Kit, KitWatch
 from ..wire.messages import Exclude, Head, KeyMessage, Kind, frames
 from .key_agreement import CONFIRMATION_BYTES, OFFER_BYTES, SIGNATURE, Agreement, Offers, random_secret, sign, verify
@@ -40,12 +44,13 @@ OFFER, WELCOME = b"O", b"W"  # first bytes of messages between one site and othe
 _DIGEST = 32
 _WRAPPED = SECRET_BYTES + 8 + 16  # a key, its step and a tag
 _EARLY_LIMIT = 1 << 30  # bytes of frames that wait for their sender's welcome
-_REKEY_HEAD = struct.Struct(">Q32sH")  # number, digest of the epoch, number of receivers
-_RECEIVER = struct.Struct(f">H{_WRAPPED}s")
 DIGEST_BYTES = 16  # of the rounds so far, see `dadplug.hub.site.history`
 _KEY = struct.Struct(">Q32s")  # step, or number of a rekey, and key
-_WELCOME_HEAD = struct.Struct(">QHH")  # step, number of members, number of chains
 _MEMBER = struct.Struct(">H32s")  # slot, digest of the offer
+_Digest = Annotated[bytes, Meta(min_length=_DIGEST, max_length=_DIGEST)]
+_Wrapped = Annotated[bytes, Meta(min_length=_WRAPPED, max_length=_WRAPPED)]
+_REKEYS = Decoder(tuple[Count, _Digest, dict[Slot, _Wrapped]])  # number, digest of the epoch, the key for each receiver
+_WELCOMES = Decoder(tuple[Count, dict[Slot, _Digest], dict[Count, _Digest]])  # step, members, keys by their rekeys
 
 Frame = tuple[Head, bytes]
 
@@ -225,8 +230,8 @@ class Epochs:
         root = extract(self._offers.secret(slot, self._private, public), transcript, "join", self._slot, slot)
         try:
             plain = AESGCM(derive(root, "welcome")).decrypt(bytes(12), sealed, transcript)
-            step, members, chains = _parse_welcome(plain)
-        except (InvalidTag, struct.error):
+            step, members, chains = decode(_WELCOMES, plain, "welcome", ValueError)
+        except (InvalidTag, ValueError):
             raise self._offers.error(slot, "its welcome was altered") from None
         self._check_members(slot, members)
         self._serials[slot] = certificate.serial_number
@@ -294,9 +299,7 @@ class Epochs:
             return
         transcript = _transcript(offer, own)
         root = extract(secret, transcript, "join", slot, self._slot)
-        parts = [_MEMBER.pack(*each) for each in sorted(self.members.items())]
-        parts += [_KEY.pack(*each) for each in sorted(chains.items())]
-        plain = _WELCOME_HEAD.pack(step, len(self.members), len(chains)) + b"".join(parts)
+        plain = encode((step, self.members, chains))
         sealed = AESGCM(derive(root, "welcome")).encrypt(bytes(12), plain, transcript)
         signature = sign(self._offers.key, b"welcome" + transcript + sealed)
         self._serials[slot] = certificate.serial_number
@@ -370,8 +373,8 @@ class Epochs:
         self._sealer, self._stale = Sealer(key, self._slot, step), False
         epoch = digest_of(self.members)
         context, plain = _context(self._slot, self._number, epoch), _KEY.pack(step, key)
-        wrapped = [_RECEIVER.pack(slot, pair.wrap(self._number, plain, context)) for slot, pair in self._pairs.items()]
-        self._rekey = _REKEY_HEAD.pack(self._number, epoch, len(wrapped)) + b"".join(wrapped)
+        wrapped = {slot: pair.wrap(self._number, plain, context) for slot, pair in self._pairs.items()}
+        self._rekey = encode((self._number, epoch, wrapped))
         self._rekeyed_in, self._sent_in = step, -1
 
     def confirm(self, step: int, contributors: Sequence[int]) -> None:
@@ -415,13 +418,7 @@ class Epochs:
         return [(head, reception.opener.open(head, body))]
 
     def _take_rekey(self, slot: int, reception: Reception, body: bytes) -> None:
-        try:
-            number, epoch, count = _REKEY_HEAD.unpack_from(body)
-            receivers = dict(_RECEIVER.iter_unpack(body[_REKEY_HEAD.size :]))
-        except struct.error:
-            raise self._offers.error(slot, "its rekey is damaged") from None
-        if len(receivers) != count:
-            raise self._offers.error(slot, "its rekey is damaged")
+        number, epoch, receivers = decode(_REKEYS, body, "rekey", lambda what: self._offers.error(slot, what))
         if number <= reception.number:
             return  # it is sent again until all have it
         if (chain := reception.known.pop(number, None)) is None:
@@ -462,14 +459,6 @@ def _transcript(joiner: bytes, member: bytes) -> bytes:
 
 def _context(slot: int, number: int, epoch: bytes) -> bytes:
     return b"rekey" + struct.pack(">HQ", slot, number) + epoch
-
-
-def _parse_welcome(plain: bytes) -> tuple[int, dict[int, bytes], dict[int, bytes]]:
-    step, members, chains = _WELCOME_HEAD.unpack_from(plain)
-    begin, end = _WELCOME_HEAD.size, _WELCOME_HEAD.size + members * _MEMBER.size
-    if len(plain) != end + chains * _KEY.size:
-        raise struct.error("a welcome of another size")
-    return step, dict(_MEMBER.iter_unpack(plain[begin:end])), dict(_KEY.iter_unpack(plain[end:]))
 
 
 _log = get_logger(__name__)

@@ -15,7 +15,7 @@ from ...errors import FrameError, KitError, RefusedError, TryAgainError
 from ..pki.kits import Kit, certificate_end
 from ..secure import tls
 from ..secure.secure_socket import SecureSocket
-from ..wire.messages import Head, Hello, Kind, Refuse, pack_control, read_control
+from ..wire.messages import VERSION, Head, Hello, Kind, Refuse, pack_control, pack_refusal_before_9, read_control
 from ..wire.streams import FrameReceiver
 from .journal import Journal
 
@@ -58,6 +58,7 @@ class PendingConnection:
         self.connection = SecureSocket(connection, context, server_side=True)
         self.name = ""
         self._receiver: FrameReceiver | None = None
+        self._speaks = VERSION
 
     def advance(self, now: float) -> Hello | None:
         """Go on with the start of the connection, as far as possible.
@@ -115,11 +116,13 @@ class PendingConnection:
         hello = read_control(bytes(receiver.body), len(self._kit.roster.sites)) if head.length else None
         if not isinstance(hello, Hello) or receiver.receive() is not None or receiver.filled:
             raise FrameError("its first message is no Hello, or it has not waited for the answer")
+        self._speaks = hello.version
         return hello
 
     def refusal(self, error: Exception) -> RefusedError:
         """Tell a site that it is refused, and return the error for the journal."""
-        self.refuse(pack_control(Refuse(self.name, str(error), isinstance(error, TryAgainError)), 0))
+        refusal = Refuse(self.name, str(error), isinstance(error, TryAgainError))
+        self.refuse(pack_control(refusal, 0) if self._speaks >= 9 else pack_refusal_before_9(refusal))
         return RefusedError(f"{self.name}: {error}")
 
     def refuse(self, answer: bytes) -> None:

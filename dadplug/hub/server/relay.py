@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...errors import FrameError, RefusedError, TryAgainError
-from ...exchange.transport import Requirements
 from ..secure.epochs import answers
 from ..wire.messages import (
     Accept,
@@ -39,9 +38,9 @@ from ..wire.messages import (
     Leave,
     Pause,
     Report,
+    Require,
     Resume,
     SendState,
-    SendStateBefore8,
     Skip,
     Spent,
     Start,
@@ -63,7 +62,6 @@ _SMALL_BYTES = 1024  # bytes of a frame that costs its head more than its body
 _STEPS_AHEAD = 1000  # that a site may have ended while others have not ended the open one
 
 
-_NUMBERS_STATES = 8  # version of the protocol from which on frames of states have a number
 _APART_SECONDS = 1.5  # between the last bytes of two sites whose links were cut together, at most
 
 _ALIVE_SECONDS = 0.5  # after a second process has connected; what the first one has sent before may arrive until then
@@ -545,7 +543,7 @@ class Relay:
         receiver = self.sessions.get(("training", head.slot))
         if receiver is None or receiver.waits:
             return
-        if session.version < _NUMBERS_STATES or head.tag in receiver.requests:
+        if head.tag in receiver.requests:
             self.run.membership.get_on(head.slot, now)
             receiver.send(b"".join((head._replace(slot=session.slot).pack(), body)))
 
@@ -561,7 +559,7 @@ class Relay:
                 if self._recovery is not None:
                     self._recovery.report(session, message)
                     self._recover(now)
-            case Requirements() if trains:
+            case Require() if trains:
                 session.ready = True
                 if self.run.membership.started:
                     self.run.require(message)
@@ -651,9 +649,8 @@ class Relay:
         joiner = self.sessions["training", request.joiner]
         joiner.requests.add(request.number)
         self.journal.write(f"{self.roster[request.donor]} is asked for its state, for {joiner.name}")
-        before = SendStateBefore8(request.donor, request.joiner, request.step)
         for session in self._training():
-            session.send(pack_control(request if session.version >= _NUMBERS_STATES else before, 0))
+            session.send(pack_control(request, 0))
 
     def _end_ahead(self, now: float) -> None:
         """Take the ENDs of the step that has been opened, from sites that have sent theirs before."""

@@ -29,16 +29,16 @@ lets the others have the time that sites need to come back (`Outage`).
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from ...errors import FrameError
-from ...exchange.transport import Requirements
 from ...support.logs import span
 from ..wire.messages import (
     DTYPES,
@@ -55,6 +55,7 @@ from ..wire.messages import (
     Position,
     Repeat,
     Report,
+    Require,
     Resume,
     RoundKind,
     Rules,
@@ -324,7 +325,7 @@ class Run:
         # Announcements of the sites that have joined in the open round, which one that joins after them has missed.
         self._joined: dict[int, Join] = {}
         self._kind = RoundKind.COLLECTIVE  # of the open round, once a site has ended it
-        self._required: Requirements | None = None
+        self._required: Require | None = None
 
     @property
     def elastic(self) -> bool:
@@ -341,7 +342,7 @@ class Run:
         """Whether sites may join in the open round."""
         return self._kind is RoundKind.FIRST and self.round.complete
 
-    def require(self, requirements: Requirements) -> None:
+    def require(self, requirements: Require) -> None:
         """Take what the sites require.
 
         Args:
@@ -355,7 +356,7 @@ class Run:
         elif self._required != requirements:
             raise FrameError(f"it requires {requirements}, and another site {self._required}")
         try:
-            rules = replace(
+            rules = dataclasses.replace(
                 self.rules,
                 min_sites=requirements.min_sites,
                 site_timeout=requirements.timeout_ms / 1e3,
@@ -510,7 +511,7 @@ class Outcome(NamedTuple):
 
     failure: str
     step: int = 0
-    requirements: Requirements | None = None
+    requirements: Require | None = None
     slots: Sequence[int] = ()
 
 
@@ -547,10 +548,10 @@ class Recovery:
             raise FrameError("its report does not have one count for each site")
         self._reports[session] = report
 
-    def require(self, session: Session, requirements: Requirements) -> None:
+    def require(self, session: Session, requirements: Require) -> None:
         """Take the requirements of a site, which it has stated meanwhile."""
         if session in self._reports:
-            self._reports[session] = self._reports[session]._replace(**requirements._asdict())
+            self._reports[session] = replace(self._reports[session], required=requirements)
 
     def take(self, session: Session, head: Head, frame: PackedFrame) -> None:
         """Take a frame of the last closed round, and pass it on to the sites that wait for its end."""
@@ -599,7 +600,7 @@ class Recovery:
 
     @property
     def _elastic(self) -> bool:
-        return any(each.min_sites for each in self._reports.values())
+        return any(each.required.min_sites for each in self._reports.values())
 
     @property
     def may_be_elastic(self) -> bool:
@@ -622,8 +623,8 @@ class Recovery:
         back = max(each.return_ms for each in self._reports.values()) / 1e3
         if (
             self._elastic
-            and waited >= max(winner.timeout_ms / 1e3, back)
-            and len(self._taking_part()) >= winner.min_sites
+            and waited >= max(winner.required.timeout_ms / 1e3, back)
+            and len(self._taking_part()) >= winner.required.min_sites
         ):
             return self._conclude()
         if not self._elastic and waited >= max(WAIT_SECONDS, back):
@@ -686,13 +687,17 @@ class Recovery:
                     del self._reports[session]  # it joins again
                     continue
                 # Where all are waited for, a site accepts no close without one that it takes for a member.
-                left = set() if winner.skips else {*range(len(self._run.names))} - {*winner.contributors, session.slot}
+                left = (
+                    set()
+                    if winner.required.skips
+                    else {*range(len(self._run.names))} - {*winner.contributors, session.slot}
+                )
                 for slot in sorted(left):
                     session.send(pack_control(Drop(slot, winner.position.step, _AWAY), 0))
                 for slot in winner.joined:
                     session.send(pack_control(Join(slot, winner.position.step), 0))
                 session.send(pack_control(Close(winner.position.step, winner.contributors), 0))
-                self._reports[session] = winner._replace(listens=False)
+                self._reports[session] = replace(winner, listens=False)
         self._behind, self._repeated = [], None
 
     # The open round
@@ -719,5 +724,4 @@ class Recovery:
         self._journal.write(
             f"the run that began before the restart goes on after step {winner.position.step} with {names}"
         )
-        required = Requirements(winner.min_sites, winner.timeout_ms, winner.skips, winner.patience_percent)
-        return Outcome("", winner.position.step, required if elastic else None, slots)
+        return Outcome("", winner.position.step, winner.required if elastic else None, slots)

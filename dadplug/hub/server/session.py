@@ -65,7 +65,6 @@ class Session(NumberedStream):
         recovers: whether it took part in a run when it connected.
         serial: serial number of its certificate.
         release: version of dadplug at the site, see `dadplug.hub.wire.messages.own_release`.
-        version: version of the protocol that it speaks.
         sites: number of sites that it knows, with which it can train.
         world_size: number of sites of the project.
         check: the hub's part in a check of the site, on the channel for it.
@@ -89,7 +88,7 @@ class Session(NumberedStream):
         super().__init__(slot)
         self.name, self.serial = name, serial
         self.channel, self.instance = hello.channel, hello.instance
-        self.release, self.version = hello.release, hello.version
+        self.release = hello.release
         self.rival = 0, now
         self.waits = self.ready = False
         self.offer = b""
@@ -270,8 +269,8 @@ def check_hello(hello: Hello) -> None:
     if not OLDEST_VERSION <= hello.version <= VERSION:
         first = "the hub" if hello.version > VERSION else "this site"
         raise RefusedError(
-            f"this site speaks version {hello.version} of the protocol, the hub version {VERSION} and with sites also "
-            f"{OLDEST_VERSION}: upgrade {first} (the hub goes first, then the sites)"
+            f"this site speaks version {hello.version} of the protocol, the hub serves versions "
+            f"{OLDEST_VERSION} to {VERSION}: upgrade {first} (the hub goes first, then the sites)"
         )
     if hello.channel not in _ALLOWED:
         raise RefusedError(f"unknown channel {hello.channel!r}")

@@ -7,19 +7,21 @@ up cancels it. Everything that a site can fill is bounded.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Annotated
+
+from msgspec import Meta
+from msgspec.msgpack import Decoder, encode
 
 from ...errors import FrameError, StoreError
-from ...exchange import codec
-from ..wire.messages import PIECE_BYTES, decode_message
+from ...support.structs import Count, Text, decode
+from ..wire.messages import PIECE_BYTES, Message
 
 MAX_BYTES = 1 << 26  # of all keys and values
 MAX_WAITING = 256  # requests of one site
 _ENTRY_BYTES = 100  # of a key and its value, besides their characters
 
 
-@codec.register
-class Request(NamedTuple):
+class Request(Message, frozen=True):
     """Request of a site.
 
     Attributes:
@@ -30,15 +32,14 @@ class Request(NamedTuple):
         amount: number to add, or that of the request to cancel.
     """
 
-    number: int
-    operation: str
-    keys: tuple[str, ...] = ()
-    values: tuple[bytes, ...] = ()
-    amount: int = 0
+    number: Count
+    operation: Text
+    keys: Annotated[tuple[str, ...], Meta(max_length=1 << 16)] = ()
+    values: Annotated[tuple[bytes, ...], Meta(max_length=1 << 16)] = ()
+    amount: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] = 0
 
 
-@codec.register
-class Reply(NamedTuple):
+class Reply(Message, frozen=True):
     """Reply to a request.
 
     Attributes:
@@ -48,8 +49,8 @@ class Reply(NamedTuple):
         error: reason why the request has failed; empty if it has not.
     """
 
-    number: int
-    values: tuple[bytes, ...] = ()
+    number: Count
+    values: Annotated[tuple[bytes, ...], Meta(max_length=1 << 16)] = ()
     amount: int = 0
     error: str = ""
 
@@ -95,13 +96,13 @@ class Store:
         match request.operation:
             case "hello":  # a new process, or one that has lost its requests
                 self._waiting = {key: each for key, each in self._waiting.items() if key[0] != slot}
-                return [(slot, codec.encode(Reply(request.number)))]
+                return [(slot, encode(Reply(request.number)))]
             case "cancel":
                 self._waiting.pop((slot, request.amount), None)
                 return []
             case "get" | "wait" if not self._has(request):
                 if sum(key[0] == slot for key in self._waiting) >= MAX_WAITING:
-                    return [(slot, codec.encode(Reply(request.number, error="too many requests are waiting")))]
+                    return [(slot, encode(Reply(request.number, error="too many requests are waiting")))]
                 self._waiting[slot, request.number] = request
                 return []
             case unknown if unknown not in self._operations:
@@ -112,11 +113,11 @@ class Store:
 
     def _answer(self, request: Request) -> bytes:
         try:
-            reply = codec.encode(self._operations[request.operation](request))
+            reply = encode(self._operations[request.operation](request))
             if len(reply) > PIECE_BYTES:
                 raise StoreError(f"the values of {len(request.keys)} keys are too large for one reply")
-        except StoreError as error:
-            reply = codec.encode(Reply(request.number, error=str(error)))
+        except (StoreError, OverflowError) as error:  # a sum of more than 64 bits
+            reply = encode(Reply(request.number, error=str(error)))
         return reply
 
     # Operations
@@ -175,26 +176,18 @@ class Store:
 
 _VALUES = {"set": None, "append": 1, "compare_set": 2}  # number of values; None for as many as keys
 _SINGLE = ("add", "append", "compare_set", "delete")  # operations on one key
+_REQUESTS, REPLIES = Decoder(Request), Decoder(Reply)
 
 
 def _read(body: bytes) -> Request:
-    """Return a request, with types and numbers of its fields checked.
+    """Return a request, with its fields checked.
 
     Raises:
         FrameError: if it is none.
     """
-    request: Request = decode_message(body, (Request,), "request of the store")
-    fits = (
-        all(type(each) is int and abs(each) < 1 << 63 for each in (request.number, request.amount))
-        and type(request.operation) is str
-        and type(request.keys) is tuple
-        and all(type(key) is str for key in request.keys)
-        and type(request.values) is tuple
-        and all(type(value) is bytes for value in request.values)
-        and (request.operation not in _SINGLE or len(request.keys) == 1)
-    )
-    if not fits:
-        raise FrameError("a field of a request of the store is out of range")
+    request = decode(_REQUESTS, body, "request of the store", FrameError)
+    if request.operation in _SINGLE and len(request.keys) != 1:
+        raise FrameError(f"a request {request.operation} of the store with {len(request.keys)} keys")
     wanted = _VALUES.get(request.operation, 0)
     if len(request.values) != (len(request.keys) if wanted is None else wanted):
         raise FrameError(f"a request {request.operation} of the store with {len(request.values)} values")

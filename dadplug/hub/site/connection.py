@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from ...errors import (
     FrameError,
     KitError,
@@ -79,6 +81,11 @@ def introduce(
     """
     connection.sendall(pack_control(hello, kit.slot))
     answer = _read_answer(connection, door, len(kit.roster.sites), seconds)
+    if isinstance(answer, Hello):  # of an earlier version
+        raise RefusedError(
+            f"the hub at {target(*address)} speaks version {answer.version} of the protocol or an older one, this site "
+            f"version {VERSION}: upgrade the hub (the hub goes first, then the sites)"
+        )
     if isinstance(answer, Refuse):
         if answer.retry:
             raise TryAgainError(f"it refuses this site at present: {answer.reason}")
@@ -501,7 +508,7 @@ class HubConnection(ABC):
                 door = None if self.kit.policy.encrypt_local else open_door(connection)
                 if door is not None:
                     opened.enter_context(closing(door))
-                    hello = hello._replace(mark=door.mark, place=door.place, secret=door.secret)
+                    hello = replace(hello, mark=door.mark, place=door.place, secret=door.secret)
                 welcome = introduce(connection, self.kit, hello, self.address, seconds, door)
             with self.lock:
                 if self._closed:

@@ -18,7 +18,6 @@ from ...exchange import DEFAULT_TIMEOUT
 from ...exchange.calls import ASK_SECONDS
 from ...exchange.handshake import Deadline
 from ...exchange.status import ENDED, add_announcer, remove_announcer
-from ...exchange.transport import Requirements
 from ...support.logs import get_logger
 from ..pki.kits import Kit
 from ..secure.epochs import AGREEMENT, LinkSealing
@@ -38,6 +37,7 @@ from ..wire.messages import (
     Position,
     Repeat,
     Report,
+    Require,
     Resume,
     SendState,
     Start,
@@ -334,17 +334,13 @@ class HubLink(HubConnection):
     def _report(self) -> Report:
         rounds, found = self.rounds, self._continuation
         step = found.position.step
-        required = rounds.requirements or Requirements(0, 0)
         return Report(
             found.run,
             *(found.position, found.before, found.contributors, found.joined),
             tuple(self.gone),
             *(found.counts(step, self.world_size), found.counts(step + 1, self.world_size)),
             rounds.listens,
-            required.min_sites,
-            required.timeout_ms,
-            required.skips,
-            required.patience_percent,
+            rounds.requirements or Require(0, 0),
             round(1e3 * return_seconds(time.monotonic() - self._lost_at)),
         )
 

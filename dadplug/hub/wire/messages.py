@@ -25,27 +25,28 @@ Each step ends with `END`; set-up collectives are steps of their own. `STATE` go
 (of byte streams) from one site to another, or to the hub. The hub passes both on to one site. In what a site sends, the
 slot names the receiver of these two kinds, and the sender in all others; in what the hub sends, always the sender.
 
-**Control messages** are positions, rules and actions of the membership, and all others. The hub puts its announcements
-into the same sequence as the frames, and replays them with these. They are encoded by the codec, which runs no code
-that the sender chooses; types and ranges of their fields are checked as well. `Membership` takes and returns actions as
-plain values.
+**Control messages** are actions of the membership, and all others. The hub puts its announcements into the same
+sequence as the frames, and replays them with these. They are MessagePack, which msgspec encodes and decodes: the class
+of a message declares its fields with their types and ranges, and nothing else is accepted. `Membership` takes and
+returns actions as plain values.
 """
 
 from __future__ import annotations
 
 import struct
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from enum import IntEnum
-from types import NoneType, UnionType
-from typing import Any, Literal, NamedTuple, get_args, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple
 
+import msgspec
 import torch
+from msgspec import Meta
 
-from ...errors import DamagedError, FrameError
+from ...errors import FrameError
 from ...exchange import codec
-from ...exchange.transport import Requirements
+from ...support.structs import Count, Counts, Slot, Slots, Text, Texts, decode
 
 _HEAD = struct.Struct("<HBBHHIQQI")
 HEAD_BYTES = _HEAD.size
@@ -162,16 +163,20 @@ CODES = {
 }
 DTYPES = {code: dtype for dtype, code in CODES.items()}
 
-VERSION = 8
-OLDEST_VERSION = 7
-"""Oldest version of sites that this hub serves. Since 8 a hub answers requests for its status, takes `Spent`, and
-numbers requests for states."""
-SITES_VERSION = 4
+VERSION = 9
+OLDEST_VERSION = 9
+"""Oldest version of sites that this hub serves. Since 9 control messages are MessagePack."""
+SITES_VERSION = 5
 """Version of what sites exchange with one another.
 
 It rises with each change by which a site sends other bytes, or makes other bits of the same bytes, so that sites of
 releases with one version train together, and others do not."""
-_LONGEST_TEXT = 2000  # characters
+# What the codec encoded in earlier versions: the beginning of control messages, and of the fields of `Refuse`.
+_BEFORE_9, _REFUSE_BEFORE_9 = b"dadplug1", b"R\x1a\0\0\0\0\0\0\0dadplug.hub.actions.Refuse"
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Control message. Names of its class and fields are part of the protocol."""
 
 
 class Position(NamedTuple):
@@ -182,8 +187,8 @@ class Position(NamedTuple):
         step: number of the step; 0 where none has been closed.
     """
 
-    life: int
-    step: int
+    life: Count
+    step: Count
 
 
 FRESH = Position(0, 0)
@@ -245,8 +250,7 @@ class Rules:
                 raise ValueError(f"{name}={getattr(self, name)}: it has to be positive")
 
 
-@dataclass(frozen=True)
-class Accept:
+class Accept(Message, frozen=True):
     """Attach the connection that has connected to its slot.
 
     Attributes:
@@ -255,13 +259,12 @@ class Accept:
         needs_state: whether the site will be sent parameters and progress.
     """
 
-    slot: int
+    slot: Slot
     position: Position | None
     needs_state: bool
 
 
-@dataclass(frozen=True)
-class Refuse:
+class Refuse(Message, frozen=True, forbid_unknown_fields=False):
     """Send the reason to the connection that has connected, and close it.
 
     Attributes:
@@ -270,13 +273,12 @@ class Refuse:
         retry: whether it may be accepted later.
     """
 
-    name: str
-    reason: str
+    name: Text
+    reason: Text
     retry: bool
 
 
-@dataclass(frozen=True)
-class Start:
+class Start(Message, frozen=True):
     """Announce that training starts, with all sites.
 
     Every start begins a new life, with a number never used before: steps with equal numbers in different lives are
@@ -289,8 +291,7 @@ class Start:
     position: Position
 
 
-@dataclass(frozen=True)
-class Join:
+class Join(Message, frozen=True):
     """Announce a participant.
 
     Attributes:
@@ -298,12 +299,11 @@ class Join:
         step: the first step that it takes part in. What it has sent for this step before is void.
     """
 
-    slot: int
-    step: int
+    slot: Slot
+    step: Count
 
 
-@dataclass(frozen=True)
-class Grow:
+class Grow(Message, frozen=True):
     """Announce the names of all sites, since a site that is new in the roster has connected: an elastic run grows.
 
     Attributes:
@@ -312,12 +312,11 @@ class Grow:
         names: names of all sites, by slot; those that are known keep theirs.
     """
 
-    step: int
-    names: Sequence[str]
+    step: Count
+    names: Texts
 
 
-@dataclass(frozen=True)
-class SendState:
+class SendState(Message, frozen=True):
     """Ask a member for its state after a closed step, which it holds until the next step closes.
 
     Attributes:
@@ -328,23 +327,13 @@ class SendState:
             another donor was asked for, or for another process of the joiner.
     """
 
-    donor: int
-    joiner: int
-    step: int
-    number: int = field(default=0, compare=False)
+    donor: Slot
+    joiner: Slot
+    step: Count
+    number: Count
 
 
-@dataclass(frozen=True)
-class SendStateBefore8:
-    """`SendState` as sites of protocol version 7 know it, whose frames of states have no number."""
-
-    donor: int
-    joiner: int
-    step: int
-
-
-@dataclass(frozen=True)
-class Drop:
+class Drop(Message, frozen=True):
     """Announce that a site has gone, and close its connection.
 
     Attributes:
@@ -353,9 +342,9 @@ class Drop:
         reason: the reason.
     """
 
-    slot: int
-    step: int
-    reason: str
+    slot: Slot
+    step: Count
+    reason: Text
 
 
 @dataclass(frozen=True)
@@ -373,8 +362,7 @@ class Skip:
     step: int
 
 
-@dataclass(frozen=True)
-class Close:
+class Close(Message, frozen=True):
     """Announce that a step is closed: all apply it.
 
     Attributes:
@@ -382,12 +370,11 @@ class Close:
         contributors: slots whose frames count, in ascending order.
     """
 
-    step: int
-    contributors: Sequence[int]
+    step: Count
+    contributors: Slots
 
 
-@dataclass(frozen=True)
-class Pause:
+class Pause(Message, frozen=True):
     """Announce that the open step cannot close, or training not start, until a site connects.
 
     Attributes:
@@ -395,25 +382,40 @@ class Pause:
         reason: the reason, with their names.
     """
 
-    waiting_for: Sequence[int]
-    reason: str
+    waiting_for: Slots
+    reason: Text
 
 
-@dataclass(frozen=True)
-class Resume:
+class Resume(Message, frozen=True):
     """Announce that training goes on.
 
     Attributes:
         step: the open step.
     """
 
-    step: int
+    step: Count
 
 
 Action = Accept | Start | Join | SendState | Drop | Skip | Close | Pause | Resume
 
 
-class Report(NamedTuple):
+class Require(Message, frozen=True):
+    """Statement of a site of what it requires, the same at all sites.
+
+    Attributes:
+        min_sites: as in `dadplug.exchange.transport.Requirements`, like the others.
+        timeout_ms: milliseconds of silence after which a site counts as lost.
+        skips: whether a late site misses a step.
+        patience_percent: time after which a site is late.
+    """
+
+    min_sites: Count
+    timeout_ms: Count
+    skips: bool = False
+    patience_percent: Count = 300
+
+
+class Report(Message, frozen=True):
     """Report of a site on a run that the hub does not know.
 
     Attributes:
@@ -426,30 +428,24 @@ class Report(NamedTuple):
         received: number of frames in the last closed round, by slot of their sender.
         arrived: the same for the open round.
         listens: whether this site has joined in the open round.
-        min_sites: number of sites that are required; 0 where all have to stay.
-        timeout_ms: milliseconds of silence after which a site counts as lost; 0 where all have to stay.
-        skips: as in `dadplug.exchange.transport.Requirements`, like the next.
-        patience_percent: time after which a site is late.
+        required: what the run requires; with `min_sites` 0 all sites have to stay.
         return_ms: milliseconds within which the other sites connect again, if they can.
     """
 
-    run: int
+    run: Count
     position: Position
     before: Position
-    contributors: tuple[int, ...]
-    joined: tuple[int, ...]
-    gone: tuple[int, ...]
-    received: tuple[int, ...]
-    arrived: tuple[int, ...]
+    contributors: Slots
+    joined: Slots
+    gone: Slots
+    received: Counts
+    arrived: Counts
     listens: bool
-    min_sites: int
-    timeout_ms: int
-    skips: bool
-    patience_percent: int
-    return_ms: int = 0
+    required: Require
+    return_ms: Count = 0
 
 
-class Repeat(NamedTuple):
+class Repeat(Message, frozen=True):
     """Request to send the frames of the last closed round again, for sites that the close has not reached.
 
     Attributes:
@@ -459,7 +455,7 @@ class Repeat(NamedTuple):
     position: Position
 
 
-class Continue(NamedTuple):
+class Continue(Message, frozen=True):
     """Announcement that the run goes on: all send the frames of the open round again.
 
     Attributes:
@@ -467,11 +463,11 @@ class Continue(NamedTuple):
         position: the last closed round.
     """
 
-    life: int
+    life: Count
     position: Position
 
 
-class Hello(NamedTuple):
+class Hello(Message, frozen=True, forbid_unknown_fields=False):
     """First message of a site. Its name is that of its certificate.
 
     Attributes:
@@ -488,19 +484,19 @@ class Hello(NamedTuple):
         sites: number of sites that the site knows; 0 for all of the hub's roster.
     """
 
-    version: int
-    instance: int
+    version: Count
+    instance: Count
     position: Position
-    channel: str
-    received: int = 0
-    release: str = ""
-    mark: str = ""
-    place: str = ""
-    secret: str = ""
-    sites: int = 0
+    channel: Text
+    received: Count = 0
+    release: Text = ""
+    mark: Text = ""
+    place: Text = ""
+    secret: Text = ""
+    sites: Count = 0
 
 
-class Welcome(NamedTuple):
+class Welcome(Message, frozen=True):
     """The hub's answer to `Hello`, unless it is `Refuse`. Neither is numbered or sent again.
 
     Attributes:
@@ -512,13 +508,13 @@ class Welcome(NamedTuple):
     """
 
     resumed: bool
-    received: int
-    min_sites: int
-    timeout_ms: int
-    grace_ms: int
+    received: Count
+    min_sites: Count
+    timeout_ms: Count
+    grace_ms: Count
 
 
-class Joined(NamedTuple):
+class Joined(Message, frozen=True):
     """Report of a joiner that it has a state.
 
     Attributes:
@@ -528,18 +524,17 @@ class Joined(NamedTuple):
     position: Position
 
 
-class Leave(NamedTuple):
+class Leave(Message, frozen=True):
     """Announcement of a site that it leaves.
 
     Attributes:
         reason: the reason; empty where its training is complete.
     """
 
-    reason: str
+    reason: Text
 
 
-@dataclass(frozen=True)
-class KeyMessage:
+class KeyMessage(Message, frozen=True):
     """Message about keys, which the hub passes on; see `dadplug.hub.secure.epochs`.
 
     Attributes:
@@ -548,12 +543,11 @@ class KeyMessage:
         content: the message.
     """
 
-    slot: int
+    slot: Slot
     content: bytes
 
 
-@dataclass(frozen=True)
-class Exclude:
+class Exclude(Message, frozen=True):
     """Request of a site to end another one, which it refuses.
 
     Attributes:
@@ -561,11 +555,11 @@ class Exclude:
         reason: the reason.
     """
 
-    slot: int
-    reason: str
+    slot: Slot
+    reason: Text
 
 
-class Spent(NamedTuple):
+class Spent(Message, frozen=True):
     """Cost of a site's training so far for its records, for the status.
 
     Attributes:
@@ -573,27 +567,34 @@ class Spent(NamedTuple):
         delta: the delta.
     """
 
-    epsilon: float
-    delta: float
+    epsilon: Annotated[float, Meta(ge=0)]
+    delta: Annotated[float, Meta(ge=0)]
 
 
-# Names on the wire: versions that differ still understand each other's `Hello` and `Refuse`.
-_NAMES: dict[str, type] = {
-    f"{prefix}.{each.__name__}": each
-    for prefix, classes in (
-        ("dadplug.hub.actions", (Accept, Refuse, Start, Grow, Join, Drop, Close, Pause, Resume, Position)),
-        ("dadplug.hub.frames", (Hello, Welcome, Joined, Leave, Spent)),
-        ("dadplug.hub.restart_messages", (Report, Repeat, Continue)),
-        ("dadplug.hub.key_messages", (KeyMessage, Exclude)),
-        ("dadplug.exchange.requirements", (Requirements,)),
-    )
-    for each in classes
-} | {"dadplug.hub.actions.RequestState": SendState, "dadplug.hub.actions.SendState": SendStateBefore8}
-for _name, _class in _NAMES.items():
-    codec.register(_class, _name)
-_HINTS = {each: get_type_hints(each) for each in _NAMES.values()}
+_DECODER: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
+    Accept
+    | Refuse
+    | Start
+    | Join
+    | Grow
+    | SendState
+    | Drop
+    | Close
+    | Pause
+    | Resume
+    | Report
+    | Repeat
+    | Continue
+    | Hello
+    | Welcome
+    | Joined
+    | Leave
+    | KeyMessage
+    | Exclude
+    | Spent
+    | Require
+)
 _SLOTS = {"slot", "donor", "joiner", "contributors", "waiting_for", "joined", "gone"}  # fields with numbers of sites
-_MESSAGES = tuple(set(_HINTS) - {Position})
 
 
 def own_release() -> str:
@@ -619,13 +620,21 @@ def pack_control(message: Any, slot: int) -> bytes:
     Raises:
         ValueError: if the message is larger than a frame.
     """
-    if len(body := codec.encode(message)) > PIECE_BYTES:
+    if len(body := msgspec.msgpack.encode(message)) > PIECE_BYTES:
         raise ValueError(f"a control message of {len(body)} bytes: there may be {PIECE_BYTES} at most")
     return Head(Kind.CONTROL, slot, length=len(body)).pack() + body
 
 
-def read_control(body: bytes, world_size: int) -> Any:
+def pack_refusal_before_9(refusal: Refuse) -> bytes:
+    """Return the frame of a `Refuse` for a site of an earlier version of the protocol, in its encoding."""
+    body = codec.encode(msgspec.structs.astuple(refusal)).replace(b"U", _REFUSE_BEFORE_9, 1)
+    return Head(Kind.CONTROL, 0, length=len(body)).pack() + body
+
+
+def read_control(body: bytes | memoryview, world_size: int) -> Any:
     """Return a control message, with types and ranges of its fields checked.
+
+    What an earlier version of the protocol has sent is returned as a `Hello` of version 8.
 
     Args:
         body: body of the frame.
@@ -634,48 +643,11 @@ def read_control(body: bytes, world_size: int) -> Any:
     Raises:
         FrameError: if it is none.
     """
-    message = decode_message(body, _MESSAGES, "control message")
-    for name, hint in _HINTS[type(message)].items():
-        if not _fits(getattr(message, name), hint, world_size if name in _SLOTS else 1 << 63):
+    if body[: len(_BEFORE_9)] == _BEFORE_9:
+        return Hello(8, 0, FRESH, "training")
+    message = decode(_DECODER, body, "control message", FrameError)
+    for name in _SLOTS.intersection(message.__struct_fields__):
+        value = getattr(message, name)
+        if max(value if isinstance(value, tuple) else (value,), default=0) >= world_size:
             raise FrameError(f"field {name} of a control message {type(message).__name__} is out of range")
     return message
-
-
-def decode_message(body: bytes | memoryview, kinds: tuple[type, ...], what: str) -> Any:
-    """Return a message of one of some types, whose fields are not checked.
-
-    Args:
-        body: body of the frame.
-        kinds: the types.
-        what: what they are, for the error.
-
-    Raises:
-        FrameError: if it is none.
-    """
-    try:
-        message = codec.decode(body)
-    except DamagedError as error:
-        raise FrameError(str(error)) from error
-    if not isinstance(message, kinds):
-        raise FrameError(f"an object of type {type(message).__name__} is no {what}")
-    return message
-
-
-_FITS: dict[Any, Callable[[Any, int], bool]] = {  # by type: whether a value of it is valid, its numbers below an end
-    int: lambda value, end: 0 <= value < end,
-    float: lambda value, end: value >= 0,
-    str: lambda value, end: len(value) <= _LONGEST_TEXT,
-    bytes: lambda value, end: True,
-    bool: lambda value, end: True,
-    NoneType: lambda value, end: True,
-    Position: lambda value, end: all(_fits(each, int) for each in value),
-}
-
-
-def _fits(value: Any, hint: Any, end: int = 1 << 63) -> bool:
-    """Return whether a field has the type of its hint, and its numbers are below an end."""
-    if hint in _FITS:
-        return type(value) is hint and _FITS[hint](value, end)
-    if isinstance(hint, UnionType):
-        return any(_fits(value, each) for each in get_args(hint))
-    return type(value) is tuple and all(_fits(each, get_args(hint)[0], end) for each in value)

@@ -36,11 +36,12 @@ from .plan import PayloadCosts, Plan, dense_bytes
 # First step of a plan: reports of the sites on what only a step can show, and the conclusions from them.
 
 register_family(Form)
-register(TransposedForm, "dadplug.hooks.libraries.TransposedForm")  # as other versions call it
+register(TransposedForm)
 register(Geometry)  # which forms of convolutions hold
 register(Decoding)
 
 
+@register
 @dataclass(frozen=True)
 class FirstStepReport:
     """One site's report on its first step.
@@ -95,6 +96,7 @@ class FirstStepReport:
         return cls([unit.name for unit in order], reasons, rows, forms, samples, batch, link, decoding)
 
 
+@register
 @dataclass(frozen=True)
 class MergedReport:
     """Conclusions of all sites from their reports on the first step.
@@ -129,11 +131,6 @@ class MergedReport:
         """
         backwards = units[::-1]
         return sorted(backwards, key=lambda unit: self.positions.get(unit.name, len(self.positions)))
-
-
-# As other versions call them.
-register(FirstStepReport, "dadplug.planning.first_step.FirstStepReport")
-register(MergedReport, "dadplug.planning.first_step.MergedReport")
 
 
 def merge_reports(

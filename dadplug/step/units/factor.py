@@ -534,7 +534,7 @@ class LowrankUnit(FactorUnit):
         self._held = [self._matrix(self._collect())]
 
 
-register(Elementwise, "dadplug.hooks.elementwise.Elementwise")  # as other versions call it
+register(Elementwise)
 
 
 @register

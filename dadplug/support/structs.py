@@ -1,0 +1,38 @@
+"""Messages that msgspec structs declare: types and ranges of all fields are checked while a message is decoded.
+
+Decoding runs no code that the sender chooses. Lists have a largest length, so that none is made that is larger than
+what arrives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, TypeVar
+
+from msgspec import Meta, MsgspecError
+from msgspec.msgpack import Decoder
+
+Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Slot = Annotated[int, Meta(ge=0, lt=1 << 16)]
+Text = Annotated[str, Meta(max_length=2000)]
+Slots = Annotated[tuple[Slot, ...], Meta(max_length=1 << 16)]
+Counts = Annotated[tuple[Count, ...], Meta(max_length=1 << 16)]
+Texts = Annotated[tuple[Text, ...], Meta(max_length=1 << 16)]
+Decoded = TypeVar("Decoded")
+
+
+def decode(
+    decoder: Decoder[Decoded], body: bytes | bytearray | memoryview, what: str, error: Callable[[str], Exception]
+) -> Decoded:
+    """Decode a message, and check types and ranges of its fields.
+
+    Args:
+        decoder: decoder of messages of its kind.
+        body: the message, whatever its bytes are.
+        what: what it is, for the error.
+        error: makes the error to raise for anything else of its text, which states the field.
+    """
+    try:
+        return decoder.decode(body)
+    except (MsgspecError, UnicodeDecodeError, RecursionError) as found:
+        raise error(f"a damaged {what}: {found}") from found
