@@ -27,7 +27,7 @@ from ...exchange.status import describe
 from ...reduction import GradientReduction
 from ...support.files import replacing
 from ...support.loaders import settings_of, with_batches
-from ..loaders import DelegatingLoader, SiteSampler, fingerprint
+from ..loaders import DelegatingLoader, SiteSampler, data_to_split
 from ..patches import (
     SharedPatch,
     gather,
@@ -324,23 +324,8 @@ def site_loader(
     """
     if transport.world_size == 1:
         return loader, None
-    own = fingerprint(loader) if split is not False else None
-    by_site = [*transport.gather_present((split, own)).values()]
-    if any(other[0] != split for other in by_site):
-        raise MismatchError(f"split_data differs between sites: {', '.join(str(other[0]) for other in by_site)}")
-    alike = own is not None and all(other[1] == own for other in by_site)
-    if known != "":
-        alike = known is not None and own == known
-        if known is not None and not alike:
-            raise MismatchError(f"loader {name!r} is split over the sites, and this one has another data set in it")
-    if split is True and not alike:
-        raise MismatchError(
-            f"loader {name!r} is to be split over the sites, but they do not have the same data set in it; pass "
-            "split_data=False where every site brings its own"
-        )
-    if split is False or not alike:
-        return loader, None
-    return _split(loader, transport.rank, transport.world_size, seed), own
+    own = data_to_split(loader, split, name, lambda item: transport.gather_present(item).values(), known)
+    return loader if own is None else _split(loader, transport.rank, transport.world_size, seed), own
 
 
 def _split(loader: DataLoader[Any], rank: int, world_size: int, seed: int) -> DataLoader[Any]:

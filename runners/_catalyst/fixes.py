@@ -208,7 +208,7 @@ def load_runner(runner: Any, checkpoint: dict[str, Any]) -> None:
         setattr(runner, counter, checkpoint[counter])
     states = checkpoint.get("dadplug")
     if states is not None:
-        runner.load_states(states)
+        runner.load_states(states, runner.engine.process_index)
 
 
 _FIXED = {

@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...errors import MismatchError, SiteError
+from ...errors import SiteError
 from ...exchange import Transport, codec
 from ...exchange.restrictions import METRICS, declared
+from ..joining import TrainerState
 from ..loaders import known_length
 from ..patches import SharedPatch, gather, metrics_of_present_sites, metrics_transport, repeating
 
@@ -25,10 +26,8 @@ _AVERAGING = "StochasticWeightAveraging"
 _RANKS = "lightning_utilities.core.rank_zero"  # module with the rank by which Lightning decides who prints and logs
 
 
-class ElasticFit:
-    """One fit in which sites leave and return. An object with state, for `GradientReduction`.
-
-    The state is that of the beginning of a step: a site that joins repeats the batch that the others are at.
+class ElasticFit(TrainerState):
+    """One fit in which sites leave and return.
 
     Args:
         strategy: the strategy.
@@ -40,11 +39,12 @@ class ElasticFit:
     """
 
     option = "min_sites"  # with which sites may leave
-    sends_optimizers = True  # if not, the exchange does
+    _training = "fit"
+    _transport: Transport
 
     def __init__(self, strategy: Any, trainer: Any, transport: Transport) -> None:
-        self._strategy, self._trainer, self._transport = strategy, trainer, transport
-        self._joined: dict[str, Any] | None = None
+        super().__init__(trainer, transport)
+        self._strategy = strategy
         self.steps = 0
 
     # The beginning
@@ -102,36 +102,31 @@ class ElasticFit:
 
     # State of a site that joins
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of this trainer at the beginning of a step, besides the model."""
-        trainer, strategy = self._trainer, self._strategy
-        optimizers = [getattr(each, "_optimizer", each).state_dict() for each in strategy.optimizers]
+    def _parts(self) -> dict[str, Any]:
+        optimizers = [getattr(each, "_optimizer", each) for each in self._strategy.optimizers]
         return {
-            "place": self._transport.place,
+            "optimizers": optimizers if self.sends_optimizer else None,
+            "schedulers": [config.scheduler for config in self._trainer.lr_scheduler_configs],
+            "precision": self._strategy.precision_plugin,
+        }
+
+    def _progress(self) -> dict[str, Any]:
+        trainer = self._trainer
+        return {
             "steps": self.steps,
             "epoch": trainer.fit_loop.epoch_progress.current.processed,
             "counts": {name: (each.total.completed, each.current.completed) for name, each in self._counts().items()},
             "stepped": trainer.fit_loop.epoch_loop._batches_that_stepped,
             "stops": bool(trainer.should_stop),
-            "optimizers": optimizers if self.sends_optimizers else None,
-            "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
-            "precision": strategy.precision_plugin.state_dict(),
             "callbacks": self._callback_states(),
             "module": self._module_state(),
             "metrics": {**trainer._logger_connector._callback_metrics},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Keep the state of another site until `restore`, when there are optimizers.
-
-        Raises:
-            MismatchError: if the others are at another place of the program, such as a second fit.
-        """
-        if state["place"] != self._transport.place:
-            raise MismatchError(
-                "the other sites are in another fit of the program than the first one, into which a site cannot return"
-            )
-        self._joined, self.steps = state, state["steps"]
+        """Keep the state of another site until `restore`, when there are optimizers."""
+        super().load_state_dict(state)
+        self.steps = state["steps"]
 
     def _callback_states(self) -> dict[str, Any]:
         states = {}
@@ -184,16 +179,11 @@ class ElasticFit:
         Args:
             run: ends with the run.
         """
-        state, trainer, strategy = self._joined, self._trainer, self._strategy
+        state, trainer, strategy = self.joined, self._trainer, self._strategy
         if state is None:
             self._check_state()
             return
-        if state["optimizers"] is not None:
-            for optimizer, own in zip(strategy.optimizers, state["optimizers"], strict=True):
-                getattr(optimizer, "_optimizer", optimizer).load_state_dict(own)
-        for config, own in zip(trainer.lr_scheduler_configs, state["schedulers"], strict=True):
-            config.scheduler.load_state_dict(own)
-        strategy.precision_plugin.load_state_dict(state["precision"])
+        self.restore_parts()
         for callback in trainer.callbacks:
             own = state["callbacks"].get(callback.state_key)
             if own is not None:
@@ -215,7 +205,7 @@ class ElasticFit:
 
     def first_batch(self) -> int:
         """Return the number of the batch at which a pass over the training data begins, and set the loop's counts."""
-        joined, self._joined = self._joined, None  # later passes are whole ones
+        joined, self.joined = self.joined, None  # later passes are whole ones
         if joined is None:
             return 0
         for name, count in self._counts().items():
@@ -234,7 +224,7 @@ class ElasticFit:
         lengths = self._transport.gather_present(own).values()
         if not all(lengths):
             raise ValueError("where sites may leave and return, each needs a training loader of known length")
-        if self.steps and self._joined is None:
+        if self.steps and self.joined is None:
             raise ValueError(f"a site cannot return into a fit with several training loaders: leave {self.option} out")
         self.steps = self.steps or max(lengths)
         return min(own, self.steps), self.steps
@@ -284,9 +274,9 @@ def reduce(transport: Transport, tensor: Tensor, operation: Any) -> Tensor:
     Raises:
         ValueError: if the operation is unknown.
     """
-    ops = dist.ReduceOp
+    ops, is_floating = dist.ReduceOp, tensor.is_floating_point() or tensor.is_complex()
     functions: dict[Any, Callable[[Tensor], Tensor]] = {
-        ("mean", "avg", ops.AVG): lambda parts: parts.double().mean(0) if _is_whole(parts) else parts.mean(0),
+        ("mean", "avg", ops.AVG): lambda parts: (parts if is_floating else parts.double()).mean(0),
         ("sum", ops.SUM): lambda parts: parts.sum(0),
         ("min", ops.MIN): lambda parts: parts.amin(0),
         ("max", ops.MAX): lambda parts: parts.amax(0),
@@ -325,10 +315,6 @@ def broadcast(transport: Transport, item: Any, source: int) -> Any:
     return every.get(source, next(iter(every.values())))
 
 
-def _is_whole(tensor: Tensor) -> bool:
-    return not (tensor.is_floating_point() or tensor.is_complex())
-
-
 def _gathering(original: Callable[..., None]) -> Callable[..., None]:
     """Replace the function by which a metric of torchmetrics gathers its state, unless it is a user's."""
 
@@ -349,18 +335,11 @@ def _gathering(original: Callable[..., None]) -> Callable[..., None]:
     return repeating(sync)
 
 
-def _metric() -> Any:
-    return importlib.import_module("torchmetrics").Metric
-
-
-SYNC = SharedPatch(_metric, "_sync_dist", _gathering)
+SYNC = SharedPatch(lambda: importlib.import_module("torchmetrics").Metric, "_sync_dist", _gathering)
 
 
 @functools.cache
 def _logged(package: str) -> SharedPatch:
     """Return the patch of the values that a package's modules log."""
-
-    def find() -> Any:
-        return importlib.import_module(f"{package}.trainer.connectors.logger_connector.result")._ResultMetric
-
-    return SharedPatch(find, "compute", repeating)
+    module = f"{package}.trainer.connectors.logger_connector.result"
+    return SharedPatch(lambda: importlib.import_module(module)._ResultMetric, "compute", repeating)
