@@ -10,7 +10,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from .hub.connect import connect
 from .local_steps.options import LOCAL_MODE, LocalOptions, options_class, options_of
 from .options import Options
 from .runners.loaders import check_split_data
+from .support.environment import environment
 from .support.files import load_tensors
 from .support.logs import get_logger
 from .support.refusals import refuse
@@ -225,9 +226,21 @@ class Accelerator(accelerate.Accelerator):
         return wrapped
 
     def _wrap(self, model: nn.Module) -> DistributedDataParallel:
-        options = self._options
+        options, found = self._options, [each for name, each in self._joining.items() if name.startswith("optimizer")]
         if self._takes_local_steps:
-            return self._wrap_for_local_steps(model)
+            from .local_steps.wrapped import LocalModel
+
+            refuse(
+                (
+                    len(found) != 1 or self._wrapped,
+                    "mode='localsgd' is for one model with one optimizer: prepare both in one call, and put further "
+                    "models into one module",
+                )
+            )
+            known = (*LocalOptions.names(), "in_trainer")
+            own = {name: value for name, value in options.items() if name in known}
+            own["state"] = options.get("state") or (self._joining if self._elastic else None)
+            return LocalModel(model, getattr(found[0], "optimizer", found[0]), **own)
         if self._elastic:
             options = {"state": self._joining} | options
             refuse(
@@ -246,22 +259,6 @@ class Accelerator(accelerate.Accelerator):
     @property
     def _takes_local_steps(self) -> bool:
         return bool(self._options["mode"] == LOCAL_MODE)
-
-    def _wrap_for_local_steps(self, model: nn.Module) -> DistributedDataParallel:
-        from .local_steps.wrapped import LocalModel
-
-        found = [each for name, each in self._joining.items() if name.startswith("optimizer")]
-        refuse(
-            (
-                len(found) != 1 or self._wrapped,
-                "mode='localsgd' is for one model with one optimizer: prepare both in one call, and put further models "
-                "into one module",
-            )
-        )
-        known = (*LocalOptions.names(), "in_trainer")
-        own = {name: value for name, value in self._options.items() if name in known}
-        state = self._options.get("state") or (self._joining if self._elastic else None)
-        return LocalModel(model, getattr(found[0], "optimizer", found[0]), state=state, **own)
 
     def _is_prepared(self, model: nn.Module) -> bool:
         prepared = isinstance(model, DistributedDataParallel) and getattr(model, "_is_accelerate_prepared", False)
@@ -771,23 +768,15 @@ def _announced() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-@contextmanager
-def _as_launched() -> Iterator[None]:
+def _as_launched() -> AbstractContextManager[None]:
     """Let accelerate find a process group that exists, such as that of `dadplug.connect`, as if by a launcher."""
     names = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    before = {name: os.environ[name] for name in names if name in os.environ}
     connected = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    if not connected or int(before.get("WORLD_SIZE", "1")) > 1:
-        yield
-        return
+    if not connected or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return nullcontext()
     own = {"WORLD_SIZE": str(dist.get_world_size()), "RANK": str(dist.get_rank()), "LOCAL_RANK": "0"}
-    os.environ.update(own | {"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"})  # of a group that exists: not used
-    try:
-        yield
-    finally:
-        for name in names:
-            os.environ.pop(name, None)
-        os.environ.update(before)
+    own |= {"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}  # of a group that exists: not used
+    return environment({name: os.environ.get(name) for name in names} | own)
 
 
 def _memory_path(folder: str, rank: int) -> Path:

@@ -26,6 +26,7 @@ from ...errors import MismatchError
 from ...exchange import Transport, connect
 from ...step.model_sync.samples import batches_before, takes_part
 from ...support.files import load_tensors
+from ...support.refusals import refuse
 from ...support.signature import split_keywords
 from ..exchanges import Exchange
 from ..joining import TrainerState
@@ -299,13 +300,14 @@ class BaseRunner(Exchange, SupervisedRunner):
         Raises:
             ValueError: if each site has data of its own, or gradients are accumulated.
         """
-        if self._accumulation != 1:
-            raise ValueError("a batch that follows goodput needs training without accumulation of gradients")
-        if self.engine.splits[name] is None and self._transport.world_size > 1:
-            raise ValueError(
+        refuse(
+            (self._accumulation != 1, "a batch that follows goodput needs training without accumulation of gradients"),
+            (
+                self.engine.splits[name] is None and self._transport.world_size > 1,
                 f"each site has data of its own in loader {name!r}: their batches can follow goodput in a loop of your "
-                "own, by dadplug.AdaptiveDataLoader(source=...)"
-            )
+                "own, by dadplug.AdaptiveDataLoader(source=...)",
+            ),
+        )
         return self.undivided[name], self._transport.world_size
 
     def _setup_components(self) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from ...errors import SiteError
 from ...exchange import Transport, codec
 from ...exchange.restrictions import METRICS, declared
+from ...support.refusals import refuse
 from ..joining import TrainerState
 from ..loaders import known_length
 from ..patches import SharedPatch, gather, metrics_of_present_sites, metrics_transport, repeating
@@ -59,27 +60,33 @@ class ElasticFit(TrainerState):
         Raises:
             ValueError: if something needs all sites, or cannot be restored at a site that returns.
         """
-        for reason in self._reasons() if fits else ():
-            raise ValueError(f"{reason}: leave {self.option} out")
+        if fits:
+            refuse(*((wrong, f"{reason}: leave {self.option} out") for wrong, reason in self._reasons()))
         package = type(self._trainer).__module__.split(".trainer.")[0]
         run.enter_context(metrics_of_present_sites(self._transport, [SYNC, _logged(package)]))
 
-    def _reasons(self) -> Iterator[str]:
-        """Yield what cannot go on where sites leave and return."""
+    def _reasons(self) -> Iterator[tuple[object, str]]:
+        """Yield what cannot go on where sites leave and return, and whether it is there."""
         trainer, module = self._trainer, self._strategy.lightning_module
-        if not module.automatic_optimization:
-            yield "a site cannot return into manual optimization, in which a batch may have several steps"
-        if "dataloader_iter" in inspect.signature(module.training_step).parameters:
-            yield "a site cannot return into a training_step that takes batches from dataloader_iter"
-        if trainer.reload_dataloaders_every_n_epochs:
-            yield "a site cannot return into a fit with reload_dataloaders_every_n_epochs"
-        if getattr(trainer, "_val_check_time_interval", None) is not None:
-            yield "each site would validate by its own clock with a time as val_check_interval"
+        by_time = getattr(trainer, "_val_check_time_interval", None)
+        takes_iterator = "dataloader_iter" in inspect.signature(module.training_step).parameters
+        yield (
+            not module.automatic_optimization,
+            "a site cannot return into manual optimization, in which a batch may have several steps",
+        )
+        yield takes_iterator, "a site cannot return into a training_step that takes batches from dataloader_iter"
+        yield (
+            trainer.reload_dataloaders_every_n_epochs,
+            "a site cannot return into a fit with reload_dataloaders_every_n_epochs",
+        )
+        yield by_time is not None, "each site would validate by its own clock with a time as val_check_interval"
         for callback in trainer.callbacks:
             base: Any = next(each for each in type(callback).__mro__ if each.__name__ == "Callback")
             name = type(callback).__name__
-            if type(callback).on_save_checkpoint is not base.on_save_checkpoint or name == _AVERAGING:
-                yield f"a site that returns cannot get the state of {name}, which is not in its state_dict"
+            yield (
+                type(callback).on_save_checkpoint is not base.on_save_checkpoint or name == _AVERAGING,
+                f"a site that returns cannot get the state of {name}, which is not in its state_dict",
+            )
 
     def _check_state(self) -> None:
         """Raise ValueError for an optimizer with several gradients in a step, or a state that cannot be sent."""
@@ -222,10 +229,13 @@ class ElasticFit(TrainerState):
         """
         own = known_length(loader, 0)
         lengths = self._transport.gather_present(own).values()
-        if not all(lengths):
-            raise ValueError("where sites may leave and return, each needs a training loader of known length")
-        if self.steps and self.joined is None:
-            raise ValueError(f"a site cannot return into a fit with several training loaders: leave {self.option} out")
+        refuse(
+            (not all(lengths), "where sites may leave and return, each needs a training loader of known length"),
+            (
+                self.steps and self.joined is None,
+                f"a site cannot return into a fit with several training loaders: leave {self.option} out",
+            ),
+        )
         self.steps = self.steps or max(lengths)
         return min(own, self.steps), self.steps
 

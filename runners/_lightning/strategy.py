@@ -28,7 +28,7 @@ from ...step.model_sync import sameness
 from ...step.model_sync.samples import batch_size, takes_part
 from ...support.files import check_archive, replacing
 from ...support.processes import free_port
-from ...support.refusals import refuse
+from ...support.refusals import first_reason, refuse
 from ...support.signature import split_keywords
 from ..exchanges import Exchange
 from ..loaders import UnevenLoader, compare_lengths
@@ -234,8 +234,7 @@ class SiteStrategy(Exchange, _DDPStrategy):
 
     @property
     def root_device(self) -> torch.device:
-        device: torch.device = self.parallel_devices[self.local_rank % len(self.parallel_devices)]
-        return device
+        return torch.device(self.parallel_devices[self.local_rank % len(self.parallel_devices)])
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -471,19 +470,16 @@ class SiteStrategy(Exchange, _DDPStrategy):
     def _reason_against_fusing(self) -> str:
         """Return why a fit's gradients have to be formed before the optimizer's step; empty if they need not be."""
         trainer, module = self._trainer, self.lightning_module
-        if not module.automatic_optimization:
-            return "manual optimization"
-        if self._elastic is not None:
-            return "sites may leave, by min_sites"
-        if getattr(self.precision_plugin, "scaler", None) is not None:
-            return "a GradScaler scales the loss"
-        if trainer.gradient_clip_val and "VALUE" in str(trainer.gradient_clip_algorithm).upper():
-            return "gradients are clipped by value"
-        for owner, names in [(module, _MODULE_HOOKS), *((callback, _HOOKS) for callback in trainer.callbacks)]:
-            for name in names:
-                if _overrides(owner, name):
-                    return f"{type(owner).__name__}.{name} may read the gradients"
-        return ""
+        owners = [(module, _MODULE_HOOKS), *((callback, _HOOKS) for callback in trainer.callbacks)]
+        reading = [(type(owner).__name__, name) for owner, names in owners for name in names if _overrides(owner, name)]
+        by_value = trainer.gradient_clip_val and "VALUE" in str(trainer.gradient_clip_algorithm).upper()
+        return first_reason(
+            (not module.automatic_optimization, "manual optimization"),
+            (self._elastic is not None, "sites may leave, by min_sites"),
+            (getattr(self.precision_plugin, "scaler", None) is not None, "a GradScaler scales the loss"),
+            (by_value, "gradients are clipped by value"),
+            *((True, f"{owner}.{name} may read the gradients") for owner, name in reading),
+        )
 
     def _set_up_fusing(self) -> None:
         """Take fused steps in this fit, with a clipping by norm of held gradients, or let the exchange show why not."""
@@ -572,8 +568,7 @@ class SiteStrategy(Exchange, _DDPStrategy):
         """Return whether all sites decide so, or any of them."""
         self._begin_collective("reduce_boolean_decision")
         if self._elastic_transport is None:
-            result: bool = super().reduce_boolean_decision(decision, all)
-            return result
+            return bool(super().reduce_boolean_decision(decision, all))
         votes = gather(self._elastic_transport, bool(decision))
         return False not in votes if all else True in votes
 
