@@ -10,7 +10,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -717,21 +717,15 @@ def _joined(models: Sequence[DistributedDataParallel], enable: bool) -> Iterator
     A site that has left takes part in the steps of all of them at the same time, with a thread for each.
     """
     contexts = [model.join(enable=enable) for model in models]
-    for context in contexts:
-        context.__enter__()
-    try:
-        yield
-    except BaseException as error:
+    with ExitStack() as entered:
         for context in contexts:
-            with suppress(type(error)):
-                context.__exit__(type(error), error, error.__traceback__)
-        raise
-    if len(contexts) == 1:
-        contexts[0].__exit__(None, None, None)
-        return
-    with ThreadPoolExecutor(max(1, len(contexts))) as pool:
-        for ended in [pool.submit(context.__exit__, None, None, None) for context in contexts]:
-            ended.result()
+            entered.enter_context(context)
+        yield
+        if len(contexts) > 1:
+            entered.pop_all()
+            with ThreadPoolExecutor(len(contexts)) as pool:
+                for ended in [pool.submit(context.__exit__, None, None, None) for context in contexts]:
+                    ended.result()
 
 
 def _identities(models: Sequence[nn.Module]) -> set[int]:

@@ -84,7 +84,10 @@ def attach(
         )
         return
     _mix_in(trainer, AttachedTrainer if launched else SiteTrainer, own, split_data)
-    _add_monitors(trainer)
+    from .callbacks.transformers import TrafficMonitor
+
+    if not any(isinstance(each, TrafficMonitor) for each in trainer.callback_handler.callbacks):
+        trainer.add_callback(TrafficMonitor())
 
 
 def _check(trainer: Any, options: dict[str, Any], kit: str | Path | None, split_data: bool | str) -> None:
@@ -252,11 +255,3 @@ def _check_place(trainer: Any, kit: str | Path | None, options: Options | LocalO
             "min_sites needs a hub, which tracks the sites that are present: attach(..., kit=...)",
         ),
     )
-
-
-def _add_monitors(trainer: Any) -> None:
-    """Let traffic and ranks be logged, where the Trainer has no such callback."""
-    from .callbacks.transformers import TrafficMonitor
-
-    if not any(isinstance(each, TrafficMonitor) for each in trainer.callback_handler.callbacks):
-        trainer.add_callback(TrafficMonitor())

@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from catalyst.callbacks.scheduler import SchedulerCallback
 from catalyst.core.callback import CallbackOrder, ICheckpointCallback
 from catalyst.core.misc import get_original_callback
@@ -31,10 +30,9 @@ from ..support.refusals import refuse
 from ..support.signature import takes_keywords_of
 from ._catalyst.engine import plain
 from ._catalyst.runner import BaseRunner, ElasticTraining, RunnerArguments
-from .exchanges import LocalSteps, ServerSteps, SharedMemorySteps, SynchronousSteps
+from .exchanges import LocalSteps, ReturnFile, ServerSteps, SharedMemorySteps, SynchronousSteps
 from .loaders import NO_ACCUMULATION, HogwildLoader, ServerLoader
 from .management import LookaheadLoader, ManagedEmbeddings, Management, Stub, clip
-from .return_file import ReturnFile
 
 
 class DistributedRunner(SynchronousSteps, BaseRunner):
@@ -291,9 +289,6 @@ class ParameterServerRunner(ServerSteps, BaseRunner):
         if self._file.rank is None:
             super()._connect()
 
-    def _batches_from(self, first: int) -> Iterator[Any]:
-        return iter(self.loader) if self.loader_key in self.dealt else super()._batches_from(first)
-
     def _idle(self) -> None:
         if self.update_due:
             self._step()
@@ -435,26 +430,24 @@ class HogwildRunner(SharedMemorySteps, BaseRunner):
 
     def _run_loader(self) -> None:
         """Run a loader; a training loader ends for all processes together."""
-        if not self.is_train_loader:
-            super()._run_loader()
-            return
-        with torch.set_grad_enabled(True):
-            batches = iter(self.loader)
-            while group := list(itertools.islice(batches, self._accumulation)):
-                if self.need_early_stop:
-                    self.need_early_stop = False
-                    if self.hogwild is not None:
-                        self.hogwild.stop_epoch()
-                    break
-                self._group = len(group)
-                for self._place, self.batch in enumerate(group):
-                    self._run_event("on_batch_start")
-                    self._train_batch()
-                    self._run_event("on_batch_end")
-        if self.hogwild is not None:
+        super()._run_loader()
+        if self.is_train_loader and self.hogwild is not None:
             self.loader.finish()
             with self.hogwild.paused():
                 pass
+
+    def _turns(self) -> Iterator[Any]:
+        """Yield the batches that this process is dealt, in groups of those of an update."""
+        batches = iter(self.loader)
+        while group := list(itertools.islice(batches, self._accumulation)):
+            if self.need_early_stop:
+                self.need_early_stop = False
+                if self.hogwild is not None:
+                    self.hogwild.stop_epoch()
+                return
+            self._group = len(group)
+            for self._place, batch in enumerate(group):
+                yield batch
 
     @property
     def update_due(self) -> bool:

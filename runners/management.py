@@ -19,17 +19,8 @@ from ..adapm.model import Ids, find_layers
 from ..adapm.recorder import count_missing
 from ..options import Options
 from ..reduction import GradientReduction
-from ..support.signature import OptionSet, number, option, split_keywords, unknown_option
+from ..support.signature import OptionSet, number, option, split_keywords, unknown_option, valid
 from .exchanges import SynchronousSteps
-
-
-def _check_intent(name: str, value: Any) -> None:
-    if value is not None and value != "auto" and not callable(value):
-        raise ValueError(f"{name} must be 'auto', a function from a batch to its ids, or None, got {value!r}")
-
-
-def _check_backend(name: str, value: Any) -> None:
-    BACKENDS[value]  # or an error
 
 
 @dataclass(frozen=True)
@@ -43,7 +34,10 @@ class Management(OptionSet):
     intent: str | Callable[[Any], Any] | None = option(  # noqa: RUF009
         "auto",
         "function from a batch to ids by the names of weights; auto finds them; None for no lookahead",
-        _check_intent,
+        valid(
+            "'auto', a function from a batch to its ids, or None",
+            lambda value: value is None or value == "auto" or callable(value),
+        ),
     )
     lookahead: int = option(
         16, "number of batches that are announced in advance", number("at least 1", lambda value: value >= 1)
@@ -55,7 +49,7 @@ class Management(OptionSet):
         "minimum time between two rounds of synchronisation, in seconds",
         number("at least 0", lambda value: value >= 0),
     )
-    backend: str = option("builtin", "engine that holds the tables", _check_backend)
+    backend: str = option("builtin", "engine that holds the tables", lambda _, value: BACKENDS[value])
 
 
 class ManagedEmbeddings(SynchronousSteps):

@@ -83,10 +83,10 @@ class AttachedTrainer(_Trainer):
 
     def _use_dadplug(self) -> None:
         """Let the accelerator wrap the models that it prepares from now on."""
-        accelerator = self.accelerator
-        release = accelerator.free_memory  # accelerate's: each training begins with it, and goes on with the wrapper
-        self._use(accelerator, **self.dadplug_options, **({"in_trainer": True} if self._takes_local_steps else {}))
-        accelerator.free_memory = release
+        release = self.accelerator.free_memory  # accelerate's: each training begins with it, and keeps the wrapper
+        in_trainer = {"in_trainer": True} if self._takes_local_steps else {}
+        self._use(self.accelerator, **self.dadplug_options, **in_trainer)
+        self.accelerator.free_memory = release
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Train; see transformers."""
@@ -144,10 +144,17 @@ class AttachedTrainer(_Trainer):
         return super().evaluate(*args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model; for a checkpoint, sites whose models may differ agree on one before."""
-        if _internal_call:
+        """Write the model, and for a checkpoint what this process's reduction keeps.
+
+        For a checkpoint, sites whose models may differ agree on one before.
+        """
+        is_checkpoint = _internal_call and self.is_in_train and output_dir is not None
+        if is_checkpoint:
             self._make_equal()
         super().save_model(output_dir, _internal_call)
+        if is_checkpoint and not self.args.save_only_model:
+            Path(str(output_dir)).mkdir(parents=True, exist_ok=True)  # process 0 may not have come here yet
+            self.accelerator.save_memories(output_dir)
 
     @property
     def _is_private(self) -> bool:
@@ -179,12 +186,6 @@ class AttachedTrainer(_Trainer):
         return super().evaluation_loop(*args, **kwargs)
 
     # Checkpoints
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Write what this process's reduction keeps beside the states of optimizer and scheduler."""
-        super()._save_optimizer_and_scheduler(output_dir)
-        Path(output_dir).mkdir(parents=True, exist_ok=True)  # process 0 may not have come here yet
-        self.accelerator.save_memories(output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Restore what this process's reduction has kept, with the states of optimizer and scheduler.
@@ -277,7 +278,6 @@ class SiteTrainer(AttachedTrainer):
     _parts = 1  # micro-batches of the step that count
     _begins = False  # whether training has been called, and its loader is not there yet
     _silent = False  # whether the loss does not count
-    _has_best = False
     _returns_to: str | None = None  # folder that stands for a checkpoint, at a site that joins the others
 
     def _use_dadplug(self) -> None:
@@ -297,7 +297,7 @@ class SiteTrainer(AttachedTrainer):
         if trial is not None:
             raise ValueError("sites without a launcher cannot search for hyperparameters: start the script by torchrun")
         self._forget_evaluation()
-        self._has_best, self._begins = False, True
+        self._begins = True
         self.trainings += 1
         if self._wrapper is None and self._takes_local_steps:
             self.create_optimizer()
@@ -435,24 +435,19 @@ class SiteTrainer(AttachedTrainer):
         every = [each for each in self._trained.gather_objects((own, output.num_samples)) if each is not None]
         return output._replace(metrics={**output.metrics, **merge_metrics(every)})
 
-    def _save(self, *args: Any, **kwargs: Any) -> None:
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model: each site has files of its own, and the model would write those of rank 0 only."""
         model: Any = self.model
         model.should_save_on_this_rank = lambda is_main_process=True: is_main_process
         try:
-            super()._save(*args, **kwargs)
+            super().save_model(output_dir, _internal_call)
         finally:
             del model.should_save_on_this_rank
 
-    def _load_best_model(self) -> None:
-        """Load the best model, which a site that was absent then has not."""
-        super()._load_best_model()
-        self._has_best = True
-
     def _share_best_model(self) -> None:
-        """Load the best model of another site, where this one has none; all sites call it."""
+        """Load the best model of another site, where this one was absent then and has none; all sites call it."""
         reduction = self._trained
-        have = reduction.gather_objects(self._has_best)
+        have = reduction.gather_objects(self.state.best_model_checkpoint is not None)
         if any(have) and False in have:
             giver = have.index(True)
             own = sameness.tensors_of(self.model) if reduction.site_rank == giver else None

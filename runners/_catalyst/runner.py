@@ -128,6 +128,7 @@ class BaseRunner(Exchange, SupervisedRunner):
     loggers: dict[str, Any]
     _elastic: ElasticTraining | None = None
     _elastic_class = ElasticTraining
+    _trains = False  # whether there are a training loader and an optimizer
     _fused: list[FixedOptimizer] | None = None  # callbacks that take fused steps; None if steps are not fused
 
     def __init__(
@@ -313,7 +314,8 @@ class BaseRunner(Exchange, SupervisedRunner):
     def _setup_components(self) -> None:
         super()._setup_components()
         model = self.model if isinstance(self.model, torch.nn.Module) else torch.nn.ModuleDict(self.model)
-        if any(name.startswith("train") for name in self.loaders) and self.optimizer is not None:
+        self._trains = any(name.startswith("train") for name in self.loaders) and self.optimizer is not None
+        if self._trains:
             self.engine.steps_in_backward = self._steps_in_backward
             self._elastic = self._elastic_class(self, self._transport) if self._transport.elastic else None
             scaled = getattr(self.engine, "scaler", None) is not None
@@ -406,20 +408,11 @@ class BaseRunner(Exchange, SupervisedRunner):
 
         A site with fewer batches participates without data in some steps, which are spread over the epoch.
         """
-        if not self.is_train_loader or self.engine.reduction is None:
+        if not self.is_train_loader or not self._trains:
             super()._run_loader()
             return
         with torch.set_grad_enabled(True):
-            first = self.micro_step
-            batches = self._batches_from(batches_before(first, self._own_steps, self.steps))
-            step = first
-            while step < self.steps:
-                self.micro_step = step
-                if self._stops_before_step():
-                    break
-                batch = next(batches, None) if takes_part(step, self._own_steps, self.steps) else None
-                step += 1
-                self._follow_length()
+            for batch in self._turns():
                 if batch is None:
                     self._idle()
                 else:
@@ -427,24 +420,29 @@ class BaseRunner(Exchange, SupervisedRunner):
                     self._run_event("on_batch_start")
                     self._train_batch()
                     self._run_event("on_batch_end")
-                if self._stops_after_step():
-                    break
-            else:
-                if self._changes_batches:
-                    next(batches, None)  # the loader ends the last step
 
-    def _batches_from(self, first: int) -> Iterator[Any]:
-        """Return the batches of the training loader from one on."""
-        return batches_from(self.loader, first)
+    def _turns(self) -> Iterator[Any]:
+        """Yield this site's batch for each step with the other sites; None where it has none."""
+        first, dealt = self.micro_step, self.loader_key in self.dealt
+        batches = batches_from(self.loader, 0 if dealt else batches_before(first, self._own_steps, self.steps))
+        step = first
+        while step < self.steps:
+            self.micro_step = step
+            if self._stops_before_step():
+                return
+            batch = next(batches, None) if takes_part(step, self._own_steps, self.steps) else None
+            step += 1
+            if self._changes_batches:  # in mid-epoch, at all sites alike
+                self.steps = self._own_steps = len(self.loader)
+            yield batch
+            if self._stops_after_step():
+                return
+        if self._changes_batches:
+            next(batches, None)  # the loader ends the last step
 
     @property
     def _changes_batches(self) -> bool:
         return getattr(self.loader, "max_batch_size", None) is not None
-
-    def _follow_length(self) -> None:
-        """Take over the number of steps from a loader whose batch changes in mid-epoch, at all sites alike."""
-        if self._changes_batches:
-            self.steps = self._own_steps = len(self.loader)
 
     def _stops_before_step(self) -> bool:
         """Return whether all sites stop before the step that is due; a request of this site may be passed on."""

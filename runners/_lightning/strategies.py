@@ -24,9 +24,8 @@ from ...reduction import GradientReduction
 from ...step.model_sync.samples import batches_before
 from ...support.refusals import refuse
 from ...support.signature import takes_keywords_of
-from ..exchanges import LocalSteps, ServerSteps, SynchronousSteps
+from ..exchanges import LocalSteps, ReturnFile, ServerSteps, SynchronousSteps
 from ..loaders import NO_ACCUMULATION, ServerLoader
-from ..return_file import ReturnFile
 from .elastic import ElasticFit
 from .strategy import HubStrategy, SiteEnvironment, SiteStrategy, StrategyArguments
 
