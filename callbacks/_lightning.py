@@ -74,13 +74,11 @@ class AdaptiveBatchSizeAdapter(MonitorAdapter):
         self._loader = ChangingLoader(self._monitor.convert(original(), trainer.world_size, seed), trainer)
         return self._loader
 
-    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_fit_end(self, trainer: Any, pl_module: Any, *_: BaseException) -> None:
         """Leave the trainer as it was."""
         vars(trainer.fit_loop._data_source).pop("dataloader", None)
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Leave the trainer as it was."""
-        self.on_fit_end(trainer, pl_module)
+    on_exception = on_fit_end
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin a pass with the present batch."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from catalyst.core.callback import Callback, CallbackOrder
 
@@ -14,7 +14,7 @@ _AFTER_THE_STEP = CallbackOrder.External - 10  # before the progress bar, which 
 class MonitorCallback(monitors.Adapter, Callback):
     """Adapter that makes monitors a callback of Catalyst."""
 
-    _of_trainer: ClassVar[dict[str, Any]] = {"order": _AFTER_THE_STEP}
+    _of_trainer = {"order": _AFTER_THE_STEP}
     on_batch_start = monitors.Adapter._begin
 
     def on_loader_start(self, runner: Any) -> None:

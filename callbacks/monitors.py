@@ -7,7 +7,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from ..adaptive import AdaptiveDataLoader
 from ..adaptive.adaptive_loader import adaptive_loader
@@ -448,7 +448,7 @@ class Adapter:
     """
 
     kinds: tuple[type[Monitor], ...]
-    _of_trainer: Mapping[str, Any] = {}
+    _of_trainer: ClassVar[Mapping[str, Any]] = {}
     """Arguments of the trainer's own class."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:

@@ -50,7 +50,7 @@ if tuple(map(int, accelerate.__version__.split(".")[:2])) < (1, 1):
     raise ImportError(f"dadplug.accelerate needs accelerate 1.1 or newer, got {accelerate.__version__}")
 
 _log = get_logger(__name__)
-_OF_WRAPPER = ("broadcast_buffers", "state", "in_trainer")  # arguments of `DistributedDataParallel` that are no options
+_OF_WRAPPER = ("broadcast_buffers", "state")  # arguments of `DistributedDataParallel` that are no options
 _SHARDING = {
     "fsdp_plugin": ("ACCELERATE_USE_FSDP", "FSDP"),
     "deepspeed_plugin": ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"),
@@ -94,6 +94,7 @@ class Accelerator(accelerate.Accelerator):
     _options: dict[str, Any]
     _wrapped: list[DistributedDataParallel]
     _split_data: bool
+    _in_trainer = False  # see `use`
     _joining: dict[str, Any]  # objects whose state a site gets that joins in mid-training
 
     @takes_keywords_of(Options, accelerate.Accelerator.__init__)
@@ -237,10 +238,10 @@ class Accelerator(accelerate.Accelerator):
                     "models into one module",
                 )
             )
-            known = (*LocalOptions.names(), "in_trainer")
-            own = {name: value for name, value in options.items() if name in known}
+            own = {name: value for name, value in options.items() if name in LocalOptions.names()}
             own["state"] = options.get("state") or (self._joining if self._elastic else None)
-            return LocalModel(model, getattr(found[0], "optimizer", found[0]), **own)
+            optimizer = getattr(found[0], "optimizer", found[0])
+            return LocalModel(model, optimizer, in_trainer=self._in_trainer, **own)
         if self._elastic:
             options = {"state": self._joining} | options
             refuse(
@@ -583,12 +584,15 @@ class Accelerator(accelerate.Accelerator):
         return super().free_memory(*objects)
 
 
-def use(accelerator: accelerate.Accelerator, mode: str = "rankdad", **options: Any) -> None:
+def use(
+    accelerator: accelerate.Accelerator, mode: str = "rankdad", *, in_trainer: bool = False, **options: Any
+) -> None:
     """Let an accelerator that exists wrap the models that it prepares from now on in dadplug's class.
 
     Args:
         accelerator: the accelerator, of accelerate's class or a subclass of it.
         mode: name of a method, as in `dadplug.GradientReduction`.
+        in_trainer: whether all sites take as many steps in an epoch, by a trainer, see `dadplug.LocalSGD`.
         options: the other options, see `dadplug.options.Options`, and ``split_data``, ``broadcast_buffers`` and
             ``state`` of `Accelerator` and `dadplug.DistributedDataParallel`.
 
@@ -609,6 +613,7 @@ def use(accelerator: accelerate.Accelerator, mode: str = "rankdad", **options: A
     kind = type(accelerator)
     own = Accelerator if kind is accelerate.Accelerator else type(kind.__name__, (Accelerator, kind), {})
     accelerator.__class__ = own
+    accelerator._in_trainer = in_trainer
     accelerator._begin({"mode": mode} | options, split_data)
 
 

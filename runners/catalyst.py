@@ -182,11 +182,6 @@ class LocalSGDRunner(LocalSteps, BaseRunner):
             super().step_optimizer(optimizer)
         self.engine.end_step()
 
-    def _idle(self) -> None:
-        if self.update_due:
-            self.reduction.idle()
-            self.engine.end_step()
-
 
 class ServerTraining(ElasticTraining):
     """One training with a parameter server, which sends the optimizer's state itself."""
@@ -291,7 +286,7 @@ class ParameterServerRunner(ServerSteps, BaseRunner):
 
     def _idle(self) -> None:
         if self.update_due:
-            self._step()
+            self.step_optimizer()
 
     def clip_gradients(self, function: Callable[[Any], Any]) -> None:
         """Clip the merged gradient of each commit from now on by a function of the parameters."""
@@ -301,11 +296,8 @@ class ParameterServerRunner(ServerSteps, BaseRunner):
         if self._clip is not None:
             self._clip(self.reduction.model.parameters())
 
-    def step_optimizer(self, optimizer: Any) -> None:
+    def step_optimizer(self, optimizer: Any = None) -> None:
         """Send this site's gradient, and make the optimizer's steps of the commits that have arrived."""
-        self._step()
-
-    def _step(self) -> None:
         self.reduction.step()
         self._end_server_step()
 
@@ -458,11 +450,6 @@ class HogwildRunner(SharedMemorySteps, BaseRunner):
     def micro_batches(self) -> int:
         """Number of batches that the update of this batch accumulates."""
         return self._group
-
-    def clip_gradients(self, function: Callable[[Any], Any]) -> Any:
-        """Clip the gradients of this process by a function of the parameters; return what it returns."""
-        model = self.model if isinstance(self.model, nn.Module) else nn.ModuleDict(self.model)
-        return function(model.parameters())
 
 
 class _DealtLoader(HogwildLoader):

@@ -23,6 +23,10 @@ from ..support.signature import OptionSet, number, option, split_keywords, unkno
 from .exchanges import SynchronousSteps
 
 
+def _check_backend(name: str, value: Any) -> None:
+    BACKENDS[value]  # or an error
+
+
 @dataclass(frozen=True)
 class Management(OptionSet):
     """Options of managed embeddings, the same in all trainers.
@@ -49,7 +53,7 @@ class Management(OptionSet):
         "minimum time between two rounds of synchronisation, in seconds",
         number("at least 0", lambda value: value >= 0),
     )
-    backend: str = option("builtin", "engine that holds the tables", lambda _, value: BACKENDS[value])
+    backend: str = option("builtin", "engine that holds the tables", _check_backend)
 
 
 class ManagedEmbeddings(SynchronousSteps):

@@ -23,7 +23,6 @@ from torch import nn
 from ..ddp import DistributedDataParallel
 from ..errors import MismatchError, SiteError
 from ..exchange.restrictions import STATES, declared
-from ..local_steps.options import LOCAL_MODE
 from ..reduction import GradientReduction
 from ..step.model_sync import sameness
 from ..step.model_sync.samples import takes_part
@@ -68,10 +67,6 @@ class AttachedTrainer(_Trainer):
         return reduction
 
     @property
-    def _takes_local_steps(self) -> bool:
-        return bool(self.dadplug_options["mode"] == LOCAL_MODE)
-
-    @property
     def _wrapper(self) -> DistributedDataParallel | None:
         found = self.accelerator._wrapped
         return found[-1] if found else None
@@ -84,8 +79,7 @@ class AttachedTrainer(_Trainer):
     def _use_dadplug(self) -> None:
         """Let the accelerator wrap the models that it prepares from now on."""
         release = self.accelerator.free_memory  # accelerate's: each training begins with it, and keeps the wrapper
-        in_trainer = {"in_trainer": True} if self._takes_local_steps else {}
-        self._use(self.accelerator, **self.dadplug_options, **in_trainer)
+        self._use(self.accelerator, in_trainer=True, **self.dadplug_options)
         self.accelerator.free_memory = release
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -299,11 +293,9 @@ class SiteTrainer(AttachedTrainer):
         self._forget_evaluation()
         self._begins = True
         self.trainings += 1
-        if self._wrapper is None and self._takes_local_steps:
-            self.create_optimizer()
+        if self._wrapper is None:
+            self.create_optimizer()  # here a site that joins gets its state
             self.model_wrapped, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
-        elif self._wrapper is None:
-            self.model_wrapped = self.accelerator.prepare_model(self.model)  # here a site that joins gets its state
         with self._returning(resume_from_checkpoint) as start:
             output = super()._inner_training_loop(batch_size, args, start, trial, ignore_keys_for_eval)
         if self.args.load_best_model_at_end:
@@ -422,8 +414,7 @@ class SiteTrainer(AttachedTrainer):
         """Agree on one model; sites that may leave average running statistics."""
         super()._agree()
         reduction = self._trained
-        may_leave = reduction.options.min_sites is not None and not self._takes_local_steps
-        if may_leave and reduction.options.average_buffers:
+        if reduction.options.min_sites is not None and getattr(reduction.options, "average_buffers", False):
             reduction.average_buffers()
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:

@@ -128,14 +128,12 @@ class SiteEngine(Engine):
         """Whether this site prints: the first one that is present."""
         return self.num_processes == 1 or self.process_index == self.transport.lowest
 
+    is_local_main_process = is_main_process
+
     @property
     def writes(self) -> bool:
         """Whether this site writes checkpoints: the first one, or all where any of them may leave."""
         return self.is_main_process or self.transport.elastic
-
-    @property
-    def is_local_main_process(self) -> bool:
-        return self.is_main_process
 
     def local_main_process_first(self) -> Any:
         """Return an empty context: all sites run at the same time."""
@@ -322,8 +320,7 @@ def begin_epoch(loader: Any, name: str, epoch: int, transport: Transport) -> int
             f"the sampler of loader {name!r} gives every site another order, so that the data cannot be split: let it "
             "depend on the seeds of torch, numpy or random, or split the data beforehand and pass split_data=False"
         )
-    steps: int = max(batches for batches, _ in by_site)
-    return steps
+    return int(max(batches for batches, _ in by_site))
 
 
 class DeviceLoader(DelegatingLoader):

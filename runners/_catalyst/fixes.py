@@ -185,8 +185,7 @@ class FixedTqdm(TqdmCallback):
             self.tqdm.close()
             self.tqdm = None
 
-    def on_exception(self, runner: Any) -> None:
-        self.on_loader_end(runner)
+    on_exception = on_loader_end
 
 
 def load_model(runner: Any, checkpoint: dict[str, Any]) -> None:

@@ -128,6 +128,7 @@ class BaseRunner(Exchange, SupervisedRunner):
     loggers: dict[str, Any]
     _elastic: ElasticTraining | None = None
     _elastic_class = ElasticTraining
+    _trained: torch.nn.Module
     _trains = False  # whether there are a training loader and an optimizer
     _fused: list[FixedOptimizer] | None = None  # callbacks that take fused steps; None if steps are not fused
 
@@ -319,6 +320,7 @@ class BaseRunner(Exchange, SupervisedRunner):
             self.engine.steps_in_backward = self._steps_in_backward
             self._elastic = self._elastic_class(self, self._transport) if self._transport.elastic else None
             scaled = getattr(self.engine, "scaler", None) is not None
+            self._trained = model
             self.reduction = self.engine.reduction = self._exchange = self._build_exchange(model, scaled)
         if self._resume is not None and self._joined is None:
             checkpoint = self.load_shared(self._resume)
@@ -356,7 +358,7 @@ class BaseRunner(Exchange, SupervisedRunner):
 
     def clip_gradients(self, function: Callable[[Any], Any]) -> Any:
         """Clip the agreed gradients by a function of the parameters, held ones among them; return what it returns."""
-        weights = self.reduction.model.parameters()
+        weights = self._trained.parameters()
         if self._fused is None or not self.reduction.holds:
             return function(weights)
         assert isinstance(function, functools.partial)  # as `fused_callbacks` has accepted it
@@ -461,6 +463,7 @@ class BaseRunner(Exchange, SupervisedRunner):
         """Participate in a step without data."""
         if self.update_due:
             self.reduction.idle()
+            self._end_step()
 
     @property
     def update_due(self) -> bool:

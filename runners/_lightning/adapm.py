@@ -108,9 +108,10 @@ class AdaPMStrategyBase(ManagedEmbeddings, DADStrategyBase):
 
     def process_dataloader(self, dataloader: Any) -> Any:
         dataloader = super().process_dataloader(dataloader)
-        if not self._reads_ahead(self.world_size) or not self._trainer.training:
+        managed = self.managed
+        if managed is None or not self._reads_ahead(self.world_size) or not self._trainer.training:
             return dataloader
-        self._loader = _Lookahead(dataloader, self.managed, self._management, self._trainer)
+        self._loader = _Lookahead(dataloader, managed, self._management, self._trainer)
         return self._loader
 
     def on_train_start(self) -> None:
