@@ -29,7 +29,7 @@ from ..support.loaders import check_loader
 from ..support.refusals import refuse
 from ..support.signature import takes_keywords_of
 from ._catalyst.engine import plain
-from ._catalyst.runner import BaseRunner, ElasticTraining, RunnerArguments
+from ._catalyst.runner import BaseRunner, RunnerArguments
 from .exchanges import LocalSteps, ReturnFile, ServerSteps, SharedMemorySteps, SynchronousSteps
 from .loaders import NO_ACCUMULATION, HogwildLoader, ServerLoader
 from .management import LookaheadLoader, ManagedEmbeddings, Management, Stub, clip
@@ -183,12 +183,6 @@ class LocalSGDRunner(LocalSteps, BaseRunner):
         self.engine.end_step()
 
 
-class ServerTraining(ElasticTraining):
-    """One training with a parameter server, which sends the optimizer's state itself."""
-
-    sends_optimizer = False
-
-
 class ParameterServerRunner(ServerSteps, BaseRunner):
     """Catalyst runner for asynchronous steps; a drop-in replacement for `SupervisedRunner`.
 
@@ -230,7 +224,6 @@ class ParameterServerRunner(ServerSteps, BaseRunner):
     """
 
     reduction: ParameterServer
-    _elastic_class = ServerTraining
 
     @takes_keywords_of(RunnerArguments, ServerOptions)
     def __init__(

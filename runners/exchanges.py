@@ -45,8 +45,11 @@ class Exchange:
 
     options: Any
     _exchange: Any = None  # of the last training; None before it
-    _elastic: Any = None  # `TrainerState` of a training in which sites leave and return
-    _elastic_class: type[TrainerState]
+    _elastic: TrainerState | None = None  # of a training in which sites leave and return
+    _sends_optimizer = (
+        True  # whether a site that joins gets the optimizer's state from the trainer; else by the exchange
+    )
+    _returns_by = "min_sites"  # option with which sites leave and return
     _transport: Any  # to the other sites, for everything but gradients
     _process_group: dist.ProcessGroup | None = None
     _steps_in_backward = True  # if not, the way calls `_end_step` after the optimizer's step
@@ -248,6 +251,8 @@ class ServerSteps(Exchange):
 
     options: ServerOptions
     _file: ReturnFile
+    _sends_optimizer = False
+    _returns_by = "return_file"
     _hook: Any = None  # calls `_before_commit`; to be removed when training ends
 
     @property

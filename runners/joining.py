@@ -17,16 +17,16 @@ class TrainerState:
     Args:
         trainer: the trainer.
         transport: transport for everything but gradients; None where the trainer needs none.
+        sends_optimizer: whether the state of the optimizer is a part; if not, the exchange sends it.
 
     Attributes:
         joined: state of another site, which this one joins in mid-training; None elsewhere.
     """
 
-    sends_optimizer = True  # if not, the exchange does
     _training = "training"  # what the trainer calls it, for messages
 
-    def __init__(self, trainer: Any, transport: Transport | None = None) -> None:
-        self._trainer, self._transport = trainer, transport
+    def __init__(self, trainer: Any, transport: Transport | None = None, sends_optimizer: bool = True) -> None:
+        self._trainer, self._transport, self._sends_optimizer = trainer, transport, sends_optimizer
         self.joined: dict[str, Any] | None = None
 
     def _parts(self) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from ..adapm.model import Ids, find_layers
 from ..adapm.recorder import count_missing
 from ..options import Options
 from ..reduction import GradientReduction
+from ..support.refusals import refuse
 from ..support.signature import OptionSet, number, option, split_keywords, unknown_option, valid
 from .exchanges import SynchronousSteps
 
@@ -96,11 +97,11 @@ class ManagedEmbeddings(SynchronousSteps):
             ValueError: if there is no optimizer, or several have embeddings.
         """
         name, choice = type(self).__name__, self._management
-        if not self._optimizers:
-            raise ValueError(f"{name} needs an optimizer")
         owners = [optimizer for optimizer in self._optimizers if find_layers(model, optimizer)]
-        if len(owners) > 1:
-            raise ValueError(f"{name} needs all embeddings in one optimizer, and several have some")
+        refuse(
+            (not self._optimizers, f"{name} needs an optimizer"),
+            (len(owners) > 1, f"{name} needs all embeddings in one optimizer, and several have some"),
+        )
         self._owner = owners[0] if owners else self._optimizers[0]
         manager = ParameterManager(
             backend=choice.backend,

@@ -69,7 +69,7 @@ class ElasticTraining(TrainerState):
     """One training in which sites leave and return."""
 
     def _parts(self) -> dict[str, Any]:
-        names = ("criterion", "optimizer", "scheduler") if self.sends_optimizer else ("criterion", "scheduler")
+        names = ("criterion", "optimizer", "scheduler") if self._sends_optimizer else ("criterion", "scheduler")
         return {name: getattr(self._trainer, name) for name in names}
 
     def _progress(self) -> dict[str, Any]:
@@ -127,7 +127,6 @@ class BaseRunner(Exchange, SupervisedRunner):
     need_early_stop: bool
     loggers: dict[str, Any]
     _elastic: ElasticTraining | None = None
-    _elastic_class = ElasticTraining
     _trained: torch.nn.Module
     _trains = False  # whether there are a training loader and an optimizer
     _fused: list[FixedOptimizer] | None = None  # callbacks that take fused steps; None if steps are not fused
@@ -318,7 +317,8 @@ class BaseRunner(Exchange, SupervisedRunner):
         self._trains = any(name.startswith("train") for name in self.loaders) and self.optimizer is not None
         if self._trains:
             self.engine.steps_in_backward = self._steps_in_backward
-            self._elastic = self._elastic_class(self, self._transport) if self._transport.elastic else None
+            state = ElasticTraining(self, self._transport, self._sends_optimizer)
+            self._elastic = state if self._transport.elastic else None
             scaled = getattr(self.engine, "scaler", None) is not None
             self._trained = model
             self.reduction = self.engine.reduction = self._exchange = self._build_exchange(model, scaled)

@@ -34,18 +34,21 @@ class ElasticFit(TrainerState):
         strategy: the strategy.
         trainer: Lightning's trainer.
         transport: transport for everything but gradients.
+        sends_optimizer: as in `TrainerState`.
+        option: the option with which sites may leave, for messages.
 
     Attributes:
         steps: number of batches in an epoch.
     """
 
-    option = "min_sites"  # with which sites may leave
     _training = "fit"
     _transport: Transport
 
-    def __init__(self, strategy: Any, trainer: Any, transport: Transport) -> None:
-        super().__init__(trainer, transport)
-        self._strategy = strategy
+    def __init__(
+        self, strategy: Any, trainer: Any, transport: Transport, sends_optimizer: bool = True, option: str = "min_sites"
+    ) -> None:
+        super().__init__(trainer, transport, sends_optimizer)
+        self._strategy, self._option = strategy, option
         self.steps = 0
 
     # The beginning
@@ -61,7 +64,7 @@ class ElasticFit(TrainerState):
             ValueError: if something needs all sites, or cannot be restored at a site that returns.
         """
         if fits:
-            refuse(*((wrong, f"{reason}: leave {self.option} out") for wrong, reason in self._reasons()))
+            refuse(*((wrong, f"{reason}: leave {self._option} out") for wrong, reason in self._reasons()))
         package = type(self._trainer).__module__.split(".trainer.")[0]
         run.enter_context(metrics_of_present_sites(self._transport, [SYNC, _logged(package)]))
 
@@ -92,7 +95,7 @@ class ElasticFit(TrainerState):
         """Raise ValueError for an optimizer with several gradients in a step, or a state that cannot be sent."""
         for optimizer in self._strategy.optimizers:
             if isinstance(getattr(optimizer, "_optimizer", optimizer), torch.optim.LBFGS):
-                raise ValueError(f"LBFGS needs all sites in each of a step's gradients: leave {self.option} out")
+                raise ValueError(f"LBFGS needs all sites in each of a step's gradients: leave {self._option} out")
         try:
             codec.encode(self.state_dict())
         except TypeError as error:
@@ -112,7 +115,7 @@ class ElasticFit(TrainerState):
     def _parts(self) -> dict[str, Any]:
         optimizers = [getattr(each, "_optimizer", each) for each in self._strategy.optimizers]
         return {
-            "optimizers": optimizers if self.sends_optimizer else None,
+            "optimizers": optimizers if self._sends_optimizer else None,
             "schedulers": [config.scheduler for config in self._trainer.lr_scheduler_configs],
             "precision": self._strategy.precision_plugin,
         }
@@ -233,7 +236,7 @@ class ElasticFit(TrainerState):
             (not all(lengths), "where sites may leave and return, each needs a training loader of known length"),
             (
                 self.steps and self.joined is None,
-                f"a site cannot return into a fit with several training loaders: leave {self.option} out",
+                f"a site cannot return into a fit with several training loaders: leave {self._option} out",
             ),
         )
         self.steps = self.steps or max(lengths)

@@ -26,7 +26,6 @@ from ...support.refusals import refuse
 from ...support.signature import takes_keywords_of
 from ..exchanges import LocalSteps, ReturnFile, ServerSteps, SynchronousSteps
 from ..loaders import NO_ACCUMULATION, ServerLoader
-from .elastic import ElasticFit
 from .strategy import HubStrategy, SiteEnvironment, SiteStrategy, StrategyArguments
 
 _MEETS_TOO_EARLY = (
@@ -214,13 +213,6 @@ class ReturnedEnvironment(SiteEnvironment):
         return self._rank
 
 
-class ServerFit(ElasticFit):
-    """One fit, whose state is that of a step of site 0. The optimizer's state is part of the server's."""
-
-    option = "return_file"
-    sends_optimizer = False
-
-
 class ParameterServerStrategyBase(ServerSteps, SiteStrategy):
     """Lightning strategy for asynchronous steps; for ``Trainer(strategy=)``, also as ``"parameter_server"``.
 
@@ -267,7 +259,6 @@ class ParameterServerStrategyBase(ServerSteps, SiteStrategy):
 
     server: ParameterServer | None = None
     _attribute = "server"
-    _elastic_class = ServerFit
     _in_step_with_others = False
 
     @takes_keywords_of(StrategyArguments, ServerOptions)

@@ -162,7 +162,6 @@ class SiteStrategy(Exchange, _DDPStrategy):
 
     _layer_sync: Any
     _elastic: ElasticFit | None = None
-    _elastic_class = ElasticFit
     _attribute = "_exchange"  # name by which the user finds the exchange
     _needs_optimizers = True
     _saves_alone = False  # whether a site's state is of use without those of the others
@@ -263,7 +262,7 @@ class SiteStrategy(Exchange, _DDPStrategy):
         self._elastic, self._fuses = None, False
         transport = self._elastic_transport
         if transport is not None and (fits or self._requirements is not None):
-            self._elastic = self._elastic_class(self, trainer, transport)
+            self._elastic = ElasticFit(self, trainer, transport, self._sends_optimizer, self._returns_by)
             self._elastic.begin(self._run, fits)
             if not fits:
                 self._set_up_evaluation(trainer, transport)
