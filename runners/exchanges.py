@@ -46,9 +46,7 @@ class Exchange:
     options: Any
     _exchange: Any = None  # of the last training; None before it
     _elastic: TrainerState | None = None  # of a training in which sites leave and return
-    _sends_optimizer = (
-        True  # whether a site that joins gets the optimizer's state from the trainer; else by the exchange
-    )
+    _sends_optimizer = True  # whether a site that joins gets the optimizer's state with that of the trainer
     _returns_by = "min_sites"  # option with which sites leave and return
     _transport: Any  # to the other sites, for everything but gradients
     _process_group: dist.ProcessGroup | None = None
