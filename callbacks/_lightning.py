@@ -11,29 +11,23 @@ from typing import Any
 
 from ..adaptive import AdaptiveDataLoader
 from ..step.model_sync.samples import batch_size
+from ..support.refusals import refuse
 from . import monitors
 
 
-class MonitorAdapter:
+class MonitorAdapter(monitors.Adapter):
     """Adapter that makes a monitor a ``Callback`` of Lightning.
 
     Values go to the trainer's loggers, and those in `Monitor.shown` to the progress bar as well. The constructor takes
     the monitor's arguments.
     """
 
-    monitor: type[monitors.Monitor]
+    on_train_epoch_start = monitors.Adapter._start
+    on_train_batch_start = monitors.Adapter._begin
 
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__()
-        self._monitor = self.monitor(*args, **settings)
-
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Start the training loader."""
-        self._monitor.start()
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Start a batch."""
-        self._monitor.begin()
+    @property
+    def _monitor(self) -> Any:
+        return self._monitors[0]
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Log the values of the batch."""
@@ -46,8 +40,6 @@ class MonitorAdapter:
 
 class AdaptiveBatchSizeAdapter(MonitorAdapter):
     """Adapter of `AdaptiveBatchSize`, which replaces the training loader for the time of a fit."""
-
-    _monitor: monitors.AdaptiveBatchSize
 
     def setup(self, trainer: Any, pl_module: Any, **named: str) -> None:
         """Replace the training loader, before anything asks for it.
@@ -62,13 +54,17 @@ class AdaptiveBatchSizeAdapter(MonitorAdapter):
         """
         if "fit" not in named.values():
             return
-        if trainer.accumulate_grad_batches != 1:
-            raise ValueError("AdaptiveBatchSize needs a trainer without accumulate_grad_batches")
-        if trainer.world_size > 1 and not trainer._accelerator_connector.use_distributed_sampler:
-            raise ValueError(
+        refuse(
+            (
+                trainer.accumulate_grad_batches != 1,
+                "AdaptiveBatchSize needs a trainer without accumulate_grad_batches",
+            ),
+            (
+                trainer.world_size > 1 and not trainer._accelerator_connector.use_distributed_sampler,
                 "AdaptiveBatchSize divides one data set over the sites, and with use_distributed_sampler=False each "
-                "site has its own: use a dadplug.AdaptiveDataLoader(source=...) in a loop of your own"
-            )
+                "site has its own: use a dadplug.AdaptiveDataLoader(source=...) in a loop of your own",
+            ),
+        )
         self._loader: ChangingLoader | None = None
         source = trainer.fit_loop._data_source
         source.dataloader = functools.partial(self._replace, trainer, source.dataloader)
@@ -78,17 +74,15 @@ class AdaptiveBatchSizeAdapter(MonitorAdapter):
         self._loader = ChangingLoader(self._monitor.convert(original(), trainer.world_size, seed), trainer)
         return self._loader
 
-    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_fit_end(self, trainer: Any, pl_module: Any, *_: BaseException) -> None:
         """Leave the trainer as it was."""
         vars(trainer.fit_loop._data_source).pop("dataloader", None)
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Leave the trainer as it was."""
-        self.on_fit_end(trainer, pl_module)
+    on_exception = on_fit_end
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin a pass with the present batch."""
-        super().on_train_epoch_start(trainer, pl_module)
+        self._start()
         if self._loader is not None:
             self._loader.begin(trainer.current_epoch)
 
@@ -98,7 +92,7 @@ class AdaptiveBatchSizeAdapter(MonitorAdapter):
             self._loader.end_batch()
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Any:
         """Return the batch and the progress, for checkpoints."""
         return self._monitor.state_dict()
 
@@ -168,21 +162,6 @@ class ChangingLoader:
             trainer.val_check_batch = max(1, int(length * trainer.val_check_interval))
 
 
-# By monitor, the call in the documentation's example.
-_MONITORS: dict[type[monitors.Monitor], str] = {
-    monitors.BatchTimer: "BatchTimer()",
-    monitors.TrafficMonitor: "TrafficMonitor()",
-    monitors.PrivacyMonitor: "PrivacyMonitor(delta=1e-5)",
-    monitors.RankMonitor: "RankMonitor()",
-    monitors.RankSchedule: "RankSchedule({0: 16, 1000: 8})",
-    monitors.ReplicaCheck: "ReplicaCheck(every=100)",
-    monitors.AdaptiveBatchSize: "AdaptiveBatchSize(1024, local_bsz_bounds=(16, 256))",
-}
-
-
-_ADAPTERS: dict[type[monitors.Monitor], type[MonitorAdapter]] = {monitors.AdaptiveBatchSize: AdaptiveBatchSizeAdapter}
-
-
 def build_adapters(callback: type, module: str) -> list[Any]:
     """Build the callbacks for one of Lightning's packages.
 
@@ -190,20 +169,10 @@ def build_adapters(callback: type, module: str) -> list[Any]:
         callback: the package's ``Callback``.
         module: name of the module that contains them.
     """
-    return [
-        type(
-            kind.__name__,
-            (_ADAPTERS.get(kind, MonitorAdapter), callback),
-            {"monitor": kind, "__doc__": _documentation(kind, example), "__module__": module},
-        )
-        for kind, example in _MONITORS.items()
-    ]
-
-
-def _documentation(monitor: type[monitors.Monitor], example: str) -> str:
-    text = (monitor.__doc__ or "").rstrip()
-    return (
-        f"{text}\n\n    Example:\n        >>> trainer = pl.Trainer(strategy=DADStrategy(), callbacks=[{example}])\n    "
+    return monitors.build_adapters(
+        lambda kind: (AdaptiveBatchSizeAdapter if kind is monitors.AdaptiveBatchSize else MonitorAdapter, callback),
+        module,
+        "trainer = pl.Trainer(strategy=DADStrategy(), callbacks=[{}])",
     )
 
 

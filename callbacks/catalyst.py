@@ -11,28 +11,16 @@ from . import monitors
 _AFTER_THE_STEP = CallbackOrder.External - 10  # before the progress bar, which shows what is there
 
 
-class MonitorCallback(Callback):
+class MonitorCallback(monitors.Adapter, Callback):
     """Adapter that makes monitors a callback of Catalyst."""
 
-    kinds: tuple[type[monitors.Monitor], ...]
-    _monitors: list[Any]
-
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(order=_AFTER_THE_STEP)
-        first, *others = self.kinds
-        self._monitors = [first(*args, **settings), *(kind() for kind in others)]
-        self._means = monitors.Means()
+    _of_trainer = {"order": _AFTER_THE_STEP}
+    on_batch_start = monitors.Adapter._begin
 
     def on_loader_start(self, runner: Any) -> None:
         """Start a loader."""
         self._means.take()
-        for monitor in self._monitors:
-            monitor.start()
-
-    def on_batch_start(self, runner: Any) -> None:
-        """Start a batch."""
-        for monitor in self._monitors:
-            monitor.begin()
+        self._start()
 
     def on_batch_end(self, runner: Any) -> None:
         """Log the values of the batch."""
@@ -48,74 +36,8 @@ class MonitorCallback(Callback):
         runner.loader_metrics.update(self._means.take())
 
 
-class BatchTimerCallback(MonitorCallback):
-    """Monitor of the time of batches for Catalyst; for its values see `dadplug.callbacks.monitors.BatchTimer`.
-
-    Example:
-        >>> runner.train(loaders=loaders, num_epochs=5, callbacks=[BatchTimerCallback()])
-    """
-
-    kinds = (monitors.BatchTimer,)
-
-
-class TrafficMonitorCallback(MonitorCallback):
-    """Monitor of the traffic between sites for Catalyst.
-
-    The values are those of `dadplug.callbacks.monitors.TrafficMonitor`; loader metrics also contain the means of
-    `dadplug.callbacks.monitors.RankMonitor`.
-
-    Example:
-        >>> runner.train(loaders=loaders, num_epochs=5, callbacks=[TrafficMonitorCallback()])
-    """
-
-    kinds = (monitors.TrafficMonitor, monitors.RankMonitor)
-
-
-class PrivacyMonitorCallback(MonitorCallback):
-    """Monitor of differential privacy for Catalyst.
-
-    The arguments, values and errors are those of `dadplug.callbacks.monitors.PrivacyMonitor`. Loader metrics have the
-    last value.
-
-    Example:
-        >>> runner.train(loaders=loaders, num_epochs=5, callbacks=[PrivacyMonitorCallback(delta=1e-5)])
-    """
-
-    kinds = (monitors.PrivacyMonitor,)
-
-
-class RankMonitorCallback(MonitorCallback):
-    """Monitor of compressed gradients for Catalyst; for its values see `dadplug.callbacks.monitors.RankMonitor`.
-
-    Example:
-        >>> runner.train(loaders=loaders, num_epochs=5, callbacks=[RankMonitorCallback()])
-    """
-
-    kinds = (monitors.RankMonitor,)
-
-
-class RankScheduleCallback(MonitorCallback):
-    """Schedule of the rank of compressed gradients for Catalyst.
-
-    The arguments and errors are those of `dadplug.callbacks.monitors.RankSchedule`.
-
-    Example:
-        >>> runner.train(loaders=loaders, num_epochs=5, callbacks=[RankScheduleCallback({0: 16, 1000: 8})])
-    """
-
-    kinds = (monitors.RankSchedule,)
-
-
-class AdaptiveBatchSizeCallback(MonitorCallback):
-    """Batch that follows the goodput of training for Catalyst.
-
-    The arguments, values and errors are those of `dadplug.callbacks.monitors.AdaptiveBatchSize`.
-
-    Example:
-        >>> runner.train(loaders=loaders, num_epochs=5, callbacks=[AdaptiveBatchSizeCallback(1024, (16, 256))])
-    """
-
-    kinds = (monitors.AdaptiveBatchSize,)
+class _AdaptiveBatchSize(MonitorCallback):
+    """Adapter of `AdaptiveBatchSize`, which replaces the training loader."""
 
     def on_epoch_start(self, runner: Any) -> None:
         """Replace the training loader before the first epoch.
@@ -140,13 +62,18 @@ class AdaptiveBatchSizeCallback(MonitorCallback):
         self._monitors[0].picture(path)
 
 
-class ReplicaCheckCallback(MonitorCallback):
-    """Check for Catalyst that the sites' parameters are bitwise equal.
-
-    The arguments and errors are those of `dadplug.callbacks.monitors.ReplicaCheck`.
-
-    Example:
-        >>> runner.train(loaders=loaders, num_epochs=5, callbacks=[ReplicaCheckCallback(every=100)])
-    """
-
-    kinds = (monitors.ReplicaCheck,)
+(
+    BatchTimerCallback,
+    TrafficMonitorCallback,
+    PrivacyMonitorCallback,
+    RankMonitorCallback,
+    RankScheduleCallback,
+    ReplicaCheckCallback,
+    AdaptiveBatchSizeCallback,
+) = monitors.build_adapters(
+    lambda kind: (_AdaptiveBatchSize if kind is monitors.AdaptiveBatchSize else MonitorCallback,),
+    __name__,
+    "runner.train(loaders=loaders, num_epochs=5, callbacks=[{}])",
+    "Callback",
+    with_ranks=True,
+)

@@ -7,13 +7,14 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from ..adaptive import AdaptiveDataLoader
 from ..adaptive.adaptive_loader import adaptive_loader
 from ..errors import MismatchError
 from ..privacy.mechanism import check_delta
 from ..reduction import GradientReduction
+from ..support.refusals import refuse
 
 
 class Means:
@@ -256,12 +257,17 @@ class RankSchedule(Monitor):
         max_rank: int = 64,
     ) -> None:
         super().__init__()
-        if (steps is None) == (residual is None):
-            raise ValueError("a rank schedule goes by steps= or by residual=: give one of them")
-        if residual is not None and not 0 < residual < 1:
-            raise ValueError(f"residual must lie between 0 and 1, got {residual!r}")
-        if every < 1 or not 1 <= min_rank <= max_rank:
-            raise ValueError(f"need every >= 1 and 1 <= min_rank <= max_rank, got {every}, {min_rank}, {max_rank}")
+        refuse(
+            ((steps is None) == (residual is None), "a rank schedule goes by steps= or by residual=: give one of them"),
+            (
+                residual is not None and not 0 < residual < 1,
+                f"residual must lie between 0 and 1, got {residual!r}",
+            ),
+            (
+                every < 1 or not 1 <= min_rank <= max_rank,
+                f"need every >= 1 and 1 <= min_rank <= max_rank, got {every}, {min_rank}, {max_rank}",
+            ),
+        )
         self._table = steps
         self._residual = residual
         self._every = every
@@ -419,3 +425,72 @@ class ReplicaCheck(Monitor):
                     "changed outside of the optimizer, or do the sites compute on different machines or versions?"
                 )
         return {}
+
+
+EXAMPLES: dict[type[Monitor], str] = {
+    BatchTimer: "BatchTimer{}()",
+    TrafficMonitor: "TrafficMonitor{}()",
+    PrivacyMonitor: "PrivacyMonitor{}(delta=1e-5)",
+    RankMonitor: "RankMonitor{}()",
+    RankSchedule: "RankSchedule{}({{0: 16, 1000: 8}})",
+    ReplicaCheck: "ReplicaCheck{}(every=100)",
+    AdaptiveBatchSize: "AdaptiveBatchSize{}(1024, local_bsz_bounds=(16, 256))",
+}
+"""The monitors of which each trainer has a callback, with the calls in the documentation's examples."""
+
+
+class Adapter:
+    """Base of the adapters that make monitors a callback of a trainer; the constructor takes the first one's arguments.
+
+    Args:
+        args: arguments of the first monitor.
+        settings: its keywords.
+    """
+
+    kinds: tuple[type[Monitor], ...]
+    _of_trainer: ClassVar[Mapping[str, Any]] = {}
+    """Arguments of the trainer's own class."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(**self._of_trainer)
+        first, *others = self.kinds
+        self._monitors: list[Any] = [first(*args, **settings), *(kind() for kind in others)]
+        self._means = Means()
+
+    def _start(self, *_: Any, **__: Any) -> None:
+        """Start a pass over the data."""
+        for monitor in self._monitors:
+            monitor.start()
+
+    def _begin(self, *_: Any, **__: Any) -> None:
+        """Start a batch or step."""
+        for monitor in self._monitors:
+            monitor.begin()
+
+
+def build_adapters(
+    bases: Callable[[type[Monitor]], tuple[type, ...]],
+    module: str,
+    call: str,
+    suffix: str = "",
+    *,
+    with_ranks: bool = False,
+) -> list[Any]:
+    """Build the callbacks of a trainer, one for each monitor, in the order of `EXAMPLES`.
+
+    Args:
+        bases: the base classes for a monitor, such as an adapter and the trainer's own class.
+        module: name of the module that contains the callbacks.
+        call: the documentation's example, with ``{}`` for the call of a callback.
+        suffix: end of the callbacks' names.
+        with_ranks: whether the callback for traffic also has the means of ranks.
+    """
+    built = []
+    for kind, example in EXAMPLES.items():
+        more = "\n\n    The callback also logs the means of `RankMonitor`."
+        added = (RankMonitor,) if with_ranks and kind is TrafficMonitor else ()
+        text = (kind.__doc__ or "").rstrip() + more * len(added)
+        text += f"\n\n    Example:\n        >>> {call.format(example.format(suffix))}\n    "
+        members = {"kinds": (kind, *added), "__doc__": text, "__module__": module}
+        built.append(type(kind.__name__ + suffix, bases(kind), members))
+    return built

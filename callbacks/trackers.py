@@ -20,6 +20,7 @@ from ..ddp import DistributedDataParallel
 from ..reduction import GradientReduction
 from ..support.files import replacing
 from ..support.logs import get_logger
+from ..support.refusals import refuse
 from ..support.registry import Registry
 from .monitors import RankMonitor, TrafficMonitor
 
@@ -324,11 +325,12 @@ def track(
         >>> tracking = dadplug.track(model.reduction, "csv", path="run.csv", every=20)
         >>> tracking.log({"loss": loss.item()})
     """
-    if every < 1:
-        raise ValueError(f"every must be at least 1, got {every}")
+    names = ", ".join(settings)
+    refuse(
+        (every < 1, f"every must be at least 1, got {every}"),
+        (isinstance(tracker, Tracker) and settings, f"{names}: settings are for trackers that are given by name"),
+    )
     found = reduction.reduction if isinstance(reduction, DistributedDataParallel) else reduction
-    if isinstance(tracker, Tracker) and settings:
-        raise ValueError(f"{', '.join(settings)}: settings are for trackers that are given by name")
     build = TRACKERS[tracker] if isinstance(tracker, str) else lambda: tracker
     writes = found.site_rank == 0 or all_sites
     return Tracking(found, build(**settings) if writes else None, every, layers)

@@ -10,7 +10,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,10 @@ from .hub.connect import connect
 from .local_steps.options import LOCAL_MODE, LocalOptions, options_class, options_of
 from .options import Options
 from .runners.loaders import check_split_data
+from .support.environment import environment
 from .support.files import load_tensors
 from .support.logs import get_logger
+from .support.refusals import refuse
 from .support.signature import split_keywords, takes_keywords_of
 
 try:
@@ -48,7 +50,7 @@ if tuple(map(int, accelerate.__version__.split(".")[:2])) < (1, 1):
     raise ImportError(f"dadplug.accelerate needs accelerate 1.1 or newer, got {accelerate.__version__}")
 
 _log = get_logger(__name__)
-_OF_WRAPPER = ("broadcast_buffers", "state", "in_trainer")  # arguments of `DistributedDataParallel` that are no options
+_OF_WRAPPER = ("broadcast_buffers", "state")  # arguments of `DistributedDataParallel` that are no options
 _SHARDING = {
     "fsdp_plugin": ("ACCELERATE_USE_FSDP", "FSDP"),
     "deepspeed_plugin": ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"),
@@ -92,6 +94,7 @@ class Accelerator(accelerate.Accelerator):
     _options: dict[str, Any]
     _wrapped: list[DistributedDataParallel]
     _split_data: bool
+    _in_trainer = False  # see `use`
     _joining: dict[str, Any]  # objects whose state a site gets that joins in mid-training
 
     @takes_keywords_of(Options, accelerate.Accelerator.__init__)
@@ -109,19 +112,21 @@ class Accelerator(accelerate.Accelerator):
         known = signature(accelerate.Accelerator.__init__).parameters
         given = dict(zip(list(known)[1:], arguments, strict=False)) | rest
         _refuse_sharding(given)
-        for name in rest:
-            if name not in known:
-                raise options_class(mode).unknown(name)
+        if unknown := [name for name in rest if name not in known]:
+            raise options_class(mode).unknown(unknown[0])
         if kit is not None:
             connect(kit=kit)
         _check_place(given)
         with _as_launched():
             super().__init__(*arguments, **rest)
-        if self.num_processes == 1 and _announced() > 1:
-            raise ValueError(
+        refuse(
+            (
+                self.num_processes == 1 and _announced() > 1,
                 f"{_announced()} processes have been started, and accelerate's state was made before as that of one: "
-                "make this Accelerator before PartialState() and other objects of accelerate, and with cpu=True on CPUs"
+                "make this Accelerator before PartialState() and other objects of accelerate, and with cpu=True on "
+                "CPUs",
             )
+        )
         self._begin(options, split_data)
 
     def _begin(self, options: dict[str, Any], split_data: bool | str = "auto") -> None:
@@ -133,10 +138,12 @@ class Accelerator(accelerate.Accelerator):
         """
         _check_options(options)
         _check_configuration(self, split_data)
-        if options.get("min_sites") is not None and current_connection() is None:
-            raise ValueError(
-                "min_sites needs a hub, which tracks the sites that are present: give the Accelerator kit="
+        refuse(
+            (
+                options.get("min_sites") is not None and current_connection() is None,
+                "min_sites needs a hub, which tracks the sites that are present: give the Accelerator kit=",
             )
+        )
         if self.scaler is not None:
             options.setdefault("check_finite", False)  # the scaler looks for Inf itself
         if self.ddp_handler is not None:
@@ -220,39 +227,39 @@ class Accelerator(accelerate.Accelerator):
         return wrapped
 
     def _wrap(self, model: nn.Module) -> DistributedDataParallel:
-        options = self._options
+        options, found = self._options, [each for name, each in self._joining.items() if name.startswith("optimizer")]
         if self._takes_local_steps:
-            return self._wrap_for_local_steps(model)
+            from .local_steps.wrapped import LocalModel
+
+            refuse(
+                (
+                    len(found) != 1 or self._wrapped,
+                    "mode='localsgd' is for one model with one optimizer: prepare both in one call, and put further "
+                    "models into one module",
+                )
+            )
+            own = {name: value for name, value in options.items() if name in LocalOptions.names()}
+            own["state"] = options.get("state") or (self._joining if self._elastic else None)
+            optimizer = getattr(found[0], "optimizer", found[0])
+            return LocalModel(model, optimizer, in_trainer=self._in_trainer, **own)
         if self._elastic:
-            if self._wrapped:
-                raise ValueError(
-                    "min_sites goes with one model: train the others without it, or put them in one module"
-                )
             options = {"state": self._joining} | options
-            if not any(name.startswith("optimizer") for name in options["state"]):
-                raise ValueError(
+            refuse(
+                (
+                    self._wrapped,
+                    "min_sites goes with one model: train the others without it, or put them in one module",
+                ),
+                (
+                    not any(name.startswith("optimizer") for name in options["state"]),
                     "a site that joins in mid-training needs the state of the optimizer: with min_sites, prepare model "
-                    "and optimizer in one call"
-                )
+                    "and optimizer in one call",
+                ),
+            )
         return DistributedDataParallel(model, **options)
 
     @property
     def _takes_local_steps(self) -> bool:
         return bool(self._options["mode"] == LOCAL_MODE)
-
-    def _wrap_for_local_steps(self, model: nn.Module) -> DistributedDataParallel:
-        from .local_steps.wrapped import LocalModel
-
-        found = [each for name, each in self._joining.items() if name.startswith("optimizer")]
-        if len(found) != 1 or self._wrapped:
-            raise ValueError(
-                "mode='localsgd' is for one model with one optimizer: prepare both in one call, and put further models "
-                "into one module"
-            )
-        own = {name: value for name, value in self._options.items() if name in LocalOptions.names()}
-        own |= {name: value for name, value in self._options.items() if name == "in_trainer"}
-        state = self._options.get("state") or (self._joining if self._elastic else None)
-        return LocalModel(model, getattr(found[0], "optimizer", found[0]), state=state, **own)
 
     def _is_prepared(self, model: nn.Module) -> bool:
         prepared = isinstance(model, DistributedDataParallel) and getattr(model, "_is_accelerate_prepared", False)
@@ -262,24 +269,34 @@ class Accelerator(accelerate.Accelerator):
         """Raise ValueError if a model cannot be wrapped."""
         if self._is_prepared(model):
             return
-        if isinstance(model, (TorchDDP, DataParallel)):
-            raise ValueError(
-                f"the model is wrapped in {type(model).__name__} already: give prepare() the model itself, which is "
-                ".module of it, since the Accelerator wraps it"
-            )
-        if any(each.module is model or getattr(each.module, "_orig_mod", None) is model for each in self._wrapped):
-            raise ValueError("the model is prepared already: use what the first prepare() has returned")
+        wrapped = [inner for each in self._wrapped for inner in (each.module, getattr(each.module, "_orig_mod", None))]
         devices = {parameter.device for parameter in model.parameters()}
-        if torch.device("meta") in devices:
-            raise ValueError("the model has parameters on the meta device: load or initialise them before prepare()")
-        if len(devices) > 1 and not self.device_placement:
-            places = ", ".join(sorted(map(str, devices)))
-            raise ValueError(f"the model is on several devices ({places}): move all of it to one before prepare()")
-        if devices and not self.device_placement and {each.type for each in devices} != {self.device.type}:
-            raise ValueError(
-                f"the model is on {devices.pop()}, and the accelerator on {self.device}: move the model there before "
-                "prepare(), or leave out device_placement=False"
-            )
+        places = ", ".join(sorted(map(str, devices)))
+        elsewhere = devices and {each.type for each in devices} != {self.device.type}
+        refuse(
+            (
+                isinstance(model, (TorchDDP, DataParallel)),
+                f"the model is wrapped in {type(model).__name__} already: give prepare() the model itself, which is "
+                ".module of it, since the Accelerator wraps it",
+            ),
+            (
+                any(model is each for each in wrapped),
+                "the model is prepared already: use what the first prepare() has returned",
+            ),
+            (
+                torch.device("meta") in devices,
+                "the model has parameters on the meta device: load or initialise them before prepare()",
+            ),
+            (
+                len(devices) > 1 and not self.device_placement,
+                f"the model is on several devices ({places}): move all of it to one before prepare()",
+            ),
+            (
+                elsewhere and not self.device_placement,
+                f"the model is on {places}, and the accelerator on {self.device}: move the model there before "
+                "prepare(), or leave out device_placement=False",
+            ),
+        )
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Optimizer:
         """Prepare an optimizer; before its first step, it is compared with the models.
@@ -567,22 +584,28 @@ class Accelerator(accelerate.Accelerator):
         return super().free_memory(*objects)
 
 
-def use(accelerator: accelerate.Accelerator, mode: str = "rankdad", **options: Any) -> None:
+def use(
+    accelerator: accelerate.Accelerator, mode: str = "rankdad", *, in_trainer: bool = False, **options: Any
+) -> None:
     """Let an accelerator that exists wrap the models that it prepares from now on in dadplug's class.
 
     Args:
         accelerator: the accelerator, of accelerate's class or a subclass of it.
         mode: name of a method, as in `dadplug.GradientReduction`.
+        in_trainer: whether all sites take as many steps in an epoch, by a trainer, see `dadplug.LocalSGD`.
         options: the other options, see `dadplug.options.Options`, and ``split_data``, ``broadcast_buffers`` and
             ``state`` of `Accelerator` and `dadplug.DistributedDataParallel`.
 
     Raises:
         ValueError: as in `Accelerator`, or if a model is wrapped already.
     """
-    if isinstance(accelerator, Accelerator):
-        raise ValueError("the accelerator uses dadplug already")
-    if any(not getattr(each, "_is_accelerate_prepared", False) for each in accelerator._models):
-        raise ValueError("the accelerator has wrapped a model in torch's class already: call use() before prepare()")
+    refuse(
+        (isinstance(accelerator, Accelerator), "the accelerator uses dadplug already"),
+        (
+            any(not getattr(each, "_is_accelerate_prepared", False) for each in accelerator._models),
+            "the accelerator has wrapped a model in torch's class already: call use() before prepare()",
+        ),
+    )
     split_data = options.pop("split_data", "auto")
     _check_options({"mode": mode} | options)
     _refuse_sharding({})
@@ -590,6 +613,7 @@ def use(accelerator: accelerate.Accelerator, mode: str = "rankdad", **options: A
     kind = type(accelerator)
     own = Accelerator if kind is accelerate.Accelerator else type(kind.__name__, (Accelerator, kind), {})
     accelerator.__class__ = own
+    accelerator._in_trainer = in_trainer
     accelerator._begin({"mode": mode} | options, split_data)
 
 
@@ -624,69 +648,71 @@ def _check_place(given: Mapping[str, Any]) -> None:
         given: arguments of accelerate's class, by name.
     """
     on_cpu = bool(given.get("cpu")) or os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1")
-    if not on_cpu and not torch.accelerator.is_available():
-        if _announced() > 1:
-            raise ValueError(
-                f"{_announced()} processes have been started, and without a GPU accelerate lets each of them train "
-                "alone: give the Accelerator cpu=True"
-            )
-        on_cpu = True
-    if on_cpu:
-        _refuse_lone_launch()
-    precision = given.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    _check_precision(str(precision), "cpu" if on_cpu else "gpu")
-
-
-def _refuse_lone_launch() -> None:
-    """Raise ValueError if accelerate launch was asked for several processes, and has started one."""
+    alone = not on_cpu and not torch.accelerator.is_available()
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
     launched = "ACCELERATE_DYNAMO_BACKEND" in os.environ and "MASTER_ADDR" in os.environ  # which it sets for several
-    if launched and _announced() == 1 and not any(name in os.environ for name in names):
-        raise ValueError(
+    refuse(
+        (
+            alone and _announced() > 1,
+            f"{_announced()} processes have been started, and without a GPU accelerate lets each of them train alone: "
+            "give the Accelerator cpu=True",
+        ),
+        (
+            (on_cpu or alone) and launched and _announced() == 1 and not any(name in os.environ for name in names),
             "accelerate launch --cpu starts one process on a machine, whatever --num_processes says, unless it gets "
             "--mpirun_hostfile: leave --cpu out and give --multi_gpu, with Accelerator(cpu=True) in the script, which "
-            "starts all of them on CPUs, or use torchrun, or set RANK and WORLD_SIZE for each process"
-        )
+            "starts all of them on CPUs, or use torchrun, or set RANK and WORLD_SIZE for each process",
+        ),
+    )
+    precision = given.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    _check_precision(str(precision), "cpu" if on_cpu or alone else "gpu")
 
 
 def _check_precision(precision: str, device_type: str) -> None:
-    if precision == "fp16" and device_type == "cpu":
-        raise ValueError(
-            "mixed_precision='fp16' has no effect on CPUs, where accelerate would train in float32: give 'bf16' or 'no'"
-        )
-    if precision == "fp8":
-        raise ValueError(
-            "mixed_precision='fp8' replaces linear layers by others, whose gradients dadplug does not know: give 'bf16'"
-        )
+    refuse(
+        (
+            precision == "fp16" and device_type == "cpu",
+            "mixed_precision='fp16' has no effect on CPUs, where accelerate would train in float32: give 'bf16' or "
+            "'no'",
+        ),
+        (
+            precision == "fp8",
+            "mixed_precision='fp8' replaces linear layers by others, whose gradients dadplug does not know: give "
+            "'bf16'",
+        ),
+    )
 
 
 def _check_configuration(accelerator: accelerate.Accelerator, split_data: bool | str) -> None:
     """Raise ValueError if an accelerator is configured in a way that does not go with dadplug."""
     kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
-    if kind != "NO" and not kind.startswith("MULTI_"):
-        raise ValueError(f"distributed type {kind} does not go with dadplug: start one process for each CPU or GPU")
+    processes = kind == "NO" or kind.startswith("MULTI_")
+    refuse((not processes, f"distributed type {kind} does not go with dadplug: start one process for each CPU or GPU"))
     check_split_data(split_data)
     _check_precision(accelerator.mixed_precision, accelerator.device.type)
-    if accelerator.split_batches:
-        raise ValueError(
+    refuse(
+        (
+            accelerator.split_batches,
             "split_batches=True divides each batch over the processes, and where it does not divide evenly leaves some "
-            "of them without rows: leave it out, and give the loader the batch size of one process"
-        )
-    if accelerator.dispatch_batches:
-        raise ValueError(
+            "of them without rows: leave it out, and give the loader the batch size of one process",
+        ),
+        (
+            accelerator.dispatch_batches,
             "dispatch_batches=True sends the data of process 0 to all sites in each step: leave it out, so that each "
-            "site loads its own part"
-        )
-    handler = accelerator.ddp_handler
+            "site loads its own part",
+        ),
+    )
     for name in ("comm_hook", "comm_wrapper"):
-        asked = getattr(handler, name, "no")
+        asked = getattr(accelerator.ddp_handler, name, "no")
         hook = str(getattr(asked, "value", asked))
-        if hook != "no":
-            remedy = "mode='powersgd'" if "power" in hook else f"wire={hook.replace('fp16', 'bf16')!r}"
-            raise ValueError(
+        remedy = "mode='powersgd'" if "power" in hook else f"wire={hook.replace('fp16', 'bf16')!r}"
+        refuse(
+            (
+                hook != "no",
                 f"{name}={hook!r} in DistributedDataParallelKwargs: the mode decides what is sent. Leave it out, and "
-                f"give the Accelerator {remedy} for what it did"
+                f"give the Accelerator {remedy} for what it did",
             )
+        )
 
 
 @contextmanager
@@ -696,21 +722,15 @@ def _joined(models: Sequence[DistributedDataParallel], enable: bool) -> Iterator
     A site that has left takes part in the steps of all of them at the same time, with a thread for each.
     """
     contexts = [model.join(enable=enable) for model in models]
-    for context in contexts:
-        context.__enter__()
-    try:
-        yield
-    except BaseException as error:
+    with ExitStack() as entered:
         for context in contexts:
-            with suppress(type(error)):
-                context.__exit__(type(error), error, error.__traceback__)
-        raise
-    if len(contexts) == 1:
-        contexts[0].__exit__(None, None, None)
-        return
-    with ThreadPoolExecutor(max(1, len(contexts))) as pool:
-        for ended in [pool.submit(context.__exit__, None, None, None) for context in contexts]:
-            ended.result()
+            entered.enter_context(context)
+        yield
+        if len(contexts) > 1:
+            entered.pop_all()
+            with ThreadPoolExecutor(len(contexts)) as pool:
+                for ended in [pool.submit(context.__exit__, None, None, None) for context in contexts]:
+                    ended.result()
 
 
 def _identities(models: Sequence[nn.Module]) -> set[int]:
@@ -747,23 +767,15 @@ def _announced() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-@contextmanager
-def _as_launched() -> Iterator[None]:
+def _as_launched() -> AbstractContextManager[None]:
     """Let accelerate find a process group that exists, such as that of `dadplug.connect`, as if by a launcher."""
     names = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    before = {name: os.environ[name] for name in names if name in os.environ}
     connected = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    if not connected or int(before.get("WORLD_SIZE", "1")) > 1:
-        yield
-        return
+    if not connected or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return nullcontext()
     own = {"WORLD_SIZE": str(dist.get_world_size()), "RANK": str(dist.get_rank()), "LOCAL_RANK": "0"}
-    os.environ.update(own | {"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"})  # of a group that exists: not used
-    try:
-        yield
-    finally:
-        for name in names:
-            os.environ.pop(name, None)
-        os.environ.update(before)
+    own |= {"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}  # of a group that exists: not used
+    return environment({name: os.environ.get(name) for name in names} | own)
 
 
 def _memory_path(folder: str, rank: int) -> Path:
@@ -772,7 +784,5 @@ def _memory_path(folder: str, rank: int) -> Path:
 
 def _read_memory(folder: str, rank: int) -> dict[str, Any] | None:
     path = _memory_path(folder, rank)
-    if not path.is_file():
-        return None
-    saved: dict[str, Any] = load_tensors(path, str(path))
+    saved: dict[str, Any] | None = load_tensors(path, str(path)) if path.is_file() else None
     return saved

@@ -19,7 +19,7 @@ from .runners._lightning import packages_in_use, strategy_base
 from .support.signature import takes_keywords_of
 
 if TYPE_CHECKING:
-    from .runners.dad_strategy import DADStrategyBase as RayDADStrategy
+    from .runners._lightning.strategies import DADStrategyBase as RayDADStrategy
 
     _Strategy = RayDADStrategy
 else:

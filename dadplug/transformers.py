@@ -9,7 +9,6 @@ trainer.train()
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from .options import Options
 from .runners.loaders import check_split_data
 from .runners.site_trainer import AttachedTrainer, SiteTrainer
 from .support.logs import get_logger
+from .support.refusals import refuse
 from .support.signature import takes_keywords_of
 
 _log = get_logger(__name__)
@@ -71,7 +71,8 @@ def attach(
         >>> trainer.train()
         >>> print(trainer.reduction.plan)
     """
-    own = _check(trainer, {"mode": mode} | options, kit, split_data)
+    own = {"mode": mode} | options
+    _check(trainer, own, kit, split_data)
     launched = trainer.args.world_size > 1
     if kit is not None and not launched:
         connect(kit=kit, timeout=options_of(**own).timeout)
@@ -83,28 +84,35 @@ def attach(
         )
         return
     _mix_in(trainer, AttachedTrainer if launched else SiteTrainer, own, split_data)
-    _add_monitors(trainer)
+    from .callbacks.transformers import TrafficMonitor
+
+    if not any(isinstance(each, TrafficMonitor) for each in trainer.callback_handler.callbacks):
+        trainer.add_callback(TrafficMonitor())
 
 
-def _check(trainer: Any, options: dict[str, Any], kit: str | Path | None, split_data: bool | str) -> dict[str, Any]:
-    """Return the options, with those that follow from the Trainer; raise an error for what does not go."""
+def _check(trainer: Any, options: dict[str, Any], kit: str | Path | None, split_data: bool | str) -> None:
+    """Raise an error for what does not go with dadplug."""
     import transformers
 
     if not isinstance(trainer, transformers.Trainer):
         raise TypeError(f"attach() takes a Trainer of transformers, or of a subclass, got {type(trainer).__name__}")
-    for reason in _reasons(trainer):
-        raise ValueError(reason)
+    _check_model(trainer)
+    _check_settings(trainer)
     check_split_data(split_data)
-    own = _complete(trainer, options)
-    _check_place(trainer, kit, options_of(**own))
-    if trainer.args.world_size == 1:
-        _check_alone(trainer)
-    if own.get("privacy") is not None and not hasattr(trainer, "_get_num_items_in_batch"):
-        raise ValueError(
+    _check_weights(trainer, options)
+    _check_place(trainer, kit, options_of(**options))
+    is_new = hasattr(trainer, "_run_epoch") and hasattr(trainer, "_get_num_items_in_batch")
+    refuse(
+        (
+            trainer.args.world_size == 1 and not is_new,
+            "sites without a launcher need transformers 5 or newer: pip install -U transformers",
+        ),
+        (
+            options.get("privacy") is not None and not is_new,
             "privacy needs transformers 5 or newer, where losses need not be divided by the tokens of a batch: "
-            "pip install -U transformers"
-        )
-    return own
+            "pip install -U transformers",
+        ),
+    )
 
 
 def _mix_in(trainer: Any, kind: type[AttachedTrainer], options: dict[str, Any], split_data: bool | str) -> None:
@@ -123,131 +131,127 @@ def _mix_in(trainer: Any, kind: type[AttachedTrainer], options: dict[str, Any], 
         raise
 
 
-def _reasons(trainer: Any) -> Iterator[str]:
-    """Yield why a Trainer cannot train by dadplug, with remedies."""
-    args, accelerator = trainer.args, trainer.accelerator
+def _check_model(trainer: Any) -> None:
+    """Raise ValueError if dadplug cannot wrap the model of a Trainer."""
+    args, accelerator, model = trainer.args, trainer.accelerator, trainer.model
     plain = getattr(accelerator, "parallelism_config", None)
-    if isinstance(trainer, AttachedTrainer):
-        yield "this Trainer is attached already: call attach() once"
-    if trainer.is_in_train or trainer.state.global_step > 0:
-        yield "this Trainer has begun to train: call attach() before trainer.train(), on a new Trainer"
-    if isinstance(trainer.model, (DataParallel, DistributedDataParallel)) or trainer.model_wrapped is not trainer.model:
-        yield (
-            "the model is wrapped already, by torch's DistributedDataParallel or another wrapper: give the Trainer the "
-            "model itself, which attach() wraps"
-        )
-    if getattr(trainer.model, "_is_accelerate_prepared", False) and not accelerator._models:
-        yield "the model has been prepared by another Accelerator: give the Trainer the model itself"
-    if trainer.is_deepspeed_enabled:
-        yield "DeepSpeed divides optimizer and gradients itself: leave deepspeed= out of the TrainingArguments"
-    if trainer.is_fsdp_enabled or getattr(trainer, "is_fsdp_xla_enabled", False):
-        yield (
-            "FSDP divides the model over processes, and dadplug needs all of it at each site: leave fsdp= out of the "
-            "TrainingArguments"
-        )
     sizes = {f"{name}_size": getattr(plain, f"{name}_size", 1) or 1 for name in ("tp", "cp", "sp", "dp_shard")}
-    sizes["tp_size"] = max(sizes["tp_size"], getattr(trainer.model, "tp_size", None) or 1)
-    if split := [f"{name}={size}" for name, size in sizes.items() if size > 1]:
-        yield (
+    sizes["tp_size"] = max(sizes["tp_size"], getattr(model, "tp_size", None) or 1)
+    split = [f"{name}={size}" for name, size in sizes.items() if size > 1]
+    refuse(
+        (isinstance(trainer, AttachedTrainer), "this Trainer is attached already: call attach() once"),
+        (
+            trainer.is_in_train or trainer.state.global_step > 0,
+            "this Trainer has begun to train: call attach() before trainer.train(), on a new Trainer",
+        ),
+        (
+            isinstance(model, (DataParallel, DistributedDataParallel)) or trainer.model_wrapped is not model,
+            "the model is wrapped already, by torch's DistributedDataParallel or another wrapper: give the Trainer the "
+            "model itself, which attach() wraps",
+        ),
+        (
+            getattr(model, "_is_accelerate_prepared", False) and not accelerator._models,
+            "the model has been prepared by another Accelerator: give the Trainer the model itself",
+        ),
+        (
+            trainer.is_deepspeed_enabled,
+            "DeepSpeed divides optimizer and gradients itself: leave deepspeed= out of the TrainingArguments",
+        ),
+        (
+            trainer.is_fsdp_enabled or getattr(trainer, "is_fsdp_xla_enabled", False),
+            "FSDP divides the model over processes, and dadplug needs all of it at each site: leave fsdp= out of the "
+            "TrainingArguments",
+        ),
+        (
+            split,
             f"the model or its batches are divided over processes ({', '.join(split)}), and dadplug needs all of the "
-            "model at each site: leave parallelism_config= and tp_plan= out"
-        )
-    if trainer.is_model_parallel or getattr(trainer, "is_distributed_loading_by_transformers", False):
-        yield (
+            "model at each site: leave parallelism_config= and tp_plan= out",
+        ),
+        (
+            trainer.is_model_parallel or getattr(trainer, "is_distributed_loading_by_transformers", False),
             "the model was loaded in parts, on several devices or processes: load it on one device, without "
-            "device_map= and distributed_config="
-        )
-    if args.n_gpu > 1:
-        yield (
+            "device_map= and distributed_config=",
+        ),
+        (
+            args.n_gpu > 1,
             f"the Trainer uses {args.n_gpu} GPUs in one process, by torch.nn.DataParallel: start a process for each, "
-            "by torchrun --nproc-per-node, or show it one, by CUDA_VISIBLE_DEVICES=0"
-        )
-    yield from _reasons_of_settings(trainer)
+            "by torchrun --nproc-per-node, or show it one, by CUDA_VISIBLE_DEVICES=0",
+        ),
+    )
 
 
-def _reasons_of_settings(trainer: Any) -> Iterator[str]:
-    """Yield which training arguments do not go with dadplug, with remedies."""
-    args = trainer.args
-    if trainer.accelerator.split_batches:
-        yield (
-            "split_batches divides each batch of a loader over the processes, and leaves some without rows: leave it "
-            "out of accelerator_config=, and give the rows of one process as per_device_train_batch_size"
-        )
-    if args.auto_find_batch_size:
-        yield (
-            "auto_find_batch_size lets each process find a batch of its own after a failure, and the others wait for "
-            "it: leave it out, and give per_device_train_batch_size"
-        )
+def _check_settings(trainer: Any) -> None:
+    """Raise ValueError if training arguments do not go with dadplug."""
+    args, optimizer = trainer.args, trainer.optimizer
     name = str(getattr(args.optim, "value", args.optim))
-    if name in _STEPS_IN_BACKWARD or "layerwise" in name:
-        yield (
+    own = {id(parameter) for parameter in trainer.model.parameters()}
+    groups = [] if optimizer is None else optimizer.param_groups
+    stepped = {id(each) for group in groups for each in group["params"]}
+    refuse(
+        (
+            trainer.accelerator.split_batches,
+            "split_batches divides each batch of a loader over the processes, and leaves some without rows: leave it "
+            "out of accelerator_config=, and give the rows of one process as per_device_train_batch_size",
+        ),
+        (
+            args.auto_find_batch_size,
+            "auto_find_batch_size lets each process find a batch of its own after a failure, and the others wait for "
+            "it: leave it out, and give per_device_train_batch_size",
+        ),
+        (
+            name in _STEPS_IN_BACKWARD or "layerwise" in name,
             f"optim={name!r} steps during the backward pass, before gradients are synchronized: take another one, such "
-            "as 'adamw_torch'"
-        )
-    if trainer.optimizer is not None:
-        own = {id(parameter) for parameter in trainer.model.parameters()}
-        stepped = [each for group in trainer.optimizer.param_groups for each in group["params"]]
-        if not any(id(parameter) in own for parameter in stepped):
-            yield (
-                "the optimizer in optimizers= has none of the model's parameters: build it from "
-                "trainer.model.parameters(), or leave it out"
-            )
+            "as 'adamw_torch'",
+        ),
+        (
+            optimizer is not None and not stepped & own,
+            "the optimizer in optimizers= has none of the model's parameters: build it from "
+            "trainer.model.parameters(), or leave it out",
+        ),
+    )
 
 
-def _complete(trainer: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options, with those that follow from the Trainer.
-
-    Raises:
-        ValueError: if sites are to count by samples, and the Trainer has weighted their losses.
-    """
-    if trainer.args.world_size == 1:
-        return options
+def _check_weights(trainer: Any, options: dict[str, Any]) -> None:
+    """Raise ValueError if processes are to count by samples, and the Trainer has weighted their losses."""
+    args = trainer.args
     by_tokens = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
-    if options["mode"] == LOCAL_MODE and by_tokens and trainer.args.average_tokens_across_devices:
-        raise ValueError(
+    over_all = args.world_size > 1 and by_tokens and args.average_tokens_across_devices
+    refuse(
+        (
+            options["mode"] == LOCAL_MODE and over_all,
             "local steps do not wait for other processes, and the Trainer divides each loss by the tokens of all of "
-            "them: set average_tokens_across_devices=False in the TrainingArguments"
-        )
-    if options.get("weighting") == "samples" and by_tokens and trainer.args.average_tokens_across_devices:
-        raise ValueError(
+            "them: set average_tokens_across_devices=False in the TrainingArguments",
+        ),
+        (
+            options.get("weighting") == "samples" and over_all,
             "weighting='samples' would weight losses a second time, which the Trainer divides by the "
-            "tokens of all processes: leave it out, or set average_tokens_across_devices=False"
-        )
-    return options
+            "tokens of all processes: leave it out, or set average_tokens_across_devices=False",
+        ),
+    )
 
 
 def _check_place(trainer: Any, kit: str | Path | None, options: Options | LocalOptions) -> None:
     """Raise ValueError if the processes are started in a way in which they would not train together."""
     launched, announced = trainer.args.world_size > 1, int(os.environ.get("WORLD_SIZE", "1"))
-    if not launched and announced > 1:
-        raise ValueError(
+    connected, elastic = current_connection() is not None, options.min_sites is not None
+    refuse(
+        (
+            not launched and announced > 1,
             f"a launcher has started {announced} processes, and the Trainer works alone in each of them: without GPUs "
-            "it needs use_cpu=True in the TrainingArguments"
-        )
-    if launched and kit is not None and current_connection() is None:
-        raise ValueError(
+            "it needs use_cpu=True in the TrainingArguments",
+        ),
+        (
+            launched and kit is not None and not connected,
             "a launcher has connected the processes already: call dadplug.connect(kit=...) before the "
-            "TrainingArguments are made, or start the script without a launcher at each site"
-        )
-    if options.min_sites is not None and launched:
-        raise ValueError(
+            "TrainingArguments are made, or start the script without a launcher at each site",
+        ),
+        (
+            elastic and launched,
             "min_sites needs a Trainer that works without the other processes: start the script without a launcher at "
-            "each site, with attach(..., kit=...)"
-        )
-    if options.min_sites is not None and kit is None and current_connection() is None:
-        raise ValueError("min_sites needs a hub, which tracks the sites that are present: attach(..., kit=...)")
-
-
-def _check_alone(trainer: Any) -> None:
-    """Raise ValueError if a Trainer lacks what sites with data of their own need."""
-    parts = ("_run_epoch", "_maybe_log_save_evaluate", "_get_num_items_in_batch", "_prepare_for_training")
-    if not all(hasattr(trainer, name) for name in parts):
-        raise ValueError("sites without a launcher need transformers 5 or newer: pip install -U transformers")
-
-
-def _add_monitors(trainer: Any) -> None:
-    """Let traffic and ranks be logged, where the Trainer has no such callback."""
-    from .callbacks.transformers import TrafficMonitor
-
-    if not any(isinstance(each, TrafficMonitor) for each in trainer.callback_handler.callbacks):
-        trainer.add_callback(TrafficMonitor())
+            "each site, with attach(..., kit=...)",
+        ),
+        (
+            elastic and kit is None and not connected,
+            "min_sites needs a hub, which tracks the sites that are present: attach(..., kit=...)",
+        ),
+    )

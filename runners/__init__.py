@@ -6,28 +6,17 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from ._catalyst import from_catalyst
-from ._lightning import STRATEGIES, needs_lightning, packages_in_use, strategy_base
+from ._lightning import needs_lightning, packages_in_use, strategy_base
 from ._lightning import register_strategies as register_strategies
+from .ways import RUNNERS, STRATEGIES
 
 if TYPE_CHECKING:
-    from .adapm_runner import AdaPMRunner
-    from .adapm_strategy import AdaPMStrategyBase as AdaPMStrategy
-    from .dad_strategy import DADStrategyBase as DADStrategy
-    from .distributed_runner import DistributedRunner
-    from .hogwild_runner import HogwildRunner
-    from .hogwild_strategy import HogwildStrategyBase as HogwildStrategy
-    from .local_sgd_runner import LocalSGDRunner
-    from .local_sgd_strategy import LocalSGDStrategyBase as LocalSGDStrategy
-    from .parameter_server_runner import ParameterServerRunner
-    from .parameter_server_strategy import ParameterServerStrategyBase as ParameterServerStrategy
-
-_RUNNERS = {
-    "AdaPMRunner": "adapm_runner",
-    "DistributedRunner": "distributed_runner",
-    "HogwildRunner": "hogwild_runner",
-    "LocalSGDRunner": "local_sgd_runner",
-    "ParameterServerRunner": "parameter_server_runner",
-}
+    from ._lightning.adapm import AdaPMStrategyBase as AdaPMStrategy
+    from ._lightning.hogwild import HogwildStrategyBase as HogwildStrategy
+    from ._lightning.strategies import DADStrategyBase as DADStrategy
+    from ._lightning.strategies import LocalSGDStrategyBase as LocalSGDStrategy
+    from ._lightning.strategies import ParameterServerStrategyBase as ParameterServerStrategy
+    from .catalyst import AdaPMRunner, DistributedRunner, HogwildRunner, LocalSGDRunner, ParameterServerRunner
 
 __all__ = [
     "AdaPMRunner",
@@ -47,9 +36,9 @@ def __getattr__(name: str) -> Any:
     if name in STRATEGIES:
         single = len(packages_in_use()) == 1
         return getattr(needs_lightning(name, __name__), name) if single else _StrategyFactory(name)
-    if name not in _RUNNERS:
+    if name not in RUNNERS:
         raise AttributeError(f"module 'dadplug.runners' has no attribute {name!r}")
-    return from_catalyst(name, f"{__name__}.{_RUNNERS[name]}")
+    return from_catalyst(name, f"{__name__}.catalyst")
 
 
 class _StrategyFactory:

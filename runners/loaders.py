@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sa
 
 from ..adaptive import ElasticDataLoader
 from ..adaptive.loader import seeded
+from ..errors import MismatchError
 from ..exchange import Transport
 from ..hogwild import DealtLoader, Hogwild
 from ..parameter_server import ParameterServer
@@ -297,6 +298,40 @@ def fingerprint(loader: Any) -> str | None:
         with seeded(place):  # random augmentations come out the same
             _feed(digest, loader.dataset[place])
     return digest.hexdigest()
+
+
+def data_to_split(
+    loader: Any, split: bool | str, name: str, gather: Callable[[Any], Iterable[Any]], known: str | None = ""
+) -> str | None:
+    """Agree on whether the data of a loader are split over the sites; all sites must call it together.
+
+    Args:
+        loader: loader of this site.
+        split: True: split the data set, which is the same on all sites; False: do not, since each site has its own;
+            ``"auto"``: split it if it is the same on all sites.
+        name: name of the loader, for messages.
+        gather: gathers an object from each site that is present.
+        known: what the other sites have got, for a site that joins them in mid-training.
+
+    Returns:
+        The fingerprint of the data set if it is split, else None.
+
+    Raises:
+        MismatchError: if `split` is True and the data sets differ, or `split` differs between sites.
+    """
+    own = fingerprint(loader) if split is not False else None
+    by_site = [(split, known)] if known != "" else [*gather((split, own))]
+    if any(other[0] != split for other in by_site):
+        raise MismatchError(f"split_data differs between sites: {', '.join(str(other[0]) for other in by_site)}")
+    alike = own is not None and all(other[1] == own for other in by_site)
+    if known and not alike:
+        raise MismatchError(f"loader {name!r} is split over the sites, and this one has another data set in it")
+    if split is True and not alike:
+        raise MismatchError(
+            f"loader {name!r} is to be split over the sites, but they do not have the same data set in it; pass "
+            "split_data=False where every site brings its own"
+        )
+    return own if alike else None
 
 
 def _feed(digest: Any, item: Any) -> None:

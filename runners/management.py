@@ -18,12 +18,10 @@ from ..adapm.engine import TECHNIQUES
 from ..adapm.model import Ids, find_layers
 from ..adapm.recorder import count_missing
 from ..options import Options
-from ..support.signature import OptionSet, number, option, split_keywords, unknown_option
-
-
-def _check_intent(name: str, value: Any) -> None:
-    if value is not None and value != "auto" and not callable(value):
-        raise ValueError(f"{name} must be 'auto', a function from a batch to its ids, or None, got {value!r}")
+from ..reduction import GradientReduction
+from ..support.refusals import refuse
+from ..support.signature import OptionSet, number, option, split_keywords, unknown_option, valid
+from .exchanges import SynchronousSteps
 
 
 def _check_backend(name: str, value: Any) -> None:
@@ -41,7 +39,10 @@ class Management(OptionSet):
     intent: str | Callable[[Any], Any] | None = option(  # noqa: RUF009
         "auto",
         "function from a batch to ids by the names of weights; auto finds them; None for no lookahead",
-        _check_intent,
+        valid(
+            "'auto', a function from a batch to its ids, or None",
+            lambda value: value is None or value == "auto" or callable(value),
+        ),
     )
     lookahead: int = option(
         16, "number of batches that are announced in advance", number("at least 1", lambda value: value >= 1)
@@ -55,14 +56,24 @@ class Management(OptionSet):
     )
     backend: str = option("builtin", "engine that holds the tables", _check_backend)
 
-    @classmethod
-    def split(
-        cls, owner: str, trainer: type, mode: str, arguments: dict[str, Any]
-    ) -> tuple[Management, dict[str, Any]]:
+
+class ManagedEmbeddings(SynchronousSteps):
+    """Embeddings in tables that a parameter manager spreads over the sites; all else as in `SynchronousSteps`.
+
+    Attributes:
+        managed: the `AdaModel` of the running training, with its tables and traffic; None outside of a training.
+    """
+
+    managed: AdaModel | None = None
+    _management: Management
+    _owner: Any = None  # optimizer of the embeddings
+    _optimizers: Any
+    _always_reduces = True  # whether there is a reduction where all parameters are managed
+
+    def _split(self, trainer: type, mode: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """Take the options of managed embeddings out of the arguments of a strategy or runner; check all names.
 
         Args:
-            owner: name of the user's runner or strategy, for messages.
             trainer: dataclass of the arguments that are no options.
             mode: method for the parameters that are not managed.
             arguments: the arguments.
@@ -70,57 +81,59 @@ class Management(OptionSet):
         Raises:
             ValueError: if one is unknown or not valid; the message lists the valid ones.
         """
-        own, others = split_keywords(cls, arguments)
-        management, options = cls(**own), split_keywords(trainer, others)[1]
-        names = ["mode", *cls.names(), *(name for name in Options.names() if name != "mode")]
+        own, others = split_keywords(Management, arguments)
+        self._management, options = Management(**own), split_keywords(trainer, others)[1]
+        names = ["mode", *Management.names(), *(name for name in Options.names() if name != "mode")]
         for name in options:
             if name not in names:
                 raise unknown_option(name, names)
-        Options(mode=mode, **options).check_all_stay(owner)
-        return management, others
+        Options(mode=mode, **options).check_all_stay(type(self).__name__)
+        return others
 
-    def manage(self, owner: str, model: nn.Module, optimizer: Any, options: dict[str, Any]) -> AdaModel:
-        """Move a model's embeddings into tables; all sites must call it.
+    def _build_reduction(self, model: nn.Module, settings: dict[str, Any]) -> GradientReduction | None:
+        """Move the model's embeddings into tables; all sites must call it.
 
-        Args:
-            owner: name of the user's runner or strategy, for messages.
-            model: model with the embeddings.
-            optimizer: optimizer of the embeddings.
-            options: options of `AdaModel` for all other parameters.
+        Raises:
+            ValueError: if there is no optimizer, or several have embeddings.
         """
-        manager = ParameterManager(
-            backend=self.backend,
-            technique=self.technique,
-            timeout=options["timeout"],
-            interval=self.interval,
-            process_group=options.get("process_group"),
+        name, choice = type(self).__name__, self._management
+        owners = [optimizer for optimizer in self._optimizers if find_layers(model, optimizer)]
+        refuse(
+            (not self._optimizers, f"{name} needs an optimizer"),
+            (len(owners) > 1, f"{name} needs all embeddings in one optimizer, and several have some"),
         )
+        self._owner = owners[0] if owners else self._optimizers[0]
+        manager = ParameterManager(
+            backend=choice.backend,
+            technique=choice.technique,
+            timeout=settings["timeout"],
+            interval=choice.interval,
+            process_group=self._process_group,
+        )
+        settings["always_reduce"] = self._always_reduces
         try:
-            managed = AdaModel(model, optimizer, manager, reduce=self.reduce, **options)
+            self.managed = AdaModel(model, self._owner, manager, reduce=choice.reduce, **settings)
         except BaseException as error:
             manager.abandon(f"{type(error).__name__}: {error}")
             raise
-        if not managed.managed:
+        if not self.managed.managed:
             warnings.warn(
-                f"{owner} found no embedding to manage: those of float32 are that are in an optimizer and that nothing "
+                f"{name} found no embedding to manage: those of float32 are that are in an optimizer and that nothing "
                 "but nn.Embedding and nn.EmbeddingBag uses. All parameters are agreed on by the reduction",
                 stacklevel=3,
             )
-        return managed
+        return self.managed.reduction
 
+    def _reads_ahead(self, sites: int) -> bool:
+        """Return whether rows are to be announced before they are used."""
+        found = self.managed is not None and bool(self.managed.managed)
+        return found and self._management.intent is not None and sites > 1
 
-def embeddings_of(owner: str, model: nn.Module, optimizers: list[Any]) -> Any:
-    """Return the optimizer of a model's embeddings; the first optimizer if none has any.
-
-    Raises:
-        ValueError: if there is no optimizer, or several have embeddings.
-    """
-    if not optimizers:
-        raise ValueError(f"{owner} needs an optimizer")
-    owners = [optimizer for optimizer in optimizers if find_layers(model, optimizer)]
-    if len(owners) > 1:
-        raise ValueError(f"{owner} needs all embeddings in one optimizer, and several have some")
-    return owners[0] if owners else optimizers[0]
+    def _give_back(self, interrupted: bool) -> None:
+        """Turn the managed model into a plain one again, see `give_back`."""
+        managed, self.managed = self.managed, None
+        if managed is not None:
+            give_back(managed, self._owner, interrupted)
 
 
 def give_back(managed: AdaModel, optimizer: Any, interrupted: bool) -> None:

@@ -23,11 +23,11 @@ from torch import nn
 from ..ddp import DistributedDataParallel
 from ..errors import MismatchError, SiteError
 from ..exchange.restrictions import STATES, declared
-from ..local_steps.options import LOCAL_MODE
 from ..reduction import GradientReduction
 from ..step.model_sync import sameness
 from ..step.model_sync.samples import takes_part
-from .loaders import SiteSampler, fingerprint, known_length
+from .joining import TrainerState
+from .loaders import SiteSampler, UnevenLoader, data_to_split, known_length
 from .patches import merge_metrics
 
 _STATE = "optimizer and trainer"  # name of the training's state among those that a site that joins gets
@@ -50,6 +50,7 @@ class AttachedTrainer(_Trainer):
     optimizer: Any
     dadplug_options: Mapping[str, Any]
     _use: Callable[..., None]  # see `dadplug.accelerate.use`
+    _equal_at = -1  # step at which the sites' models were made equal
 
     @property
     def reduction(self) -> GradientReduction | None:
@@ -61,12 +62,9 @@ class AttachedTrainer(_Trainer):
     def _trained(self) -> GradientReduction:
         """The gradient reduction in training."""
         reduction = self.reduction
-        assert reduction is not None
+        if reduction is None or _plain(reduction.model) is not self.model:
+            raise RuntimeError("the Trainer has not wrapped its model by dadplug: is its accelerator another one now?")
         return reduction
-
-    @property
-    def _takes_local_steps(self) -> bool:
-        return bool(self.dadplug_options["mode"] == LOCAL_MODE)
 
     @property
     def _wrapper(self) -> DistributedDataParallel | None:
@@ -80,14 +78,14 @@ class AttachedTrainer(_Trainer):
 
     def _use_dadplug(self) -> None:
         """Let the accelerator wrap the models that it prepares from now on."""
-        accelerator = self.accelerator
-        release = accelerator.free_memory  # accelerate's: each training begins with it, and goes on with the wrapper
-        self._use(accelerator, **self.dadplug_options, **({"in_trainer": True} if self._takes_local_steps else {}))
-        accelerator.free_memory = release
+        release = self.accelerator.free_memory  # accelerate's: each training begins with it, and keeps the wrapper
+        self._use(self.accelerator, in_trainer=True, **self.dadplug_options)
+        self.accelerator.free_memory = release
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Train; see transformers."""
         self._forget_evaluation()
+        self._equal_at = -1
         handler = self.callback_handler  # what adds to the logs comes before what passes them on
         handler.callbacks.sort(key=lambda each: not getattr(each, "adds_to_logs", False))
         return super()._inner_training_loop(*args, **kwargs)
@@ -106,17 +104,15 @@ class AttachedTrainer(_Trainer):
                 self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
         self.model_wrapped = self.model
 
-    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
-        """Wrap the model, and check that it is, and that all sites have equally many batches.
+    def _run_epoch(self, **kwargs: Any) -> None:
+        """Train for an epoch; after it, sites whose models may differ agree on one.
 
         Raises:
-            MismatchError: if they have not.
+            MismatchError: if the sites have different numbers of batches.
         """
-        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        if self._wrapper is None or _plain(self._wrapper.module) is not self.model:
-            raise RuntimeError("the Trainer has not wrapped its model by dadplug: is its accelerator another one now?")
-        self._compare_lengths(known_length(train_dataloader, 0))
-        return prepared
+        self._compare_lengths(known_length(kwargs["train_dataloader"], 0))
+        super()._run_epoch(**kwargs)
+        AttachedTrainer._agree(self)
 
     def _compare_lengths(self, own: int) -> None:
         lengths = self._trained.gather_objects(own)
@@ -126,29 +122,45 @@ class AttachedTrainer(_Trainer):
                 "even_batches=False out of accelerator_config=, or set dataloader_drop_last=True"
             )
 
-    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Log, evaluate and save; before, sites whose models may differ agree on one."""
-        if self.control.should_evaluate or self.control.should_save:
-            self._make_equal()
-        super()._maybe_log_save_evaluate(*args, **kwargs)
-
     def _make_equal(self) -> None:
-        if self._wrapper is not None:
-            self._wrapper.make_equal()
+        """Agree on one model in training, once after a step."""
+        if self._wrapper is not None and self.is_in_train and self._equal_at != self.state.global_step:
+            self._equal_at = self.state.global_step
+            self._agree()
 
-    def _run_epoch(self, **kwargs: Any) -> None:
-        """Train for an epoch; after it, sites whose models may differ agree on one."""
-        super()._run_epoch(**kwargs)
-        if self._wrapper is not None:
-            self._wrapper.make_equal()
+    def _agree(self) -> None:
+        assert self._wrapper is not None
+        self._wrapper.make_equal()
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate; in training, sites whose models may differ agree on one before."""
+        self._make_equal()
+        return super().evaluate(*args, **kwargs)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model, and for a checkpoint what this process's reduction keeps.
+
+        For a checkpoint, sites whose models may differ agree on one before.
+        """
+        is_checkpoint = _internal_call and self.is_in_train and output_dir is not None
+        if is_checkpoint:
+            self._make_equal()
+        super().save_model(output_dir, _internal_call)
+        if is_checkpoint and not self.args.save_only_model:
+            Path(str(output_dir)).mkdir(parents=True, exist_ok=True)  # process 0 may not have come here yet
+            self.accelerator.save_memories(output_dir)
 
     @property
     def _is_private(self) -> bool:
         return self.dadplug_options.get("privacy") is not None
 
-    def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Count nothing with `privacy`: by a number of tokens the loss of a sample would depend on the others."""
-        return None if self._is_private else super()._get_num_items_in_batch(*args, **kwargs)
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """Take the micro-batches of a step, and count their items.
+
+        With `privacy` nothing is counted: by a number of tokens the loss of a sample would depend on the others.
+        """
+        batches, items = super().get_batch_samples(*args, **kwargs)
+        return batches, None if self._is_private else items
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Train on a micro-batch; with `privacy` its loss is not divided by their number, as sums of gradients are."""
@@ -168,12 +180,6 @@ class AttachedTrainer(_Trainer):
         return super().evaluation_loop(*args, **kwargs)
 
     # Checkpoints
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Write what this process's reduction keeps beside the states of optimizer and scheduler."""
-        super()._save_optimizer_and_scheduler(output_dir)
-        Path(output_dir).mkdir(parents=True, exist_ok=True)  # process 0 may not have come here yet
-        self.accelerator.save_memories(output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Restore what this process's reduction has kept, with the states of optimizer and scheduler.
@@ -201,71 +207,30 @@ def _plain(model: nn.Module) -> nn.Module:
     return inner
 
 
-class SpreadBatches:
-    """Batch sampler with as many batches as the site with the most has: it repeats a batch where its site skips a step.
+class TrainingState(TrainerState):
+    """State of a Trainer of a site; `joined` is given up when training begins."""
 
-    Args:
-        base: batch sampler of the site's own data.
-        steps: number of batches of an epoch, at least as many as those of `base`.
-    """
-
-    def __init__(self, base: Any, steps: int) -> None:
-        self.base = base
-        self.own, self.steps = len(base), steps
-
-    def __len__(self) -> int:
-        return self.steps
-
-    def __iter__(self) -> Iterator[Any]:
-        batches, batch = iter(self.base), None
-        for step in range(self.steps):
-            if takes_part(step, self.own, self.steps):
-                batch = next(batches)
-            yield batch
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, which may determine the order."""
-        if hasattr(self.base, "set_epoch"):
-            self.base.set_epoch(epoch)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "base":  # not yet there while the sampler is unpickled
-            raise AttributeError(name)
-        return getattr(self.base, name)
-
-
-class TrainingState:
-    """State of a Trainer at the beginning of a step. An object with state, for `GradientReduction`.
-
-    Args:
-        trainer: the trainer.
-
-    Attributes:
-        joined: state of another site, which this one joins in mid-training; None elsewhere.
-    """
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self.joined: dict[str, Any] | None = None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of this site's trainer, besides the model."""
+    def _parts(self) -> dict[str, Any]:
         trainer = self._trainer
-        state, scaler = trainer.state, trainer.accelerator.scaler
-        kept = dict(state.stateful_callbacks)
+        parts = {"scheduler": trainer.lr_scheduler, "scaler": trainer.accelerator.scaler}
+        return {"optimizer": trainer.optimizer, **parts}
+
+    def _progress(self) -> dict[str, Any]:
+        trainer = self._trainer
+        kept = dict(trainer.state.stateful_callbacks)
         for callback in [*trainer.callback_handler.callbacks, trainer.control]:
             name = type(callback).__name__
             if name in kept and not isinstance(kept[name], list):
                 kept[name] = callback.state()
         return {
-            "state": json.dumps(asdict(state) | {"stateful_callbacks": kept}),
-            "training": trainer.trainings,
+            "state": json.dumps(asdict(trainer.state) | {"stateful_callbacks": kept}),
             "batches": trainer.batches_in_epoch,
             "split": trainer.split_data,
-            "optimizer": trainer.optimizer.state_dict(),
-            "scheduler": trainer.lr_scheduler.state_dict(),
-            "scaler": None if scaler is None else scaler.state_dict(),
         }
+
+    @property
+    def _place(self) -> Any:
+        return self._trainer.trainings
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Keep the state of another site until training begins.
@@ -278,21 +243,7 @@ class TrainingState:
             raise SiteError(
                 "this site was cut off, and the others have gone on without it: start its program again to return"
             )
-        if state["training"] != self._trainer.trainings:
-            raise MismatchError(
-                "the other sites are in another training of the program than the first one, into which a site cannot "
-                "return"
-            )
-        self.joined = state
-
-    def restore(self) -> None:
-        """Restore optimizer, scheduler and loss scale from the state of another site."""
-        trainer, state = self._trainer, self.joined
-        assert state is not None
-        trainer.optimizer.load_state_dict(state["optimizer"])
-        trainer.lr_scheduler.load_state_dict(state["scheduler"])
-        if state["scaler"] is not None:
-            trainer.accelerator.scaler.load_state_dict(state["scaler"])
+        super().load_state_dict(state)
 
 
 class SiteTrainer(AttachedTrainer):
@@ -321,7 +272,6 @@ class SiteTrainer(AttachedTrainer):
     _parts = 1  # micro-batches of the step that count
     _begins = False  # whether training has been called, and its loader is not there yet
     _silent = False  # whether the loss does not count
-    _has_best = False
     _returns_to: str | None = None  # folder that stands for a checkpoint, at a site that joins the others
 
     def _use_dadplug(self) -> None:
@@ -341,13 +291,11 @@ class SiteTrainer(AttachedTrainer):
         if trial is not None:
             raise ValueError("sites without a launcher cannot search for hyperparameters: start the script by torchrun")
         self._forget_evaluation()
-        self._has_best, self._begins = False, True
+        self._begins = True
         self.trainings += 1
-        if self._wrapper is None and self._takes_local_steps:
-            self.create_optimizer()
+        if self._wrapper is None:
+            self.create_optimizer()  # here a site that joins gets its state
             self.model_wrapped, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
-        elif self._wrapper is None:
-            self.model_wrapped = self.accelerator.prepare_model(self.model)  # here a site that joins gets its state
         with self._returning(resume_from_checkpoint) as start:
             output = super()._inner_training_loop(batch_size, args, start, trial, ignore_keys_for_eval)
         if self.args.load_best_model_at_end:
@@ -374,7 +322,7 @@ class SiteTrainer(AttachedTrainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None and checkpoint == self._returns_to:
-            self._training.restore()
+            self._training.restore_parts()
         else:
             super()._load_optimizer_and_scheduler(checkpoint)
 
@@ -390,41 +338,29 @@ class SiteTrainer(AttachedTrainer):
         if not self._begins:
             return loader
         self._begins = False
-        base = getattr(loader, "base_dataloader", loader)
-        sampler = self._divide(base)
-        own = self._own_batches = len(sampler) if hasattr(sampler, "__len__") else 0
-        if self._training.joined is not None:
-            self.batches_in_epoch = self._training.joined["batches"]
+        base, reduction, joined = getattr(loader, "base_dataloader", loader), self._trained, self._training.joined
+        sampler = getattr(base, "batch_sampler", None)
+        self.split_data = data_to_split(
+            base,
+            self.dadplug_split,
+            "training",
+            lambda own: [each for each in reduction.gather_objects(own) if each is not None],
+            *(() if joined is None else (joined["split"],)),
+        )
+        if self.split_data is not None:
+            seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+            sampler = SiteSampler(sampler, reduction.site_rank, reduction.world_size, seed)
+        own = self._own_batches = known_length(sampler, 0)
+        if joined is not None:
+            self.batches_in_epoch = joined["batches"]
         else:
-            self.batches_in_epoch = max(each or 0 for each in self._trained.gather_objects(own))
+            self.batches_in_epoch = max(each or 0 for each in reduction.gather_objects(own))
         if own == 0:
             raise ValueError(
                 "this site has no batch to train on, or a data set without a length: each site needs one batch"
             )
-        object.__setattr__(base, "batch_sampler", SpreadBatches(sampler, self.batches_in_epoch))
+        object.__setattr__(base, "batch_sampler", UnevenLoader(sampler, own, self.batches_in_epoch))
         return loader
-
-    def _divide(self, loader: Any) -> Any:
-        """Return the sampler of this site's batches: a share of them, where all sites hold the same data.
-
-        Raises:
-            MismatchError: if data are to be split, and the sites have different ones.
-        """
-        reduction, split = self._trained, self.dadplug_split
-        own = fingerprint(loader) if split is not False else None
-        joined = self._training.joined
-        every = [(joined["split"],)] if joined is not None else reduction.gather_objects((own,))
-        alike = own is not None and all(each == (own,) for each in every if each is not None)
-        if split is True and not alike:
-            raise MismatchError(
-                "the training data are to be split over the sites, which do not all have the same: pass "
-                "split_data=False where each site brings its own"
-            )
-        self.split_data = own if alike else None
-        if not alike:
-            return getattr(loader, "batch_sampler", None)
-        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        return SiteSampler(loader.batch_sampler, reduction.site_rank, reduction.world_size, seed)
 
     def _compare_lengths(self, own: int) -> None:
         """Compare nothing: `get_train_dataloader` has made the lengths equal."""
@@ -474,12 +410,11 @@ class SiteTrainer(AttachedTrainer):
 
     # Evaluation
 
-    def _make_equal(self) -> None:
+    def _agree(self) -> None:
         """Agree on one model; sites that may leave average running statistics."""
-        super()._make_equal()
+        super()._agree()
         reduction = self._trained
-        may_leave = reduction.options.min_sites is not None and not self._takes_local_steps
-        if may_leave and reduction.options.average_buffers:
+        if reduction.options.min_sites is not None and getattr(reduction.options, "average_buffers", False):
             reduction.average_buffers()
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -491,24 +426,19 @@ class SiteTrainer(AttachedTrainer):
         every = [each for each in self._trained.gather_objects((own, output.num_samples)) if each is not None]
         return output._replace(metrics={**output.metrics, **merge_metrics(every)})
 
-    def _save(self, *args: Any, **kwargs: Any) -> None:
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model: each site has files of its own, and the model would write those of rank 0 only."""
         model: Any = self.model
         model.should_save_on_this_rank = lambda is_main_process=True: is_main_process
         try:
-            super()._save(*args, **kwargs)
+            super().save_model(output_dir, _internal_call)
         finally:
             del model.should_save_on_this_rank
 
-    def _load_best_model(self) -> None:
-        """Load the best model, which a site that was absent then has not."""
-        super()._load_best_model()
-        self._has_best = True
-
     def _share_best_model(self) -> None:
-        """Load the best model of another site, where this one has none; all sites call it."""
+        """Load the best model of another site, where this one was absent then and has none; all sites call it."""
         reduction = self._trained
-        have = reduction.gather_objects(self._has_best)
+        have = reduction.gather_objects(self.state.best_model_checkpoint is not None)
         if any(have) and False in have:
             giver = have.index(True)
             own = sameness.tensors_of(self.model) if reduction.site_rank == giver else None

@@ -25,9 +25,10 @@ from ...exchange import Transport
 from ...exchange.handshake import gloo_interface
 from ...exchange.status import describe
 from ...reduction import GradientReduction
+from ...support.environment import assign, environment
 from ...support.files import replacing
 from ...support.loaders import settings_of, with_batches
-from ..loaders import DelegatingLoader, SiteSampler, fingerprint
+from ..loaders import DelegatingLoader, SiteSampler, data_to_split
 from ..patches import (
     SharedPatch,
     gather,
@@ -73,12 +74,14 @@ class SiteEngine(Engine):
         splits: fingerprints of the data sets that are split over the sites, by the names of loaders; None for others.
     """
 
-    _place = 0, 1  # rank and number of sites; Accelerate, which is to work as if alone, asks for them while it is built
+    # Those of the sites once it is built: Accelerate, which is to work as if alone, asks for them while it is built.
+    process_index, num_processes, local_process_index, is_ddp, is_last_process = 0, 1, 0, False, True
 
     def __init__(
         self, transport: Transport, *, cpu: bool = False, mixed_precision: str = "no", split_data: bool | str = "auto"
     ) -> None:
-        with _alone():
+        launcher = [name for name in os.environ if name.startswith(_LAUNCHER)]
+        with environment(dict.fromkeys(launcher)):  # or Accelerate would start a process group of its own
             super().__init__(cpu=cpu or not torch.cuda.is_available(), mixed_precision=mixed_precision)
         self._split_data = split_data
         self._prepared: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -88,7 +91,9 @@ class SiteEngine(Engine):
         self.seed = 0
         self.splits: dict[str, str | None] = {}
         self.transport = transport
-        self._place = self.transport.rank, self.transport.world_size
+        self.process_index, self.num_processes = transport.rank, transport.world_size
+        self.is_ddp, self.is_last_process = transport.world_size > 1, transport.rank == transport.world_size - 1
+        self.local_process_index = int(os.environ.get("LOCAL_RANK", "0"))
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -96,9 +101,9 @@ class SiteEngine(Engine):
 
         After an error the exit reason is posted to the other sites, and the connections to them are closed.
         """
-        hash_seed = os.environ.get(_HASH_SEED)
+        kept = {_HASH_SEED: os.environ.get(_HASH_SEED)}  # Catalyst sets it with each seed
         try:
-            with metrics_of_present_sites(self.transport, _METRICS), gloo_interface():
+            with environment(kept), metrics_of_present_sites(self.transport, _METRICS), gloo_interface():
                 yield
         except BaseException as error:
             reason = describe(error)
@@ -110,9 +115,8 @@ class SiteEngine(Engine):
         finally:
             if self.reduction is not None:
                 self.reduction.detach(discard=True)  # after an error or a stop some gradients are left
-            _restore(os.environ, {_HASH_SEED: hash_seed})  # Catalyst sets it with each seed
             while self._prepared:
-                _restore(*self._prepared.pop())
+                assign(*self._prepared.pop())
 
     @property
     def use_fp16(self) -> bool:
@@ -120,39 +124,16 @@ class SiteEngine(Engine):
         return str(self.mixed_precision) == "fp16"
 
     @property
-    def is_ddp(self) -> bool:
-        return self.num_processes > 1
-
-    @property
-    def process_index(self) -> int:
-        return self._place[0]
-
-    @property
-    def local_process_index(self) -> int:
-        return int(os.environ.get("LOCAL_RANK", "0"))
-
-    @property
-    def num_processes(self) -> int:
-        return self._place[1]
-
-    @property
     def is_main_process(self) -> bool:
         """Whether this site prints: the first one that is present."""
-        rank, sites = self._place
-        return sites == 1 or rank == self.transport.lowest
+        return self.num_processes == 1 or self.process_index == self.transport.lowest
+
+    is_local_main_process = is_main_process
 
     @property
     def writes(self) -> bool:
         """Whether this site writes checkpoints: the first one, or all where any of them may leave."""
         return self.is_main_process or self.transport.elastic
-
-    @property
-    def is_local_main_process(self) -> bool:
-        return self.is_main_process
-
-    @property
-    def is_last_process(self) -> bool:
-        return self.process_index == self.num_processes - 1
 
     def local_main_process_first(self) -> Any:
         """Return an empty context: all sites run at the same time."""
@@ -237,7 +218,7 @@ class SiteEngine(Engine):
     @property
     def sites(self) -> str:
         """Number of sites that are present, and of all; empty where all of them stay."""
-        return f"{len(self.transport.present)}/{self._place[1]}" if self.transport.elastic else ""
+        return f"{len(self.transport.present)}/{self.num_processes}" if self.transport.elastic else ""
 
     def save(self, obj: Any, f: Any, **kwargs: Any) -> None:
         """Write a file atomically, at the sites that write."""
@@ -257,27 +238,6 @@ def plain(optimizer: Any) -> torch.optim.Optimizer:
     """Return the optimizer that Accelerate has wrapped."""
     inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
     return inner
-
-
-def _restore(mapping: Any, before: dict[str, Any]) -> None:
-    """Restore values of a mapping; None stands for a missing one."""
-    for name, value in before.items():
-        if value is None:
-            mapping.pop(name, None)
-        else:
-            mapping[name] = value
-
-
-@contextmanager
-def _alone() -> Iterator[None]:
-    """Hide a launcher's environment variables from Accelerate, which would start a process group of its own."""
-    hidden = {name: value for name, value in os.environ.items() if name.startswith(_LAUNCHER)}
-    for name in hidden:
-        del os.environ[name]
-    try:
-        yield
-    finally:
-        os.environ.update(hidden)
 
 
 def _gathering(original: Callable[[Any], list[Any]]) -> Callable[[Any], list[Any]]:
@@ -324,23 +284,8 @@ def site_loader(
     """
     if transport.world_size == 1:
         return loader, None
-    own = fingerprint(loader) if split is not False else None
-    by_site = [*transport.gather_present((split, own)).values()]
-    if any(other[0] != split for other in by_site):
-        raise MismatchError(f"split_data differs between sites: {', '.join(str(other[0]) for other in by_site)}")
-    alike = own is not None and all(other[1] == own for other in by_site)
-    if known != "":
-        alike = known is not None and own == known
-        if known is not None and not alike:
-            raise MismatchError(f"loader {name!r} is split over the sites, and this one has another data set in it")
-    if split is True and not alike:
-        raise MismatchError(
-            f"loader {name!r} is to be split over the sites, but they do not have the same data set in it; pass "
-            "split_data=False where every site brings its own"
-        )
-    if split is False or not alike:
-        return loader, None
-    return _split(loader, transport.rank, transport.world_size, seed), own
+    own = data_to_split(loader, split, name, lambda item: transport.gather_present(item).values(), known)
+    return loader if own is None else _split(loader, transport.rank, transport.world_size, seed), own
 
 
 def _split(loader: DataLoader[Any], rank: int, world_size: int, seed: int) -> DataLoader[Any]:
@@ -375,8 +320,7 @@ def begin_epoch(loader: Any, name: str, epoch: int, transport: Transport) -> int
             f"the sampler of loader {name!r} gives every site another order, so that the data cannot be split: let it "
             "depend on the seeds of torch, numpy or random, or split the data beforehand and pass split_data=False"
         )
-    steps: int = max(batches for batches, _ in by_site)
-    return steps
+    return int(max(batches for batches, _ in by_site))
 
 
 class DeviceLoader(DelegatingLoader):

@@ -185,8 +185,7 @@ class FixedTqdm(TqdmCallback):
             self.tqdm.close()
             self.tqdm = None
 
-    def on_exception(self, runner: Any) -> None:
-        self.on_loader_end(runner)
+    on_exception = on_loader_end
 
 
 def load_model(runner: Any, checkpoint: dict[str, Any]) -> None:
@@ -208,7 +207,7 @@ def load_runner(runner: Any, checkpoint: dict[str, Any]) -> None:
         setattr(runner, counter, checkpoint[counter])
     states = checkpoint.get("dadplug")
     if states is not None:
-        runner.load_states(states)
+        runner.load_states(states, runner.engine.process_index)
 
 
 _FIXED = {

@@ -23,12 +23,13 @@ from catalyst.runners.supervised import SupervisedRunner
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ...errors import MismatchError
-from ...exchange import Traffic, Transport, connect, open_transport
-from ...exchange.transport import Requirements
-from ...hub import current_connection
+from ...exchange import Transport, connect
 from ...step.model_sync.samples import batches_before, takes_part
 from ...support.files import load_tensors
+from ...support.refusals import refuse
 from ...support.signature import split_keywords
+from ..exchanges import Exchange
+from ..joining import TrainerState
 from ..loaders import batches_from, check_split_data
 from ..patches import merge_metrics
 from .engine import SiteEngine, begin_epoch, plain
@@ -64,104 +65,52 @@ class RunnerArguments:
 _COUNTERS = ("batch_step", "sample_step")
 
 
-class ElasticTraining:
-    """One training in which sites leave and return. An object with state, for `GradientReduction`.
+class ElasticTraining(TrainerState):
+    """One training in which sites leave and return."""
 
-    The state is that of the beginning of a step: a site that joins repeats the batch that the others are at.
+    def _parts(self) -> dict[str, Any]:
+        names = ("criterion", "optimizer", "scheduler") if self._sends_optimizer else ("criterion", "scheduler")
+        return {name: getattr(self._trainer, name) for name in names}
 
-    Args:
-        runner: the runner.
-        transport: transport for everything but gradients.
-    """
-
-    parts: tuple[str, ...] = ("criterion", "optimizer", "scheduler")
-
-    def __init__(self, runner: Any, transport: Transport) -> None:
-        self._runner, self._transport = runner, transport
-        self._joined: dict[str, Any] | None = None
-
-    @property
-    def joined(self) -> dict[str, Any] | None:
-        """State of the others up to the end of this site's first step; None afterwards, and if it does not join."""
-        return self._joined if self._transport.joins else None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the runner at the beginning of a step, besides the model."""
-        runner = self._runner
-        measured = {name: dict(runner.epoch_metrics[name]) for name in runner.loaders if name in runner.epoch_metrics}
+    def _progress(self) -> dict[str, Any]:
+        runner = self._trainer
         return {
-            "place": self._transport.place,
             "epoch": runner.epoch_step,
             "loader": runner.loader_key,
             "steps": runner.steps,
             "micro_step": runner.micro_step,
             "splits": runner.engine.splits,
-            "metrics": measured,
+            "metrics": {name: dict(values) for name, values in runner.epoch_metrics.items() if name in runner.loaders},
             "counters": {name: getattr(runner, name) for name in _COUNTERS},
-            "parts": {name: _state_of(getattr(runner, name)) for name in self.parts},
         }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Keep the state of another site until `restore`.
-
-        Raises:
-            MismatchError: if the others are at another place of the program, such as a second training.
-        """
-        if state["place"] != self._transport.place:
-            raise MismatchError(
-                "the other sites are in another training of the program than the first one, into which a site cannot "
-                "return"
-            )
-        self._joined = state
 
     def restore(self) -> None:
         """Restore the state of another site, if this one joins."""
-        if (state := self.joined) is None:
+        runner, state = self._trainer, self.joined
+        if state is None:
             return
-        runner = self._runner
-        for name, own in state["parts"].items():
-            _load(getattr(runner, name), own)
+        self.restore_parts()
         for name, value in state["counters"].items():
             setattr(runner, name, value)
         runner.epoch_step = state["epoch"] - 1  # the epoch begins once more here
-        runner.loaders = {name: self._prepare(name, state["splits"][name]) for name in runner.loaders}
-
-    def _prepare(self, name: str, split: str | None) -> Any:
-        """Return a loader whose data are split over the sites as at the others."""
-        return self._runner.engine.prepare_data_loader(self._runner.undivided[name], name=name, known=split)
-
-
-def _state_of(part: Any) -> Any:
-    if isinstance(part, dict):
-        return {name: each.state_dict() for name, each in part.items()}
-    return None if not hasattr(part, "state_dict") else {**part.state_dict()}
+        for name in [
+            name for name in runner.loaders if name not in runner.dealt
+        ]:  # split over the sites as at the others
+            loader, known = runner.undivided[name], state["splits"][name]
+            runner.loaders[name] = runner.engine.prepare_data_loader(loader, name=name, known=known)
 
 
-def _load(part: Any, state: Any) -> None:
-    if isinstance(part, dict):
-        for name, each in part.items():
-            each.load_state_dict(state[name])
-    elif state is not None:
-        part.load_state_dict(state)
-
-
-class BaseRunner(SupervisedRunner):
+class BaseRunner(Exchange, SupervisedRunner):
     """Catalyst runner that trains one model between sites; the base of those for each way to train.
 
     It connects the sites, divides data, merges metrics, takes fused steps, and puts the state of every site into
-    checkpoints. A way is a subclass, which builds what the sites exchange in `_build_exchange`: an object with the
-    following members, as `dadplug.GradientReduction` does: ``syncing`` and ``synchronize()``, called after a backward
-    pass; ``no_sync()`` for accumulation; ``idle()`` for steps without data; ``state_dict()``, ``load_states(states)``,
-    ``abort(reason)``, ``detach(discard=)``; ``stop_fusing(reason)`` and those of `dadplug.step.fused.HeldGradients` if
-    `_wants_fused` may be set. If the sites' models may differ, `_make_equal` makes them equal. Where sites leave and
-    return, `_build_exchange` also sets `_elastic`.
+    checkpoints. A way is a subclass, which derives from one of `dadplug.runners.exchanges` first.
 
     Args:
         model: model to train, or None if `train` gets it.
         criterion: loss, or None.
         optimizer: optimizer of the model, or None.
-        kind: class of the exchange's options, an `OptionSet`. They have a ``timeout`` in seconds; ``requirements`` if
-            sites may leave and return.
+        kind: class of the exchange's options, see `Exchange`.
         keywords: those options, and arguments of all runners, see `RunnerArguments`.
 
     Attributes:
@@ -170,14 +119,16 @@ class BaseRunner(SupervisedRunner):
         steps: number of steps of the current loader, the same on all sites in training.
         micro_step: number of the current step.
         undivided: loaders as they were given, before their data were divided, by name.
+        dealt: names of the loaders whose batches are dealt.
     """
 
     engine: SiteEngine
     reduction: Any
     need_early_stop: bool
     loggers: dict[str, Any]
-    _elastic: ElasticTraining | None = None  # of a training in which sites leave and return
-    _wants_fused = False  # whether the user asks for fused steps
+    _elastic: ElasticTraining | None = None
+    _trained: torch.nn.Module
+    _trains = False  # whether there are a training loader and an optimizer
     _fused: list[FixedOptimizer] | None = None  # callbacks that take fused steps; None if steps are not fused
 
     def __init__(
@@ -191,6 +142,7 @@ class BaseRunner(SupervisedRunner):
         self._given = {"model": model, "criterion": criterion, "optimizer": optimizer}
         self._states: tuple[int, list[Any]] | None = None
         self.undivided: Mapping[str, Any] = {}
+        self.dealt: set[str] = set()
         self.steps = 0
         self.micro_step = 0
         self._own_steps = 0
@@ -202,34 +154,16 @@ class BaseRunner(SupervisedRunner):
     # The exchange
 
     @property
-    def _requirements(self) -> Requirements | None:
-        """Requirements of training to go on without a site that leaves; None where all must stay."""
-        return getattr(self.options, "requirements", None)
+    def _transport(self) -> Transport:
+        return self.engine.transport
 
     @property
     def _joined(self) -> dict[str, Any] | None:
         """State of the other sites that this one joins in mid-training, up to the end of its first step; else None."""
-        return None if self._elastic is None else self._elastic.joined
+        return None if self._elastic is None or not self._transport.joins else self._elastic.joined
 
-    def _elastic_state(self) -> dict[str, ElasticTraining] | None:
-        """Return the state that a site gets which joins in mid-training; None where all sites have to stay."""
-        if current_connection() is None:
-            return None
-        from ...hub.site.transport import TrainerTransport  # which needs the extra of hubs
-
-        if not isinstance(self.engine.transport, TrainerTransport):
-            return None
-        self._elastic = ElasticTraining(self, self.engine.transport)
-        return {"trainer": self._elastic}
-
-    def _build_exchange(self, model: torch.nn.Module, scaled: bool) -> Any:
-        """Build what the sites exchange in training.
-
-        Args:
-            model: the model.
-            scaled: whether a GradScaler looks for Inf in gradients.
-        """
-        raise NotImplementedError
+    def _end_step(self) -> None:
+        self.engine.end_step()
 
     def take_part(self) -> None:
         """Take part in the other sites' step if this site has skipped its batch, without a backward pass."""
@@ -302,21 +236,10 @@ class BaseRunner(SupervisedRunner):
                 "leave engine out, or pass a CPUEngine or GPUEngine"
             )
         return SiteEngine(
-            self._open_transport(),
+            self._open_transport(torch.device("cpu")),
             cpu=cpu,
             mixed_precision=precision,
             split_data=self._split_data if split_data is None else split_data,
-        )
-
-    def _open_transport(self) -> Transport:
-        """Open the transport for everything but gradients."""
-        return open_transport(
-            self._process_group,
-            Traffic(),
-            torch.device("cpu"),
-            self.options.timeout,
-            requirements=self._requirements,
-            for_trainer=True,
         )
 
     def _run(self) -> None:
@@ -347,7 +270,7 @@ class BaseRunner(SupervisedRunner):
     def _setup_loaders(self) -> None:
         self.engine.seed = self.seed
         loaders = self.undivided = self.get_loaders()
-        names = [*self.engine.transport.gather_present(list(loaders)).values()]
+        names = [*self._transport.gather_present(list(loaders)).values()]
         if any(other != names[0] for other in names):
             raise MismatchError(f"the sites do not have the same loaders: {'; '.join(map(str, names))}")
         self.loaders = {name: self.engine.prepare_data_loader(loader, name=name) for name, loader in loaders.items()}
@@ -378,21 +301,27 @@ class BaseRunner(SupervisedRunner):
         Raises:
             ValueError: if each site has data of its own, or gradients are accumulated.
         """
-        if self._accumulation != 1:
-            raise ValueError("a batch that follows goodput needs training without accumulation of gradients")
-        if self.engine.splits[name] is None and self.engine.transport.world_size > 1:
-            raise ValueError(
+        refuse(
+            (self._accumulation != 1, "a batch that follows goodput needs training without accumulation of gradients"),
+            (
+                self.engine.splits[name] is None and self._transport.world_size > 1,
                 f"each site has data of its own in loader {name!r}: their batches can follow goodput in a loop of your "
-                "own, by dadplug.AdaptiveDataLoader(source=...)"
-            )
-        return self.undivided[name], self.engine.transport.world_size
+                "own, by dadplug.AdaptiveDataLoader(source=...)",
+            ),
+        )
+        return self.undivided[name], self._transport.world_size
 
     def _setup_components(self) -> None:
         super()._setup_components()
         model = self.model if isinstance(self.model, torch.nn.Module) else torch.nn.ModuleDict(self.model)
-        if any(name.startswith("train") for name in self.loaders) and self.optimizer is not None:
-            self.reduction = self._build_exchange(model, getattr(self.engine, "scaler", None) is not None)
-            self.engine.reduction = self.reduction
+        self._trains = any(name.startswith("train") for name in self.loaders) and self.optimizer is not None
+        if self._trains:
+            self.engine.steps_in_backward = self._steps_in_backward
+            state = ElasticTraining(self, self._transport, self._sends_optimizer)
+            self._elastic = state if self._transport.elastic else None
+            scaled = getattr(self.engine, "scaler", None) is not None
+            self._trained = model
+            self.reduction = self.engine.reduction = self._exchange = self._build_exchange(model, scaled)
         if self._resume is not None and self._joined is None:
             checkpoint = self.load_shared(self._resume)
             (load_runner if "epoch_step" in checkpoint else load_model)(self, checkpoint)
@@ -429,7 +358,7 @@ class BaseRunner(SupervisedRunner):
 
     def clip_gradients(self, function: Callable[[Any], Any]) -> Any:
         """Clip the agreed gradients by a function of the parameters, held ones among them; return what it returns."""
-        weights = self.reduction.model.parameters()
+        weights = self._trained.parameters()
         if self._fused is None or not self.reduction.holds:
             return function(weights)
         assert isinstance(function, functools.partial)  # as `fused_callbacks` has accepted it
@@ -447,7 +376,7 @@ class BaseRunner(SupervisedRunner):
     def on_epoch_start(self, runner: Any) -> None:
         """Open the loggers if the site that has printed so far is gone."""
         super().on_epoch_start(runner)
-        if self.engine.is_main_process and not self.loggers and self.engine.transport.elastic:
+        if self.engine.is_main_process and not self.loggers and self._transport.elastic:
             self.loggers = self.get_loggers()
 
     def _run_epoch(self) -> None:
@@ -466,7 +395,7 @@ class BaseRunner(SupervisedRunner):
         self.engine.loader_samples = 0
         self.micro_step = 0
         self._own_steps = len(self.loader)
-        self.steps = begin_epoch(self.loader, self.loader_key, self.epoch_step, self.engine.transport)
+        self.steps = begin_epoch(self.loader, self.loader_key, self.epoch_step, self._transport)
         if (state := self._joined) is not None:
             self.steps, self.micro_step = state["steps"], state["micro_step"]
             self._own_steps = min(self._own_steps, self.steps)
@@ -481,20 +410,11 @@ class BaseRunner(SupervisedRunner):
 
         A site with fewer batches participates without data in some steps, which are spread over the epoch.
         """
-        if not self.is_train_loader or self.engine.reduction is None:
+        if not self.is_train_loader or not self._trains:
             super()._run_loader()
             return
         with torch.set_grad_enabled(True):
-            first = self.micro_step
-            batches = self._batches_from(batches_before(first, self._own_steps, self.steps))
-            step = first
-            while step < self.steps:
-                self.micro_step = step
-                if self._stops_before_step():
-                    break
-                batch = next(batches, None) if takes_part(step, self._own_steps, self.steps) else None
-                step += 1
-                self._follow_length()
+            for batch in self._turns():
                 if batch is None:
                     self._idle()
                 else:
@@ -502,24 +422,29 @@ class BaseRunner(SupervisedRunner):
                     self._run_event("on_batch_start")
                     self._train_batch()
                     self._run_event("on_batch_end")
-                if self._stops_after_step():
-                    break
-            else:
-                if self._changes_batches:
-                    next(batches, None)  # the loader ends the last step
 
-    def _batches_from(self, first: int) -> Iterator[Any]:
-        """Return the batches of the training loader from one on."""
-        return batches_from(self.loader, first)
+    def _turns(self) -> Iterator[Any]:
+        """Yield this site's batch for each step with the other sites; None where it has none."""
+        first, dealt = self.micro_step, self.loader_key in self.dealt
+        batches = batches_from(self.loader, 0 if dealt else batches_before(first, self._own_steps, self.steps))
+        step = first
+        while step < self.steps:
+            self.micro_step = step
+            if self._stops_before_step():
+                return
+            batch = next(batches, None) if takes_part(step, self._own_steps, self.steps) else None
+            step += 1
+            if self._changes_batches:  # in mid-epoch, at all sites alike
+                self.steps = self._own_steps = len(self.loader)
+            yield batch
+            if self._stops_after_step():
+                return
+        if self._changes_batches:
+            next(batches, None)  # the loader ends the last step
 
     @property
     def _changes_batches(self) -> bool:
         return getattr(self.loader, "max_batch_size", None) is not None
-
-    def _follow_length(self) -> None:
-        """Take over the number of steps from a loader whose batch changes in mid-epoch, at all sites alike."""
-        if self._changes_batches:
-            self.steps = self._own_steps = len(self.loader)
 
     def _stops_before_step(self) -> bool:
         """Return whether all sites stop before the step that is due; a request of this site may be passed on."""
@@ -538,6 +463,7 @@ class BaseRunner(SupervisedRunner):
         """Participate in a step without data."""
         if self.update_due:
             self.reduction.idle()
+            self._end_step()
 
     @property
     def update_due(self) -> bool:
@@ -555,7 +481,7 @@ class BaseRunner(SupervisedRunner):
     def on_loader_end(self, runner: Any) -> None:
         """Merge the metrics of all sites, and average running statistics before an evaluation uses them."""
         own = {name: float(value) for name, value in self.loader_metrics.items()}
-        by_site = self.engine.transport.gather_present((own, self.engine.loader_samples))
+        by_site = self._transport.gather_present((own, self.engine.loader_samples))
         self.loader_metrics.update(merge_metrics([*by_site.values()]))
         if self.engine.sites:
             self.loader_metrics["sites"] = float(len(by_site))
@@ -563,29 +489,18 @@ class BaseRunner(SupervisedRunner):
             self._make_equal()
         super().on_loader_end(runner)
 
-    def _make_equal(self) -> None:
-        """Make what may differ between the sites' models equal, after a training loader."""
-
     def on_epoch_end(self, runner: Any) -> None:
         """Stop all sites if one of them asks for it."""
         super().on_epoch_end(runner)
-        self.need_early_stop = any(self.engine.transport.gather_present(self.need_early_stop).values())
+        self.need_early_stop = any(self._transport.gather_present(self.need_early_stop).values())
 
     # Checkpoints
 
     def reduction_states(self) -> list[Any]:
         """Gather the states of all sites by rank, None for absent sites, once an epoch; all sites must call it."""
         if self._states is None or self._states[0] != self.epoch_step:
-            self._states = (self.epoch_step, self.engine.transport.gather_objects(self.own_state()))
+            self._states = (self.epoch_step, self._transport.gather_objects(self.own_state()))
         return self._states[1]
-
-    def own_state(self) -> Any:
-        """Return the state of this site's exchange."""
-        return self.reduction.state_dict()
-
-    def load_states(self, states: list[Any]) -> None:
-        """Restore this site's state from those of all sites, as `reduction_states` returned them."""
-        self.reduction.load_states(states)
 
     def checkpoint_parts(self, *, saving: bool) -> dict[str, Any]:
         """Return the objects whose states a checkpoint holds, by Catalyst's names.
@@ -608,12 +523,12 @@ class BaseRunner(SupervisedRunner):
             ValueError: on all sites, if the file is damaged.
         """
         content = Path(path).read_bytes() if Path(path).is_file() else None
-        digests = self.engine.transport.gather_present(None if content is None else hashlib.sha256(content).hexdigest())
+        digests = self._transport.gather_present(None if content is None else hashlib.sha256(content).hexdigest())
         first = next(iter(digests))
         if digests[first] is None:
-            source = self.engine.transport.sites[first]
+            source = self._transport.sites[first]
             raise FileNotFoundError(f"checkpoint {path} is not at {source}, from which all sites load it")
         if any(digest != digests[first] for digest in digests.values()):
-            content = self.engine.transport.broadcast_bytes(content or b"")
+            content = self._transport.broadcast_bytes(content or b"")
         checkpoint: dict[str, Any] = load_tensors(content or b"", f"checkpoint {path}")
         return checkpoint

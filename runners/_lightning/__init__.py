@@ -7,41 +7,23 @@ import importlib
 import importlib.abc
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from ..ways import STRATEGIES, WAYS
+
 # Lightning's packages, and the module here with the strategies for each.
 PACKAGES = {"pytorch_lightning": "pytorch_lightning", "lightning.pytorch": "lightning"}
-# The modules of the strategies, each with a class NAMEBase that is the same for both packages.
-STRATEGIES = {
-    "AdaPMStrategy": "adapm_strategy",
-    "DADStrategy": "dad_strategy",
-    "HogwildStrategy": "hogwild_strategy",
-    "LocalSGDStrategy": "local_sgd_strategy",
-    "ParameterServerStrategy": "parameter_server_strategy",
-}
-# Registered names beside those of methods: the strategy, its options, and a description.
-_NAMES: dict[str, tuple[str, dict[str, Any], str]] = {
-    "adapm": ("AdaPMStrategy", {"mode": "dsgd"}, "embeddings in tables spread over the sites (AdaPM)"),
-    "parameter_server": ("ParameterServerStrategy", {}, "asynchronous steps by one log of gradients"),
-    "localsgd": ("LocalSGDStrategy", {}, "sites train alone and agree on parameters now and then"),
-    "diloco": (
-        "LocalSGDStrategy",
-        {"outer_lr": 0.7, "outer_momentum": 0.9},
-        "local steps as in DiLoCo",
-    ),
-    "hogwild": ("HogwildStrategy", {}, "processes of this machine train one model in shared memory (Hogwild!)"),
-}
 # Beside the plain name, which starts a site's processes by running the script again.
 _STARTS = {"": "popen", "_spawn": "spawn", "_notebook": "fork"}
 
 
 def strategy_base(name: str) -> Any:
     """Import the class of a strategy that is the same for both of Lightning's packages."""
-    return getattr(importlib.import_module(f"..{STRATEGIES[name]}", __name__), f"{name}Base")
+    return getattr(importlib.import_module(f".{STRATEGIES[name].module}", __name__), f"{name}Base")
 
 
 def strategies_over(parent: type, module: str) -> Callable[[str], Any]:
@@ -81,7 +63,7 @@ def _register(package: str) -> None:
 
     registry = sys.modules[f"{package}.strategies"].StrategyRegistry
 
-    def add(name: str, strategy: str, options: dict[str, Any], description: str) -> None:
+    def add(name: str, strategy: str, options: Mapping[str, Any], description: str) -> None:
         for suffix, start in _STARTS.items():
             make = functools.partial(_make, package, strategy, start_method=start, **options)
             registry.register(name + suffix, make, description=f"dadplug: {description}", override=True)
@@ -90,8 +72,9 @@ def _register(package: str) -> None:
         if mode != "auto":  # Lightning's own word for a strategy that it chooses
             add(mode, "DADStrategy", {"mode": mode}, f"gradients agreed by {mode}")
 
-    for name, settings in _NAMES.items():
-        add(name, *settings)
+    for way in WAYS:
+        for name, settings in way.names.items():
+            add(name, way.strategy, *settings)
     for mode in method_names():
         add_mode(mode)
     on_registration(add_mode)

@@ -15,9 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...errors import MismatchError, SiteError
+from ...errors import SiteError
 from ...exchange import Transport, codec
 from ...exchange.restrictions import METRICS, declared
+from ...support.refusals import refuse
+from ..joining import TrainerState
 from ..loaders import known_length
 from ..patches import SharedPatch, gather, metrics_of_present_sites, metrics_transport, repeating
 
@@ -25,26 +27,28 @@ _AVERAGING = "StochasticWeightAveraging"
 _RANKS = "lightning_utilities.core.rank_zero"  # module with the rank by which Lightning decides who prints and logs
 
 
-class ElasticFit:
-    """One fit in which sites leave and return. An object with state, for `GradientReduction`.
-
-    The state is that of the beginning of a step: a site that joins repeats the batch that the others are at.
+class ElasticFit(TrainerState):
+    """One fit in which sites leave and return.
 
     Args:
         strategy: the strategy.
         trainer: Lightning's trainer.
         transport: transport for everything but gradients.
+        sends_optimizer: as in `TrainerState`.
+        option: the option with which sites may leave, for messages.
 
     Attributes:
         steps: number of batches in an epoch.
     """
 
-    option = "min_sites"  # with which sites may leave
-    sends_optimizers = True  # if not, the exchange does
+    _training = "fit"
+    _transport: Transport
 
-    def __init__(self, strategy: Any, trainer: Any, transport: Transport) -> None:
-        self._strategy, self._trainer, self._transport = strategy, trainer, transport
-        self._joined: dict[str, Any] | None = None
+    def __init__(
+        self, strategy: Any, trainer: Any, transport: Transport, sends_optimizer: bool = True, option: str = "min_sites"
+    ) -> None:
+        super().__init__(trainer, transport, sends_optimizer)
+        self._strategy, self._option = strategy, option
         self.steps = 0
 
     # The beginning
@@ -59,33 +63,39 @@ class ElasticFit:
         Raises:
             ValueError: if something needs all sites, or cannot be restored at a site that returns.
         """
-        for reason in self._reasons() if fits else ():
-            raise ValueError(f"{reason}: leave {self.option} out")
+        if fits:
+            refuse(*((wrong, f"{reason}: leave {self._option} out") for wrong, reason in self._reasons()))
         package = type(self._trainer).__module__.split(".trainer.")[0]
         run.enter_context(metrics_of_present_sites(self._transport, [SYNC, _logged(package)]))
 
-    def _reasons(self) -> Iterator[str]:
-        """Yield what cannot go on where sites leave and return."""
+    def _reasons(self) -> Iterator[tuple[object, str]]:
+        """Yield what cannot go on where sites leave and return, and whether it is there."""
         trainer, module = self._trainer, self._strategy.lightning_module
-        if not module.automatic_optimization:
-            yield "a site cannot return into manual optimization, in which a batch may have several steps"
-        if "dataloader_iter" in inspect.signature(module.training_step).parameters:
-            yield "a site cannot return into a training_step that takes batches from dataloader_iter"
-        if trainer.reload_dataloaders_every_n_epochs:
-            yield "a site cannot return into a fit with reload_dataloaders_every_n_epochs"
-        if getattr(trainer, "_val_check_time_interval", None) is not None:
-            yield "each site would validate by its own clock with a time as val_check_interval"
+        by_time = getattr(trainer, "_val_check_time_interval", None)
+        takes_iterator = "dataloader_iter" in inspect.signature(module.training_step).parameters
+        yield (
+            not module.automatic_optimization,
+            "a site cannot return into manual optimization, in which a batch may have several steps",
+        )
+        yield takes_iterator, "a site cannot return into a training_step that takes batches from dataloader_iter"
+        yield (
+            trainer.reload_dataloaders_every_n_epochs,
+            "a site cannot return into a fit with reload_dataloaders_every_n_epochs",
+        )
+        yield by_time is not None, "each site would validate by its own clock with a time as val_check_interval"
         for callback in trainer.callbacks:
             base: Any = next(each for each in type(callback).__mro__ if each.__name__ == "Callback")
             name = type(callback).__name__
-            if type(callback).on_save_checkpoint is not base.on_save_checkpoint or name == _AVERAGING:
-                yield f"a site that returns cannot get the state of {name}, which is not in its state_dict"
+            yield (
+                type(callback).on_save_checkpoint is not base.on_save_checkpoint or name == _AVERAGING,
+                f"a site that returns cannot get the state of {name}, which is not in its state_dict",
+            )
 
     def _check_state(self) -> None:
         """Raise ValueError for an optimizer with several gradients in a step, or a state that cannot be sent."""
         for optimizer in self._strategy.optimizers:
             if isinstance(getattr(optimizer, "_optimizer", optimizer), torch.optim.LBFGS):
-                raise ValueError(f"LBFGS needs all sites in each of a step's gradients: leave {self.option} out")
+                raise ValueError(f"LBFGS needs all sites in each of a step's gradients: leave {self._option} out")
         try:
             codec.encode(self.state_dict())
         except TypeError as error:
@@ -102,36 +112,31 @@ class ElasticFit:
 
     # State of a site that joins
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of this trainer at the beginning of a step, besides the model."""
-        trainer, strategy = self._trainer, self._strategy
-        optimizers = [getattr(each, "_optimizer", each).state_dict() for each in strategy.optimizers]
+    def _parts(self) -> dict[str, Any]:
+        optimizers = [getattr(each, "_optimizer", each) for each in self._strategy.optimizers]
         return {
-            "place": self._transport.place,
+            "optimizers": optimizers if self._sends_optimizer else None,
+            "schedulers": [config.scheduler for config in self._trainer.lr_scheduler_configs],
+            "precision": self._strategy.precision_plugin,
+        }
+
+    def _progress(self) -> dict[str, Any]:
+        trainer = self._trainer
+        return {
             "steps": self.steps,
             "epoch": trainer.fit_loop.epoch_progress.current.processed,
             "counts": {name: (each.total.completed, each.current.completed) for name, each in self._counts().items()},
             "stepped": trainer.fit_loop.epoch_loop._batches_that_stepped,
             "stops": bool(trainer.should_stop),
-            "optimizers": optimizers if self.sends_optimizers else None,
-            "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
-            "precision": strategy.precision_plugin.state_dict(),
             "callbacks": self._callback_states(),
             "module": self._module_state(),
             "metrics": {**trainer._logger_connector._callback_metrics},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Keep the state of another site until `restore`, when there are optimizers.
-
-        Raises:
-            MismatchError: if the others are at another place of the program, such as a second fit.
-        """
-        if state["place"] != self._transport.place:
-            raise MismatchError(
-                "the other sites are in another fit of the program than the first one, into which a site cannot return"
-            )
-        self._joined, self.steps = state, state["steps"]
+        """Keep the state of another site until `restore`, when there are optimizers."""
+        super().load_state_dict(state)
+        self.steps = state["steps"]
 
     def _callback_states(self) -> dict[str, Any]:
         states = {}
@@ -184,16 +189,11 @@ class ElasticFit:
         Args:
             run: ends with the run.
         """
-        state, trainer, strategy = self._joined, self._trainer, self._strategy
+        state, trainer, strategy = self.joined, self._trainer, self._strategy
         if state is None:
             self._check_state()
             return
-        if state["optimizers"] is not None:
-            for optimizer, own in zip(strategy.optimizers, state["optimizers"], strict=True):
-                getattr(optimizer, "_optimizer", optimizer).load_state_dict(own)
-        for config, own in zip(trainer.lr_scheduler_configs, state["schedulers"], strict=True):
-            config.scheduler.load_state_dict(own)
-        strategy.precision_plugin.load_state_dict(state["precision"])
+        self.restore_parts()
         for callback in trainer.callbacks:
             own = state["callbacks"].get(callback.state_key)
             if own is not None:
@@ -215,7 +215,7 @@ class ElasticFit:
 
     def first_batch(self) -> int:
         """Return the number of the batch at which a pass over the training data begins, and set the loop's counts."""
-        joined, self._joined = self._joined, None  # later passes are whole ones
+        joined, self.joined = self.joined, None  # later passes are whole ones
         if joined is None:
             return 0
         for name, count in self._counts().items():
@@ -232,10 +232,13 @@ class ElasticFit:
         """
         own = known_length(loader, 0)
         lengths = self._transport.gather_present(own).values()
-        if not all(lengths):
-            raise ValueError("where sites may leave and return, each needs a training loader of known length")
-        if self.steps and self._joined is None:
-            raise ValueError(f"a site cannot return into a fit with several training loaders: leave {self.option} out")
+        refuse(
+            (not all(lengths), "where sites may leave and return, each needs a training loader of known length"),
+            (
+                self.steps and self.joined is None,
+                f"a site cannot return into a fit with several training loaders: leave {self._option} out",
+            ),
+        )
         self.steps = self.steps or max(lengths)
         return min(own, self.steps), self.steps
 
@@ -284,9 +287,9 @@ def reduce(transport: Transport, tensor: Tensor, operation: Any) -> Tensor:
     Raises:
         ValueError: if the operation is unknown.
     """
-    ops = dist.ReduceOp
+    ops, is_floating = dist.ReduceOp, tensor.is_floating_point() or tensor.is_complex()
     functions: dict[Any, Callable[[Tensor], Tensor]] = {
-        ("mean", "avg", ops.AVG): lambda parts: parts.double().mean(0) if _is_whole(parts) else parts.mean(0),
+        ("mean", "avg", ops.AVG): lambda parts: (parts if is_floating else parts.double()).mean(0),
         ("sum", ops.SUM): lambda parts: parts.sum(0),
         ("min", ops.MIN): lambda parts: parts.amin(0),
         ("max", ops.MAX): lambda parts: parts.amax(0),
@@ -325,10 +328,6 @@ def broadcast(transport: Transport, item: Any, source: int) -> Any:
     return every.get(source, next(iter(every.values())))
 
 
-def _is_whole(tensor: Tensor) -> bool:
-    return not (tensor.is_floating_point() or tensor.is_complex())
-
-
 def _gathering(original: Callable[..., None]) -> Callable[..., None]:
     """Replace the function by which a metric of torchmetrics gathers its state, unless it is a user's."""
 
@@ -349,18 +348,11 @@ def _gathering(original: Callable[..., None]) -> Callable[..., None]:
     return repeating(sync)
 
 
-def _metric() -> Any:
-    return importlib.import_module("torchmetrics").Metric
-
-
-SYNC = SharedPatch(_metric, "_sync_dist", _gathering)
+SYNC = SharedPatch(lambda: importlib.import_module("torchmetrics").Metric, "_sync_dist", _gathering)
 
 
 @functools.cache
 def _logged(package: str) -> SharedPatch:
     """Return the patch of the values that a package's modules log."""
-
-    def find() -> Any:
-        return importlib.import_module(f"{package}.trainer.connectors.logger_connector.result")._ResultMetric
-
-    return SharedPatch(find, "compute", repeating)
+    module = f"{package}.trainer.connectors.logger_connector.result"
+    return SharedPatch(lambda: importlib.import_module(module)._ResultMetric, "compute", repeating)

@@ -19,17 +19,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import MismatchError
-from ...exchange import Traffic, Transport, open_transport
+from ...exchange import Transport
 from ...exchange.handshake import choose_interface, gloo_interface
 from ...exchange.restrictions import METRICS, OBJECTS, STATES, declared
 from ...exchange.status import describe
-from ...exchange.transport import Requirements
 from ...hub import LOOPBACK, STARTED_PROCESSES, current_connection
 from ...step.model_sync import sameness
 from ...step.model_sync.samples import batch_size, takes_part
 from ...support.files import check_archive, replacing
 from ...support.processes import free_port
+from ...support.refusals import first_reason, refuse
 from ...support.signature import split_keywords
+from ..exchanges import Exchange
 from ..loaders import UnevenLoader, compare_lengths
 from ..patches import gather
 from . import elastic
@@ -101,15 +102,14 @@ class SiteEnvironment:
         """Number of sites, or of all their processes."""
         return dist.get_world_size()
 
-    def set_world_size(self, size: int) -> None:
-        """Do nothing: the sites are connected."""
-
     def global_rank(self) -> int:
         """Number of this site, or of this process among those of all sites."""
         return dist.get_rank()
 
     def set_global_rank(self, rank: int) -> None:
         """Do nothing: the sites are connected."""
+
+    set_world_size = set_global_rank
 
     def local_rank(self) -> int:
         """Return the number of this process on its node, as torchrun or its connection by a kit sets it."""
@@ -143,21 +143,17 @@ class StrategyArguments:
     start_method: str = field(default="popen", metadata=_START)
 
 
-class SiteStrategy(_DDPStrategy):
+class SiteStrategy(Exchange, _DDPStrategy):
     """Lightning strategy that trains one model between sites; the base of those for each way to train.
 
     It starts and connects the sites' processes, wraps loaders of unequal length, takes fused steps, posts exit reasons,
-    and puts the state of every site into checkpoints. A way is a subclass. It builds what the sites exchange, in
-    `configure_ddp` or, if that needs the optimizers, in `_build`, sets `_exchange` to it, and restores the state of a
-    checkpoint by `_load_states`. If the sites' models may differ, `_make_equal` makes them equal. The exchange has the
-    following members, as `dadplug.GradientReduction` does: ``syncing`` and ``synchronize()``, called after a backward
-    pass; ``no_sync()`` for accumulation; ``samples(count)``, a context of forward passes; ``state_dict()``,
-    ``load_states(states)``, ``gather_objects(item)``, ``abort(reason)``, ``detach(discard=)``; ``stop_fusing(reason)``
-    and those of `dadplug.step.fused.HeldGradients` if `_wants_fused` may be set.
+    and puts the state of every site into checkpoints. A way is a subclass, which derives from one of
+    `dadplug.runners.exchanges` first. What the sites exchange is built where DDP would wrap the model or, with
+    `_needs_optimizers`, when the optimizers are there.
 
     Args:
-        kind: class of the exchange's options, an `OptionSet`. They have a ``timeout`` in seconds; ``sync_batchnorm`` if
-            the exchange can normalise over sites; ``requirements`` if sites may leave and return.
+        kind: class of the exchange's options, see `Exchange`. They have ``sync_batchnorm`` if the exchange can
+            normalise over sites.
         keywords: those options, and arguments of ``DDPStrategy``, see `StrategyArguments`.
 
     Attributes:
@@ -165,13 +161,12 @@ class SiteStrategy(_DDPStrategy):
     """
 
     _layer_sync: Any
-    _exchange: Any = None  # of the last fit; None before it
-    _elastic: ElasticFit | None = None  # of a run in which sites leave and return
-    _elastic_class = ElasticFit
+    _elastic: ElasticFit | None = None
+    _attribute = "_exchange"  # name by which the user finds the exchange
+    _needs_optimizers = True
+    _saves_alone = False  # whether a site's state is of use without those of the others
     _in_step_with_others = True  # if not, sites are at different steps within an epoch
-    _steps_in_backward = True  # if not, the subclass calls `_end_step` after the optimizer's step
-    _wants_fused = False  # whether the user asks for steps on gradients that are held, and not formed
-    _fuses = False  # whether optimizer steps of this fit are such ones
+    _fuses = False  # whether optimizer steps of this fit are fused
     _ends: list[Any] | None = None  # comparisons of whether a batch is the last one; None where lengths are known
     _stepping: Any = None  # the optimizer whose fused step is being taken
 
@@ -187,11 +182,6 @@ class SiteStrategy(_DDPStrategy):
         self._weightless = self._skipped = False
         self._transport: Transport | None = None
         self._run = ExitStack()
-
-    @property
-    def _requirements(self) -> Requirements | None:
-        """Requirements of training to go on without a site that leaves; None where all must stay."""
-        return getattr(self.options, "requirements", None)
 
     @property
     def _deals(self) -> bool:
@@ -218,20 +208,21 @@ class SiteStrategy(_DDPStrategy):
         """Check the devices, which the trainer has chosen by now, and make a launcher where processes are to start."""
         count, connection = len(self.parallel_devices or ()), current_connection()
         if count > 1 and connection is not None and connection.processes == 1:
-            self._check_launch(count)
+            here = f"the trainer is to use {count} devices at a site that is connected by a kit"
+            by_site = self._start_method == "popen" and isinstance(self.cluster_environment, SiteEnvironment)
+            refuse(
+                (
+                    self._requirements is not None,
+                    f"{here}, and min_sites goes with one process at each site: pass devices=1",
+                ),
+                (
+                    not by_site,
+                    f"{here}: leave start_method and cluster_environment out, which go with devices=1 there, or start "
+                    f"the program by torchrun --standalone --nproc_per_node={count}",
+                ),
+            )
             self.cluster_environment.start_processes(count)
         super()._configure_launcher()
-
-    def _check_launch(self, count: int) -> None:
-        """Raise ValueError if no processes can be started at a site that is connected by a kit."""
-        here = f"the trainer is to use {count} devices at a site that is connected by a kit"
-        if self._requirements is not None:
-            raise ValueError(f"{here}, and min_sites goes with one process at each site: pass devices=1")
-        if self._start_method != "popen" or not isinstance(self.cluster_environment, SiteEnvironment):
-            raise ValueError(
-                f"{here}: leave start_method and cluster_environment out, which go with devices=1 there, or start the "
-                f"program by torchrun --standalone --nproc_per_node={count}"
-            )
 
     def _agree_on_processes(self) -> None:
         """Meet the processes that Lightning has started at this site or others, where sites are connected by kits."""
@@ -242,8 +233,7 @@ class SiteStrategy(_DDPStrategy):
 
     @property
     def root_device(self) -> torch.device:
-        device: torch.device = self.parallel_devices[self.local_rank % len(self.parallel_devices)]
-        return device
+        return torch.device(self.parallel_devices[self.local_rank % len(self.parallel_devices)])
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -262,28 +252,17 @@ class SiteStrategy(_DDPStrategy):
         super().setup_environment()
         if self.world_size > 1:
             before = self._transport
-            self._transport = self._open_transport()
+            self._transport = self._open_transport(self.root_device)
             self._run.enter_context(elastic.SYNC)
             if before is not None:
                 before.close()
-
-    def _open_transport(self) -> Transport:
-        """Open the transport for everything but gradients."""
-        return open_transport(
-            None,
-            Traffic(),
-            self.root_device,
-            self.options.timeout,
-            requirements=self._requirements,
-            for_trainer=True,
-        )
 
     def setup(self, trainer: Any) -> None:
         fits = trainer.state.fn == "fit"
         self._elastic, self._fuses = None, False
         transport = self._elastic_transport
         if transport is not None and (fits or self._requirements is not None):
-            self._elastic = self._elastic_class(self, trainer, transport)
+            self._elastic = ElasticFit(self, trainer, transport, self._sends_optimizer, self._returns_by)
             self._elastic.begin(self._run, fits)
             if not fits:
                 self._set_up_evaluation(trainer, transport)
@@ -292,7 +271,8 @@ class SiteStrategy(_DDPStrategy):
         super().setup(trainer)
         if not fits:
             return
-        self._build()
+        if self._needs_optimizers:
+            self._set_up_exchange()
         module = self.lightning_module
         module.to_torchscript = MethodType(to_torchscript, module)
         self._run.callback(module.__dict__.pop, "to_torchscript", None)
@@ -322,19 +302,24 @@ class SiteStrategy(_DDPStrategy):
         self.setup_precision_plugin()
 
     def configure_ddp(self) -> None:
-        """Wrap nothing; wait for all sites, since one that has failed by now builds no exchange."""
-        if self._transport is not None:
+        """Build the exchange, or wait for all sites, since one that has failed by now builds none."""
+        if not self._needs_optimizers:
+            self._set_up_exchange()
+        elif self._transport is not None:
             self._transport.gather_objects(None)
 
-    def _build(self) -> None:
-        """Build the exchange, with the optimizers of a fit."""
+    def _set_up_exchange(self) -> None:
+        scaled = getattr(self.precision_plugin, "scaler", None) is not None
+        self._exchange = self._build_exchange(self.lightning_module, scaled)
+        setattr(self, self._attribute, self._exchange)
 
-    def _check_one_optimizer(self) -> None:
-        """Raise ValueError unless the module has automatic optimization and one optimizer."""
+    def _one_optimizer(self) -> torch.optim.Optimizer:
         if not self.lightning_module.automatic_optimization or len(self.optimizers) != 1:
             raise ValueError(
                 f"{type(self).__name__} needs automatic optimization and one optimizer; DADStrategy takes any module"
             )
+        optimizer: torch.optim.Optimizer = self.optimizers[0]
+        return optimizer
 
     def on_train_start(self) -> None:
         if self._elastic is not None:
@@ -451,19 +436,15 @@ class SiteStrategy(_DDPStrategy):
             closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
             self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         if self._exchange is not None and self._exchange.syncing:
-            self._synchronize()
+            if self._stepping is None:
+                self._exchange.synchronize()
+            else:  # gradients that need not be formed, in a fused step
+                self._exchange.hold(self._stepping)
+            if self._steps_in_backward:
+                self._end_step()
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
-
-    def _synchronize(self) -> None:
-        """Agree on the gradients, which do not accumulate; hold those that need not be formed, in a fused step."""
-        if self._stepping is None:
-            self._exchange.synchronize()
-        else:
-            self._exchange.hold(self._stepping)
-        if self._steps_in_backward:
-            self._end_step()
 
     def _end_step(self) -> None:
         """Count a step of the exchange, where sites may leave and return."""
@@ -475,30 +456,29 @@ class SiteStrategy(_DDPStrategy):
         return nullcontext() if self._exchange is None else self._exchange.no_sync()
 
     def on_validation_start(self) -> None:
-        self._make_equal()
+        self._agree()
         super().on_validation_start()
 
-    def _make_equal(self) -> None:
-        """Make what may differ between the sites' models equal, before an evaluation or a checkpoint."""
+    def _agree(self) -> None:
+        """Make what may differ between the sites' models equal, where all sites are inside a fit."""
+        if self._in_fit and self._exchange is not None:
+            self._make_equal()
 
     # Fused steps
 
     def _reason_against_fusing(self) -> str:
         """Return why a fit's gradients have to be formed before the optimizer's step; empty if they need not be."""
         trainer, module = self._trainer, self.lightning_module
-        if not module.automatic_optimization:
-            return "manual optimization"
-        if self._elastic is not None:
-            return "sites may leave, by min_sites"
-        if getattr(self.precision_plugin, "scaler", None) is not None:
-            return "a GradScaler scales the loss"
-        if trainer.gradient_clip_val and "VALUE" in str(trainer.gradient_clip_algorithm).upper():
-            return "gradients are clipped by value"
-        for owner, names in [(module, _MODULE_HOOKS), *((callback, _HOOKS) for callback in trainer.callbacks)]:
-            for name in names:
-                if _overrides(owner, name):
-                    return f"{type(owner).__name__}.{name} may read the gradients"
-        return ""
+        owners = [(module, _MODULE_HOOKS), *((callback, _HOOKS) for callback in trainer.callbacks)]
+        reading = [(type(owner).__name__, name) for owner, names in owners for name in names if _overrides(owner, name)]
+        by_value = trainer.gradient_clip_val and "VALUE" in str(trainer.gradient_clip_algorithm).upper()
+        return first_reason(
+            (not module.automatic_optimization, "manual optimization"),
+            (self._elastic is not None, "sites may leave, by min_sites"),
+            (getattr(self.precision_plugin, "scaler", None) is not None, "a GradScaler scales the loss"),
+            (by_value, "gradients are clipped by value"),
+            *((True, f"{owner}.{name} may read the gradients") for owner, name in reading),
+        )
 
     def _set_up_fusing(self) -> None:
         """Take fused steps in this fit, with a clipping by norm of held gradients, or let the exchange show why not."""
@@ -587,8 +567,7 @@ class SiteStrategy(_DDPStrategy):
         """Return whether all sites decide so, or any of them."""
         self._begin_collective("reduce_boolean_decision")
         if self._elastic_transport is None:
-            result: bool = super().reduce_boolean_decision(decision, all)
-            return result
+            return bool(super().reduce_boolean_decision(decision, all))
         votes = gather(self._elastic_transport, bool(decision))
         return False not in votes if all else True in votes
 
@@ -637,7 +616,7 @@ class SiteStrategy(_DDPStrategy):
     # Checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        self._make_equal()
+        self._agree()
         state: dict[str, Any] = super().lightning_module_state_dict()
         return state
 
@@ -647,14 +626,16 @@ class SiteStrategy(_DDPStrategy):
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def _add_states(self, checkpoint: dict[str, Any]) -> None:
-        if self._exchange is not None:
-            own = self._own_state()
-            with declared(STATES):
-                checkpoint["dadplug"] = self._exchange.gather_objects(own) if self._in_fit else [own]
+        """Add the state of every site; after an error that of this one, where it is complete without the others."""
+        if self._exchange is not None and (self._in_fit or self._saves_alone):
+            own = self.own_state()
+            checkpoint["dadplug"] = self._gather_states(own) if self._in_fit else [own]
 
-    def _own_state(self) -> Any:
-        """Return what a checkpoint holds of this site."""
-        return self._exchange.state_dict()
+    @declared(STATES)
+    def _gather_states(self, own: Any) -> list[Any]:
+        """Return the states of all sites."""
+        states: list[Any] = self._exchange.gather_objects(own)
+        return states
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         check_archive(Path(checkpoint_path), f"checkpoint {checkpoint_path}")
@@ -662,20 +643,15 @@ class SiteStrategy(_DDPStrategy):
         self._states = checkpoint.get("dadplug")
         return checkpoint
 
-    def _load_states(self) -> None:
-        """Restore this site's part of the states of a checkpoint, unless it joins others, whose state is newer."""
-        joins = self._transport is not None and self._transport.joins
-        if self._states is not None and not joins:
-            self._exchange.load_states(self._states)
-        self._states = None
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        """Load the states of the optimizers, and this site's part of what a checkpoint holds of every site."""
+        super().load_optimizer_state_dict(checkpoint)
+        self._load_states()
 
-    def _with_own_optimizer(self, checkpoint: Any) -> Any:
-        """Return a checkpoint with the optimizer's state of this site, if it holds one of each site."""
+    def _load_states(self) -> None:
         states, self._states = self._states, None
-        own = states[self.global_rank] if states is not None and self.global_rank < len(states) else None
-        if own is None or "optimizer" not in own:
-            return checkpoint
-        return dict(checkpoint) | {"optimizer_states": [own["optimizer"]]}
+        if states is not None:
+            self.load_states(states, self.global_rank)
 
 
 def _overrides(owner: Any, name: str) -> bool:

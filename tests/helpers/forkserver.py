@@ -58,10 +58,10 @@ PACKAGE = (
 )
 TRAINERS = ("catalyst", "pytorch_lightning")
 _LIBRARIES = ("catalyst.dl", "pytorch_lightning", "sklearn.datasets")  # of programs with a trainer
-_STRATEGIES = ("dad", "adapm", "local_sgd", "parameter_server", "hogwild")  # imported when they are asked for
+_STRATEGIES = ("strategies", "adapm", "hogwild")  # imported when they are asked for
 _RUNNERS = (
-    *("dadplug.runners.distributed_runner", "dadplug.runners.pytorch_lightning"),
-    *(f"dadplug.runners.{name}_strategy" for name in _STRATEGIES),
+    *("dadplug.runners.catalyst", "dadplug.runners.pytorch_lightning"),
+    *(f"dadplug.runners._lightning.{name}" for name in _STRATEGIES),
 )
 _START_TIMEOUT = 240.0
 _SHARED = "DADPLUG_TEST_SERVERS"  # environment variable: the folder of the servers that processes of pytest share

@@ -194,13 +194,13 @@ STANDS_FOR = {
     "DADStrategy": "dadplug.runners.pytorch_lightning.DADStrategy",
     "AdaPMStrategy": "dadplug.runners.pytorch_lightning.AdaPMStrategy",
     "LocalSGDStrategy": "dadplug.runners.pytorch_lightning.LocalSGDStrategy",
-    "LocalSGDRunner": "dadplug.runners.local_sgd_runner.LocalSGDRunner",
-    "ParameterServerRunner": "dadplug.runners.parameter_server_runner.ParameterServerRunner",
+    "LocalSGDRunner": "dadplug.runners.catalyst.LocalSGDRunner",
+    "ParameterServerRunner": "dadplug.runners.catalyst.ParameterServerRunner",
     "ParameterServerStrategy": "dadplug.runners.pytorch_lightning.ParameterServerStrategy",
     "HogwildStrategy": "dadplug.runners.pytorch_lightning.HogwildStrategy",
-    "HogwildRunner": "dadplug.runners.hogwild_runner.HogwildRunner",
-    "DistributedRunner": "dadplug.runners.distributed_runner.DistributedRunner",
-    "AdaPMRunner": "dadplug.runners.adapm_runner.AdaPMRunner",
+    "HogwildRunner": "dadplug.runners.catalyst.HogwildRunner",
+    "DistributedRunner": "dadplug.runners.catalyst.DistributedRunner",
+    "AdaPMRunner": "dadplug.runners.catalyst.AdaPMRunner",
 }
 ALSO = (
     "dadplug.hogwild.DealtLoader",

@@ -400,18 +400,18 @@ def check(lines: dict[str, list[dict]], deal: str, lost: int = LOST) -> None:
 
 
 def test_where_no_site_can_return_it_is_an_error(tmp_path, monkeypatch):
-    from dadplug.runners import return_file
+    from dadplug.runners import exchanges
 
     server = SimpleNamespace(return_address="", detach=lambda: None)
-    monkeypatch.setattr(return_file, "ParameterServer", lambda *_, **__: server)
+    monkeypatch.setattr(exchanges, "ParameterServer", lambda *_, **__: server)
     path = tmp_path / "address"
     with pytest.raises(ValueError, match=r"where messages are sealed.*leave return_file out"):
-        return_file.ReturnFile(path).build(SimpleNamespace(world_size=2), None)
-    assert return_file.ReturnFile(path).build(SimpleNamespace(world_size=1), None) is server  # that trains alone
+        exchanges.ReturnFile(path).build(SimpleNamespace(world_size=2), None)
+    assert exchanges.ReturnFile(path).build(SimpleNamespace(world_size=1), None) is server  # that trains alone
     assert not path.exists()
     path.write_text("{}")
     with pytest.raises(ValueError, match="is not a file of return_file="):
-        return_file.ReturnFile(path)
+        exchanges.ReturnFile(path)
 
 
 def test_without_site_0_the_others_name_it_and_start_anew(tmp_path):

@@ -7,20 +7,23 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from ..exchange import Transport
-from ..exchange.status import describe
-from ..hogwild import Hogwild
-from ..hogwild.layout import check_model, check_optimizer
-from ..hogwild.training import HogwildOptions
-from ..support.loaders import check_loader
-from ..support.signature import takes_keywords_of
-from ._lightning.strategy import SiteStrategy, StrategyArguments
-from .loaders import HogwildLoader
+from ...exchange import Transport
+from ...exchange.status import describe
+from ...hogwild import Hogwild
+from ...hogwild.layout import check_model, check_optimizer
+from ...hogwild.training import HogwildOptions
+from ...support.loaders import check_loader
+from ...support.refusals import refuse
+from ...support.signature import takes_keywords_of
+from ..exchanges import SharedMemorySteps
+from ..loaders import HogwildLoader
+from .strategy import SiteStrategy, StrategyArguments
 
 
-class HogwildStrategyBase(SiteStrategy):
+class HogwildStrategyBase(SharedMemorySteps, SiteStrategy):
     """Lightning strategy for Hogwild!: processes of one machine train one model in shared memory; also ``"hogwild"``.
 
     No process waits for another within an epoch. Batches of the training loader are dealt on demand, each once an
@@ -52,8 +55,6 @@ class HogwildStrategyBase(SiteStrategy):
         >>> trainer.fit(module, loader)
     """
 
-    options: HogwildOptions
-    hogwild: Hogwild | None = None
     _in_step_with_others = False
 
     @takes_keywords_of(StrategyArguments, HogwildOptions)
@@ -84,19 +85,20 @@ class HogwildStrategyBase(SiteStrategy):
         self._preparing = False
 
     def _check_devices(self) -> None:
-        if self.root_device.type != "cpu":
-            raise ValueError(
-                f"Hogwild! shares the memory of CPU processes, and this trainer uses {self.root_device}: pass "
-                'accelerator="cpu", or take DADStrategy or DDPStrategy for GPUs'
+        device = self.root_device
+        refuse(
+            (
+                device.type != "cpu",
+                f"Hogwild! shares the memory of CPU processes, and this trainer uses {device}: pass "
+                'accelerator="cpu", or take DADStrategy or DDPStrategy for GPUs',
             )
+        )
 
-    def _build(self) -> None:
+    def _build_exchange(self, model: nn.Module, scaled: bool) -> None:
         """Check what is trained; nothing is exchanged, and memory is shared when the training loader is asked for."""
         if self._transport is not None:
-            self._check_one_optimizer()
-            module, configs = self.lightning_module, self.lr_scheduler_configs
-            check_training(module, self.optimizers, configs, self.precision_plugin, self.options.state)
-            self._schedules = Schedules(module, configs)
+            check_training(model, self._one_optimizer(), self.lr_scheduler_configs, scaled, self.options.state)
+            self._schedules = Schedules(model, self.lr_scheduler_configs)
             self._prepare_loops(self._trainer)
 
     def _prepare_loops(self, trainer: Any) -> None:
@@ -123,15 +125,13 @@ class HogwildStrategyBase(SiteStrategy):
         super().on_train_end()
 
     def teardown(self) -> None:
-        if self.hogwild is not None and self.hogwild.running:
-            self.hogwild.abort()
+        self._end_hogwild()
         self._loader = None
         super().teardown()
 
     def on_exception(self, exception: BaseException) -> None:
         """Post the exit reason to the other processes, so that none waits for this one."""
-        if self.hogwild is not None and self.hogwild.running:
-            self.hogwild.abort(describe(exception))
+        self._end_hogwild(describe(exception))
         super().on_exception(exception)
 
     # Training
@@ -225,13 +225,9 @@ class HogwildStrategyBase(SiteStrategy):
 
     def _add_states(self, checkpoint: dict[str, Any]) -> None:
         """Add the optimizer's state of every process to a checkpoint, if each has its own."""
-        if self.options.state == "own" and self._in_fit and self._transport is not None:
-            checkpoint["dadplug"] = self._transport.gather_objects({"optimizer": self.optimizers[0].state_dict()})
-
-    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        """Load the state of this process's optimizer; that of process 0 if the checkpoint has no other."""
-        own = self.options.state == "own"
-        super().load_optimizer_state_dict(self._with_own_optimizer(checkpoint) if own else checkpoint)
+        if self._in_fit and (own := self.own_state()) is not None:
+            assert self._transport is not None
+            checkpoint["dadplug"] = self._transport.gather_objects(own)
 
 
 def check_trainer(trainer: Any, layer_sync: Any) -> None:
@@ -244,55 +240,59 @@ def check_trainer(trainer: Any, layer_sync: Any) -> None:
     Raises:
         ValueError: for a setting that processes which do not train in step cannot follow.
     """
-    for wrong, problem in (
-        (trainer.max_steps != -1, "max_steps and fast_dev_run count steps of one process: use max_epochs"),
-        (trainer.min_steps is not None, "min_steps counts steps of one process: use min_epochs"),
+    own = "with Hogwild! each process takes its own steps"
+    refuse(
+        (trainer.max_steps != -1, f"{own}; max_steps and fast_dev_run count steps of one process: use max_epochs"),
+        (trainer.min_steps is not None, f"{own}; min_steps counts steps of one process: use min_epochs"),
+        (trainer.val_check_interval != 1.0, f"{own}; val_check_interval must be 1.0: they validate together"),
+        (trainer.check_val_every_n_epoch is None, f"{own}; check_val_every_n_epoch must be a number"),
         (
-            trainer.val_check_interval != 1.0,
-            "val_check_interval must be 1.0: they validate together",
+            layer_sync is not None,
+            f"{own}; sync_batchnorm is for processes in step; running statistics are shared anyway",
         ),
-        (trainer.check_val_every_n_epoch is None, "check_val_every_n_epoch must be a number"),
-        (layer_sync is not None, "sync_batchnorm is for processes in step; running statistics are shared anyway"),
-    ):
-        if wrong:
-            raise ValueError(f"with Hogwild! each process takes its own steps; {problem}")
+    )
     for callback in trainer.callbacks:
-        name = type(callback).__name__
-        if getattr(callback, "_every_n_train_steps", 0) or getattr(callback, "_train_time_interval", None):
-            raise ValueError(
-                f"with Hogwild! each process takes its own steps, and {name} would write checkpoints in the middle of "
-                "those of others: leave every_n_train_steps and train_time_interval out, so that it writes after epochs"
-            )
-        if getattr(callback, "_interval", None) == "step" and callback.time_remaining() is not None:
-            raise ValueError(
-                "with Hogwild! each process takes its own steps, and max_time asks in each of them whether all stop: "
-                'use the callback Timer(duration, interval="epoch")'
-            )
+        in_steps = getattr(callback, "_every_n_train_steps", 0) or getattr(callback, "_train_time_interval", None)
+        refuse(
+            (
+                in_steps,
+                f"{own}, and {type(callback).__name__} would write checkpoints in the middle of those of others: leave "
+                "every_n_train_steps and train_time_interval out, so that it writes after epochs",
+            ),
+            (
+                getattr(callback, "_interval", None) == "step" and callback.time_remaining() is not None,
+                f"{own}, and max_time asks in each of them whether all stop: use the callback Timer(duration, "
+                'interval="epoch")',
+            ),
+        )
 
 
-def check_training(module: Any, optimizers: list[Any], configs: list[Any], precision: Any, state: str) -> None:
+def check_training(
+    module: nn.Module, optimizer: torch.optim.Optimizer, configs: list[Any], scaled: bool, state: str
+) -> None:
     """Check what is to be trained; all processes find the same.
 
     Args:
         module: the LightningModule.
-        optimizers: its optimizers.
+        optimizer: its optimizer.
         configs: Lightning's settings of the learning-rate schedulers.
-        precision: the precision plug-in.
+        scaled: whether the precision has a GradScaler.
         state: as in `Hogwild`.
 
     Raises:
         ValueError: for what Hogwild! cannot train.
     """
-    if getattr(precision, "scaler", None) is not None:
-        raise ValueError("Hogwild! has no part in a GradScaler: use precision 'bf16-mixed' or '32-true'")
-    check_optimizer(optimizers[0], module, state)
-    check_model(module, optimizers)
-    for config in configs:
-        if config.interval == "step" and (config.frequency != 1 or config.reduce_on_plateau):
-            raise ValueError(
-                "with Hogwild! a learning-rate scheduler of interval 'step' follows the steps of all processes and "
-                "needs frequency 1, and may not be ReduceLROnPlateau"
-            )
+    refuse((scaled, "Hogwild! has no part in a GradScaler: use precision 'bf16-mixed' or '32-true'"))
+    check_optimizer(optimizer, module, state)
+    check_model(module, [optimizer])
+    by_steps = [config for config in configs if config.interval == "step"]
+    refuse(
+        (
+            any(config.frequency != 1 or config.reduce_on_plateau for config in by_steps),
+            "with Hogwild! a learning-rate scheduler of interval 'step' follows the steps of all processes and needs "
+            "frequency 1, and may not be ReduceLROnPlateau",
+        )
+    )
 
 
 def count_batches(loader: Any, limit: int | float, processes: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import shutil
@@ -11,21 +10,23 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from ..adapm import AdaModel, IntentError, join_shards, load_shards
-from ..adapm.shards import ShardSave, on_all_sites
-from ..errors import SiteError
-from ..support.files import replacing
-from ..support.signature import check_choice, takes_keywords_of
-from ._lightning.strategy import StrategyArguments
-from .dad_strategy import DADStrategyBase
-from .management import LookaheadLoader, Management, Stub, embeddings_of, give_back, nothing, shape_only
+from ...adapm import AdaModel, IntentError, join_shards, load_shards
+from ...adapm.shards import ShardSave, on_all_sites
+from ...errors import SiteError
+from ...reduction import GradientReduction
+from ...support.files import replacing
+from ...support.refusals import refuse
+from ...support.signature import check_choice, takes_keywords_of
+from ..management import LookaheadLoader, ManagedEmbeddings, Management, Stub, nothing, shape_only
+from .strategies import DADStrategyBase
+from .strategy import StrategyArguments
 
 _HOOKS = ("on_before_batch_transfer", "on_after_batch_transfer")
 # Methods that need a trainer, and look up nothing.
 _SILENT = ("log", "log_dict", "print", "manual_backward", "clip_gradients", "toggle_optimizer", "untoggle_optimizer")
 
 
-class AdaPMStrategyBase(DADStrategyBase):
+class AdaPMStrategyBase(ManagedEmbeddings, DADStrategyBase):
     """Lightning strategy for models whose embedding rows are spread over the sites (AdaPM); for ``Trainer(strategy=)``.
 
     During a fit the rows of the module's nn.Embedding and nn.EmbeddingBag layers are managed as by
@@ -61,37 +62,36 @@ class AdaPMStrategyBase(DADStrategyBase):
         >>> trainer.fit(module, loader)
     """
 
-    managed: AdaModel | None = None
+    _needs_optimizers = True
+    _always_reduces = False
 
     @takes_keywords_of(Management, DADStrategyBase.__init__)
     def __init__(self, mode: str = "dsgd", *, fused: bool = False, checkpoint: str = "whole", **arguments: Any) -> None:
         check_choice("checkpoint", checkpoint, ("whole", "sharded"))
-        self._management, others = Management.split("AdaPMStrategy", StrategyArguments, mode, arguments)
-        super().__init__(mode, fused=fused, **others)
+        super().__init__(mode, fused=fused, **self._split(StrategyArguments, mode, arguments))
         self._sharded = checkpoint == "sharded"
         self._shards: str | None = None
         self._stamp: str | None = None
-        self._optimizer: Any = None
         self._loader: Any = None
 
     # Start and end
 
-    def configure_ddp(self) -> None:
-        """Do nothing: `setup_optimizers` builds the reduction, since the managed weights depend on the optimizers."""
-
-    def setup_optimizers(self, trainer: Any) -> None:
-        super().setup_optimizers(trainer)
-        if getattr(self.precision_plugin, "scaler", None) is not None:
-            raise ValueError("managed rows have no part in a GradScaler: use precision='bf16-mixed' or '32-true'")
-        if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
-            raise ValueError("managed rows cannot be clipped by value: use gradient_clip_algorithm='norm'")
-        self._optimizer = embeddings_of("AdaPMStrategy", self.lightning_module, self.optimizers)
-        options = dataclasses.asdict(self.options)
-        self.managed = self._management.manage("AdaPMStrategy", self.lightning_module, self._optimizer, options)
-        self.reduction = self._exchange = self.managed.reduction
-        self._load_states()
-        if self.managed.managed:  # the norm is that of all sites' rows
+    def _build_reduction(self, model: Any, settings: dict[str, Any]) -> GradientReduction | None:
+        trainer = self._trainer
+        refuse(
+            (
+                getattr(self.precision_plugin, "scaler", None) is not None,
+                "managed rows have no part in a GradScaler: use precision='bf16-mixed' or '32-true'",
+            ),
+            (
+                trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value",
+                "managed rows cannot be clipped by value: use gradient_clip_algorithm='norm'",
+            ),
+        )
+        reduction = super()._build_reduction(model, settings)
+        if self.managed is not None and self.managed.managed:  # the norm is that of all sites' rows
             self._replace_clipping()
+        return reduction
 
     def _clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
         if self.managed is None or not self.managed.managed or self._exchange.holds:
@@ -100,9 +100,7 @@ class AdaPMStrategyBase(DADStrategyBase):
             self.managed.clip_grad_norm_(clip_val, parameters=self.precision_plugin.main_params(optimizer))
 
     def teardown(self) -> None:
-        managed, self.managed = self.managed, None
-        if managed is not None:
-            give_back(managed, self._optimizer, self._interrupted)  # other sites may have exited after an error
+        self._give_back(self._interrupted)  # other sites may have exited after an error
         self._loader = None
         super().teardown()
 
@@ -110,16 +108,10 @@ class AdaPMStrategyBase(DADStrategyBase):
 
     def process_dataloader(self, dataloader: Any) -> Any:
         dataloader = super().process_dataloader(dataloader)
-        managed, trainer = self.managed, self._trainer
-        if (
-            managed is None
-            or not managed.managed
-            or not trainer.training
-            or self._management.intent is None
-            or self.world_size == 1
-        ):
+        managed = self.managed
+        if managed is None or not self._reads_ahead(self.world_size) or not self._trainer.training:
             return dataloader
-        self._loader = _Lookahead(dataloader, managed, self._management, trainer)
+        self._loader = _Lookahead(dataloader, managed, self._management, self._trainer)
         return self._loader
 
     def on_train_start(self) -> None:
@@ -136,8 +128,8 @@ class AdaPMStrategyBase(DADStrategyBase):
         with self._loader.watch():
             return super().training_step(*args, **kwargs)
 
-    def _make_equal(self) -> None:
-        super()._make_equal()
+    def _agree(self) -> None:
+        super()._agree()
         if self._in_fit and self.managed is not None:
             self.managed.manager.wait_sync(everywhere=True)  # all sites evaluate the same tables
 
@@ -156,14 +148,13 @@ class AdaPMStrategyBase(DADStrategyBase):
                 "no checkpoint can be written after an error: rows are spread over sites that may be gone. Resume from "
                 "the last one before it"
             )
-        self._make_equal()
+        self._agree()
         return {} if self._sharded else self.managed.state_dict()
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
         if self._shards is not None and self.managed is not None:
-            load_shards(self.managed, self._shards, self._optimizer, self._stamp)
+            load_shards(self.managed, self._shards, self._owner, self._stamp)
             self._shards = None
-            self._load_states()
         elif self._shards is not None:
             whole = {**checkpoint, "state_dict": join_shards(self._shards, self._stamp)["model"]}
             super().load_model_state_dict(whole, strict=strict)
@@ -174,25 +165,26 @@ class AdaPMStrategyBase(DADStrategyBase):
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         plain = getattr(optimizer, "_optimizer", optimizer)
-        if self.managed is None or plain is not self._optimizer:
+        if self.managed is None or plain is not self._owner:
             state: dict[str, Any] = super().optimizer_state(optimizer)
             return state
         return {} if self._sharded else self.managed.optimizer_state_dict(plain)
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            if self.managed is None or optimizer is not self._optimizer:
+            if self.managed is None or optimizer is not self._owner:
                 optimizer.load_state_dict(state)
             elif state:
                 self.managed.load_optimizer_state_dict(optimizer, state)
             elif self._shards is not None:  # read by a strategy that writes whole checkpoints
                 self.load_model_state_dict(checkpoint)
+        self._load_states()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if not self._sharded or self.managed is None:
             super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
             return
-        save = ShardSave(self.managed, shards_of(filepath), self._optimizer)
+        save = ShardSave(self.managed, shards_of(filepath), self._owner)
         checkpoint["dadplug_shards"] = save.write()
         try:  # the older file, which refers to the older shards, is replaced before they go
             what = f"{filepath} cannot be written"
