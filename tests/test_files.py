@@ -34,7 +34,7 @@ def by_catalyst(path: Path) -> Any:
     from dadplug import DistributedRunner
 
     transport = SimpleNamespace(gather_present=lambda digest: {0: digest})
-    return DistributedRunner.load_shared(SimpleNamespace(engine=SimpleNamespace(transport=transport)), path)
+    return DistributedRunner.load_shared(SimpleNamespace(_transport=transport), path)
 
 
 @pytest.mark.parametrize(

@@ -97,11 +97,6 @@ class DADStrategyBase(SynchronousSteps, HubStrategy):
             closure_loss = closure_loss * module.trainer.accumulate_grad_batches
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
-    def _synchronize(self) -> None:
-        super()._synchronize()
-        if self._stepping is None and self.reduction is not None and not self.reduction.contributors:
-            self.lightning_module.zero_grad()  # no site has a loss: optimizers leave the weights, as in one process
-
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Step an optimizer; one that uses the loss gets the mean over sites, so that all sites decide alike."""
         if self._transport is not None and isinstance(getattr(optimizer, "_optimizer", optimizer), torch.optim.LBFGS):

@@ -438,6 +438,8 @@ class SiteStrategy(Exchange, _DDPStrategy):
         if self._exchange is not None and self._exchange.syncing:
             if self._stepping is None:
                 self._exchange.synchronize()
+                if not getattr(self._exchange, "contributors", True):
+                    module.zero_grad()  # no site has a loss: optimizers leave the weights, as in one process
             else:  # gradients that need not be formed, in a fused step
                 self._exchange.hold(self._stepping)
             if self._steps_in_backward:

@@ -165,7 +165,7 @@ def of_announcement():
 
 
 def of_stream_frame():
-    content = streams._HEAD.pack(streams.Kind.CONTRIBUTION, 1, 2, 3, 4, 5, 6, 10) + bytes(10)
+    content = streams._HEAD.pack(streams.FrameKind.CONTRIBUTION, 1, 2, 3, 4, 5, 6, 10) + bytes(10)
 
     def take(body):
         here, there = socket.socketpair()
@@ -178,7 +178,7 @@ def of_stream_frame():
 
 
 def of_adapm():
-    message = adapm.Message(adapm.Kind.PULL, origin=1, arrays=[np.arange(4)])
+    message = adapm.Message(adapm.MessageKind.PULL, origin=1, arrays=[np.arange(4)])
     content = b"".join(bytes(each) for each in message.encode())
 
     def take(body):
@@ -360,7 +360,7 @@ def test_the_hub_takes_what_a_member_sends_or_ends_it_alone(name):
 def test_other_requests_at_the_hub_are_answered_or_refused():
     asked = encode(Request(1, "set", ("key",), (b"value",)))
     fuzz(asked, lambda body: Store().handle(2, body), "store")
-    head = Head(Kind.MESSAGE, 2, tag=check.Request.TIME, length=1)
+    head = Head(Kind.MESSAGE, 2, tag=check.CheckRequest.TIME, length=1)
     fuzz(head.pack() + bytes(1), lambda body: check.CheckHandler(2).handle(*frame_of(body), {}), "check")
 
 

@@ -95,7 +95,8 @@ def test_a_part_of_the_sites_that_is_smaller_than_min_sites_ends(tmp_path):
     with sealed_hub(tmp_path) as hub, linked(hub, 3) as links:
         LyingHub(hub.hub.relay, {0: without(1, 2), 1: without(0), 2: without(0)})
         first, *others = together(lambda rank: run_rounds(links[rank], Requirements(2, 60_000, True, 300)), 3)
-    assert re.search("has closed round 3 with 1 sites, and this run needs 2", str(first[0]))
+    ways = "has closed round 3 with 1 sites, and this run needs 2|got different information"  # whichever is seen first
+    assert re.search(ways, str(first[0]))
     assert first[1] == LIE - 1
     assert [made for _, made in others] == [LIE + 2] * 2
 

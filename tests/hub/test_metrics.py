@@ -125,7 +125,7 @@ def test_a_site_reads_the_status_and_no_journal(tmp_path, capsys):
 
 def test_a_status_of_any_size_is_bounded():
     handler = check.CheckHandler(0)
-    head = check.Head(Kind.PAYLOAD, 0, tag=check.Request.STATUS, length=1)
+    head = check.Head(Kind.PAYLOAD, 0, tag=check.CheckRequest.STATUS, length=1)
     with pytest.raises(FrameError, match="asks for more than"):
         handler.handle(head, b"?", {"journal": "x" * check.MOST_BYTES})
 

@@ -200,7 +200,7 @@ def test_a_step_without_a_loss_at_any_site_moves_no_weight(mode: str) -> None:
     rank = int(os.environ["RANK"])
     current = zoo.trainer(DADStrategy(mode), max_epochs=1, use_distributed_sampler=False)
     current.fit(module, zoo.loader([24, 8][rank], 4, seed=rank))  # site 1 has batches in the first and the last step
-    assert module.moved == [True, True, False, True, True, True]
+    assert module.moved == [True, True, False, True, True, True], module.moved
     assert current.strategy.reduction.first_difference() is None
 
 
