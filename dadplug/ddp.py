@@ -22,6 +22,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .exchange.restrictions import METRICS, STATES, declared
+from .hooks import eager
 from .options import Options
 from .reduction import GradientReduction
 from .step.model_sync import sameness
@@ -185,6 +186,7 @@ class DistributedDataParallel(TorchDDP):
 
     # Forward and backward
 
+    @eager(nested=True)
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the model. A backward pass that follows ends with a synchronization, unless in `no_sync`."""
         transformed = torch._C._functorch.peek_interpreter_stack() is not None  # by torch.func: no pass of training

@@ -4,6 +4,7 @@ from . import convolution, embedding, linear  # noqa: F401  (each registers its 
 from .capture import (
     CallOverride,
     CapturedLayer,
+    EagerForward,
     ForwardOverride,
     LayerCapture,
     OwnHook,
@@ -17,6 +18,7 @@ from .registry import LayerFamily, Recorder, capturable_layers, family_of, refus
 __all__ = [
     "CallOverride",
     "CapturedLayer",
+    "EagerForward",
     "Elementwise",
     "LINEAR",
     "Factor",

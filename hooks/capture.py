@@ -148,6 +148,24 @@ class ForwardOverride:
         return _own_forward, (self.module,)
 
 
+class EagerForward(ForwardOverride):
+    """Forward of a module as it is, which torch.compile does not inline: it calls the module, with its overrides.
+
+    The compiler calls modules of other classes than torch's own.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.__code__ = type(module).forward.__code__  # which torch.export looks at
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.plain(*args, **kwargs) if being_exported() else self._eager(*args, **kwargs)
+
+    @eager(nested=True)
+    def _eager(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.plain(*args, **kwargs)
+
+
 def overridden(module: nn.Module) -> bool:
     """Return whether a module's forward is overridden.
 

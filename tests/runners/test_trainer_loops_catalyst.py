@@ -117,7 +117,7 @@ def program(name: str, mode: str) -> list[torch.Tensor]:
     if name == "adversaries":
         model = dict(adversaries().items())
         optimizer = {key: torch.optim.Adam(part.parameters(), lr=0.02) for key, part in model.items()}
-        runner = Adversaries(**options)
+        runner = Adversaries(**{"weighting": "samples"} | options)
     else:
         model = net()
         optimizer = sgd(name, model)

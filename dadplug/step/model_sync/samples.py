@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from ...hooks import CallOverride, eager
+from ...hooks import CallOverride, EagerForward, eager
 from .sameness import FirstBatch
 from .structure import weak_hook
 
@@ -87,6 +87,8 @@ class SampleCounter:
         self._running: list[bool] = []  # True while a forward pass is running; no module, which dynamo would trace
         self._model = model
         self._overrides: dict[int, CallOverride] = {}
+        inlined = type(model).__module__.startswith("torch.nn.") and any(True for _ in model.children())
+        self._forward = EagerForward(model) if inlined and "forward" not in vars(model) else None
         self._watches_parameters = watches_parameters
         self._hooks: dict[tuple[int, int], tuple[Tensor, RemovableHandle]] = {}  # of parameters, by identity
         self.follow()
@@ -195,8 +197,9 @@ class SampleCounter:
 
     def detach(self) -> None:
         """Watch the model no longer."""
-        for override in self._overrides.values():
-            override.restore()
+        for override in (*self._overrides.values(), self._forward):
+            if override is not None:
+                override.restore()
         for _, handle in self._hooks.values():
             handle.remove()
         self._overrides.clear()
@@ -272,9 +275,7 @@ class SampleCounter:
         if self.first_batch is not None and self.called.training and not passes.doubt:
             self.first_batch.samples = self.first_batch.samples or passes.samples
         counts = self.called is self._model or passes is self._block
-        if not (
-            counts or self.by_samples
-        ):  # parts of a model are called alone, and beside it: their samples add to none
+        if not (counts or self.by_samples):  # parts of a model may be called beside it: their samples are not added
             passes, counts = _Passes(0, "a part of the model is called alone"), True
         reached = [leaf for leaf in leaves if leaf.requires_grad]
         if self.on_outputs is not None:
