@@ -73,7 +73,7 @@ from dadplug.privacy.masks import PairwiseKeys, members_digest
 from dadplug.privacy.secure_sum import _ANNOUNCEMENT, SecureSum
 from dadplug.step.model_sync import sameness
 from dadplug.step.model_sync.buffers import average_packed, pack_buffers
-from dadplug.step.model_sync.replicated_model import JoinState
+from dadplug.step.model_sync.replicated_model import JoinState, ReplicatedModel
 from dadplug.step.reducer.handler import StepHeader
 from dadplug.support.structs import decode
 
@@ -455,6 +455,33 @@ def test_control_messages_are_read_or_refused():
     for name, frame in contents.items():
         if frame[HEAD_BYTES:] and name not in ("PAYLOAD", "SUMMAND", "STATE", "MESSAGE"):
             fuzz(frame[HEAD_BYTES:], lambda body: read_control(body, 3), name)
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"weight": torch.ones(1, 3)},
+        {"bias": torch.ones(2)},
+        {"weight": torch.full((2, 3), torch.nan), "bias": torch.ones(2)},
+        {"weight": "x", "bias": torch.ones(2)},
+        None,
+    ],
+    ids=["broadcasts", "lacks one", "NaN", "no tensor", "no state"],
+)
+def test_a_site_that_joins_refuses_what_is_no_state_of_its_model(lie):
+    joiner = object.__new__(ReplicatedModel)
+    joiner.model, joiner.site_rank, joiner._describe = torch.nn.Linear(3, 2), 0, dict
+
+    def receive(most):
+        return codec.decode(codec.encode([1] if lie is None else replaced(JoinState({}, {}, 4, {}, {}), lie)))
+
+    def replaced(state, tensors):
+        object.__setattr__(state, "tensors", tensors)
+        return state
+
+    joiner._transport = SimpleNamespace(joins=True, receive_state=receive, sites=SITES, world_size=3)
+    with pytest.raises(DadplugError, match="another site"):
+        joiner._receive_state()
 
 
 # Fields that are out of range: the error names the site

@@ -90,7 +90,7 @@ def objects_in_every_way():
         (zero._broadcast_object, MARK, 1, dist.group.WORLD),
         (dist.all_gather_object, [None, None], MARK, dist.new_group([0, 1])),
     ]
-    if hasattr(of_accelerate, "_neuron_gather_object"):  # since 1.14
+    if hasattr(of_accelerate, "_neuron_gather_object"):  # not in earlier releases
         of_accelerate.PartialState(cpu=True)
         calls += [(of_accelerate._neuron_gather_object, MARK), (of_accelerate._neuron_broadcast_object_list, [MARK])]
     return found + [found_error(*call) for call in calls]

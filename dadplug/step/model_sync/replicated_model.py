@@ -134,6 +134,9 @@ class ReplicatedModel:
             others, own = "the other sites", self._transport.sites[self.site_rank]
             sameness.compare(state.description, description, others, own)
             sameness.load_tensors(self.model, state.tensors)
+            for name, parameter in self.model.named_parameters():  # the others would end, too, and blame this site
+                if parameter.requires_grad and not parameter.isfinite().all():
+                    raise MismatchError(f"another site has sent a state in which {name!r} has NaN or Inf")
             self.world_size = self._transport.world_size  # which may have grown meanwhile
         return state
 
