@@ -383,6 +383,7 @@ _PICKLING = {  # functions by which libraries unpickle what arrives in collectiv
     ),
     "torch.distributed.optim.zero_redundancy_optimizer": ("_broadcast_object",),
     "catalyst.utils.distributed": ("all_gather",),
+    "accelerate.utils.operations": ("_neuron_gather_object", "_neuron_broadcast_object_list"),
 }
 
 

@@ -25,7 +25,7 @@ from msgspec.structs import replace
 from ..errors import MessageError, SequenceError
 from ..exchange import Traffic
 from ..exchange.handshake import listen, read_exactly, write_all
-from ..support.structs import Decoded, Slots, Texts, decode
+from ..support.structs import LONGEST_TEXT, Decoded, Slots, Texts, decode
 from .dealing import DEALS, Answer, OwnDealer, SharedDealer
 from .sequencer import Rules, Sequencer
 from .streams import HUB, Frame, FrameKind, FrameLoop
@@ -702,5 +702,5 @@ class SequencerHost:
         self._events.append(event)
         for connected in sockets.values():
             with suppress(OSError):
-                write_message(connected, Verdict(problem, self._names))
+                write_message(connected, Verdict(problem[:LONGEST_TEXT], self._names))
             connected.close()

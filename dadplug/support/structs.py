@@ -14,7 +14,8 @@ from msgspec.msgpack import Decoder
 
 Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Slot = Annotated[int, Meta(ge=0, lt=1 << 16)]
-Text = Annotated[str, Meta(max_length=2000)]
+LONGEST_TEXT = 2000
+Text = Annotated[str, Meta(max_length=LONGEST_TEXT)]
 Slots = Annotated[tuple[Slot, ...], Meta(max_length=1 << 16)]
 Counts = Annotated[tuple[Count, ...], Meta(max_length=1 << 16)]
 Texts = Annotated[tuple[Text, ...], Meta(max_length=1 << 16)]

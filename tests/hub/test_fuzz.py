@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 from msgspec.msgpack import encode
+from msgspec.structs import replace
+from running_hub import TestSite, close_step, running_hub, together
 from sealed_sites import make_kits
 
 from dadplug.adapm import messages as adapm
@@ -29,7 +31,7 @@ from dadplug.hub.secure.sealing import Opener, Sealer
 from dadplug.hub.server.journal import Journal
 from dadplug.hub.server.relay import Relay
 from dadplug.hub.server.session import HubStreams
-from dadplug.hub.server.store import Request, Store
+from dadplug.hub.server.store import REPLIES, Request, Store
 from dadplug.hub.site.link import HubLink
 from dadplug.hub.wire.messages import (
     FRESH,
@@ -69,7 +71,9 @@ from dadplug.parameter_server.sequencer import Decision, Entry, Rules
 from dadplug.parameter_server.service import SequencerHost, Settings, check_settings
 from dadplug.privacy.masks import PairwiseKeys, members_digest
 from dadplug.privacy.secure_sum import _ANNOUNCEMENT, SecureSum
+from dadplug.step.model_sync import sameness
 from dadplug.step.model_sync.buffers import average_packed, pack_buffers
+from dadplug.step.model_sync.replicated_model import JoinState, ReplicatedModel
 from dadplug.step.reducer.handler import StepHeader
 from dadplug.support.structs import decode
 
@@ -252,6 +256,18 @@ def of_settings():
     return encode(settings), lambda body: check_settings(body, 3)
 
 
+def of_join_state():
+    model = torch.nn.Linear(3, 2)
+    state = JoinState({"option mode": "dad"}, dict(model.state_dict()), 4, {}, {"optimizer": {"state": {}}})
+
+    def take(body):
+        found = codec.decode(body)
+        if isinstance(found, JoinState):
+            sameness.load_tensors(model, found.tensors)
+
+    return codec.encode(state), take
+
+
 def of_struct(decoder, message):
     return encode(message), lambda body: decode(decoder, body, "message", MismatchError)
 
@@ -260,6 +276,7 @@ MESSAGES = {
     "step header": of_step_header,
     "local header": of_local_header,
     "object": of_object,
+    "state for a site that joins": of_join_state,
     "buffers": of_buffers,
     "announcement of secure sums": of_announcement,
     "frame of the parameter server": of_stream_frame,
@@ -389,6 +406,43 @@ def test_a_site_takes_what_the_hub_sends_or_ends(tmp_path, name, sealed):
         link.close_descriptors()
 
 
+def test_requests_that_wait_at_the_store_are_bounded():
+    store, asked = Store(), encode(Request(1, "wait", ("missing",) * 10_000))
+    assert store.handle(2, asked) == []
+    ((slot, answer),) = store.handle(2, encode(Request(2, "wait", ("missing",) * 10_000)))
+    assert (slot, decode(REPLIES, answer, "reply", MismatchError).error) == (2, "too many requests are waiting")
+
+
+def test_reasons_fit_into_messages():
+    for reason in ("x" * 5000, "cannot read \udcff"):
+        found = read_control(pack_control(Drop(1, 1, reason), 0)[HEAD_BYTES:], 3)
+        assert found.reason == reason[:2000].replace("\udcff", "?")
+
+
+@pytest.mark.parametrize("sites", [1, 2, 4, 1 << 62])
+def test_a_hub_goes_on_after_a_hello_with_a_wrong_number_of_sites(tmp_path, sites):
+    with running_hub(tmp_path / "kits", NAMES) as hub:
+        answer = TestSite(hub.kit("c"), hub.address, sites=sites).answer
+        assert (type(answer), "roster has" in answer.reason) == (Refuse, True)
+        close_step(together(hub, "abc"))
+        assert not [line for line in hub.log if "fault" in line]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Require(1, (1 << 63) - 1),
+        Joined(Position(1, (1 << 63) - 1)),
+        replace(REPORT, position=Position(1, (1 << 63) - 1)),
+        replace(REPORT, return_ms=(1 << 63) - 1),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+def test_numbers_that_a_hub_computes_with_stay_in_range(message):
+    with pytest.raises(FrameError, match="damaged control message"):
+        read_control(control(message), 3)
+
+
 def test_offers_of_keys_are_checked(tmp_path):
     folder = make_kits(tmp_path / "kits", NAMES)
     ours, theirs = (Offers(Kit.load(folder / name)) for name in "ab")
@@ -401,6 +455,33 @@ def test_control_messages_are_read_or_refused():
     for name, frame in contents.items():
         if frame[HEAD_BYTES:] and name not in ("PAYLOAD", "SUMMAND", "STATE", "MESSAGE"):
             fuzz(frame[HEAD_BYTES:], lambda body: read_control(body, 3), name)
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"weight": torch.ones(1, 3)},
+        {"bias": torch.ones(2)},
+        {"weight": torch.full((2, 3), torch.nan), "bias": torch.ones(2)},
+        {"weight": "x", "bias": torch.ones(2)},
+        None,
+    ],
+    ids=["broadcasts", "lacks one", "NaN", "no tensor", "no state"],
+)
+def test_a_site_that_joins_refuses_what_is_no_state_of_its_model(lie):
+    joiner = object.__new__(ReplicatedModel)
+    joiner.model, joiner.site_rank, joiner._describe = torch.nn.Linear(3, 2), 0, dict
+
+    def receive(most):
+        return codec.decode(codec.encode([1] if lie is None else replaced(JoinState({}, {}, 4, {}, {}), lie)))
+
+    def replaced(state, tensors):
+        object.__setattr__(state, "tensors", tensors)
+        return state
+
+    joiner._transport = SimpleNamespace(joins=True, receive_state=receive, sites=SITES, world_size=3)
+    with pytest.raises(DadplugError, match="another site"):
+        joiner._receive_state()
 
 
 # Fields that are out of range: the error names the site

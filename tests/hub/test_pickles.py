@@ -74,6 +74,7 @@ def all_objects():
 
 def objects_in_every_way():
     """Return the errors of all functions that unpickle, called by the name under which a program imported them."""
+    from accelerate.utils import operations as of_accelerate
     from catalyst.utils.distributed import all_gather as of_catalyst
     from torch.distributed.optim import zero_redundancy_optimizer as zero
 
@@ -89,12 +90,15 @@ def objects_in_every_way():
         (zero._broadcast_object, MARK, 1, dist.group.WORLD),
         (dist.all_gather_object, [None, None], MARK, dist.new_group([0, 1])),
     ]
+    if hasattr(of_accelerate, "_neuron_gather_object"):  # not in earlier releases
+        of_accelerate.PartialState(cpu=True)
+        calls += [(of_accelerate._neuron_gather_object, MARK), (of_accelerate._neuron_broadcast_object_list, [MARK])]
     return found + [found_error(*call) for call in calls]
 
 
 def test_functions_that_unpickle_are_refused_at_all_sites(tmp_path, lying_hub):
     for found in connected(kits_of(tmp_path, {}, {}), objects_in_every_way):
-        assert [kind for kind, _ in found] == ["PolicyError"] * 7
+        assert {kind for kind, _ in found} == {"PolicyError"}, found
         assert all("allow_pickle = false" in text and "nothing has been sent" in text for _, text in found)
     assert not lying_hub.exists()
 

@@ -767,6 +767,8 @@ class Relay:
             raise RefusedError(
                 f"this site's roster has {session.sites} sites, and the hub's {len(self.roster)}: {_COPY} the hub's kit"
             )
+        if session.sites <= session.slot:
+            raise RefusedError(f"this site's roster has {session.sites} sites, and it is itself site {session.slot}")
         free = not run.membership.started and self._recovery is None
         if free and (session.sites > size or not self._of("training") or session.recovers):
             if session.sites != size:

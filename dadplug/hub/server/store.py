@@ -17,7 +17,7 @@ from ...support.structs import Count, Text, decode
 from ..wire.messages import PIECE_BYTES, Message
 
 MAX_BYTES = 1 << 26  # of all keys and values
-MAX_WAITING = 256  # requests of one site
+MAX_WAITING, MAX_WAITING_KEYS = 256, 1 << 14  # requests of one site, and their keys: all are looked up at each request
 _ENTRY_BYTES = 100  # of a key and its value, besides their characters
 
 
@@ -101,7 +101,8 @@ class Store:
                 self._waiting.pop((slot, request.amount), None)
                 return []
             case "get" | "wait" if not self._has(request):
-                if sum(key[0] == slot for key in self._waiting) >= MAX_WAITING:
+                keys = [len(each.keys) for key, each in self._waiting.items() if key[0] == slot]
+                if len(keys) >= MAX_WAITING or sum(keys) + len(request.keys) > MAX_WAITING_KEYS:
                     return [(slot, encode(Reply(request.number, error="too many requests are waiting")))]
                 self._waiting[slot, request.number] = request
                 return []

@@ -46,7 +46,7 @@ from msgspec import Meta
 
 from ...errors import FrameError
 from ...exchange import codec
-from ...support.structs import Count, Counts, Slot, Slots, Text, Texts, decode
+from ...support.structs import LONGEST_TEXT, Count, Counts, Slot, Slots, Text, Texts, decode
 
 _HEAD = struct.Struct("<HBBHHIQQI")
 HEAD_BYTES = _HEAD.size
@@ -179,6 +179,11 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
     """Control message. Names of its class and fields are part of the protocol."""
 
 
+# What others compute with may be added to without leaving the range of `Count`.
+_Step = Annotated[int, Meta(ge=0, le=1 << 62)]
+_Milliseconds = Annotated[int, Meta(ge=0, le=1 << 40)]
+
+
 class Position(NamedTuple):
     """The last step that a site or the hub has closed.
 
@@ -188,7 +193,7 @@ class Position(NamedTuple):
     """
 
     life: Count
-    step: Count
+    step: _Step
 
 
 FRESH = Position(0, 0)
@@ -410,7 +415,7 @@ class Require(Message, frozen=True):
     """
 
     min_sites: Count
-    timeout_ms: Count
+    timeout_ms: _Milliseconds
     skips: bool = False
     patience_percent: Count = 300
 
@@ -442,7 +447,7 @@ class Report(Message, frozen=True):
     arrived: Counts
     listens: bool
     required: Require
-    return_ms: Count = 0
+    return_ms: _Milliseconds = 0
 
 
 class Repeat(Message, frozen=True):
@@ -611,7 +616,7 @@ def wire_of(release: str) -> str:
 
 
 def pack_control(message: Any, slot: int) -> bytes:
-    """Return the frame of a control message.
+    """Return the frame of a control message; a reason that is too long for a message is cut.
 
     Args:
         message: an action, or `Hello`, `Joined`, `Leave` or `Spent`.
@@ -620,6 +625,9 @@ def pack_control(message: Any, slot: int) -> bytes:
     Raises:
         ValueError: if the message is larger than a frame.
     """
+    if reason := getattr(message, "reason", ""):  # of any length, and with whatever an exception of a site has stated
+        reason = reason[:LONGEST_TEXT].encode(errors="replace").decode()
+        message = msgspec.structs.replace(message, reason=reason)
     if len(body := msgspec.msgpack.encode(message)) > PIECE_BYTES:
         raise ValueError(f"a control message of {len(body)} bytes: there may be {PIECE_BYTES} at most")
     return Head(Kind.CONTROL, slot, length=len(body)).pack() + body

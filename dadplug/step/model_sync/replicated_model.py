@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ...errors import DroppedError, MismatchError
 from ...exchange import Traffic, Transport, open_transport
 from ...exchange.codec import register
+from ...exchange.fields import NUMBER
 from ...exchange.restrictions import OBJECTS, declared
 from ...exchange.transport import Requirements
 from ...options import Options
@@ -59,6 +60,17 @@ class JoinState:
     plan: Any
     further: dict[str, Any]
     noise: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        """Check the types, as the state may come from another site.
+
+        Raises:
+            ValueError: if one is not valid.
+        """
+        named = isinstance(self.tensors, dict) and all(isinstance(each, Tensor) for each in self.tensors.values())
+        plain = isinstance(self.description, dict) and isinstance(self.further, dict) and type(self.step) is int
+        if not (named and plain and 0 <= self.step <= NUMBER):
+            raise ValueError("the state of a training has fields of wrong types, or a number of a step out of range")
 
 
 class ReplicatedModel:
@@ -117,9 +129,14 @@ class ReplicatedModel:
         description = self._describe()  # which loads kernels: before the others wait for this site
         state: JoinState | None = self._transport.receive_state(sameness.largest_state(self.model))
         if state is not None:
+            if not isinstance(state, JoinState):
+                raise MismatchError(f"another site has sent an object of type {type(state).__name__} as its state")
             others, own = "the other sites", self._transport.sites[self.site_rank]
             sameness.compare(state.description, description, others, own)
             sameness.load_tensors(self.model, state.tensors)
+            for name, parameter in self.model.named_parameters():  # the others would end, too, and blame this site
+                if parameter.requires_grad and not parameter.isfinite().all():
+                    raise MismatchError(f"another site has sent a state in which {name!r} has NaN or Inf")
             self.world_size = self._transport.world_size  # which may have grown meanwhile
         return state
 

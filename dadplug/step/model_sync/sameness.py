@@ -165,8 +165,16 @@ def describe(model: nn.Module, settings: dict[str, Any]) -> dict[str, str]:
 
 @torch.no_grad()
 def load_tensors(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Replace the values of a model's parameters and buffers, whose shapes have been compared."""
-    for name, tensor in _tensors(model).items():
+    """Replace the values of a model's parameters and buffers by those of another site.
+
+    Raises:
+        MismatchError: if they have other names or shapes; nothing has changed then.
+    """
+    own = _tensors(model)
+    for name, tensor in own.items():
+        if name not in tensors or tensors[name].shape != tensor.shape:
+            raise MismatchError(f"another site has sent no {name!r} of shape {list(tensor.shape)} of its model")
+    for name, tensor in own.items():
         write(tensor, tensors[name])
 
 
