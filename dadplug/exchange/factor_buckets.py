@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,11 +23,13 @@ class FactorPayload(NamedTuple):
         left: of shape (k, out); dAD: the deltas.
         right: of shape (k, in); dAD: the activations.
         bias: gradient of the bias, of shape (out,), where it is sent and not the sum of the rows of `left`.
+        encoded: the same in the wire format, where the method had to encode it; None otherwise.
     """
 
     left: Tensor
     right: Tensor
     bias: Tensor | None = None
+    encoded: FactorPayload | None = None
 
     @property
     def rows(self) -> int:
@@ -59,7 +61,7 @@ class FactorPayload(NamedTuple):
 
     def finite(self) -> bool:
         """Return whether the payload holds neither NaN nor Inf."""
-        return all(finite(part) for part in self if part is not None)
+        return all(finite(part) for part in self[:3] if part is not None)
 
 
 def finite(tensor: Tensor) -> bool:
@@ -168,17 +170,28 @@ class Slot:
         bias = payload[start : start + self.bias] if self.bias else None
         return FactorPayload(left, right, bias), start + bias_size
 
-    def pack(self, share: FactorPayload) -> FactorPayload:
-        """Encode rows. Elements that are only cast stay as they are: the copy into the payload casts them."""
-        return self._converted(share, self.wire.encode) if self.wire.quantised else share
+    def pack(self, share: FactorPayload, room: FactorPayload) -> None:
+        """Encode rows into their place in a payload, and zeros into the rest of it."""
+        rows, encoded = len(share.left), share.encoded
+        if rows < len(room.left):
+            room.left[rows:], room.right[rows:] = 0, 0
+            room = room.part(0, rows)
+        if encoded is None or encoded.left.dtype != self.wire.dtype:
+            encoded = share
+        for place, part in zip(room[:3], encoded[:3], strict=True):
+            if place is None or part is None:
+                continue
+            if self.wire.quantised and part.is_floating_point():
+                self.wire.encode(torch.atleast_2d(part), torch.atleast_2d(place))
+            else:
+                place.copy_(part)
 
     def unpack(self, share: FactorPayload) -> FactorPayload:
         """Decode rows of a payload."""
-        return self._converted(share, self.wire.decode) if self.wire.quantised else share
-
-    def _converted(self, share: FactorPayload, convert: Callable[[Tensor], Tensor]) -> FactorPayload:
-        bias = None if share.bias is None else convert(share.bias[None])[0]
-        return FactorPayload(convert(share.left), convert(share.right), bias)
+        if not self.wire.quantised:
+            return share
+        left, right = self.wire.decode(share.left), self.wire.decode(share.right)
+        return FactorPayload(left, right, None if share.bias is None else self.wire.decode(share.bias[None])[0])
 
 
 def aligned(size: int) -> int:
@@ -203,18 +216,6 @@ def _cut(payload: Tensor, start: int, layout: Iterable[tuple[Slot, int]]) -> lis
         share, start = slot.cut(payload, start, rows)
         shares.append(share)
     return shares
-
-
-def _fill(room: FactorPayload, packed: FactorPayload, rows: int) -> None:
-    """Copy encoded rows into a payload, and zeros into the rest of their room."""
-    if rows == len(room.left):
-        room.left.copy_(packed.left)
-        room.right.copy_(packed.right)
-    else:
-        room.left[:rows], room.right[:rows] = packed.left, packed.right
-        room.left[rows:], room.right[rows:] = 0, 0
-    if room.bias is not None and packed.bias is not None:
-        room.bias.copy_(packed.bias)
 
 
 class FactorBucket:
@@ -335,7 +336,7 @@ class FactorBucket:
         self._gather.post()
         own, rows = self._own[index], len(share.left)
         fit = min(rows, len(own.left))
-        _fill(own, self.slots[index].pack(share if fit == rows else share.part(0, fit)), fit)
+        self.slots[index].pack(share.part(0, fit), own)
         self._rows[index] = fit
         if rows > fit:
             self.add_late(index, share.part(fit, with_bias=False))
@@ -344,7 +345,7 @@ class FactorBucket:
         """Send no rows in a slot."""
         self.post()
         self._rows[index] = 0
-        for part in self._own[index]:
+        for part in self._own[index][:3]:
             if part is not None:
                 part.zero_()
 
@@ -435,7 +436,7 @@ class FactorBucket:
 
         if self.place is not None:
             for index, room in cut(gather.payload, self.place):
-                _fill(room, self.slots[index].pack(self._overflow[index]), room.rows)
+                self.slots[index].pack(self._overflow[index], room)
         gather.launch()
         shares: dict[tuple[int, int], FactorPayload] = {}
         for site, payload in enumerate(self._arrived(gather)):
@@ -506,8 +507,8 @@ class IndexSlot(Slot):
         share, end = super().cut(payload, start, rows)
         return share._replace(right=share.right.view(self._integers)), end
 
-    def _converted(self, share: FactorPayload, convert: Callable[[Tensor], Tensor]) -> FactorPayload:
-        return share._replace(left=convert(share.left))
+    def unpack(self, share: FactorPayload) -> FactorPayload:
+        return share._replace(left=self.wire.decode(share.left))
 
 
 class OwnedSlot(Slot):
@@ -598,7 +599,7 @@ class ContributionBucket:
     def fill(self, index: int, payload: FactorPayload) -> None:
         """Copy the rows of a part into its owner's payload."""
         self._exchange.post()
-        _fill(self._own[index], self._slots[index].pack(payload), payload.rows)
+        self._slots[index].pack(payload, self._own[index])
         self._rows[index] = payload.rows
 
     def clear(self, index: int) -> None:
