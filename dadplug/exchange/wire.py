@@ -125,8 +125,9 @@ class QuantisedFormat(WireFormat):
         count, width = rows.shape
         payload = rows.new_empty(count, self.row_size(width), dtype=torch.int8) if out is None else out
         if width:  # otherwise there is nothing to scale
-            rows = rows.detach().contiguous()
-            kernels_for(rows).quantise(rows if rows.dtype == torch.float64 else rows.float(), payload, rounded, rest)
+            rows = (rows if rows.dtype == torch.float64 else rows.float()).detach().contiguous()
+            places = (rows[:0] if place is None else place for place in (rounded, rest))
+            kernels_for(rows).quantise(rows, payload, *places)
         return payload
 
     def decode(self, payload: Tensor) -> Tensor:

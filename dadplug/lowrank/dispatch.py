@@ -91,7 +91,6 @@ class NumbaKernels:
         from . import kernels
 
         self._kernels = kernels
-        self._nothing = {dtype: torch.empty(0, 0, dtype=dtype).numpy() for dtype in (torch.float32, torch.float64)}
         kernels.unit_rows(torch.ones(1, 1).numpy())
 
     def __getattr__(self, name: str) -> Any:
@@ -138,9 +137,8 @@ class NumbaKernels:
 
     # In every step, and given contiguous tensors: without the calls of `__getattr__`.
 
-    def quantise(self, rows: Tensor, payload: Tensor, rounded: Tensor | None, rest: Tensor | None) -> None:
-        places = (self._nothing[rows.dtype] if place is None else place.numpy() for place in (rounded, rest))
-        self._kernels.quantise(rows.numpy(), payload.numpy(), *places)
+    def quantise(self, rows: Tensor, payload: Tensor, rounded: Tensor, rest: Tensor) -> None:
+        self._kernels.quantise(rows.numpy(), payload.numpy(), rounded.numpy(), rest.numpy())
 
     def dequantise(self, payload: Tensor, rows: Tensor) -> None:
         self._kernels.dequantise(payload.numpy(), rows.numpy())
@@ -185,10 +183,10 @@ def warmup() -> None:
         kernels.gram_vectors(gram, gram, 0.0, gram.clone())
         kernels.product(gram, gram, gram.clone(), 4)
     kernels.eigh(gram)
-    payload = torch.zeros(1, 5, dtype=torch.int8)
-    kernels.quantise(torch.ones(1, 1), payload, None, None)
-    kernels.dequantise(payload, torch.ones(1, 1))
-    kernels.top_k(torch.zeros(1), torch.zeros(1, dtype=torch.int64), torch.zeros(1))
+    values, payload = torch.ones(1, 1), torch.zeros(1, 1 + SCALE_SIZE, dtype=torch.int8)
+    kernels.quantise(values, payload, values[:0], values[:0])
+    kernels.dequantise(payload, values)
+    kernels.top_k(values[0], torch.zeros(1, dtype=torch.int64), values[0].clone())
 
 
 def quantise(rows: Tensor, quantised: Tensor, scales: Tensor) -> None:
@@ -203,7 +201,8 @@ def quantise(rows: Tensor, quantised: Tensor, scales: Tensor) -> None:
         scales: float32 of shape (k,), contiguous; filled.
     """
     payload = quantised.new_empty(len(rows), rows.shape[1] + SCALE_SIZE)
-    kernels_for(rows).quantise(rows.detach().contiguous(), payload, None, None)
+    rows = rows.detach().contiguous()
+    kernels_for(rows).quantise(rows, payload, rows[:0], rows[:0])
     quantised.copy_(payload[:, :-SCALE_SIZE])
     scales[:, None].view(torch.int8).copy_(payload[:, -SCALE_SIZE:])
 

@@ -376,21 +376,6 @@ def gram_vectors(
 
 
 @njit(nogil=True)
-def _scale_of(largest: np.float32) -> tuple[np.float32, np.float32, np.float32]:
-    """Return the scale of a row by its largest magnitude, the inverse of the scale, and a factor for the row before.
-
-    The inverse is 0.0 for a row of zeros, or with NaN or Inf.
-    """
-    if not largest < np.float32(np.inf):
-        return np.float32(np.nan), np.float32(0.0), np.float32(1.0)
-    scale = largest / np.float32(127.0)
-    if np.float32(0.0) < largest < np.float32(INVERTIBLE):
-        scale += np.float32(SMALLEST)
-        return scale, np.float32(1.0) / (scale * np.float32(SHIFT)), np.float32(SHIFT)
-    return scale, np.float32(127.0) / largest if largest > 0.0 else np.float32(0.0), np.float32(1.0)
-
-
-@njit(nogil=True)
 def quantise(
     rows: NDArray[np.floating],
     payload: NDArray[np.int8],
@@ -402,22 +387,28 @@ def quantise(
     Args:
         rows: of shape (k, width).
         payload: of shape (k, width + 4); filled with the multiples and the bytes of the scale, in single precision.
-        rounded: of the shape of the rows; filled with their values after decoding. Of shape (0, 0) if not wanted.
+        rounded: of the shape of the rows; filled with their values after decoding. Without rows if not wanted.
         rest: the same, for what rounding takes from the rows.
     """
     width = rows.shape[1]
     row, scale = np.empty(width, np.float32), np.empty(1, np.float32)
     # The bits of magnitudes are whole numbers, whose maximum vectorises; those of Inf and NaN are the largest.
-    sizes, largest, scale_bytes = row.view(np.uint32), scale.view(np.uint32), scale.view(np.int8)
+    sizes, scale_bits, scale_bytes = row.view(np.uint32), scale.view(np.uint32), scale.view(np.int8)
     for i in range(rows.shape[0]):
         bits = np.uint32(0)
         for x in range(width):
             row[x] = rows[i, x]
             bits = max(bits, sizes[x] & np.uint32(0x7FFFFFFF))
-        largest[0] = bits
-        scale[0], inverse, shift = _scale_of(scale[0])
+        scale_bits[0] = bits
+        largest = scale[0]
+        small = np.float32(0.0) < largest < np.float32(INVERTIBLE)
+        scale[0] = largest / np.float32(127.0) + np.float32(SMALLEST if small else 0.0)
         payload[i, :width] = 0
-        if inverse > 0.0:
+        if not largest < np.float32(np.inf):
+            scale[0] = np.nan
+        elif largest > 0.0:
+            shift = np.float32(SHIFT if small else 1.0)
+            inverse = np.float32(1.0) / (scale[0] * shift) if small else np.float32(127.0) / largest
             for x in range(width):
                 payload[i, x] = np.int8(np.rint(row[x] * shift * inverse))
         payload[i, width:] = scale_bytes
@@ -432,12 +423,11 @@ def quantise(
 @njit(nogil=True)
 def dequantise(payload: NDArray[np.int8], rows: NDArray[np.float32]) -> None:
     """Multiply the multiples of each row of a payload by the scale behind them."""
-    width = rows.shape[1]
     scale = np.empty(1, np.float32)
     scale_bytes = scale.view(np.int8)
     for i in range(rows.shape[0]):
-        scale_bytes[:] = payload[i, width:]
-        for x in range(width):
+        scale_bytes[:] = payload[i, rows.shape[1] :]
+        for x in range(rows.shape[1]):
             rows[i, x] = np.float32(payload[i, x]) * scale[0]
 
 

@@ -97,7 +97,7 @@ def gram_vectors(of_deltas: Tensor, of_activations: Tensor, jitter: float, found
     return math.sqrt(max(0.0, float(values[k - 1])) / float(values[0])) if values[0] > 0 else 0.0
 
 
-def quantise(rows: Tensor, payload: Tensor, rounded: Tensor | None, rest: Tensor | None) -> None:
+def quantise(rows: Tensor, payload: Tensor, rounded: Tensor, rest: Tensor) -> None:
     """Round rows to int8, each followed by the bytes of its scale; see `kernels.quantise`."""
     single = rows.float()
     largest = single.abs().amax(1) if rows.shape[1] else single.new_zeros(len(rows))
@@ -109,10 +109,9 @@ def quantise(rows: Tensor, payload: Tensor, rounded: Tensor | None, rest: Tensor
     payload[:, : rows.shape[1]] = torch.where(spoilt[:, None], 0.0, shifted * inverse[:, None]).round()
     payload[:, rows.shape[1] :] = scales[:, None].view(torch.int8)
     values = torch.mul(payload[:, : rows.shape[1]], scales[:, None])
-    if rounded is not None:
-        rounded.copy_(values)
-    if rest is not None:
-        torch.sub(rows, values, out=rest)
+    for place, result in ((rounded, values), (rest, rows - values)):
+        if len(place):
+            place.copy_(result)
 
 
 def dequantise(payload: Tensor, rows: Tensor) -> None:

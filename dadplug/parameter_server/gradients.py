@@ -609,8 +609,6 @@ class ContributionCodec:
         if not payload.finite():
             raise _not_finite(unit.name)
         wire = self._wire(unit)
-        if payload.encoded is not None and payload.encoded.left.dtype == wire.dtype:
-            return payload.encoded[:3]
         bias = None if payload.bias is None else wire.encode(payload.bias[None])[0]
         right = payload.right if factor.form.table_rows else wire.encode(payload.right)
         return wire.encode(payload.left), right, bias

@@ -47,24 +47,6 @@ class _Kept(NamedTuple):
         return self.left, self.right if self.loss_scale == 1.0 else self.right / self.loss_scale
 
 
-class _Views(NamedTuple):
-    """Places in the memory of the state of a layer.
-
-    Attributes:
-        left: left vectors of `_Kept`.
-        right: all right vectors.
-        bias: what rounding takes from the gradient of the bias.
-        kept: the right vectors of `_Kept`.
-        carried: those that the next step starts from.
-    """
-
-    left: Tensor
-    right: Tensor
-    bias: Tensor
-    kept: Tensor
-    carried: Tensor
-
-
 class _Storage:
     """Memory of the state of a layer.
 
@@ -76,9 +58,11 @@ class _Storage:
     def __init__(self, size: int, like: Tensor) -> None:
         self.flat = lasting(size, like.dtype, like.device)
         self._layout: tuple[object, ...] = ()
-        self._views = _Views(*[self.flat] * 5)
+        self._views: tuple[Tensor, ...] = ()
 
-    def views(self, left: tuple[int, int], right: tuple[int, int], bias: int, kept: slice, carried: slice) -> _Views:
+    def views(
+        self, left: tuple[int, int], right: tuple[int, int], bias: int, kept: slice, carried: slice
+    ) -> tuple[Tensor, ...]:
         """Lay the memory out.
 
         Views are those of the last call where the layout is: even small objects that last, if they are made during
@@ -90,13 +74,16 @@ class _Storage:
             bias: number of elements of what rounding takes from the gradient of the bias.
             kept: the right vectors of `_Kept`.
             carried: those that the next step starts from.
+
+        Returns:
+            The left vectors, all right vectors, those of `_Kept`, those that are carried, and the place of the bias.
         """
         layout = (left, right, bias, kept.start, kept.stop, carried.start)
         if self._layout != layout:
             sizes = [math.prod(left), math.prod(right), bias]
             lefts, rights, rest = self.flat[: sum(sizes)].split(sizes)
             whole = rights.view(right)
-            self._layout, self._views = layout, _Views(lefts.view(left), whole, rest, whole[kept], whole[carried])
+            self._layout, self._views = layout, (lefts.view(left), whole, whole[kept], whole[carried], rest)
         return self._views
 
 
@@ -216,8 +203,7 @@ class RankDAD(Method):
         sent = self._count_sent(compressed, rank)
         residual = state.quality.residual if state.quality and not measure else compressed.residual_of(size, sent)
         left, right = compressed.left.T[:sent], compressed.right.T[:sent]
-        if self.errors.enabled and loss_scale != 1.0:
-            right = right * loss_scale
+        right = right * loss_scale if self.errors.enabled and loss_scale != 1.0 else right
         if bias is not None and state.bias is not None:
             bias = bias + (state.bias * (share * loss_scale)).to(bias)
         kept = compressed.effective_rank - sent
@@ -267,35 +253,44 @@ class RankDAD(Method):
         storage, size = self._spare.pop(name, None), sum(map(math.prod, shapes)) + rest
         if storage is None or len(storage.flat) < size:
             storage = _Storage(size, payload.left)
-        views = storage.views(*shapes, rest, slice(sent - again, sent - again + count), slice(again, None))
-        views.carried.copy_(directions)
-        if others:
-            views.left[count - others :] = compressed.left.T[sent : sent + others]
+        left, right, kept, carried, bias = storage.views(
+            *shapes, rest, slice(sent - again, sent - again + count), slice(again, None)
+        )
+        carried.copy_(directions)
+        left[count - others :] = compressed.left.T[sent : sent + others]
         if whole or rounds:
-            payload = payload._replace(encoded=self._encoded(payload, wire, views, loss_scale))
+            payload = payload._replace(encoded=self._encoded(payload, wire, left, right, bias))
+            bias.div_(loss_scale)
         state = _State(
-            carry=Carry(views.carried) if self.options.warm_start and len(directions) else before,
-            lost=_Kept(views.left, views.kept, loss_scale) if count else None,
-            bias=views.bias if rest else None,
+            carry=Carry(carried) if self.options.warm_start and len(directions) else before,
+            lost=_Kept(left, kept, loss_scale) if count else None,
+            bias=bias if rest else None,
             storage=storage,
         )
         return state, payload
 
-    def _encoded(self, payload: FactorPayload, wire: WireFormat, views: _Views, loss_scale: float) -> FactorPayload:
-        """Encode what is sent, and write to the storage what the next step needs to know of the rounding."""
-        sent, bias = payload.rows, payload.bias
+    def _encoded(
+        self, payload: FactorPayload, wire: WireFormat, left: Tensor, right: Tensor, bias: Tensor
+    ) -> FactorPayload:
+        """Encode what is sent, and write what the next step needs to know of its rounding.
+
+        Args:
+            payload: what is sent.
+            wire: the format.
+            left: place for left vectors.
+            right: place for right vectors.
+            bias: place for what rounding takes from the gradient of the bias; empty if that is not kept.
+        """
+        sent, encoded = payload.rows, None
         if self.errors.enabled:
-            left = wire.encode(payload.left, rounded=views.left)
-            right = wire.encode(payload.right, rounded=views.right[:sent])
-            views.left.neg_()
+            lefts, rights = wire.encode(payload.left, rounded=left), wire.encode(payload.right, rounded=right[:sent])
+            left.neg_()
         else:
-            left = wire.encode(payload.left, rounded=views.left[:sent], rest=views.left[sent : 2 * sent])
-            right = wire.encode(payload.right, rest=views.right[:sent])
-        if bias is not None:
-            bias = wire.encode(bias[None], rest=views.bias[None] if wire.quantised else None)[0]
-            if loss_scale != 1.0:
-                views.bias.div_(loss_scale)
-        return FactorPayload(left, right, bias)
+            lefts = wire.encode(payload.left, rounded=left[:sent], rest=left[sent : 2 * sent])
+            rights = wire.encode(payload.right, rest=right[:sent])
+        if payload.bias is not None:
+            encoded = wire.encode(payload.bias[None], rest=bias[None] if len(bias) else None)[0]
+        return FactorPayload(lefts, rights, encoded)
 
     def _release(self, name: str, state: _State | None) -> None:
         """Let the next step have the storage of a state that is not needed any more."""
@@ -373,8 +368,7 @@ class RankDAD(Method):
             if lost is not None:
                 left, right = (torch.cat(each) for each in zip(lost.rows(), (left, right), strict=True))
             if (most := max(len(rows[0]), len(left) - len(rows[0]), _COLUMNS)) < len(left):
-                found = compress(left, right, most)
-                left, right = found.left.T, found.right.T
+                left, right = (factor.T for factor in compress(left, right, most))
             lost = _loaded(left, right)
         if before.bias is not None:
             bias = before.bias * rest if bias is None else bias + before.bias * rest
