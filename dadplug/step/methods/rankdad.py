@@ -208,7 +208,7 @@ class RankDAD(Method):
             bias = bias + (state.bias * (share * loss_scale)).to(bias)
         kept = compressed.effective_rank - sent
         quality, room = Quality(sent, residual, kept), min(room, kept)
-        staged, payload = self._stored(name, compressed, FactorPayload(left, right, bias), wire, state.carry)
+        payload, staged = self._stored(name, compressed, FactorPayload(left, right, bias), wire, state.carry)
         self._release(name, self._staged.pop(name, None))
         self._staged[name] = staged._replace(room=room, weight=weight, calls=state.calls + 1, quality=quality)
         return payload
@@ -223,7 +223,7 @@ class RankDAD(Method):
 
     def _stored(
         self, name: str, compressed: Compressed, payload: FactorPayload, wire: WireFormat, before: Carry | None
-    ) -> tuple[_State, FactorPayload]:
+    ) -> tuple[FactorPayload, _State]:
         """Encode what is sent, and keep what the next step needs to know of the gradient.
 
         With ``L R`` what is sent, L' and R' the same as the sites decode it, and ``l r`` the other components, the rest
@@ -238,7 +238,7 @@ class RankDAD(Method):
             before: directions from which the step has started.
 
         Returns:
-            The state, and the payload with what has been encoded.
+            The payload, with what has been encoded, and the state.
         """
         sent, others = payload.rows, compressed.effective_rank - payload.rows if self._keeps_rows else 0
         directions = compressed.carry.right if sent or before is None else before.right
@@ -261,13 +261,12 @@ class RankDAD(Method):
         if whole or rounds:
             payload = payload._replace(encoded=self._encoded(payload, wire, left, right, bias))
             bias.div_(loss_scale)
-        state = _State(
+        return payload, _State(
             carry=Carry(carried) if self.options.warm_start and len(directions) else before,
             lost=_Kept(left, kept, loss_scale) if count else None,
             bias=bias if rest else None,
             storage=storage,
         )
-        return state, payload
 
     def _encoded(
         self, payload: FactorPayload, wire: WireFormat, left: Tensor, right: Tensor, bias: Tensor
