@@ -413,7 +413,7 @@ class FactorBucket:
             for slot, view, number, found in zip(self.slots, views, rows, shares, strict=True):
                 if not 0 <= number <= slot.capacity[site]:
                     check_all("payload", sender, (number,), 0, slot.capacity[site])
-                share = slot.unpack(view.part(0, number), sender)
+                share = slot.unpack(view if number == len(view.left) else view.part(0, number), sender)
                 found.append(share if share.left.dtype == self._dtype else share.to(payload.device, self._dtype))
         return samples, shares
 

@@ -126,8 +126,9 @@ class QuantisedFormat(WireFormat):
         payload = rows.new_empty(count, self.row_size(width), dtype=torch.int8) if out is None else out
         if width:  # otherwise there is nothing to scale
             rows = (rows if rows.dtype == torch.float64 else rows.float()).detach().contiguous()
-            places = (rows[:0] if place is None else place for place in (rounded, rest))
-            kernels_for(rows).quantise(rows, payload, *places)
+            kernels_for(rows).quantise(
+                rows, payload, rows[:0] if rounded is None else rounded, rows[:0] if rest is None else rest
+            )
         return payload
 
     def decode(self, payload: Tensor) -> Tensor:
