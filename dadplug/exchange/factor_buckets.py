@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,11 +23,13 @@ class FactorPayload(NamedTuple):
         left: of shape (k, out); dAD: the deltas.
         right: of shape (k, in); dAD: the activations.
         bias: gradient of the bias, of shape (out,), where it is sent and not the sum of the rows of `left`.
+        encoded: the same in the wire format, where the method had to encode it; None otherwise.
     """
 
     left: Tensor
     right: Tensor
     bias: Tensor | None = None
+    encoded: FactorPayload | None = None
 
     @property
     def rows(self) -> int:
@@ -59,7 +61,7 @@ class FactorPayload(NamedTuple):
 
     def finite(self) -> bool:
         """Return whether the payload holds neither NaN nor Inf."""
-        return all(finite(part) for part in self if part is not None)
+        return all(finite(part) for part in self[:3] if part is not None)
 
 
 def finite(tensor: Tensor) -> bool:
@@ -168,17 +170,34 @@ class Slot:
         bias = payload[start : start + self.bias] if self.bias else None
         return FactorPayload(left, right, bias), start + bias_size
 
-    def pack(self, share: FactorPayload) -> FactorPayload:
-        """Encode rows. Elements that are only cast stay as they are: the copy into the payload casts them."""
-        return self._converted(share, self.wire.encode) if self.wire.quantised else share
+    def pack(self, share: FactorPayload, room: FactorPayload) -> None:
+        """Encode rows into their place in a payload, and zeros into the rest of it."""
+        rows, encoded = len(share.left), share.encoded
+        if rows < len(room.left):
+            room.left[rows:], room.right[rows:] = 0, 0
+            room = room.part(0, rows)
+        parts = share if encoded is None or encoded.left.dtype != self.wire.dtype else encoded
+        for place, part in zip(room[:3], parts[:3], strict=True):
+            if place is not None and part is not None:
+                if self.wire.quantised and part.is_floating_point():
+                    self.wire.encode(torch.atleast_2d(part), torch.atleast_2d(place))
+                else:
+                    place.copy_(part)
 
-    def unpack(self, share: FactorPayload) -> FactorPayload:
-        """Decode rows of a payload."""
-        return self._converted(share, self.wire.decode) if self.wire.quantised else share
+    def unpack(self, share: FactorPayload, sender: str) -> FactorPayload:
+        """Decode rows of a payload.
 
-    def _converted(self, share: FactorPayload, convert: Callable[[Tensor], Tensor]) -> FactorPayload:
-        bias = None if share.bias is None else convert(share.bias[None])[0]
-        return FactorPayload(convert(share.left), convert(share.right), bias)
+        Args:
+            share: the encoded rows.
+            sender: name of the site that has sent them.
+
+        Raises:
+            MismatchError: if they are rows that a table does not have.
+        """
+        if not self.wire.quantised:
+            return share
+        left, right = self.wire.decode(share.left), self.wire.decode(share.right)
+        return FactorPayload(left, right, None if share.bias is None else self.wire.decode(share.bias[None])[0])
 
 
 def aligned(size: int) -> int:
@@ -203,18 +222,6 @@ def _cut(payload: Tensor, start: int, layout: Iterable[tuple[Slot, int]]) -> lis
         share, start = slot.cut(payload, start, rows)
         shares.append(share)
     return shares
-
-
-def _fill(room: FactorPayload, packed: FactorPayload, rows: int) -> None:
-    """Copy encoded rows into a payload, and zeros into the rest of their room."""
-    if rows == len(room.left):
-        room.left.copy_(packed.left)
-        room.right.copy_(packed.right)
-    else:
-        room.left[:rows], room.right[:rows] = packed.left, packed.right
-        room.left[rows:], room.right[rows:] = 0, 0
-    if room.bias is not None and packed.bias is not None:
-        room.bias.copy_(packed.bias)
 
 
 class FactorBucket:
@@ -276,9 +283,9 @@ class FactorBucket:
         self._own = [] if self.place is None else self._cut(self._gather.payload, self.place)
         self._own_head = _integers(self._gather.payload, len(self.slots))
         self._received: dict[int, tuple[Tensor, Tensor, list[FactorPayload]]] = {}
-        place = self.place
         self.slot_bytes = [
-            0 if place is None else sum(slot.sizes(slot.capacity[place])) * self._wire.itemsize for slot in self.slots
+            0 if self.place is None else sum(slot.sizes(slot.capacity[self.place])) * self._wire.itemsize
+            for slot in self.slots
         ]
 
     def layout(self) -> list[list[int]]:
@@ -335,7 +342,7 @@ class FactorBucket:
         self._gather.post()
         own, rows = self._own[index], len(share.left)
         fit = min(rows, len(own.left))
-        _fill(own, self.slots[index].pack(share if fit == rows else share.part(0, fit)), fit)
+        self.slots[index].pack(share.part(0, fit), own)
         self._rows[index] = fit
         if rows > fit:
             self.add_late(index, share.part(fit, with_bias=False))
@@ -344,7 +351,7 @@ class FactorBucket:
         """Send no rows in a slot."""
         self.post()
         self._rows[index] = 0
-        for part in self._own[index]:
+        for part in self._own[index][:3]:
             if part is not None:
                 part.zero_()
 
@@ -353,16 +360,16 @@ class FactorBucket:
         if index in self._overflow:
             share = self._overflow[index].plus(share)
         if not share.rows:  # a bias gradient may come without rows; the second round goes by rows
-            left, right = share.left, share.right
-            share = FactorPayload(left.new_zeros(1, left.shape[1]), right.new_zeros(1, right.shape[1]), share.bias)
+            left, right = (part.new_zeros(1, part.shape[1]) for part in share[:2])
+            share = FactorPayload(left, right, share.bias)
         bias = None if share.bias is None else copied(share.bias)
         self._overflow[index] = FactorPayload(copied(share.left), copied(share.right), bias)
         self.extra_rows[index] = share.rows
 
     def own_share(self, index: int) -> FactorPayload:
         """Return what this site sends from a slot in this step, the rows of the second round included."""
-        packed = self._own[index].part(0, self._rows[index])
-        share = self.slots[index].unpack(packed)
+        own, site = self._own[index].part(0, self._rows[index]), self._transport.sites[self._transport.rank]
+        share = self.slots[index].unpack(own, site)
         return share.plus(self._overflow[index]) if index in self._overflow else share
 
     def drop_late(self, index: int) -> None:
@@ -398,17 +405,15 @@ class FactorBucket:
         samples: list[int] = []
         shares: list[list[FactorPayload]] = [[] for _ in self.slots]
         for site, payload in enumerate(self._arrived(self._gather)):
-            head, views = self._views(payload, site)
+            (head, views), sender = self._views(payload, site), self._sender(site)
             count, *rows = head.tolist()
             if not 0 <= count <= COUNT:
-                check_all("payload", self._sender(site), (count,), 0, COUNT)
+                check_all("payload", sender, (count,), 0, COUNT)
             samples.append(count)
             for slot, view, number, found in zip(self.slots, views, rows, shares, strict=True):
                 if not 0 <= number <= slot.capacity[site]:
-                    check_all("payload", self._sender(site), (number,), 0, slot.capacity[site])
-                share = slot.unpack(view if number == len(view.left) else view.part(0, number))
-                if isinstance(slot, IndexSlot):
-                    slot.check(share, self._sender(site))
+                    check_all("payload", sender, (number,), 0, slot.capacity[site])
+                share = slot.unpack(view if number == len(view.left) else view.part(0, number), sender)
                 found.append(share if share.left.dtype == self._dtype else share.to(payload.device, self._dtype))
         return samples, shares
 
@@ -435,16 +440,13 @@ class FactorBucket:
 
         if self.place is not None:
             for index, room in cut(gather.payload, self.place):
-                _fill(room, self.slots[index].pack(self._overflow[index]), room.rows)
+                self.slots[index].pack(self._overflow[index], room)
         gather.launch()
         shares: dict[tuple[int, int], FactorPayload] = {}
         for site, payload in enumerate(self._arrived(gather)):
             for index, share in cut(payload, site):
-                slot = self.slots[index]
-                share = slot.unpack(share)
-                if isinstance(slot, IndexSlot):
-                    slot.check(share, self._sender(site))
-                shares[index, site] = share.to(payload.device, self._dtype)
+                found = self.slots[index].unpack(share, self._sender(site))
+                shares[index, site] = found.to(payload.device, self._dtype)
         return shares
 
     def _check_sizes(self, extra: Sequence[Sequence[int]], sizes: Sequence[int]) -> None:
@@ -493,11 +495,6 @@ class IndexSlot(Slot):
         self.width = self._integers.itemsize // wire.itemsize
         self._table_rows = table_rows
 
-    def check(self, share: FactorPayload, sender: str) -> None:
-        """Raise MismatchError if a site has sent numbers of rows that the table does not have."""
-        if share.right.numel():
-            check_all("payload", sender, map(int, share.right.aminmax()), 0, self._table_rows - 1)
-
     def learn(self, rows: Sequence[int]) -> bool:
         # Every batch looks up another number of rows; without some room to spare each record would take a second round.
         return super().learn([count + count // _SPARE for count in rows])
@@ -506,8 +503,10 @@ class IndexSlot(Slot):
         share, end = super().cut(payload, start, rows)
         return share._replace(right=share.right.view(self._integers)), end
 
-    def _converted(self, share: FactorPayload, convert: Callable[[Tensor], Tensor]) -> FactorPayload:
-        return share._replace(left=convert(share.left))
+    def unpack(self, share: FactorPayload, sender: str) -> FactorPayload:
+        if share.right.numel():
+            check_all("payload", sender, map(int, share.right.aminmax()), 0, self._table_rows - 1)
+        return share._replace(left=self.wire.decode(share.left))
 
 
 class OwnedSlot(Slot):
@@ -598,7 +597,7 @@ class ContributionBucket:
     def fill(self, index: int, payload: FactorPayload) -> None:
         """Copy the rows of a part into its owner's payload."""
         self._exchange.post()
-        _fill(self._own[index], self._slots[index].pack(payload), payload.rows)
+        self._slots[index].pack(payload, self._own[index])
         self._rows[index] = payload.rows
 
     def clear(self, index: int) -> None:
@@ -633,10 +632,9 @@ class ContributionBucket:
                 check_all("payload", self._transport.sites[sender], (count,), 0, COUNT)
             samples.append(count)
             for index, number, view in zip(self.owned, rows, self._cut(payload, rank), strict=True):
-                part = None
+                site = self._transport.sites[sender]
                 if not -1 <= number <= view.rows:
-                    check_all("payload", self._transport.sites[sender], (number,), -1, view.rows)
-                if number >= 0:
-                    part = self._slots[index].unpack(view.part(0, number)).to(payload.device, self._dtype)
-                found[index].append(part)
+                    check_all("payload", site, (number,), -1, view.rows)
+                part = None if number < 0 else self._slots[index].unpack(view.part(0, number), site)
+                found[index].append(None if part is None else part.to(payload.device, self._dtype))
         return samples, found

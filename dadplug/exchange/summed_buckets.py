@@ -155,14 +155,13 @@ class QuantisedBucket(SummedBucket):
     """
 
     def __init__(self, sizes: Sequence[int], transport: Transport, wire: WireFormat, feedback: bool = True) -> None:
-        self._transport = transport
         self._wire = wire
         self.feedback = feedback
         padding = -sum(sizes) % BLOCK  # whole blocks are encoded without a copy
         super().__init__(torch.zeros(sum(sizes) + padding, device=transport.device), sizes)
         self._lost, self._next = (torch.zeros_like(self._flat) if feedback else self._flat[:0] for _ in range(2))
         self._loss_scales = [1.0] * len(self._sizes)
-        self._gather: Gather | None = None
+        self._gather: Gather = transport.gather([wire.flat_size(len(self._flat))] * transport.world_size, wire.dtype)
 
     @property
     def lost(self) -> Sequence[Tensor]:
@@ -183,16 +182,10 @@ class QuantisedBucket(SummedBucket):
 
     def launch(self) -> None:
         self._flat[sum(self._sizes) :].zero_()  # the sums of the last step are there, and may have been NaN
-        payload = self._wire.encode_flat(self._flat)
-        if self.feedback:
-            torch.sub(self._flat, self._wire.decode_flat(payload, len(self._flat)), out=self._next)
-        if self._gather is None:
-            self._gather = self._transport.gather([payload.numel()] * self._transport.world_size, self._wire.dtype)
-        self._gather.payload.copy_(payload)
+        self._wire.encode_flat(self._flat, self._gather.payload, self._next if self.feedback else None)
         self._gather.launch()
 
     def wait(self) -> Sequence[Tensor]:
-        assert self._gather is not None
         self._flat.zero_()
         for payload in self._gather.wait():
             self._flat += self._wire.decode_flat(payload, len(self._flat))

@@ -11,14 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..lowrank import portable
-from ..lowrank.dispatch import cpu_kernels
+from ..lowrank.dispatch import SCALE_SIZE, kernels_for
 from ..support.registry import Registry
 
 BLOCK = 512
 """Elements of a flat tensor that share a scale in a quantised format."""
-
-_SCALE_SIZE = torch.float32.itemsize  # bytes of a row's scale, behind its int8 elements
 
 
 class WireFormat:
@@ -46,16 +43,26 @@ class WireFormat:
         """Return the number of payload elements of a row of `width` values."""
         return width
 
-    def encode(self, rows: Tensor) -> Tensor:
+    def encode(
+        self, rows: Tensor, out: Tensor | None = None, rounded: Tensor | None = None, rest: Tensor | None = None
+    ) -> Tensor:
         """Encode rows.
 
         Args:
             rows: of shape (k, width), any floating-point type.
+            out: contiguous place for the payload; new memory if None.
+            rounded: contiguous place for the decoded values, in the shape and type of the rows; None if not wanted.
+            rest: the same, for what rounding takes from the rows.
 
         Returns:
             A tensor of shape (k, row_size(width)) and type `dtype`.
         """
-        return rows.to(self.dtype)
+        payload = rows.to(self.dtype) if out is None else out.copy_(rows)
+        if rounded is not None:
+            rounded.copy_(payload)
+        if rest is not None:
+            torch.sub(rows, payload, out=rest)
+        return payload
 
     def decode(self, payload: Tensor) -> Tensor:
         """Decode rows that `encode` has made.
@@ -72,16 +79,18 @@ class WireFormat:
         """Return the number of payload elements of a flat tensor of `count` values."""
         return count
 
-    def encode_flat(self, values: Tensor) -> Tensor:
+    def encode_flat(self, values: Tensor, out: Tensor | None = None, rest: Tensor | None = None) -> Tensor:
         """Encode a flat tensor; in a quantised format by blocks, each with a scale of its own.
 
         Args:
-            values: of shape (n,), any floating-point type.
+            values: of shape (n,), any floating-point type. In a quantised format whole blocks where `rest` is given.
+            out: as in `encode`.
+            rest: as in `encode`.
 
         Returns:
             A tensor of shape (flat_size(n),) and type `dtype`.
         """
-        return self.encode(values)
+        return self.encode(values, out, rest=rest)
 
     def decode_flat(self, payload: Tensor, count: int) -> Tensor:
         """Decode what `encode_flat` has made.
@@ -94,14 +103,6 @@ class WireFormat:
             The values, of shape (count,) and a floating-point type.
         """
         return self.decode(payload.reshape(-1))
-
-    def round_trip(self, rows: Tensor) -> Tensor:
-        """Return the values after rounding to the wire format, in the type that they had.
-
-        Args:
-            rows: of shape (k, width), any floating-point type.
-        """
-        return rows.to(self.dtype).to(rows)
 
 
 class QuantisedFormat(WireFormat):
@@ -116,49 +117,41 @@ class QuantisedFormat(WireFormat):
         super().__init__(torch.int8)
 
     def row_size(self, width: int) -> int:
-        return width + _SCALE_SIZE if width else 0
+        return width + SCALE_SIZE if width else 0
 
-    def encode(self, rows: Tensor) -> Tensor:
-        if not rows.shape[1]:  # nothing to scale
-            return rows.to(torch.int8)
-        quantised, scales = _quantised(rows)
-        return torch.cat([quantised, scales.view(torch.int8).view(-1, _SCALE_SIZE)], 1)
+    def encode(
+        self, rows: Tensor, out: Tensor | None = None, rounded: Tensor | None = None, rest: Tensor | None = None
+    ) -> Tensor:
+        count, width = rows.shape
+        payload = rows.new_empty(count, self.row_size(width), dtype=torch.int8) if out is None else out
+        if width:  # otherwise there is nothing to scale
+            rows = (rows if rows.dtype == torch.float64 else rows.float()).detach().contiguous()
+            kernels_for(rows).quantise(
+                rows, payload, rows[:0] if rounded is None else rounded, rows[:0] if rest is None else rest
+            )
+        return payload
 
     def decode(self, payload: Tensor) -> Tensor:
-        if not payload.shape[1]:
-            return payload.float()
-        scales = payload[:, -_SCALE_SIZE:].clone(memory_format=torch.contiguous_format).view(torch.float32).view(-1)
-        return _dequantised(payload[:, :-_SCALE_SIZE].contiguous(), scales)
+        count, size = payload.shape
+        rows = payload.new_empty(count, max(0, size - SCALE_SIZE), dtype=torch.float32)
+        if size:
+            kernels_for(payload).dequantise(payload.contiguous(), rows)
+        return rows
 
     def flat_size(self, count: int) -> int:
         width = min(count, BLOCK)
         return -(-count // width) * self.row_size(width) if count else 0
 
-    def encode_flat(self, values: Tensor) -> Tensor:
+    def encode_flat(self, values: Tensor, out: Tensor | None = None, rest: Tensor | None = None) -> Tensor:
         width = max(1, min(len(values), BLOCK))
         missing = -len(values) % width
-        blocks = F.pad(values, (0, missing)) if missing else values
-        return self.encode(blocks.view(-1, width)).view(-1)
+        blocks = (F.pad(values, (0, missing)) if missing else values).view(-1, width)
+        out = None if out is None else out.view(-1, self.row_size(width))
+        return self.encode(blocks, out, rest=None if rest is None else rest.view(-1, width)).view(-1)
 
     def decode_flat(self, payload: Tensor, count: int) -> Tensor:
         width = max(1, min(count, BLOCK))
         return self.decode(payload.view(-1, self.row_size(width))).view(-1)[:count]
-
-    def round_trip(self, rows: Tensor) -> Tensor:
-        return _dequantised(*_quantised(rows)).to(rows)
-
-
-def _quantised(rows: Tensor) -> tuple[Tensor, Tensor]:
-    quantised = torch.empty(rows.shape, dtype=torch.int8, device=rows.device)
-    scales = torch.empty(len(rows), dtype=torch.float32, device=rows.device)
-    (cpu_kernels() if rows.is_cpu else portable).quantise(rows.detach().float().contiguous(), quantised, scales)
-    return quantised, scales
-
-
-def _dequantised(quantised: Tensor, scales: Tensor) -> Tensor:
-    rows = torch.empty(quantised.shape, dtype=torch.float32, device=quantised.device)
-    (cpu_kernels() if rows.is_cpu else portable).dequantise(quantised, scales, rows)
-    return rows
 
 
 FORMATS: Registry[str, Callable[[torch.dtype], WireFormat]] = Registry("wire format")

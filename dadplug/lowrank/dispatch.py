@@ -27,6 +27,7 @@ from . import portable
 from .portable import gram_schmidt
 
 _VIEWS = 4096  # shapes that are cached
+SCALE_SIZE = torch.float32.itemsize  # bytes of a row's scale, behind its int8 elements
 
 
 class Scratch(threading.local):
@@ -136,11 +137,11 @@ class NumbaKernels:
 
     # In every step, and given contiguous tensors: without the calls of `__getattr__`.
 
-    def quantise(self, rows: Tensor, quantised: Tensor, scales: Tensor) -> None:
-        self._kernels.quantise(rows.numpy(), quantised.numpy(), scales.numpy())
+    def quantise(self, rows: Tensor, payload: Tensor, rounded: Tensor, rest: Tensor) -> None:
+        self._kernels.quantise(rows.numpy(), payload.numpy(), rounded.numpy(), rest.numpy())
 
-    def dequantise(self, quantised: Tensor, scales: Tensor, rows: Tensor) -> None:
-        self._kernels.dequantise(quantised.numpy(), scales.numpy(), rows.numpy())
+    def dequantise(self, payload: Tensor, rows: Tensor) -> None:
+        self._kernels.dequantise(payload.numpy(), rows.numpy())
 
     def product(self, left: Tensor, right: Tensor, result: Tensor, strip: int) -> None:
         self._kernels.product(left.numpy(), right.numpy(), result.numpy(), strip)
@@ -182,10 +183,10 @@ def warmup() -> None:
         kernels.gram_vectors(gram, gram, 0.0, gram.clone())
         kernels.product(gram, gram, gram.clone(), 4)
     kernels.eigh(gram)
-    rows, quantised, scales = torch.ones(1, 4), torch.zeros(1, 4, dtype=torch.int8), torch.zeros(1)
-    kernels.quantise(rows, quantised, scales)
-    kernels.dequantise(quantised, scales, rows)
-    kernels.top_k(scales, torch.zeros(1, dtype=torch.int64), scales.clone())
+    values, payload = torch.ones(1, 1), torch.zeros(1, 1 + SCALE_SIZE, dtype=torch.int8)
+    kernels.quantise(values, payload, values[:0], values[:0])
+    kernels.dequantise(payload, values)
+    kernels.top_k(values[0], torch.zeros(1, dtype=torch.int64), values[0].clone())
 
 
 def quantise(rows: Tensor, quantised: Tensor, scales: Tensor) -> None:
@@ -199,7 +200,11 @@ def quantise(rows: Tensor, quantised: Tensor, scales: Tensor) -> None:
         quantised: int8 of the same shape, contiguous; filled.
         scales: float32 of shape (k,), contiguous; filled.
     """
-    kernels_for(rows).quantise(rows.detach().contiguous(), quantised, scales)
+    payload = quantised.new_empty(len(rows), rows.shape[1] + SCALE_SIZE)
+    rows = rows.detach().contiguous()
+    kernels_for(rows).quantise(rows, payload, rows[:0], rows[:0])
+    quantised.copy_(payload[:, :-SCALE_SIZE])
+    scales[:, None].view(torch.int8).copy_(payload[:, -SCALE_SIZE:])
 
 
 def dequantise(quantised: Tensor, scales: Tensor, rows: Tensor) -> None:
@@ -210,7 +215,7 @@ def dequantise(quantised: Tensor, scales: Tensor, rows: Tensor) -> None:
         scales: float32 of shape (k,).
         rows: float32 of shape (k, width), contiguous; filled.
     """
-    kernels_for(rows).dequantise(quantised, scales, rows)
+    kernels_for(rows).dequantise(torch.cat([quantised, scales[:, None].view(torch.int8)], 1), rows)
 
 
 def top_k(values: Tensor, k: int) -> tuple[Tensor, Tensor]:

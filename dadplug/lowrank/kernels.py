@@ -376,41 +376,59 @@ def gram_vectors(
 
 
 @njit(nogil=True)
-def quantise(rows: NDArray[np.float32], quantised: NDArray[np.int8], scales: NDArray[np.float32]) -> None:
-    """Round each row to whole multiples, -127 to 127, of its scale; a row with NaN or Inf gets NaN for a scale."""
-    sizes = rows.view(np.uint32)  # whole numbers, whose maximum vectorises; Inf and NaN are the largest
+def quantise(
+    rows: NDArray[np.floating],
+    payload: NDArray[np.int8],
+    rounded: NDArray[np.floating],
+    rest: NDArray[np.floating],
+) -> None:
+    """Round each row to whole multiples, -127 to 127, of its scale; a row with NaN or Inf gets NaN for a scale.
+
+    Args:
+        rows: of shape (k, width).
+        payload: of shape (k, width + 4); filled with the multiples and the bytes of the scale, in single precision.
+        rounded: of the shape of the rows; filled with their values after decoding. Without rows if not wanted.
+        rest: the same, for what rounding takes from the rows.
+    """
+    width = rows.shape[1]
+    row, scale = np.empty(width, np.float32), np.empty(1, np.float32)
+    # The bits of magnitudes are whole numbers, whose maximum vectorises; those of Inf and NaN are the largest.
+    sizes, scale_bits, scale_bytes = row.view(np.uint32), scale.view(np.uint32), scale.view(np.int8)
     for i in range(rows.shape[0]):
         bits = np.uint32(0)
-        for x in range(rows.shape[1]):
-            bits = max(bits, sizes[i, x] & np.uint32(0x7FFFFFFF))
-        if bits >= np.uint32(0x7F800000):
-            scales[i] = np.nan
-            quantised[i] = 0
-            continue
-        largest = np.float32(0.0)
-        for x in range(rows.shape[1]):
-            if sizes[i, x] & np.uint32(0x7FFFFFFF) == bits:
-                largest = abs(rows[i, x])
-                break
-        scales[i] = largest / np.float32(127.0)
-        if np.float32(0.0) < largest < np.float32(INVERTIBLE):
-            scales[i] += np.float32(SMALLEST)
-            inverse = np.float32(1.0) / (scales[i] * np.float32(SHIFT))
-            for x in range(rows.shape[1]):
-                quantised[i, x] = np.int8(np.rint(rows[i, x] * np.float32(SHIFT) * inverse))
-            continue
-        inverse = np.float32(127.0) / largest if largest > 0.0 else np.float32(0.0)
-        for x in range(rows.shape[1]):
-            quantised[i, x] = np.int8(np.rint(rows[i, x] * inverse))
+        for x in range(width):
+            row[x] = rows[i, x]
+            bits = max(bits, sizes[x] & np.uint32(0x7FFFFFFF))
+        scale_bits[0] = bits
+        largest = scale[0]
+        small = np.float32(0.0) < largest < np.float32(INVERTIBLE)
+        scale[0] = largest / np.float32(127.0) + np.float32(SMALLEST if small else 0.0)
+        payload[i, :width] = 0
+        if not largest < np.float32(np.inf):
+            scale[0] = np.nan
+        elif largest > 0.0:
+            shift = np.float32(SHIFT if small else 1.0)
+            inverse = np.float32(1.0) / (scale[0] * shift) if small else np.float32(127.0) / largest
+            for x in range(width):
+                payload[i, x] = np.int8(np.rint(row[x] * shift * inverse))
+        payload[i, width:] = scale_bytes
+        if rounded.shape[0]:
+            for x in range(width):
+                rounded[i, x] = np.float32(payload[i, x]) * scale[0]
+        if rest.shape[0]:
+            for x in range(width):
+                rest[i, x] = rows[i, x] - np.float32(payload[i, x]) * scale[0]
 
 
 @njit(nogil=True)
-def dequantise(quantised: NDArray[np.int8], scales: NDArray[np.float32], rows: NDArray[np.float32]) -> None:
-    """Multiply quantised rows by their scales."""
-    for i in range(quantised.shape[0]):
-        scale = scales[i]
-        for x in range(quantised.shape[1]):
-            rows[i, x] = np.float32(quantised[i, x]) * scale
+def dequantise(payload: NDArray[np.int8], rows: NDArray[np.float32]) -> None:
+    """Multiply the multiples of each row of a payload by the scale behind them."""
+    scale = np.empty(1, np.float32)
+    scale_bytes = scale.view(np.int8)
+    for i in range(rows.shape[0]):
+        scale_bytes[:] = payload[i, rows.shape[1] :]
+        for x in range(rows.shape[1]):
+            rows[i, x] = np.float32(payload[i, x]) * scale[0]
 
 
 @njit(nogil=True)

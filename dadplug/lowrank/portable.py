@@ -97,20 +97,27 @@ def gram_vectors(of_deltas: Tensor, of_activations: Tensor, jitter: float, found
     return math.sqrt(max(0.0, float(values[k - 1])) / float(values[0])) if values[0] > 0 else 0.0
 
 
-def quantise(rows: Tensor, quantised: Tensor, scales: Tensor) -> None:
-    """Round rows to int8; see `dispatch.quantise`."""
-    largest = rows.abs().amax(1) if rows.shape[1] else rows.new_zeros(len(rows))
-    spoilt = ~torch.isfinite(rows).all(1)
+def quantise(rows: Tensor, payload: Tensor, rounded: Tensor, rest: Tensor) -> None:
+    """Round rows to int8, each followed by the bytes of its scale; see `kernels.quantise`."""
+    single = rows.float()
+    largest = single.abs().amax(1) if rows.shape[1] else single.new_zeros(len(rows))
+    spoilt = ~torch.isfinite(single).all(1)
     small = (largest > 0) & (largest < INVERTIBLE)
-    scales.copy_(torch.where(spoilt, math.nan, torch.where(small, largest / 127.0 + SMALLEST, largest / 127.0)))
+    scales = torch.where(spoilt, math.nan, torch.where(small, largest / 127.0 + SMALLEST, largest / 127.0))
     inverse = torch.where(small, 1.0 / (scales * SHIFT), torch.where(largest > 0, 127.0 / largest, 0.0))
-    shifted = rows * torch.where(small, SHIFT, 1.0)[:, None]
-    quantised.copy_(torch.where(spoilt[:, None], 0.0, shifted * inverse[:, None]).round())
+    shifted = single * torch.where(small, SHIFT, 1.0)[:, None]
+    payload[:, : rows.shape[1]] = torch.where(spoilt[:, None], 0.0, shifted * inverse[:, None]).round()
+    payload[:, rows.shape[1] :] = scales[:, None].view(torch.int8)
+    values = torch.mul(payload[:, : rows.shape[1]], scales[:, None])
+    for place, result in ((rounded, values), (rest, rows - values)):
+        if len(place):
+            place.copy_(result)
 
 
-def dequantise(quantised: Tensor, scales: Tensor, rows: Tensor) -> None:
-    """Compute the values of int8 rows; see `dispatch.dequantise`."""
-    torch.mul(quantised, scales[:, None], out=rows)
+def dequantise(payload: Tensor, rows: Tensor) -> None:
+    """Compute the values of int8 rows that `quantise` has made."""
+    scales = payload[:, rows.shape[1] :].clone(memory_format=torch.contiguous_format).view(torch.float32)
+    torch.mul(payload[:, : rows.shape[1]], scales, out=rows)
 
 
 def top_k(values: Tensor, indices: Tensor, found: Tensor) -> None:

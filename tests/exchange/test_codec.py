@@ -233,11 +233,14 @@ def test_decoded_rows_are_as_near_as_the_format_allows(name, dtype):
 
 @pytest.mark.parametrize("name", ROUNDING)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_a_round_trip_gives_what_is_decoded_in_the_type_of_the_rows(name, dtype):
+def test_encoding_says_what_is_decoded_and_what_rounding_takes(name, dtype):
     wire, rows = wire_format(name, dtype), random(4, 33).to(dtype)
-    back = wire.round_trip(rows)
-    assert back.dtype == dtype
-    assert torch.equal(back, wire.decode(wire.encode(rows)).to(dtype))
+    payload, (rounded, rest) = wire.encode(rows), torch.empty(2, 4, 33, dtype=dtype)
+    out = torch.empty_like(payload)
+    assert wire.encode(rows, out, rounded, rest) is out
+    assert torch.equal(out, payload)
+    assert torch.equal(rounded, wire.decode(payload).to(dtype))
+    assert torch.equal(rest, rows - rounded)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int64])

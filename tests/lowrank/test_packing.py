@@ -41,24 +41,40 @@ def test_quantised_values_are_as_near_as_their_scale_allows(rows, width, seed, p
 def test_tiny_rows_are_quantised_as_far_as_the_type_allows(size):
     values = random(4, 50) * size
     values[3] = 0
-    quantised, scales, back = round_trip(values)
-    others, other_scales = torch.empty_like(quantised), torch.empty_like(scales)
-    portable.quantise(values, others, other_scales)
-    assert torch.equal(quantised, others)
-    assert torch.equal(scales, other_scales)
+    _, scales, back = round_trip(values)
+    check_alike(values)
     smallest = 2.0**-149
     assert ((back.double() - values.double()).abs() <= 0.5001 * scales.double()[:, None]).all()
     assert (scales[:3] <= values[:3].abs().amax(1) / 127 + smallest).all()
     assert not back[3].any()
 
 
-def test_the_implementations_quantise_alike():
-    values = random(5, 333)
-    quantised, scales, _ = round_trip(values)
-    others, other_scales = torch.empty_like(quantised), torch.empty_like(scales)
-    portable.quantise(values, others, other_scales)
-    assert torch.equal(quantised, others)
-    assert torch.equal(scales, other_scales)
+def check_alike(values):
+    """Check that the kernels in use and torch's give the same payload, decoded values, and rest, to the bit."""
+    found = []
+    for kernels in (dispatch.cpu_kernels(), portable):
+        payload = torch.empty(len(values), values.shape[1] + 4, dtype=torch.int8)
+        rounded, rest = torch.empty_like(values), torch.empty_like(values)
+        kernels.quantise(values, payload, rounded, rest)
+        back = torch.empty_like(values, dtype=torch.float32)
+        kernels.dequantise(payload, back)
+        assert torch.equal(back.to(values), rounded)
+        assert torch.equal(rest, values - rounded)
+        found.append(payload)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_implementations_quantise_alike(dtype):
+    check_alike(random(5, 333, dtype=dtype))
+
+
+def test_only_what_is_wanted_is_written():
+    values, payload = random(3, 40), torch.empty(3, 44, dtype=torch.int8)
+    rounded, rest = torch.empty_like(values), torch.empty_like(values)
+    dispatch.cpu_kernels().quantise(values, payload, rounded, rest[:0])
+    dispatch.cpu_kernels().quantise(values, payload, rounded[:0], rest)
+    assert torch.equal(rounded + rest, values)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

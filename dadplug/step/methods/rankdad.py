@@ -6,6 +6,7 @@ orthonormalisation, a projection of the gradient whose error is never larger tha
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -29,34 +30,21 @@ _MEASURE_EVERY = 10  # steps between measurements of the residual, which cost ab
 
 
 class _Kept(NamedTuple):
-    """Components of a gradient of which the next step needs to know what was not sent.
+    """Rows whose product is what was not sent of a gradient.
 
     Attributes:
-        left: left vectors times singular values, as rows.
-        right: right vectors, as rows, and perhaps others before and after them.
-        first: place of the first of these right vectors.
-        sent: number of the first of them that have been sent; of these the rounding errors were not.
-        wire: the format in which they were.
+        left: of shape (k, out).
+        right: of shape (k, in), times the loss scale.
         loss_scale: the loss scale of the gradient.
     """
 
     left: Tensor
     right: Tensor
-    first: int
-    sent: int
-    wire: WireFormat
     loss_scale: float
 
     def rows(self) -> tuple[Tensor, Tensor]:
-        """Return rows whose product is what was not sent, without the loss scale."""
-        whole = self.right[self.first : self.first + len(self.left)]
-        left, right = self.left[: self.sent], whole[: self.sent]
-        lefts, rights = [self.left[self.sent :]], [whole[self.sent :]]
-        if self.sent:
-            rounded = self.wire.round_trip(left)
-            lefts += [left - rounded, rounded]
-            rights += [right, right - self.wire.round_trip(right)]
-        return torch.cat(lefts), torch.cat(rights) / self.loss_scale
+        """Return the rows without the loss scale."""
+        return self.left, self.right if self.loss_scale == 1.0 else self.right / self.loss_scale
 
 
 class _Storage:
@@ -69,27 +57,34 @@ class _Storage:
 
     def __init__(self, size: int, like: Tensor) -> None:
         self.flat = lasting(size, like.dtype, like.device)
-        self._parts: list[Tensor] = []
+        self._layout: tuple[object, ...] = ()
+        self._views: tuple[Tensor, ...] = ()
 
-    def copies(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copy tensors into the memory.
+    def views(
+        self, left: tuple[int, int], right: tuple[int, int], bias: int, kept: slice, carried: slice
+    ) -> tuple[Tensor, ...]:
+        """Lay the memory out.
 
-        Views are those of the last call where the shapes are: even small objects that last, if they are made during
+        Views are those of the last call where the layout is: even small objects that last, if they are made during
         backward, leave gaps between activations that are freed.
 
         Args:
-            tensors: the tensors.
+            left: shape of the left vectors.
+            right: shape of the right vectors.
+            bias: number of elements of what rounding takes from the gradient of the bias.
+            kept: the right vectors of `_Kept`.
+            carried: those that the next step starts from.
 
         Returns:
-            The copies; valid until the next call.
+            The left vectors, all right vectors, those of `_Kept`, those that are carried, and the place of the bias.
         """
-        if [part.shape for part in self._parts] != [each.shape for each in tensors]:
-            sizes = [each.numel() for each in tensors]
-            places = self.flat[: sum(sizes)].split(sizes)
-            self._parts = [place.view(each.shape) for place, each in zip(places, tensors, strict=True)]
-        for part, each in zip(self._parts, tensors, strict=True):
-            part.copy_(each)
-        return self._parts
+        layout = (left, right, bias, kept.start, kept.stop, carried.start)
+        if self._layout != layout:
+            sizes = [math.prod(left), math.prod(right), bias]
+            lefts, rights, rest = self.flat[: sum(sizes)].split(sizes)
+            whole = rights.view(right)
+            self._layout, self._views = layout, (lefts.view(left), whole, whole[kept], whole[carried], rest)
+        return self._views
 
 
 class _State(NamedTuple):
@@ -200,23 +195,23 @@ class RankDAD(Method):
         else:
             deltas, activations = factor.deltas, factor.activations
             if state.lost is not None:  # as further rows
-                left, right = state.lost.rows()
+                (left, right), scale = state.lost.rows(), share * loss_scale
                 deltas = torch.cat([deltas, left])
-                activations = torch.cat([activations, right * (share * loss_scale)])
+                activations = torch.cat([activations, right if scale == 1.0 else right * scale])
             compressed = compress(deltas, activations, rank + room, precise=rank, **how)
             size = squared_norm(deltas, activations) if measure else 0.0
         sent = self._count_sent(compressed, rank)
         residual = state.quality.residual if state.quality and not measure else compressed.residual_of(size, sent)
         left, right = compressed.left.T[:sent], compressed.right.T[:sent]
+        right = right * loss_scale if self.errors.enabled and loss_scale != 1.0 else right
         if bias is not None and state.bias is not None:
             bias = bias + (state.bias * (share * loss_scale)).to(bias)
-        rest = None if bias is None or not wire.quantised else (bias - wire.round_trip(bias[None])[0]) / loss_scale
         kept = compressed.effective_rank - sent
         quality, room = Quality(sent, residual, kept), min(room, kept)
-        staged = self._stored(name, compressed, sent, wire, state.carry, rest)
+        payload, staged = self._stored(name, compressed, FactorPayload(left, right, bias), wire, state.carry)
         self._release(name, self._staged.pop(name, None))
         self._staged[name] = staged._replace(room=room, weight=weight, calls=state.calls + 1, quality=quality)
-        return FactorPayload(left, right * loss_scale if self.errors.enabled and loss_scale != 1.0 else right, bias)
+        return payload
 
     def _count_sent(self, compressed: Compressed, rank: int) -> int:
         """Return the number of components that are sent, the rank at most; the others may be kept."""
@@ -227,46 +222,74 @@ class RankDAD(Method):
         return len([value for value in values if value > self.options.tolerance * values[0]])
 
     def _stored(
-        self, name: str, compressed: Compressed, sent: int, wire: WireFormat, before: Carry | None, bias: Tensor | None
-    ) -> _State:
-        """Copy what the next step needs to know of a compressed gradient.
+        self, name: str, compressed: Compressed, payload: FactorPayload, wire: WireFormat, before: Carry | None
+    ) -> tuple[FactorPayload, _State]:
+        """Encode what is sent, and keep what the next step needs to know of the gradient.
 
+        With ``L R`` what is sent, L' and R' the same as the sites decode it, and ``l r`` the other components, the rest
+        is ``L' (R - R') + (L - L') R + l r``: its right vectors lie beside the directions, which begin with R and r.
         The storage is that of the step before the last.
 
         Args:
             name: name of the weight.
             compressed: the compressed gradient.
-            sent: number of its first components that are sent.
+            payload: its first components, which are sent, and the gradient of the bias.
             wire: the format in which they are sent.
             before: directions from which the step has started.
-            bias: what rounding has taken from the gradient of the bias.
+
+        Returns:
+            The payload, with what has been encoded, and the state.
         """
-        left, right = compressed.left.T[: compressed.effective_rank], compressed.right.T[: compressed.effective_rank]
+        sent, others = payload.rows, compressed.effective_rank - payload.rows if self._keeps_rows else 0
         directions = compressed.carry.right if sent or before is None else before.right
-        loss_scale, first, rounded = self.loss_scales.of(name), 0, sent
-        if self.errors.enabled:
-            scaled = right[:sent] * loss_scale if loss_scale != 1.0 else right[:sent]
-            left, right, rounded = -wire.round_trip(left[:sent]), wire.round_trip(scaled), 0
-        elif not (self._keeps_rows or wire.quantised):
-            left, right = left[:0], right[:0]
-        elif wire.dtype == left.dtype:  # what is sent arrives as it is
-            left, first, rounded = left[sent:], sent, 0
         if not self.options.warm_start:
-            directions = right
-        shared = not self.errors.enabled and bool(sent)  # the rows are among the directions
-        parts = [left, directions, right[:0] if shared else right, left[:0] if bias is None else bias]
-        storage, size = self._spare.pop(name, None), sum(map(Tensor.numel, parts))
+            directions = compressed.right.T[: compressed.effective_rank]
+        whole, loss_scale = self.errors.enabled, self.loss_scales.of(name)
+        rounds = wire.dtype != payload.left.dtype and (self._keeps_rows or wire.quantised)
+        again = sent if whole or rounds else 0  # right vectors beside the directions
+        count = (again if whole else 2 * again) + others
+        shapes = (count, payload.left.shape[1]), (again + len(directions), payload.right.shape[1])
+        rest = len(payload.bias) if payload.bias is not None and wire.quantised else 0
+        storage, size = self._spare.pop(name, None), sum(map(math.prod, shapes)) + rest
         if storage is None or len(storage.flat) < size:
-            storage = _Storage(size, left)
-        left, directions, right, rest = storage.copies(parts)
-        if shared:
-            right = directions
-        return _State(
-            carry=Carry(directions) if self.options.warm_start and len(directions) else before,
-            lost=_Kept(left, right, first, rounded, wire, loss_scale) if len(left) else None,
-            bias=None if bias is None else rest,
+            storage = _Storage(size, payload.left)
+        left, right, kept, carried, bias = storage.views(
+            *shapes, rest, slice(sent - again, sent - again + count), slice(again, None)
+        )
+        carried.copy_(directions)
+        left[count - others :] = compressed.left.T[sent : sent + others]
+        if whole or rounds:
+            payload = payload._replace(encoded=self._encoded(payload, wire, left, right, bias))
+            bias.div_(loss_scale)
+        return payload, _State(
+            carry=Carry(carried) if self.options.warm_start and len(directions) else before,
+            lost=_Kept(left, kept, loss_scale) if count else None,
+            bias=bias if rest else None,
             storage=storage,
         )
+
+    def _encoded(
+        self, payload: FactorPayload, wire: WireFormat, left: Tensor, right: Tensor, bias: Tensor
+    ) -> FactorPayload:
+        """Encode what is sent, and write what the next step needs to know of its rounding.
+
+        Args:
+            payload: what is sent.
+            wire: the format.
+            left: place for left vectors.
+            right: place for right vectors.
+            bias: place for what rounding takes from the gradient of the bias; empty if that is not kept.
+        """
+        sent, encoded = payload.rows, None
+        if self.errors.enabled:
+            lefts, rights = wire.encode(payload.left, rounded=left), wire.encode(payload.right, rounded=right[:sent])
+            left.neg_()
+        else:
+            lefts = wire.encode(payload.left, rounded=left[:sent], rest=left[sent : 2 * sent])
+            rights = wire.encode(payload.right, rest=right[:sent])
+        if payload.bias is not None:
+            encoded = wire.encode(payload.bias[None], rest=bias[None] if len(bias) else None)[0]
+        return FactorPayload(lefts, rights, encoded)
 
     def _release(self, name: str, state: _State | None) -> None:
         """Let the next step have the storage of a state that is not needed any more."""
@@ -344,8 +367,7 @@ class RankDAD(Method):
             if lost is not None:
                 left, right = (torch.cat(each) for each in zip(lost.rows(), (left, right), strict=True))
             if (most := max(len(rows[0]), len(left) - len(rows[0]), _COLUMNS)) < len(left):
-                found = compress(left, right, most)
-                left, right = found.left.T, found.right.T
+                left, right = (factor.T for factor in compress(left, right, most))
             lost = _loaded(left, right)
         if before.bias is not None:
             bias = before.bias * rest if bias is None else bias + before.bias * rest
@@ -373,7 +395,7 @@ class RankDAD(Method):
         states = self._states.items()
         return {
             "carried": {name: state.carry.right.clone() for name, state in states if state.carry is not None},
-            "lost": {name: state.lost.rows() for name, state in states if state.lost is not None},
+            "lost": {name: _loaded(*state.lost.rows())[:2] for name, state in states if state.lost is not None},
             "biases": {name: state.bias.clone() for name, state in states if state.bias is not None},
             "room": {name: state.room for name, state in states},
             "weights": {name: state.weight for name, state in states},
@@ -434,8 +456,8 @@ def keeps_rows(options: MethodOptions) -> bool:
 
 
 def _loaded(left: Tensor, right: Tensor) -> _Kept:
-    """Return rows of a state as components of which none has been sent."""
-    return _Kept(left.clone(), right.clone(), 0, 0, wire_format("fp32", left.dtype), 1.0)
+    """Return copies of rows without a loss scale."""
+    return _Kept(left.clone(), right.clone(), 1.0)
 
 
 _MERGE_ITERATIONS = 2  # at least: the sum of the sites' factors changes more from step to step than each of them

@@ -355,7 +355,7 @@ def _step(batch: Batch, model: nn.Module, mode: str, fused: bool, **options: Any
     payloads: dict[str, FactorPayload] = {}
 
     def observe(name: str, arrived: list[FactorPayload]) -> None:
-        left, right, bias = arrived[0]
+        left, right, bias = arrived[0][:3]
         payloads[name] = FactorPayload(left.clone(), right.clone(), None if bias is None else bias.clone())
 
     reduction.observe(observe)
