@@ -47,7 +47,7 @@ def snapshot():
             torch.get_default_dtype(), torch.is_grad_enabled(), torch.is_anomaly_enabled(),
             torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(),
         ),
-        "meta_path": list(sys.meta_path),
+        "meta_path": [each for each in sys.meta_path if type(each).__module__ != "dadplug"],
         "path": list(sys.path),
         "warnings": list(warnings.filters),
         "showwarning": warnings.showwarning,
