@@ -29,6 +29,8 @@ from ..support.loaders import check_loader
 from ..support.refusals import refuse
 from ..support.signature import takes_keywords_of
 from ._catalyst.engine import plain
+from ._catalyst.fixes import FixedBackward, FixedOptimizer
+from ._catalyst.fixes import clip as clip_by
 from ._catalyst.runner import BaseRunner, RunnerArguments
 from .exchanges import LocalSteps, ReturnFile, ServerSteps, SharedMemorySteps, SynchronousSteps
 from .loaders import NO_ACCUMULATION, HogwildLoader, ServerLoader
@@ -91,6 +93,7 @@ class DistributedRunner(SynchronousSteps, BaseRunner):
     ) -> None:
         super().__init__(model, criterion, optimizer, Options, {"mode": mode} | arguments)
         self._agreed_before = 0
+        self._most_exchanges = 0  # of a batch of this site
         self._wants_fused = fused
 
     def _reason_against_fusing(self) -> str:
@@ -108,13 +111,21 @@ class DistributedRunner(SynchronousSteps, BaseRunner):
         return False
 
     def _stops_after_step(self) -> bool:
+        self._most_exchanges = max(self._most_exchanges, self.reduction.step - self._agreed_before)
         return self.reduction.stopped
 
     def _idle(self, stop: bool = False) -> None:
         """Participate in a step without data; only callbacks that follow backward and change the model are called."""
+        refuse(
+            (
+                not stop and self._most_exchanges > max(1, len(self.exchanging)),
+                f"this site has fewer batches than others, and a batch of handle_batch() has {self._most_exchanges} "
+                "backward passes that exchange gradients: give all sites equally many batches, or put all of them but "
+                "one into `with runner.reduction.no_sync():`",
+            )
+        )
         if stop or self.update_due:
-            self.reduction.idle(stop=stop)
-            self.engine.end_step()
+            self._exchange_without_data(stop)
         else:
             with self.reduction.no_sync():
                 self.reduction.idle()
@@ -123,11 +134,18 @@ class DistributedRunner(SynchronousSteps, BaseRunner):
             if changes_model and not isinstance(get_original_callback(callback), ICheckpointCallback):
                 callback.on_batch_end(self)
 
+    def _exchange_without_data(self, stop: bool = False) -> None:
+        """Participate in the exchanges of a step that are left, and clip as the callbacks of the other sites do."""
+        made = self.reduction.step - self._agreed_before
+        for callback in [*self.exchanging, *[None] * (not self.exchanging)][made:]:
+            self.reduction.idle(stop=stop)
+            self.engine.end_step()
+            if callback is not None:
+                clip_by(callback.grad_clip_fn, self)
+
     def take_part(self) -> None:
         """Participate in the other sites' step if this site has skipped its batch, without a backward pass."""
-        if self.reduction.step == self._agreed_before:
-            self.reduction.idle()
-            self.engine.end_step()
+        self._exchange_without_data()
 
 
 class LocalSGDRunner(LocalSteps, BaseRunner):
@@ -261,6 +279,9 @@ class ParameterServerRunner(ServerSteps, BaseRunner):
         super()._setup_callbacks()
         if self.options.deal == "shared" and self._accumulation != 1:
             raise ValueError(NO_ACCUMULATION)
+        for callback in map(get_original_callback, self.callbacks.values()):  # a commit may precede the first batch
+            if isinstance(callback, (FixedBackward, FixedOptimizer)) and callback.grad_clip_fn is not None:
+                self._clip = callback.grad_clip_fn
 
     def _build_exchange(self, model: nn.Module, scaled: bool) -> ParameterServer:
         refuse(

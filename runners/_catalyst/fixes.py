@@ -16,6 +16,7 @@ from catalyst.callbacks.metrics.accuracy import AccuracyCallback
 from catalyst.callbacks.misc import TqdmCallback
 from catalyst.callbacks.optimizer import OptimizerCallback
 from catalyst.core.callback import Callback, CallbackOrder, CallbackWrapper, IOptimizerCallback
+from catalyst.core.misc import get_original_callback
 from catalyst.utils.torch import pack_checkpoint, unpack_checkpoint
 from tqdm.auto import tqdm
 
@@ -62,7 +63,10 @@ def accumulation_steps(callbacks: Iterable[Callback]) -> int:
 
 
 class FixedBackward(BackwardCallback):
-    """Backward callback that accumulates without traffic until an update is due, and clips the agreed gradients."""
+    """Backward callback that accumulates without traffic until an update is due, and clips the agreed gradients.
+
+    Of several ones, the last exchanges the gradients of all.
+    """
 
     def on_batch_end(self, runner: Any) -> None:
         if not runner.is_train_loader:
@@ -70,12 +74,12 @@ class FixedBackward(BackwardCallback):
         loss = runner.batch_metrics[self.metric_key]
         if getattr(getattr(runner.reduction, "options", None), "privacy", None) is None:
             loss = loss / runner.micro_batches  # private sums are divided by the expected batch of all of them
-        if not runner.update_due:
+        if not (runner.update_due and self in runner.exchanging):
             with nullcontext() if runner.reduction is None else runner.reduction.no_sync():
                 runner.engine.backward(loss)
             return
         runner.engine.backward(loss, fused=runner.fused_optimizers())
-        norm = _clip(self.grad_clip_fn, runner)
+        norm = clip(self.grad_clip_fn, runner)
         if norm is not None and self._log_gradient:
             runner.batch_metrics[f"{self._prefix_gradient}/norm"] = norm
 
@@ -92,7 +96,7 @@ class FixedOptimizer(OptimizerCallback):
     def on_batch_end(self, runner: Any) -> None:
         if runner.is_train_loader and runner.update_due:
             runner.take_part()
-            norm = _clip(self.grad_clip_fn, runner)
+            norm = clip(self.grad_clip_fn, runner)
             if norm is not None:
                 runner.batch_metrics[f"{self._prefix_gradient}/norm"] = norm
             runner.step_optimizer(self.optimizer)
@@ -100,11 +104,23 @@ class FixedOptimizer(OptimizerCallback):
         runner.batch_metrics.update(self._get_lr_momentum_stats())
 
 
-def _clip(clip: Any, runner: Any) -> Any:
-    if clip is None:
+def clip(function: Any, runner: Any) -> Any:
+    """Clip the agreed gradients by the function of a callback, if it has one; return what the function returns."""
+    if function is None:
         return None
     runner.engine.unscale_gradients()
-    return runner.clip_gradients(clip)
+    return runner.clip_gradients(function)
+
+
+def exchanging_callbacks(callbacks: Iterable[Callback], *, private: bool) -> list[FixedBackward]:
+    """Return the backward callbacks that exchange gradients: the last one, and those that clip what is agreed.
+
+    Args:
+        callbacks: the callbacks of a run, in their order.
+        private: whether gradients of samples are clipped, so that the sum of several passes has no bound of one.
+    """
+    found = [each for each in map(get_original_callback, callbacks) if isinstance(each, FixedBackward)]
+    return [each for each in found if private or each is found[-1] or each.grad_clip_fn is not None]
 
 
 class FixedCheckpoint(CheckpointCallback):
@@ -240,11 +256,12 @@ def _reason_against(callback: Callback) -> str:
     inner = callback.callback if isinstance(callback, CallbackWrapper) else callback
     if type(callback) not in (FixedBackward, FixedOptimizer):
         return f"{type(inner).__name__} may read the gradients"
-    clip = callback.grad_clip_fn
-    if clip is None:
+    function = callback.grad_clip_fn
+    if function is None:
         return ""
-    known = isinstance(clip, functools.partial) and clip.func is torch.nn.utils.clip_grad_norm_ and not clip.args
-    return "" if known and clip.keywords.keys() <= _CLIPPING else "gradients are not clipped by clip_grad_norm_"
+    known = isinstance(function, functools.partial) and function.func is torch.nn.utils.clip_grad_norm_
+    known = known and not function.args and function.keywords.keys() <= _CLIPPING
+    return "" if known else "gradients are not clipped by clip_grad_norm_"
 
 
 # Names of older versions

@@ -33,7 +33,17 @@ from ..joining import TrainerState
 from ..loaders import batches_from, check_split_data
 from ..patches import merge_metrics
 from .engine import SiteEngine, begin_epoch, plain
-from .fixes import OLDER_NAMES, FixedOptimizer, accumulation_steps, adapt, fused_callbacks, load_model, load_runner
+from .fixes import (
+    OLDER_NAMES,
+    FixedBackward,
+    FixedOptimizer,
+    accumulation_steps,
+    adapt,
+    exchanging_callbacks,
+    fused_callbacks,
+    load_model,
+    load_runner,
+)
 
 _AS_IN_SUPERVISED = {"help": "as in `SupervisedRunner`"}
 _SPLIT = {
@@ -120,6 +130,7 @@ class BaseRunner(Exchange, SupervisedRunner):
         micro_step: number of the current step.
         undivided: loaders as they were given, before their data were divided, by name.
         dealt: names of the loaders whose batches are dealt.
+        exchanging: the backward callbacks that exchange gradients when an update is due.
     """
 
     engine: SiteEngine
@@ -143,6 +154,7 @@ class BaseRunner(Exchange, SupervisedRunner):
         self._states: tuple[int, list[Any]] | None = None
         self.undivided: Mapping[str, Any] = {}
         self.dealt: set[str] = set()
+        self.exchanging: list[FixedBackward] = []
         self.steps = 0
         self.micro_step = 0
         self._own_steps = 0
@@ -340,10 +352,13 @@ class BaseRunner(Exchange, SupervisedRunner):
 
     def _setup_callbacks(self) -> None:
         super()._setup_callbacks()
+        private = getattr(self.options, "privacy", None) is not None
+        self.exchanging = exchanging_callbacks(self.callbacks.values(), private=private)
         self._fused = None
         if self._wants_fused and self.engine.reduction is not None:
             stepping, reason = fused_callbacks(self.callbacks.values())
-            reason = self._reason_against_fusing() or reason
+            several = "several backward callbacks exchange gradients" * (len(self.exchanging) > 1)
+            reason = self._reason_against_fusing() or several or reason
             if reason:
                 self.reduction.stop_fusing(reason)
             else:

@@ -282,6 +282,12 @@ def test_a_comparison_on_this_machine_by_the_command(tmp_path):
     assert nowhere.status == text.status == 2
 
 
+def test_a_place_between_sites_is_given_in_full():
+    for flags in (["--rank=0"], ["--rank=1", "--num-nodes=2"], ["--dist-url=tcp://127.0.0.1:1"]):
+        (wrong,) = support.run_programs([["-m", "dadplug", "compare", "dadplug:compare", "digits", *flags]])
+        assert (wrong.status, "--num-nodes" in wrong.errors) == (1, True), flags
+
+
 # Connected sites
 
 

@@ -193,6 +193,83 @@ def test_a_program_trains_as_in_one_process(name: str) -> None:
             assert torch.allclose(p, q, rtol=rel, atol=rel), (mode, p, q)
 
 
+class TwoLosses(DistributedRunner):
+    """Two losses of a batch, each with a graph of its own."""
+
+    def handle_batch(self, batch):
+        inputs, targets = batch["features"], batch["targets"]
+        self.batch_metrics["loss"] = cross_entropy(self.model(inputs), targets)
+        self.batch_metrics["second"] = confidence(self.model(inputs), targets)
+
+
+UNEQUAL = (6, 2)  # batches of each site
+
+
+def unequal_program(kind: type, way: str, mode: str) -> tuple[nn.Module, DistributedRunner]:
+    model, batch = net(), ROWS[rank()]
+    clip = {"grad_clip_fn": nn.utils.clip_grad_norm_, "grad_clip_params": {"max_norm": 0.05}}
+    callbacks = [dl.BackwardCallback("loss", **(clip if way != "two" else {})), dl.OptimizerCallback("loss")]
+    if way != "one":
+        callbacks.append(dl.BackwardCallback("second", **(clip if way != "two" else {})))
+    runner = kind(**{"mode": mode, "split_data": False, "timeout": 30} | MODES[mode])
+    runner.train(
+        model=model,
+        criterion=nn.CrossEntropyLoss() if kind is DistributedRunner else None,
+        optimizer=sgd(way, model),
+        loaders={"train": DataLoader(TensorDataset(*(p[: UNEQUAL[rank()] * batch] for p in rows(rank()))), batch)},
+        callbacks=callbacks,
+    )
+    return model, runner
+
+
+@pytest.mark.parametrize("way", ["one", "two", "clipped twice"])
+@support.at_sites(2)
+def test_a_site_without_a_batch_clips_and_takes_part_in_each_exchange(way: str) -> None:
+    kind = DistributedRunner if way == "one" else TwoLosses
+    expected = net()
+    optimizer = sgd(way, expected)
+    parts = [[part.split(ROWS[site]) for part in rows(site)] for site in range(2)]
+    for step in range(UNEQUAL[0]):
+        second = {0: 0, UNEQUAL[0] - 1: 1}.get(step)  # spread over the epoch
+        own = [(0, step)] + ([] if second is None else [(1, second)])
+        batches = [[part[number] for part in parts[site]] for site, number in own]
+        for loss in (cross_entropy, confidence)[: 1 if way == "one" else 2]:
+            (sum(loss(expected(x), y) for x, y in batches) / len(batches)).backward()
+            if way != "two":
+                nn.utils.clip_grad_norm_(expected.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+    for mode in MODES:
+        model, runner = unequal_program(kind, way, mode)
+        assert runner.reduction.first_difference() is None
+        for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+            assert torch.allclose(p, q, rtol=1e-6, atol=1e-6 if mode in ("rankdad", "fused") else 1e-9), mode
+
+
+class Twice(DistributedRunner):
+    def handle_batch(self, batch):
+        self.engine.backward(self.model(batch["features"]).square().mean())  # before that of the callback
+        self.batch_metrics["loss"] = cross_entropy(self.model(batch["features"]), batch["targets"])
+
+
+def test_several_exchanges_of_a_users_batch_need_equally_many_batches(sites):
+    errors = sites(2).run(error_of_several_exchanges)
+    assert any("equally many batches" in error for error in errors)
+
+
+def error_of_several_exchanges() -> str:
+    model, batch = net(), ROWS[rank()]
+    data = TensorDataset(*(p[: UNEQUAL[rank()] * batch] for p in rows(rank())))
+    with pytest.raises(Exception, match=r"batches|ended") as caught:
+        Twice(mode="dad", split_data=False, timeout=30).train(
+            model=model,
+            optimizer=sgd("", model),
+            loaders={"train": DataLoader(data, batch)},
+            callbacks=[dl.OptimizerCallback("loss")],
+        )
+    return str(caught.value)
+
+
 class Ends(Callback):
     """Raises an error at one event at site 0."""
 

@@ -23,6 +23,7 @@ from typing import Any
 
 from ...errors import KitError, SiteError
 from ...hub.pki.project import AUTHORITY, HUB, Project
+from ...support.refusals import refuse
 from ...support.registry import import_named
 from . import Declaration, add_kit_argument, argument, group, place_of, plain_errors
 
@@ -632,7 +633,10 @@ def compare(arguments: argparse.Namespace) -> int:
     with plain_errors(ValueError, TypeError):
         build = import_named(arguments.build)
         dataset = _dataset(arguments)
-        if arguments.kit or arguments.dist_url or "RANK" in os.environ:
+        flags = {arguments.rank is None, arguments.num_nodes is None, arguments.dist_url is None}
+        launched = arguments.kit or "RANK" in os.environ
+        refuse((not launched and len(flags) > 1, "between sites give --rank, --num-nodes and --dist-url, all three"))
+        if launched or False in flags:
             place_of(arguments).connect(timeout=60.0)
         result = compare(
             build,
