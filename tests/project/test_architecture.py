@@ -29,7 +29,7 @@ ROOMS = {
     "options": "exchange privacy step support",
     "adaptive": "errors exchange hooks step support",
     "reduction": "adaptive errors exchange hooks options privacy step support",
-    "ddp": "exchange options reduction step support",
+    "ddp": "exchange hooks options reduction step support",
     "data": "errors examples support",
     "models": "examples support",
     "local_steps": "ddp errors exchange hooks lowrank options reduction step support",
