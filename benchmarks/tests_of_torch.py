@@ -94,7 +94,7 @@ def replace_class(mode: str | None) -> None:
 
 
 def tests() -> tuple[type[unittest.TestCase], list[str]]:
-    """Return a class with the tests, and the names of those that use DDP."""
+    """Return a class with all tests, and the names of the tests that use DDP."""
     import torch.testing._internal.distributed.distributed_test as source
 
     run: Callable[..., Any] = source.TestDistBackend.run_test

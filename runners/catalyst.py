@@ -327,7 +327,7 @@ class HogwildRunner(SharedMemorySteps, BaseRunner):
 
     Every process runs the same script, as started by torchrun. No process waits for another within a training loader,
     whose batches are dealt on demand, each once an epoch. After it all processes wait, so that evaluations and
-    checkpoints are those of one model that nobody changes. Data of the other loaders are split over the processes.
+    checkpoints hold one model, which no process changes meanwhile. The other loaders are split over the processes.
     Everything else is as in `DistributedRunner`: metrics of a loader are those of all processes together, and only
     process 0 prints and writes files.
 
@@ -443,7 +443,7 @@ class HogwildRunner(SharedMemorySteps, BaseRunner):
                 pass
 
     def _turns(self) -> Iterator[Any]:
-        """Yield the batches that this process is dealt, in groups of those of an update."""
+        """Yield the batches that this process is dealt, in a group for each update."""
         batches = iter(self.loader)
         while group := list(itertools.islice(batches, self._accumulation)):
             if self.need_early_stop:

@@ -256,7 +256,7 @@ def check_trainer(trainer: Any, layer_sync: Any) -> None:
         refuse(
             (
                 in_steps,
-                f"{own}, and {type(callback).__name__} would write checkpoints in the middle of those of others: leave "
+                f"{own}, and {type(callback).__name__} would write checkpoints while others write theirs: leave "
                 "every_n_train_steps and train_time_interval out, so that it writes after epochs",
             ),
             (

@@ -50,7 +50,7 @@ def test_tiny_rows_are_quantised_as_far_as_the_type_allows(size):
 
 
 def check_alike(values):
-    """Check that the kernels in use and torch's give the same payload, decoded values, and rest, to the bit."""
+    """Check that the kernels in use return exactly the payload, decoded values and rest that torch's do."""
     found = []
     for kernels in (dispatch.cpu_kernels(), portable):
         payload = torch.empty(len(values), values.shape[1] + 4, dtype=torch.int8)

@@ -17,6 +17,7 @@ from comparison import off_by
 from torch import Tensor, nn
 
 import dadplug
+from dadplug.step.model_sync.samples import SampleCounter
 
 
 class Recurrent(nn.Module):
@@ -398,6 +399,17 @@ class Writes(nn.Module):
         z = self.layer(x)
         self.how(z)
         return z
+
+
+@pytest.mark.parametrize("by_samples", [False, True])
+def test_outputs_are_watched_with_their_samples_where_parts_are_called_alone(by_samples: bool) -> None:
+    """Privacy checks by them that a loss does not mix samples."""
+    model, seen = nn.Sequential(nn.Linear(6, 4), nn.Tanh()), []
+    counter = SampleCounter(model, lambda: None, lambda: None, by_samples)
+    counter.on_outputs = lambda outputs, samples: seen.append((len(outputs), samples))
+    model(torch.randn(5, 6)), model[0](torch.randn(3, 6))
+    counter.detach()
+    assert seen == [(1, 5), (1, 3)]
 
 
 @pytest.mark.parametrize("mode", ["dsgd", "dad", "edad", "rankdad", "powersgd", "topk"])

@@ -84,7 +84,7 @@ class SampleCounter:
         self._reached: list[tuple[int, _Passes]] = []  # by running backward passes, which have delivered nothing yet
         self._block: _Passes | None = None  # of the innermost `fixed` that is open
         self._pass = _Passes(0)  # of the running forward pass, or the last one
-        self._running: list[bool] = []  # True while a forward pass is running; no module, which dynamo would trace
+        self._running: list[bool] = []  # not empty while a forward pass is running; compiled code can read a list
         self._model = model
         self._overrides: dict[int, CallOverride] = {}
         inlined = type(model).__module__.startswith("torch.nn.") and any(True for _ in model.children())
@@ -155,8 +155,8 @@ class SampleCounter:
         if self.dealt is not None:
             return self.dealt if pending else 0
         if not self.by_samples:
-            weighty = [passes for passes in self._counted if passes.samples or not passes.stated]
-            return int(pending and (bool(weighty) if self._counted else self.stated != 0))
+            weighs = any(passes.samples or not passes.stated for passes in self._counted)
+            return int(pending and (weighs if self._counted else self.stated != 0))
         doubts = [passes.doubt for passes in self._counted] or ["the loss does not come from a call of the model"]
         if not pending or not any(doubts):
             return sum(passes.samples for passes in self._counted)
@@ -274,12 +274,12 @@ class SampleCounter:
             passes.compare([leaf.size(0) for leaf in leaves if leaf.dim() > 0 and leaf.numel() != 1])
         if self.first_batch is not None and self.called.training and not passes.doubt:
             self.first_batch.samples = self.first_batch.samples or passes.samples
-        counts = self.called is self._model or passes is self._block
-        if not (counts or self.by_samples):  # parts of a model may be called beside it: their samples are not added
-            passes, counts = _Passes(0, "a part of the model is called alone"), True
         reached = [leaf for leaf in leaves if leaf.requires_grad]
         if self.on_outputs is not None:
             self.on_outputs(reached, passes.samples)
+        counts = self.called is self._model or passes is self._block
+        if not (counts or self.by_samples):  # parts of a model may be called beside it: their samples are not added
+            passes, counts = _Passes(0, "a part of the model is called alone"), True
 
         def reach(*_: Any) -> None:
             now = torch._C._current_graph_task_id()
