@@ -522,7 +522,7 @@ class Planner:
     def grow(self) -> None:
         """Make the same plan for more sites, which have sent nothing so far."""
         if self._reducer is not None and self.is_complete:
-            self._rounding, state = self._reducer.rounding(), self.plan_state()
+            self._rounding, self._expected, state = self._reducer.rounding(), self._reducer.expected, self.plan_state()
             self.release()
             self._follow(state)
         self.outgrown = False
