@@ -56,7 +56,8 @@ def compare() -> None:
         optimizer.zero_grad()
     for p, q in zip(model.parameters(), alone.parameters(), strict=True):
         assert float((p - q).detach().norm() / q.detach().norm()) < 1e-10
-    print(f"equal at {accelerator.process_index} after {len(seen)} steps", flush=True)
+    line = f"equal at {accelerator.process_index} after {len(seen)} steps\n"
+    os.write(sys.stdout.fileno(), line.encode())  # in one piece: processes share the output
     accelerator.end_training()
 
 

@@ -220,7 +220,7 @@ def test_refusals_come_before_the_training() -> None:
     refused("val_check_interval must be 1.0", val_check_interval=0.5)
     refused("use_distributed|running statistics are shared", sync_batchnorm=True)
     saver = pl.callbacks.ModelCheckpoint(os.devnull, every_n_train_steps=5)
-    refused("would write checkpoints in the middle", callbacks=[saver], enable_checkpointing=True)
+    refused("would write checkpoints while others write theirs", callbacks=[saver], enable_checkpointing=True)
     refused("max_time asks in each of them", max_time="00:01:00:00")
     refused("automatic optimization and one optimizer", zoo.TwoOptimizers().double(), loader=zoo.loader())
     refused("too short for 2 processes", loader=numbers(SAMPLES))
