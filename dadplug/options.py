@@ -8,7 +8,7 @@ from typing import Literal
 
 from .exchange import DEFAULT_TIMEOUT, Hierarchy
 from .exchange.transport import Requirements, check_hierarchy
-from .exchange.wire import FORMATS, wire_format
+from .exchange.wire import FORMATS
 from .privacy.mechanism import LEAST_SITES, DifferentialPrivacy
 from .step.methods import METHODS, method_names
 from .step.methods.base import GradientPath
@@ -29,7 +29,7 @@ DENSES = ("allreduce", "lowrank")
 MERGES = ("all", "owner", "auto")
 PRIVATE_MODES = ("dsgd", "rankdad")
 AUTO = "auto"
-_ROW_BYTES = 32  # of each column of a low-rank factor, with rank="auto": a rank of 8 in fp32 has as many
+_RANK = 8  # with rank="auto"
 
 
 _LOCAL = "local steps are not a mode of a reduction but dadplug.LocalSGD(model, optimizer)"
@@ -75,8 +75,7 @@ class Options(OptionSet):
     mode: str = option("rankdad", "method of agreement", check_mode)
     rank: int | Literal["auto"] = option(
         AUTO,
-        "rankdad, powersgd: largest rank of a layer's compressed gradient; auto: the number that takes 32 bytes in the "
-        "format of wire: 32 with int8, 16 with bf16, 8 with fp32",
+        "rankdad, powersgd: largest rank of a layer's compressed gradient; auto: 8",
         whole_number(1, "or 'auto'", lambda value: value == AUTO),
         kind=_number_or_word,
     )
@@ -100,8 +99,8 @@ class Options(OptionSet):
     )
     error_feedback: bool | None = option(
         None,
-        "add what was not sent to the next step's gradient; None: powersgd and topk add all of it, rankdad its "
-        "strongest singular vectors, so that no gradient is formed",
+        "add what was not sent to the next step's gradient; None: powersgd and topk add all of it, rankdad too where "
+        "forming the gradient costs little, else its strongest singular vectors",
         valid("True, False or None", lambda value: value in (None, True, False)),
     )
     memory_decay: float | None = option(
@@ -225,9 +224,7 @@ class Options(OptionSet):
     @property
     def largest_rank(self) -> int:
         """Largest rank of a layer's compressed gradient."""
-        if isinstance(self.rank, int):
-            return self.rank
-        return _ROW_BYTES // wire_format(self.wire_of(GradientPath.LOWRANK)).itemsize
+        return self.rank if isinstance(self.rank, int) else _RANK
 
     def wire_of(self, path: str) -> str:
         """Return the name of the number format of gradients that take a path."""

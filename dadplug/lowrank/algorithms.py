@@ -228,7 +228,7 @@ def gram(operator: Operator, k: int, search: Search) -> Tensor:
         found.fill_(smallest)
     basis = torch.mm(found, deltas, out=scratch.take("left", (k, operator.shape[0]), deltas))
     if smallest < _SQUARED[dtype]:  # the squares have lost digits of the last; a pass on the factors brings them back
-        basis, _ = kernels_for(basis).orthonormalise(basis)
+        kernels_for(basis).orthonormalise(basis)
         basis = operator.apply(operator.apply_transposed(basis))
     return basis
 
@@ -256,7 +256,7 @@ def iteration(operator: Operator, k: int, search: Search) -> Tensor:
     if known < columns:
         operator.sketch(search, basis[known:])
     for _ in range(passes):
-        basis, count = kernels_for(basis).orthonormalise(basis)
+        count = kernels_for(basis).orthonormalise(basis)
         if count < columns:  # rows of very different sizes hide one another; random ones find what is hidden
             basis[count:] = search.draw((columns - count, out), basis)
         basis = operator.apply(operator.apply_transposed(basis))

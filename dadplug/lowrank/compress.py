@@ -14,9 +14,9 @@ from torch import Tensor
 from . import portable
 from .algorithms import ALGORITHMS, Algorithm, Formed, Operator, Search, choose, direct, exact
 from .dispatch import kernels_for, scratch
+from .portable import SAFE
 
 _MOST_ELEMENTS = 1 << 20  # of a product that is formed at a time
-_SAFE = (1e-12, 1e12)  # largest singular values outside may come from products that overflow or underflow in fp32
 
 
 class Carry(NamedTuple):
@@ -231,7 +231,7 @@ def _compress(
 def _is_sound(values: Tensor) -> bool:
     """Return whether singular values are finite, and of a size of which no product can have left the type's range."""
     lengths = values.tolist()
-    return _SAFE[0] < lengths[0] < _SAFE[1] and all(map(math.isfinite, lengths))
+    return SAFE[0] < lengths[0] < SAFE[1] and all(map(math.isfinite, lengths))
 
 
 def _compress_in_double(
@@ -294,20 +294,11 @@ def _project(
     k = left.shape[0]
     block = find(operator, k, search)
     kernels = kernels_for(block)
-    basis, count = kernels.orthonormalise(block)
-    basis = basis[:count]
+    basis = block[: kernels.orthonormalise(block)]
     projected = operator.apply_transposed(basis)
-    if _on_device(block):  # a diagonalisation would wait for it; orthogonal iteration aligns the columns over steps
-        turn = torch.eye(count, dtype=basis.dtype, device=basis.device)
-    else:
-        gram = torch.mm(projected, projected.T, out=scratch.take("gram", (count, count), projected))
-        turn = scratch.take("turn", (count, count), projected).copy_(kernels.eigh(gram)[1])
-    torch.mm(turn[:k], basis, out=left[:count])
-    torch.mm(turn[:k], projected, out=right[:count])
-    left[count:], right[count:] = 0, 0  # where G has less than k independent columns
-    further = torch.mm(turn[k:], projected) if count > k else None
-    squares = torch.mul(right, right, out=scratch.take("squares", tuple(right.shape), right))
-    return further, squares.sum(1).sqrt().double()  # many times as fast as torch.linalg.vector_norm
+    further = projected.new_empty(max(0, len(basis) - k), projected.shape[1])
+    values = kernels.diagonalise(basis, projected, left, right, further)
+    return further if len(further) else None, values
 
 
 def _on_device(tensor: Tensor) -> bool:
@@ -366,7 +357,7 @@ def squared_norm(deltas: Tensor, activations: Tensor) -> float:
     """
     D, A = (t.detach() if t.dtype == torch.float64 else t.detach().float() for t in (deltas, activations))
     found = _squared_norm(D, A)
-    if _SAFE[0] ** 2 < found < _SAFE[1] ** 2 or 0 in (*D.shape, *A.shape):
+    if SAFE[0] ** 2 < found < SAFE[1] ** 2 or 0 in (*D.shape, *A.shape):
         return found
     scaled = Operator(D, A).rescaled()
     return 0.0 if scaled is None else _squared_norm(scaled[0].deltas, scaled[0].activations) * scaled[1] * scaled[1]
@@ -381,7 +372,7 @@ def squared_norm_of(gradient: Tensor) -> float:
     flat = gradient.detach().reshape(-1)
     flat = flat if flat.dtype == torch.float64 else flat.float()
     found = float(torch.dot(flat, flat))
-    if _SAFE[0] ** 2 < found < _SAFE[1] ** 2:
+    if SAFE[0] ** 2 < found < SAFE[1] ** 2:
         return found
     return float(torch.linalg.vector_norm(flat, dtype=torch.float64).square())
 

@@ -71,14 +71,15 @@ class Scratch(threading.local):
 scratch = Scratch()
 
 
-_CHOLESKY = 1e-4  # least square of what is left of a row for which Cholesky's factor is precise enough
-_ONCE = 0.5  # and for which one turn is
 _EIGH_BY_LAPACK = 48  # rows from which LAPACK diagonalises faster than the kernel
 _GRAM_BY_LAPACK = 80  # and from which it does so where the matrix has to be computed first
 
 
 class NumbaKernels:
     """Kernels by numba, on the memory of contiguous CPU tensors without a copy; large products by BLAS.
+
+    Attributes:
+        compiled: the kernels themselves, which take arrays.
 
     The module `portable` has the same functions, which say what the kernels do. Those that are not among the methods
     are functions of the module `kernels`, called with tensors.
@@ -90,11 +91,11 @@ class NumbaKernels:
     def __init__(self) -> None:
         from . import kernels
 
-        self._kernels = kernels
+        self.compiled = kernels
         kernels.unit_rows(torch.ones(1, 1).numpy())
 
     def __getattr__(self, name: str) -> Any:
-        kernel = getattr(self._kernels, name)
+        kernel = getattr(self.compiled, name)
 
         def on_tensors(*args: Any) -> Any:
             # What is written to has been checked to be contiguous, so that only arguments that are read are copied.
@@ -103,58 +104,44 @@ class NumbaKernels:
         setattr(self, name, on_tensors)
         return on_tensors
 
-    def orthonormalise(self, rows: Tensor) -> tuple[Tensor, int]:
-        self._kernels.unit_rows(rows.numpy())
-        count = rows.shape[0]
-        gram, turn = scratch.take("gram", (count, count), rows), scratch.take("turn", (count, count), rows)
-        spare = scratch.take("spare", tuple(rows.shape), rows)
-        for source, target in ((rows, spare), (spare, rows)):
-            least = self._kernels.inverse_triangle(torch.mm(source, source.T, out=gram).numpy(), turn.numpy())
-            if math.isnan(least):
-                return source, count
-            if least < _CHOLESKY:
-                return source, self._kernels.gram_schmidt(source.numpy(), portable.DEPENDENT[rows.dtype])
-            torch.mm(turn, source, out=target)
-            if least > _ONCE:
-                break
-        return target, count
+    def orthonormalise(self, rows: Tensor) -> int:
+        count: int = self.compiled.orthonormalise(rows.numpy(), portable.DEPENDENT[rows.dtype])
+        return count
 
-    def eigh(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
-        size = matrix.shape[0]
-        if size >= _EIGH_BY_LAPACK:
-            return portable.eigh(matrix)
-        whole, vectors = (scratch.take(name, (size, size), matrix, torch.float64) for name in ("matrix", "vectors"))
-        values = scratch.take("values", (size,), matrix, torch.float64)
-        if not self._kernels.eigh(whole.copy_(matrix).numpy(), values.numpy(), vectors.numpy()):
-            return portable.eigh(matrix)
-        return values, vectors
+    def diagonalise(self, basis: Tensor, projected: Tensor, left: Tensor, right: Tensor, further: Tensor) -> Tensor:
+        if len(basis) < _EIGH_BY_LAPACK:
+            values = torch.empty(len(left), dtype=torch.float64)
+            parts = (basis, projected, left, right, further, values)
+            if self.compiled.diagonalise(*(part.numpy() for part in parts)):
+                return values
+        return portable.diagonalise(basis, projected, left, right, further)
 
     def gram_vectors(self, of_deltas: Tensor, of_activations: Tensor, jitter: float, found: Tensor) -> float:
         cut = math.nan
         if len(of_deltas) < _GRAM_BY_LAPACK:
-            cut = self._kernels.gram_vectors(of_deltas.numpy(), of_activations.numpy(), jitter, found.numpy())
+            cut = self.compiled.gram_vectors(of_deltas.numpy(), of_activations.numpy(), jitter, found.numpy())
         return portable.gram_vectors(of_deltas, of_activations, jitter, found) if math.isnan(cut) else cut
 
     # In every step, and given contiguous tensors: without the calls of `__getattr__`.
 
     def quantise(self, rows: Tensor, payload: Tensor, rounded: Tensor, rest: Tensor) -> None:
-        self._kernels.quantise(rows.numpy(), payload.numpy(), rounded.numpy(), rest.numpy())
+        self.compiled.quantise(rows.numpy(), payload.numpy(), rounded.numpy(), rest.numpy())
 
     def dequantise(self, payload: Tensor, rows: Tensor) -> None:
-        self._kernels.dequantise(payload.numpy(), rows.numpy())
+        self.compiled.dequantise(payload.numpy(), rows.numpy())
 
     def product(self, left: Tensor, right: Tensor, result: Tensor, strip: int) -> None:
-        self._kernels.product(left.numpy(), right.numpy(), result.numpy(), strip)
+        self.compiled.product(left.numpy(), right.numpy(), result.numpy(), strip)
 
     def top_k(self, values: Tensor, indices: Tensor, found: Tensor) -> None:
         if values.dtype == torch.float32:
-            self._kernels.top_k(values.numpy(), indices.numpy(), found.numpy(), current().encoding.coarse)
+            self.compiled.top_k(values.numpy(), indices.numpy(), found.numpy(), current().encoding.coarse)
         else:
             portable.top_k(values, indices, found)
 
     def unique(self, keys: Tensor) -> tuple[Tensor, Tensor]:
         found, inverse = keys.new_empty(keys.shape), keys.new_empty(keys.shape)
-        count = self._kernels.unique(keys.contiguous().numpy(), inverse.numpy(), found.numpy())
+        count = self.compiled.unique(keys.contiguous().numpy(), inverse.numpy(), found.numpy())
         return found[:count], inverse
 
 
@@ -182,7 +169,7 @@ def warmup() -> None:
         gram = torch.eye(4, dtype=dtype)
         kernels.gram_vectors(gram, gram, 0.0, gram.clone())
         kernels.product(gram, gram, gram.clone(), 4)
-    kernels.eigh(gram)
+        kernels.diagonalise(gram, gram, gram[:2].clone(), gram[:2].clone(), gram[2:].clone())
     values, payload = torch.ones(1, 1), torch.zeros(1, 1 + SCALE_SIZE, dtype=torch.int8)
     kernels.quantise(values, payload, values[:0], values[:0])
     kernels.dequantise(payload, values)
@@ -254,7 +241,8 @@ def orthonormalise(rows: Tensor) -> Tensor:
         result = exact.div_(torch.where(lengths > 0, lengths, 1.0))
         gram_schmidt(result)
     else:
-        result, _ = kernels_for(exact).orthonormalise(exact)
+        result = exact
+        kernels_for(exact).orthonormalise(result)
     return result.to(rows.dtype, copy=True)
 
 

@@ -9,10 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..support.jit import njit
-from .portable import HUGE, INVERTIBLE, SHIFT, SMALLEST, TINY
+from .portable import HUGE, INVERTIBLE, SAFE, SHIFT, SMALLEST, TINY
 
 # Sums may be reordered, which lets LLVM vectorise them; NaN and Inf keep their meaning.
 _FAST = {"reassoc", "contract"}
+_CHOLESKY = 1e-4  # least square of what is left of a row for which Cholesky's factor is precise enough
+_ONCE = 0.5  # and for which one turn is
 _MAX_STEPS = 60  # QL steps for one eigenvalue; two or three are usual
 _ROUNDING = 1.2e-16  # share of a matrix that rounding makes of it, in double precision
 
@@ -109,6 +111,50 @@ def gram_schmidt(rows: NDArray[np.floating], dependent: float) -> int:
         kept += 1
     rows[kept:] = 0.0
     return kept
+
+
+@njit(nogil=True, fastmath=_FAST)
+def _gram(rows: NDArray[np.floating], gram: NDArray[np.floating]) -> None:
+    """Compute the inner products of rows."""
+    for i in range(rows.shape[0]):
+        for j in range(i + 1):
+            dot = rows.dtype.type(0)
+            for x in range(rows.shape[1]):
+                dot += rows[i, x] * rows[j, x]
+            gram[i, j] = dot
+            gram[j, i] = dot
+
+
+@njit(nogil=True, fastmath=_FAST)
+def orthonormalise(rows: NDArray[np.floating], dependent: float) -> int:
+    """Make the rows of a block orthonormal, in place, by Cholesky's factor where that is precise enough.
+
+    Args:
+        rows: block of shape (k, width); rows that depend on earlier ones become zero and move to the end.
+        dependent: what is left of a row of length 1 when it counts as rounding error.
+
+    Returns:
+        The number of independent rows; all count where there is NaN or Inf.
+    """
+    unit_rows(rows)
+    k, width = rows.shape
+    gram, turn = np.empty((k, k), rows.dtype), np.empty((k, k), rows.dtype)
+    for _ in range(2):
+        _gram(rows, gram)
+        least = inverse_triangle(gram, turn)
+        if np.isnan(least):
+            return k
+        if least < _CHOLESKY:
+            return gram_schmidt(rows, dependent)
+        for i in range(k - 1, -1, -1):  # rows above i are still what they were
+            for x in range(width):
+                rows[i, x] *= turn[i, i]
+            for j in range(i):
+                for x in range(width):
+                    rows[i, x] += turn[i, j] * rows[j, x]
+        if least > _ONCE:
+            break
+    return k
 
 
 @njit(nogil=True, fastmath=_FAST)
@@ -269,6 +315,93 @@ def eigh(matrix: NDArray[np.float64], values: NDArray[np.float64], vectors: NDAr
     return bool(np.isfinite(values.sum()))
 
 
+@njit(nogil=True, fastmath=_FAST)
+def _turned(turn: NDArray[np.float64], rows: NDArray[np.floating], row: NDArray[np.floating]) -> None:
+    """Write a sum of rows, each times a number, into a row."""
+    row[:] = 0.0
+    for j in range(rows.shape[0]):
+        share = row.dtype.type(turn[j])
+        for x in range(rows.shape[1]):
+            row[x] += share * rows[j, x]
+
+
+@njit(nogil=True, fastmath=_FAST)
+def diagonalise(
+    basis: NDArray[np.floating],
+    projected: NDArray[np.floating],
+    left: NDArray[np.floating],
+    right: NDArray[np.floating],
+    further: NDArray[np.floating],
+    values: NDArray[np.float64],
+) -> bool:
+    """Turn an orthonormal basis so that the rows of a projection onto it are orthogonal, the longest first.
+
+    Args:
+        basis: of shape (c, out).
+        projected: of shape (c, in).
+        left: of shape (k, out); holds the first k of the turned basis afterwards, and zeros behind c rows.
+        right: of shape (k, in); the same of the projection.
+        further: of shape (c - k, in); holds the other rows of the turned projection.
+        values: of shape (k,); holds the lengths of the rows of `right`.
+
+    Returns:
+        Whether it has converged; if not, the results are undefined.
+    """
+    count, k = basis.shape[0], left.shape[0]
+    gram, squares, turn = np.empty((count, count)), np.empty(count), np.empty((count, count))
+    _gram(projected, gram)
+    if not eigh(gram, squares, turn):
+        return False
+    left[count:], right[count:], values[:] = 0.0, 0.0, 0.0
+    for i in range(min(k, count)):
+        _turned(turn[i], basis, left[i])
+        _turned(turn[i], projected, right[i])
+        for x in range(right.shape[1]):
+            values[i] += right[i, x] * right[i, x]
+        values[i] = np.sqrt(values[i])
+    for i in range(k, count):
+        _turned(turn[i], projected, further[i - k])
+    return True
+
+
+@njit(nogil=True, fastmath=_FAST)
+def components(
+    basis: NDArray[np.floating],
+    projected: NDArray[np.floating],
+    left: NDArray[np.floating],
+    right: NDArray[np.floating],
+    directions: NDArray[np.floating],
+    values: NDArray[np.float64],
+    tolerance: float,
+) -> tuple[int, int]:
+    """Do what `diagonalise` does, and count the components that are not small.
+
+    Args:
+        basis: as in `diagonalise`.
+        projected: as in `diagonalise`.
+        left: as in `diagonalise`.
+        right: as in `diagonalise`.
+        directions: of shape (c, in); holds all rows of the turned projection afterwards.
+        values: as in `diagonalise`.
+        tolerance: components up to this share of the first are small.
+
+    Returns:
+        The number of components that are not small, and of those that are not zero; -1 for the first where it has not
+        converged, or where values are of a size for which products may have left the range of the type.
+    """
+    k = left.shape[0]
+    if not diagonalise(basis, projected, left, right, directions[k:], values) or not SAFE[0] < values[0] < SAFE[1]:
+        return -1, 0
+    directions[:k] = right
+    sent, found = 0, 0
+    for i in range(k):
+        if not np.isfinite(values[i]):
+            return -1, 0
+        sent += values[i] > tolerance * values[0]
+        found += values[i] > 0.0
+    return sent, found
+
+
 @njit(nogil=True)
 def _equal_lengths(
     of_deltas: NDArray[np.floating], of_activations: NDArray[np.floating], scale: NDArray[np.float64]
@@ -418,6 +551,42 @@ def quantise(
         if rest.shape[0]:
             for x in range(width):
                 rest[i, x] = rows[i, x] - np.float32(payload[i, x]) * scale[0]
+
+
+@njit(nogil=True)
+def quantise_factors(
+    left: NDArray[np.floating],
+    right: NDArray[np.floating],
+    bias: NDArray[np.floating],
+    lefts: NDArray[np.int8],
+    rights: NDArray[np.int8],
+    biases: NDArray[np.int8],
+    rounded_left: NDArray[np.floating],
+    rounded_right: NDArray[np.floating],
+    rest: NDArray[np.floating],
+    count: int,
+    scale: float,
+) -> None:
+    """Do what `quantise` does for the first rows of two factors, and for the gradient of a bias.
+
+    Args:
+        left: of shape (k, out).
+        right: of shape (k, in).
+        bias: of shape (1, n); n is 0 for none.
+        lefts: payload of the left factor.
+        rights: payload of the right factor.
+        biases: payload of the bias.
+        rounded_left: filled with the decoded values.
+        rounded_right: filled with the decoded values.
+        rest: of the shape of `bias`; filled with what rounding takes from it, divided by `scale`.
+        count: rows of the factors that count.
+        scale: see `rest`.
+    """
+    quantise(left[:count], lefts, rounded_left, left[:0])
+    quantise(right[:count], rights, rounded_right, right[:0])
+    if bias.shape[1]:
+        quantise(bias, biases, bias[:0], rest)
+        rest /= rest.dtype.type(scale)
 
 
 @njit(nogil=True)

@@ -12,12 +12,13 @@ LinAlgError: type[RuntimeError] = vars(torch.linalg)["LinAlgError"]  # its own m
 # Below, the inverse of a scale of int8 rows may leave the range of single precision: such rows are shifted, and their
 # scales, which have few digits, are rounded up by the smallest number, so that no multiple is beyond 127.
 INVERTIBLE, SHIFT, SMALLEST = 1e-36, 2.0**100, 2.0**-149
+SAFE = (1e-12, 1e12)  # largest singular values outside may come from products that leave the range of single precision
 TINY, HUGE = 1e-30, 1e20  # squared lengths of rows, of which one is tiny and the other huge: the tiny may have vanished
 DEPENDENT = {torch.float32: 1e-5, torch.float64: 1e-13}  # what is left of a unit row when it is rounding error
 
 
-def orthonormalise(rows: Tensor) -> tuple[Tensor, int]:
-    """Orthonormalise rows; return the block that holds them, and their number. Here the block is the given one.
+def orthonormalise(rows: Tensor) -> int:
+    """Orthonormalise rows in place; return their number.
 
     Rows that depend on others become zero and move to the end, and do not count. With NaN or Inf among them, and on
     CUDA, all count. There no value is read back: a dependent row becomes some direction orthogonal to the others.
@@ -27,11 +28,11 @@ def orthonormalise(rows: Tensor) -> tuple[Tensor, int]:
     basis, triangle = torch.linalg.qr(rows.T)
     if rows.is_cuda or not bool((triangle.diagonal().abs() <= DEPENDENT[rows.dtype]).any()):  # NaN is not
         rows.copy_(basis.T)
-        return rows, rows.shape[0]
+        return rows.shape[0]
     # The directions that QR has put in the place of dependent rows would take their part of the rows behind these.
     independent = gram_schmidt(rows)
     rows.copy_(rows[torch.argsort(independent, descending=True, stable=True)])
-    return rows, int(independent.sum())
+    return int(independent.sum())
 
 
 def gram_schmidt(rows: Tensor) -> Tensor:
@@ -64,6 +65,25 @@ def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
             values, vectors = torch.linalg.eigh(matrix)  # ascending
             return values.flip(0), vectors.flip(1).T
     return matrix.new_full(matrix.shape[:1], math.nan), torch.full_like(matrix, math.nan)
+
+
+def diagonalise(basis: Tensor, projected: Tensor, left: Tensor, right: Tensor, further: Tensor) -> Tensor:
+    """Turn a basis so that a projection onto it has orthogonal rows; return their lengths. See `kernels.diagonalise`.
+
+    On CUDA they stay as they are, since a decomposition would wait for the device; orthogonal iteration aligns them
+    over steps.
+    """
+    (count, k), dtype = (len(basis), len(left)), basis.dtype
+    if basis.is_cuda:
+        turn = torch.eye(count, dtype=dtype, device=basis.device)
+    else:
+        turn = eigh(projected @ projected.T)[1].to(dtype)
+    torch.mm(turn[:k], basis, out=left[:count])
+    torch.mm(turn[:k], projected, out=right[:count])
+    left[count:], right[count:] = 0, 0  # where there are less than k independent columns
+    if len(further):
+        torch.mm(turn[k:], projected, out=further)
+    return right.square().sum(1).sqrt().double()  # many times as fast as torch.linalg.vector_norm
 
 
 def gram_vectors(of_deltas: Tensor, of_activations: Tensor, jitter: float, found: Tensor) -> float:

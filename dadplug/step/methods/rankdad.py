@@ -18,13 +18,18 @@ from ...exchange.factor_buckets import FactorPayload
 from ...exchange.wire import WireFormat, lasting, wire_format
 from ...hooks import Factor
 from ...lowrank import Carry, Compressed, compress, compress_matrix, squared_norm
+from ...lowrank.algorithms import columns_for
 from ...lowrank.compress import squared_norm_of
+from ...support.schedules import current
 from .base import GradientPath, Method, MethodOptions, Quality, Traits, register_method
 from .feedback import ErrorFeedback, LossScales, MergeMemory
+from .formed import FormedSlot, FormedState
 
 _FEW = 8  # components that a step may have with int8, however few its rows are
 _WORTH = 1024  # bytes; what 100 Mbit/s carry while a small matrix is compressed
-_COLUMNS = 48  # components that are sent and kept, about; from there on a compression becomes dear
+_COLUMNS = 24  # components that are sent and kept, about; from there on a compression becomes dear
+_CALLS = 60.0  # microseconds that a compression takes beside its products, about
+_PREFERRED = 3.0  # how many times as long a compression may take that keeps all that is not sent
 _MOST_KEPT = 32  # components; more gain little, see "Fine-tuning" in docs/performance.md
 _MEASURE_EVERY = 10  # steps between measurements of the residual, which cost about as much as a compression
 
@@ -93,8 +98,7 @@ class _State(NamedTuple):
     Attributes:
         carry: directions to start from.
         lost: what was not sent, as far as it is kept: further singular vectors, and the rounding errors of the wire
-            format. Beside a whole error memory, what has been sent of it, with the opposite sign: it is added together
-            with the next gradient, in one pass over the memory.
+            format. None where the error memory has all of it.
         room: number of components that the next step may keep at least.
         bias: what rounding to int8 has taken from the gradient of the bias, without the loss scale.
         weight: weight of these, and of the error memory, in the mean over sites; 0.0 where it is not known.
@@ -110,7 +114,11 @@ class _State(NamedTuple):
     weight: float = 0.0
     calls: int = 0
     quality: Quality | None = None
-    storage: _Storage | None = None
+    storage: _Storage | FormedState | None = None
+
+
+def _nothing(rows: slice) -> None:
+    """Leave rows as they are."""
 
 
 @register_method("rankdad")
@@ -135,11 +143,13 @@ class RankDAD(Method):
         self._iterations = options.iterations
         self._keeps_rows = options.error_feedback is None
         self._tolerance = 0.0 if self._keeps_rows else options.tolerance  # components that are not sent are kept
-        self.errors = ErrorFeedback(bool(options.error_feedback))
+        self.errors = ErrorFeedback(options.error_feedback is not False)
+        self._whole: dict[str, bool] = {}  # whether all that is not sent of a weight's gradient is kept, as a matrix
         self._decay = 1.0 if options.memory_decay is None else options.memory_decay
         self._states: dict[str, _State] = {}
         self._staged: dict[str, _State] = {}
-        self._spare: dict[str, _Storage] = {}  # by layer, storage that a state has left
+        self._spare: dict[str, _Storage | FormedState] = {}  # by layer, storage that a state has left
+        self._slots: dict[str, FormedSlot] = {}
 
     @property
     def keeps_errors(self) -> bool:
@@ -168,7 +178,8 @@ class RankDAD(Method):
         if name in self._staged:
             state = self._staged[name]
             weight = state.weight if weight else weight
-        if name in self._staged or not (weight and self.errors.enabled):  # else it is formed block by block
+        whole = self._keeps_whole(name, factor)
+        if name in self._staged or not (weight and whole):  # else it is formed block by block
             factor = factor.settled()
         bias = factor.bias_gradient() if with_bias else None
         how: dict[str, Any] = {
@@ -188,30 +199,46 @@ class RankDAD(Method):
         measure = state.calls % _MEASURE_EVERY == 0 or state.quality is None
         loss_scale = self.loss_scales.of(name)
         share = state.weight / weight if state.weight else 1.0
-        if self.errors.enabled:
-            whole, fill = self._with_errors(name, factor, state.lost, share * self._decay, loss_scale)
-            compressed = compress_matrix(whole, rank, fill=fill, **how)
-            size = squared_norm_of(whole) if measure else 0.0
-        else:
-            deltas, activations = factor.deltas, factor.activations
-            if state.lost is not None:  # as further rows
-                (left, right), scale = state.lost.rows(), share * loss_scale
-                deltas = torch.cat([deltas, left])
-                activations = torch.cat([activations, right if scale == 1.0 else right * scale])
-            compressed = compress(deltas, activations, rank + room, precise=rank, **how)
-            size = squared_norm(deltas, activations) if measure else 0.0
+        if whole:
+            given = self._with_errors(name, factor, state.lost, share * self._decay, loss_scale)
+            payload, staged = self._encode_formed(name, given, rank, bias, wire, state, share, loss_scale, how)
+            self._release(name, self._staged.pop(name, None))
+            self._staged[name] = staged._replace(weight=weight, calls=state.calls + 1)
+            return payload
+        deltas, activations = factor.deltas, factor.activations
+        if state.lost is not None:  # as further rows
+            (left, right), scale = state.lost.rows(), share * loss_scale
+            deltas = torch.cat([deltas, left])
+            activations = torch.cat([activations, right if scale == 1.0 else right * scale])
+        compressed = compress(deltas, activations, rank + room, precise=rank, **how)
+        size = squared_norm(deltas, activations) if measure else 0.0
         sent = self._count_sent(compressed, rank)
         residual = state.quality.residual if state.quality and not measure else compressed.residual_of(size, sent)
         left, right = compressed.left.T[:sent], compressed.right.T[:sent]
-        right = right * loss_scale if self.errors.enabled and loss_scale != 1.0 else right
         if bias is not None and state.bias is not None:
-            bias = bias + (state.bias * (share * loss_scale)).to(bias)
+            bias = torch.add(bias, state.bias.to(bias), alpha=share * loss_scale)
         kept = compressed.effective_rank - sent
         quality, room = Quality(sent, residual, kept), min(room, kept)
         payload, staged = self._stored(name, compressed, FactorPayload(left, right, bias), wire, state.carry)
         self._release(name, self._staged.pop(name, None))
         self._staged[name] = staged._replace(room=room, weight=weight, calls=state.calls + 1, quality=quality)
         return payload
+
+    def _keeps_whole(self, name: str, factor: Factor) -> bool:
+        """Return whether all that is not sent of a weight's gradient is kept, in a matrix of its size.
+
+        It is chosen when the first gradient of the weight is compressed, by the predicted time.
+        """
+        whole = self._whole.get(name)
+        if whole is None:
+            formed = factor.whole is not None or factor.write is not None
+            out, width = factor.deltas.shape[1], factor.activations.shape[1]
+            rank = min(self.max_rank, out, width)
+            whole = bool(self.options.error_feedback)
+            if self._keeps_rows:
+                whole = formed or keeps_whole(factor.rows, out, width, rank)
+            self._whole[name] = whole
+        return whole
 
     def _count_sent(self, compressed: Compressed, rank: int) -> int:
         """Return the number of components that are sent, the rank at most; the others may be kept."""
@@ -220,6 +247,57 @@ class RankDAD(Method):
             return found
         values: list[float] = compressed.singular_values[:found].tolist()
         return len([value for value in values if value > self.options.tolerance * values[0]])
+
+    def _encode_formed(
+        self,
+        name: str,
+        given: tuple[Tensor, Callable[[slice], None]],
+        rank: int,
+        bias: Tensor | None,
+        wire: WireFormat,
+        state: _State,
+        share: float,
+        loss_scale: float,
+        how: dict[str, Any],
+    ) -> tuple[FactorPayload, _State]:
+        """Encode a gradient of which all that is not sent is kept.
+
+        Args:
+            name: name of the weight.
+            given: what `_with_errors` returns.
+            rank: number of components, at most.
+            bias: the gradient of the bias, or None.
+            wire: the format.
+            state: the state that the step begins with.
+            share: what is kept of earlier gradients counts for.
+            loss_scale: the loss scale of the gradient.
+            how: options of a compression.
+
+        Returns:
+            The payload and the next state.
+        """
+        (memory, fill), tolerance = given, self.options.tolerance
+        kind = min(rank, *memory.shape), tuple(memory.shape), 0 if bias is None else len(bias), wire, memory
+        slot = self._slots.get(name)
+        if slot is None or not slot.is_for(*kind):
+            slot = self._slots[name] = FormedSlot(*kind)
+        following = slot.state(self._spare.pop(name, None))
+        sent = -1
+        if state.carry is not None and how["warm_start"] is not None and self._iterations <= 1:
+            fill(slice(None))
+            sent, fill = slot.find(memory, state.carry, following, tolerance), _nothing
+        if sent < 0:
+            compressed = compress_matrix(memory, rank, fill=fill, **(how | {"tolerance": 0.0}))
+            sent = slot.take(compressed, following, tolerance)
+        quality = state.quality
+        if quality is None or state.calls % _MEASURE_EVERY == 0 or quality.effective_rank != sent:
+            whole, found = squared_norm_of(memory), float((slot.values[:sent] ** 2).sum())
+            quality = Quality(sent, math.sqrt(max(0.0, 1.0 - found / whole)) if whole > 0 else 0.0)
+        payload = slot.encode(sent, bias, state.bias, share, loss_scale, following)
+        slot.subtract(sent, memory, loss_scale)
+        carry = following.carry if self.options.warm_start and len(following.carry.right) else state.carry
+        kept = following.bias if len(following.bias) else None
+        return payload, _State(carry=carry, bias=kept, quality=quality, storage=following)
 
     def _stored(
         self, name: str, compressed: Compressed, payload: FactorPayload, wire: WireFormat, before: Carry | None
@@ -244,23 +322,27 @@ class RankDAD(Method):
         directions = compressed.carry.right if sent or before is None else before.right
         if not self.options.warm_start:
             directions = compressed.right.T[: compressed.effective_rank]
-        whole, loss_scale = self.errors.enabled, self.loss_scales.of(name)
+        loss_scale = self.loss_scales.of(name)
         rounds = wire.dtype != payload.left.dtype and (self._keeps_rows or wire.quantised)
-        again = sent if whole or rounds else 0  # right vectors beside the directions
-        count = (again if whole else 2 * again) + others
+        again = sent if rounds else 0  # right vectors beside the directions
+        count = 2 * again + others
         shapes = (count, payload.left.shape[1]), (again + len(directions), payload.right.shape[1])
         rest = len(payload.bias) if payload.bias is not None and wire.quantised else 0
-        storage, size = self._spare.pop(name, None), sum(map(math.prod, shapes)) + rest
-        if storage is None or len(storage.flat) < size:
-            storage = _Storage(size, payload.left)
+        storage = self._storage(name, sum(map(math.prod, shapes)) + rest, payload.left)
         left, right, kept, carried, bias = storage.views(
             *shapes, rest, slice(sent - again, sent - again + count), slice(again, None)
         )
         carried.copy_(directions)
         left[count - others :] = compressed.left.T[sent : sent + others]
-        if whole or rounds:
-            payload = payload._replace(encoded=self._encoded(payload, wire, left, right, bias))
-            bias.div_(loss_scale)
+        if rounds:
+            lefts = wire.encode(payload.left, rounded=left[:sent], rest=left[sent : 2 * sent])
+            rights = wire.encode(payload.right, rest=right[:sent])
+            biases = None
+            if payload.bias is not None:
+                biases = wire.encode(payload.bias[None], rest=bias[None] if len(bias) else None)[0]
+            if loss_scale != 1.0:
+                bias.div_(loss_scale)
+            payload = payload._replace(encoded=FactorPayload(lefts, rights, biases))
         return payload, _State(
             carry=Carry(carried) if self.options.warm_start and len(directions) else before,
             lost=_Kept(left, kept, loss_scale) if count else None,
@@ -268,28 +350,10 @@ class RankDAD(Method):
             storage=storage,
         )
 
-    def _encoded(
-        self, payload: FactorPayload, wire: WireFormat, left: Tensor, right: Tensor, bias: Tensor
-    ) -> FactorPayload:
-        """Encode what is sent, and write what the next step needs to know of its rounding.
-
-        Args:
-            payload: what is sent.
-            wire: the format.
-            left: place for left vectors.
-            right: place for right vectors.
-            bias: place for what rounding takes from the gradient of the bias; empty if that is not kept.
-        """
-        sent, encoded = payload.rows, None
-        if self.errors.enabled:
-            lefts, rights = wire.encode(payload.left, rounded=left), wire.encode(payload.right, rounded=right[:sent])
-            left.neg_()
-        else:
-            lefts = wire.encode(payload.left, rounded=left[:sent], rest=left[sent : 2 * sent])
-            rights = wire.encode(payload.right, rest=right[:sent])
-        if payload.bias is not None:
-            encoded = wire.encode(payload.bias[None], rest=bias[None] if len(bias) else None)[0]
-        return FactorPayload(lefts, rights, encoded)
+    def _storage(self, name: str, size: int, like: Tensor) -> _Storage:
+        """Return memory for the state of a weight: that of the step before the last, where it is large enough."""
+        storage = self._spare.pop(name, None)
+        return storage if isinstance(storage, _Storage) and len(storage.flat) >= size else _Storage(size, like)
 
     def _release(self, name: str, state: _State | None) -> None:
         """Let the next step have the storage of a state that is not needed any more."""
@@ -312,7 +376,7 @@ class RankDAD(Method):
         """
         like = factor.deltas.new_empty(1).expand(factor.deltas.shape[1], factor.activations.shape[1])
         error, whole = self.errors.find(name, like), self.errors.prepare(name, like)
-        further = None if error is None or lost is None else [each.to(like) for each in lost.rows()]
+        further = None if lost is None else [each.to(like) for each in lost.rows()]
 
         def fill(rows: slice) -> None:
             block = whole[rows]
@@ -360,7 +424,7 @@ class RankDAD(Method):
         rest = (before.weight or staged.weight) * (1 / weight - 1 / staged.weight)
         lost, bias = staged.lost, staged.bias
         rows = None if before.lost is None else before.lost.rows()
-        if self.errors.enabled:
+        if self._whole.get(name):
             self.errors.add(name, rest, rows)
         elif rows is not None:
             left, right = rows[0] * rest, rows[1]
@@ -381,6 +445,7 @@ class RankDAD(Method):
         super().retain(names)
         for name, state in self._states.items():
             if name not in names:
+                self._whole.pop(name, None)
                 carry = None if state.carry is None else Carry(state.carry.right.clone())
                 self._states[name] = state._replace(carry=carry, lost=None, room=0, bias=None, storage=None)
                 self._spare.pop(name, None)
@@ -423,6 +488,7 @@ class RankDAD(Method):
             for name in names
         }
         self.errors.load_state_dict(state["errors"])
+        self._whole = dict.fromkeys(state["errors"]["errors"], True)
         self.max_rank = state.get("rank", self.max_rank)
         if self.merger is not None:
             self.max_rank = min(self.max_rank, self.options.largest_rank)
@@ -444,6 +510,21 @@ def rows_kept(rank: int, rows: int) -> int:
     least = rank // 2
     most = max(least, min(_MOST_KEPT, _COLUMNS - rank))
     return least if rank >= rows else min(most, max(2 * rank, rows // 4))
+
+
+def keeps_whole(rows: int, out: int, width: int, rank: int) -> bool:
+    """Return whether a gradient had better be formed, and all of it kept, than compressed by its rows.
+
+    Args:
+        rows: rows of the factors of a step.
+        out: height of the gradient.
+        width: its width.
+        rank: number of components that are sent.
+    """
+    rates, size, columns = current().encoding, out * width, columns_for(rank)
+    formed = rows * size / rates.fat + (2 * columns + rank) * size / rates.skinny
+    by_rows = 2 * (rank + rows_kept(rank, rows)) * rows * (out + width) / rates.skinny
+    return _CALLS + formed <= _PREFERRED * (_CALLS + by_rows)
 
 
 def keeps_rows(options: MethodOptions) -> bool:
