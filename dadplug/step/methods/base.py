@@ -203,7 +203,7 @@ class Method:
         """Encode a layer's factors as a payload.
 
         State for the next step is stored by `commit`. A further call in the same step, for rows that arrived late,
-        continues from the one before.
+        continues from the one before, whose payload is not valid any more.
 
         Args:
             name: the name of the weight.
