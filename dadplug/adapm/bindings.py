@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..exchange.handshake import reachable_address
 from ..exchange.transport import Transport
-from ..lowrank.kernels import first_outside
+from ..lowrank.rows import first_outside
 from ..support.processes import free_port
 from .backends import Backend, Done, TableEngine, TableSpec
 from .engine import COUNTS, TECHNIQUES

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ProtocolError
-from ..lowrank.kernels import first_outside, gather
+from ..lowrank.rows import first_outside, gather
 from . import kernels
 from .backends import Done, TableEngine
 from .kernels import AWAY, DIRTY, DROP, DROPPED, MOVED, RELOCATE, RELOCATE_OR_REPLICATE, REPLICATE, STAY, VALUE

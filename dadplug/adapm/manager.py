@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..exchange import DEFAULT_TIMEOUT
-from ..lowrank.kernels import first_outside
+from ..lowrank.rows import first_outside
 from ..support.signature import check_choice
 from . import kernels
 from .backends import BACKENDS, NO_PLACES, Backend, Done, TableSpec

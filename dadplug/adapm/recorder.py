@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from ..errors import IntentError
 from ..hooks.capture import ForwardOverride, overridden
-from ..lowrank import kernels, sparse
+from ..lowrank import rows, sparse
 
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent)
@@ -314,7 +314,7 @@ def _distinct(lookups: dict[str, list[NDArray[np.int64]]]) -> dict[str, Tensor]:
         if key not in found:
             flat = each[0] if len(each) == 1 else np.concatenate(each)
             inverse, distinct = np.empty_like(flat), np.empty_like(flat)
-            found[key] = torch.from_numpy(distinct[: kernels.unique(flat, inverse, distinct)])
+            found[key] = torch.from_numpy(distinct[: rows.unique(flat, inverse, distinct)])
     return {name: found[tuple(map(id, each))] for name, each in lookups.items()}
 
 

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..lowrank.kernels import gather
+from ..lowrank.rows import gather
 from ..support.jit import njit
 
 # Initial values

@@ -67,7 +67,7 @@ class FactorPayload(NamedTuple):
 def finite(tensor: Tensor) -> bool:
     """Return whether a tensor holds neither NaN nor Inf. A finite sum proves it in one pass; sums may overflow."""
     tensor = tensor._values() if tensor.is_sparse else tensor
-    return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
+    return math.isfinite(abs(tensor.sum().item())) or bool(torch.isfinite(tensor).all())
 
 
 def multiplies(tensor: Tensor) -> bool:
@@ -172,8 +172,8 @@ class Slot:
 
     def pack(self, share: FactorPayload, room: FactorPayload) -> None:
         """Encode rows into their place in a payload, and zeros into the rest of it."""
-        rows, encoded = len(share.left), share.encoded
-        if rows < len(room.left):
+        rows, encoded = share.left.shape[0], share.encoded
+        if rows < room.left.shape[0]:
             room.left[rows:], room.right[rows:] = 0, 0
             room = room.part(0, rows)
         parts = share if encoded is None or encoded.left.dtype != self.wire.dtype else encoded
@@ -340,8 +340,8 @@ class FactorBucket:
     def fill(self, index: int, share: FactorPayload) -> None:
         """Copy a layer's rows into its slot; keep rows beyond its capacity for the second round."""
         self._gather.post()
-        own, rows = self._own[index], len(share.left)
-        fit = min(rows, len(own.left))
+        own, rows = self._own[index], share.left.shape[0]
+        fit = min(rows, own.left.shape[0])
         self.slots[index].pack(share.part(0, fit), own)
         self._rows[index] = fit
         if rows > fit:
@@ -413,7 +413,7 @@ class FactorBucket:
             for slot, view, number, found in zip(self.slots, views, rows, shares, strict=True):
                 if not 0 <= number <= slot.capacity[site]:
                     check_all("payload", sender, (number,), 0, slot.capacity[site])
-                share = slot.unpack(view if number == len(view.left) else view.part(0, number), sender)
+                share = slot.unpack(view if number == view.left.shape[0] else view.part(0, number), sender)
                 found.append(share if share.left.dtype == self._dtype else share.to(payload.device, self._dtype))
         return samples, shares
 

@@ -68,9 +68,9 @@ class SummedBucket(ABC):
         else:
             part.copy_(gradient.reshape(-1) * weight)
 
-    def finite(self, index: int) -> bool:
-        """Return whether a filled part holds neither NaN nor Inf."""
-        return finite(self._parts[index])
+    def finite(self, index: int | None = None) -> bool:
+        """Return whether a filled part holds neither NaN nor Inf; None for all parts, which takes one pass."""
+        return finite(self._flat[: sum(self._sizes)] if index is None else self._parts[index])
 
     @abstractmethod
     def launch(self) -> None:

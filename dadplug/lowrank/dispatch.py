@@ -89,13 +89,14 @@ class NumbaKernels:
     """
 
     def __init__(self) -> None:
-        from . import kernels
+        from . import kernels, rows
 
         self.compiled = kernels
+        self._rows = rows
         kernels.unit_rows(torch.ones(1, 1).numpy())
 
     def __getattr__(self, name: str) -> Any:
-        kernel = getattr(self.compiled, name)
+        kernel = getattr(self.compiled, name, None) or getattr(self._rows, name)
 
         def on_tensors(*args: Any) -> Any:
             # What is written to has been checked to be contiguous, so that only arguments that are read are copied.
@@ -141,7 +142,7 @@ class NumbaKernels:
 
     def unique(self, keys: Tensor) -> tuple[Tensor, Tensor]:
         found, inverse = keys.new_empty(keys.shape), keys.new_empty(keys.shape)
-        count = self.compiled.unique(keys.contiguous().numpy(), inverse.numpy(), found.numpy())
+        count = self._rows.unique(keys.contiguous().numpy(), inverse.numpy(), found.numpy())
         return found[:count], inverse
 
 
@@ -260,7 +261,8 @@ def sum_of_products(
     Returns:
         The sum, of shape (out, in).
     """
-    like, count = lefts[0], sum(map(len, lefts))
+    like, counts = lefts[0], [block.shape[0] for block in lefts]
+    count = sum(counts)
     out, width = like.shape[1], rights[0].shape[1]
     own = (
         like.device.type == "cpu"
@@ -271,11 +273,12 @@ def sum_of_products(
     rows = -(-count // 4) * 4 if own else count
     left, right = scratch.take("lefts", (rows, out), like), scratch.take("rights", (rows, width), like)
     start = 0
-    for block, other, weight in zip(lefts, rights, weights, strict=True):
-        torch.mul(block, weight, out=left[start : start + len(block)])
-        right[start : start + len(block)] = other
-        start += len(block)
-    left[start:], right[start:] = 0, 0
+    for block, weight, number in zip(lefts, weights, counts, strict=True):
+        torch.mul(block, weight, out=left[start : start + number])
+        start += number
+    torch.cat(list(rights), out=right[:count])
+    if rows > count:
+        left[count:], right[count:] = 0, 0
     if not own:
         return left.T @ right
     result = like.new_empty(out, width)

@@ -55,7 +55,7 @@ def test_a_rank_schedule_keeps_to_a_residual(sites):
     for ranks in sites(2).run(by_residual, 0.02):
         assert ranks[-1] == 12
     for ranks in sites(2).run(by_residual, 0.95):
-        assert ranks[-1] == 1
+        assert ranks[-1] <= 2  # of the gradient and all that has not been sent
 
 
 def test_a_rank_schedule_says_what_it_needs(sites):

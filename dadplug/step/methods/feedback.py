@@ -98,6 +98,8 @@ _scale: Callable[[GradScaler, Any], Any] | None = None  # the method of torch, w
 
 def running() -> LossScale:
     """Return the loss scale of the running backward pass; a nested one, as for a checkpoint, has the outer scale."""
+    if not _running:  # to look into it takes ten times as long
+        return _UNSCALED
     found = _running.get(torch._C._current_graph_task_id()) or next(reversed(list(_running.values())), None)
     return _UNSCALED if found is None else found.scale
 

@@ -21,7 +21,7 @@ from ...lowrank.portable import DEPENDENT
 
 
 class FormedState:
-    """What a step of a slot leaves for the next one, beside the memory.
+    """State that a step of a slot leaves for the next one, beside the memory.
 
     Args:
         kind: the kind of its slot.
@@ -45,7 +45,7 @@ class FormedState:
 
     def keep(self, found: int) -> None:
         """Keep the first directions for the next step."""
-        self.carry = self._all if found == len(self.directions) else Carry(self.directions[:found])
+        self.carry = self._all if found == self.directions.shape[0] else Carry(self.directions[:found])
 
 
 class FormedSlot:
@@ -107,14 +107,14 @@ class FormedSlot:
         Returns:
             The number of components that are sent; -1 where another algorithm has to find them.
         """
-        if self._kernels is None or start is None or len(start.right) < self._columns:
+        if self._kernels is None or start is None or start.right.shape[0] < self._columns:
             return -1
         (basis, projected), arrays = self._found, self._arrays
         torch.mm(start.right[: self._columns], memory.T, out=basis)
         count = self._kernels.orthonormalise(arrays[0], DEPENDENT[basis.dtype])
         torch.mm(basis, memory, out=projected)
         sent, found = self._kernels.components(*arrays, state.arrays[0], self._values, tolerance)
-        state.keep(count if found == len(self._values) else found)
+        state.keep(count if found == self._values.shape[0] else found)
         return int(sent)
 
     def take(self, compressed: Compressed, state: FormedState, tolerance: float) -> int:

@@ -30,7 +30,6 @@ _WORTH = 1024  # bytes; what 100 Mbit/s carry while a small matrix is compressed
 _COLUMNS = 24  # components that are sent and kept, about; from there on a compression becomes dear
 _CALLS = 60.0  # microseconds that a compression takes beside its products, about
 _PREFERRED = 3.0  # how many times as long a compression may take that keeps all that is not sent
-_MOST_KEPT = 32  # components; more gain little, see "Fine-tuning" in docs/performance.md
 _MEASURE_EVERY = 10  # steps between measurements of the residual, which cost about as much as a compression
 
 
@@ -277,7 +276,8 @@ class RankDAD(Method):
             The payload and the next state.
         """
         (memory, fill), tolerance = given, self.options.tolerance
-        kind = min(rank, *memory.shape), tuple(memory.shape), 0 if bias is None else len(bias), wire, memory
+        out, width = memory.shape
+        kind = min(rank, out, width), (out, width), 0 if bias is None else bias.shape[0], wire, memory
         slot = self._slots.get(name)
         if slot is None or not slot.is_for(*kind):
             slot = self._slots[name] = FormedSlot(*kind)
@@ -488,7 +488,7 @@ class RankDAD(Method):
             for name in names
         }
         self.errors.load_state_dict(state["errors"])
-        self._whole = dict.fromkeys(state["errors"]["errors"], True)
+        self._whole = dict.fromkeys(lost, False) | dict.fromkeys(state["errors"]["errors"], True)
         self.max_rank = state.get("rank", self.max_rank)
         if self.merger is not None:
             self.max_rank = min(self.max_rank, self.options.largest_rank)
@@ -508,7 +508,7 @@ def rows_kept(rank: int, rows: int) -> int:
         rows: rows of the factors of a step.
     """
     least = rank // 2
-    most = max(least, min(_MOST_KEPT, _COLUMNS - rank))
+    most = max(least, _COLUMNS - rank)
     return least if rank >= rows else min(most, max(2 * rank, rows // 4))
 
 
@@ -530,8 +530,8 @@ def keeps_whole(rows: int, out: int, width: int, rank: int) -> bool:
 def keeps_rows(options: MethodOptions) -> bool:
     """Return whether further rows are kept of what sites and merges do not send.
 
-    With ``error_feedback=True`` a site keeps all of it, in a tensor of the layer's size. Merges of divided layers keep
-    rows then as well, since no site has the whole sum.
+    Sites keep all of it, in a tensor of the layer's size, with ``error_feedback=True``, and else where `keeps_whole`
+    says so. Merges of divided layers keep rows then as well, since no site has the whole sum.
     """
     return options.error_feedback is None or (options.merge != "all" and options.error_feedback)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -41,7 +42,7 @@ class ModelStructure:
         self._tables: list[dict[str, Any]] = [module._modules for module in modules]
         self._tables += [module._parameters for module in modules]
         self._kept = [value for table in self._tables for value in table.values()]  # others cannot get their addresses
-        self._place = [(name, id(value)) for table in self._tables for name, value in table.items()]
+        self._place = self._places()
         self._content = self._contents()
         self.parameters = {id(each): each for each in model.parameters() if not is_managed(each)}
         self._training = self._trainings()
@@ -53,13 +54,17 @@ class ModelStructure:
         items = (item for table in self._tables for item in table.items())
         return [(name, id(value)) for name, value in items if not (isinstance(value, Tensor) and is_managed(value))]
 
+    def _places(self) -> tuple[list[str], list[int]]:
+        values = itertools.chain.from_iterable(map(dict.values, self._tables))
+        return list(itertools.chain.from_iterable(self._tables)), list(map(id, values))
+
     def _trainings(self) -> list[Any]:
         return [(each.requires_grad, each.dtype, each.shape, each._cdata) for each in self.parameters.values()]
 
     @property
     def is_present(self) -> bool:
         """Whether the model still has all the same modules and parameters, those managed elsewhere included."""
-        return [(name, id(value)) for table in self._tables for name, value in table.items()] == self._place
+        return self._places() == self._place
 
     def same_tensors(self) -> bool:
         """Return whether the model still has the same modules and parameters, each in its place."""

@@ -132,7 +132,7 @@ class GatheredHandler(BucketHandler):
         with self.timing("wait"):
             self.bucket.wait()
         self._samples, payloads = self.bucket.receive()
-        self._rows = [[len(payload.left) for payload in by_sender] for by_sender in payloads]
+        self._rows = [[payload.left.shape[0] for payload in by_sender] for by_sender in payloads]
         self._decode(payloads, self._samples)
 
     def _decode(self, payloads: Sequence[list[FactorPayload]], samples: Sequence[int]) -> None:

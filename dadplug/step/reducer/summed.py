@@ -171,7 +171,13 @@ class DenseHandler(SummedHandler):
         slot, gradient = self._slots[unit.name], None if unit.lead.grad is None else unit.lead.grad.detach()
         loss_scale = self.context.method.loss_scales.of(unit.name) if self.bucket.feedback else 1.0
         self.bucket.fill(slot, gradient, weight, loss_scale, self.context.scale)
-        return not self.context.checks_finite or self.bucket.finite(slot)
+        return True
+
+    def on_filled(self) -> None:
+        if self.context.checks_finite and not self.bucket.finite():
+            for slot, unit in enumerate(self.units):
+                if not self.bucket.finite(slot):
+                    self.context.faults.record(Fault.GRADIENT, unit)
 
     def launch(self) -> None:
         self.bucket.launch()
