@@ -209,8 +209,8 @@ class RankMonitor(Monitor):
 
     Values: for each layer ``rank/LAYER``, the effective rank that this site sends, ``residual/LAYER``, the relative
     error of its compressed gradient (Frobenius norm), and ``kept/LAYER``, the number of components that it keeps for
-    the next step; and their means over layers, ``rank/mean``, ``residual/mean`` and ``kept/mean``. Methods without a
-    rank have no values.
+    the next step, 0 where it keeps all in a matrix; and their means over layers, ``rank/mean``, ``residual/mean`` and
+    ``kept/mean``. Methods without a rank have no values.
     """
 
     of_layers = True

@@ -62,7 +62,7 @@ class Quality:
         effective_rank: number of components sent.
         residual: relative error in Frobenius norm, as last measured, of what was to be sent: the gradient and what was
             kept of earlier ones.
-        kept: number of further components that are kept for the next step.
+        kept: number of further components that are kept for the next step; 0 where all is kept in a matrix.
     """
 
     effective_rank: int
