@@ -446,6 +446,7 @@ class RankDAD(Method):
         for name, state in self._states.items():
             if name not in names:
                 self._whole.pop(name, None)
+                self._slots.pop(name, None)
                 carry = None if state.carry is None else Carry(state.carry.right.clone())
                 self._states[name] = state._replace(carry=carry, lost=None, room=0, bias=None, storage=None)
                 self._spare.pop(name, None)
@@ -602,8 +603,8 @@ class Merger(RankDAD):
         """Drop the state of whole layers that this site does not own."""
         for name in names:
             super().rollback(name)
-            self._states.pop(name, None)
-            self._spare.pop(name, None)
+            for kept in (self._states, self._spare, self._slots, self._whole):
+                kept.pop(name, None)
             self.errors.forget(name)
 
     def forget_divided(self, names: Iterable[str]) -> None:
