@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -10,10 +11,11 @@ import torch
 from torch import Tensor
 
 from ..errors import MismatchError
+from ..lowrank.dispatch import SCALE_SIZE, NumbaKernels, cpu_kernels
 from .codec import MAX_BYTES
 from .fields import COUNT, check_all
 from .transport import Gather, Transport
-from .wire import WireFormat, copied
+from .wire import WireFormat, copied, lasting
 
 
 class FactorPayload(NamedTuple):
@@ -62,6 +64,38 @@ class FactorPayload(NamedTuple):
     def finite(self) -> bool:
         """Return whether the payload holds neither NaN nor Inf."""
         return all(finite(part) for part in self[:3] if part is not None)
+
+
+class StackedShares(list[FactorPayload]):
+    """Decoded rows of all senders of a slot, as many of each, which lie one behind the other in memory that is kept.
+
+    Args:
+        encoded: the rows of each sender in its payload, int8.
+
+    Attributes:
+        left: rows of the left factors of all senders.
+        right: rows of the right ones.
+    """
+
+    def __init__(self, encoded: Sequence[FactorPayload]) -> None:
+        self.encoded = list(encoded)
+        rows = encoded[0].rows
+        sizes = [each.shape[-1] - SCALE_SIZE for each in encoded[0][:3] if each is not None]
+        self.left, self.right = (lasting((len(encoded) * rows, size), torch.float32) for size in sizes[:2])
+        biases = lasting((len(encoded), sizes[2] if sizes[2:] else 0), torch.float32)
+        parts = zip(self.left.split(rows), self.right.split(rows), biases, strict=True)
+        super().__init__(FactorPayload(left, right, bias if sizes[2:] else None) for left, right, bias in parts)
+        self._arrays = []
+        for share, (left, right, bias) in zip(encoded, ((each.left, each.right, each.bias) for each in self)):
+            given = share.left[:0] if share.bias is None else share.bias[None]
+            room = left[:0] if bias is None else bias[None]
+            self._arrays.append([each.numpy() for each in (share.left, share.right, given, left, right, room)])
+
+    def decode(self) -> StackedShares:
+        """Decode the rows of all senders."""
+        for arrays in self._arrays:
+            cpu_kernels().compiled.dequantise_factors(*arrays)
+        return self
 
 
 def finite(tensor: Tensor) -> bool:
@@ -257,6 +291,9 @@ class FactorBucket:
         self._dtype = dtype
         self._wire = wire
         self._head = _head_size(len(self.slots), wire)
+        on_cpu = transport.device.type == "cpu" and isinstance(cpu_kernels(), NumbaKernels)
+        plain = all(type(slot) is Slot for slot in self.slots)
+        self._keeps = wire.quantised and dtype == torch.float32 and on_cpu and plain  # memory for decoded rows
         self._rows = [0] * len(self.slots)
         self._overflow: dict[int, FactorPayload] = {}
         self.extra_rows = [0] * len(self.slots)
@@ -283,6 +320,7 @@ class FactorBucket:
         self._own = [] if self.place is None else self._cut(self._gather.payload, self.place)
         self._own_head = _integers(self._gather.payload, len(self.slots))
         self._received: dict[int, tuple[Tensor, Tensor, list[FactorPayload]]] = {}
+        self._stacks: dict[int, StackedShares] = {}
         self.slot_bytes = [
             0 if self.place is None else sum(slot.sizes(slot.capacity[self.place])) * self._wire.itemsize
             for slot in self.slots
@@ -403,19 +441,41 @@ class FactorBucket:
             The samples of each site, and by slot and site what was sent; valid until the next step's `post`.
         """
         samples: list[int] = []
-        shares: list[list[FactorPayload]] = [[] for _ in self.slots]
+        numbers: list[list[int]] = []
+        payloads: list[list[FactorPayload]] = []
         for site, payload in enumerate(self._arrived(self._gather)):
             (head, views), sender = self._views(payload, site), self._sender(site)
             count, *rows = head.tolist()
             if not 0 <= count <= COUNT:
                 check_all("payload", sender, (count,), 0, COUNT)
-            samples.append(count)
-            for slot, view, number, found in zip(self.slots, views, rows, shares, strict=True):
+            for slot, number in zip(self.slots, rows, strict=True):
                 if not 0 <= number <= slot.capacity[site]:
                     check_all("payload", sender, (number,), 0, slot.capacity[site])
-                share = slot.unpack(view if number == view.left.shape[0] else view.part(0, number), sender)
-                found.append(share if share.left.dtype == self._dtype else share.to(payload.device, self._dtype))
-        return samples, shares
+            samples.append(count)
+            numbers.append(rows)
+            payloads.append(views)
+        shares = map(self._decoded, range(len(self.slots)), zip(*payloads, strict=True), zip(*numbers, strict=True))
+        return samples, list(shares)
+
+    def _decoded(self, index: int, views: Sequence[FactorPayload], rows: Sequence[int]) -> list[FactorPayload]:
+        """Return the decoded rows of a slot, by site.
+
+        Args:
+            index: the slot.
+            views: the slot's place in each payload.
+            rows: number of rows in it.
+        """
+        slot, full = self.slots[index], [view.left.shape[0] for view in views]
+        if self._keeps and rows[0] and full == [*rows] == [rows[0]] * len(rows) and slot.width:
+            stack = self._stacks.get(index)
+            if stack is None or not all(map(operator.is_, stack.encoded, views)):
+                stack = self._stacks[index] = StackedShares(views)
+            return stack.decode()
+        found = []
+        for site, (view, number) in enumerate(zip(views, rows, strict=True)):
+            share = self.slots[index].unpack(view.part(0, number), self._sender(site))
+            found.append(share if share.left.dtype == self._dtype else share.to(view.left.device, self._dtype))
+        return found
 
     def second_round(self, extra: Sequence[Sequence[int]]) -> dict[tuple[int, int], FactorPayload]:
         """Exchange the rows beyond the slots' capacities, and those that arrived after the payload had been sent.

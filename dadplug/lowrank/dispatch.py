@@ -248,7 +248,11 @@ def orthonormalise(rows: Tensor) -> Tensor:
 
 
 def sum_of_products(
-    lefts: Sequence[Tensor], rights: Sequence[Tensor], weights: Sequence[float], constants: Decoding = DEFAULTS.decoding
+    lefts: Sequence[Tensor],
+    rights: Sequence[Tensor],
+    weights: Sequence[float],
+    constants: Decoding = DEFAULTS.decoding,
+    stack: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Compute ``sum over s of weights[s] * lefts[s].T @ rights[s]``, all rows in one product.
 
@@ -257,6 +261,7 @@ def sum_of_products(
         rights: a block a site, of shape (k_s, in).
         weights: a weight a site.
         constants: sizes of blocks; the same at all sites, since the last bits depend on them.
+        stack: the blocks of all sites as two, if they lie one behind the other.
 
     Returns:
         The sum, of shape (out, in).
@@ -271,13 +276,19 @@ def sum_of_products(
         and like.dtype in (torch.float32, torch.float64)
     )
     rows = -(-count // 4) * 4 if own else count
-    left, right = scratch.take("lefts", (rows, out), like), scratch.take("rights", (rows, width), like)
-    start = 0
-    for block, weight, number in zip(lefts, weights, counts, strict=True):
-        torch.mul(block, weight, out=left[start : start + number])
-        start += number
-    torch.cat(list(rights), out=right[:count])
-    if rows > count:
+    left = scratch.take("lefts", (rows, out), like)
+    if stack is not None and min(weights) == max(weights):
+        torch.mul(stack[0], weights[0], out=left[:count])
+    else:
+        start = 0
+        for block, weight, number in zip(lefts, weights, counts, strict=True):
+            torch.mul(block, weight, out=left[start : start + number])
+            start += number
+    if stack is not None and rows == count:
+        right = stack[1]
+    else:
+        right = scratch.take("rights", (rows, width), like)
+        torch.cat(list(rights), out=right[:count])
         left[count:], right[count:] = 0, 0
     if not own:
         return left.T @ right

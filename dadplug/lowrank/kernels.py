@@ -602,6 +602,21 @@ def dequantise(payload: NDArray[np.int8], rows: NDArray[np.float32]) -> None:
 
 
 @njit(nogil=True)
+def dequantise_factors(
+    lefts: NDArray[np.int8],
+    rights: NDArray[np.int8],
+    biases: NDArray[np.int8],
+    left: NDArray[np.float32],
+    right: NDArray[np.float32],
+    bias: NDArray[np.float32],
+) -> None:
+    """Do what `dequantise` does for two factors, and for the gradient of a bias; without rows for none."""
+    dequantise(lefts, left)
+    dequantise(rights, right)
+    dequantise(biases, bias)
+
+
+@njit(nogil=True)
 def top_k(
     values: NDArray[np.float32], indices: NDArray[np.int64], found: NDArray[np.float32], coarse_bits: int
 ) -> None:

@@ -1,10 +1,15 @@
 """Layers whose gradients rankdad forms in a memory of all that it has not sent."""
 
 import pytest
+import support
 import torch
+import torch.distributed as dist
 from comparison import off_by
 from dadplug.hooks import Factor
+from torch import nn
 
+import dadplug
+from dadplug.exchange.factor_buckets import FactorBucket
 from dadplug.exchange.wire import wire_format
 from dadplug.lowrank import dispatch, portable
 from dadplug.options import Options
@@ -156,3 +161,31 @@ def test_wide_layers_of_few_rows_are_compressed_by_their_rows():
         method = RankDAD(Options(mode="rankdad", error_feedback=stated))
         assert method._keeps_whole("w", Factor(torch.ones(1, 4096), torch.ones(1, 4096))) is stated
         assert method._keeps_whole("v", Factor.formed(torch.ones(9, 9))) is stated
+
+
+@support.at_sites(2)
+def test_rows_that_are_decoded_into_kept_memory_are_those_of_new_memory() -> None:
+    """To the bit, for equal and for different weights, and where a site has fewer rows in a step."""
+    weights = []
+    for keeps in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(40, 48), nn.Tanh(), nn.Linear(48, 32, bias=False))
+        reduction = dadplug.GradientReduction(model, weighting="samples")
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        made = []
+        for step in range(12):
+            handlers = reduction._planner._reducer._handlers if step else []
+            buckets = [each.bucket for each in handlers if isinstance(each.bucket, FactorBucket)]
+            for bucket in buckets:
+                bucket._keeps = keeps and bucket._keeps
+            rows = (16, 5 if step == 8 else 16 if step < 6 else 24)[dist.get_rank()]
+            optimizer.zero_grad()
+            model(torch.randn(rows, 40)).square().sum().backward()
+            reduction.synchronize()
+            optimizer.step()
+            made.append(sum(len(bucket._stacks) for bucket in buckets))
+        assert (made[-1] == 2) is keeps
+        weights.append([each.detach().clone() for each in model.parameters()])
+        assert reduction.first_difference() is None
+        reduction.detach()
+    assert all(map(torch.equal, *weights))

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from ...exchange.factor_buckets import FactorPayload
+from ...exchange.factor_buckets import FactorPayload, StackedShares
 from ...exchange.restrictions import check_restricted_rank, check_restrictions
 from ...exchange.wire import wire_format
 from ...hooks import LINEAR, Factor, Form
@@ -312,8 +312,9 @@ def decode(
         The gradients of the weight, in its shape or as a matrix, and of the bias, of shape (out,), or None.
     """
     if form == LINEAR and not site_by_site and not (with_bias and shares[0].bias is None):
+        stack = (shares.left, shares.right) if isinstance(shares, StackedShares) else None
         lefts, rights = [share.left for share in shares], [share.right for share in shares]
-        gradient = sum_of_products(lefts, rights, weights, constants)
+        gradient = sum_of_products(lefts, rights, weights, constants, stack)
     else:
         rows = [FactorPayload(share.left * weight, share.right) for share, weight in zip(shares, weights, strict=True)]
         rows = [share for share in rows if share.rows] or rows[:1]

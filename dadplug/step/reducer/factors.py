@@ -151,7 +151,7 @@ class GatheredHandler(BucketHandler):
                     with self.timing("decode", unit):
                         self._decode_unit(unit, by_sender, weights)
 
-    def _decode_unit(self, unit: FactorUnit, payloads: Sequence[FactorPayload], weights: list[float]) -> None:
+    def _decode_unit(self, unit: FactorUnit, payloads: list[FactorPayload], weights: list[float]) -> None:
         assert unit.form is not None
         context, traits, device = self.context, self.context.method.traits, unit.lead.device
         if device != context.transport.device:
@@ -242,7 +242,7 @@ class GatheredHandler(BucketHandler):
             samples: samples of each sender at the end of the step.
             write: whether gradients are written at all.
         """
-        _, payloads = self.bucket.receive()
+        payloads = [list(by_sender) for by_sender in self.bucket.receive()[1]]
         if write and samples != self._samples:
             self._decode(payloads, samples)
         for slot, by_sender in enumerate(void):

@@ -272,7 +272,7 @@ class FactorUnit(Unit):
         return self._taken_keys + _keys(self._peek())
 
     def complete(
-        self, payloads: Sequence[FactorPayload], known: Mapping[str, list[FactorPayload]]
+        self, payloads: list[FactorPayload], known: Mapping[str, list[FactorPayload]]
     ) -> list[FactorPayload] | None:
         """Complete payloads by what the sites do not send, since it can be computed from other payloads.
 
@@ -283,7 +283,7 @@ class FactorUnit(Unit):
         Returns:
             The complete payloads; None if those that they are computed from are not complete yet.
         """
-        return list(payloads)
+        return payloads
 
     @property
     def forms(self) -> set[Form]:
@@ -612,7 +612,7 @@ class ChainedUnit(FactorUnit):
         return Factor(activations, activations.new_empty(len(activations), 0))
 
     def complete(
-        self, payloads: Sequence[FactorPayload], known: Mapping[str, list[FactorPayload]]
+        self, payloads: list[FactorPayload], known: Mapping[str, list[FactorPayload]]
     ) -> list[FactorPayload] | None:
         followers = known.get(self.link.follower)
         if followers is None or any(own.rows > other.rows for own, other in zip(payloads, followers, strict=True)):
