@@ -24,8 +24,6 @@ _SQUARED = {torch.float32: 1e-2, torch.float64: 1e-6}  # shares of singular valu
 _FEWER_DIGITS = 100.0  # times the smallest normal number: below, errors are beyond rounding
 _FURTHER = 6  # columns carried beside those asked for, at least
 _COLD_PASSES = 2  # further passes of a cold start
-_BLOCK = 1 << 17  # numbers that are filled in and multiplied at a time, in the processor's cache
-_TILE = 12  # rows of which kernels compute some at a time
 _NOT_FINITE = "the deltas or activations hold NaN or Inf"
 
 
@@ -153,33 +151,11 @@ class Formed(Operator):
 
     Args:
         gradient: G of shape (out, in).
-        fill: called with each block of rows before the rows are first read, to write them; None if they are there.
     """
 
-    def __init__(self, gradient: Tensor, fill: Callable[[slice], None] | None = None) -> None:
+    def __init__(self, gradient: Tensor) -> None:
         super().__init__(gradient.T, gradient)  # for their shapes
-        self._matrix, self._fill = gradient, fill
-
-    @property
-    def formed(self) -> Tensor:
-        if self._fill is not None:
-            fill, self._fill = self._fill, None
-            fill(slice(None))
-        return self._matrix
-
-    def apply(self, rows: Tensor, into: Tensor | None = None) -> Tensor:
-        if self._fill is None or rows.is_cuda:
-            return super().apply(rows, into)
-        fill, self._fill = self._fill, None
-        (out, width), count = self.shape, rows.shape[0]
-        made, columns = scratch.take("tall", (out, count), rows), rows.T.contiguous()
-        height = max(1, _BLOCK // width)
-        height -= height % _TILE if height > _TILE else 0
-        for start in range(0, out, height):
-            some = slice(start, start + height)
-            fill(some)
-            made[some] = product(self._matrix[some], columns)
-        return (scratch.take("left", (count, out), rows) if into is None else into).copy_(made.T)
+        self._formed = gradient
 
     def rescaled(self) -> tuple[Operator, float] | None:
         gradient = self.activations.double()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
@@ -165,7 +165,6 @@ def compress_matrix(
     tolerance: float = 0.0,
     warm_start: Carry | Compressed | Tensor | None = None,
     seed: int = 0,
-    fill: Callable[[slice], None] | None = None,
 ) -> Compressed:
     """Find low-rank factors of a gradient that has been formed, by block power iteration.
 
@@ -176,8 +175,6 @@ def compress_matrix(
         tolerance: as in `compress`.
         warm_start: as in `compress`.
         seed: as in `compress`.
-        fill: called with each block of rows before they are first read, to write them: rows that have just been
-            written are still in the processor's cache. All are written once. None if they are there.
 
     Returns:
         The factors, as `compress` does.
@@ -190,10 +187,7 @@ def compress_matrix(
     if gradient.dim() != 2:
         raise ValueError(f"gradient must be a matrix (out x in), got {tuple(gradient.shape)}")
     dtype = torch.float64 if gradient.dtype == torch.float64 else torch.float32
-    if fill is not None and (gradient.dtype != dtype or 0 in gradient.shape):
-        fill(slice(None))
-        fill = None
-    operator = Formed(_as(dtype, gradient, "activations"), fill)
+    operator = Formed(_as(dtype, gradient, "activations"))
     search = Search(iterations, tolerance, *_start(warm_start, operator.shape), seed)
     return _compress(operator, min(rank, operator.most), "formed", search, None)
 

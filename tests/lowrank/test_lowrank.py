@@ -223,27 +223,6 @@ def test_a_formed_gradient_compresses_like_its_factors():
         compress_matrix(torch.ones(5), 2)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("start", [None, "left", "carry"])
-@pytest.mark.parametrize(("out", "width", "rank"), [(700, 500, 6), (40, 30, 6), (5, 4, 9), (0, 4, 2)])
-def test_a_gradient_is_filled_in_once_before_it_is_read(out, width, rank, start, dtype):
-    deltas, activations = factors(20, out, width)
-    gradient = (deltas.T @ activations).to(dtype)
-    plain = compress_matrix(gradient, rank)
-    start = None if start is None else getattr(plain, start)
-    place, filled = torch.full_like(gradient, math.nan), torch.zeros(out, dtype=torch.int64)
-
-    def fill(rows):
-        filled[rows] += 1
-        place[rows] = gradient[rows]
-
-    found = compress_matrix(place, rank, warm_start=start, fill=fill)
-    assert (filled == 1).all()
-    expected = compress_matrix(gradient, rank, warm_start=start)
-    precision = 1e-9 if dtype == torch.float64 else 1e-4
-    torch.testing.assert_close(found.singular_values, expected.singular_values, rtol=precision, atol=precision)
-
-
 def test_results_go_where_the_caller_wants_them():
     deltas, activations = factors(24, 60, 50, dtype=torch.float32)
     expected = compress(deltas, activations, 4)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -116,10 +116,6 @@ class _State(NamedTuple):
     storage: _Storage | FormedState | None = None
 
 
-def _nothing(rows: slice) -> None:
-    """Leave rows as they are."""
-
-
 @register_method("rankdad")
 class RankDAD(Method):
     """Gather of r (m + n) values a layer for any number of rows, and of uncompressed bias gradients.
@@ -178,7 +174,7 @@ class RankDAD(Method):
             state = self._staged[name]
             weight = state.weight if weight else weight
         whole = self._keeps_whole(name, factor)
-        if name in self._staged or not (weight and whole):  # else it is formed block by block
+        if name in self._staged or not (weight and whole):  # else it is formed in the memory
             factor = factor.settled()
         bias = factor.bias_gradient() if with_bias else None
         how: dict[str, Any] = {
@@ -199,8 +195,8 @@ class RankDAD(Method):
         loss_scale = self.loss_scales.of(name)
         share = state.weight / weight if state.weight else 1.0
         if whole:
-            given = self._with_errors(name, factor, state.lost, share * self._decay, loss_scale)
-            payload, staged = self._encode_formed(name, given, rank, bias, wire, state, share, loss_scale, how)
+            memory = self._added(name, factor, state.lost, share * self._decay, loss_scale)
+            payload, staged = self._encode_formed(name, memory, rank, bias, wire, state, share, loss_scale, how)
             self._release(name, self._staged.pop(name, None))
             self._staged[name] = staged._replace(weight=weight, calls=state.calls + 1)
             return payload
@@ -250,7 +246,7 @@ class RankDAD(Method):
     def _encode_formed(
         self,
         name: str,
-        given: tuple[Tensor, Callable[[slice], None]],
+        memory: Tensor,
         rank: int,
         bias: Tensor | None,
         wire: WireFormat,
@@ -263,7 +259,7 @@ class RankDAD(Method):
 
         Args:
             name: name of the weight.
-            given: what `_with_errors` returns.
+            memory: the next memory, from which what is sent will be taken.
             rank: number of components, at most.
             bias: the gradient of the bias, or None.
             wire: the format.
@@ -275,8 +271,7 @@ class RankDAD(Method):
         Returns:
             The payload and the next state.
         """
-        (memory, fill), tolerance = given, self.options.tolerance
-        out, width = memory.shape
+        (out, width), tolerance = memory.shape, self.options.tolerance
         kind = min(rank, out, width), (out, width), 0 if bias is None else bias.shape[0], wire, memory
         slot = self._slots.get(name)
         if slot is None or not slot.is_for(*kind):
@@ -284,10 +279,9 @@ class RankDAD(Method):
         following = slot.state(self._spare.pop(name, None))
         sent = -1
         if state.carry is not None and how["warm_start"] is not None and self._iterations <= 1:
-            fill(slice(None))
-            sent, fill = slot.find(memory, state.carry, following, tolerance), _nothing
+            sent = slot.find(memory, state.carry, following, tolerance)
         if sent < 0:
-            compressed = compress_matrix(memory, rank, fill=fill, **(how | {"tolerance": 0.0}))
+            compressed = compress_matrix(memory, rank, **(how | {"tolerance": 0.0}))
             sent = slot.take(compressed, following, tolerance)
         quality = state.quality
         if quality is None or state.calls % _MEASURE_EVERY == 0 or quality.effective_rank != sent:
@@ -360,12 +354,8 @@ class RankDAD(Method):
         if state is not None and state.storage is not None:
             self._spare[name] = state.storage
 
-    def _with_errors(
-        self, name: str, factor: Factor, lost: _Kept | None, share: float, loss_scale: float
-    ) -> tuple[Tensor, Callable[[slice], None]]:
-        """Return the buffer of the next memory, and a function that writes some rows of it.
-
-        These are the gradient without its loss scale plus the error memory.
+    def _added(self, name: str, factor: Factor, lost: _Kept | None, share: float, loss_scale: float) -> Tensor:
+        """Return the next memory of a weight: the gradient, without its loss scale, plus the memory times a share.
 
         Args:
             name: name of the weight.
@@ -376,28 +366,23 @@ class RankDAD(Method):
         """
         like = factor.deltas.new_empty(1).expand(factor.deltas.shape[1], factor.activations.shape[1])
         error, whole = self.errors.find(name, like), self.errors.prepare(name, like)
-        further = None if lost is None else [each.to(like) for each in lost.rows()]
-
-        def fill(rows: slice) -> None:
-            block = whole[rows]
-            if factor.write is not None:
-                factor.write(rows, block, None if error is None else error[rows], share * loss_scale)
-                if loss_scale != 1.0:
-                    block.mul_(1 / loss_scale)
-            elif factor.whole is None:
-                before, beta = (block, 0.0) if error is None else (error[rows], share)
-                deltas = factor.deltas.T[rows]
-                torch.addmm(before, deltas, factor.activations, beta=beta, alpha=1 / loss_scale, out=block)
-            elif error is None:
-                torch.mul(factor.whole[rows], 1 / loss_scale, out=block)
-            elif loss_scale == 1.0:
-                torch.add(factor.whole[rows], error[rows], alpha=share, out=block)
-            else:  # which may be the block itself, in a further call of a step
-                torch.mul(error[rows], share, out=block).add_(factor.whole[rows], alpha=1 / loss_scale)
-            if further is not None:
-                block.addmm_(further[0].T[rows], further[1], alpha=share)
-
-        return whole, fill
+        if factor.write is not None:
+            factor.write(slice(None), whole, error, share * loss_scale)
+            if loss_scale != 1.0:
+                whole.mul_(1 / loss_scale)
+        elif factor.whole is None:
+            before, beta = (whole, 0.0) if error is None else (error, share)
+            torch.addmm(before, factor.deltas.T, factor.activations, beta=beta, alpha=1 / loss_scale, out=whole)
+        elif error is None:
+            torch.mul(factor.whole, 1 / loss_scale, out=whole)
+        elif loss_scale == 1.0:
+            torch.add(factor.whole, error, alpha=share, out=whole)
+        else:  # the two may be the same, in a further call of a step
+            torch.mul(error, share, out=whole).add_(factor.whole, alpha=1 / loss_scale)
+        if lost is not None:
+            left, right = (each.to(like) for each in lost.rows())
+            whole.addmm_(left.T, right, alpha=share)
+        return whole
 
     def commit(self, name: str, weight: float | None = None) -> None:
         if weight == 0.0:  # the step has taken nothing of what was sent
