@@ -116,6 +116,30 @@ class _State(NamedTuple):
     storage: _Storage | FormedState | None = None
 
 
+class _Given(NamedTuple):
+    """Gradient of a weight that is encoded, and how.
+
+    Attributes:
+        name: name of the weight.
+        bias: the gradient of the bias, or None.
+        wire: the format in which it is sent.
+        rank: number of components that are sent, at most.
+        state: the state that the step begins with.
+        share: what is kept of earlier gradients counts for.
+        loss_scale: the loss scale of the gradient.
+        how: options of a compression.
+    """
+
+    name: str
+    bias: Tensor | None
+    wire: WireFormat
+    rank: int
+    state: _State
+    share: float
+    loss_scale: float
+    how: dict[str, Any]
+
+
 @register_method("rankdad")
 class RankDAD(Method):
     """Gather of r (m + n) values a layer for any number of rows, and of uncompressed bias gradients.
@@ -189,34 +213,17 @@ class RankDAD(Method):
         wire = wire_format(self.options.wire_of(GradientPath.LOWRANK), factor.deltas.dtype)
         # Rounding to int8 leaves small parts of all components, which need not make a batch of few rows as large again.
         rank = min(self.max_rank, max(factor.rows, _FEW)) if wire.quantised and self._keeps_rows else self.max_rank
-        # No less than before: a small batch does not drop what is kept of a large one.
-        room = max(state.room, rows_kept(rank, factor.rows)) if self._keeps_rows else 0
-        measure = state.calls % _MEASURE_EVERY == 0 or state.quality is None
         loss_scale = self.loss_scales.of(name)
         share = state.weight / weight if state.weight else 1.0
+        given = _Given(name, bias, wire, rank, state, share, loss_scale, how)
         if whole:
-            memory = self._added(name, factor, state.lost, share * self._decay, loss_scale)
-            payload, staged = self._encode_formed(name, memory, rank, bias, wire, state, share, loss_scale, how)
-            self._release(name, self._staged.pop(name, None))
-            self._staged[name] = staged._replace(weight=weight, calls=state.calls + 1)
-            return payload
-        deltas, activations = factor.deltas, factor.activations
-        if state.lost is not None:  # as further rows
-            (left, right), scale = state.lost.rows(), share * loss_scale
-            deltas = torch.cat([deltas, left])
-            activations = torch.cat([activations, right if scale == 1.0 else right * scale])
-        compressed = compress(deltas, activations, rank + room, precise=rank, **how)
-        size = squared_norm(deltas, activations) if measure else 0.0
-        sent = self._count_sent(compressed, rank)
-        residual = state.quality.residual if state.quality and not measure else compressed.residual_of(size, sent)
-        left, right = compressed.left.T[:sent], compressed.right.T[:sent]
-        if bias is not None and state.bias is not None:
-            bias = torch.add(bias, state.bias.to(bias), alpha=share * loss_scale)
-        kept = compressed.effective_rank - sent
-        quality, room = Quality(sent, residual, kept), min(room, kept)
-        payload, staged = self._stored(name, compressed, FactorPayload(left, right, bias), wire, state.carry)
+            payload, staged = self._encode_formed(
+                given, self._added(name, factor, state.lost, share * self._decay, loss_scale)
+            )
+        else:
+            payload, staged = self._encode_rows(given, factor)
         self._release(name, self._staged.pop(name, None))
-        self._staged[name] = staged._replace(room=room, weight=weight, calls=state.calls + 1, quality=quality)
+        self._staged[name] = staged._replace(weight=weight, calls=state.calls + 1)
         return payload
 
     def _keeps_whole(self, name: str, factor: Factor) -> bool:
@@ -243,34 +250,17 @@ class RankDAD(Method):
         values: list[float] = compressed.singular_values[:found].tolist()
         return len([value for value in values if value > self.options.tolerance * values[0]])
 
-    def _encode_formed(
-        self,
-        name: str,
-        memory: Tensor,
-        rank: int,
-        bias: Tensor | None,
-        wire: WireFormat,
-        state: _State,
-        share: float,
-        loss_scale: float,
-        how: dict[str, Any],
-    ) -> tuple[FactorPayload, _State]:
+    def _encode_formed(self, given: _Given, memory: Tensor) -> tuple[FactorPayload, _State]:
         """Encode a gradient of which all that is not sent is kept.
 
         Args:
-            name: name of the weight.
-            memory: the next memory, from which what is sent will be taken.
-            rank: number of components, at most.
-            bias: the gradient of the bias, or None.
-            wire: the format.
-            state: the state that the step begins with.
-            share: what is kept of earlier gradients counts for.
-            loss_scale: the loss scale of the gradient.
-            how: options of a compression.
+            given: what is encoded.
+            memory: the next memory, from which what is sent is taken.
 
         Returns:
             The payload and the next state.
         """
+        name, bias, wire, rank, state, share, loss_scale, how = given
         (out, width), tolerance = memory.shape, self.options.tolerance
         kind = min(rank, out, width), (out, width), 0 if bias is None else bias.shape[0], wire, memory
         slot = self._slots.get(name)
@@ -292,6 +282,36 @@ class RankDAD(Method):
         carry = following.carry if self.options.warm_start and len(following.carry.right) else state.carry
         kept = following.bias if len(following.bias) else None
         return payload, _State(carry=carry, bias=kept, quality=quality, storage=following)
+
+    def _encode_rows(self, given: _Given, factor: Factor) -> tuple[FactorPayload, _State]:
+        """Encode a gradient by its rows; the strongest components that are not sent are kept.
+
+        Args:
+            given: what is encoded.
+            factor: the site's factors.
+
+        Returns:
+            The payload and the next state.
+        """
+        name, bias, wire, rank, state, share, loss_scale, how = given
+        # No less than before: a small batch does not drop what is kept of a large one.
+        room = max(state.room, rows_kept(rank, factor.rows)) if self._keeps_rows else 0
+        measure = state.calls % _MEASURE_EVERY == 0 or state.quality is None
+        deltas, activations = factor.deltas, factor.activations
+        if state.lost is not None:  # as further rows
+            (left, right), scale = state.lost.rows(), share * loss_scale
+            deltas = torch.cat([deltas, left])
+            activations = torch.cat([activations, right if scale == 1.0 else right * scale])
+        compressed = compress(deltas, activations, rank + room, precise=rank, **how)
+        size = squared_norm(deltas, activations) if measure else 0.0
+        sent = self._count_sent(compressed, rank)
+        residual = state.quality.residual if state.quality and not measure else compressed.residual_of(size, sent)
+        left, right = compressed.left.T[:sent], compressed.right.T[:sent]
+        if bias is not None and state.bias is not None:
+            bias = torch.add(bias, state.bias.to(bias), alpha=share * loss_scale)
+        kept = compressed.effective_rank - sent
+        payload, staged = self._stored(name, compressed, FactorPayload(left, right, bias), wire, state.carry)
+        return payload, staged._replace(room=min(room, kept), quality=Quality(sent, residual, kept))
 
     def _stored(
         self, name: str, compressed: Compressed, payload: FactorPayload, wire: WireFormat, before: Carry | None
