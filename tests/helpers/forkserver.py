@@ -87,9 +87,19 @@ class Program:
         return report
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end and return the status, negative for a signal; TimeoutError if it takes too long."""
+        """Wait for the end and return the status, negative for a signal.
+
+        Raises:
+            TimeoutError: if it takes too long; says where the threads of the program are.
+        """
         if self.returncode is None:
-            self.returncode = int(self._report(timeout))
+            try:
+                self.returncode = int(self._report(timeout))
+            except TimeoutError:
+                self.send_signal(signal.SIGQUIT)  # which prints the stacks
+                time.sleep(1.0)
+                told = self.read()[1][-6000:]
+                raise TimeoutError(f"process {self.pid} has not ended in {timeout} s:\n{told}") from None
             self._connection.close()
         return self.returncode
 
