@@ -75,6 +75,7 @@ class StackedShares(list[FactorPayload]):
     Attributes:
         left: rows of the left factors of all senders.
         right: rows of the right ones.
+        not_finite: senders whose rows hold NaN or Inf.
     """
 
     def __init__(self, encoded: Sequence[FactorPayload]) -> None:
@@ -93,9 +94,16 @@ class StackedShares(list[FactorPayload]):
 
     def decode(self) -> StackedShares:
         """Decode the rows of all senders."""
-        for arrays in self._arrays:
-            cpu_kernels().compiled.dequantise_factors(*arrays)
+        kernel = cpu_kernels().compiled.dequantise_factors
+        self.not_finite = [sender for sender, arrays in enumerate(self._arrays) if not kernel(*arrays)]
         return self
+
+
+def not_finite(shares: Sequence[FactorPayload]) -> list[int]:
+    """Return the senders of decoded rows that hold NaN or Inf."""
+    if isinstance(shares, StackedShares):
+        return shares.not_finite
+    return [sender for sender, share in enumerate(shares) if not share.finite()]
 
 
 def finite(tensor: Tensor) -> bool:

@@ -591,14 +591,16 @@ def quantise_factors(
 
 
 @njit(nogil=True)
-def dequantise(payload: NDArray[np.int8], rows: NDArray[np.float32]) -> None:
-    """Multiply the multiples of each row of a payload by the scale behind them."""
-    scale = np.empty(1, np.float32)
+def dequantise(payload: NDArray[np.int8], rows: NDArray[np.float32]) -> bool:
+    """Multiply the multiples of each row of a payload by the scale behind them; return whether scales are finite."""
+    scale, total = np.empty(1, np.float32), 0.0
     scale_bytes = scale.view(np.int8)
     for i in range(rows.shape[0]):
         scale_bytes[:] = payload[i, rows.shape[1] :]
+        total += scale[0]
         for x in range(rows.shape[1]):
             rows[i, x] = np.float32(payload[i, x]) * scale[0]
+    return bool(np.isfinite(total))
 
 
 @njit(nogil=True)
@@ -609,11 +611,11 @@ def dequantise_factors(
     left: NDArray[np.float32],
     right: NDArray[np.float32],
     bias: NDArray[np.float32],
-) -> None:
+) -> bool:
     """Do what `dequantise` does for two factors, and for the gradient of a bias; without rows for none."""
-    dequantise(lefts, left)
-    dequantise(rights, right)
-    dequantise(biases, bias)
+    finite = dequantise(lefts, left)
+    finite &= dequantise(rights, right)
+    return bool(finite & dequantise(biases, bias))
 
 
 @njit(nogil=True)

@@ -189,3 +189,34 @@ def test_rows_that_are_decoded_into_kept_memory_are_those_of_new_memory() -> Non
         assert reduction.first_difference() is None
         reduction.detach()
     assert all(map(torch.equal, *weights))
+
+
+@support.at_sites(2)
+def test_a_member_that_sends_nan_under_a_header_that_states_finite_is_named_before_a_gradient_is_written() -> None:
+    encode = RankDAD.encode
+
+    def lie(self, name, factor, with_bias):
+        payload = encode(self, name, factor, with_bias)
+        return payload._replace(left=torch.full_like(payload.left, torch.nan), encoded=None)
+
+    for options in ({}, {"wire": "fp32"}, {"error_feedback": False}):
+        model = nn.Sequential(nn.Linear(40, 48), nn.Tanh(), nn.Linear(48, 32))
+        reduction = dadplug.GradientReduction(model, **options)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        try:
+            for step in range(6):
+                RankDAD.encode = lie if step == 4 and dist.get_rank() else encode
+                optimizer.zero_grad()
+                model(torch.randn(16, 40)).square().sum().backward()
+                if step == 4:
+                    with pytest.raises(dadplug.NonFiniteError, match=r"at site 1 .*what it has sent of '2.weight'"):
+                        reduction.synchronize()
+                    optimizer.zero_grad()
+                    continue
+                reduction.synchronize()
+                optimizer.step()
+        finally:
+            RankDAD.encode = encode
+        assert all(bool(each.isfinite().all()) for each in model.parameters())
+        assert reduction.first_difference() is None
+        reduction.detach()

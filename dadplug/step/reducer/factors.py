@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...exchange.factor_buckets import FactorBucket, FactorPayload, IndexSlot, Slot, finite
+from ...exchange.factor_buckets import FactorBucket, FactorPayload, IndexSlot, Slot, finite, not_finite
 from ...exchange.hierarchy import NodeGather, NodeMessage, NodeMessages
 from ...hooks import Factor
 from ..fused import GradientProduct
@@ -48,6 +48,7 @@ class GatheredHandler(BucketHandler):
         self._present: set[str] = set()
         self._samples: list[int] = []  # of each sender, as its payload says
         self._rows: list[list[int]] = []  # that have arrived, by slot and sender
+        self._not_finite_at: list[tuple[int, str]] = []  # ranks and units, see `not_finite`
         self._late: dict[tuple[int, int], FactorPayload] = {}  # of the second round, by slot and sender
         self._gradients: dict[str, tuple[Tensor, Tensor | None]] = {}
         self._deferred: dict[str, tuple[list[FactorPayload], list[float]]] = {}  # payloads and weights by unit
@@ -133,7 +134,14 @@ class GatheredHandler(BucketHandler):
             self.bucket.wait()
         self._samples, payloads = self.bucket.receive()
         self._rows = [[payload.left.shape[0] for payload in by_sender] for by_sender in payloads]
+        self._not_finite_at = []
+        if self.context.options.check_finite and self.units[0].path == GradientPath.LOWRANK:  # few rows
+            for unit, by_sender in zip(self.units, payloads, strict=True):
+                self._not_finite_at += [(self.senders[sender], unit.name) for sender in not_finite(by_sender)]
         self._decode(payloads, self._samples)
+
+    def not_finite(self) -> list[tuple[int, str]]:
+        return self._not_finite_at
 
     def _decode(self, payloads: Sequence[list[FactorPayload]], samples: Sequence[int]) -> None:
         """Form the gradients of what has arrived, but for units of which there are no rows: these may still come.

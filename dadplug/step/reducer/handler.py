@@ -53,6 +53,8 @@ class Fault(IntEnum):
     """NaN or Inf in a gradient that the reduction does not send."""
     MERGED = 6
     """NaN or Inf in the merged gradient of finite ones; never sent, since all sites find it."""
+    SENT = 7
+    """NaN or Inf in low-rank factors of which the header states that they are finite; never sent, either."""
 
 
 class FaultLog:
@@ -295,6 +297,7 @@ _MESSAGES = {
     "itself is probably not finite",
     Fault.GRADIENT: "the gradient of {!r}, the first that backward reached",
     Fault.ATTACHED: "the gradient of rows of {!r}",
+    Fault.SENT: "what it has sent of {!r}, although its step header states that all is finite",
 }
 
 
@@ -591,6 +594,13 @@ class BucketHandler(ABC):
         The reducer asks for it once, when the round has been closed. Only for handlers with `repeats`.
         """
         return False
+
+    def not_finite(self) -> list[tuple[int, str]]:
+        """Return the ranks of sites that have sent NaN or Inf, with the name of the unit, where that costs little.
+
+        All sites return the same, and call it before any gradient is written.
+        """
+        return []
 
     def spoilt(self, headers: Sequence[StepHeader]) -> list[str]:
         """Return the names of units whose agreed gradients hold NaN or Inf although those of the sites are finite.

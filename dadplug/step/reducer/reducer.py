@@ -250,8 +250,14 @@ class Reducer:
         return headers
 
     def _check_merged(self, headers: Sequence[StepHeader]) -> None:
-        """Record a fault in the headers, the same at all sites, where a merge of finite gradients has failed."""
+        """Record a fault in the headers, the same at all sites, where what has arrived or been merged is not finite."""
         if not self._context.options.check_finite or not _counts(headers):
+            return
+        for rank, name in [each for handler in self._handlers for each in handler.not_finite()]:
+            header = headers[rank]
+            if header.finite and header.samples and not header.fault:
+                header.fault, header.finite, header.culprit = Fault.SENT, False, self._context.positions[name]
+        if not _counts(headers):
             return
         spoilt = [name for handler in self._handlers for name in handler.spoilt(headers)]
         if spoilt:
