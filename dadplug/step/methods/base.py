@@ -398,11 +398,11 @@ def make_method(options: MethodOptions) -> Method:
     return METHODS[options.mode](options)
 
 
-_ROWS, _OUT, _WIDTH = 12, 20, 16
+_LAYERS = ((24, 20, 16), (16, 512, 512))  # rows, height and width: rankdad forms the gradient of the first
 
 
 def warm_up(options: MethodOptions, dtype: torch.dtype) -> None:
-    """Encode and decode a small layer, so that kernels are loaded or compiled before other sites wait for this one.
+    """Encode and decode small layers, so that kernels are loaded or compiled before other sites wait for this one.
 
     Args:
         options: options of the reduction.
@@ -412,11 +412,14 @@ def warm_up(options: MethodOptions, dtype: torch.dtype) -> None:
     if not (method.traits.takes_factors and dtype.is_floating_point):
         return
     generator = torch.Generator().manual_seed(0)
-    activations, deltas = (torch.randn(_ROWS, n, generator=generator).to(dtype) for n in (_WIDTH, _OUT))
-    for _ in range(2):  # the second call begins from the basis of the first
-        payload = method.encode("warm-up", Factor(activations, deltas), True)
-        decode([payload, payload], [0.5, 0.5], True, site_by_site=method.traits.exact)
-        method.commit("warm-up")
+    for number, (rows, out, width) in enumerate(_LAYERS):
+        activations, deltas = (torch.randn(rows, n, generator=generator).to(dtype) for n in (width, out))
+        for _ in range(2):  # the second call begins from the basis of the first
+            payload = method.encode(f"warm-up {number}", Factor(activations, deltas), True)
+            decode([payload, payload], [0.5, 0.5], True, site_by_site=method.traits.exact)
+            if payload.encoded is not None and payload.encoded.left.dtype == torch.int8:
+                decode(StackedShares([payload.encoded] * 2).decode(), [0.5, 0.5], True)
+            method.commit(f"warm-up {number}")
 
 
 @register_method("dad")
