@@ -138,7 +138,7 @@ def orthonormalise(rows: NDArray[np.floating], dependent: float) -> int:
     """
     unit_rows(rows)
     k, width = rows.shape
-    gram, turn = np.empty((k, k), rows.dtype), np.empty((k, k), rows.dtype)
+    gram, turn = np.empty((k, k)), np.empty((k, k), rows.dtype)
     for _ in range(2):
         _gram(rows, gram)
         least = inverse_triangle(gram, turn)
