@@ -474,7 +474,7 @@ class FactorBucket:
             rows: number of rows in it.
         """
         slot, full = self.slots[index], [view.left.shape[0] for view in views]
-        if self._keeps and rows[0] and full == [*rows] == [rows[0]] * len(rows) and slot.width:
+        if self._keeps and rows[0] and full == [*rows] == [rows[0]] * len(rows) and slot.out and slot.width:
             stack = self._stacks.get(index)
             if stack is None or not all(map(operator.is_, stack.encoded, views)):
                 stack = self._stacks[index] = StackedShares(views)

@@ -68,6 +68,19 @@ class SummedBucket(ABC):
         else:
             part.copy_(gradient.reshape(-1) * weight)
 
+    def fill_all(self, gradients: Sequence[Tensor | None], weight: float) -> bool:
+        """Put all gradients into their places at once, if they are of the kind of these; return whether they are."""
+        like = self._flat
+        for gradient in gradients:
+            if gradient is None or gradient.layout != torch.strided or gradient.dtype != like.dtype:
+                return False
+            if gradient.device != like.device:
+                return False
+        torch._foreach_copy_(list(self._parts), [each.reshape(-1) for each in gradients if each is not None])
+        if weight != 1.0:
+            self._flat[: sum(self._sizes)].mul_(weight)
+        return True
+
     def finite(self, index: int | None = None) -> bool:
         """Return whether a filled part holds neither NaN nor Inf; None for all parts, which takes one pass."""
         return finite(self._flat[: sum(self._sizes)] if index is None else self._parts[index])

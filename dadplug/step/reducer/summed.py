@@ -101,16 +101,24 @@ class SummedHandler(BucketHandler):
         """
 
     def fill(self, unit: Unit) -> None:
-        if not self._filled:
-            self._samples = self.context.samples()
-        if not self._put_metered(unit):
-            self.context.faults.record(Fault.GRADIENT, unit)
-        self._filled[unit.name] = _Filled.of(unit)
+        """Leave the gradient in ``.grad`` until those of all units are there: they are put in together."""
 
-    def _put_metered(self, unit: Unit) -> bool:
-        self.context.transport.traffic.present[unit.name].bytes += self.sent_bytes(unit)
-        with self.timing("encode", unit):
-            return self._put(unit, self._samples / self.context.reference)
+    def on_filled(self) -> None:
+        self._samples = self.context.samples()
+        for unit in self._put_all(self._samples / self.context.reference):
+            self.context.faults.record(Fault.GRADIENT, unit)
+        self._filled = {unit.name: _Filled.of(unit) for unit in self.units}
+
+    def _put_all(self, weight: float) -> list[Unit]:
+        """Put all gradients into their buckets; return the units whose gradients are not finite, if that is checked."""
+        present = self.context.transport.traffic.present
+        for unit in self.units:
+            present[unit.name].bytes += self.sent_bytes(unit)
+        with self.timing("encode"):
+            return self._put_every(weight)
+
+    def _put_every(self, weight: float) -> list[Unit]:
+        return [unit for unit in self.units if not self._put(unit, weight)]
 
     def add_late(self) -> None:
         context = self.context
@@ -126,7 +134,7 @@ class SummedHandler(BucketHandler):
         self._samples = self.context.samples()
         for unit in self.units:
             self.context.method.rollback(unit.name)
-            self._put_metered(unit)
+        self._put_all(self._samples / self.context.reference)
         self.launch()
         self.receive()
 
@@ -173,11 +181,13 @@ class DenseHandler(SummedHandler):
         self.bucket.fill(slot, gradient, weight, loss_scale, self.context.scale)
         return True
 
-    def on_filled(self) -> None:
-        if self.context.checks_finite and not self.bucket.finite():
-            for slot, unit in enumerate(self.units):
-                if not self.bucket.finite(slot):
-                    self.context.faults.record(Fault.GRADIENT, unit)
+    def _put_every(self, weight: float) -> list[Unit]:
+        gradients = [None if unit.lead.grad is None else unit.lead.grad.detach() for unit in self.units]
+        if self.bucket.feedback or not weight or not self.bucket.fill_all(gradients, weight):
+            super()._put_every(weight)
+        if not self.context.checks_finite or self.bucket.finite():  # of all in one pass
+            return []
+        return [unit for slot, unit in enumerate(self.units) if not self.bucket.finite(slot)]
 
     def launch(self) -> None:
         self.bucket.launch()
