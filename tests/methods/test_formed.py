@@ -220,3 +220,78 @@ def test_a_member_that_sends_nan_under_a_header_that_states_finite_is_named_befo
         assert all(bool(each.isfinite().all()) for each in model.parameters())
         assert reduction.first_difference() is None
         reduction.detach()
+
+
+@pytest.mark.parametrize("wire", ["auto", "fp32", "int8"])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 0.02), (torch.float16, 0.003)], ids=str)
+def test_gradients_of_16_bits_are_sent_and_kept(dtype, bound, wire):
+    generator = torch.Generator().manual_seed(6)
+    method = RankDAD(Options(mode="rankdad", wire=wire))
+    total, sent = torch.zeros(2, OUT, WIDTH, dtype=torch.float64)
+    for _ in range(10):
+        factor = rows_of(24, generator, dtype)
+        payload = method.encode("w", factor, True)
+        sent += payload.left.double().T @ payload.right.double()
+        method.commit("w")
+        total += factor.to(torch.float64).gradient()
+    assert off_by(sent + method.state_dict()["errors"]["errors"]["w"].double(), total) < bound
+
+
+def test_zeros_leave_the_directions_as_they_are():
+    """Also where a later step does not count."""
+    generator = torch.Generator().manual_seed(7)
+    method = RankDAD(Options(mode="rankdad", rank=6, wire="fp32", error_feedback=True, memory_decay=0.0))
+    method.encode("w", rows_of(30, generator), False)
+    method.commit("w")
+    known = method.state_dict()["carried"]["w"]
+    for _ in range(3):
+        method.encode("w", Factor(torch.zeros(30, WIDTH), torch.zeros(30, OUT)), False)
+        method.commit("w")
+        method.encode("w", rows_of(30, generator), False)
+        method.rollback("w")
+        assert torch.equal(method.state_dict()["carried"]["w"], known)
+
+
+@pytest.mark.parametrize("shape", [(OUT, WIDTH), (48, 40), (40, 50), (30, 48)], ids=str)
+@pytest.mark.parametrize("formed", [True, False], ids=["formed", "rows"])
+def test_a_layer_may_get_another_type_or_shape(shape, formed):
+    generator = torch.Generator().manual_seed(8)
+    method = RankDAD(Options(mode="rankdad"))
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float32):
+        for out, width in ((OUT, WIDTH), shape):
+            method._whole["w"] = formed
+            gradients = Factor(torch.randn(24, width, generator=generator), torch.randn(24, out, generator=generator))
+            payload = method.encode("w", gradients.to(dtype), True)
+            method.commit("w", 0.5)
+            assert payload.left.shape == (8, out)
+            assert bool((payload.left.double().T @ payload.right.double()).isfinite().all())
+
+
+def test_the_form_of_a_layer_is_in_the_state():
+    """Also where a layer that is compressed by its rows has kept none of them."""
+    generator = torch.Generator().manual_seed(9)
+    method, other = (RankDAD(Options(mode="rankdad", wire="fp32")) for _ in range(2))
+    method._whole["w"] = False
+    method.encode("w", rows_of(1, generator), False)
+    method.commit("w")
+    state = method.state_dict()
+    assert not state["lost"]
+    other.load_state_dict(state)
+    factor = rows_of(64, generator)
+    sent = [each.encode("w", factor, False) for each in (method, other)]
+    assert other._whole == {"w": False}
+    assert torch.equal(sent[0].right, sent[1].right)
+
+
+def test_the_form_that_the_user_has_stated_holds_for_a_loaded_state():
+    generator = torch.Generator().manual_seed(10)
+    method = RankDAD(Options(mode="rankdad", wire="fp32"))
+    other = RankDAD(Options(mode="rankdad", wire="fp32", error_feedback=True))
+    method._whole["w"] = False
+    for _ in range(3):
+        method.encode("w", rows_of(30, generator), False)
+        method.commit("w")
+    other.load_state_dict(method.state_dict())
+    other.encode("w", rows_of(30, generator), False)
+    other.commit("w")
+    assert list(other.state_dict()["errors"]["errors"]) == ["w"]

@@ -508,3 +508,24 @@ def test_nan_is_reported_and_forgotten(options: dict) -> None:
             reduction.synchronize()
             assert all(p.grad.isfinite().all() for p in model.parameters())
     assert reduction.first_difference() is None
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "int8"])
+@support.at_sites(2)
+def test_nan_in_rows_of_a_table_is_an_error_at_all_sites(wire: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(200, 16), nn.Linear(16, 4))
+    reduction = dadplug.GradientReduction(model, mode="rankdad", wire=wire)
+
+    def step(scale: float) -> None:
+        model.zero_grad()
+        (scale * model(torch.arange(4)).square().mean()).backward()
+        reduction.synchronize()
+
+    for _ in range(2):
+        step(1.0)
+    with pytest.raises(NonFiniteError, match="site 1"):
+        step(torch.nan if dist.get_rank() == 1 else 1.0)
+    step(1.0)
+    assert reduction.first_difference() is None
+    reduction.detach()

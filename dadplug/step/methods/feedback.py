@@ -202,7 +202,7 @@ class ErrorFeedback:
     def add(self, name: str, factor: float, rows: tuple[Tensor, Tensor] | None) -> None:
         """Add the present memory of a weight, and a product of rows, to the staged one, times a factor."""
         staged, before = self._staged.get(name), self._errors.get(name)
-        if staged is not None and before is not None:
+        if staged is not None and before is not None and before.shape == staged.shape:
             staged.add_(before, alpha=factor)
             if rows is not None:
                 staged.addmm_(rows[0].T.to(staged), rows[1].to(staged), alpha=factor)

@@ -40,12 +40,18 @@ class FormedState:
         self.directions = lasting((columns, width), like.dtype, like.device)
         self.bias = lasting(bias, like.dtype, like.device)
         self._all = self.carry = Carry(self.directions)
-        if not like.is_cuda:
+        if _kernels_of(like) is not None:
             self.arrays = self.directions.numpy(), self.bias[None].numpy()
 
     def keep(self, found: int) -> None:
         """Keep the first directions for the next step."""
         self.carry = self._all if found == self.directions.shape[0] else Carry(self.directions[:found])
+
+    def keep_those_of(self, known: Tensor) -> None:
+        """Keep directions that lie elsewhere, as many as there is room for."""
+        found = min(len(known), len(self.directions))
+        self.directions[:found] = known[:found]
+        self.keep(found)
 
 
 class FormedSlot:
@@ -72,8 +78,7 @@ class FormedSlot:
         self._rounded = [lasting(each, *kind) for each in rows[:2]]
         self._found = [lasting((self._columns, size), *kind) for size in shape]  # a basis, and the projection onto it
         self._encoded = [lasting((count, wire.row_size(size)), wire.dtype, like.device) for count, size in rows]
-        kernels = kernels_for(like)
-        self._kernels: Any = kernels.compiled if isinstance(kernels, NumbaKernels) else None
+        self._kernels = _kernels_of(like)
         if self._kernels is not None:
             self._arrays = [each.numpy() for each in (*self._found, *self._parts[:2])]
             self._values = self.values.numpy()
@@ -167,3 +172,9 @@ class FormedSlot:
         """Take what is sent, as the sites decode it, from the memory."""
         left, right = self._rounded
         memory.addmm_(left[:sent].T, right[:sent], alpha=-1 / loss_scale)
+
+
+def _kernels_of(like: Tensor) -> Any:
+    """Return the compiled kernels for a memory; None where they do not run, or do not take its type."""
+    kernels = kernels_for(like)
+    return kernels.compiled if isinstance(kernels, NumbaKernels) and like.dtype in DEPENDENT else None

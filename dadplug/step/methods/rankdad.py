@@ -201,6 +201,10 @@ class RankDAD(Method):
         if name in self._staged or not (weight and whole):  # else it is formed in the memory
             factor = factor.settled()
         bias = factor.bias_gradient() if with_bias else None
+        fitting = _fitting(state, factor, bias)
+        if fitting is not state and name not in self._staged:  # no later step can use the rest of it
+            self._states[name] = fitting
+        state = fitting
         how: dict[str, Any] = {
             "iterations": self._iterations,
             "tolerance": self._tolerance,
@@ -279,7 +283,9 @@ class RankDAD(Method):
             quality = Quality(sent, math.sqrt(max(0.0, 1.0 - found / whole)) if whole > 0 else 0.0)
         payload = slot.encode(sent, bias, state.bias, share, loss_scale, following)
         slot.subtract(sent, memory, loss_scale)
-        carry = following.carry if self.options.warm_start and len(following.carry.right) else state.carry
+        if state.carry is not None and not len(following.carry.right):  # the memory is zero; the storage may be reused
+            following.keep_those_of(state.carry.right)
+        carry = following.carry if self.options.warm_start and len(following.carry.right) else None
         kept = following.bias if len(following.bias) else None
         return payload, _State(carry=carry, bias=kept, quality=quality, storage=following)
 
@@ -472,6 +478,7 @@ class RankDAD(Method):
             "weights": {name: state.weight for name, state in states},
             "errors": self.errors.state_dict(),
             "calls": {name: state.calls for name, state in states},
+            "whole": {name: self._whole[name] for name, _ in states if name in self._whole},
             "rank": self.max_rank,
         } | ({} if self.merger is None else {"merger": self.merger.state_dict()})
 
@@ -494,7 +501,9 @@ class RankDAD(Method):
             for name in names
         }
         self.errors.load_state_dict(state["errors"])
-        self._whole = dict.fromkeys(lost, False) | dict.fromkeys(state["errors"]["errors"], True)
+        if self._keeps_rows:  # otherwise the options say it
+            chosen = dict.fromkeys(lost, False) | dict.fromkeys(state["errors"]["errors"], True)
+            self._whole = chosen | state.get("whole", {})
         self.max_rank = state.get("rank", self.max_rank)
         if self.merger is not None:
             self.max_rank = min(self.max_rank, self.options.largest_rank)
@@ -545,6 +554,20 @@ def keeps_rows(options: MethodOptions) -> bool:
 def _loaded(left: Tensor, right: Tensor) -> _Kept:
     """Return copies of rows without a loss scale."""
     return _Kept(left.clone(), right.clone(), 1.0)
+
+
+def _fitting(state: _State, factor: Factor, bias: Tensor | None) -> _State:
+    """Return what a gradient can use of a state: directions in its type, and nothing of a layer of another shape."""
+    (out, width), dtype, carry = (factor.deltas.shape[1], factor.activations.shape[1]), factor.deltas.dtype, state.carry
+    if carry is not None and carry.right.shape[1] != width:
+        state = _State(weight=state.weight, calls=state.calls)
+    elif carry is not None and carry.right.dtype != dtype:
+        state = state._replace(carry=Carry(carry.right.to(dtype)))
+    if state.lost is not None and (state.lost.left.shape[1], state.lost.right.shape[1]) != (out, width):
+        state = state._replace(lost=None)
+    if state.bias is not None and bias is not None and state.bias.shape != bias.shape:
+        state = state._replace(bias=None)
+    return state
 
 
 _MERGE_ITERATIONS = 2  # at least: the sum of the sites' factors changes more from step to step than each of them
@@ -598,7 +621,7 @@ class Merger(RankDAD):
         if not state:
             return
         own = self.state_dict()
-        for part in ("carried", "lost", "room", "biases", "calls", "weights"):
+        for part in ("carried", "lost", "room", "biases", "calls", "weights", "whole"):
             own[part] = {**state.get(part, {}), **own[part]}
         own["errors"]["errors"] = {**state["errors"]["errors"], **own["errors"]["errors"]}
         self.load_state_dict(own)

@@ -79,7 +79,8 @@ class GatheredHandler(BucketHandler):
     def _not_finite(self, unit: FactorUnit) -> FactorPayload:
         """Return a payload that stands for a gradient with NaN or Inf."""
         (out, width), bias = unit.widths, self._bias_size(unit)
-        left, right = unit.lead.new_full((1, out), math.nan), unit.lead.new_zeros(1, width)
+        number = torch.int64 if unit.form is not None and unit.form.table_rows else None  # of a row of a table
+        left, right = unit.lead.new_full((1, out), math.nan), unit.lead.new_zeros(1, width, dtype=number)
         return FactorPayload(left, right, left.new_full((bias,), math.nan) if bias else None)
 
     def layout(self) -> list[list[int]]:
