@@ -278,9 +278,11 @@ class CollectiveGather(Gather):
 
     def __init__(self, transport: GroupTransport, sizes: Sequence[int], dtype: torch.dtype) -> None:
         self._transport = transport
-        self._sizes = list(sizes)
-        self._padded = torch.zeros(max(sizes), dtype=dtype, device=transport.device)
-        self._gathered = torch.empty(max(sizes) * len(sizes), dtype=dtype, device=transport.device)
+        width = max(sizes)
+        self._padded = torch.zeros(width, dtype=dtype, device=transport.device)
+        self._gathered = torch.empty(width * len(sizes), dtype=dtype, device=transport.device)
+        # The same tensors in every step, by which a receiver knows the views that it has made of them.
+        self._payloads = [self._gathered[rank * width :][:size] for rank, size in enumerate(sizes)]
         self.payload = self._padded[: sizes[transport.rank]]
         self._work: dist.Work | None = None
 
@@ -297,8 +299,7 @@ class CollectiveGather(Gather):
         if self._work is not None:
             self._transport.wait(self._work)
             self._work = None
-        width = self._padded.numel()
-        return [self._gathered[rank * width : rank * width + size] for rank, size in enumerate(self._sizes)]
+        return self._payloads
 
 
 def _freeze_in_child() -> None:

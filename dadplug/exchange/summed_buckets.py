@@ -69,14 +69,16 @@ class SummedBucket(ABC):
             part.copy_(gradient.reshape(-1) * weight)
 
     def fill_all(self, gradients: Sequence[Tensor | None], weight: float) -> bool:
-        """Put all gradients into their places at once, if they are of the kind of these; return whether they are."""
-        like = self._flat
-        for gradient in gradients:
-            if gradient is None or gradient.layout != torch.strided or gradient.dtype != like.dtype:
-                return False
-            if gradient.device != like.device:
-                return False
-        torch._foreach_copy_(list(self._parts), [each.reshape(-1) for each in gradients if each is not None])
+        """Put all gradients into their places at once, if they are plain tensors as these; return whether they are."""
+        kind = torch.strided, self._flat.dtype, self._flat.device
+        flat = [
+            each.reshape(-1)
+            for each in gradients
+            if type(each) is Tensor and (each.layout, each.dtype, each.device) == kind
+        ]
+        if len(flat) < len(gradients):
+            return False
+        torch._foreach_copy_(list(self._parts), flat)
         if weight != 1.0:
             self._flat[: sum(self._sizes)].mul_(weight)
         return True
