@@ -118,13 +118,14 @@ class Options(OptionSet):
     wire: str = option(
         AUTO,
         "number format on the network; fp32 stands for the parameters' own; auto: int8 for the low-rank factors of "
-        "rankdad with rank=auto and merge=all, else fp32",
+        "rankdad with rank=auto, else fp32",
         choices=(*WIRES, AUTO),
     )
-    dense: str = option("allreduce", "rankdad: treatment of weights that have no factors", choices=DENSES)
+    dense: str = option("lowrank", "rankdad: treatment of weights that have no factors", choices=DENSES)
     merge: str = option(
-        "all",
-        "rankdad: who adds up the sites' factors: all sites, the owner of each layer, or by predicted time",
+        AUTO,
+        "rankdad: who adds up the sites' factors: all sites, or the owner of each layer; auto: from three sites on an "
+        "owner, where sites reach one another, unless all sites are predicted to be faster",
         choices=MERGES,
     )
     share_inputs: bool = option(True, "False: layers fed by raw data are all-reduced, so that it stays on its site")
@@ -199,8 +200,8 @@ class Options(OptionSet):
             raise ValueError(
                 f"memory_decay={self.memory_decay} needs mode='rankdad' with error_feedback=True, or with privacy"
             )
-        if self.budget is not None and (self.mode, self.rank, self.merge) != ("rankdad", AUTO, "all"):
-            raise ValueError("budget= needs mode='rankdad' with rank='auto' and merge='all'")
+        if self.budget is not None and ((self.mode, self.rank) != ("rankdad", AUTO) or self.merge == "owner"):
+            raise ValueError("budget= needs mode='rankdad' with rank='auto', and no merge='owner'")
         if self.min_sites is not None:
             self._check_min_sites()
         elif self.late != "wait":
@@ -230,7 +231,7 @@ class Options(OptionSet):
         """Return the name of the number format of gradients that take a path."""
         if self.wire != AUTO:
             return self.wire
-        many_in_int8 = (self.mode, self.rank, self.merge) == ("rankdad", AUTO, "all")
+        many_in_int8 = (self.mode, self.rank) == ("rankdad", AUTO)
         return "int8" if many_in_int8 and path == GradientPath.LOWRANK else "fp32"
 
     @property
@@ -252,13 +253,13 @@ class Options(OptionSet):
 
     def _check_merge(self) -> None:
         """Refuse an owner for factors that are not merged, or that sites may leave."""
-        if self.merge == "all":
+        if self.merge != "owner":
             return
         if self.mode != "rankdad":
             raise ValueError(f"merge={self.merge!r} is an option of mode='rankdad', got mode={self.mode!r}")
-        if self.merge == "owner" and self.min_sites is not None:
+        if self.min_sites is not None:
             raise ValueError("merge='owner' needs all sites in every step: leave min_sites out")
-        if self.merge == "owner" and self.hierarchy is not None:
+        if self.hierarchy is not None:
             raise ValueError("merge='owner' does not work with hierarchy, which merges the gradients of a node")
 
     def _follow_privacy(self) -> None:

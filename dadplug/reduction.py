@@ -27,7 +27,8 @@ from .step.model_sync.sameness import FirstBatch, LookedUpRows, OptimizerSetting
 from .step.model_sync.samples import SampleCounter, warn_of_unequal
 from .step.model_sync.step_guard import StepGuard
 from .step.model_sync.structure import ModelStructure, weak_hook
-from .step.planning.merging import check_merge
+from .step.planning.choice import Choice
+from .step.planning.merging import check_merge, settle_merge
 from .step.planning.plan import Plan
 from .step.planning.planner import Planner
 from .step.reducer.handler import StepHeader
@@ -101,7 +102,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         super().__init__(model, process_group, Options.create(mode=mode, **options))
         self._step = 0
         self._pending = False
-        self._method = make_method(self.options)
+        self._settled = settle_merge(self.options, self._transport)
+        self._method = make_method(self._settled)
         self._attached: AttachedGradients | None = None
         self.stopped = False
         self._counter = SampleCounter(
@@ -257,17 +259,18 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         return transport
 
     def stop_fusing(self, reason: str) -> None:
-        """Let the plan show why steps are not fused; for trainers.
-
-        Args:
-            reason: why.
-        """
+        """Let the plan show why steps are not fused, for trainers."""
         self.remarks = (f"fused steps: no, {reason}",)
 
     @property
     def plan(self) -> Plan:
         """The path of every parameter and the bytes that it costs; final after the first step. Prints as a table."""
         return self._planner.plan.with_remarks(self.remarks)
+
+    @property
+    def choice(self) -> Choice | None:
+        """Rank that ``rank="auto"`` has chosen, and the times by which; None where no rank is chosen."""
+        return None if self._planner.choice is None else self._planner.choice.choice
 
     def epsilon(self, delta: float, *, insiders: int = 0) -> float:
         """Return what all steps so far have cost the records of this site, by Opacus's PRV accountant.
@@ -314,11 +317,12 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         if self._method.max_rank is None:
             raise ValueError(f"mode {self.options.mode!r} has no rank to set")
         whole_number(1)("rank", rank)
-        if self.options.merge != "all" and rank > self.options.largest_rank:
-            raise ValueError(
-                f"with merge={self.options.merge!r} the rank may be lowered: it is {self.options.largest_rank} at most"
-            )
+        if self._settled.merge != "all" and rank > self.options.largest_rank:
+            most = self.options.largest_rank
+            raise ValueError(f"where owners merge, the rank is at most {most}, got {rank}: pass merge='all' for more")
         self._method.max_rank = rank
+        if self._planner.choice is not None:
+            self._planner.choice.given = True
 
     def synchronize(self, *, stop: bool = False) -> None:
         """Exchange what is left of the gradients, and write the agreed ones to ``.grad``.
@@ -350,6 +354,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
             except SiteError as error:  # of another site or the network, so that a traceback of dadplug would not help
                 _log.debug("the step has failed", exc_info=error)
                 raise error.with_traceback(None) from None
+        self._planner.choose(self._step)
         for function in tuple(self.after_step):
             function()
 
@@ -736,7 +741,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self._planner.release(discard=True)
         joined = self._receive_state()
         assert joined is not None
-        method, max_rank = make_method(self.options), self.max_rank
+        method, max_rank = make_method(self._settled), self.max_rank
         if max_rank is not None:
             method.max_rank = max_rank
         self._method = method
@@ -750,7 +755,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self._method.batch = weak_hook(self._batch)
         given = {} if self._private is None else self._private.handled()
         samples, arrived = weak_hook(self._samples), weak_hook(self._arrived)
-        planner = Planner(self.model, self._method, self.options, self._transport, samples, arrived, given)
+        planner = Planner(self.model, self._method, self._settled, self._transport, samples, arrived, given)
         planner.on_release = weak_hook(self._end_probe)
         return planner
 

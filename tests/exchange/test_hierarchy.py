@@ -158,7 +158,7 @@ def costs(hierarchy) -> tuple[int, int, int, str]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(200, 160), nn.ReLU(), nn.Linear(160, 200))
     reduction = dadplug.GradientReduction(
-        model, mode="rankdad", rank=4, bucket_mb=0.004, hierarchy=hierarchy, weighting="samples"
+        model, mode="rankdad", rank=4, bucket_mb=0.004, hierarchy=hierarchy, weighting="samples", merge="all"
     )
     for _ in range(4):
         model.zero_grad()

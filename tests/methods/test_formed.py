@@ -170,7 +170,7 @@ def test_rows_that_are_decoded_into_kept_memory_are_those_of_new_memory() -> Non
     for keeps in (True, False):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(40, 48), nn.Tanh(), nn.Linear(48, 32, bias=False))
-        reduction = dadplug.GradientReduction(model, weighting="samples")
+        reduction = dadplug.GradientReduction(model, rank=8, wire="int8", weighting="samples")
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         made = []
         for step in range(12):

@@ -58,8 +58,11 @@ def test_layers_take_their_paths() -> None:
         paths, reasons, _ = settled("bags", mode)
         assert paths["mean.weight"] == paths["sum.weight"] == paths["rare.weight"] == "factors"
         assert reasons["max.weight"] == "mode max has no factors"
-        assert settled("language", mode)[1]["table.weight"] == "shared by layers that do not go together"
+        assert paths["max.weight"] == ("allreduce" if mode == "dad" else "lowrank")
+        tied = "shared by layers that do not go together" if mode == "dad" else "shared by a table and a layer"
+        assert settled("language", mode)[1]["table.weight"].startswith(tied)
         assert settled("waves", mode)[0]["turn"] == "allreduce"
+    assert settled("language", "rankdad", dense="allreduce")[0]["table.weight"] == "allreduce"
     paths, reasons, _ = settled("sparse", "dsgd")
     assert paths["table.weight"] == "factors"
     assert set(paths.values()) == {"factors", "allreduce"}
@@ -244,7 +247,7 @@ def test_gradients_without_factors_can_be_compressed() -> None:
 
     reference = Net().double()
     model = copy.deepcopy(reference)
-    reduction = dadplug.GradientReduction(model, mode="rankdad", rank=4, dense="lowrank", weighting="samples")
+    reduction = dadplug.GradientReduction(model, mode="rankdad", rank=4, weighting="samples")
     (tied,) = (unit for unit in reduction._planner.units if unit.name == "table.weight")
     assert {layer.name for layer in tied.layers} == {"table", "out"}
     for step in range(4):
@@ -259,8 +262,12 @@ def test_gradients_without_factors_can_be_compressed() -> None:
         for (name, p), q in zip(model.named_parameters(), reference.parameters()):
             assert torch.allclose(p.grad, q.grad, rtol=1e-6, atol=1e-9), (step, name)
     rows = {row.parameter: row for row in reduction.plan}
-    for name in ("table.weight", "recur.weight_hh_l0", "attend.in_proj_weight"):
-        assert (rows[name].path, rows[name].reason) == ("lowrank", "dense='lowrank'")
+    for name, reason in {
+        "table.weight": "shared by a table and a layer: compressed together",
+        "recur.weight_hh_l0": "its layer (LSTM) sends no factors",
+        "attend.in_proj_weight": "its layer (MultiheadAttention) sends no factors",
+    }.items():
+        assert (rows[name].path, rows[name].reason) == ("lowrank", reason)
     assert rows["recur.bias_ih_l0"].path == "allreduce"
     assert reduction.quality["attend.in_proj_weight"].effective_rank <= 4
     assert reduction.first_difference() is None
@@ -276,7 +283,7 @@ def test_compressed_gradients_survive_a_new_plan() -> None:
     torch.manual_seed(0)
     reference = nn.Sequential(nn.LSTM(12, 12, batch_first=True), zoo.Last(), nn.Linear(12, 12)).double()
     model = copy.deepcopy(reference)
-    reduction = dadplug.GradientReduction(model, mode="rankdad", rank=4, dense="lowrank", weighting="samples")
+    reduction = dadplug.GradientReduction(model, mode="rankdad", rank=4, weighting="samples")
     for step in range(3):
         for net in (model, reference):
             net[2].requires_grad_(step != 1)
@@ -501,8 +508,9 @@ def test_all_that_is_all_reduced_has_a_reason() -> None:
         if mode == "rankdad":
             assert rows["narrow.weight"].path == rows["wide.weight"].path == "lowrank"
             assert "save few bytes" in rows["tiny.weight"].reason
-            assert "GRU" in rows["recurrent.weight_ih_l0"].reason
-            assert "MultiheadAttention" in rows["attention.in_proj_weight"].reason
+            for name, layer in {"recurrent.weight_ih_l0": "GRU", "attention.in_proj_weight": "MultiheadAtt"}.items():
+                assert rows[name].path == "lowrank"
+                assert layer in rows[name].reason
     assert not any(row.reason for row in dadplug.GradientReduction(Various(), mode="dsgd").plan)
 
 

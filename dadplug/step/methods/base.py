@@ -106,6 +106,9 @@ class MethodOptions(Protocol):
     def mode(self) -> str: ...
 
     @property
+    def rank(self) -> int | str: ...
+
+    @property
     def largest_rank(self) -> int: ...
 
     @property
@@ -157,6 +160,8 @@ class Method:
     """Properties by which the other parts of a step treat the method."""
     max_rank: int | None = None
     """Largest rank of a compressed gradient; None for a method without."""
+    largest_rank: int = 1
+    """The most that `max_rank` can be set to where an owner merges, who has room for so many."""
 
     def __init__(self, options: MethodOptions) -> None:
         self.options = options
@@ -164,6 +169,7 @@ class Method:
         self.loss_scales = LossScales()
         self.weight = 1.0
         self.batch: Callable[[], int] = int  # samples of this site in the step; 0 where they are not known
+        self.is_fed: Callable[[str], bool] = lambda name: False  # whether data are the input of a weight's layer
 
     @property
     def keeps_errors(self) -> bool:

@@ -26,6 +26,7 @@ from .feedback import ErrorFeedback, LossScales, MergeMemory
 from .formed import FormedSlot, FormedState
 
 _FEW = 8  # components that a step may have with int8, however few its rows are
+_SAMPLES = 4  # for each component that is sent of a layer whose input is data
 _WORTH = 1024  # bytes; what 100 Mbit/s carry while a small matrix is compressed
 _COLUMNS = 24  # components that are sent and kept, about; from there on a compression becomes dear
 _CALLS = 60.0  # microseconds that a compression takes beside its products, about
@@ -124,6 +125,7 @@ class _Given(NamedTuple):
         bias: the gradient of the bias, or None.
         wire: the format in which it is sent.
         rank: number of components that are sent, at most.
+        found: number of components that are found for it, at least; those that are not sent are kept.
         state: the state that the step begins with.
         share: what is kept of earlier gradients counts for.
         loss_scale: the loss scale of the gradient.
@@ -134,6 +136,7 @@ class _Given(NamedTuple):
     bias: Tensor | None
     wire: WireFormat
     rank: int
+    found: int
     state: _State
     share: float
     loss_scale: float
@@ -157,7 +160,7 @@ class RankDAD(Method):
 
     def __init__(self, options: MethodOptions) -> None:
         super().__init__(options)
-        self.max_rank: int = options.largest_rank
+        self.max_rank = self.largest_rank = options.largest_rank
         self.merger = self._make_merger(options)
         self._iterations = options.iterations
         self._keeps_rows = options.error_feedback is None
@@ -212,14 +215,15 @@ class RankDAD(Method):
             "seed": zlib.crc32(name.encode()),
         }
         if not weight:  # what a site without weight sends is lost, so that it sends nothing of what it keeps
-            left, right = compress(factor.deltas, factor.activations, self.max_rank, **how)
+            left, right = compress(factor.deltas, factor.activations, self._most(name, factor.rows), **how)
             return FactorPayload(left.T, right.T, bias)
         wire = wire_format(self.options.wire_of(GradientPath.LOWRANK), factor.deltas.dtype)
         # Rounding to int8 leaves small parts of all components, which need not make a batch of few rows as large again.
-        rank = min(self.max_rank, max(factor.rows, _FEW)) if wire.quantised and self._keeps_rows else self.max_rank
+        found = min(self.max_rank, max(factor.rows, _FEW)) if wire.quantised and self._keeps_rows else self.max_rank
+        rank = min(found, self._most(name, factor.rows))
         loss_scale = self.loss_scales.of(name)
         share = state.weight / weight if state.weight else 1.0
-        given = _Given(name, bias, wire, rank, state, share, loss_scale, how)
+        given = _Given(name, bias, wire, rank, found, state, share, loss_scale, how)
         if whole:
             payload, staged = self._encode_formed(
                 given, self._added(name, factor, state.lost, share * self._decay, loss_scale)
@@ -229,6 +233,16 @@ class RankDAD(Method):
         self._release(name, self._staged.pop(name, None))
         self._staged[name] = staged._replace(weight=weight, calls=state.calls + 1)
         return payload
+
+    def _most(self, name: str, rows: int) -> int:
+        """Return how many components of a layer may be sent: by default of data's own layer, a quarter of the samples.
+
+        With as many components as samples, or half as many, other sites recover inputs (`dadplug.audit`).
+        """
+        if isinstance(self.options.rank, int) or self.options.budget is not None or not self.is_fed(name):
+            return self.max_rank
+        samples = min(self.batch() or rows, rows) if rows else 0
+        return min(self.max_rank, max(1, samples // _SAMPLES)) if samples else self.max_rank
 
     def _keeps_whole(self, name: str, factor: Factor) -> bool:
         """Return whether all that is not sent of a weight's gradient is kept, in a matrix of its size.
@@ -264,7 +278,7 @@ class RankDAD(Method):
         Returns:
             The payload and the next state.
         """
-        name, bias, wire, rank, state, share, loss_scale, how = given
+        name, bias, wire, rank, _, state, share, loss_scale, how = given
         (out, width), tolerance = memory.shape, self.options.tolerance
         kind = min(rank, out, width), (out, width), 0 if bias is None else bias.shape[0], wire, memory
         slot = self._slots.get(name)
@@ -299,9 +313,9 @@ class RankDAD(Method):
         Returns:
             The payload and the next state.
         """
-        name, bias, wire, rank, state, share, loss_scale, how = given
+        name, bias, wire, rank, found, state, share, loss_scale, how = given
         # No less than before: a small batch does not drop what is kept of a large one.
-        room = max(state.room, rows_kept(rank, factor.rows)) if self._keeps_rows else 0
+        room = max(state.room, rows_kept(found, factor.rows) + found - rank) if self._keeps_rows else 0
         measure = state.calls % _MEASURE_EVERY == 0 or state.quality is None
         deltas, activations = factor.deltas, factor.activations
         if state.lost is not None:  # as further rows
@@ -506,7 +520,7 @@ class RankDAD(Method):
             self._whole = chosen | state.get("whole", {})
         self.max_rank = state.get("rank", self.max_rank)
         if self.merger is not None:
-            self.max_rank = min(self.max_rank, self.options.largest_rank)
+            self.max_rank = min(self.max_rank, self.largest_rank)
             self.merger.load_state_dict(state.get("merger", self.merger.state_dict()))
 
     def load_from_all(self, states: Sequence[dict[str, Any]]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -85,10 +85,10 @@ def measure_link(transport: Transport) -> LinkCosts:
         multiply = 1e-6 / constants.encoding.fat
     else:
         multiply = _fastest(lambda: left.T @ right) / (32 * 512 * 512)
-    latency = _gather_seconds(transport, 16)
+    latency = gather_seconds(transport, 16)
     gather = reduce = 0.0
     for size in _SIZES:
-        seconds = _gather_seconds(transport, size)
+        seconds = gather_seconds(transport, size)
         summed = torch.zeros(size, device=transport.device)
         reducing = _fastest(lambda: transport.all_reduce(summed).wait())  # noqa: B023
         gather, reduce = (max(0.0, each - latency) / (4 * size) for each in (seconds, reducing))
@@ -97,7 +97,13 @@ def measure_link(transport: Transport) -> LinkCosts:
     return LinkCosts(latency, gather, reduce, multiply)
 
 
-def _gather_seconds(transport: Transport, size: int) -> float:
+def gather_seconds(transport: Transport, size: int) -> float:
+    """Measure an exchange of a message of each site; all sites must call it.
+
+    Args:
+        transport: the transport.
+        size: elements of four bytes of a site's message.
+    """
     gather = transport.gather_once([size] * transport.world_size, torch.float32)
 
     def exchange() -> None:
@@ -120,6 +126,9 @@ _PASSES = 8  # products with a block of rows in a compression, about
 _DECOMPOSITIONS = 50  # products of square matrices that take as long as two symmetric and one singular decomposition
 
 
+_MARGIN = 0.005  # seconds of a step from which all sites merge in place of owners, who send less
+
+
 def check_merge(options: Options, transport: Transport) -> None:
     """Check that a transport can do what the option ``merge`` asks for.
 
@@ -134,6 +143,18 @@ def check_merge(options: Options, transport: Transport) -> None:
         else:
             reason = "NCCL"
         raise ValueError(f"merge='owner' does not work over {reason}: choose merge='all' or merge='auto'")
+
+
+def settle_merge(options: Options, transport: Transport) -> Options:
+    """Return options with ``merge="all"`` in place of ``"auto"`` where owners cannot merge, or would not save bytes.
+
+    Args:
+        options: the options.
+        transport: the transport.
+    """
+    needs_all = options.min_sites is not None or options.hierarchy is not None or options.budget is not None
+    able = options.mode == "rankdad" and transport.world_size > 2 and transport.has_all_to_all and not needs_all
+    return options if able or options.merge != "auto" else replace(options, merge="all")
 
 
 class Merging:
@@ -173,9 +194,9 @@ class Merging:
         if self.link is None:
             return {}
         whole = assign_owners(layers, sites, divide=False)
-        to_all, to_owner = predict_seconds(layers, whole, sites, self.link)
-        divided = predict_seconds(layers, owners, sites, self.link)[1]
-        return min((to_all, {}), (to_owner, whole), (divided, owners), key=lambda choice: choice[0])[1]
+        to_all, to_owner = predict_seconds(layers, whole, sites, self.link, wire.itemsize)
+        divided = predict_seconds(layers, owners, sites, self.link, wire.itemsize)[1]
+        return min((to_all + _MARGIN, {}), (to_owner, whole), (divided, owners), key=lambda choice: choice[0])[1]
 
     def _layers(self, units: Sequence[Unit]) -> list[OwnedLayer]:
         """Return the layers that can have an owner: those whose gradients are compressed."""
@@ -184,7 +205,7 @@ class Merging:
             if isinstance(unit, FactorUnit) and unit.path == GradientPath.LOWRANK:
                 sends_bias = unit.bias is not None and self._method.traits.sends_bias
                 bias = unit.parameters[unit.bias].numel() if sends_bias and unit.bias is not None else 0
-                rank = min(self._options.largest_rank, *unit.widths)
+                rank = min(self._method.largest_rank, *unit.widths)
                 found.append(OwnedLayer(unit.name, *unit.widths, bias, rank, rank if keeps_rows(self._options) else 0))
         return found
 

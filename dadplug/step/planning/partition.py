@@ -84,7 +84,7 @@ def partition_parameters(
     for group in groups:
         path = _layer_path(group.layer, method) if group.separable else GradientPath.ALLREDUCE
         if compress_dense and group.tied and _is_compressed(parameters[group.name], method):
-            path, reasons[group.name] = GradientPath.LOWRANK, "dense='lowrank'"
+            path, reasons[group.name] = GradientPath.LOWRANK, "shared by a table and a layer: compressed together"
         elif not group.separable and method.traits.takes_factors:
             reasons[group.name] = "shared by layers that do not go together"
         if path != GradientPath.ALLREDUCE and group.name not in keep_dense:
@@ -105,7 +105,7 @@ def partition_parameters(
             paths[name] = GradientPath.FROZEN
         elif not masked and compress_dense and name not in keep_dense and _is_compressed(parameter, method):
             paths[name] = GradientPath.LOWRANK
-            reasons[name] = "privacy" if forms_all else "dense='lowrank'"
+            reasons[name] = "privacy" if forms_all else reasons.get(name) or _lacks_factors(name, model)
             units.append(LowrankUnit(name, None, {name: parameter}, []))
         else:
             paths[name] = GradientPath.MASKED if masked else _dense_path(parameter, method, name in keep_dense)
@@ -199,6 +199,10 @@ def _why_dense(name: str, parameter: nn.Parameter, model: nn.Module, method: Met
         return "complex numbers"
     if could_be or by_gradient:
         return "compressed, it would save few bytes or none"
+    return _lacks_factors(name, model)
+
+
+def _lacks_factors(name: str, model: nn.Module) -> str:
     return f"its layer ({type(model.get_submodule(name.rpartition('.')[0])).__name__}) sends no factors"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,7 @@ from ..reducer.reducer import Reducer, StepRequest
 from ..units.base import Unit
 from ..units.factor import ChainedUnit, FactorUnit, LowrankUnit
 from .chains import collect_chain_reports, link_units, merge_chain_reports, order_followers_first, refusal
+from .choice import RankChoice
 from .merging import LinkCosts, Merging, measure_link
 from .partition import partition_parameters
 from .plan import PayloadCosts, Plan, dense_bytes
@@ -250,6 +252,7 @@ class Planner:
     Attributes:
         units: the units of the present plan; read only.
         is_complete: whether the first step of the present plan is over; read only.
+        choice: the choice of the rank; None where it is not chosen.
         outgrown: whether the plan is that of sites which had not grown yet, so that `grow` has to follow.
         on_release: called before the capture of a plan is removed from the model.
     """
@@ -291,6 +294,7 @@ class Planner:
         self.on_release: Callable[[], None] = lambda: None
         self.units: list[Unit]
         self._begin_plan()
+        self.choice = RankChoice.of(method, options, transport, weakref.proxy(self))
 
     def forms_late(self) -> set[str]:
         """Return the weights whose gradients, given as matrices, can be formed while they are compressed.
@@ -321,7 +325,8 @@ class Planner:
         costs = PayloadCosts(self._method, self._options, self._transport, reducer, owners, samples)
         factored = (unit for unit in self.units if isinstance(unit, FactorUnit) and unit.left_out)
         left_out = {unit.name: f"in some steps {unit.left_out}" for unit in factored}
-        return costs.plan(self._model, self.units, self._paths, self._notices | left_out | self._reasons)
+        plan = costs.plan(self._model, self.units, self._paths, self._notices | left_out | self._reasons)
+        return plan if self.choice is None else plan.with_remarks([str(self.choice.choice)])
 
     @property
     def holds_gradients(self) -> bool:
@@ -355,7 +360,7 @@ class Planner:
         if not self._structure.same_tensors() or (not self._structure.same_training() and self._has_sent):
             self._changing = True
         elif not self._structure.same_training():
-            self._plan_anew()
+            self.plan_anew()
 
     def record_arrival(self, unit: Unit, send: bool) -> None:
         """Record that a backward pass has delivered a unit's gradient.
@@ -386,7 +391,7 @@ class Planner:
         if not (self._structure.same_tensors() and self._structure.same_training()):
             frozen = any(unit.arrivals and not unit.lead.requires_grad for unit in self.units)
             if not (self._has_sent or frozen):
-                self._plan_anew()
+                self.plan_anew()
             elif new := self._new_gradients():
                 raise RuntimeError(
                     f"parameter {new[0]!r} was added or freed, and got a gradient, in a step whose other gradients had "
@@ -483,6 +488,15 @@ class Planner:
         for unit in self.units:
             unit.begin_step()
 
+    def choose(self, step: int) -> None:
+        """Choose the rank where it is time for it; all sites call it after the same steps.
+
+        Args:
+            step: number of steps that are over.
+        """
+        if self.choice is not None:
+            self.choice.end_step(step)
+
     def follow_sizes(self, batches: Sequence[int]) -> None:
         """Make a new plan, where the method chooses by sizes, once batches have had another size for some steps.
 
@@ -494,7 +508,7 @@ class Planner:
         off = not self._planned_for / _OTHER_SIZE <= max(batches) <= self._planned_for * _OTHER_SIZE
         self._off_plan = self._off_plan + 1 if off else 0
         if self._off_plan >= _SOME_STEPS:
-            self._plan_anew()
+            self.plan_anew()
 
     # State and release
 
@@ -541,11 +555,12 @@ class Planner:
         self._reducer.restore(state.layout)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the plan carries from step to step: the reference samples and kept rounding errors."""
+        """Return what the plan carries from step to step: reference samples, kept rounding errors, the chosen rank."""
         if self._reducer is not None:
             self._rounding, self._expected = self._reducer.rounding(), self._reducer.expected
         state = {"reference": self._reference, "rounding": self._rounding.state_dict()}
-        return state | {"expected": self._expected}
+        chosen = {} if self.choice is None else self.choice.state_dict()
+        return state | {"expected": self._expected, "choice": chosen}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned; further entries are ignored.
@@ -555,6 +570,8 @@ class Planner:
         self._rounding.load_state_dict(state["rounding"])
         self._reference = self._reference or state["reference"]
         self._expected = tuple(state.get("expected", self._expected))
+        if self.choice is not None:
+            self.choice.load_state_dict(state.get("choice", {}))
         if self._reducer is not None:
             self._reducer.add_rounding(self._rounding)
             self._reducer.expected = self._expected
@@ -591,12 +608,15 @@ class Planner:
         self._method.fit_budget([unit.shape for unit in compressed])
         for unit in self.units:
             self._watch(unit)
+        factored = {unit.name: unit for unit in self.units if isinstance(unit, FactorUnit)}
+        self._method.is_fed = lambda name: name in factored and factored[name].fed_by_data
 
     def _watch(self, unit: Unit) -> None:
         unit.watch(self._arrived)
         unit.reduction = self._number
 
-    def _plan_anew(self) -> None:
+    def plan_anew(self) -> None:
+        """Begin a new plan, which the next step completes; all sites must do so in the same step."""
         self.release()
         self._version += 1
         known = set(self._structure.parameters)

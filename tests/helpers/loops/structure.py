@@ -100,28 +100,31 @@ def pruned_in_mid_run(site: Site) -> None:
         training.trains(step)
 
 
+_FORMED = "the gradient of a normalised weight is formed, and approximated by one pass from the last directions"
+
+
 def _normalised(norm: object) -> nn.Sequential:
     model = net()
     model.insert(2, norm(nn.Linear(9, 9)))  # type: ignore[operator]
     return model
 
 
-@loop()
+@loop(late=_FORMED)
 def spectral_norm(site: Site) -> None:
     trains(site, site.model(lambda: _normalised(parametrizations.spectral_norm)))
 
 
-@loop()
+@loop(late=_FORMED)
 def spectral_norm_by_hooks(site: Site) -> None:
     trains(site, site.model(lambda: _normalised(nn.utils.spectral_norm)))
 
 
-@loop()
+@loop(late=_FORMED)
 def weight_norm(site: Site) -> None:
     trains(site, site.model(lambda: _normalised(parametrizations.weight_norm)))
 
 
-@loop()
+@loop(late=_FORMED)
 def weight_norm_by_hooks(site: Site) -> None:
     trains(site, site.model(lambda: _normalised(nn.utils.weight_norm)))
 

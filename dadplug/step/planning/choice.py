@@ -1,0 +1,252 @@
+"""Choice of the number of components that rankdad sends, from the measured time of a step and of its exchange.
+
+A step with fewer components waits less for a slow link, and more steps are needed. Sites report every few steps how
+long a step takes and how long they wait in it. All conclude the same from all reports.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from ...exchange import Transport
+from ...exchange.wire import wire_format
+from ...options import AUTO, Options
+from ..methods import Method
+from ..methods.base import GradientPath
+from ..units.base import Unit
+from ..units.factor import FactorUnit
+from .merging import gather_seconds
+
+_log = logging.getLogger("dadplug")
+
+_RANKS = (2, 4)  # that may be chosen in place of the largest one
+_FIRST, _EVERY = 8, 16  # the step of the first report, and the steps between two
+_WINDOW, _LEAST = 9, 4  # last steps whose median is reported, and how many there have to be
+_WAIT = 0.2  # share of a step that sites wait at least where fewer components can pay
+_MOVED = (
+    0.3  # change of the time of a step or of its waiting, as a share of a step, after which the choice is made again
+)
+_LOWERS, _RAISES = 0.9, 0.97  # predicted time to the loss, as a share of the present one, from which the rank changes
+_FURTHER_STEPS = 0.6  # r components need 1 + this / sqrt(r) times the steps of exact gradients, about
+_PROBE = 4_096, 65_536  # elements of the message by which the link is measured: least and most
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Choice of the defaults. Prints as a line.
+
+    Attributes:
+        rank: components of a layer that a site sends, at most.
+        wire: number format of the components.
+        merge: who adds them up: "all" or "owner".
+        sites: number of sites.
+        rate: rate of the slowest link, in bits a second; None while it has not been measured, since no site waits long.
+        seconds: duration of a step when the choice was made; None before the first choice.
+        waiting: share of it that all sites wait for the exchange.
+    """
+
+    rank: int
+    wire: str
+    merge: str
+    sites: int
+    rate: float | None = None
+    seconds: float | None = None
+    waiting: float = 0.0
+
+    def __str__(self) -> str:
+        merged = "" if self.merge == "all" else ", merged by owners"
+        found = f"rank {self.rank}, {self.wire}{merged}; {self.sites} sites"
+        if self.seconds is None:
+            return f"{found}, not measured yet"
+        link = "" if self.rate is None else f"{_in_words(self.rate)}, "
+        return f"{found}, {link}{1e3 * self.seconds:.3g} ms a step, of which {self.waiting:.0%} waiting"
+
+
+class _Plans(Protocol):
+    """Planner, as a choice sees it."""
+
+    units: list[Unit]
+
+    def plan_anew(self) -> None: ...
+
+
+class RankChoice:
+    """Choice of the rank, the same at all sites.
+
+    Args:
+        method: the method, whose rank is set.
+        options: the options, with ``rank="auto"``.
+        transport: the transport.
+        planner: the planner, which makes a new plan for another rank.
+
+    Attributes:
+        choice: the present choice.
+        given: whether the program has set a rank at this site; then no site chooses any more.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        options: Options,
+        transport: Transport,
+        planner: _Plans,
+    ) -> None:
+        self._method = method
+        self._options = options
+        self._transport = transport
+        self._planner = planner
+        self._times: deque[tuple[float, float]] = deque(maxlen=_WINDOW)
+        self._ended = 0.0  # when the last step ended
+        self._reference: tuple[float, float] | None = None  # time of a step and of waiting, when it was chosen
+        self._begins = True  # whether the reference is that of steps before the last change of the rank
+        self.given = False
+        self._is_given = False  # at some site
+        wire = options.wire_of(GradientPath.LOWRANK)
+        self.choice = Choice(options.largest_rank, wire, options.merge, transport.world_size)
+
+    @classmethod
+    def of(cls, method: Method, options: Options, transport: Transport, planner: _Plans) -> RankChoice | None:
+        """Make the choice of a reduction; None where the rank is given, where sites may leave, and for one site.
+
+        Args:
+            method: the method.
+            options: the options.
+            transport: the transport.
+            planner: the planner.
+        """
+        given = options.rank != AUTO or options.budget is not None or options.min_sites is not None
+        if options.mode != "rankdad" or given or transport.world_size == 1:
+            return None
+        return cls(method, options, transport, planner)
+
+    def end_step(self, step: int) -> None:
+        """Record the time of a step; choose anew where it is time for it. All sites call it in the same steps.
+
+        Args:
+            step: number of steps that are over.
+        """
+        now, traffic = time.perf_counter(), self._transport.traffic
+        if self._ended:
+            self._times.append((now - self._ended, traffic.wait_seconds))
+        if step % _EVERY == _FIRST and not self._is_given:
+            with traffic.apart():
+                self._review()
+            now = time.perf_counter()
+        self._ended = now
+
+    def _review(self) -> None:
+        """Compare the reports of all sites with those at the last choice."""
+        seconds, waits = zip(*self._times, strict=True) if self._times else ((0.0,), (0.0,))
+        sent = self._transport.traffic.bytes_sent
+        own = [statistics.median(seconds), statistics.median(waits), float(sent), float(self.given), len(self._times)]
+        reports = self._gather(own)
+        self._is_given = any(report[3] for report in reports)
+        if self._is_given or min(report[4] for report in reports) < _LEAST:
+            return
+        step, wait = max(report[0] for report in reports), min(report[1] for report in reports)
+        if self._begins:
+            self._reference = None
+        if self._reference is not None and not _moved(self._reference, (step, wait)):
+            return
+        first, self._reference, self._begins = self._reference is None, (step, wait), False
+        self._choose(step, wait, max(report[2] for report in reports), first)
+
+    def _choose(self, step: float, wait: float, nbytes: float, first: bool) -> None:
+        present, largest = self._method.max_rank, self._options.largest_rank
+        assert present is not None
+        rate, rank = self.choice.rate, present
+        if present < largest or wait > _WAIT * step:
+            nbytes /= self._transport.world_size - 1
+            by_byte = self._measure(nbytes)
+            rate = 8 * (self._transport.world_size - 1) / by_byte if by_byte else math.inf
+            own = self._bytes(present)
+            # The sum of several sites has more directions than the gradient of one.
+            ranks = _RANKS if self._options.merge == "all" else _RANKS[1:]
+            times = {rank: by_byte * (self._bytes(rank) - own) for rank in {*ranks, largest, present}}
+            rank = best_rank(present, step, wait, times)
+        self.choice = Choice(
+            rank, self.choice.wire, self.choice.merge, self._transport.world_size, rate, step, wait / step
+        )
+        if first or rank != present:
+            _log.info("%s", self.choice)
+        if rank != present:
+            self._set(rank)
+
+    def _set(self, rank: int) -> None:
+        self._begins = True  # the next report tells what the new rank costs
+        self._method.max_rank = self._method.largest_rank = rank
+        self.choice = replace(self.choice, rank=rank)
+        self._planner.plan_anew()  # whose messages have room for so many
+
+    def _bytes(self, rank: int) -> float:
+        """Return the bytes that a site sends with a rank to each of the others, on average, beside biases."""
+        total = 0.0
+        for unit in self._planner.units:
+            if isinstance(unit, FactorUnit) and unit.path == GradientPath.LOWRANK:
+                wire = wire_format(self.choice.wire, unit.lead.dtype)
+                total += min(rank, *unit.widths) * sum(map(wire.row_size, unit.widths)) * wire.itemsize
+        return total if self._options.merge == "all" else 2 * total / self._transport.world_size
+
+    def _measure(self, nbytes: float) -> float:
+        """Measure the link with messages of about this size; return seconds for each byte sent to every other site."""
+        size = int(min(max(nbytes / 4, _PROBE[0]), _PROBE[1]))
+        latency = gather_seconds(self._transport, 16)
+        own = max(0.0, gather_seconds(self._transport, size) - latency) / (4 * size)
+        return max(report[0] for report in self._gather([own]))
+
+    def _gather(self, numbers: list[float]) -> list[list[float]]:
+        gather = self._transport.gather_once([len(numbers)] * self._transport.world_size, torch.float32)
+        gather.payload.copy_(torch.tensor(numbers))
+        gather.launch()
+        return [part.tolist() for part in gather.wait()]
+
+    def state_dict(self) -> dict[str, list[float]]:
+        """Return what a resumed training needs to make the same choices: the times by which the last one was made."""
+        return {} if self.choice.seconds is None else {"times": [*(self._reference or ()), float(self._begins)]}
+
+    def load_state_dict(self, state: dict[str, list[float]]) -> None:
+        """Restore what `state_dict` returned."""
+        rank = self._method.max_rank
+        if "times" not in state or rank is None:
+            return
+        step, wait, begins = state["times"]
+        if rank != self._method.largest_rank:
+            self._set(rank)
+        self._reference, self._begins = (step, wait), bool(begins)
+        self.choice = replace(self.choice, rank=rank, seconds=step, waiting=wait / step)
+
+
+def best_rank(present: int, step: float, wait: float, further: Mapping[int, float]) -> int:
+    """Return the rank with the least predicted time to the loss; the present one unless another gains enough.
+
+    Args:
+        present: the present rank.
+        step: seconds of a step with the present rank.
+        wait: seconds of it that all sites wait for the exchange.
+        further: by rank, the seconds that its messages travel longer than those of the present one.
+    """
+
+    def to_loss(rank: int) -> float:
+        return (1 + _FURTHER_STEPS / math.sqrt(rank)) * (step + max(further[rank], -wait))
+
+    best = min(sorted(further), key=to_loss)
+    share = _LOWERS if best < present else _RAISES
+    return best if to_loss(best) < share * to_loss(present) else present
+
+
+def _moved(before: tuple[float, float], now: tuple[float, float]) -> bool:
+    return any(abs(new - old) > _MOVED * max(before[0], now[0]) for old, new in zip(before, now, strict=True))
+
+
+def _in_words(rate: float) -> str:
+    """Return a rate in bits a second in words."""
+    return f"{rate / 1e6:.3g} Mbit/s" if rate < 1e9 else "1 Gbit/s or more"

@@ -1,0 +1,143 @@
+"""The rank that the defaults choose by the link: equal at all sites, kept in checkpoints, and never a given one."""
+
+import copy
+
+import pytest
+import support
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import dadplug
+from dadplug.step.planning import choice
+from dadplug.step.planning.choice import RankChoice, best_rank
+
+STEP = 0.03  # seconds
+
+
+def further(by_component: float, present: int) -> dict[int, float]:
+    return {rank: by_component * (rank - present) for rank in (2, 4, 8)}
+
+
+@pytest.mark.parametrize(
+    ("present", "wait", "by_component", "best"),
+    [
+        (8, 0.0, 0.0, 8),
+        (8, 0.0, 0.01, 8),  # all of it is hidden behind computing
+        (8, 0.012, 0.003, 4),
+        (8, 0.2, 0.03, 2),
+        (4, 0.0, 0.03, 4),
+        (2, 0.0, 1e-6, 8),  # the link is fast again
+        (4, 0.0, 1e-6, 8),
+        (2, 0.01, 0.03, 2),
+    ],
+)
+def test_the_best_rank_follows_from_what_sites_wait_for(
+    present: int, wait: float, by_component: float, best: int
+) -> None:
+    assert best_rank(present, STEP + wait, wait, further(by_component, present)) == best
+
+
+def slow_link(patch: pytest.MonkeyPatch, seconds_a_byte: float, reduction: dadplug.GradientReduction) -> None:
+    """Let the choice find this link, and the waiting that follows from the rank of the step before."""
+    patch.setattr(RankChoice, "_measure", lambda self, nbytes: seconds_a_byte)
+    wait = seconds_a_byte * 400 * reduction.max_rank
+    reduction._planner.choice._times.extend([(STEP + wait, wait)] * choice._WINDOW)
+
+
+def train(reduction: dadplug.GradientReduction, steps: int, link: float | None) -> None:
+    model, rank = reduction.model, dist.get_rank()
+    optimizer = torch.optim.SGD(model.parameters(), 0.02)
+    with pytest.MonkeyPatch.context() as patch:
+        for _ in range(steps):
+            generator = torch.Generator().manual_seed(100 * reduction.step + rank)
+            inputs = torch.randn(24, 64, generator=generator)
+            optimizer.zero_grad()
+            (model(inputs) - inputs.roll(1, 1)).square().mean().backward()
+            if link is not None:
+                slow_link(patch, link, reduction)
+            reduction.synchronize()
+            optimizer.step()
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))
+
+
+@support.at_sites(2)
+def test_a_slow_link_gets_fewer_components_and_a_fast_one_all_again() -> None:
+    reduction = dadplug.GradientReduction(net())
+    assert "not measured yet" in str(reduction.plan)
+    train(reduction, 8, 1e-4)
+    assert reduction.max_rank == reduction.choice.rank == 2
+    assert reduction.choice.rate == pytest.approx(8e4)
+    before = reduction.traffic.bytes_sent
+    train(reduction, 2, 1e-4)
+    assert reduction.traffic.bytes_sent < 0.4 * before
+    train(reduction, 16, 1e-4)  # the time of a step is that of the new rank now
+    assert reduction.max_rank == 2
+    train(reduction, 32, 1e-9)
+    assert reduction.max_rank == reduction.choice.rank == 8
+    train(reduction, 2, 1e-9)
+    assert reduction.traffic.bytes_sent == before
+    assert reduction.first_difference() is None
+    assert str(reduction.choice) in str(reduction.plan)
+    reduction.detach()
+
+
+@support.at_sites(2)
+def test_a_resumed_training_keeps_the_choice() -> None:
+    reduction = dadplug.GradientReduction(net())
+    train(reduction, 10, 1e-4)
+    state, weights = copy.deepcopy(reduction.state_dict()), copy.deepcopy(reduction.model.state_dict())
+    train(reduction, 20, 1e-4)
+    reduction.detach()
+    model = net()
+    model.load_state_dict(weights)
+    resumed = dadplug.GradientReduction(model)
+    resumed.load_state_dict(state)
+    assert resumed.max_rank == resumed.choice.rank == 2
+    train(resumed, 20, 1e-4)
+    for old, new in zip(reduction.model.parameters(), model.parameters(), strict=True):
+        assert torch.equal(old, new)
+    resumed.detach()
+
+
+@support.at_sites(2)
+def test_a_given_rank_is_kept() -> None:
+    for options in ({"rank": 8}, {"budget": 4000}, {"mode": "powersgd"}):
+        reduction = dadplug.GradientReduction(net(), **options)
+        assert reduction.choice is None
+        reduction.detach()
+    reduction = dadplug.GradientReduction(net())
+    if dist.get_rank() == 1:  # one site sets it, and no site chooses any more
+        reduction.max_rank = 6
+    train(reduction, 8, 1e-4)
+    assert reduction.max_rank == (8, 6)[dist.get_rank()]
+    train(reduction, 17, 1e-4)
+    assert reduction.max_rank == (8, 6)[dist.get_rank()]
+    assert reduction.first_difference() is None
+    reduction.detach()
+
+
+@support.at_sites(3)
+def test_from_three_sites_on_owners_merge_and_have_room_for_the_chosen_rank() -> None:
+    sent = {}
+    for merge in ("all", "auto"):
+        reduction = dadplug.GradientReduction(net(), merge=merge)
+        train(reduction, 3, None)
+        numbers = reduction.gather_objects(reduction.traffic.bytes_sent)
+        sent[merge] = sum(numbers)
+        if merge == "all":
+            reduction.detach()
+    assert sent["auto"] < 0.8 * sent["all"]
+    train(reduction, 8, 1e-4)
+    assert reduction.max_rank == 4  # not 2: the sum of several sites has more directions
+    train(reduction, 2, 1e-4)
+    numbers = reduction.gather_objects(reduction.traffic.bytes_sent)
+    assert sum(numbers) < 0.65 * sent["auto"]
+    assert reduction.first_difference() is None
+    with pytest.raises(ValueError, match="at most 8, got 16: pass merge='all'"):
+        reduction.max_rank = 16
+    reduction.detach()
