@@ -40,7 +40,7 @@ def test_the_best_rank_follows_from_what_sites_wait_for(
 
 def slow_link(patch: pytest.MonkeyPatch, seconds_a_byte: float, reduction: dadplug.GradientReduction) -> None:
     """Let the choice find this link, and the waiting that follows from the rank of the step before."""
-    patch.setattr(RankChoice, "_measure", lambda self, nbytes: seconds_a_byte)
+    patch.setattr(RankChoice, "_measure", lambda self, size, rounds=3: seconds_a_byte)
     wait = seconds_a_byte * 400 * reduction.max_rank
     reduction._planner.choice._times.extend([(STEP + wait, wait)] * choice._WINDOW)
 
@@ -77,7 +77,7 @@ def test_a_slow_link_gets_fewer_components_and_a_fast_one_all_again() -> None:
     assert reduction.traffic.bytes_sent < 0.4 * before
     train(reduction, 16, 1e-4)  # the time of a step is that of the new rank now
     assert reduction.max_rank == 2
-    train(reduction, 32, 1e-9)
+    train(reduction, 32, 1e-9)  # also where steps have become no faster
     assert reduction.max_rank == reduction.choice.rank == 8
     train(reduction, 2, 1e-9)
     assert reduction.traffic.bytes_sent == before

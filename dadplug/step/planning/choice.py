@@ -37,6 +37,8 @@ _MOVED = (
 )
 _LOWERS, _RAISES = 0.9, 0.97  # predicted time to the loss, as a share of the present one, from which the rank changes
 _FURTHER_STEPS = 0.6  # r components need 1 + this / sqrt(r) times the steps of exact gradients, about
+_FASTER = 2.0  # times as fast a link leads to a new choice where fewer components than the largest rank are sent
+_LEAST_SECONDS = 1e-10  # a byte; less is not measured
 _PROBE = 4_096, 65_536  # elements of the message by which the link is measured: least and most
 
 
@@ -108,6 +110,8 @@ class RankChoice:
         self._ended = 0.0  # when the last step ended
         self._reference: tuple[float, float] | None = None  # time of a step and of waiting, when it was chosen
         self._begins = True  # whether the reference is that of steps before the last change of the rank
+        self._by_byte = math.inf  # seconds for each byte sent to every other site, at the last choice
+        self._looks = False
         self.given = False
         self._is_given = False  # at some site
         wire = options.wire_of(GradientPath.LOWRANK)
@@ -155,10 +159,17 @@ class RankChoice:
         step, wait = max(report[0] for report in reports), min(report[1] for report in reports)
         if self._begins:
             self._reference = None
-        if self._reference is not None and not _moved(self._reference, (step, wait)):
+        if self._reference is not None and not (_moved(self._reference, (step, wait)) or self._is_faster()):
             return
         first, self._reference, self._begins = self._reference is None, (step, wait), False
         self._choose(step, wait, max(report[2] for report in reports), first)
+
+    def _is_faster(self) -> bool:
+        """Return whether the link has become faster, which the steps do not show; looked up in every second review."""
+        self._looks = not self._looks
+        if self.choice.rank == self._options.largest_rank or not self._looks:
+            return False
+        return 1 / self._measure(_PROBE[0], rounds=1) > _FASTER / self._by_byte
 
     def _choose(self, step: float, wait: float, nbytes: float, first: bool) -> None:
         present, largest = self._method.max_rank, self._options.largest_rank
@@ -166,8 +177,8 @@ class RankChoice:
         rate, rank = self.choice.rate, present
         if present < largest or wait > _WAIT * step:
             nbytes /= self._transport.world_size - 1
-            by_byte = self._measure(nbytes)
-            rate = 8 * (self._transport.world_size - 1) / by_byte if by_byte else math.inf
+            by_byte = self._by_byte = self._measure(int(min(max(nbytes / 4, _PROBE[0]), _PROBE[1])))
+            rate = 8 * (self._transport.world_size - 1) / by_byte
             own = self._bytes(present)
             # The sum of several sites has more directions than the gradient of one.
             ranks = _RANKS if self._options.merge == "all" else _RANKS[1:]
@@ -196,12 +207,11 @@ class RankChoice:
                 total += min(rank, *unit.widths) * sum(map(wire.row_size, unit.widths)) * wire.itemsize
         return total if self._options.merge == "all" else 2 * total / self._transport.world_size
 
-    def _measure(self, nbytes: float) -> float:
-        """Measure the link with messages of about this size; return seconds for each byte sent to every other site."""
-        size = int(min(max(nbytes / 4, _PROBE[0]), _PROBE[1]))
-        latency = gather_seconds(self._transport, 16)
-        own = max(0.0, gather_seconds(self._transport, size) - latency) / (4 * size)
-        return max(report[0] for report in self._gather([own]))
+    def _measure(self, size: int, rounds: int = 3) -> float:
+        """Measure the link with messages of some size; return seconds for each byte sent to every other site."""
+        latency = gather_seconds(self._transport, 16, rounds)
+        own = max(0.0, gather_seconds(self._transport, size, rounds) - latency) / (4 * size)
+        return max(_LEAST_SECONDS, *(report[0] for report in self._gather([own])))
 
     def _gather(self, numbers: list[float]) -> list[list[float]]:
         gather = self._transport.gather_once([len(numbers)] * self._transport.world_size, torch.float32)
@@ -211,14 +221,18 @@ class RankChoice:
 
     def state_dict(self) -> dict[str, list[float]]:
         """Return what a resumed training needs to make the same choices: the times by which the last one was made."""
-        return {} if self.choice.seconds is None else {"times": [*(self._reference or ()), float(self._begins)]}
+        return (
+            {}
+            if self.choice.seconds is None
+            else {"times": [*(self._reference or ()), float(self._begins), self._by_byte]}
+        )
 
     def load_state_dict(self, state: dict[str, list[float]]) -> None:
         """Restore what `state_dict` returned."""
         rank = self._method.max_rank
         if "times" not in state or rank is None:
             return
-        step, wait, begins = state["times"]
+        step, wait, begins, self._by_byte = state["times"]
         if rank != self._method.largest_rank:
             self._set(rank)
         self._reference, self._begins = (step, wait), bool(begins)

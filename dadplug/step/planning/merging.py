@@ -97,12 +97,13 @@ def measure_link(transport: Transport) -> LinkCosts:
     return LinkCosts(latency, gather, reduce, multiply)
 
 
-def gather_seconds(transport: Transport, size: int) -> float:
+def gather_seconds(transport: Transport, size: int, rounds: int = _ROUNDS) -> float:
     """Measure an exchange of a message of each site; all sites must call it.
 
     Args:
         transport: the transport.
         size: elements of four bytes of a site's message.
+        rounds: number of measurements, of which the fastest counts.
     """
     gather = transport.gather_once([size] * transport.world_size, torch.float32)
 
@@ -110,12 +111,12 @@ def gather_seconds(transport: Transport, size: int) -> float:
         gather.launch()
         gather.wait()
 
-    return _fastest(exchange)
+    return _fastest(exchange, rounds)
 
 
-def _fastest(call: Callable[[], object]) -> float:
+def _fastest(call: Callable[[], object], rounds: int = _ROUNDS) -> float:
     times = []
-    for _ in range(_ROUNDS):
+    for _ in range(rounds):
         start = time.perf_counter()
         call()
         times.append(time.perf_counter() - start)
