@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 from ..errors import MismatchError, SiteError
 from ..support.logs import get_logger
 from ..support.signature import valid
+from ..support.structs import Count, Milliseconds
 from .status import PeerNames
 from .traffic import Traffic
 
@@ -134,8 +136,8 @@ def members_of(hierarchy: Hierarchy, ids: Sequence[Any]) -> list[list[int]]:
     return members
 
 
-class Requirements(NamedTuple):
-    """Requirements, the same at all sites.
+class Requirements(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Requirements, the same at all sites, which a hub gets as a control message.
 
     Attributes:
         min_sites: number of sites below which training pauses.
@@ -145,10 +147,10 @@ class Requirements(NamedTuple):
             `timeout_ms` after the first site.
     """
 
-    min_sites: int
-    timeout_ms: int
+    min_sites: Count
+    timeout_ms: Milliseconds
     skips: bool = False
-    patience_percent: int = 300
+    patience_percent: Count = 300
 
     @classmethod
     def of(

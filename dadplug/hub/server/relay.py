@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...errors import FrameError, RefusedError, TryAgainError
+from ...exchange.transport import Requirements
 from ..secure.epochs import answers
 from ..wire.messages import (
     Accept,
@@ -37,9 +38,8 @@ from ..wire.messages import (
     Kind,
     Leave,
     Pause,
-    Report,
-    Require,
     Resume,
+    RunReport,
     SendState,
     Skip,
     Spent,
@@ -555,11 +555,11 @@ class Relay:
                 self.drop(session, message.reason, now)
             case Spent() if trains:
                 self.spent[session.slot] = message
-            case Report() if trains:
+            case RunReport() if trains:
                 if self._recovery is not None:
                     self._recovery.report(session, message)
                     self._recover(now)
-            case Require() if trains:
+            case Requirements() if trains:
                 session.ready = True
                 if self.run.membership.started:
                     self.run.require(message)
