@@ -55,10 +55,12 @@ class SingleSite(Transport):
         traffic: the meter.
         device: device of the model.
         timeout: unused; as that of other transports.
+        sites: the site by name, and others that are made up; None for this process alone.
     """
 
-    def __init__(self, traffic: Traffic, device: torch.device, timeout: float) -> None:
-        super().__init__(ProcessSites(0, [Member(own_name(), "", 0, b"")]), traffic, 0, device, timeout)
+    def __init__(self, traffic: Traffic, device: torch.device, timeout: float, sites: PeerNames | None = None) -> None:
+        sites = sites or ProcessSites(0, [Member(own_name(), "", 0, b"")])
+        super().__init__(sites, traffic, 0, device, timeout)
 
     def close(self) -> None:
         pass
@@ -75,8 +77,8 @@ class SingleSite(Transport):
     def broadcast_bytes(self, content: bytes) -> bytes:
         return content
 
-    def gather_objects(self, item: Any) -> list[Any]:
-        return [item]
+    def gather_present(self, item: Any) -> dict[int, Any]:
+        return {0: item}
 
     def prefers_gather(self, nbytes: int) -> bool:
         return False
@@ -137,7 +139,12 @@ def open_transport(
         RuntimeError: if the environment announces several processes and no process group exists.
     """
     if not (dist.is_available() and dist.is_initialized()):
-        _check_not_alone()
+        announced = os.environ.get("WORLD_SIZE", "1")
+        if announced.isdigit() and int(announced) > 1:
+            raise RuntimeError(
+                f"the environment announces {announced} sites (WORLD_SIZE), but torch.distributed is not initialised: "
+                "call dadplug.connect() or torch.distributed.init_process_group() first"
+            )
         report_alone()
         return SingleSite(traffic, device, timeout)
     parent = group if group is not None else dist.group.WORLD
@@ -194,12 +201,3 @@ def _new_group(
         return within(timeout, make)
     except (RuntimeError, TimeoutError) as error:
         raise sites.lost(error, timeout) from None
-
-
-def _check_not_alone() -> None:
-    announced = os.environ.get("WORLD_SIZE", "1")
-    if announced.isdigit() and int(announced) > 1:
-        raise RuntimeError(
-            f"the environment announces {announced} sites (WORLD_SIZE), but torch.distributed is not initialised: call "
-            "dadplug.connect() or torch.distributed.init_process_group() first"
-        )

@@ -417,22 +417,22 @@ class Transport(ABC):
     def broadcast_bytes(self, content: bytes) -> bytes:
         """Send rank 0's bytes to all sites; the argument is ignored on the others."""
 
-    @abstractmethod
     def gather_objects(self, item: Any) -> list[Any]:
-        """Gather one object from each site, by rank, for set-up and checkpoints.
+        """Gather one object from each site, by rank, for set-up and checkpoints; None of sites that are absent.
 
         Args:
             item: an object that `dadplug.exchange.codec.encode` takes.
         """
+        every = self.gather_present(item)
+        return [every.get(rank) for rank in range(self.world_size)]
 
+    @abstractmethod
     def gather_present(self, item: Any) -> dict[int, Any]:
         """Gather one object from each site that is present, as `gather_objects` does.
 
         Returns:
             The objects by rank, in ascending order.
         """
-        every = self.gather_objects(item)
-        return {rank: each for rank, each in enumerate(every) if rank not in self.absent}
 
     def gather_once(self, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
         """Prepare an all-gather that takes place once; see `gather`."""

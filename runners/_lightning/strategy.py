@@ -224,13 +224,6 @@ class SiteStrategy(Exchange, _DDPStrategy):
             self.cluster_environment.start_processes(count)
         super()._configure_launcher()
 
-    def _agree_on_processes(self) -> None:
-        """Meet the processes that Lightning has started at this site or others, where sites are connected by kits."""
-        connection, environment = current_connection(), self.cluster_environment
-        if connection is not None and self._requirements is None:
-            count = max(connection.processes, getattr(environment, "started", 0))
-            connection.meet_processes(count, environment.main_port, self.options.timeout)
-
     @property
     def root_device(self) -> torch.device:
         return torch.device(self.parallel_devices[self.local_rank % len(self.parallel_devices)])
@@ -247,7 +240,10 @@ class SiteStrategy(Exchange, _DDPStrategy):
         environment = self.cluster_environment
         if environment is not None and not dist.is_initialized():
             choose_interface(environment.main_address, environment.main_port)
-        self._agree_on_processes()
+        connection = current_connection()
+        if connection is not None and self._requirements is None:  # processes started by Lightning meet
+            count = max(connection.processes, getattr(environment, "started", 0))
+            connection.meet_processes(count, environment.main_port, self.options.timeout)
         self._run.enter_context(gloo_interface())  # Lightning builds process groups of its own during a run
         super().setup_environment()
         if self.world_size > 1:

@@ -215,7 +215,10 @@ class HubLink(HubConnection):
                 self._troubles.end(slot, f"{self.name(slot)} is back")
                 self.gone.pop(slot, None)
                 rounds.joined.add(slot)
-                self._take_member(message)
+                if slot != self.rank:
+                    self._post_all(self.sealing.join(slot, message.step))
+                elif rounds.joins:
+                    self.sealing.enter([each for each in range(self.world_size) if each not in {slot, *self.gone}])
             case Drop():
                 self._lose_site(message)
             case Accept(needs_state=True):
@@ -233,13 +236,6 @@ class HubLink(HubConnection):
                     self._frames.send(frame)
             case Continue():
                 self._frames.release(self._continuation.go_on(message))
-
-    def _take_member(self, message: Join) -> None:
-        """Take the announcement of a site that joins, which may be this one."""
-        if message.slot != self.rank:
-            self._post_all(self.sealing.join(message.slot, message.step))
-        elif self.rounds.joins:
-            self.sealing.enter([slot for slot in range(self.world_size) if slot not in {self.rank, *self.gone}])
 
     def _set_pause(self, reason: str) -> None:
         """Record why the hub lets all sites wait; empty where it does not any more."""
