@@ -362,20 +362,18 @@ class ClosesTransports(Protocol):
 # Of a process without an error.
 ENDED = "it exited first. Unequal numbers of batches? Use reduction.join(), or join() of the model that is wrapped"
 
-_announcers: list[Announcer] = []
+_announcers: dict[Announcer, None] = {}
 _watched: weakref.WeakSet[ClosesTransports] = weakref.WeakSet()
 
 
 def add_announcer(announcer: Announcer) -> None:
     """Have a function called with this process's exit reason, from now on."""
-    if announcer not in _announcers:
-        _announcers.append(announcer)
+    _announcers[announcer] = None
 
 
 def remove_announcer(announcer: Announcer) -> None:
     """Have a function called no longer."""
-    if announcer in _announcers:
-        _announcers.remove(announcer)
+    _announcers.pop(announcer, None)
 
 
 def announce(reason: str, unless_announced: bool = False) -> None:
