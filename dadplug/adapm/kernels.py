@@ -530,6 +530,25 @@ def serve_sync(
 
 
 @njit(cache=True, nogil=True)
+def _request_again(
+    finder: Index, states: Codes, dirty: Codes, unsent: Block, rows: Block, key: int, row: int, slot: int
+) -> None:
+    """Turn a replica that its owner has dropped into a requested key; its unsent delta becomes its value."""
+    states[row] = REQUESTED
+    if dirty[slot]:
+        copy_row(rows, row, unsent, slot)
+    put(finder, key, -2 - row)
+
+
+@njit(cache=True, nogil=True)
+def _refresh(rows: Block, row: int, dirty: Codes, unsent: Block, slot: int, values: Block, i: int) -> None:
+    """Replace a replica's value by the owner's plus the unsent delta."""
+    copy_row(rows, row, values, i)
+    if dirty[slot]:
+        add_row(rows, row, unsent, slot)
+
+
+@njit(cache=True, nogil=True)
 def apply_sync_reply(
     r: TableRows,
     owner: int,
@@ -575,14 +594,9 @@ def apply_sync_reply(
         if codes[i] != DROPPED:
             known[row] = -1 if outdated else versions[i]
             if codes[i] == VALUE and not outdated:
-                copy_row(rows, row, values, next_value)
-                if dirty[slot]:
-                    add_row(rows, row, unsent, slot)
+                _refresh(rows, row, dirty, unsent, slot, values, next_value)
         elif intent_end[row] > clock:
-            states[row] = REQUESTED
-            if dirty[slot]:  # its unsent delta becomes its value
-                copy_row(rows, row, unsent, slot)
-            put(finder, keys[i], -2 - row)
+            _request_again(finder, states, dirty, unsent, rows, keys[i], row, slot)
             asked[slot] = round_number
             after[i] = DROP
         else:

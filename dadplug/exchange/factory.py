@@ -139,12 +139,7 @@ def open_transport(
         RuntimeError: if the environment announces several processes and no process group exists.
     """
     if not (dist.is_available() and dist.is_initialized()):
-        announced = os.environ.get("WORLD_SIZE", "1")
-        if announced.isdigit() and int(announced) > 1:
-            raise RuntimeError(
-                f"the environment announces {announced} sites (WORLD_SIZE), but torch.distributed is not initialised: "
-                "call dadplug.connect() or torch.distributed.init_process_group() first"
-            )
+        _check_not_alone()
         report_alone()
         return SingleSite(traffic, device, timeout)
     parent = group if group is not None else dist.group.WORLD
@@ -201,3 +196,12 @@ def _new_group(
         return within(timeout, make)
     except (RuntimeError, TimeoutError) as error:
         raise sites.lost(error, timeout) from None
+
+
+def _check_not_alone() -> None:
+    announced = os.environ.get("WORLD_SIZE", "1")
+    if announced.isdigit() and int(announced) > 1:
+        raise RuntimeError(
+            f"the environment announces {announced} sites (WORLD_SIZE), but torch.distributed is not initialised: call "
+            "dadplug.connect() or torch.distributed.init_process_group() first"
+        )

@@ -118,14 +118,13 @@ class RollCall:
             time.sleep(_POLL_SECONDS)
 
     def _follow(self) -> list[Member]:
-        """Wait for the list of members that site 0 posts, with its own process; or, in place of a list, a message.
+        """Wait for the list of members that site 0 posts.
 
         torchrun may keep its store when it restarts the processes. So a list without this process, or a failure, counts
         only if the process that has posted it is still there.
         """
         while True:
-            content = self._look_up(_MEMBERS)
-            leader, posted = codec.decode(bytes.fromhex(content)) if content else (None, None)
+            leader, posted = self._posted()
             if leader is None:
                 self._compare_count()
             if isinstance(posted, list) and len(posted) == self.num_nodes and posted[self.rank] == self.own:
@@ -164,6 +163,11 @@ class RollCall:
                     f"{self.rank} ({self.own.name}), and {count} at {self.noun} {site} ({member.name})"
                 )
         return None
+
+    def _posted(self) -> tuple[Member | None, Any]:
+        """Return what site 0 has posted, and its process: a list of members, a message, or None before that."""
+        content = self._look_up(_MEMBERS)
+        return codec.decode(bytes.fromhex(content)) if content else (None, None)
 
     def _look_up(self, key: str) -> str:
         """Return a value of the store; an empty text before it is there."""
