@@ -90,7 +90,7 @@ def tagged(item: Any) -> tuple[str, str, Any]:
     while (module := frame.f_globals.get("__name__") or "").startswith(_TRANSPORTS):
         frame = frame.f_back
     function = frame.f_code.co_name if module.startswith("dadplug.") else ""  # a program may have any
-    return function, f"{function}(), {own_place}", item
+    return function, f"{function or 'gather_objects'}(), {own_place}", item
 
 
 def untagged(every: Mapping[int, tuple[str, str, Any]], sites: Any) -> dict[int, Any]:
