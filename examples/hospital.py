@@ -34,7 +34,7 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-class Progress:
+class CompleteSteps:
     """Number of steps in which all hospitals have taken part; one that returns gets it from the other one."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ def train(arguments: argparse.Namespace) -> None:
     data = load_dataset("digits")
     dadplug.connect(kit=arguments.kit)
     model = nn.Sequential(nn.Flatten(), nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 10))
-    optimizer, progress = torch.optim.Adam(model.parameters(), lr=1e-3), Progress()
+    optimizer, progress = torch.optim.Adam(model.parameters(), lr=1e-3), CompleteSteps()
     # min_sites=1: training goes on while one site is there. state: what a site that returns needs beside the model.
     reduction = dadplug.GradientReduction(
         model, arguments.mode, min_sites=1, state={"optimizer": optimizer, "progress": progress}

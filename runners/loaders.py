@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,28 +19,18 @@ from ..hogwild import DealtLoader, Hogwild
 from ..parameter_server import ParameterServer
 from ..parameter_server.dealing import count_batches
 from ..step.model_sync.samples import batches_before, takes_part
+from ..support.loaders import WrappedLoader
 
 _PROBES = 8  # samples of a fingerprint
 NO_ACCUMULATION = "deal='shared' cannot accumulate gradients: a site does not know how many batches it will have"
 
 
-class DelegatingLoader:
+class DelegatingLoader(WrappedLoader):
     """Loader whose attributes are those of the wrapped loader, for reading and for writing, but for those of its own.
 
     Args:
         loader: the wrapped loader.
     """
-
-    _OWN: ClassVar[tuple[str, ...]] = ("_loader",)
-    """Names of its own attributes."""
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in self._OWN:  # not set yet while a copy is built
-            raise AttributeError(name)
-        return getattr(self._loader, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self._OWN:

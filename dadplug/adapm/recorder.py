@@ -108,8 +108,13 @@ class ShapesOnly(TorchDispatchMode):
         if func in _READERS:
             raise IntentError("it needs the value of a floating-point number, of which only the shape is known")
         mutable = func._schema.is_mutable
-        if mutable:
-            _check_outputs(func, args)
+        if mutable:  # an operation with stub arguments must not write into a tensor that has values
+            for given, argument in zip(args, func._schema.arguments, strict=False):
+                written = argument.alias_info is not None and argument.alias_info.is_write
+                if written and isinstance(given, Tensor) and not given.is_meta:
+                    raise IntentError(
+                        "it writes floating-point results, of which only the shape is known, into a tensor"
+                    )
         if func is torch.ops.aten.index.Tensor:
             args = (args[0], _without_masks(args[1]))
         key = None
@@ -128,18 +133,6 @@ class ShapesOnly(TorchDispatchMode):
         if key is not None:
             self._shapes.put(key, result)
         return result
-
-
-def _check_outputs(func: Any, args: Any) -> None:
-    """Raise if an operation with stub arguments writes into a tensor that has values.
-
-    Raises:
-        IntentError: if so.
-    """
-    for given, argument in zip(args, func._schema.arguments, strict=False):
-        written = argument.alias_info is not None and argument.alias_info.is_write
-        if written and isinstance(given, Tensor) and not given.is_meta:
-            raise IntentError("it writes floating-point results, of which only the shape is known, into a tensor")
 
 
 def _has_stub(item: Any) -> bool:

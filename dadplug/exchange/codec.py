@@ -134,10 +134,6 @@ def _write_bytes(content: bytes, parts: list[bytes]) -> None:
     parts += [_SIZE.pack(len(content)), content]
 
 
-def _write_whole_number(number: int, parts: list[bytes]) -> None:
-    _write_bytes(number.to_bytes(number.bit_length() // 8 + 1, "little", signed=True), parts)
-
-
 def _write_type(dtype: torch.dtype, parts: list[bytes]) -> None:
     if dtype not in _TENSOR_NAMES:
         raise TypeError(f"tensors of type {dtype} cannot be sent to other sites")
@@ -305,7 +301,10 @@ def _derived(cls: Any) -> Iterable[type]:
 _PLAIN: dict[type, tuple[bytes, Callable[[Any, list[bytes]], None]]] = {
     type(None): (b"N", lambda item, parts: None),
     bool: (b"B", lambda item, parts: parts.append(b"\1" if item else b"\0")),
-    int: (b"i", _write_whole_number),
+    int: (
+        b"i",
+        lambda item, parts: _write_bytes(item.to_bytes(item.bit_length() // 8 + 1, "little", signed=True), parts),
+    ),
     float: (b"f", lambda item, parts: parts.append(_FLOAT.pack(item))),
     complex: (b"c", lambda item, parts: parts.append(_COMPLEX.pack(item.real, item.imag))),
     str: (b"s", lambda item, parts: _write_bytes(item.encode(), parts)),
@@ -382,7 +381,9 @@ def gather_objects(
         ValueError: if another process has sent something that is no such object.
     """
     own, refusal = encode_object(item)
-    device, count = _device_of(group), dist.get_world_size(group)
+    only_gpus = str(dist.get_backend(group)) == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if only_gpus else torch.device("cpu")
+    count = dist.get_world_size(group)
     size = torch.tensor([len(own)], dtype=torch.int64, device=device)
     sizes = [torch.zeros_like(size) for _ in range(count)]
     with declared(OBJECTS):
@@ -457,9 +458,3 @@ def decode_objects(
         if isinstance(objects[-1], Refusal):
             raise TypeError(f"{name(rank)} has an object that cannot be gathered: {objects[-1].reason}") from refusal
     return objects
-
-
-def _device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """Return a device that the group's backend can send from."""
-    only_gpus = str(dist.get_backend(group)) == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if only_gpus else torch.device("cpu")

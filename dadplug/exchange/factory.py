@@ -55,10 +55,12 @@ class SingleSite(Transport):
         traffic: the meter.
         device: device of the model.
         timeout: unused; as that of other transports.
+        sites: the site by name, and others that are made up; None for this process alone.
     """
 
-    def __init__(self, traffic: Traffic, device: torch.device, timeout: float) -> None:
-        super().__init__(ProcessSites(0, [Member(own_name(), "", 0, b"")]), traffic, 0, device, timeout)
+    def __init__(self, traffic: Traffic, device: torch.device, timeout: float, sites: PeerNames | None = None) -> None:
+        sites = sites or ProcessSites(0, [Member(own_name(), "", 0, b"")])
+        super().__init__(sites, traffic, 0, device, timeout)
 
     def close(self) -> None:
         pass
@@ -75,8 +77,8 @@ class SingleSite(Transport):
     def broadcast_bytes(self, content: bytes) -> bytes:
         return content
 
-    def gather_objects(self, item: Any) -> list[Any]:
-        return [item]
+    def gather_present(self, item: Any) -> dict[int, Any]:
+        return {0: item}
 
     def prefers_gather(self, nbytes: int) -> bool:
         return False

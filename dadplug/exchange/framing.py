@@ -325,20 +325,17 @@ class FramedConnection:
         message = Message(self, body, tag, is_sent=True)
         with self._sending:
             if self._error is not None:
-                self._report_mismatch(message)
+                if isinstance(self._error, MismatchError) and not self._has_reported:
+                    # The header alone: by it the other process sees the mismatch, too.
+                    self._has_reported = True
+                    with suppress(OSError):
+                        self.socket.send(_HEADER.pack(_MAGIC, tag, len(body)))
                 message.finish(self._error)
                 return message
             self._outgoing.append(message)
         if not self.write():
             self._has_backlog()
         return message
-
-    def _report_mismatch(self, message: Message) -> None:
-        """Send the header of a message that is not sent after a mismatch, so that the other process sees it, too."""
-        if isinstance(self._error, MismatchError) and not self._has_reported:
-            self._has_reported = True
-            with suppress(OSError):
-                self.socket.send(_HEADER.pack(_MAGIC, message.tag, len(message.body)))
 
     def write(self) -> bool:
         """Send as much as the kernel accepts; return whether that is all."""

@@ -154,9 +154,9 @@ class GroupTransport(Transport):
         self.broadcast(data)
         return data.cpu().numpy().tobytes()
 
-    def gather_objects(self, item: Any) -> list[Any]:
+    def gather_present(self, item: Any) -> dict[int, Any]:
         every = gather_objects(tagged(item), self.group, partial(self.wait, begun=self._begun.begin("objects")))
-        return [*untagged(dict(enumerate(every)), self.sites).values()]
+        return untagged(dict(enumerate(every)), self.sites)
 
     def wait(self, work: Work, peer: int | None = None, begun: Wait | None = None) -> None:
         """Wait for an operation or a message.

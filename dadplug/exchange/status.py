@@ -1,10 +1,10 @@
-"""Status requests between processes: whether a site is alive, what it executes, and why it exits.
+"""Status requests between processes: whether a site is alive, in which exchange it is, and why it exits.
 
 The names of the sites of a group are here, too, and errors that name the site at fault, with the reason why it exits.
 
 Every process answers on a port of its own, in a thread that sleeps between requests. So a site whose wait times out can
-distinguish a killed process (connection refused), a suspended one (no answer) and one that executes something else,
-without the help of site 0, which may be the one that is lost.
+distinguish a killed process (connection refused), a suspended one (no answer) and one that is busy, without the help of
+site 0, which may be the one that is lost.
 
 Two processes begin a session when they open a transport together. A process that has reported an exit reason may begin
 the next session before a slow one has noticed the end of the last. So a report stays readable for those that are still
@@ -13,11 +13,10 @@ in its session, and has no effect on those that have begun a later one.
 
 from __future__ import annotations
 
+import asyncio
 import atexit
-import errno
 import os
 import secrets
-import selectors
 import socket
 import struct
 import sys
@@ -26,8 +25,8 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import closing, suppress
 from datetime import timedelta
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
@@ -36,7 +35,7 @@ import torch.distributed as dist
 
 from ..errors import MismatchError, SiteError
 from . import codec
-from .calls import DIFFERENT, BegunExchanges, Wait, explain, own_call, own_place
+from .calls import DIFFERENT, BegunExchanges, Wait, explain, own_place
 from .codec import gather_objects
 from .handshake import Deadline, close_in_children, listen
 
@@ -96,7 +95,6 @@ _MAX_BYTES = 1 << 14  # of a request or a reply
 _MAX_REASON = 1000  # characters of an exit reason
 _REQUEST_SECONDS = 2.0  # that a client has for its request
 _MAX_CLIENTS = 256
-_CLOSED = (errno.ECONNREFUSED, errno.ECONNRESET)
 
 
 @codec.register
@@ -137,7 +135,7 @@ class Status(NamedTuple):
 
     Attributes:
         exchanging: whether it waits in an exchange.
-        place: the call that its main thread is in, with the line of the program, and the step.
+        place: the exchange that it is in, or was in last, and the step.
         report: its exit report of the session asked about or of a later one, else its last report or withdrawal.
         lacks: whether it has not begun what the one that asks waits for.
         wait: what it waits for itself; None if it has not waited for long.
@@ -161,6 +159,7 @@ class StatusServer:
     """Server that answers status requests for this process.
 
     Attributes:
+        loop: the event loop, of a thread of its own, which works while the interpreter ends, too.
         member: this process, as the others know it.
         sessions: by token, the number of sessions that this process has begun with another one.
         has_reported: whether this process has reported an exit reason since its last session began.
@@ -176,9 +175,12 @@ class StatusServer:
         self._own_reports: defaultdict[bytes, ReportHistory] = defaultdict(ReportHistory)  # by their recipients
         self._number = 0
         self._lock = threading.Lock()
-        close_in_children(self)
+        self._clients: dict[asyncio.StreamWriter, None] = {}  # the oldest first
+        self.loop = asyncio.SelectorEventLoop()
         if self._listener is not None:
-            threading.Thread(target=self._serve, args=(self._listener,), name="dadplug-status", daemon=True).start()
+            self.loop.create_task(asyncio.start_server(self._serve, sock=self._listener, limit=_MAX_BYTES))
+        threading.Thread(target=self.loop.run_forever, name="dadplug-status", daemon=True).start()
+        close_in_children(self)
 
     def begin_session(self, tokens: Iterable[bytes]) -> dict[bytes, ExitReport]:
         """Begin a session with other processes, which do the same.
@@ -238,49 +240,22 @@ class StatusServer:
         if self._listener is not None:
             self._listener.close()
 
-    def _serve(self, listener: socket.socket) -> None:
-        listener.setblocking(False)
-        selector = selectors.DefaultSelector()
-        selector.register(listener, selectors.EVENT_READ)
-        clients: dict[socket.socket, tuple[float, bytearray]] = {}
-        while True:
-            ready = selector.select(0.5 if clients else None)
-            for key, _ in ready:
-                if key.fileobj is listener:
-                    with suppress(OSError):
-                        client, _ = listener.accept()
-                        client.setblocking(False)
-                        selector.register(client, selectors.EVENT_READ)
-                        clients[client] = time.monotonic() + _REQUEST_SECONDS, bytearray()
-                    continue
-                answered: Any = key.fileobj
-                if self._read(answered, clients[answered][1]):
-                    clients[answered] = 0.0, bytearray()
-            late = [each for each, (deadline, _) in clients.items() if deadline < time.monotonic()]
-            for client in late or list(clients)[: max(0, len(clients) - _MAX_CLIENTS)]:
-                selector.unregister(client)
-                client.close()
-                del clients[client]
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._clients[writer] = None
+        if len(self._clients) > _MAX_CLIENTS:
+            next(iter(self._clients)).transport.abort()
+        with suppress(OSError, EOFError, ValueError, asyncio.TimeoutError):
+            await asyncio.wait_for(self._answer(reader, writer), _REQUEST_SECONDS)
+        del self._clients[writer]
+        writer.transport.abort()
 
-    def _read(self, client: socket.socket, request: bytearray) -> bool:
-        """Read from a client, and answer once the request is complete; return whether that is over."""
-        try:
-            received = client.recv(_MAX_BYTES)
-            request += received
-            if len(request) < _REQUEST.size:
-                return not received
-            token, kind, length = _REQUEST.unpack_from(request)
-            if not secrets.compare_digest(token, self.member.token) or length > _MAX_BYTES:
-                return True
-            if len(request) < _REQUEST.size + length:
-                return not received
-            reply = self._reply(kind, bytes(request[_REQUEST.size : _REQUEST.size + length]))
-            client.send(_REPLY.pack(len(reply)) + reply)
-        except BlockingIOError:
-            return False
-        except (OSError, ValueError):
-            pass
-        return True
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Read a request, and answer it if it begins with this process's token; return once the client has closed."""
+        token, kind, length = _REQUEST.unpack(await reader.readexactly(_REQUEST.size))
+        if secrets.compare_digest(token, self.member.token) and length <= _MAX_BYTES:
+            reply = self._reply(kind, await reader.readexactly(length))
+            writer.write(_REPLY.pack(len(reply)) + reply)
+            await reader.read()
 
     def _reply(self, kind: bytes, content: bytes) -> bytes:
         message, report, lacks = codec.decode(content), None, False
@@ -290,7 +265,7 @@ class StatusServer:
             with self._lock:
                 reports = self._own_reports[message.sender]
             report, lacks = reports.find(message.session) or reports.last, own_place.lacks(message.wait)
-        return codec.encode(Status(bool(own_place.waiting), own_call(), report, lacks, own_place.wait))
+        return codec.encode(Status(bool(own_place.waiting), str(own_place), report, lacks, own_place.wait))
 
 
 def ask(members: Mapping[int, Member], seconds: float) -> dict[int, Status | Silence]:
@@ -322,65 +297,39 @@ def tell(members: Iterable[Member], reports: Mapping[bytes, ExitReport], seconds
 
 
 def _send(requests: Mapping[int, tuple[Member, bytes, bytes]], seconds: float) -> dict[int, Status | Silence]:
-    deadline = Deadline(seconds)
-    answers: dict[int, Status | Silence] = dict.fromkeys(requests, Silence.UNANSWERED)
-    with selectors.DefaultSelector() as selector, ExitStack() as opened:
-        for rank, (member, kind, content) in requests.items():
-            with suppress(OSError):
-                connected = opened.enter_context(socket.socket(socket.AF_INET))
-                connected.setblocking(False)
-                error = connected.connect_ex((member.host, member.port))
-                request = _request(connected, error, _REQUEST.pack(member.token, kind, len(content)) + content)
-                selector.register(connected, next(request), (rank, request))
-        while selector.get_map() and not deadline.over:
-            for key, _ in selector.select(deadline.left):
-                rank, request = key.data
-                try:
-                    selector.modify(key.fileobj, next(request), key.data)
-                except StopIteration as end:
-                    answers[rank] = end.value
-                    selector.unregister(key.fileobj)
-    return answers
-
-
-def _request(connected: socket.socket, error: int, content: bytes) -> Generator[int, None, Status | Silence]:
-    """Send a request, and receive the reply.
+    """Send requests to processes, all at the same time, and return the answers.
 
     Args:
-        connected: the socket, which does not block.
-        error: what `connect_ex` has returned.
-        content: the request.
-
-    Yields:
-        The event of the socket that has to come next.
-
-    Returns:
-        The answer.
+        requests: recipient, kind and content of each, by any number.
+        seconds: time for all answers.
     """
-    reply, length = bytearray(), 0
-    yield selectors.EVENT_WRITE
+
+    async def answers() -> list[Status | Silence]:
+        return await asyncio.gather(*(_request(*each, seconds) for each in requests.values()))
+
+    every = asyncio.run_coroutine_threadsafe(answers(), status_server().loop).result()
+    return dict(zip(requests, every, strict=True))
+
+
+async def _request(member: Member, kind: bytes, content: bytes, seconds: float) -> Status | Silence:
+    request = _REQUEST.pack(member.token, kind, len(content)) + content
     try:
-        error = connected.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) or error
-        if error not in (0, errno.EINPROGRESS):
-            return Silence.REFUSED if error in _CLOSED else Silence.UNANSWERED
-        connected.send(content)
-        while len(reply) < _REPLY.size + length:
-            yield selectors.EVENT_READ
-            with suppress(BlockingIOError):
-                received = connected.recv(_MAX_BYTES)
-                if not received:  # another process has the port now, and does not know the token
-                    return Silence.REFUSED
-                reply += received
-            if len(reply) >= _REPLY.size:
-                (length,) = _REPLY.unpack_from(reply)
-            if length > _MAX_BYTES:
-                return Silence.REFUSED
-        status = codec.decode(reply[_REPLY.size : _REPLY.size + length])
-    except (ConnectionError, ValueError):
+        return await asyncio.wait_for(_receive_reply(member, request), seconds)
+    except (ConnectionError, EOFError, ValueError):  # at its end: another process has the port, without the token
         return Silence.REFUSED
-    except OSError:  # no route
+    except (OSError, asyncio.TimeoutError):  # no route, or no answer
         return Silence.UNANSWERED
-    return status if isinstance(status, Status) else Silence.REFUSED
+
+
+async def _receive_reply(member: Member, request: bytes) -> Status:
+    reader, writer = await asyncio.open_connection(member.host, member.port, limit=_MAX_BYTES)
+    with closing(writer):
+        writer.write(request)
+        (length,) = _REPLY.unpack(await reader.readexactly(_REPLY.size))
+        status = codec.decode(await reader.readexactly(length)) if length <= _MAX_BYTES else None
+    if not isinstance(status, Status):
+        raise ValueError(f"a damaged reply of {length} bytes")
+    return status
 
 
 _server: StatusServer | None = None
@@ -413,20 +362,18 @@ class ClosesTransports(Protocol):
 # Of a process without an error.
 ENDED = "it exited first. Unequal numbers of batches? Use reduction.join(), or join() of the model that is wrapped"
 
-_announcers: list[Announcer] = []
+_announcers: dict[Announcer, None] = {}
 _watched: weakref.WeakSet[ClosesTransports] = weakref.WeakSet()
 
 
 def add_announcer(announcer: Announcer) -> None:
     """Have a function called with this process's exit reason, from now on."""
-    if announcer not in _announcers:
-        _announcers.append(announcer)
+    _announcers[announcer] = None
 
 
 def remove_announcer(announcer: Announcer) -> None:
     """Have a function called no longer."""
-    if announcer in _announcers:
-        _announcers.remove(announcer)
+    _announcers.pop(announcer, None)
 
 
 def announce(reason: str, unless_announced: bool = False) -> None:
@@ -524,8 +471,8 @@ class PeerNames(ABC):
         """
 
     def mismatch(self) -> MismatchError:
-        """Return the error of sites that do not make the same calls, with their calls as far as they are known."""
-        return MismatchError(explain({self.rank: own_call()}, self))
+        """Return the error of sites that do not make the same calls, with their exchanges as far as they are known."""
+        return MismatchError(explain({self.rank: str(own_place)}, self))
 
     @abstractmethod
     def lost(self, error: BaseException, timeout: float, peer: int | None = None) -> SiteError | MismatchError:
@@ -578,7 +525,7 @@ class ProcessSites(PeerNames):
 
     def begin_session(self) -> None:
         """Begin a session, as all sites do together: reports of earlier sessions no longer count in it."""
-        own_place.wait, own_place.failed = None, ""
+        own_place.wait = None
         members = [self.members[other] for other in self._others if self.members[other].token]
         tell(members, status_server().begin_session(member.token for member in members))
 
@@ -634,11 +581,10 @@ class ProcessSites(PeerNames):
             raise self.mismatch()
 
     def mismatch(self) -> MismatchError:
-        places = {self.rank: own_call()}
+        places = {self.rank: str(own_place)}
         for other, answer in self._ask().items():
             report = self._reports().get(other)
             places[other] = answer.place if isinstance(answer, Status) else f"{report.reason}" if report else ""
-        own_place.failed = places[self.rank]
         error = MismatchError(explain(places, self))
         self.report(describe(error))  # others may see no more than that this site is gone
         return error
@@ -683,14 +629,15 @@ class ProcessSites(PeerNames):
         why = "a status request has no answer either: its process is stopped, or its machine or link is down"
         return self._blame(suspects, why) if in_time else self._blame(suspects, why, timeout)
 
-    def _blame_alive(self, answers: dict[int, Status | Silence], timeout: float, peer: int | None) -> SiteError:
-        """Return an error that names the sites that execute something else while this one waited."""
-        places = {other: answer.place for other, answer in answers.items() if isinstance(answer, Status)}
-        idle = [other for other, answer in answers.items() if isinstance(answer, Status) and not answer.exchanging]
-        suspects = [peer] if peer is not None and (peer in idle or not idle) else idle or self._others
-        where = "; ".join(f"site {other} is in {places[other]}" for other in suspects if places.get(other))
-        stuck = f"it is running ({where}). A site that may be this slow needs a larger timeout="
-        return self._blame(suspects, stuck, timeout)
+    def _blame_alive(self, answers: Mapping[int, Any], timeout: float, peer: int | None) -> SiteError:
+        """Return an error that names the sites that were busy while this one waited; all have answered."""
+        busy = [other for other in self._others if not answers[other].exchanging]
+        suspects = [peer] if peer is not None and (peer in busy or not busy) else busy or self._others
+        where = "; ".join(
+            f"site {other} is {'busy after' if other in busy else 'in'} {answers[other].place}" for other in suspects
+        )
+        advice = "A site that may be this slow needs a larger timeout="
+        return self._blame(suspects, f"it is running ({where}; this site is in {own_place}). {advice}", timeout)
 
     def _blame(self, suspects: Sequence[int], reason: str, timeout: float | None = None) -> SiteError:
         """Make the error, and report the lost site to the others."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 from ..errors import MismatchError, SiteError
 from ..support.logs import get_logger
 from ..support.signature import valid
+from ..support.structs import Count, Milliseconds
 from .status import PeerNames
 from .traffic import Traffic
 
@@ -134,8 +136,8 @@ def members_of(hierarchy: Hierarchy, ids: Sequence[Any]) -> list[list[int]]:
     return members
 
 
-class Requirements(NamedTuple):
-    """Requirements, the same at all sites.
+class Requirements(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Requirements, the same at all sites, which a hub gets as a control message.
 
     Attributes:
         min_sites: number of sites below which training pauses.
@@ -145,10 +147,10 @@ class Requirements(NamedTuple):
             `timeout_ms` after the first site.
     """
 
-    min_sites: int
-    timeout_ms: int
+    min_sites: Count
+    timeout_ms: Milliseconds
     skips: bool = False
-    patience_percent: int = 300
+    patience_percent: Count = 300
 
     @classmethod
     def of(
@@ -415,22 +417,22 @@ class Transport(ABC):
     def broadcast_bytes(self, content: bytes) -> bytes:
         """Send rank 0's bytes to all sites; the argument is ignored on the others."""
 
-    @abstractmethod
     def gather_objects(self, item: Any) -> list[Any]:
-        """Gather one object from each site, by rank, for set-up and checkpoints.
+        """Gather one object from each site, by rank, for set-up and checkpoints; None of sites that are absent.
 
         Args:
             item: an object that `dadplug.exchange.codec.encode` takes.
         """
+        every = self.gather_present(item)
+        return [every.get(rank) for rank in range(self.world_size)]
 
+    @abstractmethod
     def gather_present(self, item: Any) -> dict[int, Any]:
         """Gather one object from each site that is present, as `gather_objects` does.
 
         Returns:
             The objects by rank, in ascending order.
         """
-        every = self.gather_objects(item)
-        return {rank: each for rank, each in enumerate(every) if rank not in self.absent}
 
     def gather_once(self, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
         """Prepare an all-gather that takes place once; see `gather`."""

@@ -30,7 +30,7 @@ from torch import nn
 from ..errors import ProcessFailedError
 from ..exchange import DEFAULT_TIMEOUT
 from ..step.model_sync.structure import before_update, refuse_attached
-from ..support.loaders import DrawnBatches, check_loader, with_batches
+from ..support.loaders import DrawnBatches, WrappedLoader, check_loader, with_batches
 from ..support.processes import Child
 from ..support.schedules import available_cores
 from ..support.signature import OptionSet, check_choice, check_seconds, option, whole_number
@@ -40,7 +40,7 @@ from .memory import Board, Progress, SharedMemory, check_equal, check_system, co
 # Dealing of batches
 
 
-class DealtLoader:
+class DealtLoader(WrappedLoader):
     """Loader that yields those batches of another loader that this process is dealt.
 
     The processes take batches on demand, so that a slow one takes fewer. Each batch is used once an epoch. An epoch
@@ -61,7 +61,8 @@ class DealtLoader:
 
     def __init__(self, loader: Any, board: Board, ahead: int = 0, limit: int | None = None) -> None:
         check_loader(loader)
-        self._loader, self._board, self._ahead, self._limit = loader, board, ahead, limit
+        super().__init__(loader)
+        self._board, self._ahead, self._limit = board, ahead, limit
         self._taken = 0  # batches that the caller has taken and that are not reported as finished
         self._drawn: deque[int] = deque()
         self._running = False
@@ -107,11 +108,6 @@ class DealtLoader:
         while self._taken > left:
             self._taken -= 1
             self._board.finish_batch(self._drawn.popleft())
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_loader" or name.startswith("__"):  # not set yet while a copy is built
-            raise AttributeError(name)
-        return getattr(self._loader, name)
 
 
 # Processes

@@ -339,7 +339,7 @@ class ReturnedTransport(Transport):
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise RuntimeError(_ALONE)
 
-    gather = all_reduce = broadcast = broadcast_bytes = gather_objects = _refuse
+    gather = all_reduce = broadcast = broadcast_bytes = gather_objects = gather_present = _refuse
 
     def prefers_gather(self, nbytes: int) -> bool:
         return True

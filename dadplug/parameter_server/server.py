@@ -658,10 +658,6 @@ class ServerTransport(Transport):
             return every
         return dict(enumerate(self._first.gather_objects(item)))
 
-    def gather_objects(self, item: Any) -> list[Any]:
-        every = self.gather_present(item)
-        return [every.get(rank) for rank in range(self.world_size)]
-
     def broadcast_bytes(self, content: bytes) -> bytes:
         while not self.joins:
             source = self.lowest

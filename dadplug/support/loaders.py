@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
@@ -16,6 +16,25 @@ _SETTINGS = (
     "multiprocessing_context",
     "generator",
 )
+
+
+class WrappedLoader:
+    """Loader whose attributes are those of another loader, but for those that it sets itself.
+
+    Args:
+        loader: the other loader.
+    """
+
+    _OWN: ClassVar[tuple[str, ...]] = ("_loader",)
+    """Names of attributes that the other loader does not have."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in self._OWN:  # not set yet while a copy is built
+            raise AttributeError(name)
+        return getattr(self._loader, name)
 
 
 class DrawnBatches:

@@ -224,13 +224,6 @@ class SiteStrategy(Exchange, _DDPStrategy):
             self.cluster_environment.start_processes(count)
         super()._configure_launcher()
 
-    def _agree_on_processes(self) -> None:
-        """Meet the processes that Lightning has started at this site or others, where sites are connected by kits."""
-        connection, environment = current_connection(), self.cluster_environment
-        if connection is not None and self._requirements is None:
-            count = max(connection.processes, getattr(environment, "started", 0))
-            connection.meet_processes(count, environment.main_port, self.options.timeout)
-
     @property
     def root_device(self) -> torch.device:
         return torch.device(self.parallel_devices[self.local_rank % len(self.parallel_devices)])
@@ -247,7 +240,10 @@ class SiteStrategy(Exchange, _DDPStrategy):
         environment = self.cluster_environment
         if environment is not None and not dist.is_initialized():
             choose_interface(environment.main_address, environment.main_port)
-        self._agree_on_processes()
+        connection = current_connection()
+        if connection is not None and self._requirements is None:  # processes started by Lightning meet
+            count = max(connection.processes, getattr(environment, "started", 0))
+            connection.meet_processes(count, environment.main_port, self.options.timeout)
         self._run.enter_context(gloo_interface())  # Lightning builds process groups of its own during a run
         super().setup_environment()
         if self.world_size > 1:
@@ -382,18 +378,16 @@ class SiteStrategy(Exchange, _DDPStrategy):
             with self._naming_sites():
                 self._ends.append((ended, dist.all_reduce(ended, group=self._own_group(None), async_op=True)))
             while len(self._ends) > (not is_last):
-                self._check_ends(*self._ends.pop(0))
-
-    def _check_ends(self, ended: Tensor, exchange: Any) -> None:
-        with self._naming_sites():
-            exchange.wait()
-        if 0 < ended.sum() < self.world_size and self._transport is not None:
-            raise MismatchError(
-                "the sites have different numbers of training batches: the epoch ends at "
-                + ", ".join(self._transport.sites[rank] for rank in ended.nonzero().flatten().tolist())
-                + ", not at the others. Loaders without a length need limit_train_batches=n, which all sites reach, or "
-                "a length"
-            )
+                ended, exchange = self._ends.pop(0)
+                with self._naming_sites():
+                    exchange.wait()
+                if 0 < ended.sum() < self.world_size and self._transport is not None:
+                    raise MismatchError(
+                        "the sites have different numbers of training batches: the epoch ends at "
+                        + ", ".join(self._transport.sites[rank] for rank in ended.nonzero().flatten().tolist())
+                        + ", not at the others. Loaders without a length need limit_train_batches=n, which all sites "
+                        "reach, or a length"
+                    )
 
     @property
     def _has_batch(self) -> bool:
@@ -700,14 +694,11 @@ class HubStrategy(SiteStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
         else:  # each site writes its own files, since any of them may leave
             self._add_states(checkpoint)
-            self._write_whole(checkpoint, filepath, storage_options)
-
-    def _write_whole(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
-        """Write a file, or replace it as a whole: sites of one machine may share it, and write it at the same time."""
-        local = type(self.checkpoint_io).__name__ == "TorchCheckpointIO" and "://" not in str(filepath)
-        target = f"{filepath}.{self.global_rank}.part" if local else filepath
-        with replacing(Path(filepath), Path(target), durable=False) if local else nullcontext():
-            self.checkpoint_io.save_checkpoint(checkpoint, target, storage_options=storage_options)
+            # Sites of one machine may share the file, and write it at the same time: it is replaced as a whole.
+            local = type(self.checkpoint_io).__name__ == "TorchCheckpointIO" and "://" not in str(filepath)
+            target = f"{filepath}.{self.global_rank}.part" if local else filepath
+            with replacing(Path(filepath), Path(target), durable=False) if local else nullcontext():
+                self.checkpoint_io.save_checkpoint(checkpoint, target, storage_options=storage_options)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         if self._elastic is None:

@@ -1,7 +1,5 @@
 """Exit reasons stay readable for sites that ask late, and do not count in later sessions."""
 
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -117,47 +115,3 @@ def test_a_process_is_known_to_exchange_while_one_of_its_threads_waits(servers):
     with traffic.waiting(), ThreadPoolExecutor(1) as pool:
         assert pool.submit(ask, {1: member}, 10).result()[1].exchanging
     assert not ask({1: member}, 10)[1].exchanging
-
-
-OWN_CALLS = """
-import gc, sys, threading, time
-from dadplug.exchange.calls import own_call
-
-class Slow:
-    def __init__(self):
-        self.cycle = self
-
-    def __del__(self):
-        time.sleep(5e-4)  # lets other threads run, and end
-
-def ask():
-    for _ in range(200):
-        for _ in range(3):
-            Slow()
-        assert own_call()
-
-def start_threads():
-    while not done.is_set():
-        thread = threading.Thread(target=int)
-        thread.start()
-        thread.join()
-
-gc.set_threshold(1)
-done = threading.Event()
-others = threading.Thread(target=start_threads)
-others.start()
-if sys.argv[1] == "main":
-    ask()
-else:
-    with_frames = threading.Thread(target=ask)
-    with_frames.start()
-    with_frames.join()
-done.set()
-others.join()
-assert gc.isenabled()
-"""
-
-
-@pytest.mark.parametrize("thread", ["main", "another"])
-def test_objects_are_collected_while_a_place_is_found_and_threads_end(thread):
-    subprocess.run([sys.executable, "-c", OWN_CALLS, thread], check=True, timeout=60)

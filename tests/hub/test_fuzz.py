@@ -23,6 +23,7 @@ from dadplug.errors import DadplugError, FrameError, MismatchError
 from dadplug.exchange import codec
 from dadplug.exchange.factor_buckets import FactorBucket, IndexSlot, Slot
 from dadplug.exchange.summed_buckets import SparseBucket
+from dadplug.exchange.transport import Requirements
 from dadplug.exchange.wire import wire_format
 from dadplug.hub import check
 from dadplug.hub.pki.kits import Kit
@@ -54,10 +55,9 @@ from dadplug.hub.wire.messages import (
     Position,
     Refuse,
     Repeat,
-    Report,
-    Require,
     Resume,
     RoundKind,
+    RunReport,
     SendState,
     Spent,
     Start,
@@ -302,7 +302,9 @@ def test_a_message_of_a_site_is_read_or_refused(name):
 
 # Between sites and the hub
 
-REPORT = Report(1, Position(1, 3), Position(1, 2), (0, 1), (), (2,), (4, 4, 0), (1, 0, 0), False, Require(1, 60_000))
+REPORT = RunReport(
+    1, Position(1, 3), Position(1, 2), (0, 1), (), (2,), (4, 4, 0), (1, 0, 0), False, Requirements(1, 60_000)
+)
 TO_HUB = {
     "PAYLOAD": Head(Kind.PAYLOAD, 2, 1, 4, length=100).pack() + bytes(100),
     "SUMMAND": Head(Kind.SUMMAND, 2, 1, 4, length=100).pack() + bytes(100),
@@ -313,7 +315,7 @@ TO_HUB = {
     type(each).__name__: pack_control(each, 2)
     for each in (
         Joined(Position(1, 0)), Leave("x"), Spent(1.0, 1e-5), REPORT, KeyMessage(1, b"W" + bytes(80)),
-        Exclude(1, "x"), Require(1, 60_000), Hello(VERSION, 7, FRESH, "training"),
+        Exclude(1, "x"), Requirements(1, 60_000), Hello(VERSION, 7, FRESH, "training"),
     )
 }  # fmt: skip
 TO_SITE = {name: TO_HUB[name] for name in ("PAYLOAD", "STATE")} | {
@@ -333,7 +335,7 @@ def relay() -> Relay:
         session, _ = made.greet(name, Hello(VERSION, number, FRESH, "training"), 0, 0.0)
         session.stream = SimpleNamespace(notes=[], detach=lambda: None)
     for session in [*made.sessions.values()]:
-        made.take(session, (Head(Kind.CONTROL, 0), control(Require(1, 60_000)), b""), 0.0)
+        made.take(session, (Head(Kind.CONTROL, 0), control(Requirements(1, 60_000)), b""), 0.0)
     return made
 
 
@@ -393,7 +395,7 @@ def test_a_site_takes_what_the_hub_sends_or_ends(tmp_path, name, sealed):
                 link.close_descriptors()
             links[:] = [HubLink(kit)]
             links[0].control(Start(Position(1, 0)))
-            links[0].rounds.elastic, links[0].rounds.requirements = True, Require(1, 60_000)
+            links[0].rounds.elastic, links[0].rounds.requirements = True, Requirements(1, 60_000)
             links[0].rounds.history.begin(0, bytes(16))
         head, content = frame_of(body)
         room = links[0]._room(head)
@@ -431,7 +433,7 @@ def test_a_hub_goes_on_after_a_hello_with_a_wrong_number_of_sites(tmp_path, site
 @pytest.mark.parametrize(
     "message",
     [
-        Require(1, (1 << 63) - 1),
+        Requirements(1, (1 << 63) - 1),
         Joined(Position(1, (1 << 63) - 1)),
         replace(REPORT, position=Position(1, (1 << 63) - 1)),
         replace(REPORT, return_ms=(1 << 63) - 1),

@@ -17,6 +17,7 @@ from torch import nn
 import dadplug
 from dadplug import GradientReduction, SiteError
 from dadplug.errors import KitError, RefusedError, TryAgainError
+from dadplug.exchange.transport import Requirements
 from dadplug.hub.server.journal import Journal
 from dadplug.hub.server.membership import Phase
 from dadplug.hub.server.relay import Relay
@@ -33,7 +34,6 @@ from dadplug.hub.wire.messages import (
     Joined,
     Kind,
     Position,
-    Require,
     RoundKind,
     Rules,
     SendState,
@@ -508,7 +508,7 @@ def test_a_hub_that_does_not_run_is_named(tmp_path):
 
 
 def test_a_site_is_told_of_those_that_have_joined_before_it_in_the_same_round(tmp_path):
-    requirements = Require(1, 60_000)
+    requirements = Requirements(1, 60_000)
     with running_hub(tmp_path / "kits", ("a", "b", "c")) as hub:
         a, b, c = together(hub, "abc")
         for site in (a, b, c):
@@ -542,7 +542,7 @@ def test_a_site_that_was_away_while_the_others_have_completed_a_run_does_not_go_
     with running_hub(tmp_path / "kits", ("a", "b")) as hub:
         a, b = together(hub, "ab")
         for site in (a, b):
-            site.control(Require(1, 60_000))
+            site.control(Requirements(1, 60_000))
         last = Position(hub.hub.relay.run.membership.life, 1)
         close_step([a, b])
         b.cut()
@@ -562,7 +562,7 @@ def test_a_site_that_was_away_while_the_others_have_completed_a_run_does_not_go_
 def joiner(hub: RunningHub, name: str) -> TestSite:
     """Return a site that waits to join, as a process that has been started again."""
     site = TestSite(hub.kit(name), hub.address)
-    site.control(Require(1, 60_000))
+    site.control(Requirements(1, 60_000))
     return site
 
 
@@ -570,7 +570,7 @@ def test_a_site_that_is_cut_off_while_it_waits_to_join_comes_back_in_its_process
     with running_hub(tmp_path / "kits", ("a", "b")) as hub:
         a, b = together(hub, "ab")
         for site in (a, b):
-            site.control(Require(1, 60_000))
+            site.control(Requirements(1, 60_000))
         b.leave("it is away")
         assert a.action(Drop).slot == 1
         b = joiner(hub, "b")
@@ -586,7 +586,7 @@ def test_the_state_for_an_earlier_process_of_a_joiner_does_not_reach_the_next_on
     with running_hub(tmp_path / "kits", ("a", "b", "c")) as hub:
         a, b, c = together(hub, "abc")
         for site in (a, b, c):
-            site.control(Require(1, 60_000))
+            site.control(Requirements(1, 60_000))
         b.leave("it is away")
         for site in (a, c):
             site.send(Kind.END, exchange=RoundKind.FIRST)
@@ -651,7 +651,7 @@ def test_it_is_refused_once_the_first_one_has_shown_that_it_is_alive():
 @pytest.mark.parametrize(("release", "joins"), [("1.0/3", True), ("1.1/3", True), ("1.0/4", False), ("1.0", False)])
 def test_a_site_joins_if_it_exchanges_the_same_in_any_release(release, joins):
     relay = relay_of("a", "b", release="1.0/3")
-    relay.run.require(Require(1, 4000))
+    relay.run.require(Requirements(1, 4000))
     relay.drop(relay.sessions["training", 0], "it was killed", 1.0)
     if not joins:
         reason = rf"this site has dadplug {release}, and b, which trains already, 1.0/3: all sites need the same number"
@@ -663,7 +663,7 @@ def test_a_site_joins_if_it_exchanges_the_same_in_any_release(release, joins):
 
 def test_a_lost_connection_is_awaited_for_longer_while_one_is_in_its_handshake():
     relay = relay_of("a", "b", "c")
-    relay.run.require(Require(1, 4000))
+    relay.run.require(Requirements(1, 4000))
     relay.sessions["training", 1].lose("cut", 1.0)
     relay.tick(1.19)
     relay.tick(1.3, dials=True)
@@ -678,7 +678,7 @@ def test_a_lost_connection_is_awaited_for_longer_while_one_is_in_its_handshake()
 def test_no_site_is_dropped_in_a_long_outage_since_it_does_not_get_on():
     """One site has ended the step, and the END of the other one is lost with its connection."""
     relay = relay_of("a", "b")
-    relay.run.require(Require(2, 4000))
+    relay.run.require(Requirements(2, 4000))
     relay._act(relay.run.membership.end(0, 1, 1.0), 1.0)
     for session in relay.sessions.values():
         session.heard = 1.0

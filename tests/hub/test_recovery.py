@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from running_hub import TestSite, running_hub, until
 
 from dadplug.errors import SiteError
+from dadplug.exchange.transport import Requirements
 from dadplug.hub.site.tunnel import check_tunnel, tunnel_of
 from dadplug.hub.torch import HubStore
 from dadplug.hub.wire.messages import (
@@ -19,8 +20,7 @@ from dadplug.hub.wire.messages import (
     Pause,
     Position,
     Repeat,
-    Report,
-    Require,
+    RunReport,
     read_control,
 )
 
@@ -28,10 +28,11 @@ LIFE, STEP = 77, 5  # of the hub before
 BEFORE, LAST = Position(LIFE, STEP - 1), Position(LIFE, STEP)
 
 
-def report(position: Position, before: Position, min_sites: int = 1) -> Report:
+def report(position: Position, before: Position, min_sites: int = 1) -> RunReport:
     """Return the report of a site that has got every frame."""
     everyone, counts = (0, 1, 2), (0, 0, 0)
-    return Report(LIFE, position, before, everyone, (), (), counts, counts, False, Require(min_sites, 500, False, 200))
+    required = Requirements(min_sites, 500, False, 200)
+    return RunReport(LIFE, position, before, everyone, (), (), counts, counts, False, required)
 
 
 def returned(hub, name: str, position: Position, before: Position) -> TestSite:

@@ -7,7 +7,8 @@ from elastic_runs import ENDED, Run, idles, same_bits
 from running_hub import TestSite, add_site, running_hub, together, until
 from sealed_sites import sealed_hub
 
-from dadplug.hub.wire.messages import Drop, Exclude, Join, KeyMessage, Kind, Require, RoundKind
+from dadplug.exchange.transport import Requirements
+from dadplug.hub.wire.messages import Drop, Exclude, Join, KeyMessage, Kind, RoundKind
 
 
 @pytest.mark.parametrize("mode", ["dad", "rankdad"])
@@ -47,7 +48,7 @@ def joiner(hub, members: list[TestSite]) -> TestSite:
     """Let site c, which has left, join again; return it once the members know."""
     c = TestSite(hub.kit("c"), hub.address)
     c.control(KeyMessage(2, OFFER))
-    c.control(Require(1, 60_000))
+    c.control(Requirements(1, 60_000))
     until(lambda: hub.hub.relay.sessions["training", 2].ready)
     for site in members:
         site.send(Kind.END, exchange=RoundKind.FIRST)
@@ -60,7 +61,7 @@ def two_members(hub) -> list[TestSite]:
     """Return sites a and b of an elastic run, which site c has left."""
     sites = together(hub, "abc")
     for site in sites:
-        site.control(Require(1, 60_000))
+        site.control(Requirements(1, 60_000))
     sites[2].leave("it is away")
     assert {site.action(Drop).slot for site in sites[:2]} == {2}
     return sites[:2]

@@ -16,6 +16,7 @@ from running_hub import TIMEOUT, TestSite, close_step, exchange, running_hub, to
 
 from dadplug.errors import KitError, RefusedError, SiteError
 from dadplug.exchange import Traffic
+from dadplug.exchange.transport import Requirements
 from dadplug.hub.pki import provision
 from dadplug.hub.pki.kits import Kit
 from dadplug.hub.secure import tls
@@ -36,7 +37,6 @@ from dadplug.hub.wire.messages import (
     Kind,
     Pause,
     Refuse,
-    Require,
     RoundKind,
     Spent,
     Start,
@@ -555,7 +555,7 @@ def test_a_member_that_sends_anything_ends_itself_alone(tmp_path, how):
     with running_hub(tmp_path / "kits", ("a", "b", "c")) as hub:
         a, b, c = together(hub, "abc")
         for site in (a, b, c):
-            site.control(Require(1, 60_000))
+            site.control(Requirements(1, 60_000))
         c.queue.append(fuzzed(how))
         until(lambda: c.pump() or c.lost is not None or not c.queue.unsent_bytes)
         if c.lost is None:
@@ -594,11 +594,11 @@ def test_a_site_sends_nothing_before_it_has_its_state(tmp_path):
     with running_hub(tmp_path / "kits", ("a", "b", "c")) as hub:
         a, b, c = together(hub, "abc")
         for site in (a, b, c):
-            site.control(Require(1, 60_000))
+            site.control(Requirements(1, 60_000))
         c.leave("it comes again")
         hub.await_line("c has left: it comes again")
         c = TestSite(hub.kit("c"), hub.address)
-        c.control(Require(1, 60_000))
+        c.control(Requirements(1, 60_000))
         for site in (a, b):
             site.send(Kind.END, exchange=RoundKind.FIRST)
         assert c.action(Join).slot == 2

@@ -233,7 +233,11 @@ class Epochs:
             step, members, chains = decode(_WELCOMES, plain, "welcome", ValueError)
         except (InvalidTag, ValueError):
             raise self._offers.error(slot, "its welcome was altered") from None
-        self._check_members(slot, members)
+        own = members.get(self._slot) == hashlib.sha256(self._own).digest()
+        self._base = self._base or members
+        if not own or members.keys() - {self._slot} != self._expected or members != self._base:
+            # A member has to know the members that the hub has announced, and that others know.
+            raise self._offers.error(slot, "it has been shown other members than this site")
         self._serials[slot] = certificate.serial_number
         self._pairs[slot] = Pair(root, self._slot, slot, self._offers.names[slot])
         self._receptions[slot] = self._make_reception(slot, step, chains)
@@ -249,13 +253,6 @@ class Epochs:
         early = self._early.pop(slot, [])
         self._early_bytes -= sum(len(body) for _, body in early)
         return [frame for head, body in early for frame in self.open(head, body)]
-
-    def _check_members(self, slot: int, members: dict[int, bytes]) -> None:
-        """Check that a member knows the same members as the hub has announced, and as others know."""
-        own = members.get(self._slot) == hashlib.sha256(self._own).digest()
-        self._base = self._base or members
-        if not own or members.keys() - {self._slot} != self._expected or members != self._base:
-            raise self._offers.error(slot, "it has been shown other members than this site")
 
     def _make_reception(self, slot: int, step: int, chains: dict[int, bytes]) -> Reception:
         known = {number: ChainKey(step, key) for number, key in sorted(chains.items())}

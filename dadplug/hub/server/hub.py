@@ -230,7 +230,9 @@ class Hub:
                     self.relay.fail(session, error, now)
                     continue
             if session.ended is not None and not session.waiting:
-                self._close_after_last(session, now)
+                self._forget(session)
+                if (stream := session.lose("", now)) is not None:
+                    self.acceptor.close_gracefully(socket.socket(fileno=stream.connection.detach()), now)
         self.relay.update_full()
 
     def _lose(self, session: Session, reason: str, now: float) -> None:
@@ -249,12 +251,6 @@ class Hub:
         if self._masks.pop(session, 0):
             assert session.stream is not None
             self._selector.unregister(session.stream.connection)
-
-    def _close_after_last(self, session: Session, now: float) -> None:
-        self._forget(session)
-        stream = session.lose("", now)
-        if stream is not None:
-            self.acceptor.close_gracefully(socket.socket(fileno=stream.connection.detach()), now)
 
     def _update_masks(self) -> None:
         """Register what each connection waits for."""

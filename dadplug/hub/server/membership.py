@@ -363,7 +363,10 @@ class Membership:
             self._ask(slot, able, now)
 
     def _try_close(self, now: float) -> None:
-        """Close the open step if its contributors are known."""
+        """Close the open step if its contributors are known.
+
+        Late members may miss it; its time counts then where no site has waited for them.
+        """
         ended = self._ended(self.open_step)
         if self._in_phase(Phase.JOINING) or not ended or not self._enough(ended):
             return
@@ -371,7 +374,10 @@ class Membership:
         if missing:
             if not self._may_skip(ended) or self._waits_for(missing, now):
                 return
-            self._skip(missing)
+            self._regular &= not any(self._sites[slot].awaited for slot in missing)
+            for slot in missing:
+                self._sites[slot].awaited = False
+                self._actions.append(Skip(slot, self.open_step))
         self._actions.append(Close(self.open_step, tuple(ended)))
         if self._regular and self.round is RoundKind.FIRST:
             self._durations.append(now - self._began)
@@ -384,13 +390,6 @@ class Membership:
 
     def _enough(self, slots: Sequence[int]) -> bool:
         return self.round is not RoundKind.FIRST or len(slots) >= self._rules.min_sites
-
-    def _skip(self, slots: Sequence[int]) -> None:
-        """Record that members miss the open step, whose time counts where no site has waited for them."""
-        self._regular &= not any(self._sites[slot].awaited for slot in slots)
-        for slot in slots:
-            self._sites[slot].awaited = False
-            self._actions.append(Skip(slot, self.open_step))
 
     def _may_skip(self, ended: Sequence[int]) -> bool:
         """Return whether the open step can close without its late members once they are late."""

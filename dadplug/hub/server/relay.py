@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...errors import FrameError, RefusedError, TryAgainError
+from ...exchange.transport import Requirements
 from ..secure.epochs import answers
 from ..wire.messages import (
     Accept,
@@ -37,9 +38,8 @@ from ..wire.messages import (
     Kind,
     Leave,
     Pause,
-    Report,
-    Require,
     Resume,
+    RunReport,
     SendState,
     Skip,
     Spent,
@@ -555,11 +555,11 @@ class Relay:
                 self.drop(session, message.reason, now)
             case Spent() if trains:
                 self.spent[session.slot] = message
-            case Report() if trains:
+            case RunReport() if trains:
                 if self._recovery is not None:
                     self._recovery.report(session, message)
                     self._recover(now)
-            case Require() if trains:
+            case Requirements() if trains:
                 session.ready = True
                 if self.run.membership.started:
                     self.run.require(message)
@@ -640,7 +640,9 @@ class Relay:
                 case Resume():
                     self.journal.write("training goes on")
         if any(isinstance(action, Close) for action in actions):
-            self._end_ahead(now)
+            for slot, ahead in list(self.run.ahead.items()):  # of sites that have ended the new step before
+                if ahead and ahead[0] == self.run.membership.open_step:
+                    self._act(self.run.membership.end(slot, ahead.popleft(), now), now)
         if self.run.ending and not self._training():
             self._begin_run(now)
 
@@ -651,13 +653,6 @@ class Relay:
         self.journal.write(f"{self.roster[request.donor]} is asked for its state, for {joiner.name}")
         for session in self._training():
             session.send(pack_control(request, 0))
-
-    def _end_ahead(self, now: float) -> None:
-        """Take the ENDs of the step that has been opened, from sites that have sent theirs before."""
-        membership = self.run.membership
-        for slot, ahead in list(self.run.ahead.items()):
-            if ahead and ahead[0] == membership.open_step:
-                self._act(membership.end(slot, ahead.popleft(), now), now)
 
     def _end_training(self, action: Drop, now: float) -> None:
         """End the session of a site that takes no part any more; where the run is elastic, it may join again."""

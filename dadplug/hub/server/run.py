@@ -2,7 +2,7 @@
 
 **Recovery of a run**, at a hub that has been restarted, by what its sites report; and at one that could hear no site.
 A hub stores nothing on disk: its sites have all state of a run, too. Sites whose hub is lost reconnect, and
-name the last round that has been closed for them. A new hub asks them for a `Report`, and nothing of the run goes on
+name the last round that has been closed for them. A new hub asks them for a `RunReport`, and nothing of the run goes on
 until all that take part have sent theirs, or `site_timeout` is over, and the time that sites need to come back, which
 is longer after a long outage (`dadplug.hub.wire.streams`).
 
@@ -39,6 +39,7 @@ import torch
 from msgspec.structs import replace
 
 from ...errors import FrameError
+from ...exchange.transport import Requirements
 from ...support.logs import span
 from ..wire.messages import (
     DTYPES,
@@ -54,11 +55,10 @@ from ..wire.messages import (
     Pause,
     Position,
     Repeat,
-    Report,
-    Require,
     Resume,
     RoundKind,
     Rules,
+    RunReport,
     Skip,
     pack_control,
 )
@@ -325,7 +325,7 @@ class Run:
         # Announcements of the sites that have joined in the open round, which one that joins after them has missed.
         self._joined: dict[int, Join] = {}
         self._kind = RoundKind.COLLECTIVE  # of the open round, once a site has ended it
-        self._required: Require | None = None
+        self._required: Requirements | None = None
 
     @property
     def elastic(self) -> bool:
@@ -342,7 +342,7 @@ class Run:
         """Whether sites may join in the open round."""
         return self._kind is RoundKind.FIRST and self.round.complete
 
-    def require(self, requirements: Require) -> None:
+    def require(self, requirements: Requirements) -> None:
         """Take what the sites require.
 
         Args:
@@ -511,7 +511,7 @@ class Outcome(NamedTuple):
 
     failure: str
     step: int = 0
-    requirements: Require | None = None
+    requirements: Requirements | None = None
     slots: Sequence[int] = ()
 
 
@@ -527,7 +527,7 @@ class Recovery:
 
     def __init__(self, run: Run, sessions: Mapping[tuple[str, int], Session], journal: Journal, now: float) -> None:
         self._run, self._sessions, self._journal, self._since = run, sessions, journal, now
-        self._reports: dict[Session, Report] = {}
+        self._reports: dict[Session, RunReport] = {}
         self._behind: list[Session] = []  # that wait for the end of a round
         self._sending: set[Session] = set()  # that have not sent their frames of it again
         self._repeated: Position | None = None  # the round
@@ -538,7 +538,7 @@ class Recovery:
 
     # What arrives
 
-    def report(self, session: Session, report: Report) -> None:
+    def report(self, session: Session, report: RunReport) -> None:
         """Take the report of a site.
 
         Raises:
@@ -548,7 +548,7 @@ class Recovery:
             raise FrameError("its report does not have one count for each site")
         self._reports[session] = report
 
-    def require(self, session: Session, requirements: Require) -> None:
+    def require(self, session: Session, requirements: Requirements) -> None:
         """Take the requirements of a site, which it has stated meanwhile."""
         if session in self._reports:
             self._reports[session] = replace(self._reports[session], required=requirements)
@@ -590,7 +590,7 @@ class Recovery:
         return [each for (channel, _), each in self._sessions.items() if channel == "training"]
 
     @property
-    def _winner(self) -> Report:
+    def _winner(self) -> RunReport:
         """Report of a site for which the last round has been closed."""
         counts = Counter(each.position for each in self._reports.values())
         return max(
@@ -643,7 +643,7 @@ class Recovery:
         gone = {slot for session in at for slot in self._reports[session].gone}
         return [each for each in [*at, *self._curable(winner, at)] if each.slot not in gone]
 
-    def _curable(self, winner: Report, at: Sequence[Session]) -> list[Session]:
+    def _curable(self, winner: RunReport, at: Sequence[Session]) -> list[Session]:
         """Return the sites that lack the end of the last closed round only, all whose frames can be had.
 
         Args:
@@ -667,7 +667,7 @@ class Recovery:
 
     # The last closed round
 
-    def _repeat(self, winner: Report, members: Sequence[Session], behind: list[Session]) -> None:
+    def _repeat(self, winner: RunReport, members: Sequence[Session], behind: list[Session]) -> None:
         """Have the last closed round repeated for sites that it has not been closed for."""
         self._behind, self._repeated, self._lost_sender = behind, winner.position, False
         self._sending = {each for each in members if each.slot in winner.contributors}

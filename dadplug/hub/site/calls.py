@@ -1,4 +1,4 @@
-"""Calls of the sites of a hub, which they exchange once these are not the same."""
+"""Places of the sites of a hub, which they exchange once they do not make the same calls."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from contextlib import suppress
 from typing import Any
 
 from ...errors import MismatchError, SiteError
-from ...exchange.calls import explain, own_call
+from ...exchange.calls import explain, own_place
 from ...exchange.handshake import Deadline
 from .inbox import CALLS
 
-_SECONDS = 1.5  # for the calls of the other sites to arrive
+_SECONDS = 1.5  # for the places of the other sites to arrive
 
 
 def check_calls(link: Any, patience: Deadline) -> None:
@@ -28,10 +28,12 @@ def check_calls(link: Any, patience: Deadline) -> None:
 
 
 def mismatch(link: Any) -> MismatchError:
-    """Return the error of sites that do not make the same calls, and exchange these for it."""
-    own, slots = own_call(), range(link.world_size)
+    """Return the error of sites that do not make the same calls, and exchange the places of the sites for it."""
+    slots = range(link.world_size)
+    with link.lock:
+        own = f"{link.inbox.awaited} of round {link.step}, step {own_place.step}"
     with suppress(SiteError):  # the others may be gone
         link.send(CALLS, memoryview(own.encode()))
-        link.converse(lambda: int(not any(map(link.inbox.call_of, slots))), _SECONDS)
-    places = {slot: link.inbox.call_of(slot) for slot in slots} | {link.rank: own}
+        link.converse(lambda: int(not any(map(link.inbox.place_of, slots))), _SECONDS)
+    places = {slot: link.inbox.place_of(slot) for slot in slots} | {link.rank: own}
     return MismatchError(explain(places, [*map(link.name, slots)]))

@@ -15,7 +15,7 @@ from ..wire.streams import KeptFrames
 CHANNEL_BITS = 24  # of the number of an exchange, below those of its channel
 CALLS = 0  # number of the exchange of sites that do not make the same calls
 MAX_EARLY_BYTES = 1 << 30
-_CALL_BYTES = 500
+_PLACE_BYTES = 500
 
 _Key = tuple[Kind, int, int]  # kind, slot of the sender, number of the exchange
 
@@ -189,10 +189,16 @@ class Inbox:
         payloads = {key[2]: frames for key, frames in self._early.items() if key[:2] == (Kind.PAYLOAD, slot)}
         return {exchange for exchange, frames in payloads.items() if frames[0][0].step == step}
 
-    def call_of(self, slot: int) -> str:
-        """Return the call that a site has sent since the sites' calls are not the same; empty if it has sent none."""
+    @property
+    def awaited(self) -> str:
+        """Exchange that is waited for, in words."""
+        numbers = [exchange % (1 << CHANNEL_BITS) for _, _, exchange in self._expected]
+        return f"exchange {min(numbers)}" if numbers else "the end"
+
+    def place_of(self, slot: int) -> str:
+        """Return the place that a site has sent since the sites' calls are not the same; empty if it has sent none."""
         frames = self._early.get((Kind.PAYLOAD, slot, CALLS), ())
-        return b"".join(piece for _, piece in frames)[:_CALL_BYTES].decode(errors="replace")
+        return b"".join(piece for _, piece in frames)[:_PLACE_BYTES].decode(errors="replace")
 
     def _release(self, incoming: Incoming) -> None:
         """Remove a message that is complete from those that are expected."""

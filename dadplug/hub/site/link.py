@@ -18,6 +18,7 @@ from ...exchange import DEFAULT_TIMEOUT
 from ...exchange.calls import ASK_SECONDS
 from ...exchange.handshake import Deadline
 from ...exchange.status import ENDED, add_announcer, remove_announcer
+from ...exchange.transport import Requirements
 from ...support.logs import get_logger
 from ..pki.kits import Kit
 from ..secure.epochs import AGREEMENT, LinkSealing
@@ -36,9 +37,8 @@ from ..wire.messages import (
     Pause,
     Position,
     Repeat,
-    Report,
-    Require,
     Resume,
+    RunReport,
     SendState,
     Start,
     pack_control,
@@ -58,9 +58,9 @@ class HubLink(HubConnection):
     """Link of one site. Made by `open`.
 
     It outlives a hub that is restarted, or has given this site up. After `Hello` with its position, a site sends a
-    `Report`. It sends no other messages until the hub lets the run go on, but keeps them. If the hub lets the site join
-    instead, as one that has started again, all that belongs to the open step is forgotten, and `RoundClient` raises a
-    `DroppedError` where the program waits for the step.
+    `RunReport`. It sends no other messages until the hub lets the run go on, but keeps them. If the hub lets the site
+    join instead, as one that has started again, all that belongs to the open step is forgotten, and `RoundClient`
+    raises a `DroppedError` where the program waits for the step.
 
     Attributes:
         inbox: messages that arrive.
@@ -215,7 +215,10 @@ class HubLink(HubConnection):
                 self._troubles.end(slot, f"{self.name(slot)} is back")
                 self.gone.pop(slot, None)
                 rounds.joined.add(slot)
-                self._take_member(message)
+                if slot != self.rank:
+                    self._post_all(self.sealing.join(slot, message.step))
+                elif rounds.joins:
+                    self.sealing.enter([each for each in range(self.world_size) if each not in {slot, *self.gone}])
             case Drop():
                 self._lose_site(message)
             case Accept(needs_state=True):
@@ -233,13 +236,6 @@ class HubLink(HubConnection):
                     self._frames.send(frame)
             case Continue():
                 self._frames.release(self._continuation.go_on(message))
-
-    def _take_member(self, message: Join) -> None:
-        """Take the announcement of a site that joins, which may be this one."""
-        if message.slot != self.rank:
-            self._post_all(self.sealing.join(message.slot, message.step))
-        elif self.rounds.joins:
-            self.sealing.enter([slot for slot in range(self.world_size) if slot not in {self.rank, *self.gone}])
 
     def _set_pause(self, reason: str) -> None:
         """Record why the hub lets all sites wait; empty where it does not any more."""
@@ -331,16 +327,16 @@ class HubLink(HubConnection):
         elif rounds.joins and rounds.requirements is not None:
             rounds._ask()
 
-    def _report(self) -> Report:
+    def _report(self) -> RunReport:
         rounds, found = self.rounds, self._continuation
         step = found.position.step
-        return Report(
+        return RunReport(
             found.run,
             *(found.position, found.before, found.contributors, found.joined),
             tuple(self.gone),
             *(found.counts(step, self.world_size), found.counts(step + 1, self.world_size)),
             rounds.listens,
-            rounds.requirements or Require(0, 0),
+            rounds.requirements or Requirements(0, 0),
             round(1e3 * return_seconds(time.monotonic() - self._lost_at)),
         )
 

@@ -12,7 +12,7 @@ from ...exchange.calls import ASK_SECONDS
 from ...exchange.handshake import Deadline
 from ...exchange.transport import Requirements
 from ..secure.epochs import DIGEST_BYTES
-from ..wire.messages import IDLE, Close, Head, Joined, Kind, Position, Require, RoundKind, SendState
+from ..wire.messages import IDLE, Close, Head, Joined, Kind, Position, RoundKind, SendState
 from ..wire.streams import ELASTIC_HUB_TIMEOUT
 from .calls import check_calls, mismatch
 from .history import RoundHistory
@@ -57,7 +57,7 @@ class RoundClient:
         self._closes: dict[int, tuple[frozenset[int], int]] = {}
         self.joined: set[int] = set()
         self.listens = False
-        self.requirements: Require | None = None
+        self.requirements: Requirements | None = None
         self.rejoins = True
         self.first = 0
         self.sizes: list[tuple[int, int]] = []
@@ -76,7 +76,7 @@ class RoundClient:
                 self.closed = link.step - 1
                 self.joined.clear()  # at the start
                 self.history.begin(self.closed, link.sealing.first_digest)
-            self.elastic, self.skips, self.requirements = True, requirements.skips, Require(*requirements)
+            self.elastic, self.skips, self.requirements = True, requirements.skips, requirements
             link._continuation.kept.limit = None
             link.wait_for_hub(ELASTIC_HUB_TIMEOUT, unless_known=True)
             link.check()

@@ -155,10 +155,6 @@ class CollectiveTransport(Transport):
             if source in every:
                 return every[source].tobytes()
 
-    def gather_objects(self, item: Any) -> list[Any]:
-        every = self.gather_present(item)
-        return [every.get(rank) for rank in range(self.world_size)]
-
     def gather_present(self, item: Any) -> dict[int, Any]:
         own, refusal = encode_object(tagged(item))
         check_declared(len(own))

@@ -46,7 +46,8 @@ from msgspec import Meta
 
 from ...errors import FrameError
 from ...exchange import codec
-from ...support.structs import LONGEST_TEXT, Count, Counts, Slot, Slots, Text, Texts, decode
+from ...exchange.transport import Requirements
+from ...support.structs import LONGEST_TEXT, Count, Counts, Milliseconds, Slot, Slots, Text, Texts, decode
 
 _HEAD = struct.Struct("<HBBHHIQQI")
 HEAD_BYTES = _HEAD.size
@@ -181,7 +182,6 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 
 # What others compute with may be added to without leaving the range of `Count`.
 _Step = Annotated[int, Meta(ge=0, le=1 << 62)]
-_Milliseconds = Annotated[int, Meta(ge=0, le=1 << 40)]
 
 
 class Position(NamedTuple):
@@ -404,23 +404,7 @@ class Resume(Message, frozen=True):
 Action = Accept | Start | Join | SendState | Drop | Skip | Close | Pause | Resume
 
 
-class Require(Message, frozen=True):
-    """Statement of a site of what it requires, the same at all sites.
-
-    Attributes:
-        min_sites: as in `dadplug.exchange.transport.Requirements`, like the others.
-        timeout_ms: milliseconds of silence after which a site counts as lost.
-        skips: whether a late site misses a step.
-        patience_percent: time after which a site is late.
-    """
-
-    min_sites: Count
-    timeout_ms: _Milliseconds
-    skips: bool = False
-    patience_percent: Count = 300
-
-
-class Report(Message, frozen=True):
+class RunReport(Message, frozen=True):
     """Report of a site on a run that the hub does not know.
 
     Attributes:
@@ -446,8 +430,8 @@ class Report(Message, frozen=True):
     received: Counts
     arrived: Counts
     listens: bool
-    required: Require
-    return_ms: _Milliseconds = 0
+    required: Requirements
+    return_ms: Milliseconds = 0
 
 
 class Repeat(Message, frozen=True):
@@ -587,7 +571,7 @@ _DECODER: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
     | Close
     | Pause
     | Resume
-    | Report
+    | RunReport
     | Repeat
     | Continue
     | Hello
@@ -597,7 +581,7 @@ _DECODER: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
     | KeyMessage
     | Exclude
     | Spent
-    | Require
+    | Requirements
 )
 _SLOTS = {"slot", "donor", "joiner", "contributors", "waiting_for", "joined", "gone"}  # fields with numbers of sites
 

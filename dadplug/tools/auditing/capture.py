@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ...errors import SiteError
 from ...exchange.factor_buckets import FactorPayload
+from ...exchange.factory import SingleSite
 from ...exchange.status import PeerNames
 from ...exchange.traffic import Traffic
 from ...exchange.transport import Gather, PendingSum, Transport
@@ -474,7 +475,7 @@ class _TwinGather(Gather):
         return self._arrived
 
 
-class TwinTransport(Transport):
+class TwinTransport(SingleSite):
     """Transport without a network, whose other site sends to the bit what this one sends.
 
     The agreed gradient is that of one site then, after encoding and decoding by the formats of the network.
@@ -486,10 +487,7 @@ class TwinTransport(Transport):
 
     def __init__(self, traffic: Traffic, device: torch.device) -> None:
         names = _TwinNames(0, ["audited site", *(f"observer {number}" for number in range(1, SITES))])
-        super().__init__(names, traffic, 0, device, 1.0)
-
-    def close(self) -> None:
-        pass
+        super().__init__(traffic, device, 1.0, names)
 
     def gather(self, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
         return _TwinGather(sizes[0], dtype, self.device, self.traffic)
@@ -499,14 +497,8 @@ class TwinTransport(Transport):
         tensor.mul_(SITES)
         return PendingSum()
 
-    def broadcast(self, tensor: Tensor) -> None:
-        pass
-
-    def broadcast_bytes(self, content: bytes) -> bytes:
-        return content
-
-    def gather_objects(self, item: Any) -> list[Any]:
-        return [item] * SITES
+    def gather_present(self, item: Any) -> dict[int, Any]:
+        return dict.fromkeys(range(SITES), item)
 
     def prefers_gather(self, nbytes: int) -> bool:
         return nbytes <= _FEW_BYTES
