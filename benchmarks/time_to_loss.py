@@ -26,6 +26,7 @@ import os
 import signal
 import statistics
 import sys
+from collections.abc import Iterator
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -45,11 +46,12 @@ from torch import Tensor, nn
 from workloads import Transformer, loss
 
 METHODS = (
-    "ddp,ddp-fp16,ddp-powersgd,diloco:every=16,rankdad:rank=auto,rankdad:rank=auto+dense=lowrank,"
-    "rankdad:rank=8+error_feedback=false,alone"
+    "ddp,ddp-fp16,ddp-powersgd,diloco:every=16,rankdad:rank=auto,rankdad:rank=8+wire=int8,rankdad:rank=4+wire=int8,"
+    "rankdad:rank=8+wire=int8+dense=allreduce,alone"
 )
 TRAINING, FINE_TUNING, FROM_SCRATCH = 2e-3, 5e-4, 1e-4  # learning rates of Adam
 WARM_UP = 3
+SETTLE = 40  # steps after which a rank that follows the link has been chosen
 
 
 def bert() -> nn.Module:
@@ -95,6 +97,8 @@ def time_steps(way: Way, data: Tensor, arguments: argparse.Namespace) -> dict[st
             continue
         if not arguments.loopback:
             reshape(rate)
+            for _ in range(SETTLE if "rank=auto" in arguments.methods and arguments.model == "bytes" else 0):
+                take_step(way, *batch)
         measured = step_time.time_steps(partial(take_step, way, *batch), 15, arguments.seconds, 3, way.every)
         found[rate] = {"seconds": measured.seconds, "bytes": measured.nbytes, "predicted": False}
     if not arguments.loopback:
@@ -116,8 +120,17 @@ def run_site(arguments: argparse.Namespace) -> None:
         name = parse(arguments.methods)[0]
         steps = int(arguments.steps * (1.0 if name in ("ddp", "alone") else arguments.most))
         curve = [] if name == "alone" else train(way, data, held_out, seed, steps, arguments.every)
+        curves = {}
+        if "rank=auto" in arguments.methods and not arguments.loopback:
+            for link in arguments.rates.split(","):
+                reshape(link)
+                copy = deepcopy(start)
+                chooses = Way(copy, arguments.methods, 8, torch.optim.Adam(copy.parameters(), rate))
+                curves[link] = train(chooses, data, held_out, seed, steps, arguments.every)
+                chooses.detach()
+            reshape("none")
         row = {"model": arguments.model, "method": arguments.methods, "seed": seed, "every": arguments.every}
-        row |= {"steps": arguments.steps, "curve": curve, "processor": processor()}
+        row |= {"steps": arguments.steps, "curve": curve, "curves": curves, "processor": processor()}
         row["times"] = time_steps(way, data, arguments) if seed == 0 else {}
         way.detach()
         if dist.get_rank() == 0:
@@ -127,8 +140,10 @@ def run_site(arguments: argparse.Namespace) -> None:
             break
 
 
-def mean_curve(rows: list[dict], method: str) -> list[float]:
-    curves = [row["curve"] for row in rows if row["method"] == method and row.get("curve")]
+def mean_curve(rows: list[dict], method: str, rate: str = "") -> list[float]:
+    curves = [
+        row.get("curves", {}).get(rate, row["curve"]) for row in rows if row["method"] == method and row.get("curve")
+    ]
     return [statistics.fmean(values) for values in zip(*curves, strict=True)]
 
 
@@ -142,17 +157,23 @@ def steps_to(curve: list[float], every: int, target: float) -> float | None:
 
 
 def summary(rows: list[dict]) -> dict[str, dict]:
-    """Return by method its steps to DDP's last loss, and its times of a step."""
+    """Return by method its steps to DDP's last loss, by rate, and its times of a step."""
     target, found = mean_curve(rows, "ddp")[-1], {}
     for method in dict.fromkeys(row["method"] for row in rows if "times" in row):
         times = next(row["times"] for row in rows if row["method"] == method and row["times"])
-        steps = (
-            rows[0]["steps"]
-            if method in ("ddp", "alone")
-            else steps_to(mean_curve(rows, method), rows[0]["every"], target)
-        )
+        steps = dict.fromkeys(times, rows[0]["steps"])
+        if method not in ("ddp", "alone"):
+            steps = {rate: steps_to(mean_curve(rows, method, rate), rows[0]["every"], target) for rate in times}
         found[method] = {"steps": steps, "times": times}
     return found
+
+
+def _whole(steps: float | None) -> str:
+    return "not reached" if steps is None else f"{steps:.0f}"
+
+
+def _kilobytes(times: dict[str, dict]) -> Iterator[str]:
+    return (f"{one['bytes'] / 1e3:,.0f}" for one in times.values())
 
 
 def table(rows: list[dict], rates: list[str]) -> str:
@@ -167,17 +188,18 @@ def table(rows: list[dict], rates: list[str]) -> str:
     for method, one in found.items():
         cells = []
         for rate in rates:
-            time_, ddp = one["times"].get(rate), found["ddp"]
-            if one["steps"] is None or time_ is None:
+            time_, ddp, steps = one["times"].get(rate), found["ddp"], one["steps"].get(rate)
+            if steps is None or time_ is None:
                 cells.append("")
                 continue
-            seconds = one["steps"] * time_["seconds"]
-            ratio = ddp["steps"] * ddp["times"][rate]["seconds"] / seconds
+            seconds = steps * time_["seconds"]
+            ratio = ddp["steps"][rate] * ddp["times"][rate]["seconds"] / seconds
             mark = "~ " if time_["predicted"] or ddp["times"][rate]["predicted"] else ""
             cells.append(f"{mark}{seconds:,.1f} s ({ratio:.3g})")
-        steps = "not reached" if one["steps"] is None else f"{one['steps']:.0f}"
-        sent_ = one["times"]["none"]["bytes"] / 1e3
-        lines.append(f"| {title(method)} | {steps} | {sent_:,.0f} | " + " | ".join(cells) + " |")
+        steps, sent_ = (
+            ", ".join(dict.fromkeys(each)) for each in (map(_whole, one["steps"].values()), _kilobytes(one["times"]))
+        )
+        lines.append(f"| {title(method)} | {steps} | {sent_} | " + " | ".join(cells) + " |")
     failed = [f"{row['method']} failed: {row['error']}" for row in rows if "error" in row]
     return "\n\n".join(["\n".join(lines), *failed, *processors(rows)])
 

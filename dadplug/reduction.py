@@ -251,15 +251,15 @@ class GradientReduction(FusedSteps, ReplicatedModel):
 
     def _open_transport(self, process_group: dist.ProcessGroup | None) -> Transport:
         transport = super()._open_transport(process_group)
-        try:
-            check_merge(self.options, transport)
-        except ValueError:
-            transport.close()
-            raise
+        check_merge(self.options, transport)
         return transport
 
     def stop_fusing(self, reason: str) -> None:
-        """Let the plan show why steps are not fused, for trainers."""
+        """Let the plan show why steps are not fused; for trainers.
+
+        Args:
+            reason: why.
+        """
         self.remarks = (f"fused steps: no, {reason}",)
 
     @property

@@ -131,7 +131,7 @@ _MARGIN = 0.005  # seconds of a step from which all sites merge in place of owne
 
 
 def check_merge(options: Options, transport: Transport) -> None:
-    """Check that a transport can do what the option ``merge`` asks for.
+    """Check that a transport can do what the option ``merge`` asks for; close it if it cannot.
 
     Raises:
         ValueError: if it cannot.
@@ -143,6 +143,7 @@ def check_merge(options: Options, transport: Transport) -> None:
             reason = "a hub, which passes what a site sends to all others"
         else:
             reason = "NCCL"
+        transport.close()
         raise ValueError(f"merge='owner' does not work over {reason}: choose merge='all' or merge='auto'")
 
 
