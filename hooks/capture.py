@@ -188,13 +188,15 @@ class OwnHook(partial[Any]):
     """
 
 
-def has_user_hooks(parameter: Tensor) -> bool:
+def has_user_hooks(*parameters: Tensor | None) -> bool:
     """Return whether a parameter has hooks on its gradient that are not of this package."""
-    hooks: Any = parameter._backward_hooks
-    if hooks and not _OWN.issuperset(map(type, hooks.values())):
-        return True
-    hooks = parameter._post_accumulate_grad_hooks
-    return bool(hooks) and not _OWN.issuperset(map(type, hooks.values()))
+    for parameter in parameters:
+        if parameter is not None:
+            kinds: tuple[Any, Any] = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+            for hooks in kinds:
+                if hooks and not _OWN.issuperset(map(type, hooks.values())):
+                    return True
+    return False
 
 
 _OWN = {OwnHook}
@@ -265,9 +267,7 @@ class CapturedLayer:
             return False
         if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
             return False
-        if self.weight_gradients:
-            return True
-        return not (has_user_hooks(self.weight) or (self._bias is not None and has_user_hooks(self._bias)))
+        return self.weight_gradients or not has_user_hooks(self.weight, self._bias)
 
     def record(self, activations: Tensor, deltas: Tensor, form: Form = LINEAR, trace: Trace | None = None) -> None:
         """Record the factors of one call; the layer's family calls it during backward."""
@@ -289,9 +289,9 @@ class CapturedLayer:
 
     def commit(self, _: Any = None) -> None:
         """Commit the factors of the running backward pass; called when the weight's gradient is due in it."""
-        factors: list[Factor] = self._pending.pop(torch._C._current_graph_task_id(), [])
-        self._factors += factors
-        self._versions += [factor.activations._version for factor in factors]
+        for factor in self._pending.pop(torch._C._current_graph_task_id(), ()):
+            self._factors.append(factor)
+            self._versions.append(factor.activations._version)
 
     def take(self) -> list[Factor]:
         """Return the committed factors, one per call, and clear them.
@@ -359,11 +359,14 @@ class _CapturedForward(ForwardOverride):
     def __init__(self, layer: CapturedLayer) -> None:
         super().__init__(layer.module)
         self._layer = layer
+        traced = layer.tracer is not None
+        self._forward = layer.family.forward if traced else layer.family.forward_untraced
         self._replaced = type(layer.module).forward
         self._input = list(signature(self._replaced).parameters)[1]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        plain = being_exported() or type(self.module).forward is not self._replaced  # by a program since
+        exported = torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None  # `being_exported`
+        plain = exported or type(self.module).forward is not self._replaced  # by a program since
         return self.plain(*args, **kwargs) if plain else self._captured(*args, **kwargs)
 
     @eager
@@ -382,14 +385,15 @@ class _CapturedForward(ForwardOverride):
         return layer.tracer.call(layer, inputs, lambda record: self._call(inputs, record, *args, **kwargs))
 
     def _call(self, inputs: Tensor, record: Recorder, *args: Any, **kwargs: Any) -> Tensor:
-        if self._layer.wrap_recorder is not None:
-            record = self._layer.wrap_recorder(self._layer, inputs, record)
-        family = self._layer.family
-        forward = family.forward if self._layer.tracer is not None else family.forward_untraced
-        if not self._layer.fastest:
-            return forward(self.module, record, self._layer.weight_gradients, *args, **kwargs)
-        with products.fastest():
-            return forward(self.module, record, self._layer.weight_gradients, *args, **kwargs)
+        layer, thread = self._layer, products.thread
+        if layer.wrap_recorder is not None:
+            record = layer.wrap_recorder(layer, inputs, record)
+        before = thread.fastest
+        thread.fastest = before or layer.fastest
+        try:
+            return self._forward(self.module, record, layer.weight_gradients, *args, **kwargs)
+        finally:
+            thread.fastest = before
 
 
 class LayerCapture:
