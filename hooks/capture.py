@@ -215,6 +215,7 @@ class CapturedLayer:
         family: family of the layer.
         fed_by_data: whether a captured input required no gradient, as the model's raw input.
         left_out: why a call was left to autograd: its input was of a kind that has no factors; empty if none was.
+        committed: the committed factors; not to be changed.
         wrap_recorder: called in each captured forward with the layer, its input and the function that receives the
             factors in backward; returns the function that receives them instead, and passes them on. None for none.
     """
@@ -240,7 +241,7 @@ class CapturedLayer:
         self.weight: nn.Parameter = getattr(module, family.weight)
         self._bias: nn.Parameter | None = getattr(module, family.bias, None)
         self._pending: dict[int, Any] = {}  # lists of factors, by backward pass
-        self._factors: list[Factor] = []
+        self.committed: list[Factor] = []
         self._versions: list[int] = []  # of the factors' activations, when they were committed
         self._released = False
         self._kept = 0  # number of factors whose inputs have been copied or cannot be overwritten
@@ -290,7 +291,7 @@ class CapturedLayer:
     def commit(self, _: Any = None) -> None:
         """Commit the factors of the running backward pass; called when the weight's gradient is due in it."""
         for factor in self._pending.pop(torch._C._current_graph_task_id(), ()):
-            self._factors.append(factor)
+            self.committed.append(factor)
             self._versions.append(factor.activations._version)
 
     def take(self) -> list[Factor]:
@@ -299,10 +300,8 @@ class CapturedLayer:
         Raises:
             RuntimeError: if the layer's input has been overwritten since backward.
         """
-        factors, versions = self._factors, self._versions
-        if not factors:
-            return []
-        self.clear()
+        factors, versions = self.committed, self._versions
+        self.committed, self._versions, self._kept = [], [], 0
         for factor, version in zip(factors, versions, strict=True):
             if factor.activations._version != version:
                 raise RuntimeError(
@@ -313,11 +312,11 @@ class CapturedLayer:
 
     def clear(self) -> None:
         """Clear the committed factors."""
-        self._factors, self._versions, self._kept = [], [], 0
+        self.committed, self._versions, self._kept = [], [], 0
 
     def peek(self) -> list[Factor]:
         """Return the committed factors without clearing them."""
-        return list(self._factors)
+        return list(self.committed)
 
     def keep_inputs(self, owned: Container[int] = ()) -> None:
         """Copy committed inputs that the user may overwrite, for example a buffer that a loader fills with every batch.
@@ -325,12 +324,12 @@ class CapturedLayer:
         Args:
             owned: addresses of memory that the user owns, in addition to that of inputs without a gradient.
         """
-        for index in range(self._kept, len(self._factors)):
-            factor = self._factors[index]
+        for index in range(self._kept, len(self.committed)):
+            factor = self.committed[index]
             if self.fed_by_data or factor.activations.untyped_storage().data_ptr() in owned:
-                self._factors[index] = replace(factor, activations=factor.activations.clone())
+                self.committed[index] = replace(factor, activations=factor.activations.clone())
                 self._versions[index] = 0
-        self._kept = len(self._factors)
+        self._kept = len(self.committed)
 
     def copy_factors(self, copy: Callable[[Tensor], Tensor]) -> None:
         """Replace the committed factors by copies.
@@ -338,11 +337,11 @@ class CapturedLayer:
         Args:
             copy: makes a copy of a tensor.
         """
-        for index, factor in enumerate(self._factors):
+        for index, factor in enumerate(self.committed):
             activations = copy(factor.activations)
-            self._factors[index] = replace(factor, activations=activations, deltas=copy(factor.deltas))
+            self.committed[index] = replace(factor, activations=activations, deltas=copy(factor.deltas))
             self._versions[index] = activations._version
-        self._kept = len(self._factors)
+        self._kept = len(self.committed)
 
     def release(self) -> None:
         """Restore the layer's own forward."""

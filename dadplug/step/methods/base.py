@@ -312,9 +312,11 @@ def decode(
         The gradients of the weight, in its shape or as a matrix, and of the bias, of shape (out,), or None.
     """
     if form == LINEAR and not site_by_site and not (with_bias and shares[0].bias is None):
-        stack = (shares.left, shares.right) if isinstance(shares, StackedShares) else None
-        lefts, rights = [share.left for share in shares], [share.right for share in shares]
-        gradient = sum_of_products(lefts, rights, weights, constants, stack)
+        if isinstance(shares, StackedShares):
+            parts, stack = (shares.lefts, shares.rights), (shares.left, shares.right)
+        else:
+            parts, stack = ([share.left for share in shares], [share.right for share in shares]), None
+        gradient = sum_of_products(*parts, weights, constants, stack)
     else:
         rows = [FactorPayload(share.left * weight, share.right) for share, weight in zip(shares, weights, strict=True)]
         rows = [share for share in rows if share.rows] or rows[:1]

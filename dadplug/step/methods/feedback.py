@@ -68,7 +68,7 @@ class LossScales:
 
     def record(self, name: str) -> None:
         """Record that a unit's gradient has arrived in the backward pass that is running."""
-        self._last = self._known[name] = self.present()
+        self._last = self._known[name] = self._stated or (running() if _running else _UNSCALED)
         self._arrived.add(name)
 
     def of(self, name: str) -> float:
@@ -191,7 +191,8 @@ class ErrorFeedback:
         if staged is None:
             return
         before = self._errors.get(name)
-        rescale(staged, before, scale, expected)
+        if not scale == expected == 1.0:
+            rescale(staged, before, scale, expected)
         if self.enabled:
             self._errors[name] = staged
         else:

@@ -49,6 +49,7 @@ class SampleCounter:
         by_samples: as the argument.
         current: samples of the forward pass that is running; 0 outside of one, and where they are not known.
         known: whether `current` is known: by the rule, or since `fixed` states it.
+        pending: whether the site has gradients in this step; set by what exchanges them.
         forwards: number of outermost forward passes so far.
         called: the module that the last of them has called.
         backward_pass: number of the last backward pass that has reached the outputs of a forward pass; -1 before.
@@ -73,6 +74,7 @@ class SampleCounter:
         self.by_samples = by_samples
         self.current = self.forwards = 0
         self.known = True
+        self.pending = False
         self.called: nn.Module = model
         self.backward_pass = -1
         self.owned: set[int] = set()
@@ -155,8 +157,10 @@ class SampleCounter:
         if self.dealt is not None:
             return self.dealt if pending else 0
         if not self.by_samples:
-            weighs = any(passes.samples or not passes.stated for passes in self._counted)
-            return int(pending and (weighs if self._counted else self.stated != 0))
+            for passes in self._counted if pending else ():
+                if passes.samples or not passes.stated:
+                    return 1
+            return int(pending and not self._counted and self.stated != 0)
         doubts = [passes.doubt for passes in self._counted] or ["the loss does not come from a call of the model"]
         if not pending or not any(doubts):
             return sum(passes.samples for passes in self._counted)
@@ -166,6 +170,10 @@ class SampleCounter:
             return 1
         reason = next(filter(None, doubts))
         raise ValueError(f"weighting='samples' cannot count the samples of this step: {reason}. {_STATE_IT}")
+
+    def weight_so_far(self) -> int:
+        """Return the weight of this site's gradients so far in the step; changes are repaired at its end."""
+        return self.weight(self.pending, True)
 
     def weight_of_pass(self, rows: int) -> float:
         """Return the weight of the running forward pass in statistics over sites.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from ..model_sync import sameness
 from ..model_sync.structure import ModelStructure, is_managed, without_managed
 from ..reducer.handler import StepHeader
 from ..reducer.reducer import Reducer, StepRequest
-from ..units.base import Unit
+from ..units.base import Unit, mark_agreed
 from ..units.factor import ChainedUnit, FactorUnit, LowrankUnit
 from .chains import collect_chain_reports, link_units, merge_chain_reports, order_followers_first, refusal
 from .merging import LinkCosts, Merging, measure_link
@@ -357,13 +357,16 @@ class Planner:
         elif not self._structure.same_training():
             self._plan_anew()
 
-    def record_arrival(self, unit: Unit, send: bool) -> None:
+    def record_arrival(self, unit: Unit, send: bool, owned: Container[int]) -> None:
         """Record that a backward pass has delivered a unit's gradient.
 
         Args:
             unit: the unit.
             send: whether to send the gradient if it is complete.
+            owned: addresses of memory that the user owns.
         """
+        if isinstance(unit, FactorUnit):
+            unit.prepare(owned, exact=self._method.traits.exact)
         if not self.is_complete:
             if unit not in self._order:
                 self._order.append(unit)
@@ -474,8 +477,7 @@ class Planner:
         headers = self._reducer.finish(request)
         if not self.is_complete:
             self._reducer = None  # no site has had any data yet
-        for unit in self.units:
-            unit.mark_agreed()
+        mark_agreed(self.units)
         return headers
 
     def end_step(self) -> None:

@@ -72,8 +72,8 @@ class MergedHandler(KeptPayloadsHandler, SiteFactorHandler):
         assert isinstance(unit, FactorUnit)
         return self._rank(unit)
 
-    def extra_rows(self, unit: Unit) -> int:
-        return 0
+    def extra_rows(self) -> list[int]:
+        return [0] * len(self.units)
 
     # What a subclass decides
 

@@ -170,9 +170,10 @@ class Reducer:
         """Put a unit whose gradient is complete into its bucket, and launch the buckets that can leave."""
         self._fill(unit)
         ready = self._launched
-        while ready < len(self._handlers) and self._handlers[ready].ready:
+        while ready < len(self._handlers) and not self._handlers[ready].missing and self._handlers[ready].ready:
             ready += 1
-        self._launch(ready)
+        if ready > self._launched:
+            self._launch(ready)
 
     def _fill(self, unit: Unit) -> None:
         handler = self._handler_of[unit.name]
@@ -300,20 +301,14 @@ class Reducer:
             handler.add_late()
         for unit in self._units:
             if isinstance(unit, FactorUnit):
-                unit.release_sent()
+                unit.sent_factors = []
 
     def _header(self, request: StepRequest) -> StepHeader:
         faults, check_finite = self._context.faults, self._context.options.check_finite
-        header = StepHeader(
-            request.step,
-            self._version,
-            self._context.samples(),
-            request.stop or self._asks_to_stop,
-            noise_every=request.noise_every,
-            settings=request.settings,
-            digest=request.digest,
-            batch=request.batch,
-        )
+        header = StepHeader.idle(request.step, self._version, len(self._units))
+        header.samples, header.stop = self._context.samples(), request.stop or self._asks_to_stop
+        header.noise_every, header.settings = request.noise_every, request.settings
+        header.digest, header.batch = request.digest, request.batch
         if self._context.deferral is not None:
             header.deferred = self._context.deferral.digest((unit.name, unit.lead) for unit in self._units)
         header.finite = not faults.entries
@@ -325,12 +320,12 @@ class Reducer:
             header.finite = False
             if check_finite:
                 header.fault, header.culprit = Fault.ATTACHED, culprit
-        for unit in self._units:
-            handler = self._handler_of[unit.name]
-            header.present.append(handler.present(unit))
-            header.dense.append(unit.dense and (handler.repeats or unit.has_gradient))
-            header.void.append(unit.void and not handler.repeats)
-            header.extra_rows.append(handler.extra_rows(unit))
+        for handler in self._handlers:
+            found = zip(handler.units, handler.positions, handler.present(), handler.extra_rows(), strict=True)
+            for unit, position, present, extra in found:
+                header.present[position], header.extra_rows[position] = present, extra
+                header.dense[position] = unit.dense and (handler.repeats or unit.has_gradient)
+                header.void[position] = unit.void and not handler.repeats
         return header
 
     def _exchange_late(self, headers: list[StepHeader]) -> list[StepHeader]:

@@ -138,12 +138,12 @@ class SummedHandler(BucketHandler):
         self.launch()
         self.receive()
 
-    def present(self, unit: Unit) -> bool:
-        return unit.lead.grad is not None
+    def present(self) -> list[bool]:
+        return [unit.lead.grad is not None for unit in self.units]
 
     def finish(self, headers: Sequence[StepHeader], write: bool, keep: bool) -> None:
         scale = self.context.reference / max(1, sum(header.samples for header in headers))
-        wanted = [write and any(header.present[position] for header in headers) for position in self._positions]
+        wanted = [write and any(header.present[position] for header in headers) for position in self.positions]
         self._write(wanted, scale, keep)
         self._filled.clear()
 

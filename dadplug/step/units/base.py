@@ -227,7 +227,7 @@ class Placeholders:
 
     def gone(self) -> list[str]:
         """Return the names of the parameters whose placeholder a program has taken away or replaced."""
-        gone = []
+        gone: list[str] = []
         for name, lazy in self.active.items():
             gradient = self._parameters[name].grad
             if gradient is not lazy and (gradient is None or name not in self._lifted):
@@ -274,8 +274,9 @@ class Placeholders:
 
     def end_step(self) -> None:
         """Give programs that have kept a placeholder the agreed gradient."""
-        for name in [name for name in self._spare if sys.getrefcount(self._spare[name]) > _OWN_REFERENCES]:
-            self._spare.pop(name).release(self._parameters[name].grad)
+        for name in [*self._spare]:
+            if sys.getrefcount(self._spare[name]) > _OWN_REFERENCES:
+                self._spare.pop(name).release(self._parameters[name].grad)
 
 
 _TABLE = {"": LazyGradient(nn.Parameter(torch.empty(0)), "", None)}
@@ -320,6 +321,14 @@ def version_of(gradient: Tensor | None) -> tuple[int, int]:
     return gradient._version, gradient.data_ptr() if gradient.layout == torch.strided else 0
 
 
+def mark_agreed(units: Iterable[Unit]) -> None:
+    """Mark what is in ``.grad`` as agreed on, at the end of a step."""
+    for unit in units:
+        for parameter in unit.parameters.values():
+            if (gradient := parameter.grad) is not None:
+                setattr(gradient, _AGREED, (unit.reduction, version_of(gradient)))
+
+
 class Unit:
     """Parameters whose gradients are exchanged together.
 
@@ -339,12 +348,13 @@ class Unit:
         discards: times its gradient has been discarded in this step.
         expected_discards: times it was discarded in the last step; after as many it counts as one to keep.
         changed: whether the program has changed its gradient in place since the last backward pass of this step.
+        broken: whether its payload cannot be used, since the payload that it depends on has been discarded.
         path: the path of its gradient, for which a bucket handler is registered.
         reduction: number of the reduction that it belongs to.
     """
 
     reduction = -1
-    changed = False
+    changed = broken = False
     path: str = GradientPath.ALLREDUCE
 
     def __init__(self, name: str, parameters: dict[str, nn.Parameter]) -> None:
@@ -370,18 +380,16 @@ class Unit:
         """Whether ``.grad`` holds something."""
         return any(parameter.grad is not None for parameter in self.parameters.values())
 
-    @property
-    def broken(self) -> bool:
-        """Whether its payload cannot be used, since the payload that it depends on has been discarded."""
-        return False
-
     def watch(self, on_arrival: Callable[[Unit], None]) -> None:
         """Call a function whenever a backward pass has delivered all of the gradient of the leading parameter.
 
         Args:
             on_arrival: called with the unit.
         """
-        self._hooks.append(self.lead.register_post_accumulate_grad_hook(OwnHook(lambda _: on_arrival(self))))
+        self._hooks.append(self.lead.register_post_accumulate_grad_hook(OwnHook(self._arrive, on_arrival)))
+
+    def _arrive(self, on_arrival: Callable[[Unit], None], parameter: Tensor) -> None:
+        on_arrival(self)
 
     def drop_cleared(self) -> bool:
         """Discard what has arrived if the program has cleared it since; return whether that was all of it."""
@@ -391,12 +399,6 @@ class Unit:
     def is_own(self) -> bool:
         """Whether ``.grad`` has a gradient that the sites have not agreed on."""
         return not all(is_agreed(each, self.reduction) for each in self.parameters.values())
-
-    def mark_agreed(self) -> None:
-        """Mark what is in ``.grad`` as agreed on, at the end of a step."""
-        for parameter in self.parameters.values():
-            if (gradient := parameter.grad) is not None:
-                setattr(gradient, _AGREED, (self.reduction, version_of(gradient)))
 
     def discard(self) -> None:
         """Forget the backward passes of this step so far, since their gradients have been cleared."""
@@ -443,13 +445,10 @@ class DenseUnit(Unit):
         self.path = path
         self._version = 0, 0  # of the gradient, when it arrived
 
-    def watch(self, on_arrival: Callable[[Unit], None]) -> None:
-        def arrive(parameter: Tensor) -> None:
-            if parameter.grad is not None:
-                self._version = version_of(parameter.grad)
-                on_arrival(self)
-
-        self._hooks.append(self.lead.register_post_accumulate_grad_hook(OwnHook(arrive)))
+    def _arrive(self, on_arrival: Callable[[Unit], None], parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self._version = version_of(parameter.grad)
+            on_arrival(self)
 
     @property
     def changed(self) -> bool:  # type: ignore[override]
@@ -484,4 +483,6 @@ def add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
         parameter: the parameter.
         gradient: what is added, with the parameter's number of elements, in any shape.
     """
-    parameter.grad = accumulated(parameter.grad, gradient, parameter)
+    present = parameter.grad
+    first = present is None and not gradient.is_sparse
+    parameter.grad = gradient.reshape(parameter.shape) if first else accumulated(present, gradient, parameter)
