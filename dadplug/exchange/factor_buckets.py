@@ -14,7 +14,7 @@ from ..errors import MismatchError
 from ..lowrank.dispatch import SCALE_SIZE, NumbaKernels, cpu_kernels
 from .codec import MAX_BYTES
 from .fields import COUNT, check_all
-from .transport import Gather, Transport
+from .transport import Exchange, Gather, Transport
 from .wire import WireFormat, copied, lasting
 
 
@@ -336,6 +336,7 @@ class FactorBucket:
         )
 
     def _make_views(self) -> None:
+        self._posts = type(self._gather).post is not Exchange.post  # whether to receive has to be prepared
         self._own = [] if self.place is None else self._cut(self._gather.payload, self.place)
         self._own_head = _integers(self._gather.payload, len(self.slots))
         self._received: dict[int, tuple[Tensor, Tensor, list[FactorPayload]]] = {}
@@ -397,7 +398,8 @@ class FactorBucket:
 
     def fill(self, index: int, share: FactorPayload) -> None:
         """Copy a layer's rows into its slot; keep rows beyond its capacity for the second round."""
-        self._gather.post()
+        if self._posts:
+            self._gather.post()
         own, rows = self._own[index], share.left.shape[0]
         fit = self._rows[index] = min(rows, own.left.shape[0])
         if rows > fit:

@@ -65,12 +65,12 @@ class FormedSlot:
         like: gives type and device.
 
     Attributes:
-        kind: the arguments, by which slots are alike.
+        kind: the arguments, but type and device of the last, by which slots are alike.
         values: the singular values of the components.
     """
 
     def __init__(self, rank: int, shape: tuple[int, int], bias: int, wire: WireFormat, like: Tensor) -> None:
-        self.kind = self._kind(rank, shape, bias, wire, like)
+        self.kind = rank, shape, bias, wire, like.dtype, like.device
         self._wire, self._columns = wire, min(columns_for(rank), *shape)
         self.values = torch.zeros(rank, dtype=torch.float64, device=like.device)
         rows, kind = [(rank, shape[0]), (rank, shape[1]), (1, bias)], (like.dtype, like.device)
@@ -84,14 +84,6 @@ class FormedSlot:
             self._values = self.values.numpy()
         if self._kernels is not None and wire.quantised:
             self._to_encode = [each.numpy() for each in (*self._parts, *self._encoded, *self._rounded)]
-
-    @staticmethod
-    def _kind(rank: int, shape: tuple[int, int], bias: int, wire: WireFormat, like: Tensor) -> tuple[object, ...]:
-        return rank, shape, bias, wire, like.dtype, like.device
-
-    def is_for(self, rank: int, shape: tuple[int, int], bias: int, wire: WireFormat, like: Tensor) -> bool:
-        """Return whether a slot that is made of these arguments would be like this one."""
-        return self.kind == self._kind(rank, shape, bias, wire, like)
 
     def state(self, spare: object) -> FormedState:
         """Return a place for the next state: the spare one, if it is one of a slot like this one."""

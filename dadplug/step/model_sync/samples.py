@@ -117,8 +117,12 @@ class SampleCounter:
         return self._known_of(self._counted | self._waiting()) or self.dealt or 0
 
     def _known_of(self, counted: set[_Passes]) -> int:
-        known = counted and not any(passes.doubt for passes in counted)
-        return sum(passes.samples for passes in counted) if known else self.stated or 0
+        samples = 0 if counted else self.stated or 0
+        for passes in counted:
+            if passes.doubt:
+                return self.stated or 0
+            samples += passes.samples
+        return samples
 
     def _waiting(self) -> set[_Passes]:
         """Return the passes that count once a gradient arrives.

@@ -168,15 +168,14 @@ class Reducer:
 
     def arrive(self, unit: Unit) -> None:
         """Put a unit whose gradient is complete into its bucket, and launch the buckets that can leave."""
-        self._fill(unit)
+        self._fill(self._handler_of[unit.name], unit)
         ready = self._launched
         while ready < len(self._handlers) and not self._handlers[ready].missing and self._handlers[ready].ready:
             ready += 1
         if ready > self._launched:
             self._launch(ready)
 
-    def _fill(self, unit: Unit) -> None:
-        handler = self._handler_of[unit.name]
+    def _fill(self, handler: BucketHandler, unit: Unit) -> None:
         handler.fill(unit)
         handler.missing -= 1
         unit.sent = True
@@ -295,7 +294,7 @@ class Reducer:
         for handler in self._handlers[self._launched :]:
             for unit in handler.units:
                 if not unit.sent:
-                    self._fill(unit)
+                    self._fill(handler, unit)
         self._launch(len(self._handlers))
         for handler in self._handlers:
             handler.add_late()

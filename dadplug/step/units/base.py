@@ -194,6 +194,7 @@ class Placeholders:
 
     Attributes:
         active: those in ``.grad``, unless a program has put something else there, by name of the parameter.
+        lifted: names of those that are taken off while autograd adds to the gradient itself.
     """
 
     def __init__(self, parameters: dict[str, nn.Parameter], source: GradientSource) -> None:
@@ -202,7 +203,7 @@ class Placeholders:
         self.active: dict[str, LazyGradient] = {}
         # Made before backward: what is made there lies between activations, and would leave gaps when they go.
         self._spare = {name: LazyGradient(parameter, name, None) for name, parameter in parameters.items()}
-        self._lifted: set[str] = set()  # taken off while autograd adds to the gradient itself
+        self.lifted: set[str] = set()
 
     def put(self) -> None:
         """Put placeholders into ``.grad``; what is there becomes the part that is formed."""
@@ -216,33 +217,33 @@ class Placeholders:
                 self.active[name] = lazy
             if parameter.grad is not lazy:
                 lazy.earlier, parameter.grad = parameter.grad, lazy
-        self._lifted.clear()
+        self.lifted.clear()
 
     def lift(self, name: str) -> None:
         """Put the formed part back into ``.grad``, for autograd to add to it; `put` follows."""
         lazy, parameter = self.active.get(name), self._parameters[name]
         if lazy is not None and parameter.grad is lazy:
             parameter.grad, lazy.earlier = lazy.earlier, None
-            self._lifted.add(name)
+            self.lifted.add(name)
 
     def gone(self) -> list[str]:
         """Return the names of the parameters whose placeholder a program has taken away or replaced."""
         gone: list[str] = []
         for name, lazy in self.active.items():
             gradient = self._parameters[name].grad
-            if gradient is not lazy and (gradient is None or name not in self._lifted):
+            if gradient is not lazy and (gradient is None or name not in self.lifted):
                 gone.append(name)
         return gone
 
     def earlier(self, name: str) -> Tensor | None:
         """Return the formed part of a parameter's gradient."""
         lazy = self.active.get(name)
-        return self._parameters[name].grad if lazy is None or name in self._lifted else lazy.earlier
+        return self._parameters[name].grad if lazy is None or name in self.lifted else lazy.earlier
 
     def add(self, name: str, gradient: Tensor) -> Tensor:
         """Add to the formed part of a parameter's gradient, and return it."""
         lazy, parameter = self.active.get(name), self._parameters[name]
-        if lazy is None or name in self._lifted:
+        if lazy is None or name in self.lifted:
             parameter.grad = accumulated(parameter.grad, gradient, parameter)
             return parameter.grad
         lazy.earlier = accumulated(lazy.earlier, gradient, parameter)
@@ -259,7 +260,7 @@ class Placeholders:
             held_elsewhere = sys.getrefcount(self.active[name]) > _OWN_REFERENCES
             value = read(name) if read is not None and held_elsewhere else None
             self.active.pop(name).release(value)
-            self._lifted.discard(name)
+            self.lifted.discard(name)
 
     def resolve(self) -> None:
         """Put the formed parts back into ``.grad``, as synchronization begins."""
@@ -268,7 +269,7 @@ class Placeholders:
             if parameter.grad is lazy:
                 parameter.grad, lazy.earlier = lazy.earlier, None
             lazy.source = None
-        self._lifted.clear()
+        self.lifted.clear()
         self._spare |= self.active
         self.active.clear()
 

@@ -64,6 +64,7 @@ class FactorUnit(Unit):
         self.sent_factors: list[Factor] = []
         self._weights_then: set[tuple[int, int]] = set()  # version and address of the weight when gradients arrived
         self._placeholders = Placeholders(parameters, self)
+        self._last_pass = -1  # number of the last backward pass that has reached a parameter
         self._room = max(self.lead.numel(), _SMALL)
         self.sent_gradient: Callable[[str], list[Tensor]] | None = None
         for name, parameter in parameters.items():
@@ -74,8 +75,11 @@ class FactorUnit(Unit):
 
     def _before_gradient(self, name: str, gradient: Tensor | None) -> None:
         """Prepare for a gradient; called before autograd adds to ``.grad`` or returns it, and before factors arrive."""
-        if self._placeholders.active:
-            self.drop_cleared()
+        now = torch._C._current_graph_task_id()
+        if now != self._last_pass:  # for weight and bias once
+            self._last_pass = now
+            if self._placeholders.active:
+                self.drop_cleared()
         if gradient is not None and is_accumulated(self.parameters[name]):
             self._placeholders.lift(name)
             self._before_dense(name)
@@ -86,7 +90,7 @@ class FactorUnit(Unit):
 
     def _after_dense(self, name: str, parameter: Tensor) -> None:
         """Put the placeholder of a bias back; that of the weight comes back with its arrival."""
-        if self._placeholders.active:
+        if self._placeholders.lifted:
             self._placeholders.put()
 
     def drop_cleared(self) -> bool:
@@ -453,7 +457,7 @@ class LowrankUnit(FactorUnit):
             gradient, parameter.grad = parameter.grad, self._aside.pop(name)
             if gradient is not None:
                 self._hold(name, gradient)
-        if name != self.name and (gradient is not None or self._placeholders.active):
+        if name != self.name and (gradient is not None or self._placeholders.lifted):
             self._placeholders.put()
 
     def _hold(self, name: str, gradient: Tensor) -> None:
