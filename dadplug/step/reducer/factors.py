@@ -281,7 +281,7 @@ class SiteFactorHandler(GatheredHandler):
         if factor is None:
             return None
         self._present.add(unit.name)
-        if not factor.deltas.shape[0] and factor.bias is None:  # a batch without rows leaves what a method keeps as it is
+        if not factor.deltas.shape[0] and factor.bias is None:  # no rows: what a method keeps stays as it is
             return None
         method = self.context.method
         method.weight = self.context.expected_weight

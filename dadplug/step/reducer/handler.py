@@ -666,6 +666,24 @@ def write_gradient(parameter: torch.nn.Parameter, flat: Tensor, scale: float) ->
         parameter.grad.mul_(scale)
 
 
+def write_gradients(
+    parameters: Sequence[torch.nn.Parameter], sums: Sequence[Tensor], wanted: Sequence[bool], scale: float
+) -> None:
+    """Replace ``.grad`` of the parameters that are wanted by flat tensors times a scale; plain ones all at once."""
+    rooms, values = [], []
+    for parameter, value, want in zip(parameters, sums, wanted, strict=True):
+        gradient = parameter.grad
+        if want and type(gradient) is Tensor and gradient.layout == torch.strided and not gradient.requires_grad:
+            rooms.append(gradient)
+            values.append(value.view(gradient.shape))
+        elif want:
+            write_gradient(parameter, value, scale)
+    if rooms:
+        torch._foreach_copy_(rooms, values)
+        if scale != 1.0:
+            torch._foreach_mul_(rooms, scale)
+
+
 def gradient_room(parameter: torch.nn.Parameter, shape: tuple[int, ...]) -> Tensor:
     """Return ``.grad`` in another shape, to be overwritten in place, so that no second gradient takes memory."""
     gradient = parameter.grad

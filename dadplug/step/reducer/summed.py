@@ -19,27 +19,7 @@ from ...exchange.wire import WireFormat, wire_format
 from ..methods import Method, powersgd, topk
 from ..methods.base import GradientPath
 from ..units.base import Unit, version_of
-from .handler import BucketHandler, Fault, HandlerContext, StepHeader, gradient_room, register_handler, write_gradient
-
-
-class _Filled(NamedTuple):
-    """State of a unit when it was filled; the reference keeps the gradient's identity from being reused."""
-
-    gradient: Tensor | None
-    version: tuple[int, int]
-    arrivals: int
-
-    @classmethod
-    def of(cls, unit: Unit) -> _Filled:
-        gradient = unit.lead.grad
-        return cls(gradient, version_of(gradient), unit.arrivals)
-
-    def still_of(self, unit: Unit) -> bool:
-        """Return whether the unit has the same gradient, unchanged, and no other has arrived."""
-        gradient = unit.lead.grad
-        if gradient is not self.gradient or unit.arrivals != self.arrivals:
-            return False
-        return version_of(gradient) == self.version
+from .handler import BucketHandler, Fault, HandlerContext, StepHeader, gradient_room, register_handler, write_gradients
 
 
 class SummedHandler(BucketHandler):
@@ -61,7 +41,8 @@ class SummedHandler(BucketHandler):
         super().__init__(units, context)
         self._wire = context.wire(units[0])
         self._samples = 0  # at the first unit that was filled
-        self._filled: dict[str, _Filled] = {}
+        # Gradient of each unit, its version, and arrivals when it was filled; references keep identities from reuse.
+        self._filled: list[tuple[Tensor | None, tuple[int, int], int]] = []
         self._sent_bytes: dict[str, int] = {}
 
     @classmethod
@@ -107,13 +88,15 @@ class SummedHandler(BucketHandler):
         self._samples = self.context.samples()
         for unit in self._put_all(self._samples / self.context.reference):
             self.context.faults.record(Fault.GRADIENT, unit)
-        self._filled = {unit.name: _Filled.of(unit) for unit in self.units}
+        gradients = [unit.lead.grad for unit in self.units]
+        arrivals = [unit.arrivals for unit in self.units]
+        self._filled = [*zip(gradients, map(version_of, gradients), arrivals, strict=True)]
 
     def _put_all(self, weight: float) -> list[Unit]:
         """Put all gradients into their buckets; return the units whose gradients are not finite, if that is checked."""
-        present = self.context.transport.traffic.present
+        present, sent = self.context.transport.traffic.present, self._sent_bytes
         for unit in self.units:
-            present[unit.name].bytes += self.sent_bytes(unit)
+            present[unit.name].bytes += sent[unit.name] if unit.name in sent else self.sent_bytes(unit)
         with self.timing("encode"):
             return self._put_every(weight)
 
@@ -123,8 +106,9 @@ class SummedHandler(BucketHandler):
     def add_late(self) -> None:
         context = self.context
         other_samples = context.samples() != self._samples
-        for unit in self.units:
-            unit.dense = other_samples or not self._filled[unit.name].still_of(unit)
+        for unit, (gradient, version, arrivals) in zip(self.units, self._filled, strict=True):
+            same = unit.lead.grad is gradient and unit.arrivals == arrivals and version_of(gradient) == version
+            unit.dense = other_samples or not same
             if unit.dense:
                 context.faults.drop(unit)
                 if context.checks_finite:
@@ -143,8 +127,8 @@ class SummedHandler(BucketHandler):
 
     def finish(self, headers: Sequence[StepHeader], write: bool, keep: bool) -> None:
         scale = self.context.reference / max(1, sum(header.samples for header in headers))
-        wanted = [write and any(header.present[position] for header in headers) for position in self.positions]
-        self._write(wanted, scale, keep)
+        present = [*map(any, zip(*[header.present for header in headers], strict=True))]
+        self._write([write and present[position] for position in self.positions], scale, keep)
         self._filled.clear()
 
 
@@ -197,10 +181,8 @@ class DenseHandler(SummedHandler):
             self._sums = self.bucket.wait()
 
     def _write(self, wanted: Sequence[bool], scale: float, keep: bool) -> None:
-        for unit, want, value in zip(self.units, wanted, self._sums, strict=True):
-            if want:
-                with self.timing("decode", unit):
-                    write_gradient(unit.lead, value, scale)
+        with self.timing("decode"):
+            write_gradients([unit.lead for unit in self.units], self._sums, wanted, scale)
         self.bucket.commit([keep and want for want in wanted], scale, self.context.scale)
 
     def rounding(self) -> dict[str, Tensor]:

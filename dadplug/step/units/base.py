@@ -348,7 +348,8 @@ class Unit:
         void: whether the payload that has been put into a bucket in this step has been discarded since.
         discards: times its gradient has been discarded in this step.
         expected_discards: times it was discarded in the last step; after as many it counts as one to keep.
-        changed: whether the program has changed its gradient in place since the last backward pass of this step.
+        changed: whether the program has changed its gradient in place since the last backward pass of this step; as
+            `drop_cleared` has found it.
         broken: whether its payload cannot be used, since the payload that it depends on has been discarded.
         path: the path of its gradient, for which a bucket handler is registered.
         reduction: number of the reduction that it belongs to.
@@ -451,17 +452,12 @@ class DenseUnit(Unit):
             self._version = version_of(parameter.grad)
             on_arrival(self)
 
-    @property
-    def changed(self) -> bool:  # type: ignore[override]
-        gradient = self.lead.grad
-        return bool(self.arrivals) and gradient is not None and version_of(gradient) != self._version
-
     def drop_cleared(self) -> bool:
-        if not self.arrivals:
-            return False
         gradient = self.lead.grad
-        if gradient is None or (version_of(gradient) != self._version and is_zero(gradient)):
+        self.changed = bool(self.arrivals) and gradient is not None and version_of(gradient) != self._version
+        if self.arrivals and (gradient is None or (self.changed and is_zero(gradient))):
             self.discard()
+            self.changed = False
             return True
         return False
 
