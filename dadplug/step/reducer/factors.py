@@ -15,8 +15,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...exchange.factor_buckets import FactorBucket, FactorPayload, IndexSlot, Slot, finite, not_finite
+from ...exchange.factor_buckets import (
+    FactorBucket,
+    FactorPayload,
+    IndexSlot,
+    Slot,
+    StackedShares,
+    finite,
+    not_finite,
+)
 from ...exchange.hierarchy import NodeGather, NodeMessage, NodeMessages
+from ...exchange.restrictions import IN_FORCE
 from ...hooks import Factor
 from ..fused import GradientProduct
 from ..methods import Method, decode, decode_bias, is_product
@@ -45,6 +54,8 @@ class GatheredHandler(BucketHandler):
         self.senders = list(senders)
         slots = [self._slot(unit) for unit in self.units]
         self.bucket = FactorBucket(slots, context.transport, self.dtype, context.wire(units[0]), self.senders)
+        exact, constants = context.method.traits.exact, context.decoding
+        self._formed = partial(decode, site_by_site=exact, constants=constants)
         self._present: set[str] = set()
         self._samples: list[int] = []  # of each sender, as its payload says
         self._rows: list[list[int]] = []  # that have arrived, by slot and sender
@@ -140,7 +151,7 @@ class GatheredHandler(BucketHandler):
         self._not_finite_at = []
         if self.context.options.check_finite and self.units[0].path == GradientPath.LOWRANK:  # few rows
             for unit, by_sender in zip(self.units, payloads, strict=True):
-                for sender in not_finite(by_sender):
+                for sender in by_sender.not_finite if type(by_sender) is StackedShares else not_finite(by_sender):
                     self._not_finite_at.append((self.senders[sender], unit.name))
         self._decode(payloads, self._samples)
 
@@ -177,15 +188,7 @@ class GatheredHandler(BucketHandler):
         if context.deferral is not None and context.deferral.has(unit.lead) and is_product(unit.form):
             self._deferred[unit.name] = complete, weights
         else:
-            self._gradients[unit.name] = self._formed(unit, complete, weights)
-
-    def _formed(
-        self, unit: FactorUnit, payloads: Sequence[FactorPayload], weights: Sequence[float]
-    ) -> tuple[Tensor, Tensor | None]:
-        assert unit.form is not None
-        exact = self.context.method.traits.exact
-        constants = self.context.decoding
-        return decode(payloads, weights, unit.bias is not None, site_by_site=exact, form=unit.form, constants=constants)
+            self._gradients[unit.name] = self._formed(complete, weights, unit.bias is not None, form=unit.form)
 
     def _write(self, unit: FactorUnit) -> None:
         """Write a unit's agreed gradients, or hold that of the weight as a product."""
@@ -201,7 +204,8 @@ class GatheredHandler(BucketHandler):
                 if unit.bias is not None:
                     add_gradient(unit.parameters[unit.bias], decode_bias(payloads, weights, unit.form))
                 return
-            weight, bias = self.timed("decode", unit, self._formed, unit, payloads, weights)
+            formed = partial(self._formed, form=unit.form)
+            weight, bias = self.timed("decode", unit, formed, payloads, weights, unit.bias is not None)
         add_gradient(unit.lead, weight)
         if unit.bias is not None and bias is not None:
             add_gradient(unit.parameters[unit.bias], bias)
@@ -277,7 +281,7 @@ class SiteFactorHandler(GatheredHandler):
 
     def _encode(self, unit: FactorUnit) -> FactorPayload | None:
         """Encode what has arrived; record NaN and Inf, and send NaN for them."""
-        factor = unit.take_unformed()
+        factor = unit.take() if unit.unformed is None else unit.take_unformed()
         if factor is None:
             return None
         self._present.add(unit.name)
@@ -287,7 +291,8 @@ class SiteFactorHandler(GatheredHandler):
         method.weight = self.context.expected_weight
         try:
             if factor.form.encoded:
-                method.check_rank(unit.name, unit.last_rows)
+                if IN_FORCE:
+                    method.check_rank(unit.name, unit.last_rows)
                 payload = method.encode(unit.name, factor, unit.bias is not None)
                 if method.traits.detects_nonfinite and not payload.left.is_cuda:
                     return payload

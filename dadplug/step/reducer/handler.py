@@ -673,7 +673,8 @@ def write_gradients(
     rooms, values = [], []
     for parameter, value, want in zip(parameters, sums, wanted, strict=True):
         gradient = parameter.grad
-        if want and type(gradient) is Tensor and gradient.layout == torch.strided and not gradient.requires_grad:
+        plain = type(gradient) is Tensor and gradient.layout == torch.strided and gradient.device == value.device
+        if want and plain and not gradient.requires_grad:
             rooms.append(gradient)
             values.append(value.view(gradient.shape))
         elif want:

@@ -138,6 +138,7 @@ class Reducer:
         )
         self._handlers = self._make_handlers(rows)
         self._handler_of = {unit.name: handler for handler in self._handlers for unit in handler.units}
+        self._rounds = max((handler.rounds for handler in self._handlers), default=0)
         self._launched = 0
         self._asks_to_stop = False  # in a step in which this site had no part
         self._headers = HeaderExchange(len(self._units), transport, reference)
@@ -166,21 +167,24 @@ class Reducer:
 
     # A step
 
-    def arrive(self, unit: Unit) -> None:
+    def arrive(self, unit: Unit, launches: bool = True) -> None:
         """Put a unit whose gradient is complete into its bucket, and launch the buckets that can leave."""
-        self._fill(self._handler_of[unit.name], unit)
-        ready = self._launched
-        while ready < len(self._handlers) and not self._handlers[ready].missing and self._handlers[ready].ready:
-            ready += 1
-        if ready > self._launched:
-            self._launch(ready)
-
-    def _fill(self, handler: BucketHandler, unit: Unit) -> None:
+        handler = self._handler_of[unit.name]
         handler.fill(unit)
         handler.missing -= 1
         unit.sent = True
         if not handler.missing:
             handler.on_filled()
+        ready = self._launched
+        while (
+            launches
+            and ready < len(self._handlers)
+            and not self._handlers[ready].missing
+            and self._handlers[ready].ready
+        ):
+            ready += 1
+        if ready > self._launched:
+            self._launch(ready)
 
     def _launch(self, count: int) -> None:
         """Launch the buckets up to a number of them; the last ones may leave with the header, which follows."""
@@ -219,7 +223,7 @@ class Reducer:
         known = receive() if context.transport.elastic else []
         for handler in self._handlers:  # the first are decoded while the last are still on their way
             handler.receive()
-        for number in range(max((handler.rounds for handler in self._handlers), default=0)):
+        for number in range(self._rounds):
             for handler in self._handlers:
                 if number < handler.rounds:
                     handler.proceed(number)
@@ -230,7 +234,7 @@ class Reducer:
         absent = context.transport.rank in context.transport.absent
         present = (rank for rank in range(len(headers)) if rank not in context.transport.absent)
         compare_digests(request.deferral, header.deferred, (headers[rank].deferred for rank in present))
-        keep = write and all(header.finite for header in headers) and not absent
+        keep = write and all(map(attrgetter("finite"), headers)) and not absent
         for handler in self._handlers:
             handler.finish(headers, write, keep)
             handler.missing = len(handler.units)
@@ -245,7 +249,7 @@ class Reducer:
         context.faults.clear()
         names = [unit.name for unit in self._units]
         raise_fault(headers, names, context.transport.sites, attached)
-        if request.admits and not any(header.samples for header in headers):  # not in an exchange that ends a plan
+        if request.admits and not any(map(attrgetter("samples"), headers)):  # not in an exchange that ends a plan
             self._write_zeros(headers)
         return headers
 
@@ -294,7 +298,7 @@ class Reducer:
         for handler in self._handlers[self._launched :]:
             for unit in handler.units:
                 if not unit.sent:
-                    self._fill(handler, unit)
+                    self.arrive(unit, launches=False)
         self._launch(len(self._handlers))
         for handler in self._handlers:
             handler.add_late()

@@ -35,13 +35,14 @@ class FactorUnit(Unit):
     Attributes:
         outside: whether the weight has been used outside of its layer in this step, or in a second derivative.
         sent_gradient: returns what has been sent of a parameter's gradient in this step, in parts; None before.
+        unformed: gradient of a `LowrankUnit` that is formed when it is compressed, as a factor; None for none.
         sent_factors: factors that have been put into a bucket, where they are small; until the end of backward.
         last_rows: rows of the layers' inputs in the last step in which there were any; of matrices where those are
             compressed.
     """
 
     last_rows = 0
-    _unformed: Factor | None = None  # gradient of a `LowrankUnit` that is formed when it is compressed
+    unformed: Factor | None = None
 
     def __init__(
         self,
@@ -252,7 +253,7 @@ class FactorUnit(Unit):
 
     def _arrived(self) -> list[Factor]:
         """Return the factors that the layers have committed and that have not been taken."""
-        if self._unformed is not None:
+        if self.unformed is not None:
             self._settle()
         if len(self.layers) == 1:
             return self.layers[0].committed
@@ -261,7 +262,7 @@ class FactorUnit(Unit):
     @property
     def is_empty(self) -> bool:
         """Whether no gradient has arrived, or all that has arrived has been taken."""
-        return not (self._formed or self._held or self._unformed is not None or self._arrived())
+        return not (self._formed or self._held or self.unformed is not None or self._arrived())
 
     @property
     def rows(self) -> int:
@@ -317,7 +318,7 @@ class FactorUnit(Unit):
 
     def _collect(self) -> list[Factor]:
         """Return the factors that have arrived in the weight's type, and forget them."""
-        if self._unformed is not None:
+        if self.unformed is not None:
             self._settle()
         factors, self._held = self._held, []
         for layer in self.layers:
@@ -497,31 +498,31 @@ class LowrankUnit(FactorUnit):
             factor: a factor with `Factor.write`.
         """
         self._settle()
-        self._unformed = factor
+        self.unformed = factor
         if self._held or self.bias is not None or self._is_small([factor]):  # small ones may be taken back
             self._settle()
 
     def _settle(self) -> None:
-        if self._unformed is not None:
-            factor, self._unformed = self._unformed, None
+        if self.unformed is not None:
+            factor, self.unformed = self.unformed, None
             self._hold(self.name, factor.gradient())
 
     def _forget_factors(self) -> None:
-        self._unformed = None
+        self.unformed = None
         super()._forget_factors()
 
     def take_unformed(self) -> Factor | None:
-        if self._unformed is None or self._held:
+        if self.unformed is None or self._held:
             return self.take()
-        factor, self._unformed = self._unformed, None
+        factor, self.unformed = self.unformed, None
         self.last_rows = factor.rows or self.last_rows
         return factor
 
     @property
     def rows(self) -> int:
         """Number of rows of the matrices that are compressed."""
-        if self._unformed is not None:
-            return self._unformed.rows
+        if self.unformed is not None:
+            return self.unformed.rows
         return sum([factor.rows * factor.form.positions for factor in self._peek()])
 
     def take(self) -> Factor | None:
