@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -372,7 +373,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
             self._counter.pending = planner.holds_own_gradients
         self._counter.follow()
         if self._private is None:
-            self._counter.weight(self._counter.pending, self.world_size == 1)  # raises where it has to be stated
+            self._counter.weight(provisional=self.world_size == 1)  # raises where it has to be stated
         if not planner.is_complete:
             planner.complete_plan(self._step, self._batch())
             if self._step == 0 and not self._by_samples and self._counter.dealt is None and self._private is None:
@@ -394,11 +395,11 @@ class GradientReduction(FusedSteps, ReplicatedModel):
                 )
             )
             self._compare(headers)
-            self.stopped = any(header.stop for header in headers)
-            self._agreed_samples = sum(header.samples for header in headers)
+            self.stopped = any(map(attrgetter("stop"), headers))
+            self._agreed_samples = sum(map(attrgetter("samples"), headers))
             self.contributors = [rank for rank, header in enumerate(headers) if header.samples]
             self.share = headers[self.site_rank].samples / self._agreed_samples if self._agreed_samples else 0.0
-            if self._attached is not None and all(header.finite for header in headers):
+            if self._attached is not None and all(map(attrgetter("finite"), headers)):
                 self._attached.apply_share(self.share)
             elif self._attached is not None:
                 self._attached.fill_with_inf()
@@ -451,7 +452,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
 
     def _measure_noise(self, headers: Sequence[StepHeader]) -> None:
         """Update the estimates of the gradient's noise, if some site has asked for them."""
-        if self._noise is None and not any(header.noise_every for header in headers):
+        if self._noise is None and not any(map(attrgetter("noise_every"), headers)):
             return
         noise = self._make_noise()
         samples = (self._batch() or 1) if self._counter.pending else 0
@@ -749,7 +750,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
     def _make_planner(self) -> Planner:
         self._method.batch = weak_hook(self._batch)
         given = {} if self._private is None else self._private.handled()
-        samples = self._counter.weight_so_far if self._private is None else weak_hook(self._samples)
+        samples = self._counter.weight if self._private is None else weak_hook(self._samples)
         arrived = weak_hook(self._arrived)
         planner = Planner(self.model, self._method, self.options, self._transport, samples, arrived, given)
         planner.on_release = weak_hook(self._end_probe)

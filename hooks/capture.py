@@ -261,14 +261,16 @@ class CapturedLayer:
         has put other tensors in the place of weight and bias, where they have hooks of the user's, which have to see
         a gradient, inside transforms of `torch.func`, in forward-mode differentiation, and while the model is exported.
         """
-        if not (torch.is_grad_enabled() and self.weight.requires_grad):
-            return False
-        parameters = self.module._parameters
-        if parameters.get(self.family.weight) is not self.weight or parameters.get(self.family.bias) is not self._bias:
-            return False
-        if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
-            return False
-        return self.weight_gradients or not has_user_hooks(self.weight, self._bias)
+        parameters, family = self.module._parameters, self.family
+        return (
+            torch.is_grad_enabled()
+            and self.weight.requires_grad
+            and parameters.get(family.weight) is self.weight
+            and parameters.get(family.bias) is self._bias
+            and torch._C._functorch.peek_interpreter_stack() is None
+            and forward_ad._current_level < 0
+            and (self.weight_gradients or not has_user_hooks(self.weight, self._bias))
+        )
 
     def record(self, activations: Tensor, deltas: Tensor, form: Form = LINEAR, trace: Trace | None = None) -> None:
         """Record the factors of one call; the layer's family calls it during backward."""
@@ -370,11 +372,11 @@ class _CapturedForward(ForwardOverride):
 
     @eager
     def _captured(self, *args: Any, **kwargs: Any) -> Tensor:
-        layer = self._layer
+        layer, inputs = self._layer, args[0] if args else kwargs.get(self._input)
         if not layer.captures:
             return self.plain(*args, **kwargs)
-        inputs = args[0] if args else kwargs.get(self._input)
-        if not is_dense(inputs):
+        ordinary = type(inputs) is Tensor and inputs.layout is torch.strided and not inputs.is_nested
+        if not (ordinary or is_dense(inputs)):
             kind = "nested" if getattr(inputs, "is_nested", False) else getattr(inputs, "layout", "no tensor")
             layer.left_out = f"its input is not a dense tensor ({kind}, {type(inputs).__name__})"
             return self.plain(*args, **kwargs)

@@ -466,13 +466,13 @@ class FactorBucket:
         numbers: list[list[int]] = []
         payloads: list[list[FactorPayload]] = []
         for site, payload in enumerate(self._arrived(self._gather)):
-            (head, views), sender = self._views(payload, site), self._sender(site)
+            head, views = self._views(payload, site)
             count, *rows = head.tolist()
             if not 0 <= count <= COUNT:
-                check_all("payload", sender, (count,), 0, COUNT)
+                check_all("payload", self._sender(site), (count,), 0, COUNT)
             for slot, number in zip(self.slots, rows, strict=True):
                 if not 0 <= number <= slot.capacity[site]:
-                    check_all("payload", sender, (number,), 0, slot.capacity[site])
+                    check_all("payload", self._sender(site), (number,), 0, slot.capacity[site])
             samples.append(count)
             numbers.append(rows)
             payloads.append(views)

@@ -148,16 +148,17 @@ class SampleCounter:
             if before is not None:
                 self.stated = before.samples
 
-    def weight(self, pending: bool, provisional: bool) -> int:
-        """Return the weight of a site's gradients in the mean over sites.
+    def weight(self, pending: bool | None = None, provisional: bool = True) -> int:
+        """Return the weight of a site's gradients so far in the step in the mean over sites.
 
         Args:
-            pending: whether the site has gradients in this step.
+            pending: whether the site has gradients in this step; None for `pending` of this object.
             provisional: whether it need not be known: there is no other site, or the backward pass has not ended.
 
         Raises:
             ValueError: if samples are the weight, and the rule cannot count them.
         """
+        pending = self.pending if pending is None else pending
         if self.dealt is not None:
             return self.dealt if pending else 0
         if not self.by_samples:
@@ -174,10 +175,6 @@ class SampleCounter:
             return 1
         reason = next(filter(None, doubts))
         raise ValueError(f"weighting='samples' cannot count the samples of this step: {reason}. {_STATE_IT}")
-
-    def weight_so_far(self) -> int:
-        """Return the weight of this site's gradients so far in the step; changes are repaired at its end."""
-        return self.weight(self.pending, True)
 
     def weight_of_pass(self, rows: int) -> float:
         """Return the weight of the running forward pass in statistics over sites.

@@ -221,13 +221,13 @@ class GatheredHandler(BucketHandler):
         return any(map(any, extra))
 
     def finish(self, headers: Sequence[StepHeader], write: bool, keep: bool) -> None:
-        samples, extra = self._samples_of(headers), self._extra(headers)
-        void = self._void(headers)
+        samples = self._samples_of(headers)
+        extra, void = ((), ()) if self.context.as_launched else (self._extra(headers), self._void(headers))
         wanted = [write and want for want in self._wanted(headers)]
         formed = self._gradients.keys() | self._deferred.keys()
         missing = [unit for want, unit in zip(wanted, self.units, strict=True) if want and unit.name not in formed]
         if missing or any(map(any, extra)) or any(map(any, void)) or samples != self._samples:
-            self._finish_late(extra, void, wanted, samples, write)
+            self._finish_late(self._extra(headers), self._void(headers), wanted, samples, write)
         method, weight = self.context.method, self._own_weight(samples) if keep else 0.0
         for want, unit in zip(wanted, self.units, strict=True):
             if want:

@@ -168,8 +168,8 @@ class StepHeader:
             units: number of units.
             void: whether the site has sent payloads before it left.
         """
-        present, dense = ([False] * units for _ in range(2))
-        return cls(step, version, 0, present=present, dense=dense, void=[void] * units, extra_rows=[0] * units)
+        none = [False] * units
+        return cls(step, version, 0, present=none, dense=[*none], void=[void] * units, extra_rows=[0] * units)
 
     def pack(self) -> list[int]:
         """Return the header as integers: 12 of the step, then flags and rows of the units."""
@@ -201,8 +201,7 @@ class StepHeader:
             raise invalid("step header", sender, f"culprit is {integers[5]} of {places}")
         check_all("step header", sender, (min(flags, default=0), max(flags, default=0)), 0, _PRESENT | _DENSE | _VOID)
         check_all("step header", sender, (min(extra, default=0), max(extra, default=0)), 0, COUNT)
-        present, dense = [bool(flag & _PRESENT) for flag in flags], [bool(flag & _DENSE) for flag in flags]
-        void = [bool(flag & _VOID) for flag in flags]
+        present, dense, void = [[*map(bool, map(bit.__and__, flags))] for bit in (_PRESENT, _DENSE, _VOID)]
         step, version, samples, stop, fault, culprit, finite, noise, *digests = integers[:_HEAD]
         head = step, version, samples, bool(stop), Fault(fault), culprit, bool(finite), noise
         deferred, settings, digest, batch = digests
@@ -259,6 +258,8 @@ class HeaderExchange:
                 except MismatchError as error:
                     self._leave_out(rank, error)
         for rank in [*headers]:
+            if headers[rank].samples <= (_MOST_SAMPLES * self._reference if counts else 1):
+                continue
             others = max((header.samples for other, header in headers.items() if other != rank), default=0)
             most = _MOST_SAMPLES * max(self._reference, others) if counts else 1
             if others and headers[rank].samples > most:
@@ -278,8 +279,10 @@ class HeaderExchange:
                     f"in step {other.step}, {sites[rank]} trains other parameters than {sites[lowest]}: freeze and "
                     "free parameters on all sites in the same step"
                 )
+        if len(headers) == transport.world_size:
+            return [*headers.values()]
         idle = StepHeader.idle(first.step, first.version, self._units)
-        return [headers.get(rank, idle) for rank in range(self._transport.world_size)]
+        return [headers.get(rank, idle) for rank in range(transport.world_size)]
 
     def _leave_out(self, rank: int, error: MismatchError) -> None:
         """Continue without a site whose header is invalid, where that is possible."""
@@ -289,6 +292,11 @@ class HeaderExchange:
         if rank not in self._left_out:
             self._left_out.add(rank)
             _log.warning("%s has no part in the steps in which it does so: %s", self._transport.sites[rank], error)
+
+
+def as_launched(headers: Sequence[StepHeader]) -> bool:
+    """Return whether what all sites have launched is all of a step: nothing has come late, changed or gone since."""
+    return True not in [True in each.dense or True in each.void or any(each.extra_rows) for each in headers]
 
 
 _MESSAGES = {
@@ -365,6 +373,7 @@ class HandlerContext:
         share: this site's largest weight in the mean of the last steps, about; 0.0 before the first.
         scale: what sums were multiplied by to make means in the last steps, at most, about; of a site's own state.
         checks_finite: whether gradients are checked for NaN and Inf, since these are an error or would damage state.
+        as_launched: whether what all sites have launched in this step is all of it, as the headers say.
     """
 
     transport: Transport
@@ -383,6 +392,7 @@ class HandlerContext:
     share: float = 0.0
     scale: float = 1.0
     checks_finite: bool = field(init=False)
+    as_launched: bool = False
 
     def __post_init__(self) -> None:
         keeps_rest = wire_format(self.options.wire_of(GradientPath.LOWRANK)).quantised

@@ -28,6 +28,7 @@ from .handler import (
     HandlerContext,
     HeaderExchange,
     StepHeader,
+    as_launched,
     gradient_room,
     handler_type,
     raise_fault,
@@ -176,12 +177,8 @@ class Reducer:
         if not handler.missing:
             handler.on_filled()
         ready = self._launched
-        while (
-            launches
-            and ready < len(self._handlers)
-            and not self._handlers[ready].missing
-            and self._handlers[ready].ready
-        ):
+        last = len(self._handlers) if launches else 0
+        while ready < last and not self._handlers[ready].missing and self._handlers[ready].ready:
             ready += 1
         if ready > self._launched:
             self._launch(ready)
@@ -232,8 +229,8 @@ class Reducer:
         headers = self._exchange_late(headers)
         write = _counts(headers)
         absent = context.transport.rank in context.transport.absent
-        present = (rank for rank in range(len(headers)) if rank not in context.transport.absent)
-        compare_digests(request.deferral, header.deferred, (headers[rank].deferred for rank in present))
+        digests = [each.deferred for rank, each in enumerate(headers) if rank not in context.transport.absent]
+        compare_digests(request.deferral, header.deferred, digests)
         keep = write and all(map(attrgetter("finite"), headers)) and not absent
         for handler in self._handlers:
             handler.finish(headers, write, keep)
@@ -343,9 +340,11 @@ class Reducer:
             The headers that count.
         """
         transport, units = self._context.transport, len(self._units)
-        exchanged, left = False, _counts(headers) and any(handler.unsettled for handler in self._handlers)
-        while True:
-            sums: list[tuple[torch.nn.Parameter, Tensor]] = []
+        sums: list[tuple[torch.nn.Parameter, Tensor]] = []
+        exchanged, left = False, _counts(headers) and any(map(attrgetter("unsettled"), self._handlers))
+        self._context.as_launched = not left and as_launched(headers)
+        while not self._context.as_launched:
+            sums = []
             if _counts(headers):
                 exchanged = self._repeat(headers, everything=left)
                 for parameter, value in self._sum_dense(headers):
