@@ -320,15 +320,18 @@ class CapturedLayer:
         """Return the committed factors without clearing them."""
         return list(self.committed)
 
-    def keep_inputs(self, owned: Container[int] = ()) -> None:
+    def keep_inputs(self, owned: Container[int] = (), wanted: Callable[[], bool] | None = None) -> None:
         """Copy committed inputs that the user may overwrite, for example a buffer that a loader fills with every batch.
 
         Args:
             owned: addresses of memory that the user owns, in addition to that of inputs without a gradient.
+            wanted: returns whether to copy them, if there are any; None to copy them in any case.
         """
         for index in range(self._kept, len(self.committed)):
             factor = self.committed[index]
             if self.fed_by_data or factor.activations.untyped_storage().data_ptr() in owned:
+                if wanted is not None and not wanted():
+                    return
                 self.committed[index] = replace(factor, activations=factor.activations.clone())
                 self._versions[index] = 0
         self._kept = len(self.committed)
@@ -360,8 +363,6 @@ class _CapturedForward(ForwardOverride):
     def __init__(self, layer: CapturedLayer) -> None:
         super().__init__(layer.module)
         self._layer = layer
-        traced = layer.tracer is not None
-        self._forward = layer.family.forward if traced else layer.family.forward_untraced
         self._replaced = type(layer.module).forward
         self._input = list(signature(self._replaced).parameters)[1]
 
@@ -389,10 +390,11 @@ class _CapturedForward(ForwardOverride):
         layer, thread = self._layer, products.thread
         if layer.wrap_recorder is not None:
             record = layer.wrap_recorder(layer, inputs, record)
+        forward = layer.family.forward if layer.tracer is not None else layer.family.forward_untraced
         before = thread.fastest
         thread.fastest = before or layer.fastest
         try:
-            return self._forward(self.module, record, layer.weight_gradients, *args, **kwargs)
+            return forward(self.module, record, layer.weight_gradients, *args, **kwargs)
         finally:
             thread.fastest = before
 

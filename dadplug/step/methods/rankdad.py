@@ -272,7 +272,9 @@ class RankDAD(Method):
         slot = self._slots.get(name)
         if slot is None or slot.kind != (*kind, memory.dtype, memory.device):
             slot = self._slots[name] = FormedSlot(*kind, memory)
-        following = slot.state(self._spare.pop(name, None))
+        following = self._spare.pop(name, None)
+        if not isinstance(following, FormedState) or following.kind != slot.kind:
+            following = slot.state()
         sent = -1
         if state.carry is not None and how["warm_start"] is not None and self._iterations <= 1:
             sent = slot.find(memory, state.carry, following, tolerance)
@@ -283,8 +285,7 @@ class RankDAD(Method):
         if quality is None or state.calls % _MEASURE_EVERY == 0 or quality.effective_rank != sent:
             whole, found = squared_norm_of(memory), float((slot.values[:sent] ** 2).sum())
             quality = Quality(sent, math.sqrt(max(0.0, 1.0 - found / whole)) if whole > 0 else 0.0)
-        payload = slot.encode(sent, bias, state.bias, share, loss_scale, following)
-        slot.subtract(sent, memory, loss_scale)
+        payload = slot.encode(sent, memory, bias, state.bias, share, loss_scale, following)
         if state.carry is not None and not len(following.carry.right):  # the memory is zero; the storage may be reused
             following.keep_those_of(state.carry.right)
         carry = following.carry if self.options.warm_start and len(following.carry.right) else None

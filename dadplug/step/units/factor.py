@@ -174,6 +174,9 @@ class FactorUnit(Unit):
             room -= factor.activations.numel() + factor.deltas.numel()
         return room >= 0
 
+    def _has_few(self) -> bool:
+        return self._is_small(self._arrived())
+
     @property
     def is_large(self) -> bool:
         """Whether the factors that have arrived take more memory than the gradient."""
@@ -262,7 +265,9 @@ class FactorUnit(Unit):
     @property
     def is_empty(self) -> bool:
         """Whether no gradient has arrived, or all that has arrived has been taken."""
-        return not (self._formed or self._held or self.unformed is not None or self._arrived())
+        if self._formed or self._held or self.unformed is not None:
+            return False
+        return not (self.layers and (self.layers[0].committed or (len(self.layers) > 1 and self._arrived())))
 
     @property
     def rows(self) -> int:
@@ -347,9 +352,9 @@ class FactorUnit(Unit):
         """
         if self.sent and not self.void and not exact:
             self.reclaim()
-        if self.sent or self._is_small(self._arrived()):
-            for layer in self.layers:
-                layer.keep_inputs(owned)
+        wanted = None if self.sent else self._has_few
+        for layer in self.layers:
+            layer.keep_inputs(owned, wanted)
 
     def keep(self, owned: Container[int] = ()) -> None:
         """Hold factors that cannot be sent yet, in no more memory than a gradient where they may be one.
