@@ -117,12 +117,8 @@ class SampleCounter:
         return self._known_of(self._counted | self._waiting()) or self.dealt or 0
 
     def _known_of(self, counted: set[_Passes]) -> int:
-        samples = 0 if counted else self.stated or 0
-        for passes in counted:
-            if passes.doubt:
-                return self.stated or 0
-            samples += passes.samples
-        return samples
+        doubts = [passes for passes in counted if passes.doubt]
+        return sum([passes.samples for passes in counted]) if counted and not doubts else self.stated or 0
 
     def _waiting(self) -> set[_Passes]:
         """Return the passes that count once a gradient arrives.

@@ -31,7 +31,7 @@ from ..fused import GradientProduct
 from ..methods import Method, decode, decode_bias, is_product
 from ..methods.base import GradientPath
 from ..units.base import Unit, add_gradient
-from ..units.factor import FactorUnit
+from ..units.factor import FactorUnit, LowrankUnit
 from .handler import BucketHandler, Fault, HandlerContext, StepHeader, register_handler
 
 
@@ -281,7 +281,7 @@ class SiteFactorHandler(GatheredHandler):
 
     def _encode(self, unit: FactorUnit) -> FactorPayload | None:
         """Encode what has arrived; record NaN and Inf, and send NaN for them."""
-        factor = unit.take() if unit.unformed is None else unit.take_unformed()
+        factor = unit.take_unformed() if isinstance(unit, LowrankUnit) and unit.unformed is not None else unit.take()
         if factor is None:
             return None
         self._present.add(unit.name)

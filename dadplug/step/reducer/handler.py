@@ -667,32 +667,16 @@ class BucketHandler(ABC):
         return {}
 
 
-def write_gradient(parameter: torch.nn.Parameter, flat: Tensor, scale: float) -> None:
-    """Replace ``.grad`` by a flat tensor times a scale."""
-    if parameter.grad is None or parameter.grad.is_sparse:
-        parameter.grad = torch.empty_like(parameter)
-    parameter.grad.copy_(flat.view(parameter.shape))
-    if scale != 1.0:
-        parameter.grad.mul_(scale)
-
-
-def write_gradients(
-    parameters: Sequence[torch.nn.Parameter], sums: Sequence[Tensor], wanted: Sequence[bool], scale: float
-) -> None:
-    """Replace ``.grad`` of the parameters that are wanted by flat tensors times a scale; plain ones all at once."""
-    rooms, values = [], []
-    for parameter, value, want in zip(parameters, sums, wanted, strict=True):
-        gradient = parameter.grad
-        plain = type(gradient) is Tensor and gradient.layout == torch.strided and gradient.device == value.device
-        if want and plain and not gradient.requires_grad:
-            rooms.append(gradient)
-            values.append(value.view(gradient.shape))
-        elif want:
-            write_gradient(parameter, value, scale)
+def write_gradients(values: Sequence[tuple[torch.nn.Parameter, Tensor]], scale: float = 1.0) -> None:
+    """Replace ``.grad`` of parameters by flat tensors times a scale, all at once."""
+    for parameter, _ in values:
+        if parameter.grad is None or parameter.grad.is_sparse:
+            parameter.grad = torch.empty_like(parameter)
+    rooms: list[Any] = [parameter.grad for parameter, _ in values]
     if rooms:
-        torch._foreach_copy_(rooms, values)
-        if scale != 1.0:
-            torch._foreach_mul_(rooms, scale)
+        torch._foreach_copy_(rooms, [value.view(parameter.shape) for parameter, value in values])
+    if rooms and scale != 1.0:
+        torch._foreach_mul_(rooms, scale)
 
 
 def gradient_room(parameter: torch.nn.Parameter, shape: tuple[int, ...]) -> Tensor:

@@ -32,7 +32,7 @@ from .handler import (
     gradient_room,
     handler_type,
     raise_fault,
-    write_gradient,
+    write_gradients,
 )
 from .owners import Owners
 
@@ -352,7 +352,7 @@ class Reducer:
                     if transport.elastic:
                         sums.append((parameter, value))
                     else:
-                        write_gradient(parameter, value, 1.0)
+                        write_gradients([(parameter, value)])
             if not left:
                 for handler in self._handlers:
                     exchanged |= handler.fetch_late(headers)
@@ -365,8 +365,7 @@ class Reducer:
             gone = StepHeader.idle(own.step, own.version, units, void=True)
             headers = [gone if rank in transport.absent - before else each for rank, each in enumerate(headers)]
             exchanged, left = False, True
-        for parameter, value in sums:
-            write_gradient(parameter, value, 1.0)
+        write_gradients(sums)
         return headers
 
     def _repeat(self, headers: Sequence[StepHeader], everything: bool) -> bool:

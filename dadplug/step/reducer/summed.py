@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 from torch import Tensor
@@ -43,7 +44,6 @@ class SummedHandler(BucketHandler):
         self._samples = 0  # at the first unit that was filled
         # Gradient of each unit, its version, and arrivals when it was filled; references keep identities from reuse.
         self._filled: list[tuple[Tensor | None, tuple[int, int], int]] = []
-        self._sent_bytes: dict[str, int] = {}
 
     @classmethod
     def payload_bytes(
@@ -51,13 +51,13 @@ class SummedHandler(BucketHandler):
     ) -> int:
         return super().payload_bytes(unit, method, wire, transport, gathered or wire.quantised)
 
+    @cached_property
+    def _sent_bytes(self) -> dict[str, int]:
+        given = self.context.method, self._wire, self.context.transport, self.gathers
+        return {unit.name: self.payload_bytes(unit, *given) for unit in self.units}
+
     def sent_bytes(self, unit: Unit) -> int:
-        nbytes = self._sent_bytes.get(unit.name)
-        if nbytes is None:
-            method, transport = self.context.method, self.context.transport
-            nbytes = self.payload_bytes(unit, method, self._wire, transport, self.gathers)
-            self._sent_bytes[unit.name] = nbytes
-        return nbytes
+        return self._sent_bytes[unit.name]
 
     @abstractmethod
     def _put(self, unit: Unit, weight: float) -> bool:
@@ -94,9 +94,8 @@ class SummedHandler(BucketHandler):
 
     def _put_all(self, weight: float) -> list[Unit]:
         """Put all gradients into their buckets; return the units whose gradients are not finite, if that is checked."""
-        present, sent = self.context.transport.traffic.present, self._sent_bytes
-        for unit in self.units:
-            present[unit.name].bytes += sent[unit.name] if unit.name in sent else self.sent_bytes(unit)
+        for name, nbytes in self._sent_bytes.items():
+            self.context.transport.traffic.present[name].bytes += nbytes
         with self.timing("encode"):
             return self._put_every(weight)
 
@@ -182,7 +181,8 @@ class DenseHandler(SummedHandler):
 
     def _write(self, wanted: Sequence[bool], scale: float, keep: bool) -> None:
         with self.timing("decode"):
-            write_gradients([unit.lead for unit in self.units], self._sums, wanted, scale)
+            found = zip(self.units, wanted, self._sums, strict=True)
+            write_gradients([(unit.lead, value) for unit, want, value in found if want], scale)
         self.bucket.commit([keep and want for want in wanted], scale, self.context.scale)
 
     def rounding(self) -> dict[str, Tensor]:

@@ -174,9 +174,6 @@ class FactorUnit(Unit):
             room -= factor.activations.numel() + factor.deltas.numel()
         return room >= 0
 
-    def _has_few(self) -> bool:
-        return self._is_small(self._arrived())
-
     @property
     def is_large(self) -> bool:
         """Whether the factors that have arrived take more memory than the gradient."""
@@ -265,9 +262,7 @@ class FactorUnit(Unit):
     @property
     def is_empty(self) -> bool:
         """Whether no gradient has arrived, or all that has arrived has been taken."""
-        if self._formed or self._held or self.unformed is not None:
-            return False
-        return not (self.layers and (self.layers[0].committed or (len(self.layers) > 1 and self._arrived())))
+        return not (self._formed or self._held or self.unformed is not None or self._arrived())
 
     @property
     def rows(self) -> int:
@@ -297,10 +292,6 @@ class FactorUnit(Unit):
     def forms(self) -> set[Form]:
         """The forms in which rows have arrived."""
         return {factor.form for factor in self._peek()} | set(self._formed)
-
-    def take_unformed(self) -> Factor | None:
-        """Return what `take` does, or a factor with `Factor.write`, where the gradient has not been formed yet."""
-        return self.take()
 
     def take(self) -> Factor | None:
         """Return the factors that have arrived, and forget them: stacked, in the weight's type; None without any.
@@ -352,7 +343,7 @@ class FactorUnit(Unit):
         """
         if self.sent and not self.void and not exact:
             self.reclaim()
-        wanted = None if self.sent else self._has_few
+        wanted = None if self.sent else lambda: self._is_small(self._arrived())
         for layer in self.layers:
             layer.keep_inputs(owned, wanted)
 
@@ -517,6 +508,7 @@ class LowrankUnit(FactorUnit):
         super()._forget_factors()
 
     def take_unformed(self) -> Factor | None:
+        """Return what `take` does, or a factor with `Factor.write`, where the gradient has not been formed yet."""
         if self.unformed is None or self._held:
             return self.take()
         factor, self.unformed = self.unformed, None
