@@ -219,10 +219,9 @@ class RankDAD(Method):
         if not weight:  # what a site without weight sends is lost, so that it sends nothing of what it keeps
             left, right = compress(factor.deltas, factor.activations, self.max_rank, **how)
             return FactorPayload(left.T, right.T, bias)
-        wire, rank = wire_format(self._wire, factor.deltas.dtype), self.max_rank
+        wire, rows = wire_format(self._wire, factor.deltas.dtype), factor.deltas.shape[0]
         # Rounding to int8 leaves small parts of all components, which need not make a batch of few rows as large again.
-        if wire.quantised and self._keeps_rows:
-            rank = min(rank, max(factor.deltas.shape[0], _FEW))
+        rank = min(self.max_rank, max(rows, _FEW)) if wire.quantised and self._keeps_rows else self.max_rank
         loss_scale = self.loss_scales.of(name)
         share = state.weight / weight if state.weight else 1.0
         given = _Given(name, bias, wire, rank, state, share, loss_scale, how)
@@ -232,8 +231,7 @@ class RankDAD(Method):
             )
         else:
             payload, staged = self._encode_rows(given, factor)
-        if name in self._staged:
-            self._release(name, self._staged[name])
+        self._release(name, self._staged.pop(name, None))
         self._staged[name] = staged._replace(weight=weight, calls=state.calls + 1)
         return payload
 

@@ -158,10 +158,8 @@ class SampleCounter:
         if self.dealt is not None:
             return self.dealt if pending else 0
         if not self.by_samples:
-            for passes in self._counted if pending else ():
-                if passes.samples or not passes.stated:
-                    return 1
-            return int(pending and not self._counted and self.stated != 0)
+            weighs = [passes for passes in self._counted if passes.samples or not passes.stated]
+            return int(pending and bool(weighs if self._counted else self.stated != 0))
         doubts = [passes.doubt for passes in self._counted] or ["the loss does not come from a call of the model"]
         if not pending or not any(doubts):
             return sum(passes.samples for passes in self._counted)

@@ -144,8 +144,7 @@ class GatheredHandler(BucketHandler):
         return self.bucket.extra_rows
 
     def receive(self) -> None:
-        with self.timing("wait"):
-            self.bucket.wait()
+        self.timed("wait", None, self.bucket.wait)
         self._samples, payloads = self.bucket.receive()
         self._rows = [[*rows] for rows in self.bucket.received_rows]
         self._not_finite_at = []
@@ -474,8 +473,7 @@ class NodeFactorHandler(KeptPayloadsHandler):
         if self.missing == len(self.units):
             self._node_gather.post()
             self._weighted_by, self._finite = self.context.samples(), True
-        with self.timing("encode", unit):
-            self._own[self._slots[unit.name]] = self._take(unit)
+        self._own[self._slots[unit.name]] = self.timed("encode", unit, self._take, unit)
         self.context.transport.traffic.present[unit.name].bytes += self.sent_bytes(unit)
         unit.sent_gradient = partial(self._sent_gradient, unit)
 

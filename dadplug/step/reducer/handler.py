@@ -10,9 +10,9 @@ import itertools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import IntEnum
-from functools import partial
 from operator import attrgetter
 from typing import Any, ClassVar, TypeVar
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ...errors import MismatchError, NonFiniteError
-from ...exchange import Gather, PeerNames, Traffic, Transport
+from ...exchange import Gather, PeerNames, Transport
 from ...exchange.factor_buckets import FactorPayload, finite
 from ...exchange.fields import COUNT, NUMBER, check_all, check_fields, invalid
 from ...exchange.wire import WireFormat, wire_format
@@ -258,9 +258,7 @@ class HeaderExchange:
                 except MismatchError as error:
                     self._leave_out(rank, error)
         for rank in [*headers]:
-            if headers[rank].samples <= (_MOST_SAMPLES * self._reference if counts else 1):
-                continue
-            others = max((header.samples for other, header in headers.items() if other != rank), default=0)
+            others = max([header.samples for other, header in headers.items() if other != rank], default=0)
             most = _MOST_SAMPLES * max(self._reference, others) if counts else 1
             if others and headers[rank].samples > most:
                 why = f"samples is {headers.pop(rank).samples}, where 0 to {most} is possible in this run"
@@ -279,8 +277,6 @@ class HeaderExchange:
                     f"in step {other.step}, {sites[rank]} trains other parameters than {sites[lowest]}: freeze and "
                     "free parameters on all sites in the same step"
                 )
-        if len(headers) == transport.world_size:
-            return [*headers.values()]
         idle = StepHeader.idle(first.step, first.version, self._units)
         return [headers.get(rank, idle) for rank in range(transport.world_size)]
 
@@ -418,40 +414,6 @@ class HandlerContext:
         return wire_format(self.options.wire_of(unit.path), unit.lead.dtype)
 
 
-class Timing:
-    """Context manager that counts time on the meter, for one unit or in equal parts for several.
-
-    Args:
-        traffic: the meter.
-        units: the units.
-        kind: ``"encode"``, ``"decode"`` or ``"wait"``.
-        unit: the only unit; None for all.
-    """
-
-    __slots__ = ("_kind", "_record", "_start", "_traffic", "_units")
-
-    def __init__(self, traffic: Traffic, units: Sequence[Unit], kind: str, unit: Unit | None = None) -> None:
-        self._traffic = traffic
-        self._kind = kind
-        self._units = units if unit is None else (unit,)
-        self._record: torch.profiler.record_function | None = None
-
-    def __enter__(self) -> None:
-        if torch.autograd._profiler_enabled():
-            self._record = torch.profiler.record_function(f"dadplug {self._kind} {self._units[0].name}")
-            self._record.__enter__()
-        self._start = time.perf_counter()
-
-    def __exit__(self, *error: object) -> None:
-        seconds = time.perf_counter() - self._start
-        if self._record is not None:
-            self._record.__exit__(*error)
-        name = f"{self._kind}_seconds"
-        for unit in self._units:
-            layer = self._traffic.present[unit.name]
-            setattr(layer, name, getattr(layer, name) + seconds / len(self._units))
-
-
 class BucketHandler(ABC):
     """A bucket and the units that fill it; one subclass for each path that a gradient can take.
 
@@ -466,7 +428,6 @@ class BucketHandler(ABC):
         units: the units.
         positions: their positions in the step headers.
         missing: number of units that have not been filled in this step; the reducer counts it down.
-        timing: makes a `Timing` of a kind, for one of the units or all.
     """
 
     bucket_mb: ClassVar[float] = 4.0
@@ -484,13 +445,29 @@ class BucketHandler(ABC):
         self.context = context
         self.dtype = units[0].lead.dtype
         self.missing = len(self.units)
-        self.timing = partial(Timing, context.transport.traffic, self.units)
         self._slots = {unit.name: slot for slot, unit in enumerate(units)}
         self.positions = [context.positions[unit.name] for unit in units]
 
-    def timed(self, kind: str, unit: Unit, function: Callable[..., _Result], *args: Any) -> _Result:
-        """Call a function, and count its time for a unit, as `timing` does at the cost of more calls."""
-        if torch.autograd._profiler_enabled():
+    @contextmanager
+    def timing(self, kind: str, unit: Unit | None = None) -> Iterator[None]:
+        """Count the time inside on the meter, for one unit or in equal parts for all; a context manager.
+
+        Args:
+            kind: ``"encode"``, ``"decode"`` or ``"wait"``.
+            unit: the only unit; None for all.
+        """
+        units, start, name = self.units if unit is None else (unit,), time.perf_counter(), f"{kind}_seconds"
+        profiled = torch.autograd._profiler_enabled()
+        with torch.profiler.record_function(f"dadplug {kind} {units[0].name}") if profiled else nullcontext():
+            yield
+        seconds = (time.perf_counter() - start) / len(units)
+        for each in units:
+            layer = self.context.transport.traffic.present[each.name]
+            setattr(layer, name, getattr(layer, name) + seconds)
+
+    def timed(self, kind: str, unit: Unit | None, function: Callable[..., _Result], *args: Any) -> _Result:
+        """Call a function, and count its time as `timing` does, for one unit by fewer calls."""
+        if unit is None or torch.autograd._profiler_enabled():
             with self.timing(kind, unit):
                 return function(*args)
         start, name = time.perf_counter(), f"{kind}_seconds"

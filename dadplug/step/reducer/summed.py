@@ -96,8 +96,7 @@ class SummedHandler(BucketHandler):
         """Put all gradients into their buckets; return the units whose gradients are not finite, if that is checked."""
         for name, nbytes in self._sent_bytes.items():
             self.context.transport.traffic.present[name].bytes += nbytes
-        with self.timing("encode"):
-            return self._put_every(weight)
+        return self.timed("encode", None, self._put_every, weight)
 
     def _put_every(self, weight: float) -> list[Unit]:
         return [unit for unit in self.units if not self._put(unit, weight)]
@@ -176,13 +175,11 @@ class DenseHandler(SummedHandler):
         self.bucket.launch()
 
     def receive(self) -> None:
-        with self.timing("wait"):
-            self._sums = self.bucket.wait()
+        self._sums = self.timed("wait", None, self.bucket.wait)
 
     def _write(self, wanted: Sequence[bool], scale: float, keep: bool) -> None:
-        with self.timing("decode"):
-            found = zip(self.units, wanted, self._sums, strict=True)
-            write_gradients([(unit.lead, value) for unit, want, value in found if want], scale)
+        found = [(unit.lead, value) for unit, want, value in zip(self.units, wanted, self._sums, strict=True) if want]
+        self.timed("decode", None, write_gradients, found, scale)
         self.bucket.commit([keep and want for want in wanted], scale, self.context.scale)
 
     def rounding(self) -> dict[str, Tensor]:
@@ -242,8 +239,7 @@ class PowerSGDHandler(SummedHandler):
         self._left.launch()
 
     def receive(self) -> None:
-        with self.timing("wait"):
-            lefts = self._left.wait()
+        lefts = self.timed("wait", None, self._left.wait)
         self._bases = []
         for slot, (unit, left) in enumerate(zip(self.units, lefts, strict=True)):
             with self.timing("encode", unit):
@@ -257,12 +253,10 @@ class PowerSGDHandler(SummedHandler):
         super().repeat()
 
     def _write(self, wanted: Sequence[bool], scale: float, keep: bool) -> None:
-        with self.timing("wait"):
-            rights = self._right.wait()
+        rights = self.timed("wait", None, self._right.wait)
         for slot, (unit, want) in enumerate(zip(self.units, wanted, strict=True)):
             if want:
-                with self.timing("decode", unit):
-                    self._write_unit(slot, rights[slot], scale, keep)
+                self.timed("decode", unit, self._write_unit, slot, rights[slot], scale, keep)
 
     def _write_unit(self, slot: int, right: Tensor, scale: float, keep: bool) -> None:
         """Write the agreed gradient, and what this site has beyond its part of it into the error memory."""
@@ -342,8 +336,7 @@ class TopKHandler(SummedHandler):
         self._bucket.launch()
 
     def receive(self) -> None:
-        with self.timing("wait"):
-            self._bucket.wait()
+        self.timed("wait", None, self._bucket.wait)
 
     def _write(self, wanted: Sequence[bool], scale: float, keep: bool) -> None:
         for slot, (unit, want) in enumerate(zip(self.units, wanted, strict=True)):
