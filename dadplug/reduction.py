@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -101,7 +102,6 @@ class GradientReduction(FusedSteps, ReplicatedModel):
     ) -> None:
         super().__init__(model, process_group, Options.create(mode=mode, **options))
         self._step = 0
-        self._pending = False
         self._settled = settle_merge(self.options, self._transport)
         self._method = make_method(self._settled)
         self._attached: AttachedGradients | None = None
@@ -121,11 +121,11 @@ class GradientReduction(FusedSteps, ReplicatedModel):
             transport = self._open_transport(process_group)
             self._norms = SyncedBatchNorms(model, transport, self._counter, announces=True)
         self._looked_up = LookedUpRows(model, elastic=self.options.min_sites is not None)
-        self._syncing = True
+        self._syncing = self._compares = True
         self._agreed_samples = 0
         self.share: float | None = None
         self.contributors: list[int] = []
-        self.on_arrival: Callable[[], None] = lambda: None
+        self.on_arrival: Callable[[], object] = bool
         self.before_idle: Callable[[], None] = lambda: None
         self.after_step: list[Callable[[], None]] = []
         self._noise: GradientNoise | None = None
@@ -133,10 +133,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self._settings = OptimizerSettings(self.options.may_differ)
         self._has_warned = False  # of gradients that were changed before they were synchronized
         self._weights = Weights(model, self.options.compare_every)
-        self._compares = True
         compares_data = self.world_size > 1 and self._joined is None and self._private is None
-        self._first_batch = FirstBatch() if compares_data else None
-        self._counter.first_batch = self._first_batch
+        self._first_batch = self._counter.first_batch = FirstBatch() if compares_data else None
         self._guard = StepGuard(weakref.proxy(self), self._settings)
         self._remembers = False  # the loss scales of gradients
         if self._method.keeps_errors or self._private is not None:
@@ -179,18 +177,20 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         if self._held is not None:
             raise RuntimeError("backward() between clip_grad_norm_() and apply(optimizer)")
         unit.arrivals += 1
-        self._pending, sent = True, unit.sent
+        owned, planner, sent = self._counter.owned, self._planner, unit.sent
+        self._counter.pending = True
         if self._remembers:
             self._method.loss_scales.record(unit.name)
-        with _as_written(unit.lead.device.type):
-            if isinstance(unit, FactorUnit):
-                unit.prepare(self._counter.owned, exact=self._method.traits.exact)
-            self._planner.record_arrival(unit, self._syncing)
+        if torch.is_autocast_enabled(unit.lead.device.type):
+            with _as_written(unit.lead.device.type):
+                planner.record_arrival(unit, self._syncing, owned)
+        else:
+            planner.record_arrival(unit, self._syncing, owned)
         if isinstance(unit, FactorUnit):
             unit.show_arrival()
             if sent or not unit.sent:  # otherwise nothing is left
-                unit.keep(self._counter.owned)
-            if not self._planner.is_complete:
+                unit.keep(owned)
+            if not planner.is_complete:
                 unit.set_aside()
         self.on_arrival()
 
@@ -208,7 +208,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
             scales.record(unit.name)
 
     def _private_arrived(self) -> None:
-        self._pending = True
+        self._counter.pending = True
         self.on_arrival()
 
     def _drop_cleared(self) -> None:
@@ -220,15 +220,14 @@ class GradientReduction(FusedSteps, ReplicatedModel):
             cleared.append(self._attached.cleared)
         if cleared and all(cleared):
             self._counter.discard()
-            self._pending = False
+            self._counter.pending = False
             if self._noise is not None:
                 self._noise.discard()
 
     def _samples(self) -> int:
-        """Return the weight of this site's gradients so far in the step; changes are repaired at its end."""
-        if self.options.privacy is not None:  # how many samples a batch has is private
-            return 0 if self._abstains else self.options.privacy.expected_batch
-        return self._counter.weight(self._pending, provisional=True)
+        """Return the weight of this site's private gradients: how many samples a batch has is private, too."""
+        assert self.options.privacy is not None
+        return 0 if self._abstains else self.options.privacy.expected_batch
 
     def _batch(self) -> int:
         """Samples of this site in the step, as far as they are known and not private; 0 where they are not."""
@@ -236,7 +235,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
 
     def take_part(self) -> None:
         """Count this site in the step, also where its backward pass has reached no parameter."""
-        self._pending = True
+        self._counter.pending = True
         self._counter.deliver()
 
     def weigh_by_dealt(self, samples: int | None) -> None:
@@ -372,12 +371,12 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         planner.hold_unformed(unformed)
         if self._norms is not None:
             self._norms.end_micro_batches()
-        self._pending |= planner.holds_gradients or self._has_attached()
-        if not self._pending and not self._idles and self._private is None:
-            self._pending = planner.holds_own_gradients
+        self._counter.pending |= planner.holds_gradients or self._has_attached()
+        if not self._counter.pending and not self._idles and self._private is None:
+            self._counter.pending = planner.holds_own_gradients
         self._counter.follow()
         if self._private is None:
-            self._counter.weight(self._pending, self.world_size == 1)  # raises where it has to be stated
+            self._counter.weight(provisional=self.world_size == 1)  # raises where it has to be stated
         if not planner.is_complete:
             planner.complete_plan(self._step, self._batch())
             if self._step == 0 and not self._by_samples and self._counter.dealt is None and self._private is None:
@@ -399,11 +398,11 @@ class GradientReduction(FusedSteps, ReplicatedModel):
                 )
             )
             self._compare(headers)
-            self.stopped = any(header.stop for header in headers)
-            self._agreed_samples = sum(header.samples for header in headers)
+            self.stopped = any(map(attrgetter("stop"), headers))
+            self._agreed_samples = sum(map(attrgetter("samples"), headers))
             self.contributors = [rank for rank, header in enumerate(headers) if header.samples]
             self.share = headers[self.site_rank].samples / self._agreed_samples if self._agreed_samples else 0.0
-            if self._attached is not None and all(header.finite for header in headers):
+            if self._attached is not None and all(map(attrgetter("finite"), headers)):
                 self._attached.apply_share(self.share)
             elif self._attached is not None:
                 self._attached.fill_with_inf()
@@ -456,10 +455,10 @@ class GradientReduction(FusedSteps, ReplicatedModel):
 
     def _measure_noise(self, headers: Sequence[StepHeader]) -> None:
         """Update the estimates of the gradient's noise, if some site has asked for them."""
-        if self._noise is None and not any(header.noise_every for header in headers):
+        if self._noise is None and not any(map(attrgetter("noise_every"), headers)):
             return
         noise = self._make_noise()
-        samples = (self._batch() or 1) if self._pending else 0
+        samples = (self._batch() or 1) if self._counter.pending else 0
         with self.traffic.apart(), suppress(DroppedError):  # this site gets the estimates of another one
             planner, scales = self._planner, self._method.loss_scales
             noise.measure(self._step, headers, samples, planner.units, self._transport, scales)
@@ -499,7 +498,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         if self._norms is not None:
             self._norms.end_step()
         self.traffic.end_step()
-        self._pending = False
+        self._counter.pending = False
         self._step += 1
         self._guard.agreements += 1
         own_place.step = self._step
@@ -622,7 +621,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
     def pending(self) -> bool:
         """Whether gradients have arrived that are not agreed on yet, and have not been cleared."""
         self._drop_cleared()
-        return self._pending or self._held is not None
+        return self._counter.pending or self._held is not None
 
     @property
     def present_structure(self) -> ModelStructure | None:
@@ -748,13 +747,14 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self._planner = self._make_planner()
         self.model.zero_grad()
         self._counter.reset()
-        self._pending, self._epoch_samples = False, 0
+        self._counter.pending, self._epoch_samples = False, 0
         self._adopt(joined)
 
     def _make_planner(self) -> Planner:
         self._method.batch = weak_hook(self._batch)
         given = {} if self._private is None else self._private.handled()
-        samples, arrived = weak_hook(self._samples), weak_hook(self._arrived)
+        samples = self._counter.weight if self._private is None else weak_hook(self._samples)
+        arrived = weak_hook(self._arrived)
         planner = Planner(self.model, self._method, self._settled, self._transport, samples, arrived, given)
         planner.on_release = weak_hook(self._end_probe)
         return planner
@@ -781,7 +781,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self._drop_cleared()
         self._end_probe()
         self._planner.release(discard=discard)
-        self._pending = False
+        self._counter.pending = False
         self._counter.detach()
         self._looked_up.detach()
         if self._private is not None:

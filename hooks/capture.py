@@ -188,13 +188,15 @@ class OwnHook(partial[Any]):
     """
 
 
-def has_user_hooks(parameter: Tensor) -> bool:
+def has_user_hooks(*parameters: Tensor | None) -> bool:
     """Return whether a parameter has hooks on its gradient that are not of this package."""
-    hooks: Any = parameter._backward_hooks
-    if hooks and not _OWN.issuperset(map(type, hooks.values())):
-        return True
-    hooks = parameter._post_accumulate_grad_hooks
-    return bool(hooks) and not _OWN.issuperset(map(type, hooks.values()))
+    for parameter in parameters:
+        if parameter is not None:
+            kinds: tuple[Any, Any] = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+            for hooks in kinds:
+                if hooks and not _OWN.issuperset(map(type, hooks.values())):
+                    return True
+    return False
 
 
 _OWN = {OwnHook}
@@ -213,6 +215,7 @@ class CapturedLayer:
         family: family of the layer.
         fed_by_data: whether a captured input required no gradient, as the model's raw input.
         left_out: why a call was left to autograd: its input was of a kind that has no factors; empty if none was.
+        committed: the committed factors; not to be changed.
         wrap_recorder: called in each captured forward with the layer, its input and the function that receives the
             factors in backward; returns the function that receives them instead, and passes them on. None for none.
     """
@@ -238,7 +241,7 @@ class CapturedLayer:
         self.weight: nn.Parameter = getattr(module, family.weight)
         self._bias: nn.Parameter | None = getattr(module, family.bias, None)
         self._pending: dict[int, Any] = {}  # lists of factors, by backward pass
-        self._factors: list[Factor] = []
+        self.committed: list[Factor] = []
         self._versions: list[int] = []  # of the factors' activations, when they were committed
         self._released = False
         self._kept = 0  # number of factors whose inputs have been copied or cannot be overwritten
@@ -258,16 +261,16 @@ class CapturedLayer:
         has put other tensors in the place of weight and bias, where they have hooks of the user's, which have to see
         a gradient, inside transforms of `torch.func`, in forward-mode differentiation, and while the model is exported.
         """
-        if not (torch.is_grad_enabled() and self.weight.requires_grad):
-            return False
-        parameters = self.module._parameters
-        if parameters.get(self.family.weight) is not self.weight or parameters.get(self.family.bias) is not self._bias:
-            return False
-        if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
-            return False
-        if self.weight_gradients:
-            return True
-        return not (has_user_hooks(self.weight) or (self._bias is not None and has_user_hooks(self._bias)))
+        parameters, family = self.module._parameters, self.family
+        return (
+            torch.is_grad_enabled()
+            and self.weight.requires_grad
+            and parameters.get(family.weight) is self.weight
+            and parameters.get(family.bias) is self._bias
+            and torch._C._functorch.peek_interpreter_stack() is None
+            and forward_ad._current_level < 0
+            and (self.weight_gradients or not has_user_hooks(self.weight, self._bias))
+        )
 
     def record(self, activations: Tensor, deltas: Tensor, form: Form = LINEAR, trace: Trace | None = None) -> None:
         """Record the factors of one call; the layer's family calls it during backward."""
@@ -289,9 +292,9 @@ class CapturedLayer:
 
     def commit(self, _: Any = None) -> None:
         """Commit the factors of the running backward pass; called when the weight's gradient is due in it."""
-        factors: list[Factor] = self._pending.pop(torch._C._current_graph_task_id(), [])
-        self._factors += factors
-        self._versions += [factor.activations._version for factor in factors]
+        for factor in self._pending.pop(torch._C._current_graph_task_id(), ()):
+            self.committed.append(factor)
+            self._versions.append(factor.activations._version)
 
     def take(self) -> list[Factor]:
         """Return the committed factors, one per call, and clear them.
@@ -299,10 +302,8 @@ class CapturedLayer:
         Raises:
             RuntimeError: if the layer's input has been overwritten since backward.
         """
-        factors, versions = self._factors, self._versions
-        if not factors:
-            return []
-        self.clear()
+        factors, versions = self.committed, self._versions
+        self.committed, self._versions, self._kept = [], [], 0
         for factor, version in zip(factors, versions, strict=True):
             if factor.activations._version != version:
                 raise RuntimeError(
@@ -313,24 +314,27 @@ class CapturedLayer:
 
     def clear(self) -> None:
         """Clear the committed factors."""
-        self._factors, self._versions, self._kept = [], [], 0
+        self.committed, self._versions, self._kept = [], [], 0
 
     def peek(self) -> list[Factor]:
         """Return the committed factors without clearing them."""
-        return list(self._factors)
+        return list(self.committed)
 
-    def keep_inputs(self, owned: Container[int] = ()) -> None:
+    def keep_inputs(self, owned: Container[int] = (), wanted: Callable[[], bool] | None = None) -> None:
         """Copy committed inputs that the user may overwrite, for example a buffer that a loader fills with every batch.
 
         Args:
             owned: addresses of memory that the user owns, in addition to that of inputs without a gradient.
+            wanted: returns whether to copy them, if there are any; None to copy them in any case.
         """
-        for index in range(self._kept, len(self._factors)):
-            factor = self._factors[index]
+        for index in range(self._kept, len(self.committed)):
+            factor = self.committed[index]
             if self.fed_by_data or factor.activations.untyped_storage().data_ptr() in owned:
-                self._factors[index] = replace(factor, activations=factor.activations.clone())
+                if wanted is not None and not wanted():
+                    return
+                self.committed[index] = replace(factor, activations=factor.activations.clone())
                 self._versions[index] = 0
-        self._kept = len(self._factors)
+        self._kept = len(self.committed)
 
     def copy_factors(self, copy: Callable[[Tensor], Tensor]) -> None:
         """Replace the committed factors by copies.
@@ -338,11 +342,11 @@ class CapturedLayer:
         Args:
             copy: makes a copy of a tensor.
         """
-        for index, factor in enumerate(self._factors):
+        for index, factor in enumerate(self.committed):
             activations = copy(factor.activations)
-            self._factors[index] = replace(factor, activations=activations, deltas=copy(factor.deltas))
+            self.committed[index] = replace(factor, activations=activations, deltas=copy(factor.deltas))
             self._versions[index] = activations._version
-        self._kept = len(self._factors)
+        self._kept = len(self.committed)
 
     def release(self) -> None:
         """Restore the layer's own forward."""
@@ -363,16 +367,17 @@ class _CapturedForward(ForwardOverride):
         self._input = list(signature(self._replaced).parameters)[1]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        plain = being_exported() or type(self.module).forward is not self._replaced  # by a program since
+        exported = torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None  # `being_exported`
+        plain = exported or type(self.module).forward is not self._replaced  # by a program since
         return self.plain(*args, **kwargs) if plain else self._captured(*args, **kwargs)
 
     @eager
     def _captured(self, *args: Any, **kwargs: Any) -> Tensor:
-        layer = self._layer
+        layer, inputs = self._layer, args[0] if args else kwargs.get(self._input)
         if not layer.captures:
             return self.plain(*args, **kwargs)
-        inputs = args[0] if args else kwargs.get(self._input)
-        if not is_dense(inputs):
+        ordinary = type(inputs) is Tensor and inputs.layout is torch.strided and not inputs.is_nested
+        if not (ordinary or is_dense(inputs)):
             kind = "nested" if getattr(inputs, "is_nested", False) else getattr(inputs, "layout", "no tensor")
             layer.left_out = f"its input is not a dense tensor ({kind}, {type(inputs).__name__})"
             return self.plain(*args, **kwargs)
@@ -382,14 +387,16 @@ class _CapturedForward(ForwardOverride):
         return layer.tracer.call(layer, inputs, lambda record: self._call(inputs, record, *args, **kwargs))
 
     def _call(self, inputs: Tensor, record: Recorder, *args: Any, **kwargs: Any) -> Tensor:
-        if self._layer.wrap_recorder is not None:
-            record = self._layer.wrap_recorder(self._layer, inputs, record)
-        family = self._layer.family
-        forward = family.forward if self._layer.tracer is not None else family.forward_untraced
-        if not self._layer.fastest:
-            return forward(self.module, record, self._layer.weight_gradients, *args, **kwargs)
-        with products.fastest():
-            return forward(self.module, record, self._layer.weight_gradients, *args, **kwargs)
+        layer, thread = self._layer, products.thread
+        if layer.wrap_recorder is not None:
+            record = layer.wrap_recorder(layer, inputs, record)
+        forward = layer.family.forward if layer.tracer is not None else layer.family.forward_untraced
+        before = thread.fastest
+        thread.fastest = before or layer.fastest
+        try:
+            return forward(self.module, record, layer.weight_gradients, *args, **kwargs)
+        finally:
+            thread.fastest = before
 
 
 class LayerCapture:

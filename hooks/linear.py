@@ -130,17 +130,19 @@ class Linear(LayerFamily):
     ) -> Tensor:
         (inputs,) = (*args, *kwargs.values())
         weight, bias = module._parameters["weight"], module._parameters["bias"]
-        if weight_gradients or type(self) is not Linear or weight is None or not _is_large(inputs, weight):
+        splits = (
+            not weight_gradients
+            and type(self) is Linear
+            and weight is not None
+            and inputs.requires_grad
+            and type(inputs) is Tensor
+            and inputs.dtype == weight.dtype
+            and inputs.shape[:-1].numel() * weight.numel() >= _LARGE  # factors had better be sent before that
+            and not torch.is_autocast_enabled(inputs.device.type)
+        )
+        if not splits:
             return self.forward(module, record, weight_gradients, *args, **kwargs)
         return _linear_of_input(_input_of_linear(inputs, (weight,)), weight, bias, record, (inputs,))
-
-
-def _is_large(inputs: Tensor, weight: Tensor) -> bool:
-    """Return whether the gradient of an input takes so long that the factors had better be sent before."""
-    if not inputs.requires_grad or type(inputs) is not Tensor or inputs.dtype != weight.dtype:
-        return False
-    large = inputs.shape[:-1].numel() * weight.numel() >= _LARGE
-    return large and not torch.is_autocast_enabled(inputs.device.type)
 
 
 class LibraryLinear(LayerFamily):

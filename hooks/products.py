@@ -12,8 +12,6 @@ from __future__ import annotations
 import functools
 import platform
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +27,11 @@ _allowed = True
 
 
 class _Thread(threading.local):
-    fastest = False  # whether the thread is within a block of `fastest`
+    fastest = False
 
 
 thread = _Thread()
-"""State of this module for the running thread."""
+"""``thread.fastest``: whether layers that compute their output in the running thread may use the faster library."""
 
 
 def allow_onednn(allowed: bool) -> None:
@@ -42,28 +40,16 @@ def allow_onednn(allowed: bool) -> None:
     _allowed = allowed
 
 
-@contextmanager
-def fastest() -> Iterator[None]:
-    """Let layers that compute their output within the block use the faster library."""
-    before = thread.fastest
-    thread.fastest = True
-    try:
-        yield
-    finally:
-        thread.fastest = before
-
-
 def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute `F.linear`, outside of autograd, by the faster library within a block of `fastest`.
+    """Compute `F.linear`, outside of autograd, by the faster library where `thread` allows it.
 
     Args:
         inputs: of shape (..., in).
         weight: of shape (out, in).
         bias: of shape (out,), or None.
     """
-    if thread.fastest and _suits(inputs, weight, weight.shape[0]) and (bias is None or bias.dtype == inputs.dtype):
-        outputs = _multiply(inputs, weight, bias)
-    else:
+    outputs = _multiply(inputs, weight, bias) if thread.fastest else None
+    if outputs is None:
         outputs = F.linear(inputs, weight, bias)
     # Of inputs of three dimensions it may be a view, which autograd lets nothing change in place; this is its memory.
     return outputs.data if outputs._is_view() else outputs
@@ -78,41 +64,38 @@ def product(left: Tensor, right: Tensor, out: Tensor | None = None, fast: bool =
         out: where the result may be written; it is returned somewhere else if that is faster.
         fast: whether the faster library is used; else torch's own product.
     """
-    width = right.shape[1]
-    large = out is None or left.numel() * width >= _LEAST_WITH_ROOM
-    if fast and large and _suits(left, right, width):
-        return _multiply(left, right.T, None)
+    large = out is None or left.numel() * right.shape[1] >= _LEAST_WITH_ROOM
+    found = _multiply(left, right.T, None) if fast and large else None
+    if found is not None:
+        return found
     return left @ right if out is None else torch.mm(left, right, out=out)
 
 
-def _suits(left: Tensor, right: Tensor, width: int) -> bool:
-    """Return whether oneDNN multiplies two factors faster, and whatever watches torch's operations does not matter.
+def _multiply(left: Tensor, transposed: Tensor, bias: Tensor | None) -> Tensor | None:
+    """Multiply by oneDNN, if it is faster, and whatever watches torch's operations does not matter.
 
     Args:
         left: the left factor.
-        right: the right factor, or its transpose.
-        width: columns of the product.
+        transposed: the transpose of the right factor.
+        bias: added to each row of the product; None for none.
+
+    Returns:
+        The product; None where torch has to compute it.
     """
-    if (
-        not _allowed
-        or left.numel() * width < _LEAST
-        or left.numel() < _LEAST_ROWS * left.shape[-1]
-        or not _has_faster_kernels()
-    ):
-        return False
-    plain = type(left) in _PLAIN and type(right) in _PLAIN and left.device.type == right.device.type == "cpu"
-    if not plain or not left.dtype == right.dtype == torch.float32 or not (_is_dense(left) and _is_dense(right)):
-        return False
+    numel = left.numel()
+    if not _allowed or numel * transposed.shape[0] < _LEAST or numel < _LEAST_ROWS * left.shape[-1]:
+        return None
+    if not _has_faster_kernels():
+        return None
+    for matrix in (left, transposed):
+        if type(matrix) not in _PLAIN or not matrix.is_cpu or matrix.dtype != torch.float32:
+            return None
+        if not (matrix.is_contiguous() or (matrix.dim() == 2 and matrix.T.is_contiguous())):
+            return None
     watched = torch.is_autocast_enabled("cpu") or torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state()
-    differentiated = torch.is_grad_enabled() and (left.requires_grad or right.requires_grad)
-    return not watched and not differentiated and bool(torch.backends.mkldnn.enabled)
-
-
-def _is_dense(matrix: Tensor) -> bool:
-    return matrix.is_contiguous() or (matrix.dim() == 2 and matrix.T.is_contiguous())
-
-
-def _multiply(left: Tensor, transposed: Tensor, bias: Tensor | None) -> Tensor:
+    differentiated = torch.is_grad_enabled() and (left.requires_grad or transposed.requires_grad)
+    if watched or differentiated or not torch.backends.mkldnn.enabled or not (bias is None or bias.dtype == left.dtype):
+        return None
     made: Tensor = _onednn()(left.detach(), transposed.detach(), bias, "none", [], "")
     return made
 

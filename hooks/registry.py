@@ -49,8 +49,15 @@ def gradient_use(node: Any, weight_gradients: bool, weight: int = 1, bias: int |
         weight: index of the weight among the function's inputs.
         bias: index of the bias, or None.
     """
-    of_weight = _due(node, weight)
-    of_bias = _Due.ABSENT if bias is None else _due(node, bias)
+    needed, functions, due = node.needs_input_grad, node.next_functions, [_Due.ABSENT, _Due.ABSENT]
+    for place, index in enumerate((weight, bias)):
+        if index is not None and needed[index]:
+            try:
+                executes = torch._C._will_engine_execute_node(functions[index][0])
+                due[place] = _Due.ACCUMULATED if executes else _Due.NOTHING
+            except RuntimeError:  # how torch says that the gradient of a leaf is returned and not accumulated
+                due[place] = _Due.RETURNED
+    of_weight, of_bias = due
     if weight_gradients:
         return GradientUse(of_weight is _Due.ACCUMULATED, _wanted(of_weight), _wanted(of_bias))
     together = of_weight is _Due.ACCUMULATED and of_bias in (_Due.ABSENT, _Due.ACCUMULATED)
@@ -62,21 +69,13 @@ def _wanted(due: _Due) -> bool:
     return due in (_Due.ACCUMULATED, _Due.RETURNED)
 
 
-def _due(node: Any, index: int) -> _Due:
-    return _due_at(node.next_functions[index][0]) if node.needs_input_grad[index] else _Due.ABSENT
-
-
-def _due_at(node: Any) -> _Due:
-    try:
-        executes = torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # how torch says that the gradient of a leaf is returned and not accumulated
-        return _Due.RETURNED
-    return _Due.ACCUMULATED if executes else _Due.NOTHING
-
-
 def is_accumulated(parameter: Tensor) -> bool:
     """Return whether the running backward pass adds a gradient to ``.grad``, and `torch.autograd.grad` does not run."""
-    return _due_at(torch.autograd.graph.get_gradient_edge(parameter).node) is _Due.ACCUMULATED
+    try:
+        executes: bool = torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(parameter).node)
+    except RuntimeError:  # as in `gradient_use`
+        return False
+    return executes
 
 
 class Recorder(Protocol):

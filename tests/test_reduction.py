@@ -582,7 +582,7 @@ def test_copies_and_pickles_of_the_model_train_alone():
     for other in (copy.deepcopy(model), torch.load(saved, weights_only=False)):
         other(torch.randn(6, 4)).sum().backward()
         assert all(p.grad is not None for p in other.parameters())
-        assert not reduction._pending
+        assert not reduction.pending
         torch.optim.SGD(other.parameters(), lr=0.1).step()
     reduction.detach()
 

@@ -14,7 +14,7 @@ from ..errors import MismatchError
 from ..lowrank.dispatch import SCALE_SIZE, NumbaKernels, cpu_kernels
 from .codec import MAX_BYTES
 from .fields import COUNT, check_all
-from .transport import Gather, Transport
+from .transport import Exchange, Gather, Transport
 from .wire import WireFormat, copied, lasting
 
 
@@ -73,18 +73,23 @@ class StackedShares(list[FactorPayload]):
         encoded: the rows of each sender in its payload, int8.
 
     Attributes:
+        rows: their number, by sender.
         left: rows of the left factors of all senders.
         right: rows of the right ones.
+        lefts: rows of the left factors by sender.
+        rights: rows of the right ones by sender.
         not_finite: senders whose rows hold NaN or Inf.
     """
 
     def __init__(self, encoded: Sequence[FactorPayload]) -> None:
         self.encoded = list(encoded)
         rows = encoded[0].rows
+        self.rows = (rows,) * len(encoded)
         sizes = [each.shape[-1] - SCALE_SIZE for each in encoded[0][:3] if each is not None]
         self.left, self.right = (lasting((len(encoded) * rows, size), torch.float32) for size in sizes[:2])
         biases = lasting((len(encoded), sizes[2] if sizes[2:] else 0), torch.float32)
-        parts = zip(self.left.split(rows), self.right.split(rows), biases, strict=True)
+        self.lefts, self.rights = list(self.left.split(rows)), list(self.right.split(rows))
+        parts = zip(self.lefts, self.rights, biases, strict=True)
         super().__init__(FactorPayload(left, right, bias if sizes[2:] else None) for left, right, bias in parts)
         self._arrays = []
         for share, (left, right, bias) in zip(encoded, ((each.left, each.right, each.bias) for each in self)):
@@ -95,7 +100,10 @@ class StackedShares(list[FactorPayload]):
     def decode(self) -> StackedShares:
         """Decode the rows of all senders."""
         kernel = cpu_kernels().compiled.dequantise_factors
-        self.not_finite = [sender for sender, arrays in enumerate(self._arrays) if not kernel(*arrays)]
+        self.not_finite = []
+        for sender, arrays in enumerate(self._arrays):
+            if not kernel(*arrays):
+                self.not_finite.append(sender)
         return self
 
 
@@ -281,6 +289,7 @@ class FactorBucket:
 
     Attributes:
         extra_rows: by slot, number of this site's rows that go in a second round.
+        received_rows: by slot and site, number of rows that `receive` has found.
         slot_bytes: by slot, bytes in this site's payload.
     """
 
@@ -305,6 +314,8 @@ class FactorBucket:
         self._rows = [0] * len(self.slots)
         self._overflow: dict[int, FactorPayload] = {}
         self.extra_rows = [0] * len(self.slots)
+        self.received_rows: list[tuple[int, ...]] = []
+        self._learnt: Sequence[Sequence[int]] = ()  # rows of the last step
         self._gather: Gather = transport.gather(self._sizes(), wire.dtype)
         self._make_views()
 
@@ -325,6 +336,7 @@ class FactorBucket:
         )
 
     def _make_views(self) -> None:
+        self._posts = type(self._gather).post is not Exchange.post  # whether to receive has to be prepared
         self._own = [] if self.place is None else self._cut(self._gather.payload, self.place)
         self._own_head = _integers(self._gather.payload, len(self.slots))
         self._received: dict[int, tuple[Tensor, Tensor, list[FactorPayload]]] = {}
@@ -348,6 +360,7 @@ class FactorBucket:
             raise MismatchError(f"the other sites have {len(layout)} layers where this one has {len(self.slots)}")
         for slot, numbers in zip(self.slots, layout, strict=True):
             slot.restore(numbers)
+        self._learnt = ()
         self._lay_out()
 
     def post(self) -> None:
@@ -385,13 +398,14 @@ class FactorBucket:
 
     def fill(self, index: int, share: FactorPayload) -> None:
         """Copy a layer's rows into its slot; keep rows beyond its capacity for the second round."""
-        self._gather.post()
+        if self._posts:
+            self._gather.post()
         own, rows = self._own[index], share.left.shape[0]
-        fit = min(rows, own.left.shape[0])
-        self.slots[index].pack(share.part(0, fit), own)
-        self._rows[index] = fit
+        fit = self._rows[index] = min(rows, own.left.shape[0])
         if rows > fit:
             self.add_late(index, share.part(fit, with_bias=False))
+            share = share.part(0, fit)
+        self.slots[index].pack(share, own)
 
     def clear(self, index: int) -> None:
         """Send no rows in a slot."""
@@ -452,20 +466,21 @@ class FactorBucket:
         numbers: list[list[int]] = []
         payloads: list[list[FactorPayload]] = []
         for site, payload in enumerate(self._arrived(self._gather)):
-            (head, views), sender = self._views(payload, site), self._sender(site)
+            head, views = self._views(payload, site)
             count, *rows = head.tolist()
             if not 0 <= count <= COUNT:
-                check_all("payload", sender, (count,), 0, COUNT)
+                check_all("payload", self._sender(site), (count,), 0, COUNT)
             for slot, number in zip(self.slots, rows, strict=True):
                 if not 0 <= number <= slot.capacity[site]:
-                    check_all("payload", sender, (number,), 0, slot.capacity[site])
+                    check_all("payload", self._sender(site), (number,), 0, slot.capacity[site])
             samples.append(count)
             numbers.append(rows)
             payloads.append(views)
-        shares = map(self._decoded, range(len(self.slots)), zip(*payloads, strict=True), zip(*numbers, strict=True))
+        self.received_rows = [*zip(*numbers, strict=True)]
+        shares = map(self._decoded, range(len(self.slots)), zip(*payloads, strict=True), self.received_rows)
         return samples, list(shares)
 
-    def _decoded(self, index: int, views: Sequence[FactorPayload], rows: Sequence[int]) -> list[FactorPayload]:
+    def _decoded(self, index: int, views: Sequence[FactorPayload], rows: tuple[int, ...]) -> list[FactorPayload]:
         """Return the decoded rows of a slot, by site.
 
         Args:
@@ -473,12 +488,13 @@ class FactorBucket:
             views: the slot's place in each payload.
             rows: number of rows in it.
         """
-        slot, full = self.slots[index], [view.left.shape[0] for view in views]
-        if self._keeps and rows[0] and full == [*rows] == [rows[0]] * len(rows) and slot.out and slot.width:
-            stack = self._stacks.get(index)
-            if stack is None or not all(map(operator.is_, stack.encoded, views)):
-                stack = self._stacks[index] = StackedShares(views)
+        stack = self._stacks.get(index)
+        if stack is not None and rows == stack.rows and all(map(operator.is_, stack.encoded, views)):
             return stack.decode()
+        slot, full = self.slots[index], tuple([view.left.shape[0] for view in views])
+        if self._keeps and rows[0] and full == rows == (rows[0],) * len(rows) and slot.out and slot.width:
+            self._stacks[index] = StackedShares(views)
+            return self._stacks[index].decode()
         found = []
         for site, (view, number) in enumerate(zip(views, rows, strict=True)):
             share = self.slots[index].unpack(view.part(0, number), self._sender(site))
@@ -532,10 +548,13 @@ class FactorBucket:
         Args:
             rows: rows of every site, by slot and site.
         """
-        changed = [slot.learn(counts) for slot, counts in zip(self.slots, rows, strict=True)]
+        # The same rows again, as many as there is room for, change nothing.
+        if rows != self._learnt or rows != [slot.capacity for slot in self.slots]:
+            changed = [slot.learn(counts) for slot, counts in zip(self.slots, rows, strict=True)]
+            if any(changed):
+                self._lay_out()
+        self._learnt = rows
         self._overflow.clear()
-        if any(changed):
-            self._lay_out()
         self._rows = [0] * len(self.slots)
         self.extra_rows = [0] * len(self.slots)
 

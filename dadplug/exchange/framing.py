@@ -15,6 +15,7 @@ Other connections use parts of this: a pipe that ends a wait, and the bytes that
 
 from __future__ import annotations
 
+import operator
 import select
 import socket
 import struct
@@ -212,6 +213,9 @@ class Message:
         return True
 
 
+_MOVED_AT = operator.attrgetter("connection.moved_at")
+
+
 def wait_together(
     messages: Sequence[Message], seconds: float, check: Callable[[], None] = lambda: None
 ) -> Message | None:
@@ -229,12 +233,16 @@ def wait_together(
     led: list[FramedConnection] = []
     try:
         while True:
-            undone = [message for message in messages if not message.done]
-            failed = next((message for message in messages if message.error is not None), None)
-            if failed is not None or not undone:
-                return failed
+            undone = []
+            for message in messages:
+                if message.error is not None:
+                    return message
+                if not message.done:
+                    undone.append(message)
+            if not undone:
+                return None
             now = time.monotonic()
-            moved = max(begun, *(message.connection.moved_at for message in undone))
+            moved = max(begun, *map(_MOVED_AT, undone))
             deadline = moved + seconds
             if now > deadline:
                 undone[0].error = TimeoutError("timed out")

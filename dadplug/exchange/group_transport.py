@@ -197,7 +197,7 @@ class GroupTransport(Transport):
                 check = partial(self.sites.check_calls, self._last_payload)
                 failed = wait_together([work for work, _ in works if isinstance(work, Message)], self.timeout, check)
             own_place.wait = None
-            waited = [(work, peer) for work, peer in works if work is failed]
+            waited = [] if failed is None else [(work, peer) for work, peer in works if work is failed]
         for work, peer in waited:
             self.wait(work, peer)
         works.clear()

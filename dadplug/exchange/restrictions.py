@@ -53,18 +53,19 @@ class Restrictions(Protocol):
         """Raise PolicyError if too many rows would leave the site for those of a layer's input."""
 
 
-_in_force: list[Restrictions] = []
+IN_FORCE: list[Restrictions] = []
+"""Restrictions that are in force; all of them hold."""
 
 
 def impose_restrictions(restrictions: Restrictions) -> None:
     """Put restrictions into force; several hold together."""
-    _in_force.append(restrictions)
+    IN_FORCE.append(restrictions)
 
 
 def lift_restrictions(restrictions: Restrictions) -> None:
     """End restrictions, when their connection is closed; may be called twice."""
-    if restrictions in _in_force:
-        _in_force.remove(restrictions)
+    if restrictions in IN_FORCE:
+        IN_FORCE.remove(restrictions)
 
 
 def check_restrictions(options: Restricted, *, sends_factors: bool) -> None:
@@ -77,7 +78,7 @@ def check_restrictions(options: Restricted, *, sends_factors: bool) -> None:
     Raises:
         PolicyError: if one of the options is not allowed.
     """
-    for restrictions in _in_force:
+    for restrictions in IN_FORCE:
         restrictions.check(options, sends_factors=sends_factors)
 
 
@@ -91,7 +92,7 @@ def check_declared(nbytes: int) -> None:
         PolicyError: if these are more than the declaration allows.
     """
     if (most := most_bytes()) is not None:
-        for restrictions in _in_force:
+        for restrictions in IN_FORCE:
             restrictions.check_bytes(nbytes, most)
 
 
@@ -106,7 +107,7 @@ def check_restricted_rank(name: str, sent: int, rows: int) -> None:
     Raises:
         PolicyError: if these are more than one of them allows.
     """
-    for restrictions in _in_force:
+    for restrictions in IN_FORCE:
         restrictions.check_rank(name, sent, rows)
 
 

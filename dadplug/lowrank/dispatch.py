@@ -266,8 +266,7 @@ def sum_of_products(
     Returns:
         The sum, of shape (out, in).
     """
-    like, counts = lefts[0], [block.shape[0] for block in lefts]
-    count = sum(counts)
+    like, count = lefts[0], sum([block.shape[0] for block in lefts]) if stack is None else stack[0].shape[0]
     out, width = like.shape[1], rights[0].shape[1]
     own = (
         like.device.type == "cpu"
@@ -281,9 +280,10 @@ def sum_of_products(
         torch.mul(stack[0], weights[0], out=left[:count])
     else:
         start = 0
-        for block, weight, number in zip(lefts, weights, counts, strict=True):
-            torch.mul(block, weight, out=left[start : start + number])
-            start += number
+        for block, weight in zip(lefts, weights, strict=True):
+            end = start + block.shape[0]
+            torch.mul(block, weight, out=left[start:end])
+            start = end
     if stack is not None and rows == count:
         right = stack[1]
     else:

@@ -449,7 +449,6 @@ class ModelGradients:
             if isinstance(unit, FactorUnit):
                 unit.resolve()
                 factor = unit.take()
-                unit.release_sent()
             dense = {name: each.grad.detach() for name, each in unit.parameters.items() if each.grad is not None}
             for parameter in unit.parameters.values():
                 parameter.grad = None

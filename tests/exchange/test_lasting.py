@@ -48,13 +48,13 @@ def network() -> nn.Sequential:
 @support.at_sites(2)
 def test_the_first_step_forms_each_gradient_once() -> None:
     formed = []
-    original = GatheredHandler._formed
+    original = GatheredHandler._decode_unit
 
     def counting(self, unit, *args):
         formed.append(unit.name)
         return original(self, unit, *args)
 
-    GatheredHandler._formed = counting
+    GatheredHandler._decode_unit = counting
     try:
         model = network()
         reduction = dadplug.GradientReduction(model, mode="rankdad")
@@ -67,7 +67,7 @@ def test_the_first_step_forms_each_gradient_once() -> None:
             assert len(set(formed)) == len(formed)
             assert all(bool(parameter.grad.any()) for parameter in model.parameters())
     finally:
-        GatheredHandler._formed = original
+        GatheredHandler._decode_unit = original
 
 
 @support.at_sites(2)

@@ -22,8 +22,10 @@ def calls(monkeypatch):
     shapes = []
 
     def multiply(left, transposed, bias):
-        shapes.append((*left.shape, len(transposed)))
-        return own(left, transposed, bias)
+        found = own(left, transposed, bias)
+        if found is not None:
+            shapes.append((*left.shape, len(transposed)))
+        return found
 
     own = products._multiply
     monkeypatch.setattr(products, "_has_faster_kernels", lambda: True)
@@ -36,16 +38,14 @@ def error(result, expected):
 
 
 @pytest.mark.parametrize("shape", [(16,), (3, 40), (2, 5, 16)])
-def test_products_are_precise(calls, shape):
+def test_products_are_precise(calls, shape, monkeypatch):
     generator = torch.Generator().manual_seed(0)
     left, weight, bias = (torch.randn(*size, generator=generator) for size in ((*shape, 300), (200, 300), (200,)))
     doubles = left.double(), weight.double(), bias.double()
     assert torch.equal(products.linear(left, weight, bias), F.linear(left, weight, bias))
-    with products.fastest():
-        with products.fastest():  # of a layer within a layer
-            pass
-        assert error(products.linear(left, weight, bias), F.linear(*doubles)) < 1e-6
-        assert error(products.linear(left, weight, None), F.linear(*doubles[:2])) < 1e-6
+    monkeypatch.setattr(products.thread, "fastest", True)
+    assert error(products.linear(left, weight, bias), F.linear(*doubles)) < 1e-6
+    assert error(products.linear(left, weight, None), F.linear(*doubles[:2])) < 1e-6
     assert error(products.product(left, weight.T), doubles[0] @ doubles[1].T) < 1e-6
     assert error(products.product(left, weight.T.contiguous()), doubles[0] @ doubles[1].T) < 1e-6
     assert calls == [(*shape, 300, 200)] * 4

@@ -159,8 +159,8 @@ def test_wide_layers_of_few_rows_are_compressed_by_their_rows():
     assert not keeps_whole(16, 2048, 784, 8)
     for stated in (False, True):  # by the user
         method = RankDAD(Options(mode="rankdad", error_feedback=stated))
-        assert method._keeps_whole("w", Factor(torch.ones(1, 4096), torch.ones(1, 4096))) is stated
-        assert method._keeps_whole("v", Factor.formed(torch.ones(9, 9))) is stated
+        assert method._keeps_whole(Factor(torch.ones(1, 4096), torch.ones(1, 4096))) is stated
+        assert method._keeps_whole(Factor.formed(torch.ones(9, 9))) is stated
 
 
 @support.at_sites(2)

@@ -170,6 +170,7 @@ class Method:
         self.weight = 1.0
         self.batch: Callable[[], int] = int  # samples of this site in the step; 0 where they are not known
         self.is_fed: Callable[[str], bool] = lambda name: False  # whether data are the input of a weight's layer
+        self.fed: dict[str, bool] = {}  # by name, what it has returned in this plan
 
     @property
     def keeps_errors(self) -> bool:
@@ -318,9 +319,11 @@ def decode(
         The gradients of the weight, in its shape or as a matrix, and of the bias, of shape (out,), or None.
     """
     if form == LINEAR and not site_by_site and not (with_bias and shares[0].bias is None):
-        stack = (shares.left, shares.right) if isinstance(shares, StackedShares) else None
-        lefts, rights = [share.left for share in shares], [share.right for share in shares]
-        gradient = sum_of_products(lefts, rights, weights, constants, stack)
+        if isinstance(shares, StackedShares):
+            parts, stack = (shares.lefts, shares.rights), (shares.left, shares.right)
+        else:
+            parts, stack = ([share.left for share in shares], [share.right for share in shares]), None
+        gradient = sum_of_products(*parts, weights, constants, stack)
     else:
         rows = [FactorPayload(share.left * weight, share.right) for share, weight in zip(shares, weights, strict=True)]
         rows = [share for share in rows if share.rows] or rows[:1]

@@ -68,7 +68,7 @@ class LossScales:
 
     def record(self, name: str) -> None:
         """Record that a unit's gradient has arrived in the backward pass that is running."""
-        self._last = self._known[name] = self.present()
+        self._last = self._known[name] = self._stated or (running() if _running else _UNSCALED)
         self._arrived.add(name)
 
     def of(self, name: str) -> float:
@@ -165,23 +165,29 @@ class ErrorFeedback:
             error = self._errors[name] = torch.zeros_like(like, memory_format=torch.contiguous_format)
         return error
 
-    def find(self, name: str, like: Tensor) -> Tensor | None:
-        """Return the memory of a weight, the staged one where there is one; None where nothing is kept."""
+    def find(self, name: str, like: Tensor, shape: tuple[int, ...] | None = None) -> Tensor | None:
+        """Return the memory of a weight, the staged one where there is one; None where nothing is kept.
+
+        Args:
+            name: the name of the weight.
+            like: a tensor of its type and device.
+            shape: the shape of the memory; that of `like` where None.
+        """
         kept = self._staged if name in self._staged else self._errors
         error = kept.get(name) if self.enabled else None
-        if error is None or error.shape != like.shape or error.dtype != like.dtype:
+        if error is None or error.shape != (shape or like.shape) or error.dtype != like.dtype:
             return None
         if error.device != like.device:
             error = kept[name] = error.to(like.device)
         return error
 
-    def prepare(self, name: str, like: Tensor) -> Tensor:
-        """Return a buffer for the next memory of a weight, of the shape of `like`, to be filled by the caller."""
-        staged = self._staged.get(name)
+    def prepare(self, name: str, like: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
+        """Return a buffer for the next memory of a weight, to be filled by the caller; arguments as of `find`."""
+        shape, staged = shape or tuple(like.shape), self._staged.get(name)
         if staged is None:
             staged = self._spare.pop(name, None)
-        if staged is None or staged.shape != like.shape or staged.dtype != like.dtype or staged.device != like.device:
-            staged = torch.empty_like(like, memory_format=torch.contiguous_format)
+        if staged is None or staged.shape != shape or staged.dtype != like.dtype or staged.device != like.device:
+            staged = like.new_empty(shape)
         self._staged[name] = staged
         return staged
 
@@ -191,7 +197,8 @@ class ErrorFeedback:
         if staged is None:
             return
         before = self._errors.get(name)
-        rescale(staged, before, scale, expected)
+        if not scale == expected == 1.0:
+            rescale(staged, before, scale, expected)
         if self.enabled:
             self._errors[name] = staged
         else:

@@ -33,19 +33,20 @@ class FormedState:
     Attributes:
         bias: what rounding has taken from the gradient of the bias.
         carry: the directions from which the next step starts.
+        kept: their number.
     """
 
     def __init__(self, kind: tuple[object, ...], columns: int, width: int, bias: int, like: Tensor) -> None:
         self.kind = kind
         self.directions = lasting((columns, width), like.dtype, like.device)
         self.bias = lasting(bias, like.dtype, like.device)
-        self._all = self.carry = Carry(self.directions)
+        self.carry, self.kept = Carry(self.directions), columns
         if _kernels_of(like) is not None:
             self.arrays = self.directions.numpy(), self.bias[None].numpy()
 
     def keep(self, found: int) -> None:
         """Keep the first directions for the next step."""
-        self.carry = self._all if found == self.directions.shape[0] else Carry(self.directions[:found])
+        self.carry, self.kept = Carry(self.directions[:found]), found
 
     def keep_those_of(self, known: Tensor) -> None:
         """Keep directions that lie elsewhere, as many as there is room for."""
@@ -65,12 +66,12 @@ class FormedSlot:
         like: gives type and device.
 
     Attributes:
-        kind: the arguments, by which slots are alike.
+        kind: the arguments, but type and device of the last, by which slots are alike.
         values: the singular values of the components.
     """
 
     def __init__(self, rank: int, shape: tuple[int, int], bias: int, wire: WireFormat, like: Tensor) -> None:
-        self.kind = self._kind(rank, shape, bias, wire, like)
+        self.kind = rank, shape, bias, wire, like.dtype, like.device
         self._wire, self._columns = wire, min(columns_for(rank), *shape)
         self.values = torch.zeros(rank, dtype=torch.float64, device=like.device)
         rows, kind = [(rank, shape[0]), (rank, shape[1]), (1, bias)], (like.dtype, like.device)
@@ -78,6 +79,7 @@ class FormedSlot:
         self._rounded = [lasting(each, *kind) for each in rows[:2]]
         self._found = [lasting((self._columns, size), *kind) for size in shape]  # a basis, and the projection onto it
         self._encoded = [lasting((count, wire.row_size(size)), wire.dtype, like.device) for count, size in rows]
+        self._payloads: dict[int, tuple[FactorPayload, Tensor, Tensor]] = {}  # see `encode`, by number of components
         self._kernels = _kernels_of(like)
         if self._kernels is not None:
             self._arrays = [each.numpy() for each in (*self._found, *self._parts[:2])]
@@ -85,18 +87,8 @@ class FormedSlot:
         if self._kernels is not None and wire.quantised:
             self._to_encode = [each.numpy() for each in (*self._parts, *self._encoded, *self._rounded)]
 
-    @staticmethod
-    def _kind(rank: int, shape: tuple[int, int], bias: int, wire: WireFormat, like: Tensor) -> tuple[object, ...]:
-        return rank, shape, bias, wire, like.dtype, like.device
-
-    def is_for(self, rank: int, shape: tuple[int, int], bias: int, wire: WireFormat, like: Tensor) -> bool:
-        """Return whether a slot that is made of these arguments would be like this one."""
-        return self.kind == self._kind(rank, shape, bias, wire, like)
-
-    def state(self, spare: object) -> FormedState:
-        """Return a place for the next state: the spare one, if it is one of a slot like this one."""
-        if isinstance(spare, FormedState) and spare.kind == self.kind:
-            return spare
+    def state(self) -> FormedState:
+        """Return a place for the next state."""
         bias = self._parts[2].shape[1] if self._wire.quantised else 0
         return FormedState(self.kind, self._columns, self._parts[1].shape[1], bias, self._parts[0])
 
@@ -119,7 +111,9 @@ class FormedSlot:
         count = self._kernels.orthonormalise(arrays[0], DEPENDENT[basis.dtype])
         torch.mm(basis, memory, out=projected)
         sent, found = self._kernels.components(*arrays, state.arrays[0], self._values, tolerance)
-        state.keep(count if found == self._values.shape[0] else found)
+        kept = count if found == self._values.shape[0] else found
+        if kept != state.kept:
+            state.keep(kept)
         return int(sent)
 
     def take(self, compressed: Compressed, state: FormedState, tolerance: float) -> int:
@@ -136,12 +130,20 @@ class FormedSlot:
         return len([length for length in lengths if length > tolerance * lengths[0]])
 
     def encode(
-        self, sent: int, bias: Tensor | None, kept: Tensor | None, share: float, loss_scale: float, state: FormedState
+        self,
+        sent: int,
+        memory: Tensor,
+        bias: Tensor | None,
+        kept: Tensor | None,
+        share: float,
+        loss_scale: float,
+        state: FormedState,
     ) -> FactorPayload:
-        """Encode what is sent.
+        """Encode what is sent, and take it, as the sites decode it, from the memory.
 
         Args:
             sent: number of components.
+            memory: the memory.
             bias: the gradient of the bias, or None.
             kept: what is kept of earlier ones, without the loss scale, or None.
             share: factor of that.
@@ -162,16 +164,22 @@ class FormedSlot:
                 self._wire.encode(part, encoded, rounded=rounded)
             self._wire.encode(place, self._encoded[2], rest=state.bias[None] if len(state.bias) else None)
             state.bias.div_(loss_scale)
-        payload = FactorPayload(left[:sent], right[:sent], None if bias is None else place[0])
-        if self._wire.dtype == left.dtype:
-            return payload
-        lefts, rights, biases = self._encoded
-        return payload._replace(encoded=FactorPayload(lefts[:sent], rights[:sent], None if bias is None else biases[0]))
+        if sent not in self._payloads:
+            self._payloads[sent] = self._views(sent)
+        payload, rounded_left, rounded_right = self._payloads[sent]
+        memory.addmm_(rounded_left, rounded_right, alpha=-1 / loss_scale)
+        return payload
 
-    def subtract(self, sent: int, memory: Tensor, loss_scale: float) -> None:
-        """Take what is sent, as the sites decode it, from the memory."""
+    def _views(self, sent: int) -> tuple[FactorPayload, Tensor, Tensor]:
+        """Return what is sent of some components, and the two factors that the sites decode."""
+        payload, encoded = (
+            FactorPayload(left[:sent], right[:sent], bias[0] if bias.shape[1] else None)
+            for left, right, bias in (self._parts, self._encoded)
+        )
+        if self._wire.dtype != payload.left.dtype:
+            payload = payload._replace(encoded=encoded)
         left, right = self._rounded
-        memory.addmm_(left[:sent].T, right[:sent], alpha=-1 / loss_scale)
+        return payload, left[:sent].T, right[:sent]
 
 
 def _kernels_of(like: Tensor) -> Any:

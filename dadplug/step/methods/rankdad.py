@@ -164,8 +164,10 @@ class RankDAD(Method):
         self.merger = self._make_merger(options)
         self._iterations = options.iterations
         self._keeps_rows = options.error_feedback is None
+        self._wire = options.wire_of(GradientPath.LOWRANK)
         self._tolerance = 0.0 if self._keeps_rows else options.tolerance  # components that are not sent are kept
         self.errors = ErrorFeedback(options.error_feedback is not False)
+        self._caps = not isinstance(options.rank, int) and options.budget is None  # the rank of layers fed by data
         self._whole: dict[str, bool] = {}  # whether all that is not sent of a weight's gradient is kept, as a matrix
         self._decay = 1.0 if options.memory_decay is None else options.memory_decay
         self._states: dict[str, _State] = {}
@@ -200,10 +202,14 @@ class RankDAD(Method):
         if name in self._staged:
             state = self._staged[name]
             weight = state.weight if weight else weight
-        whole = self._keeps_whole(name, factor)
+        whole = self._whole.get(name)
+        if whole is None:
+            whole = self._whole[name] = self._keeps_whole(factor)
         if name in self._staged or not (weight and whole):  # else it is formed in the memory
             factor = factor.settled()
-        bias = factor.bias_gradient() if with_bias else None
+        bias = factor.bias if with_bias else None
+        if with_bias and bias is None:
+            bias = factor.form.bias_gradient(factor.deltas)
         fitting = _fitting(state, factor, bias)
         if fitting is not state and name not in self._staged:  # no later step can use the rest of it
             self._states[name] = fitting
@@ -215,12 +221,12 @@ class RankDAD(Method):
             "seed": zlib.crc32(name.encode()),
         }
         if not weight:  # what a site without weight sends is lost, so that it sends nothing of what it keeps
-            left, right = compress(factor.deltas, factor.activations, self._most(name, factor.rows), **how)
+            left, right = compress(factor.deltas, factor.activations, self._most(name, factor.deltas.shape[0]), **how)
             return FactorPayload(left.T, right.T, bias)
-        wire = wire_format(self.options.wire_of(GradientPath.LOWRANK), factor.deltas.dtype)
+        wire, rows = wire_format(self._wire, factor.deltas.dtype), factor.deltas.shape[0]
         # Rounding to int8 leaves small parts of all components, which need not make a batch of few rows as large again.
-        found = min(self.max_rank, max(factor.rows, _FEW)) if wire.quantised and self._keeps_rows else self.max_rank
-        rank = min(found, self._most(name, factor.rows))
+        found = min(self.max_rank, max(rows, _FEW)) if wire.quantised and self._keeps_rows else self.max_rank
+        rank = min(found, self._most(name, rows)) if self._caps and self.fed.get(name, True) else found
         loss_scale = self.loss_scales.of(name)
         share = state.weight / weight if state.weight else 1.0
         given = _Given(name, bias, wire, rank, found, state, share, loss_scale, how)
@@ -239,26 +245,22 @@ class RankDAD(Method):
 
         With as many components as samples, or half as many, other sites recover inputs (`dadplug.audit`).
         """
-        if isinstance(self.options.rank, int) or self.options.budget is not None or not self.is_fed(name):
+        if name not in self.fed:
+            self.fed[name] = self._caps and self.is_fed(name)
+        if not self.fed[name] or not rows:
             return self.max_rank
-        samples = min(self.batch() or rows, rows) if rows else 0
-        return min(self.max_rank, max(1, samples // _SAMPLES)) if samples else self.max_rank
+        return min(self.max_rank, max(1, min(self.batch() or rows, rows) // _SAMPLES))
 
-    def _keeps_whole(self, name: str, factor: Factor) -> bool:
+    def _keeps_whole(self, factor: Factor) -> bool:
         """Return whether all that is not sent of a weight's gradient is kept, in a matrix of its size.
 
         It is chosen when the first gradient of the weight is compressed, by the predicted time.
         """
-        whole = self._whole.get(name)
-        if whole is None:
-            formed = factor.whole is not None or factor.write is not None
-            out, width = factor.deltas.shape[1], factor.activations.shape[1]
-            rank = min(self.max_rank, out, width)
-            whole = bool(self.options.error_feedback)
-            if self._keeps_rows:
-                whole = formed or keeps_whole(factor.rows, out, width, rank)
-            self._whole[name] = whole
-        return whole
+        if not self._keeps_rows:
+            return bool(self.options.error_feedback)
+        out, width = factor.deltas.shape[1], factor.activations.shape[1]
+        formed = factor.whole is not None or factor.write is not None
+        return formed or keeps_whole(factor.rows, out, width, min(self.max_rank, out, width))
 
     def _count_sent(self, compressed: Compressed, rank: int) -> int:
         """Return the number of components that are sent, the rank at most; the others may be kept."""
@@ -280,11 +282,13 @@ class RankDAD(Method):
         """
         name, bias, wire, rank, _, state, share, loss_scale, how = given
         (out, width), tolerance = memory.shape, self.options.tolerance
-        kind = min(rank, out, width), (out, width), 0 if bias is None else bias.shape[0], wire, memory
+        kind = min(rank, out, width), (out, width), 0 if bias is None else bias.shape[0], wire
         slot = self._slots.get(name)
-        if slot is None or not slot.is_for(*kind):
-            slot = self._slots[name] = FormedSlot(*kind)
-        following = slot.state(self._spare.pop(name, None))
+        if slot is None or slot.kind != (*kind, memory.dtype, memory.device):
+            slot = self._slots[name] = FormedSlot(*kind, memory)
+        following = self._spare.pop(name, None)
+        if not isinstance(following, FormedState) or following.kind != slot.kind:
+            following = slot.state()
         sent = -1
         if state.carry is not None and how["warm_start"] is not None and self._iterations <= 1:
             sent = slot.find(memory, state.carry, following, tolerance)
@@ -295,8 +299,7 @@ class RankDAD(Method):
         if quality is None or state.calls % _MEASURE_EVERY == 0 or quality.effective_rank != sent:
             whole, found = squared_norm_of(memory), float((slot.values[:sent] ** 2).sum())
             quality = Quality(sent, math.sqrt(max(0.0, 1.0 - found / whole)) if whole > 0 else 0.0)
-        payload = slot.encode(sent, bias, state.bias, share, loss_scale, following)
-        slot.subtract(sent, memory, loss_scale)
+        payload = slot.encode(sent, memory, bias, state.bias, share, loss_scale, following)
         if state.carry is not None and not len(following.carry.right):  # the memory is zero; the storage may be reused
             following.keep_those_of(state.carry.right)
         carry = following.carry if self.options.warm_start and len(following.carry.right) else None
@@ -404,8 +407,8 @@ class RankDAD(Method):
             share: scale of the memory.
             loss_scale: the loss scale of the gradient.
         """
-        like = factor.deltas.new_empty(1).expand(factor.deltas.shape[1], factor.activations.shape[1])
-        error, whole = self.errors.find(name, like), self.errors.prepare(name, like)
+        like, shape = factor.deltas, (factor.deltas.shape[1], factor.activations.shape[1])
+        error, whole = self.errors.find(name, like, shape), self.errors.prepare(name, like, shape)
         if factor.write is not None:
             factor.write(slice(None), whole, error, share * loss_scale)
             if loss_scale != 1.0:
@@ -432,7 +435,8 @@ class RankDAD(Method):
             if weight not in (None, staged.weight):
                 staged = self._settled(name, staged, before, weight)
             self.errors.commit(name)
-            self._release(name, before)
+            if before.storage is not None:
+                self._spare[name] = before.storage
             self._states[name] = staged
 
     def _settled(self, name: str, staged: _State, before: _State, weight: float) -> _State:

@@ -49,6 +49,7 @@ class SampleCounter:
         by_samples: as the argument.
         current: samples of the forward pass that is running; 0 outside of one, and where they are not known.
         known: whether `current` is known: by the rule, or since `fixed` states it.
+        pending: whether the site has gradients in this step; set by what exchanges them.
         forwards: number of outermost forward passes so far.
         called: the module that the last of them has called.
         backward_pass: number of the last backward pass that has reached the outputs of a forward pass; -1 before.
@@ -73,6 +74,7 @@ class SampleCounter:
         self.by_samples = by_samples
         self.current = self.forwards = 0
         self.known = True
+        self.pending = False
         self.called: nn.Module = model
         self.backward_pass = -1
         self.owned: set[int] = set()
@@ -115,8 +117,8 @@ class SampleCounter:
         return self._known_of(self._counted | self._waiting()) or self.dealt or 0
 
     def _known_of(self, counted: set[_Passes]) -> int:
-        known = counted and not any(passes.doubt for passes in counted)
-        return sum(passes.samples for passes in counted) if known else self.stated or 0
+        doubts = [passes for passes in counted if passes.doubt]
+        return sum([passes.samples for passes in counted]) if counted and not doubts else self.stated or 0
 
     def _waiting(self) -> set[_Passes]:
         """Return the passes that count once a gradient arrives.
@@ -142,21 +144,22 @@ class SampleCounter:
             if before is not None:
                 self.stated = before.samples
 
-    def weight(self, pending: bool, provisional: bool) -> int:
-        """Return the weight of a site's gradients in the mean over sites.
+    def weight(self, pending: bool | None = None, provisional: bool = True) -> int:
+        """Return the weight of a site's gradients so far in the step in the mean over sites.
 
         Args:
-            pending: whether the site has gradients in this step.
+            pending: whether the site has gradients in this step; None for `pending` of this object.
             provisional: whether it need not be known: there is no other site, or the backward pass has not ended.
 
         Raises:
             ValueError: if samples are the weight, and the rule cannot count them.
         """
+        pending = self.pending if pending is None else pending
         if self.dealt is not None:
             return self.dealt if pending else 0
         if not self.by_samples:
-            weighs = any(passes.samples or not passes.stated for passes in self._counted)
-            return int(pending and (weighs if self._counted else self.stated != 0))
+            weighs = [passes for passes in self._counted if passes.samples or not passes.stated]
+            return int(pending and bool(weighs if self._counted else self.stated != 0))
         doubts = [passes.doubt for passes in self._counted] or ["the loss does not come from a call of the model"]
         if not pending or not any(doubts):
             return sum(passes.samples for passes in self._counted)

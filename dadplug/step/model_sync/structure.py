@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import operator
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,9 @@ ATTACHED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary() 
 def attached() -> list[Any]:
     """Return what is in `ATTACHED`; others may end meanwhile."""
     return [each for each in (reference() for reference in ATTACHED.valuerefs()) if each is not None]
+
+
+_TRAINING = operator.attrgetter("requires_grad", "dtype", "shape", "_cdata")
 
 
 class ModelStructure:
@@ -59,7 +63,7 @@ class ModelStructure:
         return list(itertools.chain.from_iterable(self._tables)), list(map(id, values))
 
     def _trainings(self) -> list[Any]:
-        return [(each.requires_grad, each.dtype, each.shape, each._cdata) for each in self.parameters.values()]
+        return [*map(_TRAINING, self.parameters.values())]
 
     @property
     def is_present(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from ..model_sync import sameness
 from ..model_sync.structure import ModelStructure, is_managed, without_managed
 from ..reducer.handler import StepHeader
 from ..reducer.reducer import Reducer, StepRequest
-from ..units.base import Unit
+from ..units.base import Unit, mark_agreed
 from ..units.factor import ChainedUnit, FactorUnit, LowrankUnit
 from .chains import collect_chain_reports, link_units, merge_chain_reports, order_followers_first, refusal
 from .choice import RankChoice
@@ -362,13 +362,16 @@ class Planner:
         elif not self._structure.same_training():
             self.plan_anew()
 
-    def record_arrival(self, unit: Unit, send: bool) -> None:
+    def record_arrival(self, unit: Unit, send: bool, owned: Container[int]) -> None:
         """Record that a backward pass has delivered a unit's gradient.
 
         Args:
             unit: the unit.
             send: whether to send the gradient if it is complete.
+            owned: addresses of memory that the user owns.
         """
+        if isinstance(unit, FactorUnit):
+            unit.prepare(owned, exact=self._method.traits.exact)
         if not self.is_complete:
             if unit not in self._order:
                 self._order.append(unit)
@@ -479,8 +482,7 @@ class Planner:
         headers = self._reducer.finish(request)
         if not self.is_complete:
             self._reducer = None  # no site has had any data yet
-        for unit in self.units:
-            unit.mark_agreed()
+        mark_agreed(self.units)
         return headers
 
     def end_step(self) -> None:
@@ -610,6 +612,7 @@ class Planner:
             self._watch(unit)
         factored = {unit.name: unit for unit in self.units if isinstance(unit, FactorUnit)}
         self._method.is_fed = lambda name: name in factored and factored[name].fed_by_data
+        self._method.fed = {}
 
     def _watch(self, unit: Unit) -> None:
         unit.watch(self._arrived)

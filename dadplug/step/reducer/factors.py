@@ -15,14 +15,23 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...exchange.factor_buckets import FactorBucket, FactorPayload, IndexSlot, Slot, finite, not_finite
+from ...exchange.factor_buckets import (
+    FactorBucket,
+    FactorPayload,
+    IndexSlot,
+    Slot,
+    StackedShares,
+    finite,
+    not_finite,
+)
 from ...exchange.hierarchy import NodeGather, NodeMessage, NodeMessages
+from ...exchange.restrictions import IN_FORCE
 from ...hooks import Factor
 from ..fused import GradientProduct
 from ..methods import Method, decode, decode_bias, is_product
 from ..methods.base import GradientPath
 from ..units.base import Unit, add_gradient
-from ..units.factor import FactorUnit
+from ..units.factor import FactorUnit, LowrankUnit
 from .handler import BucketHandler, Fault, HandlerContext, StepHeader, register_handler
 
 
@@ -45,6 +54,8 @@ class GatheredHandler(BucketHandler):
         self.senders = list(senders)
         slots = [self._slot(unit) for unit in self.units]
         self.bucket = FactorBucket(slots, context.transport, self.dtype, context.wire(units[0]), self.senders)
+        exact, constants = context.method.traits.exact, context.decoding
+        self._formed = partial(decode, site_by_site=exact, constants=constants)
         self._present: set[str] = set()
         self._samples: list[int] = []  # of each sender, as its payload says
         self._rows: list[list[int]] = []  # that have arrived, by slot and sender
@@ -113,32 +124,34 @@ class GatheredHandler(BucketHandler):
 
     def _void(self, headers: Sequence[StepHeader]) -> list[list[bool]]:
         """Return, by slot and sender, whether what was sent has been discarded since and is to be left out."""
-        return [[header.void[position] for header in headers] for position in self._positions]
+        void = [*zip(*(header.void for header in headers), strict=True)]
+        return [[*void[position]] for position in self.positions]
 
     def _wanted(self, headers: Sequence[StepHeader]) -> list[bool]:
         """Return, by slot, whether there are rows to make a gradient of."""
-        return [True in [header.present[position] for header in headers] for position in self._positions]
+        present = [*map(any, zip(*[header.present for header in headers], strict=True))]
+        return [present[position] for position in self.positions]
 
     # A step
 
     def post(self) -> None:
         self.bucket.post()
 
-    def present(self, unit: Unit) -> bool:
-        return unit.name in self._present
+    def present(self) -> list[bool]:
+        return [unit.name in self._present for unit in self.units]
 
-    def extra_rows(self, unit: Unit) -> int:
-        return self.bucket.extra_rows[self._slots[unit.name]]
+    def extra_rows(self) -> list[int]:
+        return self.bucket.extra_rows
 
     def receive(self) -> None:
-        with self.timing("wait"):
-            self.bucket.wait()
+        self.timed("wait", None, self.bucket.wait)
         self._samples, payloads = self.bucket.receive()
-        self._rows = [[payload.left.shape[0] for payload in by_sender] for by_sender in payloads]
+        self._rows = [[*rows] for rows in self.bucket.received_rows]
         self._not_finite_at = []
         if self.context.options.check_finite and self.units[0].path == GradientPath.LOWRANK:  # few rows
             for unit, by_sender in zip(self.units, payloads, strict=True):
-                self._not_finite_at += [(self.senders[sender], unit.name) for sender in not_finite(by_sender)]
+                for sender in by_sender.not_finite if type(by_sender) is StackedShares else not_finite(by_sender):
+                    self._not_finite_at.append((self.senders[sender], unit.name))
         self._decode(payloads, self._samples)
 
     def not_finite(self) -> list[tuple[int, str]]:
@@ -157,15 +170,14 @@ class GatheredHandler(BucketHandler):
             weights = self._weights(samples)
             for unit, by_sender, rows in zip(self.units, payloads, self._rows, strict=True):
                 if any(rows):
-                    with self.timing("decode", unit):
-                        self._decode_unit(unit, by_sender, weights)
+                    self.timed("decode", unit, self._decode_unit, unit, by_sender, weights)
 
     def _decode_unit(self, unit: FactorUnit, payloads: list[FactorPayload], weights: list[float]) -> None:
         assert unit.form is not None
         context, traits, device = self.context, self.context.method.traits, unit.lead.device
         if device != context.transport.device:
             payloads = [each.to(device, self.dtype) for each in payloads]
-        complete = unit.complete(payloads, context.complete_payloads)
+        complete = unit.complete(payloads, context.complete_payloads) if traits.recomputes_deltas else payloads
         if complete is None:
             return
         if context.transport.observe is not None:
@@ -175,38 +187,32 @@ class GatheredHandler(BucketHandler):
         if context.deferral is not None and context.deferral.has(unit.lead) and is_product(unit.form):
             self._deferred[unit.name] = complete, weights
         else:
-            self._gradients[unit.name] = self._formed(unit, complete, weights)
-
-    def _formed(
-        self, unit: FactorUnit, payloads: Sequence[FactorPayload], weights: Sequence[float]
-    ) -> tuple[Tensor, Tensor | None]:
-        assert unit.form is not None
-        exact = self.context.method.traits.exact
-        constants = self.context.decoding
-        return decode(payloads, weights, unit.bias is not None, site_by_site=exact, form=unit.form, constants=constants)
+            self._gradients[unit.name] = self._formed(complete, weights, unit.bias is not None, form=unit.form)
 
     def _write(self, unit: FactorUnit) -> None:
         """Write a unit's agreed gradients, or hold that of the weight as a product."""
-        if unit.name not in self._deferred:
-            _add_gradients(unit, *self._gradients[unit.name])
-            return
-        payloads, weights = self._deferred[unit.name]
-        deferral = self.context.deferral
-        if deferral is None or not deferral.agreed or unit.lead.grad is not None:
-            with self.timing("decode", unit):
-                _add_gradients(unit, *self._formed(unit, payloads, weights))
-            return
-        assert unit.form is not None
-        deferral.products[unit.lead] = GradientProduct(payloads, weights, unit.form.transposed, self.context.decoding)
-        if unit.bias is not None:
-            add_gradient(unit.parameters[unit.bias], decode_bias(payloads, weights, unit.form))
-
-    def _decoded(self, unit: FactorUnit) -> bool:
-        return unit.name in self._gradients or unit.name in self._deferred
+        if unit.name in self._gradients:
+            weight, bias = self._gradients[unit.name]
+        else:
+            payloads, weights = self._deferred[unit.name]
+            assert unit.form is not None
+            deferral = self.context.deferral
+            if deferral is not None and deferral.agreed and unit.lead.grad is None:
+                product = GradientProduct(payloads, weights, unit.form.transposed, self.context.decoding)
+                deferral.products[unit.lead] = product
+                if unit.bias is not None:
+                    add_gradient(unit.parameters[unit.bias], decode_bias(payloads, weights, unit.form))
+                return
+            formed = partial(self._formed, form=unit.form)
+            weight, bias = self.timed("decode", unit, formed, payloads, weights, unit.bias is not None)
+        add_gradient(unit.lead, weight)
+        if unit.bias is not None and bias is not None:
+            add_gradient(unit.parameters[unit.bias], bias)
 
     def _extra(self, headers: Sequence[StepHeader]) -> list[list[int]]:
         """Return the rows of the second round, by slot and sender."""
-        return [[headers[rank].extra_rows[position] for rank in self.senders] for position in self._positions]
+        extra = [*zip(*[headers[rank].extra_rows for rank in self.senders], strict=True)]
+        return [[*extra[position]] for position in self.positions]
 
     def fetch_late(self, headers: Sequence[StepHeader]) -> bool:
         extra = self._extra(headers)
@@ -214,12 +220,13 @@ class GatheredHandler(BucketHandler):
         return any(map(any, extra))
 
     def finish(self, headers: Sequence[StepHeader], write: bool, keep: bool) -> None:
-        samples, extra = self._samples_of(headers), self._extra(headers)
-        void = self._void(headers)
+        samples = self._samples_of(headers)
+        extra, void = ((), ()) if self.context.as_launched else (self._extra(headers), self._void(headers))
         wanted = [write and want for want in self._wanted(headers)]
-        missing = any(want and not self._decoded(unit) for want, unit in zip(wanted, self.units, strict=True))
-        if any(map(any, extra)) or any(map(any, void)) or missing or samples != self._samples:
-            self._finish_late(extra, void, wanted, samples, write)
+        formed = self._gradients.keys() | self._deferred.keys()
+        missing = [unit for want, unit in zip(wanted, self.units, strict=True) if want and unit.name not in formed]
+        if missing or any(map(any, extra)) or any(map(any, void)) or samples != self._samples:
+            self._finish_late(self._extra(headers), self._void(headers), wanted, samples, write)
         method, weight = self.context.method, self._own_weight(samples) if keep else 0.0
         for want, unit in zip(wanted, self.units, strict=True):
             if want:
@@ -263,7 +270,8 @@ class GatheredHandler(BucketHandler):
                 payloads[slot][sender] = payloads[slot][sender].plus(payload)
                 self._rows[slot][sender] += payload.rows
         for slot, unit in enumerate(self.units):
-            if wanted[slot] and (any(extra[slot]) or any(void[slot]) or not self._decoded(unit)):
+            formed = unit.name in self._gradients or unit.name in self._deferred
+            if wanted[slot] and (any(extra[slot]) or any(void[slot]) or not formed):
                 self._decode_unit(unit, payloads[slot], self._weights(samples))
 
 
@@ -272,18 +280,18 @@ class SiteFactorHandler(GatheredHandler):
 
     def _encode(self, unit: FactorUnit) -> FactorPayload | None:
         """Encode what has arrived; record NaN and Inf, and send NaN for them."""
-        unit.last_rows = unit.rows or unit.last_rows
-        factor = unit.take_unformed()
+        factor = unit.take_unformed() if isinstance(unit, LowrankUnit) and unit.unformed is not None else unit.take()
         if factor is None:
             return None
         self._present.add(unit.name)
-        if not factor.rows and factor.bias is None:  # a batch without rows leaves what a method keeps as it is
+        if not factor.deltas.shape[0] and factor.bias is None:  # no rows: what a method keeps stays as it is
             return None
         method = self.context.method
         method.weight = self.context.expected_weight
         try:
             if factor.form.encoded:
-                method.check_rank(unit.name, unit.last_rows)
+                if IN_FORCE:
+                    method.check_rank(unit.name, unit.last_rows)
                 payload = method.encode(unit.name, factor, unit.bias is not None)
                 if method.traits.detects_nonfinite and not payload.left.is_cuda:
                     return payload
@@ -311,15 +319,16 @@ class FactorHandler(SiteFactorHandler):
 
     def fill(self, unit: Unit) -> None:
         assert isinstance(unit, FactorUnit)
-        slot = self._slots[unit.name]
-        with self.timing("encode", unit):
-            payload = self._encode(unit)
-            if payload is None:
-                self.bucket.clear(slot)
-            else:
-                self.bucket.fill(slot, payload)
-        self.context.transport.traffic.present[unit.name].bytes += self.sent_bytes(unit)
+        self.timed("encode", unit, self._put, unit)
         unit.sent_gradient = partial(self._sent_gradient, unit)
+
+    def _put(self, unit: FactorUnit) -> None:
+        slot, payload, transport = self._slots[unit.name], self._encode(unit), self.context.transport
+        if payload is None:
+            self.bucket.clear(slot)
+        else:
+            self.bucket.fill(slot, payload)
+        transport.traffic.present[unit.name].bytes += transport.copies * self.bucket.slot_bytes[slot]
 
     def _sent_gradient(self, unit: FactorUnit, name: str) -> list[Tensor]:
         """Return what this site has sent of a parameter's gradient, for programs that read it."""
@@ -339,7 +348,8 @@ class FactorHandler(SiteFactorHandler):
     def add_late(self) -> None:
         context = self.context
         for unit in self.units:
-            unit.before_header()
+            if unit.broken:
+                unit.reclaim()
             if unit.void:
                 self._drop_sent(unit)
             payload = None if unit.is_empty else self._encode(unit)
@@ -363,12 +373,6 @@ class FactorHandler(SiteFactorHandler):
 def _factored(unit: Unit) -> FactorUnit:
     assert isinstance(unit, FactorUnit)
     return unit
-
-
-def _add_gradients(unit: FactorUnit, weight: Tensor, bias: Tensor | None) -> None:
-    add_gradient(unit.lead, weight)
-    if unit.bias is not None and bias is not None:
-        add_gradient(unit.parameters[unit.bias], bias)
 
 
 class KeptPayloadsHandler(GatheredHandler):
@@ -418,7 +422,7 @@ class KeptPayloadsHandler(GatheredHandler):
     def _wanted(self, headers: Sequence[StepHeader]) -> list[bool]:
         return [
             any(header.present[position] for header in headers) and not any(header.void[position] for header in headers)
-            for position in self._positions
+            for position in self.positions
         ]
 
     def _withdraw(self, unit: FactorUnit) -> None:
@@ -469,8 +473,7 @@ class NodeFactorHandler(KeptPayloadsHandler):
         if self.missing == len(self.units):
             self._node_gather.post()
             self._weighted_by, self._finite = self.context.samples(), True
-        with self.timing("encode", unit):
-            self._own[self._slots[unit.name]] = self._take(unit)
+        self._own[self._slots[unit.name]] = self.timed("encode", unit, self._take, unit)
         self.context.transport.traffic.present[unit.name].bytes += self.sent_bytes(unit)
         unit.sent_gradient = partial(self._sent_gradient, unit)
 
@@ -572,7 +575,7 @@ class NodeFactorHandler(KeptPayloadsHandler):
             self._node_gather.wait()
 
     def finish(self, headers: Sequence[StepHeader], write: bool, keep: bool) -> None:
-        for unit, position in zip(self.units, self._positions, strict=True):
+        for unit, position in zip(self.units, self.positions, strict=True):
             if any(header.void[position] for header in headers):
                 self.context.method.rollback(unit.name)
         super().finish(headers, write, keep)

@@ -10,17 +10,17 @@ import itertools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import IntEnum
-from functools import partial
 from operator import attrgetter
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
 from ...errors import MismatchError, NonFiniteError
-from ...exchange import Gather, PeerNames, Traffic, Transport
+from ...exchange import Gather, PeerNames, Transport
 from ...exchange.factor_buckets import FactorPayload, finite
 from ...exchange.fields import COUNT, NUMBER, check_all, check_fields, invalid
 from ...exchange.wire import WireFormat, wire_format
@@ -35,6 +35,7 @@ from ..units.base import Unit
 from .owners import Owners, Ownership
 
 _log = get_logger(__name__)
+_Result = TypeVar("_Result")
 
 
 class Fault(IntEnum):
@@ -168,7 +169,7 @@ class StepHeader:
             void: whether the site has sent payloads before it left.
         """
         none = [False] * units
-        return cls(step, version, 0, present=none, dense=none, void=[void] * units, extra_rows=[0] * units)
+        return cls(step, version, 0, present=none, dense=[*none], void=[void] * units, extra_rows=[0] * units)
 
     def pack(self) -> list[int]:
         """Return the header as integers: 12 of the step, then flags and rows of the units."""
@@ -200,8 +201,7 @@ class StepHeader:
             raise invalid("step header", sender, f"culprit is {integers[5]} of {places}")
         check_all("step header", sender, (min(flags, default=0), max(flags, default=0)), 0, _PRESENT | _DENSE | _VOID)
         check_all("step header", sender, (min(extra, default=0), max(extra, default=0)), 0, COUNT)
-        present, dense = [bool(flag & _PRESENT) for flag in flags], [bool(flag & _DENSE) for flag in flags]
-        void = [bool(flag & _VOID) for flag in flags]
+        present, dense, void = [[*map(bool, map(bit.__and__, flags))] for bit in (_PRESENT, _DENSE, _VOID)]
         step, version, samples, stop, fault, culprit, finite, noise, *digests = integers[:_HEAD]
         head = step, version, samples, bool(stop), Fault(fault), culprit, bool(finite), noise
         deferred, settings, digest, batch = digests
@@ -258,7 +258,7 @@ class HeaderExchange:
                 except MismatchError as error:
                     self._leave_out(rank, error)
         for rank in [*headers]:
-            others = max((header.samples for other, header in headers.items() if other != rank), default=0)
+            others = max([header.samples for other, header in headers.items() if other != rank], default=0)
             most = _MOST_SAMPLES * max(self._reference, others) if counts else 1
             if others and headers[rank].samples > most:
                 why = f"samples is {headers.pop(rank).samples}, where 0 to {most} is possible in this run"
@@ -278,7 +278,7 @@ class HeaderExchange:
                     "free parameters on all sites in the same step"
                 )
         idle = StepHeader.idle(first.step, first.version, self._units)
-        return [headers.get(rank, idle) for rank in range(self._transport.world_size)]
+        return [headers.get(rank, idle) for rank in range(transport.world_size)]
 
     def _leave_out(self, rank: int, error: MismatchError) -> None:
         """Continue without a site whose header is invalid, where that is possible."""
@@ -288,6 +288,11 @@ class HeaderExchange:
         if rank not in self._left_out:
             self._left_out.add(rank)
             _log.warning("%s has no part in the steps in which it does so: %s", self._transport.sites[rank], error)
+
+
+def as_launched(headers: Sequence[StepHeader]) -> bool:
+    """Return whether what all sites have launched is all of a step: nothing has come late, changed or gone since."""
+    return True not in [True in each.dense or True in each.void or any(each.extra_rows) for each in headers]
 
 
 _MESSAGES = {
@@ -364,6 +369,7 @@ class HandlerContext:
         share: this site's largest weight in the mean of the last steps, about; 0.0 before the first.
         scale: what sums were multiplied by to make means in the last steps, at most, about; of a site's own state.
         checks_finite: whether gradients are checked for NaN and Inf, since these are an error or would damage state.
+        as_launched: whether what all sites have launched in this step is all of it, as the headers say.
     """
 
     transport: Transport
@@ -382,6 +388,7 @@ class HandlerContext:
     share: float = 0.0
     scale: float = 1.0
     checks_finite: bool = field(init=False)
+    as_launched: bool = False
 
     def __post_init__(self) -> None:
         keeps_rest = wire_format(self.options.wire_of(GradientPath.LOWRANK)).quantised
@@ -407,40 +414,6 @@ class HandlerContext:
         return wire_format(self.options.wire_of(unit.path), unit.lead.dtype)
 
 
-class Timing:
-    """Context manager that counts time on the meter, for one unit or in equal parts for several.
-
-    Args:
-        traffic: the meter.
-        units: the units.
-        kind: ``"encode"``, ``"decode"`` or ``"wait"``.
-        unit: the only unit; None for all.
-    """
-
-    __slots__ = ("_kind", "_record", "_start", "_traffic", "_units")
-
-    def __init__(self, traffic: Traffic, units: Sequence[Unit], kind: str, unit: Unit | None = None) -> None:
-        self._traffic = traffic
-        self._kind = kind
-        self._units = units if unit is None else (unit,)
-        self._record: torch.profiler.record_function | None = None
-
-    def __enter__(self) -> None:
-        if torch.autograd._profiler_enabled():
-            self._record = torch.profiler.record_function(f"dadplug {self._kind} {self._units[0].name}")
-            self._record.__enter__()
-        self._start = time.perf_counter()
-
-    def __exit__(self, *error: object) -> None:
-        seconds = time.perf_counter() - self._start
-        if self._record is not None:
-            self._record.__exit__(*error)
-        name = f"{self._kind}_seconds"
-        for unit in self._units:
-            layer = self._traffic.present[unit.name]
-            setattr(layer, name, getattr(layer, name) + seconds / len(self._units))
-
-
 class BucketHandler(ABC):
     """A bucket and the units that fill it; one subclass for each path that a gradient can take.
 
@@ -453,8 +426,8 @@ class BucketHandler(ABC):
 
     Attributes:
         units: the units.
+        positions: their positions in the step headers.
         missing: number of units that have not been filled in this step; the reducer counts it down.
-        timing: makes a `Timing` of a kind, for one of the units or all.
     """
 
     bucket_mb: ClassVar[float] = 4.0
@@ -472,9 +445,36 @@ class BucketHandler(ABC):
         self.context = context
         self.dtype = units[0].lead.dtype
         self.missing = len(self.units)
-        self.timing = partial(Timing, context.transport.traffic, self.units)
         self._slots = {unit.name: slot for slot, unit in enumerate(units)}
-        self._positions = [context.positions[unit.name] for unit in units]
+        self.positions = [context.positions[unit.name] for unit in units]
+
+    @contextmanager
+    def timing(self, kind: str, unit: Unit | None = None) -> Iterator[None]:
+        """Count the time inside on the meter, for one unit or in equal parts for all; a context manager.
+
+        Args:
+            kind: ``"encode"``, ``"decode"`` or ``"wait"``.
+            unit: the only unit; None for all.
+        """
+        units, start, name = self.units if unit is None else (unit,), time.perf_counter(), f"{kind}_seconds"
+        profiled = torch.autograd._profiler_enabled()
+        with torch.profiler.record_function(f"dadplug {kind} {units[0].name}") if profiled else nullcontext():
+            yield
+        seconds = (time.perf_counter() - start) / len(units)
+        for each in units:
+            layer = self.context.transport.traffic.present[each.name]
+            setattr(layer, name, getattr(layer, name) + seconds)
+
+    def timed(self, kind: str, unit: Unit | None, function: Callable[..., _Result], *args: Any) -> _Result:
+        """Call a function, and count its time as `timing` does, for one unit by fewer calls."""
+        if unit is None or torch.autograd._profiler_enabled():
+            with self.timing(kind, unit):
+                return function(*args)
+        start, name = time.perf_counter(), f"{kind}_seconds"
+        result = function(*args)
+        layer = self.context.transport.traffic.present[unit.name]
+        setattr(layer, name, getattr(layer, name) + time.perf_counter() - start)
+        return result
 
     # Payload sizes
 
@@ -544,12 +544,12 @@ class BucketHandler(ABC):
         """Account for gradients that have arrived, changed or gone after their unit had been filled."""
 
     @abstractmethod
-    def present(self, unit: Unit) -> bool:
-        """Return whether this site has a gradient for a unit."""
+    def present(self) -> list[bool]:
+        """Return, by unit, whether this site has a gradient."""
 
-    def extra_rows(self, unit: Unit) -> int:
-        """Return how many of this site's rows of a unit are sent in a second round."""
-        return 0
+    def extra_rows(self) -> list[int]:
+        """Return, by unit, how many of this site's rows are sent in a second round."""
+        return [0] * len(self.units)
 
     @abstractmethod
     def receive(self) -> None:
@@ -644,13 +644,16 @@ class BucketHandler(ABC):
         return {}
 
 
-def write_gradient(parameter: torch.nn.Parameter, flat: Tensor, scale: float) -> None:
-    """Replace ``.grad`` by a flat tensor times a scale."""
-    if parameter.grad is None or parameter.grad.is_sparse:
-        parameter.grad = torch.empty_like(parameter)
-    parameter.grad.copy_(flat.view(parameter.shape))
-    if scale != 1.0:
-        parameter.grad.mul_(scale)
+def write_gradients(values: Sequence[tuple[torch.nn.Parameter, Tensor]], scale: float = 1.0) -> None:
+    """Replace ``.grad`` of parameters by flat tensors times a scale, all at once."""
+    for parameter, _ in values:
+        if parameter.grad is None or parameter.grad.is_sparse:
+            parameter.grad = torch.empty_like(parameter)
+    rooms: list[Any] = [parameter.grad for parameter, _ in values]
+    if rooms:
+        torch._foreach_copy_(rooms, [value.view(parameter.shape) for parameter, value in values])
+    if rooms and scale != 1.0:
+        torch._foreach_mul_(rooms, scale)
 
 
 def gradient_room(parameter: torch.nn.Parameter, shape: tuple[int, ...]) -> Tensor:

@@ -72,9 +72,6 @@ class MergedHandler(KeptPayloadsHandler, SiteFactorHandler):
         assert isinstance(unit, FactorUnit)
         return self._rank(unit)
 
-    def extra_rows(self, unit: Unit) -> int:
-        return 0
-
     # What a subclass decides
 
     @abstractmethod
@@ -120,8 +117,7 @@ class MergedHandler(KeptPayloadsHandler, SiteFactorHandler):
     def _receive_results(self) -> list[FactorPayload]:
         """Wait for the merged factors of this step, and return them by slot."""
         if not self._results:
-            with self.timing("wait"):
-                self.bucket.wait()
+            self.timed("wait", None, self.bucket.wait)
             _, payloads = self.bucket.receive()
             self._results = [self._result(slot, by_sender) for slot, by_sender in enumerate(payloads)]
         return self._results
@@ -190,12 +186,11 @@ class OwnerHandler(MergedHandler):
 
     def receive(self) -> None:
         """Merge what has arrived of the layers that this site owns, and send the results."""
-        with self.timing("wait"):
-            samples, contributions = self._contributions.wait()
+        samples, contributions = self.timed("wait", None, self._contributions.wait)
         self._merger.weight = self.context.reference / max(1, sum(samples))
         for slot, payloads in contributions.items():
-            with self.timing("encode", self.units[slot]):
-                self._merge(slot, payloads, [count / self.context.reference for count in samples])
+            weights = [count / self.context.reference for count in samples]
+            self.timed("encode", self.units[slot], self._merge, slot, payloads, weights)
         self.bucket.launch(sum(samples))
 
     def _merge(self, slot: int, payloads: Sequence[FactorPayload | None], weights: Sequence[float]) -> None:
@@ -292,8 +287,7 @@ class DividedHandler(MergedHandler):
 
     def receive(self) -> None:
         """Put the sites' parts together, and send their Gram matrices to the owners."""
-        with self.timing("wait"):
-            samples, contributions = self._contributions.wait()
+        samples, contributions = self.timed("wait", None, self._contributions.wait)
         weights = [count / self.context.reference for count in samples]
         self._weighted_by_all = sum(samples)
         self._parts, self._contributed = [], []
@@ -356,8 +350,7 @@ class DividedHandler(MergedHandler):
 
     def _send_coefficients(self) -> None:
         """Compute the coefficients of the units that this site owns, and send them to all sites."""
-        with self.timing("wait"):
-            received = self._grams.wait()
+        received = self.timed("wait", None, self._grams.wait)
         if not self._owned:
             self._merging.launch()
             return
@@ -378,8 +371,7 @@ class DividedHandler(MergedHandler):
 
     def _send_parts(self) -> None:
         """Merge this site's parts, and send them to all sites."""
-        with self.timing("wait"):
-            received = self._merging.wait()
+        received = self.timed("wait", None, self._merging.wait)
         starts = [0] * self._sites
         with self.timing("encode"):
             for slot, (unit, owner) in enumerate(zip(self.units, self._owners, strict=True)):

@@ -28,10 +28,11 @@ from .handler import (
     HandlerContext,
     HeaderExchange,
     StepHeader,
+    as_launched,
     gradient_room,
     handler_type,
     raise_fault,
-    write_gradient,
+    write_gradients,
 )
 from .owners import Owners
 
@@ -138,6 +139,7 @@ class Reducer:
         )
         self._handlers = self._make_handlers(rows)
         self._handler_of = {unit.name: handler for handler in self._handlers for unit in handler.units}
+        self._rounds = max((handler.rounds for handler in self._handlers), default=0)
         self._launched = 0
         self._asks_to_stop = False  # in a step in which this site had no part
         self._headers = HeaderExchange(len(self._units), transport, reference)
@@ -166,21 +168,20 @@ class Reducer:
 
     # A step
 
-    def arrive(self, unit: Unit) -> None:
+    def arrive(self, unit: Unit, launches: bool = True) -> None:
         """Put a unit whose gradient is complete into its bucket, and launch the buckets that can leave."""
-        self._fill(unit)
-        ready = self._launched
-        while ready < len(self._handlers) and self._handlers[ready].ready:
-            ready += 1
-        self._launch(ready)
-
-    def _fill(self, unit: Unit) -> None:
         handler = self._handler_of[unit.name]
         handler.fill(unit)
         handler.missing -= 1
         unit.sent = True
         if not handler.missing:
             handler.on_filled()
+        ready = self._launched
+        last = len(self._handlers) if launches else 0
+        while ready < last and not self._handlers[ready].missing and self._handlers[ready].ready:
+            ready += 1
+        if ready > self._launched:
+            self._launch(ready)
 
     def _launch(self, count: int) -> None:
         """Launch the buckets up to a number of them; the last ones may leave with the header, which follows."""
@@ -219,7 +220,7 @@ class Reducer:
         known = receive() if context.transport.elastic else []
         for handler in self._handlers:  # the first are decoded while the last are still on their way
             handler.receive()
-        for number in range(max((handler.rounds for handler in self._handlers), default=0)):
+        for number in range(self._rounds):
             for handler in self._handlers:
                 if number < handler.rounds:
                     handler.proceed(number)
@@ -228,9 +229,9 @@ class Reducer:
         headers = self._exchange_late(headers)
         write = _counts(headers)
         absent = context.transport.rank in context.transport.absent
-        present = (rank for rank in range(len(headers)) if rank not in context.transport.absent)
-        compare_digests(request.deferral, header.deferred, (headers[rank].deferred for rank in present))
-        keep = write and all(header.finite for header in headers) and not absent
+        digests = [each.deferred for rank, each in enumerate(headers) if rank not in context.transport.absent]
+        compare_digests(request.deferral, header.deferred, digests)
+        keep = write and all(map(attrgetter("finite"), headers)) and not absent
         for handler in self._handlers:
             handler.finish(headers, write, keep)
             handler.missing = len(handler.units)
@@ -245,7 +246,7 @@ class Reducer:
         context.faults.clear()
         names = [unit.name for unit in self._units]
         raise_fault(headers, names, context.transport.sites, attached)
-        if request.admits and not any(header.samples for header in headers):  # not in an exchange that ends a plan
+        if request.admits and not any(map(attrgetter("samples"), headers)):  # not in an exchange that ends a plan
             self._write_zeros(headers)
         return headers
 
@@ -294,26 +295,20 @@ class Reducer:
         for handler in self._handlers[self._launched :]:
             for unit in handler.units:
                 if not unit.sent:
-                    self._fill(unit)
+                    self.arrive(unit, launches=False)
         self._launch(len(self._handlers))
         for handler in self._handlers:
             handler.add_late()
         for unit in self._units:
             if isinstance(unit, FactorUnit):
-                unit.release_sent()
+                unit.sent_factors = []
 
     def _header(self, request: StepRequest) -> StepHeader:
         faults, check_finite = self._context.faults, self._context.options.check_finite
-        header = StepHeader(
-            request.step,
-            self._version,
-            self._context.samples(),
-            request.stop or self._asks_to_stop,
-            noise_every=request.noise_every,
-            settings=request.settings,
-            digest=request.digest,
-            batch=request.batch,
-        )
+        header = StepHeader.idle(request.step, self._version, len(self._units))
+        header.samples, header.stop = self._context.samples(), request.stop or self._asks_to_stop
+        header.noise_every, header.settings = request.noise_every, request.settings
+        header.digest, header.batch = request.digest, request.batch
         if self._context.deferral is not None:
             header.deferred = self._context.deferral.digest((unit.name, unit.lead) for unit in self._units)
         header.finite = not faults.entries
@@ -325,12 +320,12 @@ class Reducer:
             header.finite = False
             if check_finite:
                 header.fault, header.culprit = Fault.ATTACHED, culprit
-        for unit in self._units:
-            handler = self._handler_of[unit.name]
-            header.present.append(handler.present(unit))
-            header.dense.append(unit.dense and (handler.repeats or unit.has_gradient))
-            header.void.append(unit.void and not handler.repeats)
-            header.extra_rows.append(handler.extra_rows(unit))
+        for handler in self._handlers:
+            found = zip(handler.units, handler.positions, handler.present(), handler.extra_rows(), strict=True)
+            for unit, position, present, extra in found:
+                header.present[position], header.extra_rows[position] = present, extra
+                header.dense[position] = unit.dense and (handler.repeats or unit.has_gradient)
+                header.void[position] = unit.void and not handler.repeats
         return header
 
     def _exchange_late(self, headers: list[StepHeader]) -> list[StepHeader]:
@@ -345,9 +340,11 @@ class Reducer:
             The headers that count.
         """
         transport, units = self._context.transport, len(self._units)
-        exchanged, left = False, _counts(headers) and any(handler.unsettled for handler in self._handlers)
-        while True:
-            sums: list[tuple[torch.nn.Parameter, Tensor]] = []
+        sums: list[tuple[torch.nn.Parameter, Tensor]] = []
+        exchanged, left = False, _counts(headers) and any(map(attrgetter("unsettled"), self._handlers))
+        self._context.as_launched = not left and as_launched(headers)
+        while not self._context.as_launched:
+            sums = []
             if _counts(headers):
                 exchanged = self._repeat(headers, everything=left)
                 for parameter, value in self._sum_dense(headers):
@@ -355,7 +352,7 @@ class Reducer:
                     if transport.elastic:
                         sums.append((parameter, value))
                     else:
-                        write_gradient(parameter, value, 1.0)
+                        write_gradients([(parameter, value)])
             if not left:
                 for handler in self._handlers:
                     exchanged |= handler.fetch_late(headers)
@@ -368,8 +365,7 @@ class Reducer:
             gone = StepHeader.idle(own.step, own.version, units, void=True)
             headers = [gone if rank in transport.absent - before else each for rank, each in enumerate(headers)]
             exchanged, left = False, True
-        for parameter, value in sums:
-            write_gradient(parameter, value, 1.0)
+        write_gradients(sums)
         return headers
 
     def _repeat(self, headers: Sequence[StepHeader], everything: bool) -> bool:

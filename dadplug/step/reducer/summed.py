@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 from torch import Tensor
@@ -19,27 +20,7 @@ from ...exchange.wire import WireFormat, wire_format
 from ..methods import Method, powersgd, topk
 from ..methods.base import GradientPath
 from ..units.base import Unit, version_of
-from .handler import BucketHandler, Fault, HandlerContext, StepHeader, gradient_room, register_handler, write_gradient
-
-
-class _Filled(NamedTuple):
-    """State of a unit when it was filled; the reference keeps the gradient's identity from being reused."""
-
-    gradient: Tensor | None
-    version: tuple[int, int]
-    arrivals: int
-
-    @classmethod
-    def of(cls, unit: Unit) -> _Filled:
-        gradient = unit.lead.grad
-        return cls(gradient, version_of(gradient), unit.arrivals)
-
-    def still_of(self, unit: Unit) -> bool:
-        """Return whether the unit has the same gradient, unchanged, and no other has arrived."""
-        gradient = unit.lead.grad
-        if gradient is not self.gradient or unit.arrivals != self.arrivals:
-            return False
-        return version_of(gradient) == self.version
+from .handler import BucketHandler, Fault, HandlerContext, StepHeader, gradient_room, register_handler, write_gradients
 
 
 class SummedHandler(BucketHandler):
@@ -61,8 +42,8 @@ class SummedHandler(BucketHandler):
         super().__init__(units, context)
         self._wire = context.wire(units[0])
         self._samples = 0  # at the first unit that was filled
-        self._filled: dict[str, _Filled] = {}
-        self._sent_bytes: dict[str, int] = {}
+        # Gradient of each unit, its version, and arrivals when it was filled; references keep identities from reuse.
+        self._filled: list[tuple[Tensor | None, tuple[int, int], int]] = []
 
     @classmethod
     def payload_bytes(
@@ -70,13 +51,13 @@ class SummedHandler(BucketHandler):
     ) -> int:
         return super().payload_bytes(unit, method, wire, transport, gathered or wire.quantised)
 
+    @cached_property
+    def _sent_bytes(self) -> dict[str, int]:
+        given = self.context.method, self._wire, self.context.transport, self.gathers
+        return {unit.name: self.payload_bytes(unit, *given) for unit in self.units}
+
     def sent_bytes(self, unit: Unit) -> int:
-        nbytes = self._sent_bytes.get(unit.name)
-        if nbytes is None:
-            method, transport = self.context.method, self.context.transport
-            nbytes = self.payload_bytes(unit, method, self._wire, transport, self.gathers)
-            self._sent_bytes[unit.name] = nbytes
-        return nbytes
+        return self._sent_bytes[unit.name]
 
     @abstractmethod
     def _put(self, unit: Unit, weight: float) -> bool:
@@ -107,15 +88,15 @@ class SummedHandler(BucketHandler):
         self._samples = self.context.samples()
         for unit in self._put_all(self._samples / self.context.reference):
             self.context.faults.record(Fault.GRADIENT, unit)
-        self._filled = {unit.name: _Filled.of(unit) for unit in self.units}
+        gradients = [unit.lead.grad for unit in self.units]
+        arrivals = [unit.arrivals for unit in self.units]
+        self._filled = [*zip(gradients, map(version_of, gradients), arrivals, strict=True)]
 
     def _put_all(self, weight: float) -> list[Unit]:
         """Put all gradients into their buckets; return the units whose gradients are not finite, if that is checked."""
-        present = self.context.transport.traffic.present
-        for unit in self.units:
-            present[unit.name].bytes += self.sent_bytes(unit)
-        with self.timing("encode"):
-            return self._put_every(weight)
+        for name, nbytes in self._sent_bytes.items():
+            self.context.transport.traffic.present[name].bytes += nbytes
+        return self.timed("encode", None, self._put_every, weight)
 
     def _put_every(self, weight: float) -> list[Unit]:
         return [unit for unit in self.units if not self._put(unit, weight)]
@@ -123,8 +104,9 @@ class SummedHandler(BucketHandler):
     def add_late(self) -> None:
         context = self.context
         other_samples = context.samples() != self._samples
-        for unit in self.units:
-            unit.dense = other_samples or not self._filled[unit.name].still_of(unit)
+        for unit, (gradient, version, arrivals) in zip(self.units, self._filled, strict=True):
+            same = unit.lead.grad is gradient and unit.arrivals == arrivals and version_of(gradient) == version
+            unit.dense = other_samples or not same
             if unit.dense:
                 context.faults.drop(unit)
                 if context.checks_finite:
@@ -138,13 +120,13 @@ class SummedHandler(BucketHandler):
         self.launch()
         self.receive()
 
-    def present(self, unit: Unit) -> bool:
-        return unit.lead.grad is not None
+    def present(self) -> list[bool]:
+        return [unit.lead.grad is not None for unit in self.units]
 
     def finish(self, headers: Sequence[StepHeader], write: bool, keep: bool) -> None:
         scale = self.context.reference / max(1, sum(header.samples for header in headers))
-        wanted = [write and any(header.present[position] for header in headers) for position in self._positions]
-        self._write(wanted, scale, keep)
+        present = [*map(any, zip(*[header.present for header in headers], strict=True))]
+        self._write([write and present[position] for position in self.positions], scale, keep)
         self._filled.clear()
 
 
@@ -193,14 +175,11 @@ class DenseHandler(SummedHandler):
         self.bucket.launch()
 
     def receive(self) -> None:
-        with self.timing("wait"):
-            self._sums = self.bucket.wait()
+        self._sums = self.timed("wait", None, self.bucket.wait)
 
     def _write(self, wanted: Sequence[bool], scale: float, keep: bool) -> None:
-        for unit, want, value in zip(self.units, wanted, self._sums, strict=True):
-            if want:
-                with self.timing("decode", unit):
-                    write_gradient(unit.lead, value, scale)
+        found = [(unit.lead, value) for unit, want, value in zip(self.units, wanted, self._sums, strict=True) if want]
+        self.timed("decode", None, write_gradients, found, scale)
         self.bucket.commit([keep and want for want in wanted], scale, self.context.scale)
 
     def rounding(self) -> dict[str, Tensor]:
@@ -260,8 +239,7 @@ class PowerSGDHandler(SummedHandler):
         self._left.launch()
 
     def receive(self) -> None:
-        with self.timing("wait"):
-            lefts = self._left.wait()
+        lefts = self.timed("wait", None, self._left.wait)
         self._bases = []
         for slot, (unit, left) in enumerate(zip(self.units, lefts, strict=True)):
             with self.timing("encode", unit):
@@ -275,12 +253,10 @@ class PowerSGDHandler(SummedHandler):
         super().repeat()
 
     def _write(self, wanted: Sequence[bool], scale: float, keep: bool) -> None:
-        with self.timing("wait"):
-            rights = self._right.wait()
+        rights = self.timed("wait", None, self._right.wait)
         for slot, (unit, want) in enumerate(zip(self.units, wanted, strict=True)):
             if want:
-                with self.timing("decode", unit):
-                    self._write_unit(slot, rights[slot], scale, keep)
+                self.timed("decode", unit, self._write_unit, slot, rights[slot], scale, keep)
 
     def _write_unit(self, slot: int, right: Tensor, scale: float, keep: bool) -> None:
         """Write the agreed gradient, and what this site has beyond its part of it into the error memory."""
@@ -360,8 +336,7 @@ class TopKHandler(SummedHandler):
         self._bucket.launch()
 
     def receive(self) -> None:
-        with self.timing("wait"):
-            self._bucket.wait()
+        self.timed("wait", None, self._bucket.wait)
 
     def _write(self, wanted: Sequence[bool], scale: float, keep: bool) -> None:
         for slot, (unit, want) in enumerate(zip(self.units, wanted, strict=True)):

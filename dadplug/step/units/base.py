@@ -194,6 +194,7 @@ class Placeholders:
 
     Attributes:
         active: those in ``.grad``, unless a program has put something else there, by name of the parameter.
+        lifted: names of those that are taken off while autograd adds to the gradient itself.
     """
 
     def __init__(self, parameters: dict[str, nn.Parameter], source: GradientSource) -> None:
@@ -202,7 +203,7 @@ class Placeholders:
         self.active: dict[str, LazyGradient] = {}
         # Made before backward: what is made there lies between activations, and would leave gaps when they go.
         self._spare = {name: LazyGradient(parameter, name, None) for name, parameter in parameters.items()}
-        self._lifted: set[str] = set()  # taken off while autograd adds to the gradient itself
+        self.lifted: set[str] = set()
 
     def put(self) -> None:
         """Put placeholders into ``.grad``; what is there becomes the part that is formed."""
@@ -216,33 +217,33 @@ class Placeholders:
                 self.active[name] = lazy
             if parameter.grad is not lazy:
                 lazy.earlier, parameter.grad = parameter.grad, lazy
-        self._lifted.clear()
+        self.lifted.clear()
 
     def lift(self, name: str) -> None:
         """Put the formed part back into ``.grad``, for autograd to add to it; `put` follows."""
         lazy, parameter = self.active.get(name), self._parameters[name]
         if lazy is not None and parameter.grad is lazy:
             parameter.grad, lazy.earlier = lazy.earlier, None
-            self._lifted.add(name)
+            self.lifted.add(name)
 
     def gone(self) -> list[str]:
         """Return the names of the parameters whose placeholder a program has taken away or replaced."""
-        gone = []
+        gone: list[str] = []
         for name, lazy in self.active.items():
             gradient = self._parameters[name].grad
-            if gradient is not lazy and (gradient is None or name not in self._lifted):
+            if gradient is not lazy and (gradient is None or name not in self.lifted):
                 gone.append(name)
         return gone
 
     def earlier(self, name: str) -> Tensor | None:
         """Return the formed part of a parameter's gradient."""
         lazy = self.active.get(name)
-        return self._parameters[name].grad if lazy is None or name in self._lifted else lazy.earlier
+        return self._parameters[name].grad if lazy is None or name in self.lifted else lazy.earlier
 
     def add(self, name: str, gradient: Tensor) -> Tensor:
         """Add to the formed part of a parameter's gradient, and return it."""
         lazy, parameter = self.active.get(name), self._parameters[name]
-        if lazy is None or name in self._lifted:
+        if lazy is None or name in self.lifted:
             parameter.grad = accumulated(parameter.grad, gradient, parameter)
             return parameter.grad
         lazy.earlier = accumulated(lazy.earlier, gradient, parameter)
@@ -259,7 +260,7 @@ class Placeholders:
             held_elsewhere = sys.getrefcount(self.active[name]) > _OWN_REFERENCES
             value = read(name) if read is not None and held_elsewhere else None
             self.active.pop(name).release(value)
-            self._lifted.discard(name)
+            self.lifted.discard(name)
 
     def resolve(self) -> None:
         """Put the formed parts back into ``.grad``, as synchronization begins."""
@@ -268,14 +269,15 @@ class Placeholders:
             if parameter.grad is lazy:
                 parameter.grad, lazy.earlier = lazy.earlier, None
             lazy.source = None
-        self._lifted.clear()
+        self.lifted.clear()
         self._spare |= self.active
         self.active.clear()
 
     def end_step(self) -> None:
         """Give programs that have kept a placeholder the agreed gradient."""
-        for name in [name for name in self._spare if sys.getrefcount(self._spare[name]) > _OWN_REFERENCES]:
-            self._spare.pop(name).release(self._parameters[name].grad)
+        for name in [*self._spare]:
+            if sys.getrefcount(self._spare[name]) > _OWN_REFERENCES:
+                self._spare.pop(name).release(self._parameters[name].grad)
 
 
 _TABLE = {"": LazyGradient(nn.Parameter(torch.empty(0)), "", None)}
@@ -320,6 +322,14 @@ def version_of(gradient: Tensor | None) -> tuple[int, int]:
     return gradient._version, gradient.data_ptr() if gradient.layout == torch.strided else 0
 
 
+def mark_agreed(units: Iterable[Unit]) -> None:
+    """Mark what is in ``.grad`` as agreed on, at the end of a step."""
+    for unit in units:
+        for parameter in unit.parameters.values():
+            if (gradient := parameter.grad) is not None:
+                setattr(gradient, _AGREED, (unit.reduction, version_of(gradient)))
+
+
 class Unit:
     """Parameters whose gradients are exchanged together.
 
@@ -338,13 +348,15 @@ class Unit:
         void: whether the payload that has been put into a bucket in this step has been discarded since.
         discards: times its gradient has been discarded in this step.
         expected_discards: times it was discarded in the last step; after as many it counts as one to keep.
-        changed: whether the program has changed its gradient in place since the last backward pass of this step.
+        changed: whether the program has changed its gradient in place since the last backward pass of this step; as
+            `drop_cleared` has found it.
+        broken: whether its payload cannot be used, since the payload that it depends on has been discarded.
         path: the path of its gradient, for which a bucket handler is registered.
         reduction: number of the reduction that it belongs to.
     """
 
     reduction = -1
-    changed = False
+    changed = broken = False
     path: str = GradientPath.ALLREDUCE
 
     def __init__(self, name: str, parameters: dict[str, nn.Parameter]) -> None:
@@ -370,18 +382,16 @@ class Unit:
         """Whether ``.grad`` holds something."""
         return any(parameter.grad is not None for parameter in self.parameters.values())
 
-    @property
-    def broken(self) -> bool:
-        """Whether its payload cannot be used, since the payload that it depends on has been discarded."""
-        return False
-
     def watch(self, on_arrival: Callable[[Unit], None]) -> None:
         """Call a function whenever a backward pass has delivered all of the gradient of the leading parameter.
 
         Args:
             on_arrival: called with the unit.
         """
-        self._hooks.append(self.lead.register_post_accumulate_grad_hook(OwnHook(lambda _: on_arrival(self))))
+        self._hooks.append(self.lead.register_post_accumulate_grad_hook(OwnHook(self._arrive, on_arrival)))
+
+    def _arrive(self, on_arrival: Callable[[Unit], None], parameter: Tensor) -> None:
+        on_arrival(self)
 
     def drop_cleared(self) -> bool:
         """Discard what has arrived if the program has cleared it since; return whether that was all of it."""
@@ -391,12 +401,6 @@ class Unit:
     def is_own(self) -> bool:
         """Whether ``.grad`` has a gradient that the sites have not agreed on."""
         return not all(is_agreed(each, self.reduction) for each in self.parameters.values())
-
-    def mark_agreed(self) -> None:
-        """Mark what is in ``.grad`` as agreed on, at the end of a step."""
-        for parameter in self.parameters.values():
-            if (gradient := parameter.grad) is not None:
-                setattr(gradient, _AGREED, (self.reduction, version_of(gradient)))
 
     def discard(self) -> None:
         """Forget the backward passes of this step so far, since their gradients have been cleared."""
@@ -443,25 +447,17 @@ class DenseUnit(Unit):
         self.path = path
         self._version = 0, 0  # of the gradient, when it arrived
 
-    def watch(self, on_arrival: Callable[[Unit], None]) -> None:
-        def arrive(parameter: Tensor) -> None:
-            if parameter.grad is not None:
-                self._version = version_of(parameter.grad)
-                on_arrival(self)
-
-        self._hooks.append(self.lead.register_post_accumulate_grad_hook(OwnHook(arrive)))
-
-    @property
-    def changed(self) -> bool:  # type: ignore[override]
-        gradient = self.lead.grad
-        return bool(self.arrivals) and gradient is not None and version_of(gradient) != self._version
+    def _arrive(self, on_arrival: Callable[[Unit], None], parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self._version = version_of(parameter.grad)
+            on_arrival(self)
 
     def drop_cleared(self) -> bool:
-        if not self.arrivals:
-            return False
         gradient = self.lead.grad
-        if gradient is None or (version_of(gradient) != self._version and is_zero(gradient)):
+        self.changed = bool(self.arrivals) and gradient is not None and version_of(gradient) != self._version
+        if self.arrivals and (gradient is None or (self.changed and is_zero(gradient))):
             self.discard()
+            self.changed = False
             return True
         return False
 
@@ -484,4 +480,6 @@ def add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
         parameter: the parameter.
         gradient: what is added, with the parameter's number of elements, in any shape.
     """
-    parameter.grad = accumulated(parameter.grad, gradient, parameter)
+    present = parameter.grad
+    first = present is None and not gradient.is_sparse
+    parameter.grad = gradient.reshape(parameter.shape) if first else accumulated(present, gradient, parameter)

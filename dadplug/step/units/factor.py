@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -36,11 +35,14 @@ class FactorUnit(Unit):
     Attributes:
         outside: whether the weight has been used outside of its layer in this step, or in a second derivative.
         sent_gradient: returns what has been sent of a parameter's gradient in this step, in parts; None before.
+        unformed: gradient of a `LowrankUnit` that is formed when it is compressed, as a factor; None for none.
+        sent_factors: factors that have been put into a bucket, where they are small; until the end of backward.
         last_rows: rows of the layers' inputs in the last step in which there were any; of matrices where those are
             compressed.
     """
 
     last_rows = 0
+    unformed: Factor | None = None
 
     def __init__(
         self,
@@ -60,19 +62,25 @@ class FactorUnit(Unit):
         self._held: list[Factor] = []
         self._taken_keys: list[int] = []
         self._formed: dict[Form, int] = {}  # rows whose gradient has been formed and added to `.grad`
-        self._sent_factors: list[Factor] = []  # that have been put into a bucket, where they are small
+        self.sent_factors: list[Factor] = []
         self._weights_then: set[tuple[int, int]] = set()  # version and address of the weight when gradients arrived
         self._placeholders = Placeholders(parameters, self)
+        self._last_pass = -1  # number of the last backward pass that has reached a parameter
+        self._room = max(self.lead.numel(), _SMALL)
         self.sent_gradient: Callable[[str], list[Tensor]] | None = None
         for name, parameter in parameters.items():
-            self._hooks.append(parameter.register_hook(OwnHook(partial(self._before_gradient, name))))
-            hook = OwnHook(partial(self._after_dense, name))
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+            self._hooks.append(parameter.register_hook(OwnHook(self._before_gradient, name)))
+            if name != weight:  # that of the weight is part of its arrival
+                hook = OwnHook(self._after_dense, name)
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def _before_gradient(self, name: str, gradient: Tensor | None) -> None:
         """Prepare for a gradient; called before autograd adds to ``.grad`` or returns it, and before factors arrive."""
-        if self._placeholders.active:
-            self.drop_cleared()
+        now = torch._C._current_graph_task_id()
+        if now != self._last_pass:  # for weight and bias once
+            self._last_pass = now
+            if self._placeholders.active:
+                self.drop_cleared()
         if gradient is not None and is_accumulated(self.parameters[name]):
             self._placeholders.lift(name)
             self._before_dense(name)
@@ -83,7 +91,7 @@ class FactorUnit(Unit):
 
     def _after_dense(self, name: str, parameter: Tensor) -> None:
         """Put the placeholder of a bias back; that of the weight comes back with its arrival."""
-        if name != self.name and self._placeholders.active:
+        if self._placeholders.lifted:
             self._placeholders.put()
 
     def drop_cleared(self) -> bool:
@@ -115,7 +123,7 @@ class FactorUnit(Unit):
 
     def _forget_factors(self) -> None:
         self._held = []
-        self._sent_factors = []
+        self.sent_factors = []
         for layer in self.layers:
             layer.clear()
 
@@ -129,10 +137,10 @@ class FactorUnit(Unit):
     def _parts(self, name: str) -> list[Tensor]:
         """Form what the factors that are here add to a parameter's gradient."""
         left = self.sent and not self.void
-        here = self._peek() + (self._sent_factors if left else [])
+        here = self._peek() + (self.sent_factors if left else [])
         factors = stack_by_form([factor.to(self.lead.dtype) for factor in here])
         parts = [factor.gradient() if name == self.name else factor.bias_gradient() for factor in factors]
-        if left and not self._sent_factors and self.sent_gradient is not None:
+        if left and not self.sent_factors and self.sent_gradient is not None:
             parts += self.sent_gradient(name)
         return parts
 
@@ -144,24 +152,24 @@ class FactorUnit(Unit):
         return self._placeholders.add(name, torch.zeros_like(self.parameters[name])) if own is None else own
 
     def may_change(self) -> bool:
-        return not self.sent or self.void or bool(self._sent_factors)
+        return not self.sent or self.void or bool(self.sent_factors)
 
     def reclaim(self) -> bool:
         """Take the factors back that have been put into a bucket, if they are still held; return whether they are.
 
         The other sites drop the payload, and get the factors of the end of the step.
         """
-        if not self._sent_factors:
+        if not self.sent_factors:
             return False
-        self._held = self._sent_factors + self._held
-        self._sent_factors = []
+        self._held = self.sent_factors + self._held
+        self.sent_factors = []
         self._taken_keys.clear()
         self.void = True
         return True
 
     def _is_small(self, factors: Sequence[Factor]) -> bool:
         """Return whether sent factors may be held: they take no more memory than the gradient that will be formed."""
-        room = max(self.lead.numel(), _SMALL)
+        room = self._room
         for factor in factors:
             room -= factor.activations.numel() + factor.deltas.numel()
         return room >= 0
@@ -182,13 +190,6 @@ class FactorUnit(Unit):
         self._held = [factor, *self._held]
         self.arrivals += 1
         self.show_arrival()
-
-    def release_sent(self) -> None:
-        """Release the factors that have been sent, at the end of backward."""
-        self._sent_factors = []
-
-    def before_header(self) -> None:
-        """Reclaim a payload that cannot be used, before this site's step header is made."""
 
     @property
     def weight_changed(self) -> bool:
@@ -246,20 +247,22 @@ class FactorUnit(Unit):
         return next((layer.left_out for layer in self.layers if layer.left_out), "")
 
     def _peek(self) -> list[Factor]:
-        """Return the factors that are here, without taking them."""
+        """Return the factors that are here, without taking them; the list is not to be changed."""
         arrived = self._arrived()  # which may hold some
         return self._held + arrived if self._held else arrived
 
     def _arrived(self) -> list[Factor]:
         """Return the factors that the layers have committed and that have not been taken."""
+        if self.unformed is not None:
+            self._settle()
         if len(self.layers) == 1:
-            return self.layers[0].peek()
-        return [factor for layer in self.layers for factor in layer.peek()]
+            return self.layers[0].committed
+        return [factor for layer in self.layers for factor in layer.committed]
 
     @property
     def is_empty(self) -> bool:
         """Whether no gradient has arrived, or all that has arrived has been taken."""
-        return not (self._formed or self._peek())
+        return not (self._formed or self._held or self.unformed is not None or self._arrived())
 
     @property
     def rows(self) -> int:
@@ -290,20 +293,17 @@ class FactorUnit(Unit):
         """The forms in which rows have arrived."""
         return {factor.form for factor in self._peek()} | set(self._formed)
 
-    def take_unformed(self) -> Factor | None:
-        """Return what `take` does, or a factor with `Factor.write`, where the gradient has not been formed yet."""
-        return self.take()
-
     def take(self) -> Factor | None:
         """Return the factors that have arrived, and forget them: stacked, in the weight's type; None without any.
 
         Rows in another form than the agreed one, such as those of images of another size, become a dense gradient.
         """
+        self.last_rows = self.rows or self.last_rows
         factors = self._collect()
-        self._sent_factors = factors if self._is_small(factors) else []
+        self.sent_factors = factors if self._is_small(factors) else []
         if not factors:
             return None
-        fitting = None
+        fitting: Factor | None = None
         for factor in stack_by_form(factors):
             if factor.form == self.form:
                 fitting = factor
@@ -313,14 +313,23 @@ class FactorUnit(Unit):
         return fitting
 
     def _collect(self) -> list[Factor]:
+        """Return the factors that have arrived in the weight's type, and forget them."""
+        if self.unformed is not None:
+            self._settle()
         factors, self._held = self._held, []
         for layer in self.layers:
-            factors = factors + layer.take()
-        if not factors:
-            return factors
-        self._taken_keys += _keys(factors)
+            if layer.committed:
+                factors = factors + layer.take()
         dtype = self.lead.dtype
-        return [factor.to(dtype) for factor in factors]
+        for place, factor in enumerate(factors):
+            if factor.trace is not None:
+                self._taken_keys.append(factor.trace.key)
+            if not (factor.activations.dtype == factor.deltas.dtype == dtype and factor.bias is None):
+                factors[place] = factor.to(dtype)
+        return factors
+
+    def _settle(self) -> None:
+        """Form a gradient that is not formed yet."""
 
     def prepare(self, owned: Container[int], *, exact: bool) -> None:
         """Prepare for sending or holding factors that have arrived.
@@ -334,9 +343,9 @@ class FactorUnit(Unit):
         """
         if self.sent and not self.void and not exact:
             self.reclaim()
-        if self.sent or self._is_small(self._arrived()):
-            for layer in self.layers:
-                layer.keep_inputs(owned)
+        wanted = None if self.sent else lambda: self._is_small(self._arrived())
+        for layer in self.layers:
+            layer.keep_inputs(owned, wanted)
 
     def keep(self, owned: Container[int] = ()) -> None:
         """Hold factors that cannot be sent yet, in no more memory than a gradient where they may be one.
@@ -398,7 +407,7 @@ class FactorUnit(Unit):
     def begin_step(self) -> None:
         super().begin_step()
         self._placeholders.end_step()
-        self._sent_factors = []
+        self.sent_factors = []
         self._weights_then.clear()
         self.sent_gradient = None
         self.outside = self.changed = False
@@ -428,12 +437,16 @@ class LowrankUnit(FactorUnit):
     ) -> None:
         super().__init__(weight, bias, parameters, layers, GradientPath.LOWRANK, LINEAR)
         self._aside: dict[str, Tensor | None] = {}  # what is in `.grad` already, while autograd forms a gradient
-        self._unformed: Factor | None = None
 
     def _before_dense(self, name: str) -> None:
         parameter = self.parameters[name]
         self._aside[name], parameter.grad = parameter.grad, None
         self.outside = bool(self.layers)
+
+    def _arrive(self, on_arrival: Callable[[Unit], None], parameter: Tensor) -> None:
+        if self._aside:
+            self._after_dense(self.name, parameter)
+        on_arrival(self)
 
     def _after_dense(self, name: str, parameter: Tensor) -> None:
         gradient = None
@@ -441,7 +454,7 @@ class LowrankUnit(FactorUnit):
             gradient, parameter.grad = parameter.grad, self._aside.pop(name)
             if gradient is not None:
                 self._hold(name, gradient)
-        if name != self.name and (gradient is not None or self._placeholders.active):
+        if name != self.name and (gradient is not None or self._placeholders.lifted):
             self._placeholders.put()
 
     def _hold(self, name: str, gradient: Tensor) -> None:
@@ -481,45 +494,42 @@ class LowrankUnit(FactorUnit):
             factor: a factor with `Factor.write`.
         """
         self._settle()
-        self._unformed = factor
+        self.unformed = factor
         if self._held or self.bias is not None or self._is_small([factor]):  # small ones may be taken back
             self._settle()
 
     def _settle(self) -> None:
-        if self._unformed is not None:
-            factor, self._unformed = self._unformed, None
+        if self.unformed is not None:
+            factor, self.unformed = self.unformed, None
             self._hold(self.name, factor.gradient())
 
-    def _arrived(self) -> list[Factor]:
-        if self._unformed is not None:
-            self._settle()
-        return super()._arrived()
-
-    def _collect(self) -> list[Factor]:
-        if self._unformed is not None:
-            self._settle()
-        return super()._collect()
-
     def _forget_factors(self) -> None:
-        self._unformed = None
+        self.unformed = None
         super()._forget_factors()
 
     def take_unformed(self) -> Factor | None:
-        if self._unformed is None or self._held:
+        """Return what `take` does, or a factor with `Factor.write`, where the gradient has not been formed yet."""
+        if self.unformed is None or self._held:
             return self.take()
-        factor, self._unformed = self._unformed, None
+        factor, self.unformed = self.unformed, None
+        self.last_rows = factor.rows or self.last_rows
         return factor
 
     @property
     def rows(self) -> int:
         """Number of rows of the matrices that are compressed."""
-        if self._unformed is not None:
-            return self._unformed.rows
+        if self.unformed is not None:
+            return self.unformed.rows
         return sum([factor.rows * factor.form.positions for factor in self._peek()])
 
     def take(self) -> Factor | None:
-        factors = self._collect()
-        self._sent_factors = factors if self._is_small(factors) else []
+        factors, rows = self._collect(), 0
+        for factor in factors:
+            rows += factor.deltas.shape[0] * (1 if factor.form is LINEAR else factor.form.positions)
+        self.last_rows = rows or self.last_rows
+        self.sent_factors = factors if self._is_small(factors) else []
+        if len(factors) == 1 and factors[0].form is LINEAR:
+            return factors[0]
         return self._matrix(factors) if factors else None
 
     def _matrix(self, factors: list[Factor]) -> Factor:
@@ -596,10 +606,11 @@ class ChainedUnit(FactorUnit):
 
     def take(self) -> Factor | None:
         accepted = set(self.row_keys)
+        self.last_rows = self.rows or self.last_rows
         fitting: list[Factor] = []
         others: list[Factor] = []
         factors = self._collect()
-        self._sent_factors = factors if self._is_small(factors) else []
+        self.sent_factors = factors if self._is_small(factors) else []
         for factor in factors:
             fits = factor.trace is not None and factor.trace.key in accepted
             (fitting if fits else others).append(factor)
@@ -625,12 +636,8 @@ class ChainedUnit(FactorUnit):
             complete.append(FactorPayload(deltas.to(own.right.device), own.right))
         return complete
 
-    def before_header(self) -> None:
-        if self.broken:
-            self.reclaim()
-
     @property
-    def broken(self) -> bool:
+    def broken(self) -> bool:  # type: ignore[override]
         """Whether other sites would recompute deltas from others than this site had, or by another weight."""
         changed = self.follower.void or self.follower.weight_changed
         return self.sent and not self.void and bool(self._accepted) and changed
