@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping
 
 from ..errors import MismatchError
 
@@ -35,6 +36,12 @@ def check_all(what: str, sender: str, values: Iterable[int], least: int, most: i
     for value in values:
         if not least <= value <= most:
             raise invalid(what, sender, f"it holds {value}, where {least} to {most} is possible")
+
+
+def minority(values: Mapping[int, Hashable]) -> list[int]:
+    """Return the ranks of the sites that state something else than more than half of them; none if these differ."""
+    ((most, count),) = Counter(values.values()).most_common(1)
+    return [rank for rank, value in values.items() if value != most and 2 * count > len(values)]
 
 
 def invalid(what: str, sender: str, why: str) -> MismatchError:

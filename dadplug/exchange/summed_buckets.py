@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..errors import MismatchError
 from .factor_buckets import finite
 from .fields import check_all
 from .transport import Gather, PendingSum, Transport
@@ -268,7 +269,7 @@ class SparseBucket:
         for count in counts:
             for size in (count * _INDEX.itemsize, count * wire.itemsize):
                 self._starts.append(self._starts[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
-        self._sites = transport.sites
+        self._transport = transport
         self._gather: Gather = transport.gather([self._starts[-1]] * transport.world_size, torch.uint8)
         self._payloads: Sequence[Tensor] = ()
 
@@ -314,5 +315,21 @@ class SparseBucket:
         """
         found = [self._views(payload, index) for payload in self._payloads]
         for rank, (indices, _) in enumerate(found):
-            check_all("payload", self._sites[rank], map(int, indices.aminmax()), 0, numel - 1)
+            self._check(rank, indices, numel)
         return found
+
+    def inspect(self, numels: Sequence[int]) -> None:
+        """Leave out the sites whose indices are out of range, see `Transport.leave_out`.
+
+        Args:
+            numels: number of elements of each gradient.
+        """
+        for rank, payload in enumerate(self._gather.wait()):
+            try:
+                for index, numel in enumerate(numels):
+                    self._check(rank, self._views(payload, index)[0], numel)
+            except MismatchError as error:
+                self._transport.leave_out(rank, error)
+
+    def _check(self, rank: int, indices: Tensor, numel: int) -> None:
+        check_all("payload", self._transport.sites[rank], map(int, indices.aminmax()), 0, numel - 1)

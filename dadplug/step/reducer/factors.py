@@ -130,6 +130,9 @@ class GatheredHandler(BucketHandler):
     def extra_rows(self, unit: Unit) -> int:
         return self.bucket.extra_rows[self._slots[unit.name]]
 
+    def inspect(self) -> None:
+        self.bucket.inspect()
+
     def receive(self) -> None:
         with self.timing("wait"):
             self.bucket.wait()

@@ -216,6 +216,8 @@ class Reducer:
         attached = [] if request.attached is None else request.attached.names
         receive = partial(self._headers.receive, len(attached), request.counts)
         # Where sites may be absent, all has arrived, and who has a part in the step is clear before sums are made.
+        for handler in self._handlers if context.transport.elastic else ():
+            handler.inspect()
         known = receive() if context.transport.elastic else []
         for handler in self._handlers:  # the first are decoded while the last are still on their way
             handler.receive()
@@ -348,6 +350,7 @@ class Reducer:
         exchanged, left = False, _counts(headers) and any(handler.unsettled for handler in self._handlers)
         while True:
             sums: list[tuple[torch.nn.Parameter, Tensor]] = []
+            before = transport.absent
             if _counts(headers):
                 exchanged = self._repeat(headers, everything=left)
                 for parameter, value in self._sum_dense(headers):
@@ -359,7 +362,6 @@ class Reducer:
             if not left:
                 for handler in self._handlers:
                     exchanged |= handler.fetch_late(headers)
-            before = transport.absent
             if exchanged:
                 transport.close_round()
             if transport.absent == before:

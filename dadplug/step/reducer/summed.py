@@ -359,6 +359,9 @@ class TopKHandler(SummedHandler):
     def launch(self) -> None:
         self._bucket.launch()
 
+    def inspect(self) -> None:
+        self._bucket.inspect([unit.lead.numel() for unit in self.units])
+
     def receive(self) -> None:
         with self.timing("wait"):
             self._bucket.wait()
