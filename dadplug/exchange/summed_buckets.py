@@ -88,6 +88,14 @@ class SummedBucket(ABC):
         """Return whether a filled part holds neither NaN nor Inf; None for all parts, which takes one pass."""
         return finite(self._flat[: sum(self._sizes)] if index is None else self._parts[index])
 
+    def finite_sum(self) -> bool:
+        """Return whether the sums hold neither NaN nor Inf."""
+        return self.finite()
+
+    def culprit(self) -> int | None:
+        """Return the rank of a site that has sent NaN or Inf, as all sites find; None where the sum does not tell."""
+        return None
+
     @abstractmethod
     def launch(self) -> None:
         """Start the exchange."""
@@ -145,6 +153,7 @@ class GatheredBucket(SummedBucket):
         super().__init__(self._gather.payload, sizes)
         wide = torch.promote_types(dtype, torch.float32)
         self._total = None if wide == dtype else torch.empty(sum(sizes), dtype=wide, device=transport.device)
+        self._summed = self._flat
 
     def launch(self) -> None:
         self._gather.launch()
@@ -154,7 +163,15 @@ class GatheredBucket(SummedBucket):
         total = first if self._total is None else self._total.copy_(first)
         for payload in others:
             total.add_(payload)
+        self._summed = total
         return self._split(total)
+
+    def finite_sum(self) -> bool:
+        return finite(self._summed)
+
+    def culprit(self) -> int | None:
+        _, *others = self._gather.wait()  # the sum has replaced the first one
+        return next((rank for rank, payload in enumerate(others, 1) if not finite(payload)), None)
 
 
 class QuantisedBucket(SummedBucket):
@@ -206,6 +223,10 @@ class QuantisedBucket(SummedBucket):
         for payload in self._gather.wait():
             self._flat += self._wire.decode_flat(payload, len(self._flat))
         return self._parts
+
+    def culprit(self) -> int | None:
+        values = (self._wire.decode_flat(payload, len(self._flat)) for payload in self._gather.wait())
+        return next((rank for rank, each in enumerate(values) if not finite(each)), None)
 
     def commit(self, kept: Sequence[bool], scale: float, expected: float) -> None:
         if not self.feedback or not any(kept):

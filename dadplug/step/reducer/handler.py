@@ -51,7 +51,9 @@ class Fault(IntEnum):
     MERGED = 6
     """NaN or Inf in the merged gradient of finite ones; never sent, since all sites find it."""
     SENT = 7
-    """NaN or Inf in low-rank factors of which the header states that they are finite; never sent, either."""
+    """NaN or Inf in what a site has sent, of which its header states that it is finite; never sent, either."""
+    SUMMED = 8
+    """NaN or Inf in a sum, where all headers state that the summands are finite; never sent, either."""
 
 
 class FaultLog:
@@ -316,6 +318,12 @@ def raise_fault(
                 f"step {header.step}: mode 'edad' cannot recompute the gradient of {name!r} of {sites[rank]}: the "
                 "layer behind it had its weight changed, or its gradient alone cleared, between backward() and "
                 "synchronize(). Use mode='dad'. No gradient has been changed by this step"
+            )
+        if header.fault == Fault.SUMMED:
+            raise NonFiniteError(
+                f"step {header.step}: NaN or Inf in the sum of the sites' gradients of {name!r}, although the step "
+                "headers of all sites state that each is finite: a site has sent another one, or the sum leaves the "
+                "range of its type. No parameter has been changed by this step. Scale the loss, or pass wire='fp32'"
             )
         if header.fault == Fault.MERGED:
             raise NonFiniteError(
@@ -592,8 +600,8 @@ class BucketHandler(ABC):
         """
         return False
 
-    def not_finite(self) -> list[tuple[int, str]]:
-        """Return the ranks of sites that have sent NaN or Inf, with the name of the unit, where that costs little.
+    def not_finite(self) -> list[tuple[int | None, str]]:
+        """Return the ranks of sites that have sent NaN or Inf, None where only a sum shows it, and the names of units.
 
         All sites return the same, and call it before any gradient is written.
         """

@@ -196,6 +196,12 @@ class DenseHandler(SummedHandler):
         with self.timing("wait"):
             self._sums = self.bucket.wait()
 
+    def not_finite(self) -> list[tuple[int | None, str]]:
+        if self.bucket.finite_sum():  # of all in one pass
+            return []
+        culprit = self.bucket.culprit()
+        return [(culprit, unit.name) for unit, value in zip(self.units, self._sums, strict=True) if not finite(value)]
+
     def _write(self, wanted: Sequence[bool], scale: float, keep: bool) -> None:
         for unit, want, value in zip(self.units, wanted, self._sums, strict=True):
             if want:
@@ -273,6 +279,10 @@ class PowerSGDHandler(SummedHandler):
     def repeat(self) -> None:
         self._right.wait()
         super().repeat()
+
+    def not_finite(self) -> list[tuple[int | None, str]]:
+        rights = zip(self.units, self._bases, self._right.wait(), strict=True)
+        return [(None, unit.name) for unit, basis, right in rights if basis is None or not finite(right)]
 
     def _write(self, wanted: Sequence[bool], scale: float, keep: bool) -> None:
         with self.timing("wait"):
@@ -365,6 +375,13 @@ class TopKHandler(SummedHandler):
     def receive(self) -> None:
         with self.timing("wait"):
             self._bucket.wait()
+
+    def not_finite(self) -> list[tuple[int | None, str]]:
+        found: list[tuple[int | None, str]] = []
+        for slot, unit in enumerate(self.units):
+            every = enumerate(self._bucket.received(slot, unit.lead.numel()))
+            found += [(rank, unit.name) for rank, (_, values) in every if not finite(values)]
+        return found
 
     def _write(self, wanted: Sequence[bool], scale: float, keep: bool) -> None:
         for slot, (unit, want) in enumerate(zip(self.units, wanted, strict=True)):
