@@ -236,6 +236,7 @@ class PowerSGDHandler(SummedHandler):
         self.gathers = isinstance(self._left, GatheredBucket)
         self._matrices = [powersgd.WeightedGradient(None, 0.0, None, 1.0, 1.0)] * len(units)
         self._bases: list[Tensor | None] = []
+        self._rights: Sequence[Tensor] = ()  # the second sums of this step, once they have arrived
         self.share_state()
 
     @classmethod
@@ -277,16 +278,22 @@ class PowerSGDHandler(SummedHandler):
         self._right.launch()
 
     def repeat(self) -> None:
-        self._right.wait()
+        self._receive_right()
+        self._rights = ()
         super().repeat()
 
     def not_finite(self) -> list[tuple[int | None, str]]:
-        rights = zip(self.units, self._bases, self._right.wait(), strict=True)
+        rights = zip(self.units, self._bases, self._receive_right(), strict=True)
         return [(None, unit.name) for unit, basis, right in rights if basis is None or not finite(right)]
 
+    def _receive_right(self) -> Sequence[Tensor]:
+        if not self._rights:
+            with self.timing("wait"):
+                self._rights = self._right.wait()
+        return self._rights
+
     def _write(self, wanted: Sequence[bool], scale: float, keep: bool) -> None:
-        with self.timing("wait"):
-            rights = self._right.wait()
+        rights, self._rights = self._receive_right(), ()
         for slot, (unit, want) in enumerate(zip(self.units, wanted, strict=True)):
             if want:
                 with self.timing("decode", unit):
