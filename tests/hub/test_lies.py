@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import time
 
 import pytest
 import torch
@@ -182,6 +183,27 @@ def test_all_are_told_whose_header_is_invalid_where_all_have_to_stay(tmp_path, l
         run.end("ab", 1)
     for name in "ab":
         assert "MismatchError: site 1 (b) has sent an invalid step header: " in run.processes[name].read()[1]
+
+
+def test_a_member_that_sends_nothing_that_others_wait_for_is_dropped(tmp_path):
+    """It is connected, and its payload is awaited before the round is closed, as that of a second round is."""
+
+    def exchange(link):
+        transport = ElasticTransport(link, Traffic(), 2.0, Requirements(1, 60_000))
+        gather = transport.gather([4] * 3, torch.float32)
+        if link.rank == 2:
+            time.sleep(4.0)
+            return None
+        gather.payload.fill_(link.rank + 1)
+        gather.launch()
+        gather.collect()
+        transport.close_round()
+        return [each.tolist() for each in gather.wait()], transport.present
+
+    with sealed_hub(tmp_path) as hub, linked(hub, 3) as links:
+        found = together(lambda rank: exchange(links[rank]), 3)
+        assert any("c has left: 2 sites refuse it: it has sent nothing in step 1 for 2 s" in each for each in hub.log)
+    assert found[:2] == [([[1.0] * 4, [2.0] * 4, [0.0] * 4], [0, 1])] * 2
 
 
 def test_a_run_ends_where_too_few_sites_are_left(tmp_path):
