@@ -65,14 +65,14 @@ class RoundHistory:
         self._suspects.clear()
 
     def close(self, step: int, contributors: Iterable[int], joined: Iterable[int]) -> None:
-        """Take a close; it is added to the digest by `settle`.
+        """Take a close; it is added to the digest by `finish`.
 
         Args:
             step: the round.
             contributors: slots of its contributors.
             joined: slots of the sites that have joined in it.
         """
-        self.settle()
+        self.finish()
         self._suspects -= {*joined}
         self.apart = {each for each in self.apart if each[1] >= step}
         if self._digests:
@@ -83,7 +83,7 @@ class RoundHistory:
         self._left_out.add(slot)
         self._suspects.add(slot)
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Add the last close, and the sites that were left out since the one before."""
         if self._open is None:
             return
@@ -101,7 +101,7 @@ class RoundHistory:
 
     def after(self, step: int) -> bytes:
         """Return the digest after a round that has been closed lately."""
-        self.settle()
+        self.finish()
         return self._digests[step]
 
     @property

@@ -162,7 +162,7 @@ class RoundClient:
     def mark(self) -> int:
         """Return the tag of this site's frames of the open round; those of the rounds before have been read then."""
         with self._link.lock:
-            self.history.settle()
+            self.history.finish()
             self._check_history()
             return self.history.mark(self._link.step)
 
@@ -173,7 +173,7 @@ class RoundClient:
             return
         self.refusal = error
         if not self.joins and link.sealing.has_keys:  # no site has the mark of this frame, so that the others end, too
-            self.history.settle()
+            self.history.finish()
             step = max(self.history.open_step, self.closed + 1)
             mark = self.history.other_mark(step)
             link._frames.send_message(Head(Kind.PAYLOAD, link.rank, step, CALLS, tag=mark), b"\0")
@@ -345,7 +345,7 @@ class RoundClient:
                 raise DroppedError(f"the hub has dropped this site: {self.dropped}")
             return 1
 
-        return self._link.converse(left, timeout, any_frame=True)  # large frames take long over a slow connection
+        return bool(self._link.converse(left, timeout, any_frame=True))  # large frames take long over a slow connection
 
     # State of a site that joins
 

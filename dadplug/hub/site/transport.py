@@ -453,7 +453,7 @@ class ElasticTransport(HubTransport):
         launched, self.launched = self.launched, []
         for gather in launched:  # payloads may be launched in a collective's round, and counted in that of the step
             if self._in_step or gather.exchange & _COLLECTIVES:
-                gather.settle()
+                gather.finish()
             else:
                 self.launched.append(gather)
 
@@ -556,7 +556,7 @@ class ElasticGather(HubGather):
         transport = self._transport
         self.collect()
         if transport.link.rounds.closed >= self._round:
-            self.settle()
+            self.finish()
         self._blank(transport.absent | {transport.rank} if transport.listens else transport.absent)
         return self.payloads
 
@@ -569,7 +569,7 @@ class ElasticGather(HubGather):
             self._blank(lost)
         return self.payloads
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Leave out the sites that have taken part in the round without their payloads, once it is closed.
 
         Raises:
