@@ -15,6 +15,7 @@ from ..adaptive import ElasticDataLoader
 from ..adaptive.loader import seeded
 from ..errors import MismatchError
 from ..exchange import Transport
+from ..exchange.fields import checked
 from ..hogwild import DealtLoader, Hogwild
 from ..parameter_server import ParameterServer
 from ..parameter_server.dealing import count_batches
@@ -86,7 +87,7 @@ def compare_lengths(loader: Any, transport: Transport) -> tuple[int, int]:
         ValueError: if a site has no batches and others do, or only some sites know how many they have.
     """
     own = known_length(loader, -1)
-    lengths = transport.gather_objects(own)
+    lengths = [*checked(transport.gather_present(own), int, "length", transport).values()]
     if len(set(lengths)) > 1 and min(lengths) < 1:
         found = ", ".join(f"site {site}: {'unknown' if n < 0 else n}" for site, n in enumerate(lengths))
         raise ValueError(

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..exchange.fields import checked
 from ..exchange.handshake import reachable_address
 from ..exchange.transport import Transport
 from ..lowrank.rows import first_outside
@@ -397,7 +398,8 @@ def _import(transport: Transport) -> Any:
         import adapm
     except ImportError as error:
         reason = f"{error}"
-    for site, why in enumerate(transport.gather_objects(reason)):
+    every = transport.gather_present(reason)
+    for site, why in checked(every, str, "reason", transport).items():
         if why:
             raise ImportError(f"{_HOW}. At {transport.sites[site]}: {why}")
     return adapm

@@ -618,8 +618,8 @@ class BuiltinBackend(Backend):
         for sender, message in messages:
             try:
                 self._handle(sender, message)
-            except ProtocolError as error:
-                self._fail(error, sender)
+            except (ProtocolError, LookupError, ValueError) as error:  # what the checks have not found
+                self._fail(ProtocolError(str(error)), sender)
         lost |= self._network.send_heartbeats()
         if lost or self._left or self._missing:
             self._check_lost(lost)

@@ -39,6 +39,7 @@ _STATES = {
     MessageKind.MOVE: (REQUESTED, REPLICA),
     MessageKind.SYNCED: (REPLICA, REPLICA),
 }
+_UNIQUE = {*_STATES, MessageKind.INTENT, MessageKind.SYNC}  # change rows, and have each key once
 
 QUANTILE = 0.9999
 SMOOTHING = 0.1
@@ -219,13 +220,12 @@ class Engine(TableEngine):
         Raises:
             ProtocolError: if it does not fit the tables and requests of this site. Nothing has been changed.
         """
-        self._handle(sender, message, check=True)
+        self._handle(sender, message)
 
-    def _handle(self, sender: int, message: Message, check: bool) -> None:
+    def _handle(self, sender: int, message: Message) -> None:
         outbox: Outbox = []
         with self._lock:
-            if check:
-                self._check(message)
+            self._check(message)
             self._handlers[message.kind](sender, message, outbox)
         self._post(outbox)
 
@@ -253,6 +253,15 @@ class Engine(TableEngine):
             kernels.states_of(store.rows.finder, store.rows.states, arrays[0], states)
             if states.min() < lowest or states.max() > highest:
                 raise ProtocolError(f"{kind.name} for a key that this site has not asked for")
+            opened = self._open_rounds.get(message.request)
+            if opened is None or opened.pending < states.shape[0]:
+                raise ProtocolError(
+                    f"{kind.name} for more keys than this site has asked for in round {message.request}"
+                )
+        if kind in _UNIQUE and np.unique(arrays[0]).shape != arrays[0].shape:
+            raise ProtocolError(f"{kind.name} with a key that occurs twice")
+        if kind is MessageKind.MOVE and not (0 <= arrays[3].min() <= arrays[3].max() < 1 << self.sites):
+            raise ProtocolError(f"MOVE with replicas at sites beyond {self.sites}")
 
     def _check_reply(self, message: Message) -> None:
         request = self.requests.get(message.request)
@@ -266,7 +275,7 @@ class Engine(TableEngine):
     def _post(self, outbox: Outbox) -> None:
         for target, message in outbox:
             if target == self.rank:
-                self._handle(self.rank, message, check=False)
+                self._handle(self.rank, message)
             else:
                 self._send(target, message)
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from ..errors import IntentError
+from ..exchange.fields import checked
 from ..lowrank import sparse
 from ..reduction import GradientReduction
 from ..step.model_sync.structure import before_update, mark_managed, without_managed
@@ -465,7 +466,8 @@ def find_layers(model: nn.Module, optimizer: Optimizer) -> dict[str, Layers]:
 def _rows_of_all_sites(manager: ParameterManager, weights: list[ManagedWeight]) -> list[Tensor]:
     """Sum the gradients of managed rows over the sites; return one matrix per weight, of shape (rows, width)."""
     own = [weight.rows_of_gradient() for weight in weights]
-    counts = manager.gather_objects([keys.numel() for keys, _ in own])
+    every = dict(enumerate(manager.gather_objects([keys.numel() for keys, _ in own])))
+    counts = [*checked(every, list[int], "list of counts", manager.transport, list).values()]
     found = []
     for number, (keys, rows) in enumerate(own):
         of_sites = [int(count[number]) for count in counts]

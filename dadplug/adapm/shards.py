@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from ..errors import DamagedError, SiteError
+from ..exchange.fields import checked
 from ..support.files import load_tensors, replacing, sync_folder
 from .managed_weight import split_state
 from .model import AdaModel, parameter_numbers
@@ -363,8 +364,9 @@ def on_all_sites(model: AdaModel, action: Callable[[], Any], what: str, own: boo
         raise
     except Exception as caught:
         error = caught
-    reports = model.manager.gather_objects(None if error is None else [type(error).__name__, f"{error}", what])
-    for site, report in enumerate(reports):
+    own_report = None if error is None else [type(error).__name__, f"{error}", what]
+    reports = dict(enumerate(model.manager.gather_objects(own_report)))
+    for site, report in checked(reports, list[str] | None, "report", model.manager.transport).items():
         if report is not None:
             kind, text, failed = report
             if own and kind in _KINDS:

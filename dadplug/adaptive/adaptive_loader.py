@@ -23,6 +23,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from ..errors import MismatchError
 from ..exchange import Traffic, Transport
 from ..exchange.codec import register
+from ..exchange.fields import checked
 from ..step.model_sync.structure import attached, before_update
 from ..support.signature import whole_number
 from .goodput import BatchLimits, BatchSplit, Measurement, Period, choose, fit, initial_split
@@ -139,7 +140,7 @@ def merge_requests(requests: Sequence[BatchRequest], transport: Transport) -> Ba
     return limits
 
 
-def _gather(produce: Callable[[], _Item], transport: Transport) -> list[_Item]:
+def _gather(produce: Callable[[], _Item], kind: Any, transport: Transport) -> list[_Item]:
     """Gather what each site produces, or raise the error of a site at all of them, so that none waits for another."""
     item: _Item | str
     failure: Exception | None = None
@@ -147,7 +148,7 @@ def _gather(produce: Callable[[], _Item], transport: Transport) -> list[_Item]:
         item = produce()
     except Exception as error:
         item, failure = f"{type(error).__name__}: {error}", error
-    every = transport.gather_objects(item)
+    every = [*checked(transport.gather_present(item), kind | str, "report", transport).values()]
     for rank, each in enumerate(every):
         if isinstance(each, str):
             raise RuntimeError(f"{transport.sites[rank]} cannot choose the batch: {each}") from failure
@@ -397,7 +398,8 @@ class AdaptiveDataLoader(ElasticDataLoader):
         request = BatchRequest(
             self._base_batch, most, self.local_bsz_bounds, self._may_accumulate, self._source, self._length
         )
-        limits = self._limits = merge_requests(transport.gather_objects(request), transport)
+        every = checked(transport.gather_present(request), BatchRequest, "request", transport)
+        limits = self._limits = merge_requests([*every.values()], transport)
         saved = self._split or self._saved
         self._times.clear()
         if saved is not None and limits.allow(saved):
@@ -532,8 +534,9 @@ class AdaptiveDataLoader(ElasticDataLoader):
             RuntimeError: if a site cannot report, or the first one cannot decide; on all sites.
         """
         assert self._split is not None
-        reports = _gather(self._report, transport)
-        decision = _gather(lambda: self._choose(reports) if transport.rank == 0 else None, transport)[0]
+        reports = _gather(self._report, BatchReport, transport)
+        kind = tuple[BatchSplit, float] | None
+        decision = _gather(lambda: self._choose(reports) if transport.rank == 0 else None, kind, transport)[0]
         self._since = 0
         self._interval = min(2 * self._interval, _LAST_INTERVAL)
         if decision is None:

@@ -17,6 +17,7 @@ import torch
 
 from ..errors import MismatchError
 from ..exchange import DEFAULT_TIMEOUT, Transport, codec
+from ..exchange.fields import checked
 from ..support.files import PRIVATE, write_file
 from ..support.logs import get_logger
 from .progress import ProgramProgress, progress
@@ -90,14 +91,15 @@ class Epochs:
     def _agree(self, current: ProgramProgress) -> None:
         """Compare the arguments of all sites, and find out whether any of them has a place for checkpoints."""
         own = {"until": self._until, "every": self._every, "state": sorted(self._state)}
-        every = current.transport.gather_objects((own, self._path is not None))
-        for rank, (other, _) in enumerate(every):
+        found = current.transport.gather_present((own, self._path is not None))
+        every = checked(found, tuple[dict[str, Any], bool], "argument", current.transport)
+        for rank, (other, _) in every.items():
             if other != every[0][0]:
                 raise MismatchError(
                     f"remaining_epochs_until has {every[0][0]} at {current.transport.sites[0]} and {other} at "
                     f"{current.transport.sites[rank]}"
                 )
-        self._saves = any(saves for _, saves in every)
+        self._saves = any(saves for _, saves in every.values())
 
     def _load_state(self, current: ProgramProgress) -> None:
         saved = current.saved_state
@@ -249,13 +251,15 @@ def _newest(path: Path | None, transport: Transport) -> tuple[str, dict[str, Any
     fact = None
     if state is not None and content is not None:
         fact = (state["run"], state["serial"], hashlib.sha256(content).digest(), len(content))
-    every = transport.gather_objects({"fact": fact, "damage": damage, "run": secrets.token_hex(8)})
-    facts = {rank: each["fact"] for rank, each in enumerate(every) if each["fact"] is not None}
-    damages = [each["damage"] for each in every if each["damage"] is not None]
+    own = (fact, damage, secrets.token_hex(8))
+    kind = tuple[tuple[str, int, bytes, int] | None, str | None, str]
+    every = checked(transport.gather_present(own), kind, "state of its checkpoint", transport)
+    facts = {rank: known for rank, (known, _, _) in every.items() if known is not None}
+    damages = [each for _, each, _ in every.values() if each is not None]
     if not facts:
         if damages:
             raise ValueError(f"{damages[0]}; remove the file to begin anew")
-        return every[0]["run"], None
+        return every[0][2], None
     first = min(facts)
     for rank, (run, *_) in facts.items():
         if run != facts[first][0]:
@@ -266,7 +270,7 @@ def _newest(path: Path | None, transport: Transport) -> tuple[str, dict[str, Any
     if damage is not None:
         warnings.warn(f"{damage}; the checkpoint of another site is used", stacklevel=2)
     best = max(facts, key=lambda rank: facts[rank][1])  # the first of several
-    if any(each["fact"] != facts[best] for each in every):
+    if any(each != facts[best] for each, _, _ in every.values()):
         content = _send(content if transport.rank == best else None, facts[best][3], transport)
         state = codec.decode(content)
     assert state is not None
@@ -305,7 +309,8 @@ def _write_everywhere(path: Path | None, content: bytes, transport: Transport) -
             outcome = ""
         except OSError as error:
             outcome = f"checkpoint {path} cannot be written, the last one is left: {error.strerror}"
-    outcomes = [each for each in transport.gather_objects(outcome) if each is not None]
+    every = checked(transport.gather_present(outcome), str | None, "outcome", transport)
+    outcomes = [each for each in every.values() if each is not None]
     if "" not in outcomes:
         raise OSError(next(iter(outcomes), "no process has a path for the checkpoint"))
     if outcome:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
 from ..errors import MismatchError
+from ..exchange.fields import checked
 from ..support.signature import whole_number
 from .progress import Pass, ProgramProgress, progress
 
@@ -378,9 +379,10 @@ class ElasticDataLoader(DataLoader[Any]):
         order = self._order(running, number)
         same = (running.epoch, number, used, length, self._drop_last, order[:8].tolist())
         transport = current.transport
-        every = transport.gather_objects((self._source, self.local_batch_size, same))
+        own = transport.gather_present((self._source, self.local_batch_size, same))
+        every = checked(own, tuple[str, int, tuple[int, int, int, int, bool, list[int]]], "position", transport)
         members: dict[str, list[int]] = {}
-        for rank, (source, _, other) in enumerate(every):
+        for rank, (source, _, other) in every.items():
             members.setdefault(source, []).append(rank)
             first = members[source][0]
             if other != every[first][2]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..exchange import Transport
 from ..exchange.codec import register
+from ..exchange.fields import checked
 from ..hooks import LINEAR, CapturedLayer, Form, LayerCapture, OwnHook, Recorder, capturable_layers
 from ..step.methods.base import GradientPath
 from ..step.methods.feedback import LossScales
@@ -231,11 +232,14 @@ class GradientNoise:
     ) -> None:
         """Update the averages by what all sites have measured in this step."""
         probe = self._probe if self._probe is not None and self._probe.names == [*own.values] else None
-        every = transport.gather_present(_report(probe, samples, own))
+        report = _report(probe, samples, own)
+        every = checked(transport.gather_present(report), SiteNorms, "report", transport, lambda each: [each.samples])
         if not shares.keys() <= every.keys():
             return  # a site has left in the meantime
         sites = [(shares[rank], every[rank]) for rank in sorted(shares)]
         counts = [(share, site.samples) for share, site in sites]
+        if len({(each.norms.shape[1:], each.sketched.shape[1:], each.agreed.shape) for _, each in sites}) > 1:
+            return  # they have measured other parameters
         if not all(site.parts for _, site in sites):
             return  # a site has begun its plan anew, and measured nothing
         estimates = estimate_step(sites, [*own.values], own.compressed)
@@ -252,7 +256,8 @@ class GradientNoise:
         """Update the averages by the agreed gradients of this step and the one before."""
         pair, self._pair = self._pair, None
         assert pair is not None
-        every = transport.gather_present((samples, pair.norms(own)))
+        report, kind = (samples, pair.norms(own)), tuple[int, Tensor]
+        every = checked(transport.gather_present(report), kind, "report", transport, lambda each: each[:1])
         if shares.keys() <= every.keys():
             counts = [(shares[rank], every[rank][0]) for rank in sorted(shares)]
             norms = [every[rank][1] for rank in sorted(shares)]

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ..errors import MismatchError
+from ..errors import DamagedError, MismatchError
 from . import codec
 
 DIFFERENT = "the sites do not make the same calls"
@@ -91,6 +91,17 @@ def tagged(item: Any) -> tuple[str, str, Any]:
         frame = frame.f_back
     function = frame.f_code.co_name if module.startswith("dadplug.") else ""  # a program may have any
     return function, f"{function or 'gather_objects'}(), {own_place}", item
+
+
+def decode_tagged(item: Any) -> tuple[str, str, Any]:
+    """Return what `tagged` has returned at another site.
+
+    Raises:
+        DamagedError: if it is anything else.
+    """
+    if not (isinstance(item, tuple) and [*map(type, item[:2])] == [str, str] and len(item) == 3):
+        raise DamagedError("a site has sent an object without the call that gathers it")
+    return item
 
 
 def untagged(every: Mapping[int, tuple[str, str, Any]], sites: Any) -> dict[int, Any]:

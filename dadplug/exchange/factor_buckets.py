@@ -234,8 +234,8 @@ class Slot:
                 else:
                     place.copy_(part)
 
-    def unpack(self, share: FactorPayload, sender: str) -> FactorPayload:
-        """Decode rows of a payload.
+    def check(self, share: FactorPayload, sender: str) -> None:
+        """Check encoded rows of a payload.
 
         Args:
             share: the encoded rows.
@@ -244,6 +244,10 @@ class Slot:
         Raises:
             MismatchError: if they are rows that a table does not have.
         """
+
+    def unpack(self, share: FactorPayload, sender: str) -> FactorPayload:
+        """Check and decode rows of a payload; arguments and errors as of `check`."""
+        self.check(share, sender)
         if not self.wire.quantised:
             return share
         left, right = self.wire.decode(share.left), self.wire.decode(share.right)
@@ -456,6 +460,27 @@ class FactorBucket:
         """Wait until every site's payload is there."""
         self._gather.wait()
 
+    def _read(self, payload: Tensor, site: int) -> tuple[int, list[int], list[FactorPayload]]:
+        """Return the samples of a sender, the rows in each slot, and the slots' places in its payload."""
+        (head, views), sender = self._views(payload, site), self._sender(site)
+        count, *rows = head.tolist()
+        if not 0 <= count <= COUNT:
+            check_all("payload", sender, (count,), 0, COUNT)
+        for slot, number in zip(self.slots, rows, strict=True):
+            if not 0 <= number <= slot.capacity[site]:
+                check_all("payload", sender, (number,), 0, slot.capacity[site])
+        return count, rows, views
+
+    def inspect(self) -> None:
+        """Leave out the senders whose payloads are invalid, see `Transport.leave_out`."""
+        for site, payload in enumerate(self._arrived(self._gather)):
+            try:
+                _, rows, views = self._read(payload, site)
+                for slot, number, view in zip(self.slots, rows, views, strict=True):
+                    slot.check(view.part(0, number), self._sender(site))
+            except MismatchError as error:
+                self._transport.leave_out(self._senders[site], error)
+
     def receive(self) -> tuple[list[int], list[list[FactorPayload]]]:
         """Wait for every site's payload, if that has not been done, and read them.
 
@@ -466,13 +491,7 @@ class FactorBucket:
         numbers: list[list[int]] = []
         payloads: list[list[FactorPayload]] = []
         for site, payload in enumerate(self._arrived(self._gather)):
-            head, views = self._views(payload, site)
-            count, *rows = head.tolist()
-            if not 0 <= count <= COUNT:
-                check_all("payload", self._sender(site), (count,), 0, COUNT)
-            for slot, number in zip(self.slots, rows, strict=True):
-                if not 0 <= number <= slot.capacity[site]:
-                    check_all("payload", self._sender(site), (number,), 0, slot.capacity[site])
+            count, rows, views = self._read(payload, site)
             samples.append(count)
             numbers.append(rows)
             payloads.append(views)
@@ -515,7 +534,14 @@ class FactorBucket:
         sites = range(len(self._senders))
         late = [[index for index in range(len(self.slots)) if extra[index][site]] for site in sites]
         sizes = [sum(sum(self.slots[index].sizes(extra[index][site])) for index in late[site]) for site in sites]
-        self._check_sizes(extra, sizes)
+        for site, size in enumerate(sizes):  # as the step headers announce, before memory is allocated by them
+            if min(counts[site] for counts in extra) < 0 or size * self._wire.itemsize > MAX_BYTES:
+                error = MismatchError(
+                    f"{self._sender(site)} announces {size} more values than its payload had "
+                    f"room for: there may be 0 to {MAX_BYTES // self._wire.itemsize}. Do all sites run the same model?"
+                )
+                self._transport.leave_out(self._senders[site], error)
+                late[site], sizes[site] = [], 0
         gather = self._transport.gather_again(self._gather, self._by_rank(sizes), self._wire.dtype)
 
         def cut(payload: Tensor, site: int) -> Iterator[tuple[int, FactorPayload]]:
@@ -528,19 +554,13 @@ class FactorBucket:
         gather.launch()
         shares: dict[tuple[int, int], FactorPayload] = {}
         for site, payload in enumerate(self._arrived(gather)):
-            for index, share in cut(payload, site):
-                found = self.slots[index].unpack(share, self._sender(site))
-                shares[index, site] = found.to(payload.device, self._dtype)
+            try:
+                for index, share in cut(payload, site):
+                    found = self.slots[index].unpack(share, self._sender(site))
+                    shares[index, site] = found.to(payload.device, self._dtype)
+            except MismatchError as error:
+                self._transport.leave_out(self._senders[site], error)
         return shares
-
-    def _check_sizes(self, extra: Sequence[Sequence[int]], sizes: Sequence[int]) -> None:
-        """Check the sizes that the sites' step headers announce, before memory is allocated by them."""
-        for site, size in enumerate(sizes):
-            if min(counts[site] for counts in extra) < 0 or size * self._wire.itemsize > MAX_BYTES:
-                raise MismatchError(
-                    f"{self._sender(site)} announces {size} more values than its payload had "
-                    f"room for: there may be 0 to {MAX_BYTES // self._wire.itemsize}. Do all sites run the same model?"
-                )
 
     def end_step(self, rows: Sequence[Sequence[int]]) -> None:
         """Update the capacities, and end the step.
@@ -590,9 +610,12 @@ class IndexSlot(Slot):
         share, end = super().cut(payload, start, rows)
         return share._replace(right=share.right.view(self._integers)), end
 
-    def unpack(self, share: FactorPayload, sender: str) -> FactorPayload:
+    def check(self, share: FactorPayload, sender: str) -> None:
         if share.right.numel():
             check_all("payload", sender, map(int, share.right.aminmax()), 0, self._table_rows - 1)
+
+    def unpack(self, share: FactorPayload, sender: str) -> FactorPayload:
+        self.check(share, sender)
         return share._replace(left=self.wire.decode(share.left))
 
 

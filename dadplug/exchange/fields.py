@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import dataclasses
+import types
+import typing
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from numbers import Integral, Real
+from typing import Any, Union
 
 from ..errors import MismatchError
 
@@ -37,6 +43,74 @@ def check_all(what: str, sender: str, values: Iterable[int], least: int, most: i
             raise invalid(what, sender, f"it holds {value}, where {least} to {most} is possible")
 
 
+def minority(values: Mapping[int, Hashable]) -> list[int]:
+    """Return the ranks of the sites that state something else than more than half of them; none if these differ."""
+    ((most, count),) = Counter(values.values()).most_common(1)
+    return [rank for rank, value in values.items() if value != most and 2 * count > len(values)]
+
+
 def invalid(what: str, sender: str, why: str) -> MismatchError:
     """Return the error about a message that no site sends."""
     return MismatchError(f"{sender} has sent an invalid {what}: {why}. Does it run the same program?")
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """Return whether an object that has arrived is of a type.
+
+    Args:
+        value: the object.
+        kind: the type, also of the items of containers, and of the fields of dataclasses and named tuples. A whole
+            number is a float, too; neither is a boolean.
+    """
+    origin, of = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Any or origin in (Union, types.UnionType):
+        return kind is Any or any(fits(value, each) for each in of)
+    if kind in (int, float):
+        return isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
+    if not isinstance(value, origin or kind):
+        return False
+    if origin is tuple and of[-1] is not ...:
+        return len(value) == len(of) and all(map(fits, value, of))
+    if isinstance(value, Mapping):
+        return not of or all(fits(key, of[0]) and fits(each, of[1]) for key, each in value.items())
+    if of:
+        return all(fits(each, of[0]) for each in value)
+    names = [each.name for each in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else ()
+    names = names or getattr(value, "_fields", ())
+    hints = typing.get_type_hints(type(value)) if names else {}
+    return all(fits(getattr(value, name), hints[name]) for name in names)
+
+
+def checked(
+    every: Mapping[int, Any],
+    kind: Any,
+    what: str,
+    transport: Any,
+    counts: Callable[[Any], Iterable[int]] = lambda _: (),
+) -> dict[int, Any]:
+    """Return what sites have sent, once it has been checked.
+
+    Args:
+        every: the objects by rank.
+        kind: their type, see `fits`.
+        what: what an object is.
+        transport: the transport that has gathered them.
+        counts: returns the numbers in an object that may not be negative.
+
+    Returns:
+        The objects of the sites that the run goes on with, see `Transport.leave_out`.
+
+    Raises:
+        MismatchError: if one is not of the type, or a count is not possible; where all sites have to stay.
+    """
+    found = {}
+    for rank, item in every.items():
+        site = transport.sites[rank]
+        try:
+            if not fits(item, kind):
+                raise invalid(what, site, f"{item!r:.100} is not of the type {getattr(kind, '__name__', kind)}")
+            check_all(what, site, counts(item), 0, COUNT)
+            found[rank] = item
+        except MismatchError as error:
+            transport.leave_out(rank, error)
+    return found

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 from ..errors import SiteError
 from ..support.logs import get_logger
+from .fields import fits, invalid
 
 _AT_EXIT = 1.0  # seconds
 _CHECK_SECONDS = 2.0  # between two checks of a call that takes long
@@ -204,6 +205,14 @@ class _Address(NamedTuple):
     name: bytes
 
 
+def _places(every: Sequence[Any]) -> list[_Address]:
+    """Return the addresses that sites have sent, by rank, once they have been checked."""
+    for rank, each in enumerate(every):
+        if not fits(each, tuple[str, int, bytes, bytes]):
+            raise invalid("address", f"site {rank}", f"{each!r:.100} is none")
+    return [_Address(*each) for each in every]
+
+
 def connect_sockets(
     rank: int, timeout: float, gather_objects: Callable[[Any], list[Any]], near: Collection[int] = ()
 ) -> dict[int, socket.socket] | None:
@@ -235,7 +244,7 @@ def connect_sockets(
     sockets: dict[int, socket.socket] = {}
     if listeners and all(addresses):
         with suppress(SiteError):
-            places = [_Address(*each) for each in addresses]
+            places = _places(addresses)
             sockets = _connect_all(rank, listeners, places, near, min(_CONNECT_SECONDS, timeout), str)
     for each in listeners:
         each.close()
@@ -276,7 +285,7 @@ def connect_sites(
     with listener:
         place = ("", 0) if near else listener.getsockname()[:2]
         own = (*place, secrets.token_bytes(16), listener.getsockname() if near else b"")
-        addresses = [_Address(*each) for each in gather_objects(own)]
+        addresses = _places(gather_objects(own))
         return _connect_all(rank, [listener], addresses, range(rank), timeout, name)
 
 

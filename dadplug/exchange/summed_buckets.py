@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..errors import MismatchError
 from .factor_buckets import finite
 from .fields import check_all
 from .transport import Gather, PendingSum, Transport
@@ -87,6 +88,14 @@ class SummedBucket(ABC):
         """Return whether a filled part holds neither NaN nor Inf; None for all parts, which takes one pass."""
         return finite(self._flat[: sum(self._sizes)] if index is None else self._parts[index])
 
+    def finite_sum(self) -> bool:
+        """Return whether the sums hold neither NaN nor Inf."""
+        return self.finite()
+
+    def culprit(self) -> int | None:
+        """Return the rank of a site that has sent NaN or Inf, as all sites find; None where the sum does not tell."""
+        return None
+
     @abstractmethod
     def launch(self) -> None:
         """Start the exchange."""
@@ -144,6 +153,7 @@ class GatheredBucket(SummedBucket):
         super().__init__(self._gather.payload, sizes)
         wide = torch.promote_types(dtype, torch.float32)
         self._total = None if wide == dtype else torch.empty(sum(sizes), dtype=wide, device=transport.device)
+        self._summed = self._flat
 
     def launch(self) -> None:
         self._gather.launch()
@@ -153,7 +163,15 @@ class GatheredBucket(SummedBucket):
         total = first if self._total is None else self._total.copy_(first)
         for payload in others:
             total.add_(payload)
+        self._summed = total
         return self._split(total)
+
+    def finite_sum(self) -> bool:
+        return finite(self._summed)
+
+    def culprit(self) -> int | None:
+        _, *others = self._gather.wait()  # the sum has replaced the first one
+        return next((rank for rank, payload in enumerate(others, 1) if not finite(payload)), None)
 
 
 class QuantisedBucket(SummedBucket):
@@ -205,6 +223,10 @@ class QuantisedBucket(SummedBucket):
         for payload in self._gather.wait():
             self._flat += self._wire.decode_flat(payload, len(self._flat))
         return self._parts
+
+    def culprit(self) -> int | None:
+        values = (self._wire.decode_flat(payload, len(self._flat)) for payload in self._gather.wait())
+        return next((rank for rank, each in enumerate(values) if not finite(each)), None)
 
     def commit(self, kept: Sequence[bool], scale: float, expected: float) -> None:
         if not self.feedback or not any(kept):
@@ -268,7 +290,7 @@ class SparseBucket:
         for count in counts:
             for size in (count * _INDEX.itemsize, count * wire.itemsize):
                 self._starts.append(self._starts[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
-        self._sites = transport.sites
+        self._transport = transport
         self._gather: Gather = transport.gather([self._starts[-1]] * transport.world_size, torch.uint8)
         self._payloads: Sequence[Tensor] = ()
 
@@ -314,5 +336,21 @@ class SparseBucket:
         """
         found = [self._views(payload, index) for payload in self._payloads]
         for rank, (indices, _) in enumerate(found):
-            check_all("payload", self._sites[rank], map(int, indices.aminmax()), 0, numel - 1)
+            self._check(rank, indices, numel)
         return found
+
+    def inspect(self, numels: Sequence[int]) -> None:
+        """Leave out the sites whose indices are out of range, see `Transport.leave_out`.
+
+        Args:
+            numels: number of elements of each gradient.
+        """
+        for rank, payload in enumerate(self._gather.wait()):
+            try:
+                for index, numel in enumerate(numels):
+                    self._check(rank, self._views(payload, index)[0], numel)
+            except MismatchError as error:
+                self._transport.leave_out(rank, error)
+
+    def _check(self, rank: int, indices: Tensor, numel: int) -> None:
+        check_all("payload", self._transport.sites[rank], map(int, indices.aminmax()), 0, numel - 1)

@@ -383,6 +383,19 @@ class Transport(ABC):
         """
         return self.gather(sizes, dtype)
 
+    def leave_out(self, rank: int, error: Exception) -> None:
+        """Go on without a site that has sent what is invalid, where sites may be absent; all sites must find the same.
+
+        Args:
+            rank: the site, which is absent until the end of the step.
+            error: the error that names it.
+
+        Raises:
+            Exception: the error, where all sites have to stay.
+            MismatchError: if too few sites are left.
+        """
+        raise error
+
     def end_step(self) -> None:  # noqa: B027  (most networks need not know)
         """End a training step, whose exchanges are over at this site."""
 

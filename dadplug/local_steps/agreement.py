@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 from ..errors import MismatchError, NonFiniteError
 from ..exchange import Gather, Transport
+from ..exchange.fields import checked
 from ..step.model_sync import sameness
 from ..step.model_sync.buffers import MovingBuffers
 from ..step.model_sync.sameness import renormalise, tables_with_max_norm
@@ -596,7 +597,8 @@ class Agreement:
             MismatchError: on every site, if they differ.
         """
         own = {name: sameness.fingerprint(self.agreed.values[name]) for name in self._added if name in fragment.names}
-        for rank, other in enumerate(self._transport.gather_objects(own)):
+        every = self._transport.gather_present(own)
+        for rank, other in checked(every, dict[str, int], "list of digests", self._transport).items():
             for name in [*own, *other]:
                 if own.get(name) != other.get(name):
                     sites = self._transport.sites

@@ -312,8 +312,7 @@ class ElasticAgreement(Agreement):
             try:
                 headers[rank] = Header.read(rows[rank], transport.sites[rank], len(self.agreed.values))
             except MismatchError as error:  # all sites find it, and go on without the site
-                transport.absent |= {rank}
-                _log.warning("%s has no part in agreement %d: %s", transport.sites[rank], self.count + 1, error)
+                transport.leave_out(rank, error)
         if not headers:
             raise MismatchError("no site has sent a valid header")
         layouts = {header.layout for header in headers.values()}

@@ -21,6 +21,7 @@ from torch import nn
 from ..errors import SiteError
 from ..exchange import Traffic, Transport, codec
 from ..exchange.dialers import DIALERS
+from ..exchange.fields import checked
 from ..exchange.handshake import connect_sites, write_all
 from ..exchange.status import PeerNames
 from ..exchange.transport import StreamToHub
@@ -169,7 +170,7 @@ def gather_workers(transport: Transport, role: str, quorum: int, problem: str) -
     Raises:
         ValueError: on all sites, if something is wrong at one.
     """
-    roles = transport.gather_objects(role)
+    roles = checked(transport.gather_present(role), str, "role", transport).values()
     workers = [rank for rank, each in enumerate(roles) if each == "worker"]
     if not problem and not workers:
         problem = "no process has role='worker'"
@@ -218,7 +219,8 @@ def open_log(
     if served:
         service = SequencerService(served, settings, traffic, transport.rank)
         address = _accept_returning(transport, service, timeout)
-    place, token = transport.gather_objects(address)[0]
+    addresses = transport.gather_present(address)
+    place, token = checked(addresses, tuple[str, str], "address", transport)[0]
     place = f"{_OVER_HUB}{transport.dialed_by}" if transport.dialed_by else place
     delayed = service.blocks_others if service else bool
     log = Log(own, sites, limit, silence, timeout, traffic, delayed=delayed)
@@ -240,7 +242,8 @@ def start_at_hub(transport: Transport, stream: StreamToHub, settings: Settings) 
         ValueError: at all sites, if the hub does not start it.
         SiteError: if the hub or a site is lost.
     """
-    key: str = transport.gather_objects(secrets.token_hex(KEY_CHARACTERS // 2))[0]
+    keys = transport.gather_present(secrets.token_hex(KEY_CHARACTERS // 2))
+    key: str = checked(keys, str, "key", transport)[0]
     try:
         stream.connected.settimeout(settings.timeout)
         write_message(stream.connected, Greeting(VERSION, key, encode(settings)))

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ..errors import DamagedError, MismatchError, NonFiniteError
 from ..exchange import Transport, codec
 from ..exchange.factor_buckets import FactorPayload, finite, multiplies
+from ..exchange.fields import checked
 from ..exchange.wire import WireFormat, wire_format
 from ..hooks import Factor, stack_by_form
 from ..options import Options
@@ -420,7 +421,8 @@ class ModelGradients:
             own = FirstStepReport.of(
                 self.units, self._order, self._options.share_inputs, samples, self.counter.count, None
             )
-            reports = transport.gather_objects(own)
+            every = transport.gather_present(own)
+            reports = [*checked(every, FirstStepReport, "report", transport, FirstStepReport.counts).values()]
             if any(each.samples for each in reports):
                 self.merge(reports)
                 if not self._by_samples:

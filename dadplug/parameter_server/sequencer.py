@@ -40,6 +40,7 @@ is over, all replicas have one version, and the next phase begins with all sites
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Iterable
@@ -54,6 +55,7 @@ from ..support.signature import check_choice, number, whole_number
 from ..support.structs import Count, Slot
 
 LATE = ("scale", "drop", "keep")
+_MOST = 64  # times what the largest other site states, as much as samples and data of a site count for
 _INTERVALS = 5  # of which the median is taken
 _KEPT = 64  # versions that a site may be behind with late="drop": the sequencer holds what it has not received
 _OVERDUE = 0.5  # part of its interval after which an expected contribution is not waited for any more
@@ -154,6 +156,7 @@ class _Site:
         here: whether it has not left.
         idle: whether it waits for data.
         data: what its share is proportional to; 0 until it is declared.
+        samples: samples of its largest contribution.
         credit: step size that it has earned and not spent.
         last: time at which it has contributed, or resumed.
         timed: whether the time from then to its next contribution is an interval.
@@ -167,6 +170,7 @@ class _Site:
     here: bool = True
     idle: bool = False
     data: float = 0.0
+    samples: int = 0
     credit: float = 0.0
     last: float = 0.0
     timed: bool = False
@@ -241,6 +245,7 @@ class Sequencer:
         if state.timed:
             state.intervals.append(self._now - state.last)
         state.last, state.timed = self._now, True
+        state.samples = max(state.samples, samples)
         state.pending.append(Entry(site, number, base, samples, 1.0))
 
     def reach(self, site: int, version: int) -> None:
@@ -365,11 +370,19 @@ class Sequencer:
 
     def _commit(self) -> tuple[Entry, ...]:
         entries: list[Entry] = []
-        for state in self._sites.values():
-            entries += [each._replace(scale=self._rules.scale(self.version - each.base)) for each in state.pending]
+        for site, state in self._sites.items():
+            most = self._most(site, "samples")
+            for each in state.pending:
+                scale = self._rules.scale(self.version - each.base)
+                entries.append(each._replace(samples=int(min(each.samples, most)), scale=scale))
             state.pending = []
         self.version += 1
         return tuple(self._shared(entries) if self._balanced else entries)
+
+    def _most(self, site: int, name: str) -> float:
+        """Return the most that a number of a site counts for: so many times what the largest other site states."""
+        others = (getattr(each, name) for other, each in self._sites.items() if other != site)
+        return _MOST * max(others, default=0) or math.inf
 
     def _shared(self, entries: list[Entry]) -> list[Entry]:
         """Return the contributions of a commit with scales by the shares of their sites."""
@@ -381,10 +394,11 @@ class Sequencer:
         }
         if not contributing <= earning.keys():  # no site has declared anything
             return entries
-        data, samples = sum(state.data for state in earning.values()), sum(entry.samples for entry in entries)
+        sizes = {site: min(state.data, self._most(site, "data")) for site, state in earning.items()}
+        data, samples = sum(sizes.values()), sum(entry.samples for entry in entries)
         size = sum(entry.samples * entry.scale for entry in entries) / samples
-        for state in earning.values():
-            state.credit += size * state.data / data
+        for site, state in earning.items():
+            state.credit += size * sizes[site] / data
         shared = []
         for entry in entries:
             scales = sum(other.samples * other.scale for other in entries if other.site == entry.site)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..errors import MismatchError, PrivacyError
 from ..exchange import Transport
 from ..exchange.transport import Gather, PendingSum
 from ..exchange.wire import WireFormat
@@ -73,10 +74,25 @@ class MaskedHandler(SummedHandler):
             self._sum.copy_(payload)
             self._pending = self.context.transport.all_reduce(self._sum)
 
+    def inspect(self) -> None:
+        transport = self.context.transport
+        names = {rank: transport.sites[rank] for rank in range(transport.world_size)}
+        for rank, announced in enumerate(self._hear()):
+            try:
+                if rank not in transport.absent:
+                    self._secure.read(rank, announced, names)
+            except PrivacyError as error:
+                transport.leave_out(rank, MismatchError(str(error)))
+
     def receive(self) -> None:
         self._add_up()
-        if self._announcements is not None:
-            self._heard = [bytes(each.cpu().numpy().tobytes()) for each in self._announcements.wait()]
+        self._heard = self._hear()
+
+    def _hear(self) -> list[bytes]:
+        """Return what the sites have announced; nothing where another handler sends the announcements."""
+        if self._announcements is None:
+            return []
+        return [bytes(each.cpu().numpy().tobytes()) for each in self._announcements.wait()]
 
     def _add_up(self) -> None:
         with self.timing("wait"):

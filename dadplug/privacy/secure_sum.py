@@ -131,6 +131,17 @@ class SecureSum:
         numbers = [encode(each, self.unit, len(members)) for each in sums]
         return _Attempt(members, number, dict(zip(self._sums, numbers, strict=True)))
 
+    def read(self, rank: int, announced: bytes, names: Mapping[int, str]) -> tuple[int, bytes]:
+        """Return the number and the digest that a site announces, and keep its key; the rest is as of `hear`."""
+        version, public, number, digest = _ANNOUNCEMENT.unpack(announced)
+        if version != _VERSION:
+            raise PrivacyError(f"{names[rank]} announces another version of secure_sum: do all sites use the same?")
+        if number > NUMBER:
+            raise PrivacyError(f"{names[rank]} announces exchange {number}: {NUMBER} is the last one")
+        if rank != self._rank:
+            self._keys.derive(rank, names[rank], public, names[self._rank])
+        return number, digest
+
     def hear(self, announced: Mapping[int, bytes], names: Mapping[int, str]) -> bool:
         """Take the announcements of a round; return whether its sum counts.
 
@@ -143,15 +154,9 @@ class SecureSum:
         """
         members, digests, numbers = tuple(sorted(announced)), set(), []
         for rank, each in announced.items():
-            version, public, number, digest = _ANNOUNCEMENT.unpack(each)
-            if version != _VERSION:
-                raise PrivacyError(f"{names[rank]} announces another version of secure_sum: do all sites use the same?")
-            if number > NUMBER:
-                raise PrivacyError(f"{names[rank]} announces exchange {number}: {NUMBER} is the last one")
+            number, digest = self.read(rank, each, names)
             digests.add((number, digest))
             numbers.append(number)
-            if rank != self._rank:
-                self._keys.derive(rank, names[rank], public, names[self._rank])
         self._next = max(self._next, max(numbers) + 1)
         self._contributors = members
         (number, digest), *others = digests

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -645,3 +646,66 @@ class Simulation:
         assert len(set(together.tolist())) == len(together)
         for rank in range(len(self.engines)):
             np.testing.assert_array_equal(self.pull(rank, np.arange(KEYS)), self.expected)
+
+
+# A member that sends any messages: no other site crashes, and nothing but a ProtocolError names it
+
+
+def crafted(chance: random.Random, numbers: np.random.Generator) -> bytes:
+    """Return a message whose sizes fit, with any content."""
+    kind = chance.choice([each for each in MessageKind if messages.ARRAYS[each] or each is MessageKind.APPLIED])
+    count, arrays = chance.randrange(1, 5), []
+    for dtype in messages.ARRAYS[kind]:
+        if dtype is messages._VALUES:
+            partly = kind in messages._PARTLY
+            flagged = (
+                np.count_nonzero(arrays[2] & 1 if kind is MessageKind.SYNC else arrays[1] == VALUE) if partly else count
+            )
+            arrays.append(numbers.standard_normal((flagged, 4)).astype(np.float32))
+            continue
+        limits = np.iinfo(dtype)
+        likely, most = numbers.integers(0, 5 if dtype.itemsize == 1 else 50, count), [0, 63, limits.max, limits.min]
+        arrays.append((likely if chance.random() < 0.8 else numbers.choice(most, count)).astype(dtype))
+    request = chance.choice([0, 1, 2, 3, chance.randrange(60), -5])
+    message = Message(kind, 0, chance.randrange(3), request, chance.choice([0, 1, -1]), arrays)
+    return b"".join(map(bytes, message.encode()))
+
+
+def act(engine: Engine, chance: random.Random, numbers: np.random.Generator) -> None:
+    """Let a site use some keys."""
+    keys = np.unique(numbers.integers(0, 50, 5))
+    block = np.ones((len(keys), 4), np.float32)
+    match chance.randrange(5):
+        case 0:
+            engine.pull(0, keys, block)
+        case 1:
+            engine.push(0, keys, block)
+        case 2:
+            engine.intend(0, keys, engine.clock, engine.clock + 3)
+            engine.act()
+        case 3:
+            engine.synchronise()
+        case 4:
+            engine.clock += 1
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_messages_of_a_member_are_taken_or_refused(seed):
+    chance, numbers, taken = random.Random(seed), np.random.default_rng(seed), 0
+    queue: list[tuple[int, int, Message]] = []
+    engines = []
+    for rank in range(2):
+        engines.append(Engine(rank, 3, "all", lambda to, message, rank=rank: queue.append((rank, to, message))))
+        engines[rank].add_store(Store(4, 50, Constant(1.0), 16, None))
+    for _ in range(60):
+        with suppress(ProtocolError):
+            act(chance.choice(engines), chance, numbers)
+            for sender, to, message in queue[:100]:
+                if to < 2:
+                    engines[to].receive(sender, message)
+        queue.clear()
+        body = crafted(chance, numbers)
+        with suppress(ProtocolError):
+            chance.choice(engines).receive(2, Head(body, 0, [4], 3).message(bytearray(body[HEAD_SIZE:])))
+            taken += 1
+    assert taken > 5

@@ -23,7 +23,9 @@ from json_lines import last_number
 from torch import nn
 
 import dadplug
+from dadplug.exchange.factor_buckets import FactorBucket
 from dadplug.hub.site import connection, inbox
+from dadplug.hub.site.link import HubLink
 from dadplug.hub.site.rounds import RoundClient
 from dadplug.hub.site.transport import ElasticTransport
 from dadplug.hub.wire.messages import Kind, SendState
@@ -80,6 +82,8 @@ class Case:
         keeps: bytes of frames that the site keeps for another hub, where steps may go on for ever; 0 for the default.
         saves: step after which the site writes that file, and ends.
         lies: from step `LIE` on, integers of its step header that the site replaces, by place.
+        harm: from step `LIE` on, what the site does to its first payload: see `HARM`; "samples" or "rows" for wrong
+            numbers at the beginning of those of factors; empty for nothing.
     """
 
     kit: str
@@ -114,6 +118,7 @@ class Case:
     keeps: int = 0
     saves: int = -1
     lies: dict[str, int] = field(default_factory=dict)
+    harm: str = ""
 
 
 def make_model() -> nn.Module:
@@ -212,6 +217,36 @@ def lie(case: Case, current: Callable[[], int]) -> None:
         return integers
 
     StepHeader.pack = packed
+
+
+HARM: dict[str, Callable[[bytes], list[bytes]]] = {
+    "short": lambda content: [content[:-8]],
+    "long": lambda content: [content + bytes(8)],
+    "twice": lambda content: [content, content],
+    "missing": lambda content: [],
+}
+_FIRST = 1  # number of the first gather of a plan in its channel
+
+
+def harm(case: Case, current: Callable[[], int]) -> None:
+    """Let the site send other payloads than it has; `current` returns the number of the step."""
+    send, launch = HubLink.send, FactorBucket.launch
+
+    def launched(bucket: FactorBucket, samples: int) -> None:
+        if current() >= LIE and case.harm == "rows":
+            bucket._rows[0] = 1000
+        launch(bucket, -1 if current() >= LIE and case.harm == "samples" else samples)
+
+    if case.harm not in HARM:
+        FactorBucket.launch = launched
+        return
+
+    def sent(link: HubLink, exchange: int, content: memoryview, kind: Kind = Kind.PAYLOAD, **rest: Any) -> None:
+        harms = current() >= LIE and kind is Kind.PAYLOAD and exchange % (1 << inbox.CHANNEL_BITS) == _FIRST
+        for each in HARM[case.harm](bytes(content)) if harms else [content]:
+            send(link, exchange, memoryview(each), kind, **rest)
+
+    HubLink.send = sent
 
 
 def await_other(case: Case, step: int) -> None:
@@ -324,6 +359,8 @@ def train(case: Case) -> None:
         refuses_what_needs_all_sites()
     die_inside(case, lambda: reduction.step)
     lie(case, lambda: reduction.step)
+    if case.harm:
+        harm(case, lambda: reduction.step)
     cold = reduction.state_dict()
     parts = {"model": model, "optimizer": optimizer, "reduction": reduction}
     restore(case, parts)

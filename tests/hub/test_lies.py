@@ -1,6 +1,8 @@
 """A hub that tells the sites different things, and members that send what no site sends."""
 
+import itertools
 import re
+import time
 
 import pytest
 import torch
@@ -106,34 +108,70 @@ def test_a_part_of_the_sites_that_is_smaller_than_min_sites_ends(tmp_path):
         assert [made for _, made in others] == [LIE] * 2
 
 
-# Members that lie: the others go on without them, or all are told whose header is invalid
+# Members that lie: the others go on without them, or all are told what is invalid and of whom
 
 LIES = {
     "samples -3": {2: -3},
     "samples 10**9": {2: 10**9},
     "samples 2**63-1": {2: (1 << 63) - 1},
+    "step 0": {0: 0},
+    "version 7": {1: 7},
     "fault 99": {4: 99},
     "culprit": {4: 3, 5: 1000},
     "finite": {6: 7},
     "batch": {11: -1},
     "flags": {12: 64},
     "rows": {-1: -5},
+    "rows 2**40": {-1: 1 << 40},
 }
+
+
+def check_left_out(tmp_path, hub, told, mode, steps=10, **attack):
+    """Check that two sites go on without a third one, from the step on in which it sends what is invalid."""
+    run = Run(tmp_path, hub, mode=mode, steps=steps)
+    run.start("ab")
+    run.start("c", **attack)
+    run.end("ab")
+    run.processes["c"].kill()  # it may wait for another run
+    lines = run.lines("a")
+    same_bits(lines, run.lines("b"))
+    present = {step: [0, 1, 2] if step < FIRST else [0, 1] for step in range(steps)}
+    same_bits(lines, idles(tmp_path / "idle", "abc", present, mode=mode))
+    assert told in run.processes["a"].read()[1], run.state()
+    assert any(f"a refuses c, which takes part already: {told}" in line for line in hub.log), hub.log
+    assert any("c has left: " in line for line in hub.log), hub.log
 
 
 @pytest.mark.parametrize(("lies", "mode"), [*((each, "dad") for each in LIES), ("samples 10**9", "dsgd")])
 def test_others_go_on_without_a_member_whose_header_is_invalid(tmp_path, lies, mode):
+    told = "site 2 (c) announces " if lies == "rows 2**40" else "site 2 (c) has sent an invalid step header: "
     with sealed_hub(tmp_path) as hub:
-        run = Run(tmp_path, hub, mode=mode, steps=10)
+        check_left_out(tmp_path, hub, told, mode, lies=LIES[lies])
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+@pytest.mark.parametrize(
+    ("harm", "mode"),
+    [
+        *itertools.product(["short", "long", "missing"], ["dad", "dsgd"]),
+        *itertools.product(["samples", "rows"], ["dad"]),
+    ],
+)
+def test_others_go_on_without_a_member_whose_payload_is_invalid(tmp_path, harm, mode, sealed):
+    lacks = "site 2 (c) has ended the round without its payload"
+    told = lacks if harm in ("short", "long", "missing") else "site 2 (c) has sent an invalid payload"
+    with sealed_hub(tmp_path, sealed=sealed) as hub:
+        check_left_out(tmp_path, hub, told, mode, harm=harm)
+
+
+def test_what_a_member_sends_besides_is_ignored(tmp_path):
+    with sealed_hub(tmp_path) as hub:
+        run = Run(tmp_path, hub, mode="dad", steps=10)
         run.start("ab")
-        run.start("c", lies=LIES[lies])
+        run.start("c", harm="twice")
         run.end("abc")
-    lines = run.lines("a")
-    same_bits(lines, run.lines("b"))
-    present = {step: [0, 1, 2] if step < FIRST else [0, 1] for step in range(10)}
-    same_bits(lines, idles(tmp_path / "idle", "abc", present, mode=mode))
-    told = run.processes["a"].read()[1]
-    assert "site 2 (c) has sent an invalid step header: " in told, told
+    same_bits(run.lines("a"), run.lines("c"))
+    same_bits(run.lines("a"), idles(tmp_path / "idle", "abc", {step: [0, 1, 2] for step in range(10)}, mode="dad"))
 
 
 @pytest.mark.parametrize("lies", ["samples -3", "fault 99"])
@@ -145,3 +183,34 @@ def test_all_are_told_whose_header_is_invalid_where_all_have_to_stay(tmp_path, l
         run.end("ab", 1)
     for name in "ab":
         assert "MismatchError: site 1 (b) has sent an invalid step header: " in run.processes[name].read()[1]
+
+
+def test_a_member_that_sends_nothing_that_others_wait_for_is_dropped(tmp_path):
+    """It is connected, and its payload is awaited before the round is closed, as that of a second round is."""
+
+    def exchange(link):
+        transport = ElasticTransport(link, Traffic(), 2.0, Requirements(1, 60_000))
+        gather = transport.gather([4] * 3, torch.float32)
+        if link.rank == 2:
+            time.sleep(4.0)
+            return None
+        gather.payload.fill_(link.rank + 1)
+        gather.launch()
+        gather.collect()
+        transport.close_round()
+        return [each.tolist() for each in gather.wait()], transport.present
+
+    with sealed_hub(tmp_path) as hub, linked(hub, 3) as links:
+        found = together(lambda rank: exchange(links[rank]), 3)
+        assert any("c has left: 2 sites refuse it: it has sent nothing in step 1 for 2 s" in each for each in hub.log)
+    assert found[:2] == [([[1.0] * 4, [2.0] * 4, [0.0] * 4], [0, 1])] * 2
+
+
+def test_a_run_ends_where_too_few_sites_are_left(tmp_path):
+    with running_hub(tmp_path / "kits", ("a", "b")) as hub:
+        run = Run(tmp_path, hub, steps=10, min_sites=2)
+        run.start("a")
+        run.start("b", harm="short")
+        run.end("a", 1)
+        run.processes["b"].kill()
+    assert "1 of 2 sites are left, and this run needs 2" in run.processes["a"].read()[1]

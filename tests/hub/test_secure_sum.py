@@ -3,7 +3,7 @@
 import pytest
 import torch
 from elastic_runs import ENDED, Run, presence, same_bits
-from elastic_site import batch, make_model
+from elastic_site import LIE, batch, make_model
 from running_hub import running_hub
 from sealed_sites import sealed_hub
 from torch import nn
@@ -60,6 +60,34 @@ def test_a_site_that_is_lost_and_returns(tmp_path, hub_of):
     alone = list(present.values()).count([0, 1, 2])
     assert three in (alone, alone + 1)  # and that to which it came, unknown
     assert after == len(present) - 3 - alone
+
+
+@pytest.mark.parametrize(("leave", "how"), [(0, "late"), (2, "sent"), (0, "header")])
+def test_a_site_that_leaves_between_its_key_and_its_sum(tmp_path, leave, how):
+    with sealed_hub(tmp_path, tuple("abcd")) as hub:
+        run = Run(tmp_path, hub, min_sites=3, steps=5, privacy=PRIVACY)
+        run.start("abc")
+        run.start("d", leave=leave, how=how)
+        run.end("abc")
+        lines = run.lines("a")
+        for name in "bc":
+            same_bits(lines, run.lines(name))
+    assert [line["present"] for line in lines.values()][leave:] == [[0, 1, 2]] * (5 - leave)
+    check_sums(lines)
+
+
+def test_sums_go_on_without_a_member_that_sends_no_key(tmp_path):
+    with sealed_hub(tmp_path, tuple("abcd")) as hub:
+        run = Run(tmp_path, hub, min_sites=3, steps=8, privacy=PRIVACY)
+        run.start("abc")
+        run.start("d", harm="missing")
+        run.end("abc")
+        run.processes["d"].kill()
+        lines = run.lines("a")
+        for name in "bc":
+            same_bits(lines, run.lines(name))
+    assert [line["present"] for line in lines.values()][LIE:] == [[0, 1, 2]] * (8 - LIE)
+    check_sums(lines)
 
 
 @pytest.mark.parametrize("hub_of", [running_hub, sealed_hub])

@@ -1,5 +1,7 @@
 """Layers whose gradients rankdad forms in a memory of all that it has not sent."""
 
+from functools import partial
+
 import pytest
 import support
 import torch
@@ -10,6 +12,7 @@ from torch import nn
 
 import dadplug
 from dadplug.exchange.factor_buckets import FactorBucket
+from dadplug.exchange.summed_buckets import SparseBucket, SummedBucket
 from dadplug.exchange.wire import wire_format
 from dadplug.lowrank import dispatch, portable
 from dadplug.options import Options
@@ -295,3 +298,52 @@ def test_the_form_that_the_user_has_stated_holds_for_a_loaded_state():
     other.encode("w", rows_of(30, generator), False)
     other.commit("w")
     assert list(other.state_dict()["errors"]["errors"]) == ["w"]
+
+
+def spoil(handler, launch) -> None:
+    """Launch a bucket with NaN in it, after it was found to be finite."""
+    bucket = next(
+        each for each in vars(handler).values() if isinstance(each, (SummedBucket, FactorBucket, SparseBucket))
+    )
+    if isinstance(bucket, FactorBucket):
+        left = bucket._own[0].left
+        left[0, -4:] = torch.tensor([torch.nan]).view(torch.int8) if left.dtype == torch.int8 else torch.nan
+    elif isinstance(bucket, SparseBucket):
+        bucket._views(bucket._gather.payload, 0)[1][0] = torch.nan
+    else:
+        bucket._flat[0] = torch.nan
+    launch()
+
+
+NAMED = r"at site 1 .*what it has sent of '2.weight'"
+SUMMED = "|".join([NAMED, "NaN or Inf in the sum of the sites' gradients of '2.weight'"])  # not if it is gathered
+
+
+@support.at_sites(2)
+def test_nan_under_a_header_that_states_finite_is_found_in_every_mode() -> None:
+    for mode, options, told in (
+        ("dad", {}, NAMED),
+        ("dad", {"wire": "int8"}, NAMED),
+        ("edad", {}, NAMED),
+        ("dsgd", {}, SUMMED),
+        ("dsgd", {"wire": "int8"}, NAMED),
+        ("powersgd", {"rank": 2}, SUMMED),
+        ("topk", {}, NAMED),
+    ):
+        model = nn.Sequential(nn.Linear(40, 48, False), nn.Tanh(), nn.Linear(48, 64, False))
+        reduction = dadplug.GradientReduction(model, mode, **options)
+        for step in range(4):
+            handler = reduction._planner._reducer._handlers[0] if step else None
+            launch = handler.launch if step else None
+            if step == 3 and dist.get_rank():
+                handler.launch = partial(spoil, handler, launch)
+            model.zero_grad()
+            model(torch.randn(16, 40)).square().sum().backward()
+            if step < 3:
+                reduction.synchronize()
+                continue
+            with pytest.raises(dadplug.NonFiniteError, match=told):
+                reduction.synchronize()
+            assert all(each.grad is None or bool(each.grad.isfinite().all()) for each in model.parameters()), mode
+            handler.launch = launch
+        reduction.detach()

@@ -549,6 +549,18 @@ def test_summed_step_sizes_are_the_shares_of_the_data_whatever_the_speeds(speeds
     assert sequencer.version > 0
 
 
+def test_what_a_site_states_of_its_data_and_samples_counts_for_a_bounded_part():
+    sequencer = Sequencer([0, 1, 2], Rules(0, 3, "keep"), balanced=True)
+    for site, data in enumerate((10, 20, 10**12)):
+        sequencer.declare(site, data)
+        sequencer.contribute(site, 0, 0, 0, samples=8 if site < 2 else 1 << 40)
+    entries = sequencer.decide().entries
+    assert [entry.samples for entry in entries] == [8, 8, 64 * 8]
+    total = sum(entry.samples for entry in entries)
+    shares = [entry.samples * entry.scale / total for entry in entries]
+    assert shares == pytest.approx([each / (10 + 20 + 64 * 20) for each in (10, 20, 64 * 20)])
+
+
 def test_sites_without_declared_data_are_waited_for_or_refused():
     sequencer = Sequencer(range(2), Rules(2, 1, "keep"), balanced=True)
     sequencer.declare(0, 10)

@@ -587,21 +587,28 @@ class Relay:
             receiver.send(pack_control(KeyMessage(session.slot, message.content), 0))
 
     def _exclude(self, session: Session, message: Exclude, now: float) -> None:
-        """End a site that joins, if a member refuses it before it has welcomed it; members cannot end each other.
+        """End a site that joins, if a member refuses it before it has welcomed it.
+
+        Members cannot end each other: a site that takes part is dropped if most of the others ask for it, and two of
+        them do; it may join again.
 
         Raises:
-            FrameError: if the project is not sealed.
+            FrameError: if the run needs all sites, and the project is not sealed.
         """
-        if not self.sealed:
-            raise FrameError("it refuses another site, which is for projects with sealed messages")
+        if not (self.sealed or self.run.elastic):
+            raise FrameError("it refuses another site, which is for projects with sealed messages and for elastic runs")
         excluded = self.sessions.get(("training", message.slot))
-        if excluded is None or session.waits or message.slot in session.refuses:
+        if excluded is None or session.waits or session.instance in excluded.refused_by:
             return
-        session.refuses.add(message.slot)
-        if session.slot in excluded.awaits:
+        excluded.refused_by.add(session.instance)
+        if self.sealed and session.slot in excluded.awaits:
             self.drop(excluded, f"{session.name} refuses it: {message.reason}", now)
-        else:
-            self.journal.write(f"{session.name} refuses {excluded.name}, which takes part already: {message.reason}")
+            return
+        self.journal.write(f"{session.name} refuses {excluded.name}, which takes part already: {message.reason}")
+        here = self._training()
+        votes = sum(each.instance in excluded.refused_by for each in here if each is not excluded)
+        if self.run.elastic and votes >= 2 and 2 * votes > len(here) - 1:
+            self._lose(excluded, f"{votes} sites refuse it: {message.reason}", now)
 
     def _serve(self, session: Session, request: bytes) -> None:
         for slot, reply in self._store.handle(session.slot, request):

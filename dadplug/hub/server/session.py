@@ -59,7 +59,7 @@ class Session(NumberedStream):
         ready: whether it can join, since it has made its model.
         offer: its message to all members about keys, where it is to join and messages are sealed.
         awaits: slots of the members that it joins, without those that have sent it their keys.
-        refuses: slots of the sites that it has asked the hub to end.
+        refused_by: instances of the sites that have asked the hub to end it.
         requests: numbers of the requests for a state that were made for it.
         reached: number of frames that it had acknowledged at the last tick.
         recovers: whether it took part in a run when it connected.
@@ -93,7 +93,7 @@ class Session(NumberedStream):
         self.waits = self.ready = False
         self.offer = b""
         self.awaits: set[int] = set()
-        self.refuses: set[int] = set()
+        self.refused_by: set[int] = set()
         self.requests: set[int] = set()
         self.reached = 0
         self.recovers = hello.channel == "training" and hello.position.life > 0

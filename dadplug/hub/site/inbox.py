@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 
 from ...errors import MismatchError
 from ..wire.messages import FRESH, Close, Continue, Head, Kind, Position, Repeat, SendState
@@ -28,15 +28,17 @@ class Incoming:
         buffer: room for it, of bytes.
         received: bytes that have arrived.
         done: whether all have.
+        spoilt: whether something else has arrived in its place, where that does not end the run.
     """
 
-    __slots__ = ("buffer", "done", "key", "received")
+    __slots__ = ("buffer", "done", "key", "received", "spoilt")
 
     def __init__(self, key: _Key, buffer: memoryview) -> None:
         self.key = key
         self.buffer = buffer
         self.received = 0
         self.done = not len(buffer)
+        self.spoilt = False
 
     def count(self, nbytes: int) -> None:
         """Count bytes as received."""
@@ -55,6 +57,9 @@ class Inbox:
     Attributes:
         expected_bytes: bytes that are expected and have not arrived.
         early_bytes: bytes that have not been expected so far.
+        last_step: returns the last step whose payloads are taken now, where steps are rounds that are closed; later
+            ones wait. So what a site takes in a round does not depend on when frames arrive. None where all are taken,
+            and a message that does not fit is an error.
     """
 
     def __init__(self, names: Sequence[str], rank: int, limit: int = MAX_EARLY_BYTES) -> None:
@@ -65,6 +70,7 @@ class Inbox:
         self._early: dict[_Key, deque[tuple[Head, memoryview]]] = {}
         self._target: Incoming | None = None  # of the frame that is arriving
         self.expected_bytes = self.early_bytes = 0
+        self.last_step: Callable[[], int | None] = lambda: None
 
     def expect(self, key: _Key, buffer: memoryview) -> Incoming:
         """Expect a message.
@@ -78,16 +84,31 @@ class Inbox:
         """
         incoming = Incoming(key, buffer)
         self.expected_bytes += len(buffer)
-        early = self._early.get(key)
-        while early and not incoming.done:
+        self._fill_early(incoming)
+        if not incoming.done:
+            self._expected.setdefault(key, deque()).append(incoming)
+        return incoming
+
+    def open_step(self) -> None:
+        """Take what has arrived early of a step that is open from now on, and is expected already."""
+        for key in self._early.keys() & self._expected.keys():
+            for incoming in list(self._expected[key]):
+                self._fill_early(incoming)
+                self._release(incoming)
+
+    def _fill_early(self, incoming: Incoming) -> None:
+        early = self._early.get(incoming.key)
+        while early and not incoming.done and self._takes(early[0][0]):
             head, piece = early.popleft()
             self.early_bytes -= len(piece)
             self._fill(incoming, head.offset, piece)
         if early is not None and not early:
-            del self._early[key]
-        if not incoming.done:
-            self._expected.setdefault(key, deque()).append(incoming)
-        return incoming
+            del self._early[incoming.key]
+
+    def _takes(self, head: Head) -> bool:
+        """Return whether a frame is of a step that is open, or over."""
+        last = self.last_step()
+        return last is None or head.kind is not Kind.PAYLOAD or head.step <= last
 
     def room(self, head: Head) -> memoryview:
         """Return room for the body of a frame that is arriving; a frame that was lost before its end is forgotten.
@@ -96,10 +117,13 @@ class Inbox:
             MismatchError: if it does not fit what is expected, or too much has arrived that is not expected.
         """
         expected = self._expected.get((head.kind, head.slot, head.exchange))
-        if expected:
-            self._target = expected[0]
-            return self._part(expected[0], head.offset, head.length)
         self._target = None
+        if expected and self._takes(head):
+            part = self._part(expected[0], head.offset, head.length)
+            if part is None:
+                return memoryview(bytearray(head.length))
+            self._target = expected[0]
+            return part
         if self.early_bytes + head.length > self._limit:
             raise MismatchError(
                 f"{self.early_bytes >> 20} MB have arrived at {self._name(self._rank)} that belong to no exchange "
@@ -118,7 +142,7 @@ class Inbox:
             self._target.count(head.length)
             self.expected_bytes -= head.length
             self._release(self._target)
-        elif expected := self._expected.get(key):  # since its first bytes have arrived
+        elif (expected := self._expected.get(key)) and self._takes(head):  # or its first bytes came before
             self._fill(expected[0], head.offset, body)
             self._release(expected[0])
         else:
@@ -142,15 +166,19 @@ class Inbox:
             for incoming in list(self._expected[key]):
                 self.cancel(incoming)
 
-    def forget(self, slot: int, first: int = 0, last: int = 1 << 63) -> None:
-        """Forget what a site has sent and was not expected, but for its call.
+    def forget(self, slot: int | None = None, first: int = 0, last: int = 1 << 63, channel: int | None = None) -> None:
+        """Forget what sites have sent and was not expected, but for their calls.
 
         Args:
-            slot: the site.
+            slot: the site; None for all.
             first: the first step whose messages are forgotten.
             last: the last one.
+            channel: first number of the exchanges that are forgotten; None for those of all channels.
         """
-        for key in [key for key in self._early if key[1] == slot and key[2] != CALLS]:
+        for key in list(self._early):
+            of = key[2] >> CHANNEL_BITS << CHANNEL_BITS
+            if key[2] == CALLS or slot not in (None, key[1]) or channel not in (None, of):
+                continue
             early = self._early.pop(key)
             kept = deque(each for each in early if not first <= each[0].step <= last)
             self.early_bytes -= sum(len(piece) for _, piece in early) - sum(len(piece) for _, piece in kept)
@@ -210,13 +238,20 @@ class Inbox:
             del self._expected[incoming.key]
 
     def _fill(self, incoming: Incoming, offset: int, piece: memoryview) -> None:
-        self._part(incoming, offset, len(piece))[:] = piece
-        incoming.count(len(piece))
-        self.expected_bytes -= len(piece)
+        if (part := self._part(incoming, offset, len(piece))) is not None:
+            part[:] = piece
+            incoming.count(len(piece))
+            self.expected_bytes -= len(piece)
 
-    def _part(self, incoming: Incoming, offset: int, length: int) -> memoryview:
-        if offset != incoming.received or offset + length > len(incoming.buffer):
-            kind, slot, _ = incoming.key
+    def _part(self, incoming: Incoming, offset: int, length: int) -> memoryview | None:
+        """Return the place of a piece in a message; None where it has none, and the run goes on."""
+        kind, slot, _ = incoming.key
+        fits = offset == incoming.received and offset + length <= len(incoming.buffer)
+        if kind is Kind.PAYLOAD and self.last_step() is not None:
+            incoming.spoilt |= not fits
+            if incoming.spoilt:
+                return None
+        elif not fits:
             sender = "the hub" if kind is Kind.SUM else self._name(slot)
             raise MismatchError(
                 f"{sender} sends {self._name(self._rank)} another message than it expects, one of "

@@ -84,6 +84,7 @@ class HubLink(HubConnection):
         self._pause = ""
         self._channels = 0
         self.rounds = RoundClient(self)
+        self.inbox.last_step = lambda: self.step if self.rounds.elastic else None
 
     def _choose_piece_bytes(self) -> None:
         if self.world_size > 2 or self.kit.roster.hub_at is None:
@@ -175,8 +176,8 @@ class HubLink(HubConnection):
             self._take_message(head, body)
 
     def _take_message(self, head: Head, body: memoryview) -> None:
-        if head.kind is Kind.PAYLOAD:
-            self.rounds.compare(head)
+        if head.kind is Kind.PAYLOAD and not self.rounds.takes(head):
+            return
         self.inbox.complete(head, body)
 
     def _take_opened(self, head: Head, content: bytes) -> None:
@@ -382,9 +383,10 @@ class HubLink(HubConnection):
             SiteError: if the link has failed.
             MismatchError: if the hub has given the sites different information.
         """
+        if kind is Kind.PAYLOAD:
+            tag = self.rounds.mark()
         self.rounds.check()
         if len(content) and not (kind is Kind.PAYLOAD and self.rounds.behind):
-            tag = self.rounds.history.mark(self.step) if kind is Kind.PAYLOAD else tag
             self.post(Head(kind, self.rank if slot is None else slot, self.step, exchange, tag=tag), content, soon)
 
     def expect(self, slot: int, exchange: int, buffer: memoryview, kind: Kind = Kind.PAYLOAD) -> Incoming:

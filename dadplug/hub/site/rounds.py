@@ -11,8 +11,9 @@ from ...errors import DadplugError, DroppedError, MismatchError, SealingError, S
 from ...exchange.calls import ASK_SECONDS
 from ...exchange.handshake import Deadline
 from ...exchange.transport import Requirements
+from ...support.logs import get_logger
 from ..secure.epochs import DIGEST_BYTES
-from ..wire.messages import IDLE, Close, Head, Joined, Kind, Position, RoundKind, SendState
+from ..wire.messages import IDLE, Close, Exclude, Head, Joined, Kind, Position, RoundKind, SendState
 from ..wire.streams import ELASTIC_HUB_TIMEOUT
 from .calls import check_calls, mismatch
 from .history import RoundHistory
@@ -20,6 +21,7 @@ from .inbox import CALLS, Incoming, StateRequests
 
 _ANNOUNCED = struct.Struct(f"<Q{DIGEST_BYTES}s")  # size of a state, and the history that it belongs to
 _SIZE_EXCHANGE, _STATE_EXCHANGE = 0, 1  # numbers of the two messages of a state
+_log = get_logger(__name__)
 
 
 class RoundClient:
@@ -53,8 +55,9 @@ class RoundClient:
         self.elastic = self.joins = self.skips = False
         self.closed = 0
         self.absent: frozenset[int] = frozenset()
-        # The same, and the number of contributors, by round that has been closed and not ended here.
-        self._closes: dict[int, tuple[frozenset[int], int]] = {}
+        # The same, the contributors and those that have joined, by round that has been closed and not ended here.
+        self._closes: dict[int, tuple[frozenset[int], set[int], set[int]]] = {}
+        self._accused: set[int] = set()  # sites that the hub has been asked to drop
         self.joined: set[int] = set()
         self.listens = False
         self.requirements: Requirements | None = None
@@ -104,7 +107,7 @@ class RoundClient:
 
     def lacks(self, slot: int) -> bool:
         """Return whether a site is not part of the open round of this site, as far as it is known."""
-        return slot in self._closes.get(self._link.step, ((), 0))[0]
+        return slot in self._closes.get(self._link.step, ((),))[0]
 
     def take_close(self, message: Close) -> None:
         """Take the announcement that a round has been closed. To be called with the link's lock held."""
@@ -112,25 +115,31 @@ class RoundClient:
         if not self.elastic or message.step <= self.closed:
             return
         present, contributors = {*range(link.world_size)} - link.gone.keys(), {*message.contributors}
-        self.history.close(message.step, message.contributors, self.joined)
-        self._check_history()
+        absent = frozenset(range(link.world_size)) - contributors | self.joined
+        self.closed, self._closes[message.step] = message.step, (absent, contributors, {*self.joined})
+        self._accused -= self.joined
+        self.joined.clear()
+        self.listens = False
+        if message.step == link.step:
+            link.inbox.cancel_all(Kind.PAYLOAD, absent)  # what they send from now on belongs to later rounds
         if strange := contributors - present or (set() if self.skips else present - contributors):
             names = ", ".join(link.name(slot) for slot in sorted(strange))
             how = "with what has left:" if strange & link.gone.keys() else "without what is present:"
             self._refuse_close(f"{link.hub} has closed round {message.step} {how} {names}")
-        absent = frozenset(range(link.world_size)) - contributors | self.joined
-        self.joined.clear()
-        self.listens = False
-        self.closed, self._closes[message.step] = message.step, (absent, len(contributors))
-        if message.step == link.step:
-            link.inbox.cancel_all(Kind.PAYLOAD, absent)  # what they send from now on belongs to later rounds
 
     # What the hub says
 
-    def compare(self, head: Head) -> None:
-        """Compare the digest of a payload's sender with that of this site. To be called with the link's lock held."""
+    def takes(self, head: Head) -> bool:
+        """Compare the digest of a payload's sender with that of this site. To be called with the link's lock held.
+
+        Returns:
+            Whether the payload counts; not one of a round that is not open yet, which no site can send.
+        """
+        if self.elastic and head.step > self.closed + 1:
+            return False
         self.history.compare(head.slot, head.step, head.tag)
         self._check_history()
+        return True
 
     def check(self) -> None:
         """Raise MismatchError if this site does not accept what the hub says, or has said to another site."""
@@ -143,12 +152,19 @@ class RoundClient:
             link = self._link
             self._refuse_close(
                 f"{link.name(slot)} and {link.name(link.rank)} got different information from {link.hub} about the "
-                f"rounds before round {step}: which sites have taken part, left or joined"
+                f"rounds before round {step}: which sites have taken part, left or joined, or what one of them has sent"
             )
 
     def _refuse_close(self, reason: str) -> None:
         at_fault = "The run ends, since the sites' weights would differ: the hub, or who controls it, is at fault"
         self.refuse(MismatchError(f"{reason}. {at_fault}"))
+
+    def mark(self) -> int:
+        """Return the tag of this site's frames of the open round; those of the rounds before have been read then."""
+        with self._link.lock:
+            self.history.finish()
+            self._check_history()
+            return self.history.mark(self._link.step)
 
     def refuse(self, error: DadplugError) -> None:
         """Refuse to go on, and let the others find that out. To be called with the link's lock held."""
@@ -157,7 +173,9 @@ class RoundClient:
             return
         self.refusal = error
         if not self.joins and link.sealing.has_keys:  # no site has the mark of this frame, so that the others end, too
-            step, mark = self.history.open_step, self.history.other_mark
+            self.history.finish()
+            step = max(self.history.open_step, self.closed + 1)
+            mark = self.history.other_mark(step)
             link._frames.send_message(Head(Kind.PAYLOAD, link.rank, step, CALLS, tag=mark), b"\0")
 
     # Rounds
@@ -204,16 +222,47 @@ class RoundClient:
         self._wait_until(over, timeout, f"{what}: another site is stopped or busy")
         with link.lock:
             self.check()
-            self.absent, count = self._closes.pop(number)
+            self.absent, contributors, joined = self._closes.pop(number)
+            self.history.close(number, contributors, joined)
+            self._check_history()
             link.step = number + 1
             for slot in self.absent:
                 link.inbox.forget(slot, last=number)
-        if kind is RoundKind.FIRST and self.requirements is not None and count < self.requirements.min_sites:
+            link.inbox.open_step()
+        count, needed = len(contributors), self.requirements.min_sites if self.requirements else 0
+        if kind is RoundKind.FIRST and count < needed:
             raise MismatchError(
-                f"{link.hub} has closed round {number} with {count} sites, and this run needs "
-                f"{self.requirements.min_sites}: the hub, or who controls it, is at fault"
+                f"{link.hub} has closed round {number} with {count} sites, and this run needs {needed}: the hub, or "
+                "who controls it, is at fault"
             )
         return self.absent
+
+    @property
+    def apart(self) -> set[int]:
+        """Slots of the sites of the last round that this site has ended which do not know that they were left out."""
+        return {slot for slot, step in self.history.apart if step == self._link.step - 1}
+
+    def leave_out(self, slot: int, reason: str) -> None:
+        """Leave a site out of the last round, since what it has sent is invalid; all sites find the same.
+
+        The hub drops the site once most of the others ask for that; it may join again.
+
+        Args:
+            slot: the site.
+            reason: what it has sent.
+        """
+        link = self._link
+        with link.lock:
+            self.history.leave_out(slot)
+        self._accuse(slot, reason)
+
+    def _accuse(self, slot: int, reason: str) -> None:
+        """Ask the hub to drop a site, once until it joins again."""
+        link = self._link
+        if slot not in self._accused and slot != link.rank:
+            self._accused.add(slot)
+            _log.warning("this step goes on without %s, which the hub is asked to drop: %s", link.name(slot), reason)
+            link.post_control(Exclude(slot, reason))
 
     def gather(self, exchange: int, buffers: Sequence[memoryview], timeout: float) -> frozenset[int]:
         """Gather messages in a round of its own.
@@ -262,14 +311,28 @@ class RoundClient:
         link = self._link
 
         def over() -> bool:
-            return self.closed >= number or all(each.done or each.key[1] in link.gone for each in incoming)
+            settled = (each.done or each.spoilt or each.key[1] in link.gone for each in incoming)
+            return self.closed >= number or all(settled)
 
-        what = f"a site has sent nothing in step {number} for {timeout:g} s, though the hub is connected to it"
-        self._wait_until(over, timeout, what)
+        what = f"has sent nothing in step {number} for {timeout:g} s, though the hub is connected to it"
+        if not self._waits_until(over, timeout):
+            silent = [each.key[1] for each in incoming if not (each.done or each.spoilt or each.key[1] in link.gone)]
+            for slot in silent:
+                self._accuse(slot, f"it {what}")
+            self._wait_until(over, timeout, f"{', '.join(map(link.name, silent))} {what}")
         return {each.key[1] for each in link.cancel(incoming)}
 
     def _wait_until(self, over: Callable[[], bool], timeout: float, failure: str, dropped: bool = False) -> None:
-        """Exchange messages until a condition holds, or this site is dropped, unless it is known that it has been."""
+        """Wait as `_waits_until`; raise SiteError, with a text, if the condition does not hold in time."""
+        if not self._waits_until(over, timeout, dropped):
+            raise SiteError(failure)
+
+    def _waits_until(self, over: Callable[[], bool], timeout: float, dropped: bool = False) -> bool:
+        """Exchange messages until a condition holds, or this site is dropped, unless it is known that it has been.
+
+        Returns:
+            Whether it holds.
+        """
         patience = Deadline(min(ASK_SECONDS, timeout))
 
         def left() -> int:
@@ -282,8 +345,7 @@ class RoundClient:
                 raise DroppedError(f"the hub has dropped this site: {self.dropped}")
             return 1
 
-        if not self._link.converse(left, timeout, any_frame=True):  # large ones take long over a slow connection
-            raise SiteError(failure)
+        return bool(self._link.converse(left, timeout, any_frame=True))  # large frames take long over a slow connection
 
     # State of a site that joins
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ...errors import KitError, MismatchError, RefusedError, SealingError, SiteError
 from ...exchange.factory import register_network
+from ...exchange.fields import checked
 from ...exchange.restrictions import impose_restrictions, lift_restrictions
 from ...exchange.status import describe, watch_exit
 from ...exchange.traffic import Traffic
@@ -118,7 +119,9 @@ class SiteRuntime:
     def _exchange_counts(self, count: int) -> list[int]:
         assert self._hub is not None
         own = own_release()
-        versions, counts = zip(*self._hub.gather_objects((own, count)), strict=True)
+        every = self._hub.gather_present((own, count))
+        every = checked(every, tuple[str, int], "version", self._hub, lambda each: each[1:])
+        versions, counts = zip(*every.values(), strict=True)
         if any(wire_of(version) != wire_of(own) for version in versions):
             pairs = ", ".join(f"{self.link.name(slot)} {version}" for slot, version in enumerate(versions))
             raise MismatchError(f"the sites run different versions of dadplug: {pairs}")

@@ -26,10 +26,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...errors import MismatchError, SiteError
+from ...errors import DamagedError, MismatchError, SiteError
 from ...exchange import codec
-from ...exchange.calls import tagged, untagged
+from ...exchange.calls import decode_tagged, tagged, untagged
 from ...exchange.codec import check_lengths, decode_objects, encode_object
+from ...exchange.fields import minority
 from ...exchange.framing import bytes_of
 from ...exchange.restrictions import check_declared
 from ...exchange.status import PeerNames, watch_exit
@@ -158,9 +159,19 @@ class CollectiveTransport(Transport):
     def gather_present(self, item: Any) -> dict[int, Any]:
         own, refusal = encode_object(tagged(item))
         check_declared(len(own))
-        every = self.gather_bytes(own)
-        objects = decode_objects(every.items(), refusal, self.sites.__getitem__)
-        return untagged(dict(zip(every, objects, strict=True)), self.sites)
+        objects: dict[int, Any] = {}
+        for rank, content in self.gather_bytes(own).items():
+            try:
+                objects[rank] = decode_tagged(decode_objects([(rank, content)], refusal, self.sites.__getitem__)[0])
+            except (DamagedError, TypeError) as error:
+                if refusal is not None:
+                    raise
+                self.leave_out(rank, error)
+        apart = minority({rank: function for rank, (function, *_) in objects.items()})
+        for rank in apart if self.elastic and self.rank not in apart else ():
+            place = objects.pop(rank)[1]
+            self.leave_out(rank, MismatchError(f"{self.sites[rank]} is in {place}, and most sites are not"))
+        return untagged(objects, self.sites)
 
     def gather_bytes(self, own: bytes) -> dict[int, memoryview]:
         """Gather byte strings of the sites that are present, by rank; where sites may leave, in a round of its own.
@@ -172,7 +183,12 @@ class CollectiveTransport(Transport):
         sizes.launch()
         # 0 for a site that is not there; one that was absent in the last round may have joined since
         lengths = [int(size) for size in (sizes.wait() if self._in_step else sizes.collect())]
-        check_lengths(lengths, self.sites.__getitem__)
+        for rank, length in enumerate(lengths):
+            try:
+                check_lengths([length], lambda _: self.sites[rank])  # noqa: B023
+            except DamagedError as error:
+                self.leave_out(rank, error)
+                lengths[rank] = 0
         gather = self.gather_once(lengths, torch.uint8)
         if lengths[self.rank]:  # else nothing that this site sends counts
             gather.payload.copy_(torch.frombuffer(bytearray(b"\0" + own), dtype=torch.uint8))
@@ -388,6 +404,7 @@ class ElasticTransport(HubTransport):
         group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(link, traffic, timeout, group)
+        self.launched: list[ElasticGather] = []  # gathers that are not settled
         self._requirements = requirements
         self.joins = self.listens = link.rounds.joins
         if not self.joins:
@@ -427,9 +444,27 @@ class ElasticTransport(HubTransport):
             self._in_step = True
             self.link.rounds.first = number
             self._collectives = 0
+        for rank in self.link.rounds.apart & {*self.present}:
+            self.leave_out(rank, MismatchError(f"{self.sites[rank]} goes on, though it was left out of a round before"))
+        launched, self.launched = self.launched, []
+        for gather in launched:  # payloads may be launched in a collective's round, and counted in that of the step
+            if self._in_step or gather.exchange & _COLLECTIVES:
+                gather.finish()
+            else:
+                self.launched.append(gather)
+
+    def leave_out(self, rank: int, error: Exception) -> None:
+        self.absent |= {rank}
+        self.link.rounds.leave_out(rank, str(error))
+        left, needed = len(self.present), self._requirements.min_sites
+        if self._in_step and left < needed:
+            raise MismatchError(f"{error}. {left} of {self.world_size} sites are left, and this run needs {needed}")
 
     def end_step(self) -> None:
         self._in_step = self.listens = False
+        self.launched.clear()
+        with self.link.lock:  # what was sent besides payloads
+            self.link.inbox.forget(last=self.link.step - 1, channel=self.channel)
 
     @property
     def behind(self) -> bool:
@@ -462,6 +497,7 @@ class ElasticTransport(HubTransport):
             self.link.rounds.rejoin(self.timeout)
         self.joins = self.listens = True
         self._in_step = False
+        self.launched.clear()
 
     def receive_state(self, most: int) -> Any:
         if not self.joins:
@@ -505,7 +541,9 @@ class ElasticGather(HubGather):
     def launch(self) -> None:
         self.missing = set()
         self._round = self._transport.link.step
+        self._transport.launched.append(self)
         if self._transport.silent:
+            self._transport.link.rounds.mark()  # as at the sites that send
             self.post()
         else:
             super().launch()
@@ -513,6 +551,8 @@ class ElasticGather(HubGather):
     def wait(self) -> list[Tensor]:
         transport = self._transport
         self.collect()
+        if transport.link.rounds.closed >= self._round:
+            self.finish()
         self._blank(transport.absent | {transport.rank} if transport.listens else transport.absent)
         return self.payloads
 
@@ -522,22 +562,32 @@ class ElasticGather(HubGather):
             with transport.traffic.waiting():
                 lost = transport.link.rounds.wait_for(self._incoming, self._round, transport.timeout)
             self._incoming = []
-            self._check(lost)
             self._blank(lost)
         return self.payloads
 
-    def _check(self, missing: Set[int]) -> None:
-        """Raise MismatchError if a site has taken part in the round without its payload.
+    def finish(self) -> None:
+        """Leave out the sites that have taken part in the round without their payloads, once it is closed.
 
-        A site that joins gets what has been sent in this round, but not what was sent in an earlier one.
+        Raises:
+            MismatchError: if no other site has sent its payload, since all have begun other exchanges, or since this
+                site joins: it gets what has been sent in this round, but not what was sent in an earlier one.
         """
-        transport, gone = self._transport, self._transport.link.gone
-        for rank in sorted(missing - transport.absent - gone.keys()):
+        self.collect()
+        transport, inbox = self._transport, self._transport.link.inbox
+        lacking = sorted(self.missing - transport.absent - transport.link.gone.keys())
+        others, last = {*transport.present} - {transport.rank}, transport.link.step - 1
+        alone = lacking and others == {*lacking}
+        if alone and (transport.listens or all(inbox.begun_by(each, last) for each in others)):
             raise MismatchError(
-                f"{transport.sites[rank]} has ended the round without its payload of {self.payloads[rank].numel()} "
-                "elements: is nothing else exchanged between backward() and synchronize() when a site joins? "
-                f"Otherwise {transport.sites.mismatch()}"
+                f"{self._describe(lacking[0])}: is nothing else exchanged between backward() and synchronize() when a "
+                f"site joins? Otherwise {transport.sites.mismatch()}"
             )
+        for rank in lacking:
+            transport.leave_out(rank, MismatchError(self._describe(rank)))
+
+    def _describe(self, rank: int) -> str:
+        count = self.payloads[rank].numel()
+        return f"{self._transport.sites[rank]} has ended the round without its payload of {count} elements"
 
     def _blank(self, ranks: Set[int]) -> None:
         for rank in ranks - self.missing:

@@ -160,7 +160,8 @@ class RankDAD(Method):
 
     def __init__(self, options: MethodOptions) -> None:
         super().__init__(options)
-        self.max_rank = self.largest_rank = options.largest_rank
+        self.max_rank: int = options.largest_rank
+        self.largest_rank = options.largest_rank
         self.merger = self._make_merger(options)
         self._iterations = options.iterations
         self._keeps_rows = options.error_feedback is None

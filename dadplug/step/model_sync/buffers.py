@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ...errors import DamagedError, MismatchError
 from ...exchange import Transport, codec
-from ...exchange.fields import COUNT
+from ...exchange.fields import COUNT, checked
 from ...exchange.status import PeerNames
 from .sameness import as_bytes, dense_buffers, flattened, write
 
@@ -82,7 +82,7 @@ def average_buffers(model: nn.Module, transport: Transport, weight: float) -> No
     buffers = [*dense_buffers(model).values()]
     if transport.world_size == 1 or not buffers:
         return
-    weights = transport.gather_present(weight)
+    weights = checked(transport.gather_present(weight), float, "weight", transport, lambda each: [each])
     total, equal = sum(weights.values()), 1 / len(weights)
     average_tensors(buffers, transport, {rank: each / total if total else equal for rank, each in weights.items()})
 
@@ -176,7 +176,8 @@ class MovingBuffers:
             transport: the transport.
             shares: share of each site, by rank, with which the means of these buffers are taken now; None for later.
         """
-        names = {name for changed in transport.gather_present(self.changed()).values() for name in changed}
+        every = checked(transport.gather_present(self.changed()), list[str], "list of buffers", transport)
+        names = {name for changed in every.values() for name in changed}
         new = [buffer for name, buffer in sorted(dense_buffers(self._model).items()) if name in names]
         self.names = sorted({*self.names, *names})
         if shares is not None:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ...errors import MismatchError
 from ...exchange import Transport
+from ...exchange.fields import checked
 from ...hooks import CallOverride, eager
 from ...support.logs import get_logger
 from ...support.schedules import version_of
@@ -75,7 +76,10 @@ class LookedUpRows:
             for table in self._tables:
                 renormalise(table)
             return
-        every = [*transport.gather_present([lookups.take() for lookups in self._lookups]).values()]
+        own = [lookups.take() for lookups in self._lookups]
+        every = checked(transport.gather_present(own), list[Tensor], "list of rows", transport).values()
+        if {len(site) for site in every} != {len(own)}:
+            raise MismatchError("the sites look up rows of different numbers of tables: do all run the same model?")
         for number, table in enumerate(self._tables):
             renormalise(table, torch.cat([site[number] for site in every]).unique())
 
@@ -199,19 +203,22 @@ def check_alike(description: dict[str, str], transport: Transport) -> None:
     Raises:
         MismatchError: on every site, naming the first difference.
     """
-    for first_site, first, site, other in _pairs(description, transport):
+    for first_site, first, site, other in _pairs(description, dict[str, str], transport):
         compare(first, other, first_site, site)
 
 
-def _pairs(own: Item, transport: Transport, digests: Sequence[int] = ()) -> Iterator[tuple[str, Item, str, Item]]:
+def _pairs(
+    own: Item, kind: Any, transport: Transport, digests: Sequence[int] = ()
+) -> Iterator[tuple[str, Item, str, Item]]:
     """Gather an object from each site; yield name and object of the first site, and of each other one.
 
     Args:
         own: this site's object.
+        kind: its type.
         transport: the transport.
         digests: of each site; 0 for sites that are left out. All sites are compared where there are none.
     """
-    every = transport.gather_present(own)
+    every = checked(transport.gather_present(own), kind, "description", transport)
     (lowest, first), *others = [(rank, each) for rank, each in every.items() if not digests or digests[rank]]
     for rank, other in others:
         yield transport.sites[lowest], first, transport.sites[rank], other
@@ -256,7 +263,8 @@ def raise_problems(problem: str, transport: Transport) -> None:
         problem: what is wrong at this site; empty if nothing is.
         transport: the transport, closed before an error.
     """
-    for rank, found in enumerate(transport.gather_objects(problem)):
+    every = transport.gather_present(problem)
+    for rank, found in checked(every, str | None, "problem", transport).items():
         if found:
             text = problem or f"{transport.sites[rank]}: {found}"
             transport.close()
@@ -275,7 +283,7 @@ def check_values(model: nn.Module, names: Collection[str], transport: Transport)
         MismatchError: on every site, if names or values differ; nothing has been changed then.
     """
     own = {name: fingerprint(each) for name, each in model.named_parameters() if name in names}
-    for first_site, first, site, other in _pairs(own, transport):
+    for first_site, first, site, other in _pairs(own, dict[str, int], transport):
         for name in [*first, *other]:
             if first.get(name) != other.get(name):
                 raise MismatchError(
@@ -294,7 +302,9 @@ def broadcast_model(model: nn.Module, transport: Transport) -> None:
     every: list[list[int]] = []
     if transport.device.type == "cpu" and transport.world_size > 1:  # between GPUs, sending is faster than comparing
         own = [fingerprint(flat) for flat, _ in flattened(_tensors(model).values())]
-        every = [*transport.gather_present(own).values()]
+        every = [*checked(transport.gather_present(own), list[int], "list of digests", transport).values()]
+        if {len(digests) for digests in every} != {len(own)}:
+            raise MismatchError("the sites' models have tensors of different types: do all run the same model?")
     for place, (flat, tensors) in enumerate(flattened(_tensors(model).values())):
         if not every or len({digests[place] for digests in every}) > 1:
             _broadcast(flat, tensors, transport)
@@ -323,8 +333,8 @@ def first_difference(model: nn.Module, transport: Transport) -> str | None:
         The name of the first parameter that differs between sites; None if the replicas are equal.
     """
     own = {name: fingerprint(parameter) for name, parameter in model.named_parameters()}
-    every = [*transport.gather_present(own).values()]
-    return next((name for name in own if len({each[name] for each in every}) > 1), None)
+    every = checked(transport.gather_present(own), dict[str, int], "list of digests", transport).values()
+    return next((name for name in own if len({each.get(name) for each in every}) > 1), None)
 
 
 def fingerprint(tensor: Tensor) -> int:
@@ -466,7 +476,7 @@ class OptimizerSettings:
         """
         if _differ(digests):
             remedy = f", before step {step}. If intended, name it at all sites, such as may_differ=('lr',)"
-            for first_site, first, site, other in _pairs(self.described(), transport, digests):
+            for first_site, first, site, other in _pairs(self.described(), dict[str, str], transport, digests):
                 compare(first, other, first_site, site, remedy)
 
 
@@ -519,7 +529,7 @@ class Weights:
         if not _differ(digests):
             return
         self.last = 0  # until the next comparison
-        pairs = list(_pairs(self._sums(), transport, digests))
+        pairs = list(_pairs(self._sums(), dict[str, list[float]], transport, digests))
         for name, parameter in self._parameters():
             limit = _ROUNDING * torch.finfo(parameter.dtype).eps * (step + 1) ** 0.5
             for first_site, first, site, other in pairs:

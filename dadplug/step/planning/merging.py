@@ -13,6 +13,7 @@ import torch
 
 from ...exchange import Transport
 from ...exchange.codec import register
+from ...exchange.fields import checked
 from ...exchange.wire import wire_format
 from ...options import Options
 from ...support.schedules import current
@@ -92,7 +93,7 @@ def measure_link(transport: Transport) -> LinkCosts:
         summed = torch.zeros(size, device=transport.device)
         reducing = _fastest(lambda: transport.all_reduce(summed).wait())  # noqa: B023
         gather, reduce = (max(0.0, each - latency) / (4 * size) for each in (seconds, reducing))
-        if max(transport.gather_present(seconds).values()) > _FAST:
+        if max(checked(transport.gather_present(seconds), float, "time", transport).values()) > _FAST:
             break
     return LinkCosts(latency, gather, reduce, multiply)
 

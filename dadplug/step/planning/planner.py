@@ -14,6 +14,7 @@ from torch import nn
 
 from ...exchange import Transport
 from ...exchange.codec import register, register_family
+from ...exchange.fields import checked
 from ...hooks import Factor, Form
 from ...hooks.convolution import Geometry
 from ...hooks.factor import Write
@@ -29,7 +30,14 @@ from ..reducer.handler import StepHeader
 from ..reducer.reducer import Reducer, StepRequest
 from ..units.base import Unit, mark_agreed
 from ..units.factor import ChainedUnit, FactorUnit, LowrankUnit
-from .chains import collect_chain_reports, link_units, merge_chain_reports, order_followers_first, refusal
+from .chains import (
+    ChainReports,
+    collect_chain_reports,
+    link_units,
+    merge_chain_reports,
+    order_followers_first,
+    refusal,
+)
 from .choice import RankChoice
 from .merging import LinkCosts, Merging, measure_link
 from .partition import partition_parameters
@@ -67,6 +75,10 @@ class FirstStepReport:
     batch: int
     link: LinkCosts | None
     decoding: Decoding
+
+    def counts(self) -> list[int]:
+        """Return the numbers that are counts."""
+        return [self.samples, self.batch, *self.rows.values()]
 
     @classmethod
     def of(
@@ -434,7 +446,10 @@ class Planner:
         own = FirstStepReport.of(
             self.units, self._order, self._options.share_inputs, self._samples(), batch, self._link
         )
-        reports = [*self._transport.gather_present(own).values()]
+        every = checked(
+            self._transport.gather_present(own), FirstStepReport, "report", self._transport, FirstStepReport.counts
+        )
+        reports = [*every.values()]
         self._merging.link = LinkCosts.worst_of(each.link for each in reports)
         self._conclude(merge_reports(reports, self.units, self._method, self._transport.world_size))
 
@@ -642,7 +657,8 @@ class Planner:
     def _link_chains(self) -> bool:
         """Find the layers whose deltas are recomputed, with all sites; return whether any site had a gradient."""
         own = collect_chain_reports(self.units, self._capture)
-        found = merge_chain_reports([*self._transport.gather_present(own).values()], self.units)
+        every = checked(self._transport.gather_present(own), ChainReports, "report", self._transport)
+        found = merge_chain_reports([*every.values()], self.units)
         if found.seen and self._capture.tracer is not None:
             self._capture.tracer.stop_naming()
         if found.seen and not found.links:

@@ -20,7 +20,6 @@ from ...exchange.factor_buckets import (
     FactorPayload,
     IndexSlot,
     Slot,
-    StackedShares,
     finite,
     not_finite,
 )
@@ -59,7 +58,7 @@ class GatheredHandler(BucketHandler):
         self._present: set[str] = set()
         self._samples: list[int] = []  # of each sender, as its payload says
         self._rows: list[list[int]] = []  # that have arrived, by slot and sender
-        self._not_finite_at: list[tuple[int, str]] = []  # ranks and units, see `not_finite`
+        self._payloads: list[list[FactorPayload]] = []  # that have arrived, by slot and sender
         self._late: dict[tuple[int, int], FactorPayload] = {}  # of the second round, by slot and sender
         self._gradients: dict[str, tuple[Tensor, Tensor | None]] = {}
         self._deferred: dict[str, tuple[list[FactorPayload], list[float]]] = {}  # payloads and weights by unit
@@ -143,19 +142,24 @@ class GatheredHandler(BucketHandler):
     def extra_rows(self) -> list[int]:
         return self.bucket.extra_rows
 
+    def inspect(self) -> None:
+        self.bucket.inspect()
+
     def receive(self) -> None:
         self.timed("wait", None, self.bucket.wait)
         self._samples, payloads = self.bucket.receive()
         self._rows = [[*rows] for rows in self.bucket.received_rows]
-        self._not_finite_at = []
-        if self.context.options.check_finite and self.units[0].path == GradientPath.LOWRANK:  # few rows
-            for unit, by_sender in zip(self.units, payloads, strict=True):
-                for sender in by_sender.not_finite if type(by_sender) is StackedShares else not_finite(by_sender):
-                    self._not_finite_at.append((self.senders[sender], unit.name))
+        self._payloads = payloads
         self._decode(payloads, self._samples)
 
-    def not_finite(self) -> list[tuple[int, str]]:
-        return self._not_finite_at
+    def not_finite(self) -> list[tuple[int | None, str]]:
+        late = [(slot, sender) for (slot, sender), payload in self._late.items() if not payload.finite()]
+        found = [(self.senders[sender], self.units[slot].name) for slot, sender in late]
+        for unit, by_sender in zip(self.units, self._payloads, strict=False):  # none where others merge
+            formed = None if unit.path == GradientPath.LOWRANK else self._gradients.get(unit.name)  # else few rows
+            if formed is None or not all(finite(each) for each in formed if each is not None):
+                found += [(self.senders[sender], unit.name) for sender in not_finite(by_sender)]
+        return [*found]
 
     def _decode(self, payloads: Sequence[list[FactorPayload]], samples: Sequence[int]) -> None:
         """Form the gradients of what has arrived, but for units of which there are no rows: these may still come.

@@ -22,10 +22,9 @@ from torch import Tensor
 from ...errors import MismatchError, NonFiniteError
 from ...exchange import Gather, PeerNames, Transport
 from ...exchange.factor_buckets import FactorPayload, finite
-from ...exchange.fields import COUNT, NUMBER, check_all, check_fields, invalid
+from ...exchange.fields import COUNT, NUMBER, check_all, check_fields, invalid, minority
 from ...exchange.wire import WireFormat, wire_format
 from ...options import Options
-from ...support.logs import get_logger
 from ...support.registry import Registry
 from ...support.schedules import Decoding
 from ..fused import Deferral
@@ -34,7 +33,6 @@ from ..methods.base import GradientPath
 from ..units.base import Unit
 from .owners import Owners, Ownership
 
-_log = get_logger(__name__)
 _Result = TypeVar("_Result")
 
 
@@ -55,7 +53,9 @@ class Fault(IntEnum):
     MERGED = 6
     """NaN or Inf in the merged gradient of finite ones; never sent, since all sites find it."""
     SENT = 7
-    """NaN or Inf in low-rank factors of which the header states that they are finite; never sent, either."""
+    """NaN or Inf in what a site has sent, of which its header states that it is finite; never sent, either."""
+    SUMMED = 8
+    """NaN or Inf in a sum, where all headers state that the summands are finite; never sent, either."""
 
 
 class FaultLog:
@@ -221,7 +221,6 @@ class HeaderExchange:
         self._transport = transport
         self._units = units
         self._reference = reference
-        self._left_out: set[int] = set()  # of which the log has a warning
         size = _HEAD + 2 * units
         self._gather: Gather = transport.gather([size] * transport.world_size, torch.int64)
 
@@ -256,15 +255,19 @@ class HeaderExchange:
                 try:
                     headers[rank] = StepHeader.unpack(integers.tolist(), sites[rank], attached)
                 except MismatchError as error:
-                    self._leave_out(rank, error)
+                    transport.leave_out(rank, error)
         for rank in [*headers]:
             others = max([header.samples for other, header in headers.items() if other != rank], default=0)
             most = _MOST_SAMPLES * max(self._reference, others) if counts else 1
             if others and headers[rank].samples > most:
                 why = f"samples is {headers.pop(rank).samples}, where 0 to {most} is possible in this run"
-                self._leave_out(rank, invalid("step header", sites[rank], why))
+                transport.leave_out(rank, invalid("step header", sites[rank], why))
         if not headers:
             raise MismatchError("no site has sent a valid step header")
+        apart = minority({rank: (header.step, header.version) for rank, header in headers.items()})
+        for rank in apart if transport.elastic else ():
+            why = f"it is at step {headers[rank].step} of plan {headers.pop(rank).version}, and most sites are not"
+            transport.leave_out(rank, invalid("step header", sites[rank], why))
         lowest, first = next(iter(headers.items()))
         for rank, other in headers.items():
             if other.step != first.step:
@@ -279,15 +282,6 @@ class HeaderExchange:
                 )
         idle = StepHeader.idle(first.step, first.version, self._units)
         return [headers.get(rank, idle) for rank in range(transport.world_size)]
-
-    def _leave_out(self, rank: int, error: MismatchError) -> None:
-        """Continue without a site whose header is invalid, where that is possible."""
-        if not self._transport.elastic:
-            raise error
-        self._transport.absent |= {rank}
-        if rank not in self._left_out:
-            self._left_out.add(rank)
-            _log.warning("%s has no part in the steps in which it does so: %s", self._transport.sites[rank], error)
 
 
 def as_launched(headers: Sequence[StepHeader]) -> bool:
@@ -330,6 +324,12 @@ def raise_fault(
                 f"step {header.step}: mode 'edad' cannot recompute the gradient of {name!r} of {sites[rank]}: the "
                 "layer behind it had its weight changed, or its gradient alone cleared, between backward() and "
                 "synchronize(). Use mode='dad'. No gradient has been changed by this step"
+            )
+        if header.fault == Fault.SUMMED:
+            raise NonFiniteError(
+                f"step {header.step}: NaN or Inf in the sum of the sites' gradients of {name!r}, although the step "
+                "headers of all sites state that each is finite: a site has sent another one, or the sum leaves the "
+                "range of its type. No parameter has been changed by this step. Scale the loss, or pass wire='fp32'"
             )
         if header.fault == Fault.MERGED:
             raise NonFiniteError(
@@ -551,6 +551,12 @@ class BucketHandler(ABC):
         """Return, by unit, how many of this site's rows are sent in a second round."""
         return [0] * len(self.units)
 
+    def inspect(self) -> None:  # noqa: B027  (sums of numbers have nothing that can be invalid)
+        """Wait for the bucket, and leave out the sites whose payloads are invalid, where sites may be absent.
+
+        All sites call it once the first round of the step is closed, before they count the sites that are there.
+        """
+
     @abstractmethod
     def receive(self) -> None:
         """Wait for the bucket."""
@@ -595,8 +601,8 @@ class BucketHandler(ABC):
         """
         return False
 
-    def not_finite(self) -> list[tuple[int, str]]:
-        """Return the ranks of sites that have sent NaN or Inf, with the name of the unit, where that costs little.
+    def not_finite(self) -> list[tuple[int | None, str]]:
+        """Return the ranks of sites that have sent NaN or Inf, None where only a sum shows it, and the names of units.
 
         All sites return the same, and call it before any gradient is written.
         """

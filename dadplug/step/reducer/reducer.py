@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...errors import MismatchError
 from ...exchange import Transport
+from ...exchange.factor_buckets import finite
 from ...exchange.summed_buckets import AllReducedBucket
 from ...exchange.wire import WireFormat
 from ...options import Options
@@ -35,6 +36,9 @@ from .handler import (
     write_gradients,
 )
 from .owners import Owners
+
+_Late = tuple[str, torch.nn.Parameter, Tensor]
+"""The name of a unit, one of its parameters, and the agreed gradient of that, which no bucket carries."""
 
 
 class AttachedGradients(Protocol):
@@ -217,6 +221,8 @@ class Reducer:
         attached = [] if request.attached is None else request.attached.names
         receive = partial(self._headers.receive, len(attached), request.counts)
         # Where sites may be absent, all has arrived, and who has a part in the step is clear before sums are made.
+        for handler in self._handlers if context.transport.elastic else ():
+            handler.inspect()
         known = receive() if context.transport.elastic else []
         for handler in self._handlers:  # the first are decoded while the last are still on their way
             handler.receive()
@@ -224,10 +230,10 @@ class Reducer:
             for handler in self._handlers:
                 if number < handler.rounds:
                     handler.proceed(number)
-        headers = known or receive()
-        self._check_merged(headers)
-        headers = self._exchange_late(headers)
+        headers, late = self._exchange_late(known or receive())
+        self._check_sent(headers, late)
         write = _counts(headers)
+        write_gradients([(parameter, value) for _, parameter, value in late] if write else [])
         absent = context.transport.rank in context.transport.absent
         digests = [each.deferred for rank, each in enumerate(headers) if rank not in context.transport.absent]
         compare_digests(request.deferral, header.deferred, digests)
@@ -250,14 +256,18 @@ class Reducer:
             self._write_zeros(headers)
         return headers
 
-    def _check_merged(self, headers: Sequence[StepHeader]) -> None:
+    def _check_sent(self, headers: Sequence[StepHeader], late: Sequence[_Late]) -> None:
         """Record a fault in the headers, the same at all sites, where what has arrived or been merged is not finite."""
         if not self._context.options.check_finite or not _counts(headers):
             return
-        for rank, name in [each for handler in self._handlers for each in handler.not_finite()]:
-            header = headers[rank]
-            if header.finite and header.samples and not header.fault:
-                header.fault, header.finite, header.culprit = Fault.SENT, False, self._context.positions[name]
+        counted = next(rank for rank, header in enumerate(headers) if header.samples)
+        found = [each for handler in self._handlers for each in handler.not_finite()]
+        found += [(None, name) for name, _, value in late if not finite(value)]
+        for rank, name in sorted(found, key=lambda each: each[0] is None):  # those that are named first
+            header = headers[counted if rank is None else rank]
+            if header.samples and header.finite and _counts(headers):
+                header.fault, header.finite = Fault.SUMMED if rank is None else Fault.SENT, False
+                header.culprit = self._context.positions[name]
         if not _counts(headers):
             return
         spoilt = [name for handler in self._handlers for name in handler.spoilt(headers)]
@@ -328,7 +338,7 @@ class Reducer:
                 header.void[position] = unit.void and not handler.repeats
         return header
 
-    def _exchange_late(self, headers: list[StepHeader]) -> list[StepHeader]:
+    def _exchange_late(self, headers: list[StepHeader]) -> tuple[list[StepHeader], list[_Late]]:
         """Exchange what the payloads had no room for, and what has changed since they were launched.
 
         Where a site leaves meanwhile, it counts as idle, and the others repeat all sums, which contain its share.
@@ -337,26 +347,21 @@ class Reducer:
             headers: the headers of all sites, by rank.
 
         Returns:
-            The headers that count.
+            The headers that count, and the agreed gradients that no bucket carries.
         """
         transport, units = self._context.transport, len(self._units)
-        sums: list[tuple[torch.nn.Parameter, Tensor]] = []
+        sums: list[_Late] = []
         exchanged, left = False, _counts(headers) and any(map(attrgetter("unsettled"), self._handlers))
         self._context.as_launched = not left and as_launched(headers)
         while not self._context.as_launched:
-            sums = []
+            sums, before = [], transport.absent
             if _counts(headers):
                 exchanged = self._repeat(headers, everything=left)
-                for parameter, value in self._sum_dense(headers):
-                    exchanged = True
-                    if transport.elastic:
-                        sums.append((parameter, value))
-                    else:
-                        write_gradients([(parameter, value)])
+                sums = [*self._sum_dense(headers)]
+                exchanged |= bool(sums)
             if not left:
                 for handler in self._handlers:
                     exchanged |= handler.fetch_late(headers)
-            before = transport.absent
             if exchanged:
                 transport.close_round()
             if transport.absent == before:
@@ -365,8 +370,7 @@ class Reducer:
             gone = StepHeader.idle(own.step, own.version, units, void=True)
             headers = [gone if rank in transport.absent - before else each for rank, each in enumerate(headers)]
             exchanged, left = False, True
-        write_gradients(sums)
-        return headers
+        return headers, sums
 
     def _repeat(self, headers: Sequence[StepHeader], everything: bool) -> bool:
         """Exchange again, on all sites, the buckets that have changed at some site since they were launched.
@@ -388,14 +392,14 @@ class Reducer:
                 repeated = True
         return repeated
 
-    def _sum_dense(self, headers: Sequence[StepHeader]) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
+    def _sum_dense(self, headers: Sequence[StepHeader]) -> Iterator[_Late]:
         """All-reduce gradients that no bucket carries, on all sites if any has one.
 
         Args:
             headers: the headers of all sites.
 
         Yields:
-            Parameters and their agreed gradients.
+            The agreed gradients.
         """
         if not any(True in header.dense or True in header.void for header in headers):
             return
@@ -412,7 +416,7 @@ class Reducer:
                 bucket = AllReducedBucket([parameter.numel()], self._context.transport, parameter.dtype)
                 bucket.fill(0, parameter.grad, weight)
                 bucket.launch()
-                yield parameter, bucket.wait()[0]
+                yield unit.name, parameter, bucket.wait()[0]
 
     def close_plan(self, step: int, version: int) -> None:
         """Exchange an empty step under the number of the next plan, to learn whether the other sites have one too.

@@ -177,6 +177,12 @@ class DenseHandler(SummedHandler):
     def receive(self) -> None:
         self._sums = self.timed("wait", None, self.bucket.wait)
 
+    def not_finite(self) -> list[tuple[int | None, str]]:
+        if self.bucket.finite_sum():  # of all in one pass
+            return []
+        culprit = self.bucket.culprit()
+        return [(culprit, unit.name) for unit, value in zip(self.units, self._sums, strict=True) if not finite(value)]
+
     def _write(self, wanted: Sequence[bool], scale: float, keep: bool) -> None:
         found = [(unit.lead, value) for unit, want, value in zip(self.units, wanted, self._sums, strict=True) if want]
         self.timed("decode", None, write_gradients, found, scale)
@@ -209,6 +215,7 @@ class PowerSGDHandler(SummedHandler):
         self.gathers = isinstance(self._left, GatheredBucket)
         self._matrices = [powersgd.WeightedGradient(None, 0.0, None, 1.0, 1.0)] * len(units)
         self._bases: list[Tensor | None] = []
+        self._rights: Sequence[Tensor] = ()  # the second sums of this step, once they have arrived
         self.share_state()
 
     @classmethod
@@ -249,11 +256,22 @@ class PowerSGDHandler(SummedHandler):
         self._right.launch()
 
     def repeat(self) -> None:
-        self._right.wait()
+        self._receive_right()
+        self._rights = ()
         super().repeat()
 
+    def not_finite(self) -> list[tuple[int | None, str]]:
+        rights = zip(self.units, self._bases, self._receive_right(), strict=True)
+        return [(None, unit.name) for unit, basis, right in rights if basis is None or not finite(right)]
+
+    def _receive_right(self) -> Sequence[Tensor]:
+        if not self._rights:
+            with self.timing("wait"):
+                self._rights = self._right.wait()
+        return self._rights
+
     def _write(self, wanted: Sequence[bool], scale: float, keep: bool) -> None:
-        rights = self.timed("wait", None, self._right.wait)
+        rights, self._rights = self._receive_right(), ()
         for slot, (unit, want) in enumerate(zip(self.units, wanted, strict=True)):
             if want:
                 self.timed("decode", unit, self._write_unit, slot, rights[slot], scale, keep)
@@ -335,8 +353,18 @@ class TopKHandler(SummedHandler):
     def launch(self) -> None:
         self._bucket.launch()
 
+    def inspect(self) -> None:
+        self._bucket.inspect([unit.lead.numel() for unit in self.units])
+
     def receive(self) -> None:
         self.timed("wait", None, self._bucket.wait)
+
+    def not_finite(self) -> list[tuple[int | None, str]]:
+        found: list[tuple[int | None, str]] = []
+        for slot, unit in enumerate(self.units):
+            every = enumerate(self._bucket.received(slot, unit.lead.numel()))
+            found += [(rank, unit.name) for rank, (_, values) in every if not finite(values)]
+        return found
 
     def _write(self, wanted: Sequence[bool], scale: float, keep: bool) -> None:
         for slot, (unit, want) in enumerate(zip(self.units, wanted, strict=True)):

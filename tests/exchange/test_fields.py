@@ -1,0 +1,97 @@
+"""Objects that sites state: one of another type, or a count that is not possible, is named at all sites."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import support
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import dadplug
+from dadplug.errors import DadplugError
+from dadplug.exchange import group_transport
+from dadplug.exchange.fields import fits, minority
+
+
+class Pair(NamedTuple):
+    name: str
+    sizes: list[int] | None
+
+
+@dataclass
+class Report:
+    pairs: dict[str, Pair]
+    seconds: float
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "expected"),
+    [
+        (1, int, True),
+        (True, int, False),
+        (1, float, True),
+        (1.0, int, False),
+        ("x", str | None, True),
+        (None, str | None, True),
+        ([], str | None, False),
+        ([1, 2], list[int], True),
+        ([1, "2"], list[int], False),
+        ((1, 2), list[int], False),
+        ((1, "a"), tuple[int, str], True),
+        ((1,), tuple[int, str], False),
+        ((1, 2, 3), tuple[int, ...], True),
+        ({"a": 1}, dict[str, int], True),
+        ({"a": None}, dict[str, int], False),
+        ({"a": None}, dict[str, Any], True),
+        (torch.zeros(2), torch.Tensor, True),
+        (Report({"a": Pair("x", None)}, 1), Report, True),
+        (Report({"a": Pair("x", [None])}, 1), Report, False),
+        (Report({"a": ("x", None)}, 1), Report, False),
+        (Report([], 1), Report, False),
+    ],
+)
+def test_types_of_what_has_arrived(value, kind, expected):
+    assert fits(value, kind) is expected
+
+
+def test_only_more_than_half_of_the_sites_make_the_others_a_minority():
+    assert minority({0: "a", 1: "b", 2: "a"}) == [1]
+    assert minority({0: "a", 1: "b"}) == minority({0: "a", 1: "b", 2: "c"}) == []
+
+
+LIES = [None, [1], {"a": 1}, "x", -1, (1, 2), 1e308, {"a": [1]}, [torch.zeros(2)]]
+
+
+@support.at_sites(2)
+@pytest.mark.parametrize("mode", ["rankdad", "edad", "dsgd"])
+def test_what_a_site_states_at_set_up_is_checked(mode: str) -> None:
+    gather, refused = group_transport.gather_objects, set()
+    for place in range(6):
+        for number, lie in enumerate(LIES):
+            calls = 0
+
+            def gathered(item, *rest, place=place, lie=lie):
+                nonlocal calls
+                calls += 1
+                changed = (*item[:2], lie) if calls == place + 1 and dist.get_rank() else item
+                return gather(changed, *rest)
+
+            group_transport.gather_objects = gathered
+            try:
+                norm = nn.Tanh() if mode == "edad" else nn.BatchNorm1d(5)
+                model = nn.Sequential(nn.Linear(6, 5), norm, nn.Linear(5, 4))
+                reduction = dadplug.GradientReduction(model, mode)
+                model(torch.randn(8, 6)).square().sum().backward()
+                reduction.synchronize()
+                reduction.average_buffers()
+                reduction.first_difference()
+                reduction.detach()
+            except (DadplugError, ValueError) as error:
+                if "site 1" not in str(error) and "sites" not in str(error):
+                    raise AssertionError((place, lie, error)) from error
+                refused.add((place, number))
+            finally:
+                group_transport.gather_objects = gather
+    assert len(refused) > 20, refused
