@@ -373,7 +373,8 @@ class _CapturedForward(ForwardOverride):
 
     @eager
     def _captured(self, *args: Any, **kwargs: Any) -> Tensor:
-        layer, inputs = self._layer, args[0] if args else kwargs.get(self._input)
+        layer = self._layer
+        inputs: Any = args[0] if args else kwargs.get(self._input)
         if not layer.captures:
             return self.plain(*args, **kwargs)
         ordinary = type(inputs) is Tensor and inputs.layout is torch.strided and not inputs.is_nested
