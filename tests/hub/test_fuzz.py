@@ -192,6 +192,19 @@ def of_adapm():
     return content, take
 
 
+class Arrived:
+    """Gather whose payloads a test has put there."""
+
+    def __init__(self, payloads):
+        self.payloads, self.payload = payloads, payloads[0]
+
+    def post(self):
+        pass
+
+    def wait(self):
+        return self.payloads
+
+
 class Arrives:
     """Transport of three sites whose gathers hold what a test has put there."""
 
@@ -199,7 +212,7 @@ class Arrives:
 
     def gather(self, sizes, dtype):
         self.payloads = [torch.zeros(size, dtype=dtype) for size in sizes]
-        return SimpleNamespace(payload=self.payloads[0], wait=lambda: self.payloads, post=lambda: None)
+        return Arrived(self.payloads)
 
     gather_resized = gather_again = lambda self, first, sizes, dtype: self.gather(sizes, dtype)
 
