@@ -10,6 +10,7 @@ from typing import Any
 
 from ...errors import RunFailedError
 from ...support.processes import Child, answer, free_port
+from .link import Link, Relay, address_of, enter
 
 _GRACE = 20.0  # seconds for the others to return after one has failed
 
@@ -19,12 +20,13 @@ class Pool:
 
     Args:
         shared: what all calls get as their first argument; it is sent to each process once.
+        link: the link between the processes; loopback if None.
 
     Raises:
         ValueError: if `shared` cannot be sent to another process.
     """
 
-    def __init__(self, shared: object) -> None:
+    def __init__(self, shared: object, link: Link | None = None) -> None:
         try:
             self._shared = pickle.dumps(shared)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -32,6 +34,8 @@ class Pool:
                 "build and dataset have to reach other processes: define build, and the classes of the data set, at "
                 f"the top level of a module ({error})"
             ) from error
+        self._link = link
+        self._relay: Relay | None = None
         self._children: list[Child] = []
 
     def run(self, function: Callable[..., Any], count: int, threads: int, *arguments: Any) -> list[Any]:
@@ -48,17 +52,27 @@ class Pool:
 
         Raises:
             RunFailedError: if one has raised an error, or died. The processes are started again for the next call.
+            ValueError: if the link cannot be made.
         """
-        while len(self._children) < count:
-            self._children.append(Child(_serve_calls, self._shared))
         try:
-            address = f"tcp://127.0.0.1:{free_port()}"
+            while len(self._children) < count:
+                self._start()
+            address = f"tcp://{'127.0.0.1' if self._link is None else address_of(0)}:{free_port()}"
             for rank, child in enumerate(self._children[:count]):
                 child.pipe.send((function, rank, count, threads, address, arguments))
             return _results(self._children[:count])
         except BaseException:
             self.close()
             raise
+
+    def _start(self) -> None:
+        site = len(self._children)
+        self._children.append(Child(_serve_calls, self._shared, None if self._link is None else site))
+        if self._link is not None:
+            if self._relay is None:
+                self._relay = Relay(self._link)
+                self._relay.start()
+            self._relay.receive(self._children[site], site)
 
     def close(self) -> None:
         """End the processes. May be called twice."""
@@ -67,6 +81,9 @@ class Pool:
         for child in self._children:
             child.end()
         self._children = []
+        if self._relay is not None:
+            self._relay.end()
+            self._relay = None
 
     def __enter__(self) -> Pool:
         return self
@@ -100,8 +117,13 @@ def _results(children: Sequence[Child]) -> list[Any]:
     return [results[rank] for rank in range(len(children))]
 
 
-def _serve_calls(pipe: Connection, shared: bytes) -> None:
-    """Carry out calls of a pool until the other end of the pipe is closed."""
+def _serve_calls(pipe: Connection, shared: bytes, site: int | None) -> None:
+    """Carry out calls of a pool until the other end of the pipe is closed; on a link as one of its sites."""
+    if site is not None:
+        try:
+            enter(pipe, site)
+        except OSError:  # the pool has got the error
+            return
     content = pickle.loads(shared)  # from this program's own parent process, by a pipe of its own
     while True:
         try:
