@@ -181,7 +181,7 @@ def _place(connected: bool, processes: int | None, link: str | None) -> Place:
 def _name(place: Place) -> str:
     """Return the name of the link that processes are compared over; the connected sites call it together."""
     if not place.connected:
-        return LOOPBACK if place.link is None else str(place.link)
+        return LOOPBACK if place.link is None else f"a link of {place.link.text} between processes of this machine"
     nodes = gather_objects((own_node(), socket.gethostname()))
     hosts = ", ".join(dict.fromkeys(host for _, host in nodes))
     return LOOPBACK if len({node for node, _ in nodes}) == 1 else f"the link between the sites (hosts: {hosts})"

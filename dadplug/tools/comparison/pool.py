@@ -10,7 +10,7 @@ from typing import Any
 
 from ...errors import RunFailedError
 from ...support.processes import Child, answer, free_port
-from .link import Link, Relay, address_of, enter
+from .link import ADDRESS, Link, Relay, enter
 
 _GRACE = 20.0  # seconds for the others to return after one has failed
 
@@ -55,24 +55,18 @@ class Pool:
             ValueError: if the link cannot be made.
         """
         try:
-            while len(self._children) < count:
-                self._start()
-            address = f"tcp://{'127.0.0.1' if self._link is None else address_of(0)}:{free_port()}"
+            while (site := len(self._children)) < count:
+                self._children.append(Child(_serve_calls, self._shared, None if self._link is None else site))
+                if self._link is not None:
+                    self._relay = self._relay or Relay(self._link)
+                    self._relay.receive(self._children[site], site)
+            address = f"tcp://{'127.0.0.1' if self._link is None else ADDRESS.format(1)}:{free_port()}"
             for rank, child in enumerate(self._children[:count]):
                 child.pipe.send((function, rank, count, threads, address, arguments))
             return _results(self._children[:count])
         except BaseException:
             self.close()
             raise
-
-    def _start(self) -> None:
-        site = len(self._children)
-        self._children.append(Child(_serve_calls, self._shared, None if self._link is None else site))
-        if self._link is not None:
-            if self._relay is None:
-                self._relay = Relay(self._link)
-                self._relay.start()
-            self._relay.receive(self._children[site], site)
 
     def close(self) -> None:
         """End the processes. May be called twice."""
@@ -120,10 +114,7 @@ def _results(children: Sequence[Child]) -> list[Any]:
 def _serve_calls(pipe: Connection, shared: bytes, site: int | None) -> None:
     """Carry out calls of a pool until the other end of the pipe is closed; on a link as one of its sites."""
     if site is not None:
-        try:
-            enter(pipe, site)
-        except OSError:  # the pool has got the error
-            return
+        enter(pipe, site)
     content = pickle.loads(shared)  # from this program's own parent process, by a pipe of its own
     while True:
         try:

@@ -105,11 +105,6 @@ class Row:
         return min((run[-1].steps for run in self.runs), default=0)
 
     @property
-    def megabytes(self) -> float:
-        """Payload megabytes that a process sends in a run, on average; NaN if the way failed."""
-        return statistics.fmean(run[-1].megabytes for run in self.runs) if self.runs else math.nan
-
-    @property
     def is_measured(self) -> bool:
         """Whether each run has enough steps for its loss to be compared."""
         return bool(self.runs) and self.steps >= self.least
@@ -285,7 +280,7 @@ class Comparison:
             loss if row.is_measured else "not measured",
             str(len(row.runs)),
             str(row.steps),
-            f"{row.megabytes:.2f}",
+            f"{statistics.fmean(run[-1].megabytes for run in row.runs):.2f}",
             *(f"{each:.2f}" if math.isfinite(each) else "-" for each in reached),
             f"{1e3 * row.step_seconds:.1f}",
             f"{row.megabytes_a_step:.3f}",
