@@ -59,8 +59,8 @@ class Link:
             raise ValueError(f"a link is a rate and a round trip, such as 20mbit,60ms; got {text!r}")
         if not sys.platform.startswith("linux") or os.geteuid() != 0:
             raise ValueError(
-                "a link of its own needs network namespaces of Linux, and root: start the program by sudo, or leave out "
-                "link, to compare over loopback"
+                "a link of its own needs network namespaces of Linux, and root: start the program by sudo, or leave "
+                "out link, to compare over loopback"
             )
         rate = float(found[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[found[2]]
         return cls(text, rate, float(found[3]) / 1e3)
