@@ -107,6 +107,7 @@ def test_a_way_with_too_few_steps_has_no_part_in_the_verdict():
     assert comparison(short, row("b", 0.5, 0.6)).verdict == "no verdict: only B was measured"
     alone = comparison(short)
     assert (alone.best, alone.leaders) == (None, [])
+    assert "nan" not in alone.table()
     assert alone.verdict.startswith("no verdict: A not measured: 1 step; at least 20 are needed")
     assert not row("a", 0.1, steps=47, least=48).is_measured
     assert row("a", 0.1, steps=48, least=48).shortage == Row("c", "C", failure="no such thing").shortage == ""

@@ -249,7 +249,7 @@ class Comparison:
     def _lines(self) -> list[tuple[str, ...]]:
         """Cells of the table, its head first."""
         goal = max((max(row.losses) for row in self._final), default=math.nan)  # that every run of finalists reaches
-        reached = (f"s to {goal:.4g}", f"MB to {goal:.4g}")
+        reached = (f"s to {goal:.4g}", f"MB to {goal:.4g}") if self._final else ("s to loss", "MB to loss")
         head = ("", "loss", "runs", "steps a run", "MB a run", *reached, "ms a step", "MB a step")
         return [head, *(self._cells(row, goal) for row in self.rows if row.runs)]
 
