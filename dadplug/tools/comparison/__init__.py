@@ -60,8 +60,7 @@ def compare(
         processes: number of processes of this machine; one a core, at most 4, if None.
         seeds: number of runs of each way in the final.
         progress: whether to print the runs to standard error, in a terminal with a progress bar.
-        link: rate and round trip of a link between processes of this machine, such as ``"20mbit,60ms"``, in place of
-            loopback. It needs Linux and root.
+        link: rate and round trip of a link between processes of this machine, as ``"20mbit,60ms"``; Linux, as root.
 
     Returns:
         The result: ``.rows``, ``.best``, ``.table()``, ``.picture(path)``.
@@ -78,23 +77,13 @@ def compare(
     """
     connected = dist.is_initialized() and dist.get_world_size() > 1
     place = _place(connected, processes, link)
-    if not seconds > 0:
-        raise ValueError(f"seconds must be above 0, got {seconds!r}")
-    if not isinstance(seeds, int) or seeds < 2:
-        raise ValueError(f"seeds must be a whole number of at least 2, since one run shows no noise; got {seeds!r}")
     chosen = _choose(ways, place)
     task = Task.create(build, dataset, evaluation, batch_size, place.processes, dealt=not connected)
     trials = _Trials(chosen, seconds, seeds, progress and (not connected or dist.get_rank() == 0))
     _run_all(trials, task, place)
+    rows, count = trials.rows(), len(task.held_out)  # type: ignore[arg-type]
     return Comparison(
-        trials.rows(),
-        trials.finalists,
-        trials.run_seconds,
-        len(task.held_out),  # type: ignore[arg-type]
-        place.processes,
-        batch_size,
-        connected,
-        _name(place),
+        rows, trials.finalists, trials.run_seconds, count, place.processes, batch_size, connected, _name(place)
     )
 
 
@@ -110,9 +99,16 @@ class _Trials:
     Attributes:
         finalists: names of the strategies that have trained in the final.
         run_seconds: training time of a trial.
+
+    Raises:
+        ValueError: if there are too few seconds or seeds.
     """
 
     def __init__(self, names: Sequence[str], seconds: float, seeds: int, shown: bool) -> None:
+        if not seconds > 0:
+            raise ValueError(f"seconds must be above 0, got {seconds!r}")
+        if not isinstance(seeds, int) or seeds < 2:
+            raise ValueError(f"seeds must be a whole number of at least 2, since one run shows no noise; got {seeds!r}")
         self._names = list(names)
         self._seeds = seeds
         first = len(names) if len(names) > FINALISTS else 0
