@@ -56,7 +56,7 @@ def main() -> int:
     parser = parser_of(
         __doc__,
         runs=5,
-        seconds=(30.0, "training time of a comparison"),
+        seconds=(30.0, "training time of a way"),
         dataset={"default": "digits", "choices": ("digits", "mnist")},
         data_dir=(None, "folder of MNIST's files"),
         out=("compare_runs", "name of the files, without .md and .json"),

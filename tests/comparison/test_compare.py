@@ -1,8 +1,10 @@
+import dataclasses
 import io
 import os
 import pickle
 import random
 import textwrap
+import threading
 
 import pytest
 import support
@@ -12,10 +14,13 @@ from torch.utils.data import TensorDataset
 
 import dadplug
 from dadplug.errors import RunFailedError
+from dadplug.exchange.handshake import own_node
 from dadplug.support.progress import ProgressBar
 from dadplug.tools.comparison import STRATEGIES, Comparison, Place, Row, Strategy, _Trials
+from dadplug.tools.comparison import link as links
 from dadplug.tools.comparison.pool import Pool
-from dadplug.tools.comparison.trial import MAX_HELD_OUT, Point, Task, Trainer
+from dadplug.tools.comparison.result import LOOPBACK
+from dadplug.tools.comparison.trial import MAX_HELD_OUT, WARM_UP, Point, Task, Trainer, _Clock
 
 
 def samples(count=512):
@@ -44,13 +49,13 @@ def run(*points):
     return [Point(*point) for point in points]
 
 
-def row(way, *losses):
-    return Row(way, way.upper(), [run((0.0, 0.0, 0, 2.0), *[(2.0, 4.0, 10, loss)] * 3) for loss in losses])
+def row(way, *losses, steps=30, **more):
+    return Row(way, way.upper(), [run((0.0, 0.0, 0, 2.0), *[(2.0, 4.0, steps, loss)] * 3) for loss in losses], **more)
 
 
-def comparison(*rows, finalists=None):
+def comparison(*rows, finalists=None, link=LOOPBACK):
     finalists = [each.way for each in rows] if finalists is None else finalists
-    return Comparison(list(rows), finalists, 2.0, 100, 2, 32, False)
+    return Comparison(list(rows), finalists, 2.0, 100, 2, 32, False, link)
 
 
 def test_a_report_is_one_html_file_with_the_figures_of_the_table(tmp_path):
@@ -71,8 +76,10 @@ def test_the_strategy_that_is_ahead_in_every_run_is_the_best():
     assert "C: failed, no such thing" in found.table()
     head = found.table().splitlines()[0].strip()
     assert [each for each in head.split("  ") if each] == [
-        *("loss", "runs", "s to 0.8", "MB to 0.8", "ms a step", "MB a step")
+        *("loss", "runs", "steps a run", "MB a run", "s to 0.8", "MB to 0.8", "ms a step", "MB a step")
     ]
+    (cells,) = [line.split() for line in found.table().splitlines() if line.startswith("A ")]
+    assert cells[2:5] == ["3", "30", "4.00"]
 
 
 def test_a_difference_within_noise_has_no_winner():
@@ -88,6 +95,36 @@ def test_strategies_that_left_before_the_final_do_not_win():
     found = comparison(row("a", 0.5, 0.6), row("b", 0.1), finalists=["a"])
     assert found.best == "a"
     assert "0.1000*" in found.table()
+
+
+def test_a_way_with_too_few_steps_has_no_part_in_the_verdict():
+    short = row("a", 0.1, 0.1, steps=1)
+    found = comparison(short, row("b", 0.5, 0.6), row("c", 0.7, 0.8))
+    assert (found.best, found.verdict) == ("b", "fastest of those that were measured: B")
+    assert "A: not measured: 1 step; at least 20 are needed, which take about 40 s a run" in found.table()
+    assert [line.split()[1:3] for line in found.table().splitlines() if line.startswith("A ")] == [["not", "measured"]]
+    assert "0.1000" not in found.table()
+    assert comparison(short, row("b", 0.5, 0.6)).verdict == "no verdict: only B was measured"
+    alone = comparison(short)
+    assert (alone.best, alone.leaders) == (None, [])
+    assert "nan" not in alone.table()
+    assert alone.verdict.startswith("no verdict: A not measured: 1 step; at least 20 are needed")
+    assert not row("a", 0.1, steps=47, least=48).is_measured
+    assert row("a", 0.1, steps=48, least=48).shortage == Row("c", "C", failure="no such thing").shortage == ""
+
+
+def test_the_link_is_named_and_a_way_that_beats_the_defaults_is_reported():
+    rows = (row("a", 0.4, 0.5, agrees=True), row("b", 0.3, 0.4), row("rankdad", 0.6, 0.7, agrees=True))
+    found = comparison(*rows, link="the link between the sites (hosts: a, b)")
+    assert found.faster_than_defaults == ["a"]  # b does not exchange gradients in every step
+    lines = found.table().splitlines()
+    assert "Measured over the link between the sites (hosts: a, b)." in lines
+    assert "Faster than the defaults of rankdad: A. This is a defect of the defaults: please report it." in lines
+    near = comparison(*rows)
+    assert "Measured over loopback: not your link." in near.table()
+    assert near.faster_than_defaults == []
+    assert comparison(*rows[:2], link="a link").faster_than_defaults == []
+    assert "defect" not in near.table() + comparison(rows[2], row("d", 0.8, 0.9, agrees=True), link="a link").table()
 
 
 def test_seconds_to_a_loss_are_interpolated_between_evaluations():
@@ -173,6 +210,50 @@ def test_wrong_arguments_are_refused_before_anything_runs():
         dadplug.compare(lambda: build(), samples(), ways=["alone"], processes=2)
 
 
+def test_the_seconds_are_those_of_each_way_and_ways_with_too_few_steps_leave_early():
+    seconds, losses = {}, {"ddp": 0.1, "dad": 0.2, "rank4": 0.3, "rank32": 0.4, "rankdad": 0.5, "server": 0.0}
+
+    def train(name, length, seed):
+        seconds.setdefault(name, []).append(length)
+        return run((0.0, 0.0, 0, 2.0), (length, 1.0, 1 if name == "server" else 30, losses[name]))
+
+    trials = _Trials(list(losses), 20.0, 3, shown=False)
+    trials.run(train)
+    assert trials.finalists == ["ddp", "dad", "rank4", "rankdad"]  # the defaults are in each final
+    assert seconds == {name: [5.0] * (4 if name in trials.finalists else 1) for name in losses}
+    assert [each.way for each in trials.rows()] == [*trials.finalists, "rank32", "server"]
+    seconds.clear()
+    pair = _Trials(["rankdad", "server"], 18.0, 3, shown=False)
+    pair.run(train)
+    assert seconds == {"rankdad": [6.0] * 3, "server": [6.0]}
+    assert [each.way for each in pair.rows() if each.is_measured] == ["rankdad"]
+
+
+@pytest.mark.parametrize(("step", "warm_up", "steps"), [(0.01, WARM_UP, 600), (0.5, WARM_UP, 12), (8.0, 2, 1)])
+def test_a_run_takes_its_time_with_slow_steps_too(monkeypatch, step, warm_up, steps):
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+
+    def train(count):
+        with clock.timed(count):
+            now[0] += count * step
+
+    clock = _Clock(6.0)
+    while clock.next_warm_up():
+        train(1)
+    assert clock.steps == warm_up
+    clock.begin(evaluation=0.0)
+    laps = 0
+    while count := clock.next_lap():
+        train(count)
+        laps += 1
+    assert clock.steps == steps
+    assert abs(clock.seconds - 6.0) <= step / 2
+    slow = _Clock(6.0)
+    slow.begin(evaluation=100.0)
+    assert (slow.laps, clock.laps) == (3, 10)
+
+
 class Terminal(io.StringIO):
     def isatty(self):
         return True
@@ -234,6 +315,74 @@ def test_a_pool_goes_on_after_a_failed_run():
     assert pickle.loads(pickle.dumps(build)) is build
 
 
+# A link of its own
+
+
+def test_a_link_is_a_rate_and_a_round_trip(monkeypatch):
+    monkeypatch.setattr(links.os, "geteuid", lambda: 0)
+    monkeypatch.setattr(links.sys, "platform", "linux")
+    link = links.Link.parse("2.5Mbit, 60ms")
+    assert (link.rate, link.round_trip) == (2.5e6, 0.06)
+    assert links.Link.parse("1gbit,0ms").round_trip == 0.0
+    for text in ("20mbit", "20,60", "0mbit,60ms", "20mbit,60ms,1", "1.2.3mbit,60ms", ""):
+        with pytest.raises(ValueError, match="a rate and a round trip, such as 20mbit,60ms"):
+            links.Link.parse(text)
+    with pytest.raises(ValueError, match="processes must be a whole number of at least 2, got 1"):
+        dadplug.compare(build, samples(), link="20mbit,60ms", processes=1)
+    with pytest.raises(ValueError, match="'Hogwild!' has nothing to compare"):
+        dadplug.compare(build, samples(), link="20mbit,60ms", processes=2, ways=["hogwild"])
+    monkeypatch.setattr(links.os, "geteuid", lambda: 1000)
+    with pytest.raises(ValueError, match="needs network namespaces of Linux, and root"):
+        dadplug.compare(build, samples(), link="20mbit,60ms")
+
+
+def test_on_a_link_each_process_is_a_site():
+    place = Place(2, 1, connected=False, link=links.Link("", 1e6, 0.0))
+    names = [name for name, strategy in STRATEGIES.items() if strategy.applies(place)]
+    assert {"threads", "hogwild"}.isdisjoint(names)
+    assert {(STRATEGIES[name].processes(place), STRATEGIES[name].threads(place)) for name in names} == {(2, 1)}
+
+
+def test_a_relay_gives_each_site_the_rate_in_both_directions_and_drops_what_waits_too_long(monkeypatch):
+    monkeypatch.setattr("time.monotonic", lambda: 0.0)
+    relay = links.Relay(links.Link("", 8e3, 2.0))  # a byte takes a millisecond
+    relay._devices = {0: -1, 1: -1, 2: -1}
+    assert relay._due(0, 1, 100) == pytest.approx(1.1)
+    assert relay._due(0, 2, 100) == pytest.approx(1.2)  # site 0 sends one packet after the other
+    assert relay._due(2, 1, 100) == pytest.approx(1.2)  # and site 1 receives so
+    assert relay._due(0, 3, 100) is None
+    assert relay._due(0, 1, 100) == pytest.approx(1.3)
+    assert relay._due(0, 1, 200) == pytest.approx(1.5)
+    assert relay._due(0, 1, 100) is None  # after half a second
+
+
+def may_link():
+    try:
+        links.Link.parse("1gbit,1ms")
+    except ValueError:
+        return False
+    return True
+
+
+def nodes(shared, rank, count):
+    value = torch.full((5000,), float(rank + 1))
+    torch.distributed.all_reduce(value)
+    return float(value.sum()), own_node()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not may_link(), reason="links need root")
+def test_processes_on_a_link_of_their_own_have_no_other():
+    try:
+        with Pool("shared", links.Link.parse("100mbit,2ms")) as pool:
+            (first, one), (second, other) = pool.run(nodes, 2, 1)
+    except ValueError as error:  # root in a container without the right to make namespaces
+        pytest.skip(str(error))
+    assert first == second == 15000.0
+    assert len({one, other, own_node()}) == 3
+    assert not [each for each in threading.enumerate() if isinstance(each, links.Relay)]
+
+
 @pytest.mark.slow
 def test_a_comparison_on_this_machine_by_the_command(tmp_path):
     (tmp_path / "task.py").write_text(
@@ -270,9 +419,11 @@ def test_a_comparison_on_this_machine_by_the_command(tmp_path):
     lines = found.output.splitlines()
     labels = [line.split("  ")[0] for line in lines[2:5]]
     assert sorted(labels) == ["DDP", "Hogwild!", "alone, 1 thread"]
-    assert lines[6].startswith(("fastest: ", "no difference beyond noise between "))
+    assert "Measured over loopback: not your link." in lines
+    verdict = lines[-3]  # on a busy machine a way may have too few steps
+    assert verdict.startswith(("fastest", "no difference beyond noise between ", "no verdict: "))
     assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
-    assert lines[6] in (tmp_path / "report.html").read_text()
+    assert verdict in (tmp_path / "report.html").read_text()
     assert "Exception" not in found.errors
     assert (wrong.status, wrong.errors) == (1, "error: task.py has no missing\n")
     assert embedded.errors.startswith("error: unknown way to train 'none'")
@@ -303,14 +454,18 @@ def climb(model, optimizer):
 
 
 def compares_between_sites():
+    known = dict(STRATEGIES)
     STRATEGIES.register("ascent")(Strategy("ascent", climb))
+    for name, strategy in STRATEGIES.items():
+        STRATEGIES[name] = dataclasses.replace(strategy, least=1)  # on a busy machine there are few
     try:
         alone = "alone" if torch.get_num_threads() == 1 else "threads"
         ways = [alone, "diloco", "dad", "server", "ascent"]
-        found = dadplug.compare(build, samples(), 2.0, ways=ways, seeds=2, progress=False)
+        found = dadplug.compare(build, samples(), 1.5, ways=ways, seeds=2, progress=False)
         failed = dadplug.compare(build_for_no_way, samples(), 0.2, ways=["dad"], progress=False)
     finally:
         del STRATEGIES["ascent"]
+        STRATEGIES.update(known)
     rows = {each.way: each for each in found.rows}
     for name in ("diloco", "dad", "server"):
         assert rows[name].megabytes_a_step > 0
@@ -324,6 +479,7 @@ def compares_between_sites():
     assert "ascent" not in found.finalists
     assert len(found.finalists) == 3
     assert found.connected
+    assert found.link == LOOPBACK
     assert found.processes == 2
     assert failed.rows[0].failure == "ValueError: this model trains alone"
     assert failed.best is None

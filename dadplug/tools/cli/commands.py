@@ -613,9 +613,14 @@ def _dataset(arguments: argparse.Namespace) -> Any:
 @command(
     "train a model in several ways, and say which is fastest",
     *TASK,
-    argument("--seconds", type=float, default=60.0, help="training time of all runs (default: %(default)g)"),
+    argument("--seconds", type=float, default=60.0, help="training time of a way (default: %(default)g)"),
     argument("--batch-size", type=int, default=32, help="samples a process (default: %(default)d)"),
     argument("--processes", type=int, help="processes of this machine (default: one a core, at most 4)"),
+    argument(
+        "--link",
+        metavar="RATE,ROUND_TRIP",
+        help="link between processes of this machine, such as 20mbit,60ms, on Linux as root (default: loopback)",
+    ),
     argument("--ways", help="names of ways, separated by commas (default: all that apply)"),
     argument(
         "--picture",
@@ -645,6 +650,7 @@ def compare(arguments: argparse.Namespace) -> int:
             ways=arguments.ways.split(",") if arguments.ways else None,
             batch_size=arguments.batch_size,
             processes=arguments.processes,
+            link=arguments.link,
         )
     print(result.table())
     if arguments.picture:

@@ -10,6 +10,7 @@ from typing import Any
 
 from ...errors import RunFailedError
 from ...support.processes import Child, answer, free_port
+from .link import ADDRESS, Link, Relay, enter
 
 _GRACE = 20.0  # seconds for the others to return after one has failed
 
@@ -19,12 +20,13 @@ class Pool:
 
     Args:
         shared: what all calls get as their first argument; it is sent to each process once.
+        link: the link between the processes; loopback if None.
 
     Raises:
         ValueError: if `shared` cannot be sent to another process.
     """
 
-    def __init__(self, shared: object) -> None:
+    def __init__(self, shared: object, link: Link | None = None) -> None:
         try:
             self._shared = pickle.dumps(shared)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -32,6 +34,8 @@ class Pool:
                 "build and dataset have to reach other processes: define build, and the classes of the data set, at "
                 f"the top level of a module ({error})"
             ) from error
+        self._link = link
+        self._relay: Relay | None = None
         self._children: list[Child] = []
 
     def run(self, function: Callable[..., Any], count: int, threads: int, *arguments: Any) -> list[Any]:
@@ -48,11 +52,15 @@ class Pool:
 
         Raises:
             RunFailedError: if one has raised an error, or died. The processes are started again for the next call.
+            ValueError: if the link cannot be made.
         """
-        while len(self._children) < count:
-            self._children.append(Child(_serve_calls, self._shared))
         try:
-            address = f"tcp://127.0.0.1:{free_port()}"
+            while (site := len(self._children)) < count:
+                self._children.append(Child(_serve_calls, self._shared, None if self._link is None else site))
+                if self._link is not None:
+                    self._relay = self._relay or Relay(self._link)
+                    self._relay.receive(self._children[site], site)
+            address = f"tcp://{'127.0.0.1' if self._link is None else ADDRESS.format(1)}:{free_port()}"
             for rank, child in enumerate(self._children[:count]):
                 child.pipe.send((function, rank, count, threads, address, arguments))
             return _results(self._children[:count])
@@ -67,6 +75,9 @@ class Pool:
         for child in self._children:
             child.end()
         self._children = []
+        if self._relay is not None:
+            self._relay.end()
+            self._relay = None
 
     def __enter__(self) -> Pool:
         return self
@@ -100,8 +111,10 @@ def _results(children: Sequence[Child]) -> list[Any]:
     return [results[rank] for rank in range(len(children))]
 
 
-def _serve_calls(pipe: Connection, shared: bytes) -> None:
-    """Carry out calls of a pool until the other end of the pipe is closed."""
+def _serve_calls(pipe: Connection, shared: bytes, site: int | None) -> None:
+    """Carry out calls of a pool until the other end of the pipe is closed; on a link as one of its sites."""
+    if site is not None:
+        enter(pipe, site)
     content = pickle.loads(shared)  # from this program's own parent process, by a pipe of its own
     while True:
         try:

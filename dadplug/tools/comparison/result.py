@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...support.progress import report_page
-from .trial import Point
+from .trial import DEFAULTS, LEAST_STEPS, Point
 
 # The HTML file
 
@@ -75,6 +75,7 @@ def _plot(runs: Mapping[str, Sequence[Sequence[Point]]], label: str, axis: Calla
 
 # The result
 
+LOOPBACK = "loopback: not your link"
 _CONFIDENT = 2.0  # standard errors by which a way has to be ahead
 
 
@@ -87,12 +88,34 @@ class Row:
         label: its name in tables and pictures.
         runs: its runs, by seed; empty if it failed.
         failure: why it failed; empty if it did not.
+        least: steps that a run needs for its loss to be compared.
+        agrees: whether it exchanges gradients in every step.
     """
 
     way: str
     label: str
     runs: Sequence[Sequence[Point]] = ()
     failure: str = ""
+    least: int = LEAST_STEPS
+    agrees: bool = False
+
+    @property
+    def steps(self) -> int:
+        """Number of steps of its shortest run; 0 if the way failed."""
+        return min((run[-1].steps for run in self.runs), default=0)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether each run has enough steps for its loss to be compared."""
+        return bool(self.runs) and self.steps >= self.least
+
+    @property
+    def shortage(self) -> str:
+        """Reason why its loss is not compared, such as "not measured: 1 step; ..."; empty if it is, or has failed."""
+        if self.is_measured or not self.runs:
+            return ""
+        found = f"not measured: {self.steps} step{'' if self.steps == 1 else 's'}; at least {self.least} are needed"
+        return f"{found}, which take about {self.least * self.step_seconds:.2g} s a run"
 
     @property
     def losses(self) -> list[float]:
@@ -157,13 +180,15 @@ class Comparison:
     """Result of `dadplug.compare`.
 
     Attributes:
-        rows: a row for each way: first those of the final by their loss, then the others, at last those that failed.
+        rows: a row for each way: first those of the final by their loss, then the others, those that were not measured,
+            and those that failed.
         finalists: names of the ways that ran in the final, with as many seeds.
-        seconds: training time of each run of the final.
+        seconds: training time of each run.
         held_out: number of held-out samples.
         processes: number of processes, or connected sites.
         batch_size: samples in a batch of each process.
         connected: whether the processes were sites that the user had connected.
+        link: the link between them, in words.
     """
 
     rows: list[Row] = field(repr=False)
@@ -173,6 +198,7 @@ class Comparison:
     processes: int
     batch_size: int
     connected: bool
+    link: str = LOOPBACK
 
     @property
     def best(self) -> str | None:
@@ -193,11 +219,25 @@ class Comparison:
     def verdict(self) -> str:
         """One sentence: the winner, or that there is none."""
         labels = {row.way: row.label for row in self.rows}
-        if self.best is not None:
-            return f"fastest: {labels[self.best]}"
-        if not self.leaders:
-            return "no way could be compared"
-        return "no difference beyond noise between " + " and ".join(labels[way] for way in self.leaders)
+        short = [row for row in self.rows if row.shortage]
+        names = " and ".join(labels[way] for way in self.leaders)
+        if not names:
+            return f"no verdict: {short[0].label} {short[0].shortage}" if short else "no way could be compared"
+        if short and sum(row.is_measured for row in self.rows) == 1:
+            return f"no verdict: only {names} was measured"
+        measured = " of those that were measured" if short else ""
+        return f"no difference beyond noise between {names}" if self.best is None else f"fastest{measured}: {names}"
+
+    @property
+    def faster_than_defaults(self) -> list[str]:
+        """Names of the finalists that exchange gradients in every step and are ahead of the defaults of rankdad.
+
+        Empty over loopback, which the defaults are not for.
+        """
+        defaults = [row for row in self._final if row.way == DEFAULTS]
+        if not defaults or self.link == LOOPBACK:
+            return []
+        return [row.way for row in self._final if row.agrees and _ahead(row.losses, defaults[0].losses)]
 
     def table(self) -> str:
         """Format the rows as a table, with the verdict."""
@@ -209,33 +249,39 @@ class Comparison:
     def _lines(self) -> list[tuple[str, ...]]:
         """Cells of the table, its head first."""
         goal = max((max(row.losses) for row in self._final), default=math.nan)  # that every run of finalists reaches
-        head = ("", "loss", "runs", f"s to {goal:.4g}", f"MB to {goal:.4g}", "ms a step", "MB a step")
+        reached = (f"s to {goal:.4g}", f"MB to {goal:.4g}") if self._final else ("s to loss", "MB to loss")
+        head = ("", "loss", "runs", "steps a run", "MB a run", *reached, "ms a step", "MB a step")
         return [head, *(self._cells(row, goal) for row in self.rows if row.runs)]
 
     def _notes(self) -> list[str]:
         """Reasons of failures, and the meaning of the figures."""
         failures = [f"{row.label}: failed, {row.failure}" for row in self.rows if row.failure]
+        short = [f"{row.label}: {row.shortage}" for row in self.rows if row.shortage]
         where = "connected sites" if self.connected else "processes of this machine"
         note = (
             f"Loss of {self.held_out} held-out samples after {self.seconds:.3g} s of training, mean of the last three "
             f"evaluations; {self.processes} {where}, batches of {self.batch_size}."
         )
-        return [*failures, note]
+        link = [f"Measured over {self.link}."] if self.processes > 1 else []
+        labels = " and ".join(row.label for row in self.rows if row.way in self.faster_than_defaults)
+        defect = f"Faster than the defaults of rankdad: {labels}. This is a defect of the defaults: please report it."
+        return [*failures, *short, note, *link, *([defect] if labels else [])]
 
     @property
     def _final(self) -> list[Row]:
         """Rows of the final, the lowest loss first."""
-        return [row for row in self.rows if row.way in self.finalists and row.runs]
+        return [row for row in self.rows if row.way in self.finalists and row.is_measured]
 
     def _cells(self, row: Row, goal: float) -> tuple[str, ...]:
-        final = row.way in self.finalists
-        seconds, megabytes = row.seconds_to(goal), row.megabytes_to(goal)
+        loss = f"{row.loss:.4f}" + ("" if row.way in self.finalists else "*")
+        reached = [each if row.is_measured else math.inf for each in (row.seconds_to(goal), row.megabytes_to(goal))]
         return (
             row.label,
-            f"{row.loss:.4f}" + ("" if final else "*"),
+            loss if row.is_measured else "not measured",
             str(len(row.runs)),
-            f"{seconds:.2f}" if math.isfinite(seconds) else "-",
-            f"{megabytes:.2f}" if math.isfinite(megabytes) else "-",
+            str(row.steps),
+            f"{statistics.fmean(run[-1].megabytes for run in row.runs):.2f}",
+            *(f"{each:.2f}" if math.isfinite(each) else "-" for each in reached),
             f"{1e3 * row.step_seconds:.1f}",
             f"{row.megabytes_a_step:.3f}",
         )

@@ -28,8 +28,11 @@ from ...parameter_server import ParameterServer
 from ...reduction import GradientReduction
 from ...support.registry import Registry
 from ...support.signature import whole_number
+from .link import Link
 
 # Strategies
+
+LEAST_STEPS = 20  # of a run whose loss is compared; local steps need three rounds
 
 
 @dataclass
@@ -115,13 +118,20 @@ class Place:
 
     Attributes:
         processes: number of processes that can train together: processes of this machine, or sites.
-        cores: cores of this machine that the processes may use.
+        cores: cores of this machine that the processes may use together; where they are apart, that each may use.
         connected: whether the processes are sites that the user has connected, rather than processes of this machine.
+        link: the link between processes of this machine; None for loopback.
     """
 
     processes: int
     cores: int
     connected: bool
+    link: Link | None = None
+
+    @property
+    def apart(self) -> bool:
+        """Whether processes are sites, none of which may have the data of all."""
+        return self.connected or self.link is not None
 
 
 @dataclass(frozen=True)
@@ -132,10 +142,14 @@ class Strategy:
         label: name in tables and pictures.
         attach: function of a model and its optimizer that returns a trainer; all processes call it. It raises
             ValueError if the strategy does not allow the model or its optimizer.
+        least: steps that a run needs, below which its loss is not compared.
+        agrees: whether it exchanges gradients in every step, as the defaults of rankdad do.
     """
 
     label: str
     attach: Callable[[nn.Module, Optimizer], Trainer]
+    least: int = LEAST_STEPS
+    agrees: bool = False
 
     def applies(self, place: Place) -> bool:
         """Return whether there is anything to compare at a place."""
@@ -147,12 +161,12 @@ class Strategy:
 
     def threads(self, place: Place) -> int:
         """Return the number of torch's threads in each process."""
-        return max(1, place.cores // (1 if place.connected else self.processes(place)))
+        return max(1, place.cores // (1 if place.apart else self.processes(place)))
 
 
 @dataclass(frozen=True)
 class Alone(Strategy):
-    """One process that exchanges nothing; of sites that are connected, each for itself.
+    """One process that exchanges nothing; of sites, each for itself.
 
     Attributes:
         all_threads: whether it uses all cores of its machine, rather than one.
@@ -162,10 +176,10 @@ class Alone(Strategy):
 
     def applies(self, place: Place) -> bool:
         # Sites train with all their cores; one process of a machine may do as well with one.
-        return place.cores > 1 if self.all_threads else not place.connected or place.cores == 1
+        return place.cores > 1 if self.all_threads else not place.apart or place.cores == 1
 
     def processes(self, place: Place) -> int:
-        return place.processes if place.connected else 1
+        return place.processes if place.apart else 1
 
     def threads(self, place: Place) -> int:
         return place.cores if self.all_threads else 1
@@ -175,21 +189,30 @@ class SharedMemory(Strategy):
     """A strategy for processes of one machine."""
 
     def applies(self, place: Place) -> bool:
-        return super().applies(place) and not place.connected
+        return super().applies(place) and not place.apart
 
+
+DEFAULTS = "rankdad"  # the way that others are held against
 
 STRATEGIES: Registry[str, Strategy] = Registry("way to train")
 for _name, _strategy in {
     "alone": Alone("alone, 1 thread", train_alone),
     "threads": Alone("alone, all threads", train_alone, all_threads=True),
-    "ddp": Strategy("DDP", train_by_ddp),
-    "dad": Strategy("dad", partial(train_by_reduction, mode="dad")),
-    "rankdad": Strategy("rankdad, rank 8, bf16", partial(train_by_reduction, mode="rankdad", rank=8, wire="bf16")),
+    "ddp": Strategy("DDP", train_by_ddp, agrees=True),
+    "dad": Strategy("dad", partial(train_by_reduction, mode="dad"), agrees=True),
+    DEFAULTS: Strategy("rankdad, all defaults", partial(train_by_reduction, mode="rankdad"), agrees=True),
+    "rank4": Strategy(
+        "rankdad, rank 4, int8", partial(train_by_reduction, mode="rankdad", rank=4, wire="int8"), agrees=True
+    ),
+    "rank32": Strategy(
+        "rankdad, rank 32, int8", partial(train_by_reduction, mode="rankdad", rank=32, wire="int8"), agrees=True
+    ),
     "hogwild": SharedMemory("Hogwild!", train_by_hogwild),
-    "localsgd": Strategy("local SGD, every 16 steps, bf16", partial(train_locally, every=16, wire="bf16")),
+    "localsgd": Strategy("local SGD, every 16 steps, bf16", partial(train_locally, every=16, wire="bf16"), 3 * 16),
     "diloco": Strategy(
         "DiLoCo, every 32 steps, bf16",
         partial(train_locally, every=32, outer_lr=0.7, outer_momentum=0.9, wire="bf16"),
+        3 * 32,
     ),
     "server": Strategy("parameter server, rank 8, bf16", partial(train_by_server, mode="rankdad", rank=8, wire="bf16")),
 }.items():
@@ -199,7 +222,8 @@ for _name, _strategy in {
 
 MAX_HELD_OUT = 1000  # samples
 WARM_UP = 3  # steps before the clock starts: kernels are compiled, plans are made
-LAPS = 10
+LAPS, LEAST_LAPS = 10, 3  # of a run; fewer where evaluations take long
+EVALUATION = 0.25  # of the time of training: what evaluations may take before there are fewer
 
 Built: TypeAlias = tuple[nn.Module, Optimizer, Callable[..., Tensor]]
 Build: TypeAlias = Callable[[], Built]
@@ -328,26 +352,42 @@ class _Clock:
 
     Args:
         seconds: duration of the run.
+
+    Attributes:
+        laps: laps into which the time is divided.
+        seconds: duration so far.
+        steps: steps so far.
     """
 
     def __init__(self, seconds: float) -> None:
         self.limit = seconds
+        self.laps = LAPS
         self.seconds = 0.0
         self.steps = 0
+        self._last = 0.0  # seconds of the last lap
+
+    def begin(self, evaluation: float) -> None:
+        """Begin to count, after warm-up; an evaluation has taken some seconds."""
+        self.seconds, self.steps = 0.0, 0
+        self.laps = max(LEAST_LAPS, min(LAPS, int(EVALUATION * self.limit / max(evaluation, 1e-9))))
+
+    def next_warm_up(self) -> int:
+        """Return 1 while a further step is to warm up, the same in all processes; the third only where steps are fast.
+
+        Kernels are compiled in the first two, once for a machine.
+        """
+        return _of_process_0(int(self.steps < WARM_UP - (self._last > self.limit / 2)))
 
     def next_lap(self) -> int:
         """Return the number of steps of the next lap, the same in all processes; 0 when the time is over."""
-        count = torch.tensor([self._length()])
-        if dist.is_initialized():
-            with declared(METRICS):
-                dist.broadcast(count, 0)
-        return int(count)
+        return _of_process_0(self._length())
 
     def _length(self) -> int:
-        if not self.steps:
-            return WARM_UP  # shows how long a step takes
+        lap = self.limit / self.laps
+        if not self.steps:  # the first lap shows how long a step takes
+            return max(1, min(WARM_UP, round(lap / self._last)))
         step, left = self.seconds / self.steps, self.limit - self.seconds
-        return 0 if left < step / 2 else max(1, round(min(left, self.limit / LAPS) / step))
+        return 0 if left < step / 2 else max(1, round(min(left, lap) / step))
 
     @contextmanager
     def timed(self, steps: int) -> Iterator[None]:
@@ -356,8 +396,18 @@ class _Clock:
             dist.barrier()
         start = time.perf_counter()
         yield
-        self.seconds += time.perf_counter() - start
+        self._last = time.perf_counter() - start
+        self.seconds += self._last
         self.steps += steps
+
+
+def _of_process_0(count: int) -> int:
+    """Return the number of process 0 in all processes."""
+    number = torch.tensor([count])
+    if dist.is_initialized():
+        with declared(METRICS):
+            dist.broadcast(number, 0)
+    return int(number)
 
 
 def run_trial(strategy: Strategy, task: Task, seconds: float, seed: int, rank: int, world_size: int) -> list[Point]:
@@ -381,9 +431,13 @@ def run_trial(strategy: Strategy, task: Task, seconds: float, seed: int, rank: i
     model, optimizer, criterion = built(task.build)
     trainer = strategy.attach(model, optimizer)
     batches = task.batches(rank, world_size, seed)
-    _train(trainer, criterion, batches, WARM_UP)
-    clock, sent = _Clock(seconds), trainer.bytes_sent()
+    clock = _Clock(seconds)
+    while clock.next_warm_up():
+        with clock.timed(1):
+            _train(trainer, criterion, batches, 1)
+    sent, start = trainer.bytes_sent(), time.perf_counter()
     points = [Point(0.0, 0.0, 0, task.evaluate(model, criterion))]
+    clock.begin(time.perf_counter() - start)
     while steps := clock.next_lap():
         with clock.timed(steps):
             _train(trainer, criterion, batches, steps)
