@@ -270,7 +270,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
     @property
     def choice(self) -> Choice | None:
         """Rank that ``rank="auto"`` has chosen, and the times by which; None where no rank is chosen."""
-        return None if self._planner.choice is None else self._planner.choice.choice
+        choice = self._planner.choice
+        return None if choice is None or choice.given else choice.choice
 
     def epsilon(self, delta: float, *, insiders: int = 0) -> float:
         """Return what all steps so far have cost the records of this site, by Opacus's PRV accountant.
@@ -308,7 +309,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
     def max_rank(self) -> int | None:
         """The largest rank of a layer's compressed gradient; None for methods without.
 
-        May be set at any time, at each site to another value: the next step's gradients have it.
+        May be set at any time, at each site to another value: the next step's gradients have it. Where owners merge
+        and have less room, after a choice of ``rank="auto"``, they get more by the next choice.
         """
         return self._method.max_rank
 
@@ -691,7 +693,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         if own is not None:
             self.load_state_dict(own)
         elif other is not None:
-            empty = {"method": self._method.state_dict(), "rounding": ErrorFeedback(True).state_dict()}
+            rank = {name: value for name, value in other["method"].items() if name == "rank"}
+            empty = {"method": self._method.state_dict() | rank, "rounding": ErrorFeedback(True).state_dict()}
             self.load_state_dict({name: value for name, value in other.items() if name != "privacy"} | empty)
             self._count_earlier_steps(other["step"])
         self._method.load_from_all([each["method"] for each in states if each is not None])

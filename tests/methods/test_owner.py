@@ -178,7 +178,7 @@ def test_what_changes_after_it_was_sent_counts() -> None:
             expected = mean_of([(count + 5, own), *others])
         for name, p in model.named_parameters():
             assert off_by(p.grad, expected[name]) < 1e-9, (step, name)
-    with pytest.raises(ValueError, match="30 at most"):
+    with pytest.raises(ValueError, match="at most 30"):
         reduction.max_rank = 31
     assert reduction.first_difference() is None
 

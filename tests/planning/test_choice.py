@@ -141,3 +141,44 @@ def test_from_three_sites_on_owners_merge_and_have_room_for_the_chosen_rank() ->
     with pytest.raises(ValueError, match="at most 8, got 16: pass merge='all'"):
         reduction.max_rank = 16
     reduction.detach()
+
+
+@support.at_sites(3)
+def test_a_program_can_raise_the_rank_again_at_one_site_where_owners_merge() -> None:
+    reduction = dadplug.GradientReduction(net())
+    train(reduction, 10, 1e-4)
+    before = reduction.traffic.bytes_sent
+    if dist.get_rank() == 1:
+        reduction.max_rank = 8
+    train(reduction, 16, 1e-4)  # until the next review owners have room for 4
+    assert reduction.max_rank == (4, 8, 4)[dist.get_rank()]
+    assert (reduction.choice is None) == (dist.get_rank() == 1)
+    assert reduction.traffic.bytes_sent > 1.2 * before
+    assert reduction.first_difference() is None
+    state = copy.deepcopy(reduction.state_dict())
+    reduction.detach()
+    resumed = dadplug.GradientReduction(net())
+    resumed.load_state_dict(state)
+    train(resumed, 16, 1e-4)
+    assert resumed.max_rank == (4, 8, 4)[dist.get_rank()]  # still no choice
+    resumed.detach()
+
+
+@support.at_sites(3)
+def test_what_owners_do_not_send_after_a_choice_is_kept() -> None:
+    model = nn.ParameterList([torch.zeros(150, 200)])
+    reduction = dadplug.GradientReduction(model, error_feedback=True)
+    applied, true = torch.zeros(150, 200), torch.zeros(150, 200)
+    with pytest.MonkeyPatch.context() as patch:
+        for step in range(70):
+            generators = [torch.Generator().manual_seed(10 * step + site) for site in range(3)]
+            gradients = [float(step < 14) * torch.randn(150, 200, generator=generator) for generator in generators]
+            true += sum(gradients) / 3
+            model.zero_grad()
+            (model[0] * gradients[dist.get_rank()]).sum().backward()
+            slow_link(patch, 1e-4, reduction)
+            reduction.synchronize()
+            applied += model[0].grad
+    assert reduction.max_rank == 4
+    assert float((applied - true).norm() / true.norm()) < 0.1
+    reduction.detach()

@@ -193,7 +193,12 @@ class RankDAD(Method):
         return GradientPath.LOWRANK if gradient - factors >= _WORTH else GradientPath.ALLREDUCE
 
     def rows_sent(self, rows: int, out: int, width: int) -> int:
-        return min(self.max_rank, rows, out, width)
+        return min(self._room, rows, out, width)
+
+    @property
+    def _room(self) -> int:
+        """Most components that may be sent at present: the rank, or what owners have room for."""
+        return self.max_rank if self.merger is None else min(self.max_rank, self.largest_rank)
 
     def encode(self, name: str, factor: Factor, with_bias: bool) -> FactorPayload:
         state, weight = self._states.get(name, _State()), self.weight
@@ -219,7 +224,7 @@ class RankDAD(Method):
             return FactorPayload(left.T, right.T, bias)
         wire = wire_format(self.options.wire_of(GradientPath.LOWRANK), factor.deltas.dtype)
         # Rounding to int8 leaves small parts of all components, which need not make a batch of few rows as large again.
-        found = min(self.max_rank, max(factor.rows, _FEW)) if wire.quantised and self._keeps_rows else self.max_rank
+        found = min(self._room, max(factor.rows, _FEW)) if wire.quantised and self._keeps_rows else self._room
         rank = min(found, self._most(name, factor.rows))
         loss_scale = self.loss_scales.of(name)
         share = state.weight / weight if state.weight else 1.0
@@ -240,9 +245,9 @@ class RankDAD(Method):
         With as many components as samples, or half as many, other sites recover inputs (`dadplug.audit`).
         """
         if isinstance(self.options.rank, int) or self.options.budget is not None or not self.is_fed(name):
-            return self.max_rank
+            return self._room
         samples = min(self.batch() or rows, rows) if rows else 0
-        return min(self.max_rank, max(1, samples // _SAMPLES)) if samples else self.max_rank
+        return min(self._room, max(1, samples // _SAMPLES)) if samples else self._room
 
     def _keeps_whole(self, name: str, factor: Factor) -> bool:
         """Return whether all that is not sent of a weight's gradient is kept, in a matrix of its size.
@@ -253,7 +258,7 @@ class RankDAD(Method):
         if whole is None:
             formed = factor.whole is not None or factor.write is not None
             out, width = factor.deltas.shape[1], factor.activations.shape[1]
-            rank = min(self.max_rank, out, width)
+            rank = min(self._room, out, width)
             whole = bool(self.options.error_feedback)
             if self._keeps_rows:
                 whole = formed or keeps_whole(factor.rows, out, width, rank)
@@ -520,7 +525,7 @@ class RankDAD(Method):
             self._whole = chosen | state.get("whole", {})
         self.max_rank = state.get("rank", self.max_rank)
         if self.merger is not None:
-            self.max_rank = min(self.max_rank, self.largest_rank)
+            self.max_rank = min(self.max_rank, self.options.largest_rank)
             self.merger.load_state_dict(state.get("merger", self.merger.state_dict()))
 
     def load_from_all(self, states: Sequence[dict[str, Any]]) -> None:
@@ -623,7 +628,7 @@ class Merger(RankDAD):
         return super().state_dict() | {"divided": self.memory.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
+        super().load_state_dict(state | {"rank": self.max_rank})  # that of the room in the present plan
         self.memory.load_state_dict(state.get("divided", {}))
 
     def add_state(self, state: dict[str, Any]) -> None:
