@@ -105,6 +105,27 @@ def test_a_resumed_training_keeps_the_choice() -> None:
 
 
 @support.at_sites(2)
+def test_a_site_without_a_state_gets_the_choice_of_the_others() -> None:
+    reduction = dadplug.GradientReduction(net())
+    train(reduction, 4, 1e-4)
+    early = copy.deepcopy(reduction.state_dict())
+    train(reduction, 6, 1e-4)
+    states = [copy.deepcopy(reduction.state_dict()), None]
+    reduction.load_state_dict(early)
+    assert reduction.max_rank == reduction.choice.rank == 8
+    assert "not measured yet" in str(reduction.choice)
+    reduction.detach()
+    resumed = dadplug.GradientReduction(net())
+    resumed.load_states(reduction.gather_objects(states)[0])
+    train(resumed, 2, 1e-4)
+    assert resumed.max_rank == resumed.choice.rank == 2
+    train(resumed, 20, 1e-4)
+    assert resumed.max_rank == 2
+    assert resumed.first_difference() is None
+    resumed.detach()
+
+
+@support.at_sites(2)
 def test_a_given_rank_is_kept() -> None:
     for options in ({"rank": 8}, {"budget": 4000}, {"mode": "powersgd"}):
         reduction = dadplug.GradientReduction(net(), **options)

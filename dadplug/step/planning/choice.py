@@ -253,12 +253,11 @@ class RankChoice:
         return {"times": [*self._last], "given": self.given}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned, after the method's rank; a further plan, of all sites, has room for it."""
+        """Restore what `state_dict` returned, after the method's rank, for which the next plan has room."""
         self._last, self.given = _Last(*state.get("times", ())), state.get("given", False)
-        step, wait = self._last[:2]
-        self.choice = replace(
-            self.choice, rank=self._present, seconds=step or None, waiting=wait / step if step else 0.0
-        )
+        step, wait, *_ = self._last
+        share = wait / step if step else 0.0
+        self.choice = replace(self.choice, rank=self._present, rate=None, seconds=step or None, waiting=share)
 
 
 def best_rank(present: int, step: float, wait: float, further: Mapping[int, float]) -> int:
