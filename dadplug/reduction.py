@@ -102,8 +102,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         super().__init__(model, process_group, Options.create(mode=mode, **options))
         self._step = 0
         self._pending = False
-        self._settled = settle_merge(self.options, self._transport)
-        self._method = make_method(self._settled)
+        self._method = make_method(self.options)
         self._attached: AttachedGradients | None = None
         self.stopped = False
         self._counter = SampleCounter(
@@ -256,6 +255,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         except ValueError:
             transport.close()
             raise
+        self.options = settle_merge(self.options, transport)
         return transport
 
     def stop_fusing(self, reason: str) -> None:
@@ -319,7 +319,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         if self._method.max_rank is None:
             raise ValueError(f"mode {self.options.mode!r} has no rank to set")
         whole_number(1)("rank", rank)
-        if self._settled.merge != "all" and rank > self.options.largest_rank:
+        if self.options.merge != "all" and rank > self.options.largest_rank:
             most = self.options.largest_rank
             raise ValueError(f"where owners merge, the rank is at most {most}, got {rank}: pass merge='all' for more")
         self._method.max_rank = rank
@@ -744,7 +744,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self._planner.release(discard=True)
         joined = self._receive_state()
         assert joined is not None
-        method, max_rank = make_method(self._settled), self.max_rank
+        method, max_rank = make_method(self.options), self.max_rank
         if max_rank is not None:
             method.max_rank = max_rank
         self._method = method
@@ -758,7 +758,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self._method.batch = weak_hook(self._batch)
         given = {} if self._private is None else self._private.handled()
         samples, arrived = weak_hook(self._samples), weak_hook(self._arrived)
-        planner = Planner(self.model, self._method, self._settled, self._transport, samples, arrived, given)
+        planner = Planner(self.model, self._method, self.options, self._transport, samples, arrived, given)
         planner.on_release = weak_hook(self._end_probe)
         return planner
 

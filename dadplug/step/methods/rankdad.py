@@ -198,6 +198,7 @@ class RankDAD(Method):
     @property
     def _room(self) -> int:
         """Most components that may be sent at present: the rank, or what owners have room for."""
+        assert self.max_rank is not None
         return self.max_rank if self.merger is None else min(self.max_rank, self.largest_rank)
 
     def encode(self, name: str, factor: Factor, with_bias: bool) -> FactorPayload:
@@ -220,12 +221,12 @@ class RankDAD(Method):
             "seed": zlib.crc32(name.encode()),
         }
         if not weight:  # what a site without weight sends is lost, so that it sends nothing of what it keeps
-            left, right = compress(factor.deltas, factor.activations, self._most(name, factor.rows), **how)
+            left, right = compress(factor.deltas, factor.activations, self.most_sent(name, factor.rows), **how)
             return FactorPayload(left.T, right.T, bias)
         wire = wire_format(self.options.wire_of(GradientPath.LOWRANK), factor.deltas.dtype)
         # Rounding to int8 leaves small parts of all components, which need not make a batch of few rows as large again.
         found = min(self._room, max(factor.rows, _FEW)) if wire.quantised and self._keeps_rows else self._room
-        rank = min(found, self._most(name, factor.rows))
+        rank = min(found, self.most_sent(name, factor.rows))
         loss_scale = self.loss_scales.of(name)
         share = state.weight / weight if state.weight else 1.0
         given = _Given(name, bias, wire, rank, found, state, share, loss_scale, how)
@@ -239,11 +240,8 @@ class RankDAD(Method):
         self._staged[name] = staged._replace(weight=weight, calls=state.calls + 1)
         return payload
 
-    def _most(self, name: str, rows: int) -> int:
-        """Return how many components of a layer may be sent: by default of data's own layer, a quarter of the samples.
-
-        With as many components as samples, or half as many, other sites recover inputs (`dadplug.audit`).
-        """
+    def most_sent(self, name: str, rows: int) -> int:
+        # With as many components of data's own layer as samples, or half as many, other sites recover inputs.
         if isinstance(self.options.rank, int) or self.options.budget is not None or not self.is_fed(name):
             return self._room
         samples = min(self.batch() or rows, rows) if rows else 0
@@ -525,7 +523,7 @@ class RankDAD(Method):
             self._whole = chosen | state.get("whole", {})
         self.max_rank = state.get("rank", self.max_rank)
         if self.merger is not None:
-            self.max_rank = min(self.max_rank, self.options.largest_rank)
+            self.max_rank = min(state.get("rank", self._room), self.options.largest_rank)
             self.merger.load_state_dict(state.get("merger", self.merger.state_dict()))
 
     def load_from_all(self, states: Sequence[dict[str, Any]]) -> None:

@@ -273,6 +273,8 @@ class SiteFactorHandler(GatheredHandler):
     def _encode(self, unit: FactorUnit) -> FactorPayload | None:
         """Encode what has arrived; record NaN and Inf, and send NaN for them."""
         unit.last_rows = unit.rows or unit.last_rows
+        if not unit.layers:  # the rows of a formed gradient are not known, and as many as samples at least
+            unit.last_rows = min(unit.last_rows, self.context.method.batch() or unit.last_rows)
         factor = unit.take_unformed()
         if factor is None:
             return None
