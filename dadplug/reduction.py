@@ -258,10 +258,6 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self.options = settle_merge(self.options, transport)
         return transport
 
-    def stop_fusing(self, reason: str) -> None:
-        """Let the plan show why steps are not fused, for trainers."""
-        self.remarks = (f"fused steps: no, {reason}",)
-
     @property
     def plan(self) -> Plan:
         """The path of every parameter and the bytes that it costs; final after the first step. Prints as a table."""

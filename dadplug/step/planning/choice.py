@@ -74,7 +74,7 @@ class Choice:
 
 
 class _Last(NamedTuple):
-    """What the last choice was made by.
+    """Times by which the last choice was made.
 
     Attributes:
         step: seconds of a step; 0.0 before the first choice.
