@@ -102,8 +102,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
     ) -> None:
         super().__init__(model, process_group, Options.create(mode=mode, **options))
         self._step = 0
-        self._settled = settle_merge(self.options, self._transport)
-        self._method = make_method(self._settled)
+        self._method = make_method(self.options)
         self._attached: AttachedGradients | None = None
         self.stopped = False
         self._counter = SampleCounter(
@@ -251,15 +250,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
     def _open_transport(self, process_group: dist.ProcessGroup | None) -> Transport:
         transport = super()._open_transport(process_group)
         check_merge(self.options, transport)
+        self.options = settle_merge(self.options, transport)
         return transport
-
-    def stop_fusing(self, reason: str) -> None:
-        """Let the plan show why steps are not fused; for trainers.
-
-        Args:
-            reason: why.
-        """
-        self.remarks = (f"fused steps: no, {reason}",)
 
     @property
     def plan(self) -> Plan:
@@ -269,7 +261,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
     @property
     def choice(self) -> Choice | None:
         """Rank that ``rank="auto"`` has chosen, and the times by which; None where no rank is chosen."""
-        return None if self._planner.choice is None else self._planner.choice.choice
+        choice = self._planner.choice
+        return None if choice is None or choice.given else choice.choice
 
     def epsilon(self, delta: float, *, insiders: int = 0) -> float:
         """Return what all steps so far have cost the records of this site, by Opacus's PRV accountant.
@@ -307,7 +300,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
     def max_rank(self) -> int | None:
         """The largest rank of a layer's compressed gradient; None for methods without.
 
-        May be set at any time, at each site to another value: the next step's gradients have it.
+        May be set at any time, at each site to another value: the next step's gradients have it. Where owners merge
+        and have less room, after a choice of ``rank="auto"``, they get more by the next choice.
         """
         return self._method.max_rank
 
@@ -316,7 +310,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         if self._method.max_rank is None:
             raise ValueError(f"mode {self.options.mode!r} has no rank to set")
         whole_number(1)("rank", rank)
-        if self._settled.merge != "all" and rank > self.options.largest_rank:
+        if self.options.merge != "all" and rank > self.options.largest_rank:
             most = self.options.largest_rank
             raise ValueError(f"where owners merge, the rank is at most {most}, got {rank}: pass merge='all' for more")
         self._method.max_rank = rank
@@ -690,7 +684,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         if own is not None:
             self.load_state_dict(own)
         elif other is not None:
-            empty = {"method": self._method.state_dict(), "rounding": ErrorFeedback(True).state_dict()}
+            rank = {name: value for name, value in other["method"].items() if name == "rank"}
+            empty = {"method": self._method.state_dict() | rank, "rounding": ErrorFeedback(True).state_dict()}
             self.load_state_dict({name: value for name, value in other.items() if name != "privacy"} | empty)
             self._count_earlier_steps(other["step"])
         self._method.load_from_all([each["method"] for each in states if each is not None])
@@ -740,7 +735,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self._planner.release(discard=True)
         joined = self._receive_state()
         assert joined is not None
-        method, max_rank = make_method(self._settled), self.max_rank
+        method, max_rank = make_method(self.options), self.max_rank
         if max_rank is not None:
             method.max_rank = max_rank
         self._method = method
@@ -755,7 +750,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         given = {} if self._private is None else self._private.handled()
         samples = self._counter.weight if self._private is None else weak_hook(self._samples)
         arrived = weak_hook(self._arrived)
-        planner = Planner(self.model, self._method, self._settled, self._transport, samples, arrived, given)
+        planner = Planner(self.model, self._method, self.options, self._transport, samples, arrived, given)
         planner.on_release = weak_hook(self._end_probe)
         return planner
 

@@ -89,6 +89,22 @@ def test_a_policy_limits_the_rank_by_the_rows_of_a_batch(in_force, options, allo
         _step(refused, **options)
 
 
+def test_a_policy_limits_the_rank_of_gradients_without_factors_by_the_samples(in_force):
+    in_force(Policy(max_rank_share=0.25))
+    for samples in (16, 15):
+        model = nn.LSTM(20, 30)
+        reduction = GradientReduction(model, rank=4)
+        with reduction.samples(samples):
+            model(torch.randn(samples, 5, 20))[0].square().mean().backward()
+        if samples == 15:
+            with pytest.raises(PolicyError, match="3 may be sent, and 4 would be"):
+                reduction.synchronize()
+        else:
+            reduction.synchronize()
+            assert {row.exposure for row in reduction.plan} == {"aggregated"}
+        reduction.detach(discard=True)
+
+
 def test_a_policy_on_rank_refuses_rows_and_allows_sums(in_force):
     in_force(Policy(max_rank_share=0.5))
     assert _step(2, mode="dsgd").any()

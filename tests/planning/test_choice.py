@@ -105,6 +105,27 @@ def test_a_resumed_training_keeps_the_choice() -> None:
 
 
 @support.at_sites(2)
+def test_a_site_without_a_state_gets_the_choice_of_the_others() -> None:
+    reduction = dadplug.GradientReduction(net())
+    train(reduction, 4, 1e-4)
+    early = copy.deepcopy(reduction.state_dict())
+    train(reduction, 6, 1e-4)
+    states = [copy.deepcopy(reduction.state_dict()), None]
+    reduction.load_state_dict(early)
+    assert reduction.max_rank == reduction.choice.rank == 8
+    assert "not measured yet" in str(reduction.choice)
+    reduction.detach()
+    resumed = dadplug.GradientReduction(net())
+    resumed.load_states(reduction.gather_objects(states)[0])
+    train(resumed, 2, 1e-4)
+    assert resumed.max_rank == resumed.choice.rank == 2
+    train(resumed, 20, 1e-4)
+    assert resumed.max_rank == 2
+    assert resumed.first_difference() is None
+    resumed.detach()
+
+
+@support.at_sites(2)
 def test_a_given_rank_is_kept() -> None:
     for options in ({"rank": 8}, {"budget": 4000}, {"mode": "powersgd"}):
         reduction = dadplug.GradientReduction(net(), **options)
@@ -140,4 +161,45 @@ def test_from_three_sites_on_owners_merge_and_have_room_for_the_chosen_rank() ->
     assert reduction.first_difference() is None
     with pytest.raises(ValueError, match="at most 8, got 16: pass merge='all'"):
         reduction.max_rank = 16
+    reduction.detach()
+
+
+@support.at_sites(3)
+def test_a_program_can_raise_the_rank_again_at_one_site_where_owners_merge() -> None:
+    reduction = dadplug.GradientReduction(net())
+    train(reduction, 10, 1e-4)
+    before = reduction.traffic.bytes_sent
+    if dist.get_rank() == 1:
+        reduction.max_rank = 8
+    train(reduction, 16, 1e-4)  # until the next review owners have room for 4
+    assert reduction.max_rank == (4, 8, 4)[dist.get_rank()]
+    assert (reduction.choice is None) == (dist.get_rank() == 1)
+    assert reduction.traffic.bytes_sent > 1.2 * before
+    assert reduction.first_difference() is None
+    state = copy.deepcopy(reduction.state_dict())
+    reduction.detach()
+    resumed = dadplug.GradientReduction(net())
+    resumed.load_state_dict(state)
+    train(resumed, 16, 1e-4)
+    assert resumed.max_rank == (4, 8, 4)[dist.get_rank()]  # still no choice
+    resumed.detach()
+
+
+@support.at_sites(3)
+def test_what_owners_do_not_send_after_a_choice_is_kept() -> None:
+    model = nn.ParameterList([torch.zeros(150, 200)])
+    reduction = dadplug.GradientReduction(model, error_feedback=True)
+    applied, true = torch.zeros(150, 200), torch.zeros(150, 200)
+    with pytest.MonkeyPatch.context() as patch:
+        for step in range(70):
+            generators = [torch.Generator().manual_seed(10 * step + site) for site in range(3)]
+            gradients = [float(step < 14) * torch.randn(150, 200, generator=generator) for generator in generators]
+            true += sum(gradients) / 3
+            model.zero_grad()
+            (model[0] * gradients[dist.get_rank()]).sum().backward()
+            slow_link(patch, 1e-4, reduction)
+            reduction.synchronize()
+            applied += model[0].grad
+    assert reduction.max_rank == 4
+    assert float((applied - true).norm() / true.norm()) < 0.1
     reduction.detach()

@@ -557,6 +557,14 @@ class HeldGradients(ABC):
         """
         self.remarks = fused_remarks(self.model, optimizers)
 
+    def stop_fusing(self, reason: str) -> None:
+        """Let the plan show why steps are not fused, for trainers.
+
+        Args:
+            reason: why.
+        """
+        self.remarks = (f"fused steps: no, {reason}",)
+
     def hold(self, *optimizers: torch.optim.Optimizer) -> None:
         """Synchronize, and hold the gradients that need not be formed until `apply_held` is called.
 

@@ -233,7 +233,16 @@ class Method:
             PolicyError: if they are more than the kit allows.
         """
         if getattr(self.options, "privacy", None) is None:
-            check_restricted_rank(name, rows if self.max_rank is None else min(self.max_rank, rows), rows)
+            check_restricted_rank(name, min(self.most_sent(name, rows), rows), rows)
+
+    def most_sent(self, name: str, rows: int) -> int:
+        """Return how many rows or components are sent of a layer, at most.
+
+        Args:
+            name: the name of the weight.
+            rows: rows of the layer's input in the step.
+        """
+        return rows if self.max_rank is None else self.max_rank
 
     def commit(self, name: str, weight: float | None = None) -> None:
         """Keep what this step has changed in the state of a weight.

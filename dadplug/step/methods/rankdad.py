@@ -196,7 +196,13 @@ class RankDAD(Method):
         return GradientPath.LOWRANK if gradient - factors >= _WORTH else GradientPath.ALLREDUCE
 
     def rows_sent(self, rows: int, out: int, width: int) -> int:
-        return min(self.max_rank, rows, out, width)
+        return min(self._room, rows, out, width)
+
+    @property
+    def _room(self) -> int:
+        """Most components that may be sent at present: the rank, or what owners have room for."""
+        assert self.max_rank is not None
+        return self.max_rank if self.merger is None else min(self.max_rank, self.largest_rank)
 
     def encode(self, name: str, factor: Factor, with_bias: bool) -> FactorPayload:
         state, weight = self._states.get(name, _State()), self.weight
@@ -222,12 +228,15 @@ class RankDAD(Method):
             "seed": zlib.crc32(name.encode()),
         }
         if not weight:  # what a site without weight sends is lost, so that it sends nothing of what it keeps
-            left, right = compress(factor.deltas, factor.activations, self._most(name, factor.deltas.shape[0]), **how)
+            left, right = compress(
+                factor.deltas, factor.activations, self.most_sent(name, factor.deltas.shape[0]), **how
+            )
             return FactorPayload(left.T, right.T, bias)
         wire, rows = wire_format(self._wire, factor.deltas.dtype), factor.deltas.shape[0]
         # Rounding to int8 leaves small parts of all components, which need not make a batch of few rows as large again.
-        found = min(self.max_rank, max(rows, _FEW)) if wire.quantised and self._keeps_rows else self.max_rank
-        rank = min(found, self._most(name, rows)) if self._caps and self.fed.get(name, True) else found
+        room = self._room
+        found = min(room, max(rows, _FEW)) if wire.quantised and self._keeps_rows else room
+        rank = min(found, self.most_sent(name, rows)) if self._caps and self.fed.get(name, True) else found
         loss_scale = self.loss_scales.of(name)
         share = state.weight / weight if state.weight else 1.0
         given = _Given(name, bias, wire, rank, found, state, share, loss_scale, how)
@@ -241,16 +250,13 @@ class RankDAD(Method):
         self._staged[name] = staged._replace(weight=weight, calls=state.calls + 1)
         return payload
 
-    def _most(self, name: str, rows: int) -> int:
-        """Return how many components of a layer may be sent: by default of data's own layer, a quarter of the samples.
-
-        With as many components as samples, or half as many, other sites recover inputs (`dadplug.audit`).
-        """
+    def most_sent(self, name: str, rows: int) -> int:
         if name not in self.fed:
             self.fed[name] = self._caps and self.is_fed(name)
         if not self.fed[name] or not rows:
-            return self.max_rank
-        return min(self.max_rank, max(1, min(self.batch() or rows, rows) // _SAMPLES))
+            return self._room
+        # With as many components of data's own layer as samples, or half as many, other sites recover inputs.
+        return min(self._room, max(1, min(self.batch() or rows, rows) // _SAMPLES))
 
     def _keeps_whole(self, factor: Factor) -> bool:
         """Return whether all that is not sent of a weight's gradient is kept, in a matrix of its size.
@@ -261,7 +267,7 @@ class RankDAD(Method):
             return bool(self.options.error_feedback)
         out, width = factor.deltas.shape[1], factor.activations.shape[1]
         formed = factor.whole is not None or factor.write is not None
-        return formed or keeps_whole(factor.rows, out, width, min(self.max_rank, out, width))
+        return formed or keeps_whole(factor.rows, out, width, min(self._room, out, width))
 
     def _count_sent(self, compressed: Compressed, rank: int) -> int:
         """Return the number of components that are sent, the rank at most; the others may be kept."""
@@ -525,7 +531,7 @@ class RankDAD(Method):
             self._whole = chosen | state.get("whole", {})
         self.max_rank = state.get("rank", self.max_rank)
         if self.merger is not None:
-            self.max_rank = min(self.max_rank, self.largest_rank)
+            self.max_rank = min(state.get("rank", self._room), self.options.largest_rank)
             self.merger.load_state_dict(state.get("merger", self.merger.state_dict()))
 
     def load_from_all(self, states: Sequence[dict[str, Any]]) -> None:
@@ -628,7 +634,7 @@ class Merger(RankDAD):
         return super().state_dict() | {"divided": self.memory.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
+        super().load_state_dict(state | {"rank": self.max_rank})  # that of the room in the present plan
         self.memory.load_state_dict(state.get("divided", {}))
 
     def add_state(self, state: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -73,6 +73,24 @@ class Choice:
         return f"{found}, {link}{1e3 * self.seconds:.3g} ms a step, of which {self.waiting:.0%} waiting"
 
 
+class _Last(NamedTuple):
+    """Times by which the last choice was made.
+
+    Attributes:
+        step: seconds of a step; 0.0 before the first choice.
+        wait: seconds of it that all sites wait.
+        begins: whether these are of steps before the last change of the rank.
+        by_byte: seconds for each byte sent to every other site.
+        looks: whether the next review measures the link.
+    """
+
+    step: float = 0.0
+    wait: float = 0.0
+    begins: float = 1.0
+    by_byte: float = math.inf
+    looks: float = 0.0
+
+
 class _Plans(Protocol):
     """Planner, as a choice sees it."""
 
@@ -108,10 +126,7 @@ class RankChoice:
         self._planner = planner
         self._times: deque[tuple[float, float]] = deque(maxlen=_WINDOW)
         self._ended = 0.0  # when the last step ended
-        self._reference: tuple[float, float] | None = None  # time of a step and of waiting, when it was chosen
-        self._begins = True  # whether the reference is that of steps before the last change of the rank
-        self._by_byte = math.inf  # seconds for each byte sent to every other site, at the last choice
-        self._looks = False
+        self._last = _Last()
         self.given = False
         self._is_given = False  # at some site
         wire = options.wire_of(GradientPath.LOWRANK)
@@ -151,33 +166,42 @@ class RankChoice:
         """Compare the reports of all sites with those at the last choice."""
         seconds, waits = zip(*self._times, strict=True) if self._times else ((0.0,), (0.0,))
         sent = self._transport.traffic.bytes_sent
-        own = [statistics.median(seconds), statistics.median(waits), float(sent), float(self.given), len(self._times)]
-        reports = self._gather(own)
+        present = self._present
+        own = [statistics.median(seconds), statistics.median(waits), sent, self.given, len(self._times), present]
+        reports = self._gather([*own, *self._last])
         self._is_given = any(report[3] for report in reports)
-        if self._is_given or min(report[4] for report in reports) < _LEAST:
-            return
-        step, wait = max(report[0] for report in reports), min(report[1] for report in reports)
-        if self._begins:
-            self._reference = None
-        if self._reference is not None and not (_moved(self._reference, (step, wait)) or self._is_faster()):
-            return
-        first, self._reference, self._begins = self._reference is None, (step, wait), False
-        self._choose(step, wait, max(report[2] for report in reports), first)
+        rank, self._last = max(int(report[5]) for report in reports), _Last(*reports[0][len(own) :])
+        if self._is_given:
+            if self._method.largest_rank < self._options.largest_rank:  # owners have room for what a program sets
+                self._planner.plan_anew()
+        elif {rank} != {self._method.largest_rank, *(report[5] for report in reports)}:
+            self._set(rank)  # some site has loaded another state
+        elif min(report[4] for report in reports) >= _LEAST:
+            step, wait = max(report[0] for report in reports), min(report[1] for report in reports)
+            last, first = self._last, bool(self._last.begins)
+            if first or _moved((last.step, last.wait), (step, wait)) or self._is_faster():
+                self._last = self._last._replace(step=step, wait=wait, begins=0.0)
+                self._choose(step, wait, max(report[2] for report in reports), first)
+
+    @property
+    def _present(self) -> int:
+        assert self._method.max_rank is not None
+        return self._method.max_rank
 
     def _is_faster(self) -> bool:
         """Return whether the link has become faster, which the steps do not show; looked up in every second review."""
-        self._looks = not self._looks
-        if self.choice.rank == self._options.largest_rank or not self._looks:
+        self._last = self._last._replace(looks=float(not self._last.looks))
+        if self.choice.rank == self._options.largest_rank or not self._last.looks:
             return False
-        return 1 / self._measure(_PROBE[0], rounds=1) > _FASTER / self._by_byte
+        return 1 / self._measure(_PROBE[0], rounds=1) > _FASTER / self._last.by_byte
 
     def _choose(self, step: float, wait: float, nbytes: float, first: bool) -> None:
-        present, largest = self._method.max_rank, self._options.largest_rank
-        assert present is not None
+        present, largest = self._present, self._options.largest_rank
         rate, rank = self.choice.rate, present
         if present < largest or wait > _WAIT * step:
             nbytes /= self._transport.world_size - 1
-            by_byte = self._by_byte = self._measure(int(min(max(nbytes / 4, _PROBE[0]), _PROBE[1])))
+            by_byte = self._measure(int(min(max(nbytes / 4, _PROBE[0]), _PROBE[1])))
+            self._last = self._last._replace(by_byte=by_byte)
             rate = 8 * (self._transport.world_size - 1) / by_byte
             own = self._bytes(present)
             # The sum of several sites has more directions than the gradient of one.
@@ -193,7 +217,7 @@ class RankChoice:
             self._set(rank)
 
     def _set(self, rank: int) -> None:
-        self._begins = True  # the next report tells what the new rank costs
+        self._last = self._last._replace(begins=1.0)  # the next report tells what the new rank costs
         self._method.max_rank = self._method.largest_rank = rank
         self.choice = replace(self.choice, rank=rank)
         self._planner.plan_anew()  # whose messages have room for so many
@@ -219,24 +243,21 @@ class RankChoice:
         gather.launch()
         return [part.tolist() for part in gather.wait()]
 
-    def state_dict(self) -> dict[str, list[float]]:
-        """Return what a resumed training needs to make the same choices: the times by which the last one was made."""
-        return (
-            {}
-            if self.choice.seconds is None
-            else {"times": [*(self._reference or ()), float(self._begins), self._by_byte]}
-        )
+    @property
+    def room(self) -> int:
+        """Most components for which owners need room: the chosen rank, or the largest one that a program can set."""
+        return self._options.largest_rank if self._is_given or self.given else self._present
 
-    def load_state_dict(self, state: dict[str, list[float]]) -> None:
-        """Restore what `state_dict` returned."""
-        rank = self._method.max_rank
-        if "times" not in state or rank is None:
-            return
-        step, wait, begins, self._by_byte = state["times"]
-        if rank != self._method.largest_rank:
-            self._set(rank)
-        self._reference, self._begins = (step, wait), bool(begins)
-        self.choice = replace(self.choice, rank=rank, seconds=step, waiting=wait / step)
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed training needs to make the same choices: the times by which the last one was made."""
+        return {"times": [*self._last], "given": self.given}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned, after the method's rank, for which the next plan has room."""
+        self._last, self.given = _Last(*state.get("times", ())), state.get("given", False)
+        step, wait, *_ = self._last
+        share = wait / step if step else 0.0
+        self.choice = replace(self.choice, rank=self._present, rate=None, seconds=step or None, waiting=share)
 
 
 def best_rank(present: int, step: float, wait: float, further: Mapping[int, float]) -> int:

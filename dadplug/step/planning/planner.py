@@ -65,6 +65,7 @@ class FirstStepReport:
         batch: samples of the step; 0 where they are not known.
         link: measured costs of the link, where the method chooses by them.
         decoding: this site's constants of decoding; those of the first site hold at all sites.
+        room: most components for which owners need room.
     """
 
     order: list[str]
@@ -75,10 +76,11 @@ class FirstStepReport:
     batch: int
     link: LinkCosts | None
     decoding: Decoding
+    room: int
 
     def counts(self) -> list[int]:
         """Return the numbers that are counts."""
-        return [self.samples, self.batch, *self.rows.values()]
+        return [self.samples, self.batch, self.room, *self.rows.values()]
 
     @classmethod
     def of(
@@ -89,6 +91,7 @@ class FirstStepReport:
         samples: int,
         batch: int,
         link: LinkCosts | None,
+        room: int = 1,
     ) -> FirstStepReport:
         """Report on the units after a step's backward passes.
 
@@ -99,6 +102,7 @@ class FirstStepReport:
             samples: weight of the site in the step.
             batch: samples of the step; 0 where they are not known.
             link: measured costs of the link, or None.
+            room: most components for which owners need room.
         """
         factored = [unit for unit in units if isinstance(unit, FactorUnit)]
         reasons = {unit.name: unit.left_out or "used outside its layer too" for unit in factored if unit.outside}
@@ -107,7 +111,7 @@ class FirstStepReport:
             reasons |= {unit.name: fed for unit in factored if unit.fed_by_data}
         rows, forms = {unit.name: unit.rows for unit in factored}, {unit.name: unit.forms for unit in factored}
         decoding = current().decoding
-        return cls([unit.name for unit in order], reasons, rows, forms, samples, batch, link, decoding)
+        return cls([unit.name for unit in order], reasons, rows, forms, samples, batch, link, decoding, room)
 
 
 @register
@@ -126,6 +130,7 @@ class MergedReport:
         largest: samples of the site that has most.
         positions: by name of a unit, its position in the order in which rank 0's backward reached them.
         decoding: constants of decoding: those of the first site that is present.
+        room: most components for which owners have room.
     """
 
     reasons: dict[str, str]
@@ -137,6 +142,7 @@ class MergedReport:
     largest: int
     positions: dict[str, int]
     decoding: Decoding
+    room: int
 
     def order(self, units: Sequence[Unit]) -> list[Unit]:
         """Return units in the order in which rank 0's backward reached them.
@@ -189,8 +195,8 @@ def merge_reports(
     samples = [each.samples for each in reports]
     decoding = reports[0].decoding
     batches = [each.batch for each in reports if each.samples]
-    largest = max(batches, default=0)
-    return MergedReport(reasons, rows, sum(samples), batches, chosen, notices, largest, positions, decoding)
+    largest, room = max(batches, default=0), max(each.room for each in reports)
+    return MergedReport(reasons, rows, sum(samples), batches, chosen, notices, largest, positions, decoding, room)
 
 
 def _excess(unit: FactorUnit, rows: int, sites: int) -> float:
@@ -338,7 +344,7 @@ class Planner:
         factored = (unit for unit in self.units if isinstance(unit, FactorUnit) and unit.left_out)
         left_out = {unit.name: f"in some steps {unit.left_out}" for unit in factored}
         plan = costs.plan(self._model, self.units, self._paths, self._notices | left_out | self._reasons)
-        return plan if self.choice is None else plan.with_remarks([str(self.choice.choice)])
+        return plan if self.choice is None or self.choice.given else plan.with_remarks([str(self.choice.choice)])
 
     @property
     def holds_gradients(self) -> bool:
@@ -443,9 +449,8 @@ class Planner:
             with self._transport.traffic.apart():
                 self._link = measure_link(self._transport)
         check_allowed(self._options)
-        own = FirstStepReport.of(
-            self.units, self._order, self._options.share_inputs, self._samples(), batch, self._link
-        )
+        samples, room = self._samples(), self._method.largest_rank if self.choice is None else self.choice.room
+        own = FirstStepReport.of(self.units, self._order, self._options.share_inputs, samples, batch, self._link, room)
         every = checked(
             self._transport.gather_present(own), FirstStepReport, "report", self._transport, FirstStepReport.counts
         )
@@ -457,6 +462,7 @@ class Planner:
         """Complete the plan by what follows from the sites' reports."""
         self._merged, self._reasons = merged, merged.reasons | self._reasons
         self._sites = self._transport.world_size
+        self._method.largest_rank = merged.room
         self._notices |= merged.notices
         self._planned_for, self._off_plan = merged.largest, 0
         reasons = merged.chosen | self._reasons

@@ -285,6 +285,8 @@ class SiteFactorHandler(GatheredHandler):
     def _encode(self, unit: FactorUnit) -> FactorPayload | None:
         """Encode what has arrived; record NaN and Inf, and send NaN for them."""
         factor = unit.take_unformed() if isinstance(unit, LowrankUnit) and unit.unformed is not None else unit.take()
+        if not unit.layers:  # the rows of a formed gradient are not known, and as many as samples at least
+            unit.last_rows = min(unit.last_rows, self.context.method.batch() or unit.last_rows)
         if factor is None:
             return None
         self._present.add(unit.name)

@@ -53,6 +53,7 @@ class MergedHandler(KeptPayloadsHandler, SiteFactorHandler):
         assert isinstance(context.method, RankDAD)
         assert context.method.merger is not None
         self._merger = context.method.merger
+        self._merger.max_rank = context.method.largest_rank
         self._owners = [context.owners[unit.name] for unit in units]
         self._results: list[FactorPayload] = []  # of this step, by slot
         super().__init__(units, context, senders)
