@@ -30,7 +30,7 @@ from ..step.methods.feedback import ErrorFeedback
 from ..step.model_sync.batchnorm import SyncedForward, batch_norms
 from ..step.model_sync.samples import SampleCounter, warn_of_unequal
 from ..step.model_sync.structure import ModelStructure
-from ..step.planning.partition import partition_parameters
+from ..step.planning.partition import partition_parameters, show_inputs
 from ..step.planning.planner import FirstStepReport, merge_reports
 from ..step.units.base import Unit
 from ..step.units.factor import FactorUnit
@@ -361,6 +361,8 @@ class ModelGradients:
         )
         found = partition_parameters(model, method, (), options.dense == "lowrank")
         self._capture, self.units = found.capture, found.units
+        show_inputs(method, found.units)
+        method.batch = lambda: self.counted
         self._order: list[Unit] = []
         self.reports: Sequence[FirstStepReport] = ()
         self.reference = self.expected_reference = self.counted = 0

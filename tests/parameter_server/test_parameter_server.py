@@ -60,7 +60,8 @@ def follows_reduction(mode: str) -> None:
     second = copy.deepcopy(first)
     optimizers = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (first, second)]
     schedulers = [torch.optim.lr_scheduler.StepLR(each, 10, 0.5) for each in optimizers]
-    reduction = dadplug.GradientReduction(first, mode=mode, rank=2, weighting="samples")
+    merge = "all" if mode == "rankdad" else "auto"
+    reduction = dadplug.GradientReduction(first, mode=mode, rank=2, weighting="samples", merge=merge)
     server = dadplug.ParameterServer(second, optimizers[1], mode=mode, rank=2, staleness=0, weighting="samples")
     for step in range(15):
         # A parameter server keeps what rankdad has not sent in units of the site, a reduction in units of the mean.

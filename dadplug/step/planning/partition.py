@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import nn
@@ -114,6 +114,18 @@ def partition_parameters(
                 reasons.setdefault(name, _why_dense(name, parameter, model, method, could_be))
             units.append(DenseUnit(name, parameter, paths[name]))
     return Partition(capture, units, paths, reasons)
+
+
+def show_inputs(method: Method, units: Sequence[Unit]) -> None:
+    """Let a method know which weights have layers that are fed by data.
+
+    Args:
+        method: the method.
+        units: the units of a new plan.
+    """
+    factored = {unit.name: unit for unit in units if isinstance(unit, FactorUnit)}
+    method.is_fed = lambda name: name in factored and factored[name].fed_by_data
+    method.fed = {}
 
 
 def _refusals(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:

@@ -40,7 +40,7 @@ from .chains import (
 )
 from .choice import RankChoice
 from .merging import LinkCosts, Merging, measure_link
-from .partition import partition_parameters
+from .partition import partition_parameters, show_inputs
 from .plan import PayloadCosts, Plan, dense_bytes
 
 # First step of a plan: reports of the sites on what only a step can show, and the conclusions from them.
@@ -631,9 +631,7 @@ class Planner:
         self._method.fit_budget([unit.shape for unit in compressed])
         for unit in self.units:
             self._watch(unit)
-        factored = {unit.name: unit for unit in self.units if isinstance(unit, FactorUnit)}
-        self._method.is_fed = lambda name: name in factored and factored[name].fed_by_data
-        self._method.fed = {}
+        show_inputs(self._method, self.units)
 
     def _watch(self, unit: Unit) -> None:
         unit.watch(self._arrived)
