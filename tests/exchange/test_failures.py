@@ -219,7 +219,7 @@ else:
     for each in run(code, tmp_path, timeout=60):
         assert "MismatchError: the sites do not make the same calls: site 0 (" in each.errors
         assert "SiteError" not in each.errors
-        assert re.search(rf"site 0 \(.*\) {PLACE}, and site 1 \(.*\) {PLACE}", each.errors)
+        assert re.search(rf"site 0 \(.*\) {PLACE}, and site 1 \(.*\) {PLACE}", each.errors), each.errors[-900:]
 
 
 def test_a_further_forward_pass_of_one_site_is_told_with_the_step(tmp_path):
@@ -233,7 +233,7 @@ if rank == 0:
 step(torch.randn(8, 6))
 """
     for each in run(code, tmp_path, timeout=60):
-        assert re.search(rf"site 0 \(.*\) {PLACE}, and site 1 \(.*\) {PLACE}", each.errors)
+        assert re.search(rf"site 0 \(.*\) {PLACE}, and site 1 \(.*\) {PLACE}", each.errors), each.errors[-900:]
 
 
 def connect(*places: str) -> list[support.Finished]:
