@@ -185,6 +185,37 @@ def test_all_are_told_whose_header_is_invalid_where_all_have_to_stay(tmp_path, l
         assert "MismatchError: site 1 (b) has sent an invalid step header: " in run.processes[name].read()[1]
 
 
+def test_a_site_that_hears_late_of_a_round_leaves_out_the_same_member(tmp_path):
+    """The member without a payload has left by then, which others did not know when they left it out."""
+
+    def exchange(link):
+        transport = ElasticTransport(link, Traffic(), 20.0, Requirements(1, 60_000))
+        gather = transport.gather([4] * 3, torch.float32)
+        if link.rank != 2:
+            gather.payload.fill_(link.rank + 1)
+            gather.launch()
+        end = link.rounds.end
+
+        def hear_late(*arguments):
+            absent = end(*arguments)
+            until = time.monotonic() + 10
+            while link.rank == 0 and 2 not in link.gone and time.monotonic() < until:
+                time.sleep(0.01)
+            return absent
+
+        link.rounds.end = hear_late
+        transport.close_round(admits=True)
+        if link.rank == 2:
+            link.close()
+            return None
+        return [each.tolist() for each in gather.wait()], transport.present, 2 in link.gone
+
+    with sealed_hub(tmp_path) as hub, linked(hub, 3) as links:
+        first, second, _ = together(lambda rank: exchange(links[rank]), 3)
+    assert first[2]
+    assert first[:2] == second[:2] == ([[1.0] * 4, [2.0] * 4, [0.0] * 4], [0, 1])
+
+
 def test_a_member_that_sends_nothing_that_others_wait_for_is_dropped(tmp_path):
     """It is connected, and its payload is awaited before the round is closed, as that of a second round is."""
 

@@ -449,7 +449,7 @@ class ElasticTransport(HubTransport):
         launched, self.launched = self.launched, []
         for gather in launched:  # payloads may be launched in a collective's round, and counted in that of the step
             if self._in_step or gather.exchange & _COLLECTIVES:
-                gather.finish()
+                gather.finish(ended=True)
             else:
                 self.launched.append(gather)
 
@@ -565,8 +565,12 @@ class ElasticGather(HubGather):
             self._blank(lost)
         return self.payloads
 
-    def finish(self) -> None:
+    def finish(self, *, ended: bool = False) -> None:
         """Leave out the sites that have taken part in the round without their payloads, once it is closed.
+
+        Args:
+            ended: whether this site has ended the round. Then a site that is not absent has taken part in it, also one
+                that has left since: others may have left it out before they knew that.
 
         Raises:
             MismatchError: if no other site has sent its payload, since all have begun other exchanges, or since this
@@ -574,7 +578,7 @@ class ElasticGather(HubGather):
         """
         self.collect()
         transport, inbox = self._transport, self._transport.link.inbox
-        lacking = sorted(self.missing - transport.absent - transport.link.gone.keys())
+        lacking = sorted(self.missing - transport.absent - (set() if ended else transport.link.gone.keys()))
         others, last = {*transport.present} - {transport.rank}, transport.link.step - 1
         alone = lacking and others == {*lacking}
         if alone and (transport.listens or all(inbox.begun_by(each, last) for each in others)):
