@@ -96,6 +96,9 @@ class _Plans(Protocol):
 
     units: list[Unit]
 
+    @property
+    def has_owners(self) -> bool: ...
+
     def plan_anew(self) -> None: ...
 
 
@@ -205,11 +208,17 @@ class RankChoice:
             rate = 8 * (self._transport.world_size - 1) / by_byte
             own = self._bytes(present)
             # The sum of several sites has more directions than the gradient of one.
-            ranks = _RANKS if self._options.merge == "all" else _RANKS[1:]
+            ranks = _RANKS[1:] if self._transport.world_size > 2 else _RANKS
             times = {rank: by_byte * (self._bytes(rank) - own) for rank in {*ranks, largest, present}}
             rank = best_rank(present, step, wait, times)
         self.choice = Choice(
-            rank, self.choice.wire, self.choice.merge, self._transport.world_size, rate, step, wait / step
+            rank,
+            self.choice.wire,
+            "owner" if self._planner.has_owners else "all",
+            self._transport.world_size,
+            rate,
+            step,
+            wait / step,
         )
         if first or rank != present:
             _log.info("%s", self.choice)
@@ -229,7 +238,7 @@ class RankChoice:
             if isinstance(unit, FactorUnit) and unit.path == GradientPath.LOWRANK:
                 wire = wire_format(self.choice.wire, unit.lead.dtype)
                 total += min(rank, *unit.widths) * sum(map(wire.row_size, unit.widths)) * wire.itemsize
-        return total if self._options.merge == "all" else 2 * total / self._transport.world_size
+        return 2 * total / self._transport.world_size if self._planner.has_owners else total
 
     def _measure(self, size: int, rounds: int = 3) -> float:
         """Measure the link with messages of some size; return seconds for each byte sent to every other site."""

@@ -347,6 +347,11 @@ class Planner:
         return plan if self.choice is None or self.choice.given else plan.with_remarks([str(self.choice.choice)])
 
     @property
+    def has_owners(self) -> bool:
+        """Whether sites merge gradients of layers that they own in this plan."""
+        return bool(self._merging.owners(self.units))
+
+    @property
     def holds_gradients(self) -> bool:
         """Whether a plan that is not complete has gradients of which no backward pass has informed it."""
         held = (unit.has_gradient or (isinstance(unit, FactorUnit) and unit.rows > 0) for unit in self.units)
