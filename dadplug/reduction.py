@@ -124,7 +124,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self._agreed_samples = 0
         self.share: float | None = None
         self.contributors: list[int] = []
-        self.on_arrival: Callable[[], object] = bool
+        self.on_arrival: Callable[[], object] = bool  # which does nothing, without a call of Python's
         self.before_idle: Callable[[], None] = lambda: None
         self.after_step: list[Callable[[], None]] = []
         self._noise: GradientNoise | None = None

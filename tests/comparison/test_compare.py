@@ -100,7 +100,7 @@ def test_strategies_that_left_before_the_final_do_not_win():
 def test_a_way_with_too_few_steps_has_no_part_in_the_verdict():
     short = row("a", 0.1, 0.1, steps=1)
     found = comparison(short, row("b", 0.5, 0.6), row("c", 0.7, 0.8))
-    assert (found.best, found.verdict) == ("b", "fastest of those that were measured: B")
+    assert (found.best, found.verdict) == ("b", "fastest of the measured ways: B")
     assert "A: not measured: 1 step; at least 20 are needed, which take about 40 s a run" in found.table()
     assert [line.split()[1:3] for line in found.table().splitlines() if line.startswith("A ")] == [["not", "measured"]]
     assert "0.1000" not in found.table()

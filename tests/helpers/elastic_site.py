@@ -82,8 +82,8 @@ class Case:
         keeps: bytes of frames that the site keeps for another hub, where steps may go on for ever; 0 for the default.
         saves: step after which the site writes that file, and ends.
         lies: from step `LIE` on, integers of its step header that the site replaces, by place.
-        harm: from step `LIE` on, what the site does to its first payload: see `HARM`; "samples" or "rows" for wrong
-            numbers at the beginning of those of factors; empty for nothing.
+        harm: from step `LIE` on, the change of the site's first payload: one of `HARM`, or "samples" or "rows" for
+            wrong numbers in the head of a payload of factors; empty for none.
     """
 
     kit: str

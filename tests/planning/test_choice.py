@@ -1,6 +1,8 @@
 """The rank that the defaults choose by the link: equal at all sites, kept in checkpoints, and never a given one."""
 
 import copy
+import math
+from types import SimpleNamespace
 
 import pytest
 import support
@@ -9,6 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 import dadplug
+from dadplug.errors import MismatchError
+from dadplug.options import Options
 from dadplug.step.planning import choice
 from dadplug.step.planning.choice import RankChoice, best_rank
 
@@ -203,3 +207,38 @@ def test_what_owners_do_not_send_after_a_choice_is_kept() -> None:
     assert reduction.max_rank == 4
     assert float((applied - true).norm() / true.norm()) < 0.1
     reduction.detach()
+
+
+@support.at_sites(2)
+def test_layers_fed_by_data_send_a_component_for_four_samples() -> None:
+    """Also if the plan is printed before the first step, and if the first input needs a gradient."""
+    for rank, components in (("auto", 4), (8, 8)):
+        reduction = dadplug.GradientReduction(net(), rank=rank, wire="int8")
+        str(reduction.plan)
+        for step in range(3):
+            inputs = torch.randn(16, 64, requires_grad=step == 0)
+            reduction.model.zero_grad()
+            (reduction.model(inputs) - inputs.detach().roll(1, 1)).square().mean().backward()
+            reduction.synchronize()
+        assert reduction.quality["0.weight"].effective_rank == components
+        assert reduction.quality["2.weight"].effective_rank == 8
+        reduction.detach()
+
+
+def test_reports_out_of_range_name_their_site() -> None:
+    class Method:
+        max_rank = largest_rank = 8
+
+    class Planner:
+        has_owners, units = False, ()
+
+    sites = SimpleNamespace(world_size=2, sites=["site 0 (a)", "site 1 (b)"], traffic=SimpleNamespace(bytes_sent=1))
+    chosen = RankChoice(Method(), Options(), sites, Planner())
+    for place, value in ((0, math.nan), (1, -1.0), (5, 0.0), (5, 1e9), (5, math.inf)):
+
+        def gather(numbers, place=place, value=value):
+            return [[*numbers], [*numbers[:place], value, *numbers[place + 1 :]]]
+
+        chosen._gather = gather
+        with pytest.raises(MismatchError, match=r"site 1 \(b\) has sent an invalid report on its steps"):
+            chosen._review()

@@ -170,7 +170,6 @@ class Method:
         self.weight = 1.0
         self.batch: Callable[[], int] = int  # samples of this site in the step; 0 where they are not known
         self.is_fed: Callable[[str], bool] = lambda name: False  # whether data are the input of a weight's layer
-        self.fed: dict[str, bool] = {}  # by name, what it has returned in this plan
 
     @property
     def keeps_errors(self) -> bool:

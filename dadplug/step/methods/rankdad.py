@@ -236,7 +236,7 @@ class RankDAD(Method):
         # Rounding to int8 leaves small parts of all components, which need not make a batch of few rows as large again.
         room = self._room
         found = min(room, max(rows, _FEW)) if wire.quantised and self._keeps_rows else room
-        rank = min(found, self.most_sent(name, rows)) if self._caps and self.fed.get(name, True) else found
+        rank = min(found, self.most_sent(name, rows)) if self._caps else found
         loss_scale = self.loss_scales.of(name)
         share = state.weight / weight if state.weight else 1.0
         given = _Given(name, bias, wire, rank, found, state, share, loss_scale, how)
@@ -251,12 +251,11 @@ class RankDAD(Method):
         return payload
 
     def most_sent(self, name: str, rows: int) -> int:
-        if name not in self.fed:
-            self.fed[name] = self._caps and self.is_fed(name)
-        if not self.fed[name] or not rows:
-            return self._room
+        room = self._room
+        if not (self._caps and rows and self.is_fed(name)):
+            return room
         # With as many components of data's own layer as samples, or half as many, other sites recover inputs.
-        return min(self._room, max(1, min(self.batch() or rows, rows) // _SAMPLES))
+        return min(room, max(1, min(self.batch() or rows, rows) // _SAMPLES))
 
     def _keeps_whole(self, factor: Factor) -> bool:
         """Return whether all that is not sent of a weight's gradient is kept, in a matrix of its size.

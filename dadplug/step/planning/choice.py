@@ -6,7 +6,6 @@ long a step takes and how long they wait in it. All conclude the same from all r
 
 from __future__ import annotations
 
-import logging
 import math
 import statistics
 import time
@@ -18,23 +17,23 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ...exchange import Transport
+from ...exchange.fields import invalid
 from ...exchange.wire import wire_format
 from ...options import AUTO, Options
+from ...support.logs import get_logger
 from ..methods import Method
 from ..methods.base import GradientPath
 from ..units.base import Unit
 from ..units.factor import FactorUnit
 from .merging import gather_seconds
 
-_log = logging.getLogger("dadplug")
+_log = get_logger(__name__)
 
 _RANKS = (2, 4)  # that may be chosen in place of the largest one
 _FIRST, _EVERY = 8, 16  # the step of the first report, and the steps between two
 _WINDOW, _LEAST = 9, 4  # last steps whose median is reported, and how many there have to be
 _WAIT = 0.2  # share of a step that sites wait at least where fewer components can pay
-_MOVED = (
-    0.3  # change of the time of a step or of its waiting, as a share of a step, after which the choice is made again
-)
+_MOVED = 0.3  # change of the time of a step or of its waiting, as a share of a step, that leads to a new choice
 _LOWERS, _RAISES = 0.9, 0.97  # predicted time to the loss, as a share of the present one, from which the rank changes
 _FURTHER_STEPS = 0.6  # r components need 1 + this / sqrt(r) times the steps of exact gradients, about
 _FASTER = 2.0  # times as fast a link leads to a new choice where fewer components than the largest rank are sent
@@ -112,7 +111,6 @@ class RankChoice:
         planner: the planner, which makes a new plan for another rank.
 
     Attributes:
-        choice: the present choice.
         given: whether the program has set a rank at this site; then no site chooses any more.
     """
 
@@ -133,7 +131,7 @@ class RankChoice:
         self.given = False
         self._is_given = False  # at some site
         wire = options.wire_of(GradientPath.LOWRANK)
-        self.choice = Choice(options.largest_rank, wire, options.merge, transport.world_size)
+        self._choice = Choice(options.largest_rank, wire, "all", transport.world_size)
 
     @classmethod
     def of(cls, method: Method, options: Options, transport: Transport, planner: _Plans) -> RankChoice | None:
@@ -149,6 +147,11 @@ class RankChoice:
         if options.mode != "rankdad" or given or transport.world_size == 1:
             return None
         return cls(method, options, transport, planner)
+
+    @property
+    def choice(self) -> Choice:
+        """The present choice."""
+        return replace(self._choice, merge="owner" if self._planner.has_owners else "all")
 
     def end_step(self, step: int) -> None:
         """Record the time of a step; choose anew where it is time for it. All sites call it in the same steps.
@@ -172,6 +175,10 @@ class RankChoice:
         present = self._present
         own = [statistics.median(seconds), statistics.median(waits), sent, self.given, len(self._times), present]
         reports = self._gather([*own, *self._last])
+        for site, report in enumerate(reports):
+            most = math.inf if report[3] else self._options.largest_rank
+            if not (all(each >= 0 for each in report) and 1 <= report[5] <= most and math.isfinite(report[5])):
+                raise invalid("report on its steps", self._transport.sites[site], f"it holds {report}")
         self._is_given = any(report[3] for report in reports)
         rank, self._last = max(int(report[5]) for report in reports), _Last(*reports[0][len(own) :])
         if self._is_given:
@@ -194,13 +201,13 @@ class RankChoice:
     def _is_faster(self) -> bool:
         """Return whether the link has become faster, which the steps do not show; looked up in every second review."""
         self._last = self._last._replace(looks=float(not self._last.looks))
-        if self.choice.rank == self._options.largest_rank or not self._last.looks:
+        if self._choice.rank == self._options.largest_rank or not self._last.looks:
             return False
         return 1 / self._measure(_PROBE[0], rounds=1) > _FASTER / self._last.by_byte
 
     def _choose(self, step: float, wait: float, nbytes: float, first: bool) -> None:
         present, largest = self._present, self._options.largest_rank
-        rate, rank = self.choice.rate, present
+        rate, rank = self._choice.rate, present
         if present < largest or wait > _WAIT * step:
             nbytes /= self._transport.world_size - 1
             by_byte = self._measure(int(min(max(nbytes / 4, _PROBE[0]), _PROBE[1])))
@@ -211,24 +218,16 @@ class RankChoice:
             ranks = _RANKS[1:] if self._transport.world_size > 2 else _RANKS
             times = {rank: by_byte * (self._bytes(rank) - own) for rank in {*ranks, largest, present}}
             rank = best_rank(present, step, wait, times)
-        self.choice = Choice(
-            rank,
-            self.choice.wire,
-            "owner" if self._planner.has_owners else "all",
-            self._transport.world_size,
-            rate,
-            step,
-            wait / step,
-        )
+        self._choice = replace(self._choice, rank=rank, rate=rate, seconds=step, waiting=wait / step)
         if first or rank != present:
-            _log.info("%s", self.choice)
+            _log.info("rankdad has chosen %s", self.choice)
         if rank != present:
             self._set(rank)
 
     def _set(self, rank: int) -> None:
-        self._last = self._last._replace(begins=1.0)  # the next report tells what the new rank costs
+        self._last = self._last._replace(begins=1.0)  # the next report shows the cost of the new rank
         self._method.max_rank = self._method.largest_rank = rank
-        self.choice = replace(self.choice, rank=rank)
+        self._choice = replace(self._choice, rank=rank)
         self._planner.plan_anew()  # whose messages have room for so many
 
     def _bytes(self, rank: int) -> float:
@@ -236,7 +235,7 @@ class RankChoice:
         total = 0.0
         for unit in self._planner.units:
             if isinstance(unit, FactorUnit) and unit.path == GradientPath.LOWRANK:
-                wire = wire_format(self.choice.wire, unit.lead.dtype)
+                wire = wire_format(self._choice.wire, unit.lead.dtype)
                 total += min(rank, *unit.widths) * sum(map(wire.row_size, unit.widths)) * wire.itemsize
         return 2 * total / self._transport.world_size if self._planner.has_owners else total
 
@@ -266,7 +265,7 @@ class RankChoice:
         self._last, self.given = _Last(*state.get("times", ())), state.get("given", False)
         step, wait, *_ = self._last
         share = wait / step if step else 0.0
-        self.choice = replace(self.choice, rank=self._present, rate=None, seconds=step or None, waiting=share)
+        self._choice = replace(self._choice, rank=self._present, rate=None, seconds=step or None, waiting=share)
 
 
 def best_rank(present: int, step: float, wait: float, further: Mapping[int, float]) -> int:

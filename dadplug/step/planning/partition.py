@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 from torch import nn
@@ -123,9 +124,10 @@ def show_inputs(method: Method, units: Sequence[Unit]) -> None:
         method: the method.
         units: the units of a new plan.
     """
-    factored = {unit.name: unit for unit in units if isinstance(unit, FactorUnit)}
-    method.is_fed = lambda name: name in factored and factored[name].fed_by_data
-    method.fed = {}
+    layers = {unit.name: unit.layers for unit in units if isinstance(unit, FactorUnit)}
+
+    fed = attrgetter("fed_by_data")  # asked in each step: inputs of the first passes may have needed gradients
+    method.is_fed = lambda name: any(map(fed, layers.get(name, ())))
 
 
 def _refusals(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:

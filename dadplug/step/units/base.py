@@ -194,7 +194,7 @@ class Placeholders:
 
     Attributes:
         active: those in ``.grad``, unless a program has put something else there, by name of the parameter.
-        lifted: names of those that are taken off while autograd adds to the gradient itself.
+        lifted: names of the parameters without their placeholder while autograd adds to the gradient itself.
     """
 
     def __init__(self, parameters: dict[str, nn.Parameter], source: GradientSource) -> None:

@@ -225,7 +225,7 @@ class Comparison:
             return f"no verdict: {short[0].label} {short[0].shortage}" if short else "no way could be compared"
         if short and sum(row.is_measured for row in self.rows) == 1:
             return f"no verdict: only {names} was measured"
-        measured = " of those that were measured" if short else ""
+        measured = " of the measured ways" if short else ""
         return f"no difference beyond noise between {names}" if self.best is None else f"fastest{measured}: {names}"
 
     @property
