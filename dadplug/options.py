@@ -252,13 +252,11 @@ class Options(OptionSet):
             )
 
     def _check_merge(self) -> None:
-        """Refuse an owner for factors that are not merged, or that sites may leave."""
+        """Refuse an owner for factors that are not merged, or merged by nodes."""
         if self.merge != "owner":
             return
         if self.mode != "rankdad":
             raise ValueError(f"merge={self.merge!r} is an option of mode='rankdad', got mode={self.mode!r}")
-        if self.min_sites is not None:
-            raise ValueError("merge='owner' needs all sites in every step: leave min_sites out")
         if self.hierarchy is not None:
             raise ValueError("merge='owner' does not work with hierarchy, which merges the gradients of a node")
 

@@ -259,17 +259,17 @@ def aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _head_size(count: int, wire: WireFormat) -> int:
+def head_size(count: int, wire: WireFormat) -> int:
     """Return the payload elements of a header of integers: the samples, and one for each of `count` slots."""
     return aligned(-(-4 * (1 + count) // wire.itemsize))
 
 
-def _integers(payload: Tensor, count: int) -> Tensor:
+def integers_of(payload: Tensor, count: int) -> Tensor:
     """Return a view of the integers of a payload's header."""
     return payload[: 4 * (1 + count)].view(torch.uint8)[: 4 * (1 + count)].view(torch.int32)
 
 
-def _cut(payload: Tensor, start: int, layout: Iterable[tuple[Slot, int]]) -> list[FactorPayload]:
+def cut_slots(payload: Tensor, start: int, layout: Iterable[tuple[Slot, int]]) -> list[FactorPayload]:
     """Return views of the parts of slots with their numbers of rows, which lie one behind the other in a payload."""
     shares = []
     for slot, rows in layout:
@@ -290,6 +290,7 @@ class FactorBucket:
         dtype: type of the gradients.
         wire: format of the payloads.
         senders: ranks of the sites that send; all where None. Lists by site are by sender.
+        once: whether it is for one step.
 
     Attributes:
         extra_rows: by slot, number of this site's rows that go in a second round.
@@ -304,6 +305,7 @@ class FactorBucket:
         dtype: torch.dtype,
         wire: WireFormat,
         senders: Sequence[int] | None = None,
+        once: bool = False,
     ) -> None:
         self.slots = list(slots)
         self._senders = list(range(transport.world_size) if senders is None else senders)
@@ -311,7 +313,7 @@ class FactorBucket:
         self._transport = transport
         self._dtype = dtype
         self._wire = wire
-        self._head = _head_size(len(self.slots), wire)
+        self._head = head_size(len(self.slots), wire)
         on_cpu = transport.device.type == "cpu" and isinstance(cpu_kernels(), NumbaKernels)
         plain = all(type(slot) is Slot for slot in self.slots)
         self._keeps = wire.quantised and dtype == torch.float32 and on_cpu and plain  # memory for decoded rows
@@ -320,10 +322,11 @@ class FactorBucket:
         self.extra_rows = [0] * len(self.slots)
         self.received_rows: list[tuple[int, ...]] = []
         self._learnt: Sequence[Sequence[int]] = ()  # rows of the last step
-        self._gather: Gather = transport.gather(self._sizes(), wire.dtype)
+        gather = transport.gather_once if once else transport.gather
+        self._gather: Gather = gather(self._sizes(), wire.dtype)
         self._make_views()
 
-    def _lay_out(self) -> None:
+    def lay_out(self) -> None:
         """Make payloads of the slots' capacities, at the end of a step.
 
         Not when they are first needed: sites that use other layers need buckets in another order, but messages are
@@ -331,6 +334,7 @@ class FactorBucket:
         """
         self._gather = self._transport.gather_resized(self._gather, self._sizes(), self._wire.dtype)
         self._make_views()
+        self._rows = [0] * len(self.slots)
 
     def _sizes(self) -> list[int]:
         """Return the number of elements of each site's payload, by rank."""
@@ -342,7 +346,7 @@ class FactorBucket:
     def _make_views(self) -> None:
         self._posts = type(self._gather).post is not Exchange.post  # whether to receive has to be prepared
         self._own = [] if self.place is None else self._cut(self._gather.payload, self.place)
-        self._own_head = _integers(self._gather.payload, len(self.slots))
+        self._own_head = integers_of(self._gather.payload, len(self.slots))
         self._received: dict[int, tuple[Tensor, Tensor, list[FactorPayload]]] = {}
         self._stacks: dict[int, StackedShares] = {}
         self.slot_bytes = [
@@ -365,7 +369,7 @@ class FactorBucket:
         for slot, numbers in zip(self.slots, layout, strict=True):
             slot.restore(numbers)
         self._learnt = ()
-        self._lay_out()
+        self.lay_out()
 
     def post(self) -> None:
         """Prepare to receive."""
@@ -386,7 +390,7 @@ class FactorBucket:
         return self._transport.sites[self._senders[site]]
 
     def _cut(self, payload: Tensor, site: int) -> list[FactorPayload]:
-        return _cut(payload, self._head, ((slot, slot.capacity[site]) for slot in self.slots))
+        return cut_slots(payload, self._head, ((slot, slot.capacity[site]) for slot in self.slots))
 
     def _views(self, payload: Tensor, site: int) -> tuple[Tensor, list[FactorPayload]]:
         """Return views of a payload's header and slots, made once for a payload at the same address in every step.
@@ -397,7 +401,7 @@ class FactorBucket:
         """
         known = self._received.get(site)
         if known is None or known[0] is not payload:
-            known = self._received[site] = payload, _integers(payload, len(self.slots)), self._cut(payload, site)
+            known = self._received[site] = payload, integers_of(payload, len(self.slots)), self._cut(payload, site)
         return known[1:]
 
     def fill(self, index: int, share: FactorPayload) -> None:
@@ -546,7 +550,7 @@ class FactorBucket:
 
         def cut(payload: Tensor, site: int) -> Iterator[tuple[int, FactorPayload]]:
             layout = [(self.slots[index], extra[index][site]) for index in late[site]]
-            return zip(late[site], _cut(payload, 0, layout), strict=True)
+            return zip(late[site], cut_slots(payload, 0, layout), strict=True)
 
         if self.place is not None:
             for index, room in cut(gather.payload, self.place):
@@ -572,7 +576,7 @@ class FactorBucket:
         if rows != self._learnt or rows != [slot.capacity for slot in self.slots]:
             changed = [slot.learn(counts) for slot, counts in zip(self.slots, rows, strict=True)]
             if any(changed):
-                self._lay_out()
+                self.lay_out()
         self._learnt = rows
         self._overflow.clear()
         self._rows = [0] * len(self.slots)
@@ -617,134 +621,3 @@ class IndexSlot(Slot):
     def unpack(self, share: FactorPayload, sender: str) -> FactorPayload:
         self.check(share, sender)
         return share._replace(left=self.wire.decode(share.left))
-
-
-class OwnedSlot(Slot):
-    """Space for the merged rows of one part of a layer; only its owner has room for them, in every step the same.
-
-    Args:
-        out: width of the rows of `left`.
-        width: width of the rows of `right`.
-        bias: number of elements of the bias gradient that is sent beside the rows, 0 for none.
-        room: number of rows, by sender; 0 for all but the owner.
-        wire: format of the payload.
-    """
-
-    def __init__(self, out: int, width: int, bias: int, room: Sequence[int], wire: WireFormat) -> None:
-        super().__init__(out, width, bias, len(room), wire)
-        self.capacity = list(room)
-
-    def sizes(self, rows: int) -> tuple[int, int, int]:
-        return super().sizes(rows) if rows else (0, 0, 0)
-
-    def learn(self, rows: Sequence[int]) -> bool:
-        return False
-
-    def cut(self, payload: Tensor, start: int, rows: int) -> tuple[FactorPayload, int]:
-        if rows:
-            return super().cut(payload, start, rows)
-        empty = payload[:0]
-        return FactorPayload(empty.view(0, self.out), empty.view(0, self.width)), start
-
-
-class ContributionBucket:
-    """Rows of several parts of layers, each sent to its owner alone.
-
-    A payload begins with a header of integers: the samples that the site's gradients stand for, and the rows of each
-    part; -1 where the site has no gradient.
-
-    Args:
-        slots: a slot for each part, with the room of every site.
-        owners: rank of the owner of each part.
-        transport: the transport.
-        dtype: type of the gradients.
-        wire: format of the payloads.
-
-    Attributes:
-        owned: indices of the parts that this site owns.
-    """
-
-    def __init__(
-        self,
-        slots: Sequence[Slot],
-        owners: Sequence[int],
-        transport: Transport,
-        dtype: torch.dtype,
-        wire: WireFormat,
-    ) -> None:
-        self._slots = list(slots)
-        self._owners = list(owners)
-        self._transport = transport
-        self._dtype = dtype
-        self._parts = [[i for i, owner in enumerate(owners) if owner == rank] for rank in range(transport.world_size)]
-        self._heads = [_head_size(len(parts), wire) for parts in self._parts]
-        self.owned = self._parts[transport.rank]
-        sizes = [
-            head + sum(sum(self._slots[index].sizes(self._room(index))) for index in parts) if parts else 0
-            for head, parts in zip(self._heads, self._parts, strict=True)
-        ]
-        self._exchange = transport.all_to_all(sizes, wire.dtype)
-        self._rows = [-1] * len(self._slots)
-        self._own = {
-            index: part
-            for rank, parts in enumerate(self._parts)
-            for index, part in zip(parts, self._cut(self._exchange.payloads[rank], rank), strict=True)
-        }
-
-    def _room(self, index: int) -> int:
-        return self._slots[index].capacity[0]
-
-    def _cut(self, payload: Tensor, owner: int) -> list[FactorPayload]:
-        """Return views of the parts of one owner in a payload."""
-        layout = ((self._slots[index], self._room(index)) for index in self._parts[owner])
-        return _cut(payload, self._heads[owner], layout)
-
-    def slot_bytes(self, index: int) -> int:
-        """Return the bytes of a part."""
-        slot = self._slots[index]
-        return sum(slot.sizes(self._room(index))) * self._exchange.payloads[0].element_size()
-
-    def fill(self, index: int, payload: FactorPayload) -> None:
-        """Copy the rows of a part into its owner's payload."""
-        self._exchange.post()
-        self._slots[index].pack(payload, self._own[index])
-        self._rows[index] = payload.rows
-
-    def clear(self, index: int) -> None:
-        """Send nothing of a part."""
-        self._rows[index] = -1
-
-    def launch(self, samples: int) -> None:
-        """Send the payloads.
-
-        Args:
-            samples: samples that this site's gradients stand for.
-        """
-        for owner, parts in enumerate(self._parts):
-            if parts:
-                head = [samples, *(self._rows[index] for index in parts)]
-                _integers(self._exchange.payloads[owner], len(parts)).copy_(torch.tensor(head, dtype=torch.int32))
-        self._exchange.launch()
-
-    def wait(self) -> tuple[list[int], dict[int, list[FactorPayload | None]]]:
-        """Wait for what the sites have sent to this one.
-
-        Returns:
-            The samples of each site, empty where this site owns nothing; and by part that this site owns and by site,
-            the rows, None where the site has no gradient. Valid until the next step.
-        """
-        rank, samples = self._transport.rank, []
-        found: dict[int, list[FactorPayload | None]] = {index: [] for index in self.owned}
-        received = self._exchange.wait()
-        for sender, payload in enumerate(received if self.owned else ()):
-            count, *rows = _integers(payload, len(self.owned)).tolist()
-            if not 0 <= count <= COUNT:
-                check_all("payload", self._transport.sites[sender], (count,), 0, COUNT)
-            samples.append(count)
-            for index, number, view in zip(self.owned, rows, self._cut(payload, rank), strict=True):
-                site = self._transport.sites[sender]
-                if not -1 <= number <= view.rows:
-                    check_all("payload", site, (number,), -1, view.rows)
-                part = None if number < 0 else self._slots[index].unpack(view.part(0, number), site)
-                found[index].append(None if part is None else part.to(payload.device, self._dtype))
-        return samples, found

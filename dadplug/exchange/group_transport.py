@@ -89,7 +89,7 @@ class GroupTransport(Transport):
         self._open_sockets()
         return PairwiseExchange(self, [payloads[self.rank]] * len(sizes), payloads)
 
-    def all_to_all(self, sizes: Sequence[int], dtype: torch.dtype) -> AllToAll:
+    def all_to_all(self, sizes: Sequence[int], dtype: torch.dtype, replaced: AllToAll | None = None) -> AllToAll:
         if not self.has_all_to_all:
             return super().all_to_all(sizes, dtype)
         payloads = [lasting(size, dtype) for size in sizes]

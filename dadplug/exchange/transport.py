@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -221,9 +221,11 @@ class AllToAll(Exchange):
     Attributes:
         payloads: this site's payloads by rank of the receiver, flat tensors, to be filled before `launch`; its own
             arrives as it is.
+        missing: ranks of the sites whose payloads have not arrived, or do not count, where sites may be absent.
     """
 
     payloads: list[Tensor]
+    missing: Set[int] = frozenset()
 
 
 class PendingSum:
@@ -361,12 +363,13 @@ class Transport(ABC):
             dtype: type of the elements.
         """
 
-    def all_to_all(self, sizes: Sequence[int], dtype: torch.dtype) -> AllToAll:
+    def all_to_all(self, sizes: Sequence[int], dtype: torch.dtype, replaced: AllToAll | None = None) -> AllToAll:
         """Prepare an exchange of different payloads for different sites, in one order with the gathers.
 
         Args:
             sizes: number of elements that each site sends to the site of this rank, by rank of the receiver.
             dtype: type of the elements.
+            replaced: the exchange that this one replaces from the next step on; None for none.
 
         Raises:
             NotImplementedError: unless `has_all_to_all`.

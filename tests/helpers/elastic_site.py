@@ -84,6 +84,8 @@ class Case:
         lies: from step `LIE` on, integers of its step header that the site replaces, by place.
         harm: from step `LIE` on, the change of the site's first payload: one of `HARM`, or "samples" or "rows" for
             wrong numbers in the head of a payload of factors; empty for none.
+        merge: option of the reduction.
+        exact: whether the model is in double precision and the rank leaves nothing out; the lines have gradients then.
     """
 
     kit: str
@@ -119,17 +121,22 @@ class Case:
     saves: int = -1
     lies: dict[str, int] = field(default_factory=dict)
     harm: str = ""
+    merge: str = "all"
+    exact: bool = False
 
 
-def make_model() -> nn.Module:
+def make_model(exact: bool = False) -> nn.Module:
     torch.manual_seed(1)
+    if exact:  # several layers that are large enough to be compressed
+        hidden = [nn.Sequential(nn.Linear(size, size - 4), nn.Tanh()) for size in (64, 60, 56, 52)]
+        return nn.Sequential(nn.Linear(12, 64), nn.ReLU(), *hidden, nn.LayerNorm(48), nn.Linear(48, 5)).double()
     return nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 24), nn.LayerNorm(24), nn.ReLU(), nn.Linear(24, 5))
 
 
-def batch(slot: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(slot: int, step: int, exact: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the batch of a site in a step; sizes differ between sites, and change."""
     generator = torch.Generator().manual_seed(1000 * slot + step)
-    rows = 6 + 3 * slot + (5 if step % 4 == 3 else 0)
+    rows = 3 + slot + step % 2 if exact else 6 + 3 * slot + (5 if step % 4 == 3 else 0)
     return torch.randn(rows, 12, generator=generator), torch.randint(5, (rows,), generator=generator)
 
 
@@ -320,10 +327,15 @@ def build(
         "state": state,
         "timeout": case.timeout,
         "hub_timeout": case.hub_timeout,
+        "merge": case.merge,
         "privacy": dadplug.DifferentialPrivacy.parse(case.privacy) if case.privacy else None,
     }
+    if case.exact:
+        options |= {"rank": 18, "tolerance": 0.0, "wire": "fp32"}
     if not case.wraps:
-        return model, dadplug.GradientReduction(model, case.mode, **{"weighting": "samples"} | options)
+        reduction = dadplug.GradientReduction(model, case.mode, **{"weighting": "samples"} | options)
+        assert not case.exact or sum(row.path == "lowrank" and len(row.shape) == 2 for row in reduction.plan) >= 4
+        return model, reduction
     wrapper = dadplug.DistributedDataParallel(model, case.mode, **{"weighting": "samples"} | options)
     return wrapper, wrapper.reduction
 
@@ -334,9 +346,10 @@ def line_of(case: Case, model: nn.Module, reduction: dadplug.GradientReduction) 
     step = reduction.step - 1  # that of the others, where this site has joined again
     digest = hashlib.sha256(values.numpy().tobytes()).hexdigest()[:16]
     line = {"step": step, "present": reduction.present_sites, "digest": digest, "time": time.monotonic()}
-    if case.privacy:
+    if case.privacy or case.exact:
         gradient = torch.cat([each.grad.reshape(-1) for each in model.parameters()]).tolist()
         line |= {"gradient": gradient, "parameters": values.tolist()}
+    if case.privacy:
         line["spent"] = reduction.state_dict()["privacy"]["entries"]
     return line
 
@@ -348,7 +361,7 @@ def train(case: Case) -> None:
     dadplug.connect(kit=case.kit, timeout=200)
     if case.link:
         planner.measure_link = lambda transport: LinkCosts(*case.link)
-    model = make_model()
+    model = make_model(case.exact)
     if case.how in ("joins", "restores"):
         die_inside(case, lambda: 0)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -374,8 +387,8 @@ def train(case: Case) -> None:
             optimizer.zero_grad()
             idle = step in case.idle or (case.catches_up and reduction.behind)
             if not idle:
-                inputs, targets = batch(rank, step)
-                criterion(called(inputs), targets).backward()
+                inputs, targets = batch(rank, step, case.exact)
+                criterion(called(inputs.to(model[0].weight.dtype)), targets).backward()
             if step == case.leave and case.how == "sent":
                 time.sleep(0.2)
                 die(case.how)

@@ -356,7 +356,7 @@ class Epochs:
             self._draw_chain(head.step)
         if self._rekey and self._sent_in != head.step:
             self._sent_in = head.step
-            yield head._replace(exchange=REKEY, offset=0, tag=0, length=len(self._rekey)).pack() + self._rekey
+            yield head._replace(exchange=REKEY, offset=0, tag=0, to=0, length=len(self._rekey)).pack() + self._rekey
         assert self._sealer is not None
         yield from self._sealer.frames(head, content)
 
@@ -389,7 +389,7 @@ class Epochs:
 
         Args:
             head: its head, with the sender's slot.
-            body: its body.
+            body: its body; empty for a frame that only another site gets.
 
         Raises:
             SealingError: if it is not what its sender has sent, or the sender is no member.
@@ -412,6 +412,9 @@ class Epochs:
                 f"site {slot} ({self._offers.names[slot]}) sends messages that are not sealed, which this site's "
                 "kit requires: copy the same roster.json to all kits. If they agree, the hub has made up the message"
             )
+        if head.to and not len(body):
+            reception.opener.skip(head)
+            return []
         return [(head, reception.opener.open(head, body))]
 
     def _take_rekey(self, slot: int, reception: Reception, body: bytes) -> None:

@@ -222,11 +222,7 @@ class Opener:
         """
         if len(body) <= OVERHEAD:
             raise self._error(head, f"is not sealed: it has {len(body)} bytes")
-        try:
-            chain = self._chain.at(head.step) if head.step != self._chain.step else self._chain
-        except ValueError:
-            raise self._error(head, f"is one of step {head.step}, after one of step {self._chain.step}") from None
-        expected = self._number if chain is self._chain else 0
+        chain, expected = self._next(head)
         (number,) = _NUMBER.unpack_from(body)
         if number != expected:
             raise self._error(head, f"has the number {number}, and {expected} comes next")
@@ -239,6 +235,24 @@ class Opener:
             raise self._error(head, "is not what it has sent at this place") from None
         self._chain, self._number = chain, number + 1
         return content
+
+    def skip(self, head: Head) -> None:
+        """Count a piece that only another site gets. Where that is not so, the piece is missing where it is expected.
+
+        Raises:
+            SealingError: if it is of an earlier step than the last one.
+        """
+        self._chain, number = self._next(head)
+        self._number = number + 1
+
+    def _next(self, head: Head) -> tuple[ChainKey, int]:
+        """Return the key of the step of a frame, and the number of the piece that comes next."""
+        if head.step == self._chain.step:
+            return self._chain, self._number
+        try:
+            return self._chain.at(head.step), 0
+        except ValueError:
+            raise self._error(head, f"is one of step {head.step}, after one of step {self._chain.step}") from None
 
     def _error(self, head: Head, what: str) -> SealingError:
         return SealingError(

@@ -501,11 +501,12 @@ class Relay:
         elif run.membership.phase(session.slot) is Phase.JOINING:
             raise FrameError(f"a {head.kind.name} frame before it has received its state")
         elif head.kind is Kind.PAYLOAD:
+            others = head.elsewhere if head.to else packed
             if run.elastic:
-                run.round.append(session.slot, packed)
+                run.round.append(session.slot, others)
             for other in self._training():
                 if other is not session:
-                    other.send(packed)
+                    other.send(packed if head.to == other.slot + 1 else others)
         elif head.kind is Kind.SUMMAND:
             total = run.sums.add(head, body, run.membership.participants)
             if total is not None:

@@ -560,9 +560,10 @@ class Recovery:
         if head.kind is Kind.END:
             self._sending.discard(session)
         elif head.kind is Kind.PAYLOAD:
+            others = head.elsewhere if head.to else frame
             for other in self._behind:
                 if other is not session:
-                    other.send(frame)
+                    other.send(frame if head.to == other.slot + 1 else others)
 
     # Progress
 

@@ -258,6 +258,8 @@ class Session(NumberedStream):
                 raise FrameError(f"a {head.kind.name} frame to slot {head.slot} of {self.world_size}")
         elif head.slot != self.slot:
             raise FrameError(f"a {head.kind.name} frame of slot {head.slot}, this site has slot {self.slot}")
+        if head.to and (head.to > self.world_size or head.to == self.slot + 1):
+            raise FrameError(f"a {head.kind.name} frame for slot {head.to - 1} of {self.world_size} alone")
 
 
 def check_hello(hello: Hello) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from functools import partial
 
 from ...errors import DroppedError, FrameError, MismatchError, SealingError, SiteError
@@ -144,8 +144,7 @@ class HubLink(HubConnection):
 
     def room(self, head: Head) -> memoryview:
         if head.kind in (Kind.PAYLOAD, Kind.STATE):
-            if head.slot == self.rank:
-                raise FrameError("a frame of this site itself")
+            self._check_receiver(head, (0, self.rank + 1))
         elif head.kind is not Kind.SUM or head.slot:
             raise FrameError(f"a {head.kind.name} frame of slot {head.slot} is not expected")
         void = head.kind is Kind.SUM and self.gone  # a sum that leaves out a lost site
@@ -154,13 +153,24 @@ class HubLink(HubConnection):
             return memoryview(bytearray(head.length))
         return self.inbox.room(head)
 
+    def _check_receiver(self, head: Head, allowed: Container[int]) -> None:
+        if head.slot == self.rank:
+            raise FrameError("a frame of this site itself")
+        if head.to not in allowed:
+            raise FrameError(f"a {head.kind.name} frame for slot {head.to - 1}")
+
     def complete(self, head: Head, body: memoryview) -> None:
+        if head.kind is Kind.ELSEWHERE:
+            self._check_receiver(head, {*range(1, self.world_size + 1)} - {self.rank + 1})
+            head = head._replace(kind=Kind.PAYLOAD)
         if head.kind not in (Kind.PAYLOAD, Kind.SUM, Kind.STATE):
             raise FrameError(f"a {head.kind.name} frame is not expected")
         void = self._continuation.repeats(head) or (head.kind is Kind.SUM and self.gone)
         if head.kind is not Kind.STATE:
             self._continuation.count(head)
         if void or (self.rounds.states.is_outdated(head) and not self.sealing.covers(head)):
+            return
+        if head.to and not len(body) and not self.sealing.covers(head):
             return
         if self.sealing.covers(head):
             try:
@@ -368,6 +378,7 @@ class HubLink(HubConnection):
         tag: int = 0,
         slot: int | None = None,
         soon: bool = False,
+        to: int = 0,
     ) -> None:
         """Send a message; return at once. The content is copied, and an empty one is not sent.
 
@@ -378,6 +389,7 @@ class HubLink(HubConnection):
             tag: their tag, see `dadplug.hub.wire.messages.Head`.
             slot: slot of the receiver, for the kinds that name it.
             soon: whether it may wait for the next message, see `post`.
+            to: 1 more than the slot of the only site that a payload is for; 0 for all.
 
         Raises:
             SiteError: if the link has failed.
@@ -387,7 +399,8 @@ class HubLink(HubConnection):
             tag = self.rounds.mark()
         self.rounds.check()
         if len(content) and not (kind is Kind.PAYLOAD and self.rounds.behind):
-            self.post(Head(kind, self.rank if slot is None else slot, self.step, exchange, tag=tag), content, soon)
+            sender = self.rank if slot is None else slot
+            self.post(Head(kind, sender, self.step, exchange, tag=tag, to=to), content, soon)
 
     def expect(self, slot: int, exchange: int, buffer: memoryview, kind: Kind = Kind.PAYLOAD) -> Incoming:
         """Expect a message.

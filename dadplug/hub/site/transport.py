@@ -35,7 +35,7 @@ from ...exchange.framing import bytes_of
 from ...exchange.restrictions import check_declared
 from ...exchange.status import PeerNames, watch_exit
 from ...exchange.traffic import Traffic
-from ...exchange.transport import Gather, PendingSum, Requirements, StreamToHub, Transport
+from ...exchange.transport import AllToAll, Gather, PendingSum, Requirements, StreamToHub, Transport
 from ...exchange.wire import lasting
 from ..wire.messages import CODES, Kind, RoundKind, Spent
 from .calls import mismatch
@@ -97,6 +97,7 @@ _COLLECTIVES = 1 << 22  # first number of those that are used once, and their co
 _SINGLE = 1 << 16  # numbers of those, below some bits of their sizes
 _LAYOUTS = _COLLECTIVES // _SINGLE
 _PACKET_BYTES = 1 << 14  # that cost less than the hub's work
+_MOST_RECEIVERS = 254  # that the head of a frame can name
 assert 2 * _COLLECTIVES == SECOND_ROUND < 1 << CHANNEL_BITS
 
 
@@ -236,6 +237,19 @@ class HubTransport(CollectiveTransport):
             raise RuntimeError(f"more than {_COLLECTIVES} gathers have been prepared")
         return self._open_gather(self.channel | self._gathers, sizes, dtype)
 
+    @property
+    def has_all_to_all(self) -> bool:  # type: ignore[override]
+        return self.world_size <= _MOST_RECEIVERS
+
+    def all_to_all(self, sizes: Sequence[int], dtype: torch.dtype, replaced: AllToAll | None = None) -> AllToAll:
+        if replaced is None:
+            self._gathers += 1
+        exchange = replaced.exchange if isinstance(replaced, HubAllToAll) else self.channel | self._gathers
+        return self._open_all_to_all(exchange, sizes, dtype)
+
+    def _open_all_to_all(self, exchange: int, sizes: Sequence[int], dtype: torch.dtype) -> HubAllToAll:
+        return HubAllToAll(self, exchange, sizes, dtype)
+
     def gather_again(self, first: Gather, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
         assert isinstance(first, HubGather)
         return self._open_gather(first.exchange | SECOND_ROUND, sizes, dtype)
@@ -367,6 +381,51 @@ class HubGather(SitesGather):
                 self._transport.link.wait(self._incoming, self._transport.timeout)
             self._incoming = []
         return self.payloads
+
+
+class HubAllToAll(AllToAll):
+    """Exchange of different payloads, each of which the hub passes on to one site.
+
+    Args:
+        transport: the transport.
+        exchange: number of the exchange.
+        sizes: number of elements that each site sends to the site of this rank, by rank of the receiver.
+        dtype: type of the elements.
+
+    Attributes:
+        exchange: number of the exchange.
+    """
+
+    def __init__(self, transport: HubTransport, exchange: int, sizes: Sequence[int], dtype: torch.dtype) -> None:
+        self.exchange = exchange
+        self._transport = transport
+        self.payloads = [lasting(size, dtype) for size in sizes]
+        own = self.payloads[transport.rank]
+        self._received = [own if rank == transport.rank else torch.zeros_like(own) for rank in range(len(sizes))]
+        self._incoming: list[Incoming] = []
+
+    def post(self) -> None:
+        transport = self._transport
+        if not self._incoming and self._received[transport.rank].numel():
+            senders = {*range(len(self.payloads))} - {transport.rank} - transport.left_out
+            rooms = [(rank, bytes_of(self._received[rank])) for rank in sorted(senders)]
+            self._incoming = [transport.link.expect(rank, self.exchange, room) for rank, room in rooms]
+
+    def launch(self) -> None:
+        self.post()
+        transport = self._transport
+        for rank, payload in enumerate(self.payloads):
+            if rank != transport.rank and payload.numel():
+                content = bytes_of(payload)
+                transport.traffic.add(len(content))
+                transport.link.send(self.exchange, content, soon=True, to=rank + 1)
+
+    def wait(self) -> list[Tensor]:
+        if self._incoming:
+            with self._transport.traffic.waiting():
+                self._transport.link.wait(self._incoming, self._transport.timeout)
+            self._incoming = []
+        return self._received
 
 
 def add_up(addends: Sequence[Tensor]) -> Tensor:
@@ -520,6 +579,9 @@ class ElasticTransport(HubTransport):
     def _open_gather(self, exchange: int, sizes: Sequence[int], dtype: torch.dtype) -> ElasticGather:
         return ElasticGather(self, exchange, sizes, dtype)
 
+    def _open_all_to_all(self, exchange: int, sizes: Sequence[int], dtype: torch.dtype) -> ElasticAllToAll:
+        return ElasticAllToAll(self, exchange, sizes, dtype)
+
     def gather_resized(self, gather: Gather, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
         assert isinstance(gather, ElasticGather)
         return ElasticGather(self, gather.exchange, sizes, dtype)
@@ -597,6 +659,34 @@ class ElasticGather(HubGather):
         for rank in ranks - self.missing:
             self.payloads[rank].zero_()
         self.missing |= ranks
+
+
+class ElasticAllToAll(HubAllToAll):
+    """Exchange of different payloads, of which those of absent sites are missing.
+
+    To be waited for once the round in which it was launched is closed. Only the receiver finds out that a site which is
+    present has not sent its payload, and has to let the others know.
+    """
+
+    _transport: ElasticTransport
+    _round = 0
+
+    def launch(self) -> None:
+        self._round = self._transport.link.step
+        if self._transport.silent:
+            self._transport.link.rounds.mark()  # as at the sites that send
+            self.post()
+        else:
+            super().launch()
+
+    def wait(self) -> list[Tensor]:
+        transport, lost = self._transport, set[int]()
+        if self._incoming:
+            with transport.traffic.waiting():
+                lost = transport.link.rounds.wait_for(self._incoming, self._round, transport.timeout)
+            self._incoming = []
+        self.missing = lost | transport.absent
+        return self._received
 
 
 class TrainerTransport(ElasticTransport):

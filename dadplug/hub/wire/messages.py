@@ -25,6 +25,9 @@ Each step ends with `END`; set-up collectives are steps of their own. `STATE` go
 (of byte streams) from one site to another, or to the hub. The hub passes both on to one site. In what a site sends, the
 slot names the receiver of these two kinds, and the sender in all others; in what the hub sends, always the sender.
 
+A `PAYLOAD` may be for one site alone. The hub sends it to this site, and an empty `ELSEWHERE` to all others: sites
+count the frames of a sender, and so learn that none is missing.
+
 **Control messages** are actions of the membership, and all others. The hub puts its announcements into the same
 sequence as the frames, and replays them with these. They are MessagePack, which msgspec encodes and decodes: the class
 of a message declares its fields with their types and ranges, and nothing else is accepted. `Membership` takes and
@@ -67,10 +70,12 @@ class Kind(IntEnum):
     STATE = 6
     MESSAGE = 7
     PING = 8
+    ELSEWHERE = 9
 
 
 _KINDS = (Kind.CONTROL, *Kind)  # by their numbers, from 1
-_EMPTY = (Kind.END, Kind.PING)  # kinds without a body
+_EMPTY = (Kind.END, Kind.PING, Kind.ELSEWHERE)  # kinds without a body
+_ONE_PIECE = (Kind.CONTROL, Kind.END, Kind.PING)
 
 
 class Head(NamedTuple):
@@ -85,6 +90,7 @@ class Head(NamedTuple):
         length: bytes of this piece.
         tag: for `STATE` a number that tells one transfer from another; for `PAYLOAD` a mark of the rounds so far, see
             `dadplug.hub.site.history`.
+        to: for `PAYLOAD` and `ELSEWHERE`, 1 more than the slot of the only site that the frame is for; 0 for all.
     """
 
     kind: Kind
@@ -94,6 +100,7 @@ class Head(NamedTuple):
     offset: int = 0
     length: int = 0
     tag: int = 0
+    to: int = 0
 
     def pack(self) -> bytes:
         """Return the head as bytes.
@@ -110,7 +117,12 @@ class Head(NamedTuple):
             offset: bytes of the message before the piece.
             length: bytes of the piece.
         """
-        return _HEAD.pack(_MAGIC, self.kind, 0, self.slot, self.tag, self.exchange, self.step, offset, length)
+        return _HEAD.pack(_MAGIC, self.kind, self.to, self.slot, self.tag, self.exchange, self.step, offset, length)
+
+    @property
+    def elsewhere(self) -> bytes:
+        """The frame that all others get in place of one for a single site."""
+        return self._replace(kind=Kind.ELSEWHERE, length=0).pack()
 
     @classmethod
     def unpack(cls, content: bytes | bytearray | memoryview) -> Head:
@@ -119,17 +131,17 @@ class Head(NamedTuple):
         Raises:
             FrameError: if they are no valid head.
         """
-        magic, kind, reserved, slot, tag, exchange, step, offset, length = _HEAD.unpack(content)
-        if magic != _MAGIC or reserved:
+        magic, kind, to, slot, tag, exchange, step, offset, length = _HEAD.unpack(content)
+        if magic != _MAGIC or (to and kind not in (Kind.PAYLOAD, Kind.ELSEWHERE)):
             raise FrameError("these bytes are not the beginning of a frame: the other end does not speak the protocol")
-        if not Kind.CONTROL <= kind <= Kind.PING:
+        if not Kind.CONTROL <= kind <= Kind.ELSEWHERE:
             raise FrameError(f"unknown kind of frame: {kind}")
-        head = cls(_KINDS[kind], slot, step, exchange, offset, length, tag)
+        head = cls(_KINDS[kind], slot, step, exchange, offset, length, tag, to)
         if length > PIECE_BYTES:
             raise FrameError(f"a frame of {length} bytes: there may be {PIECE_BYTES} at most")
         if bool(length) == (head.kind in _EMPTY):
             raise FrameError(f"a {head.kind.name} frame of {length} bytes")
-        if offset and head.kind in (Kind.CONTROL, *_EMPTY):
+        if offset and head.kind in _ONE_PIECE:
             raise FrameError(f"a {head.kind.name} frame has only one piece, not one at byte {offset}")
         return head
 
@@ -164,10 +176,11 @@ CODES = {
 }
 DTYPES = {code: dtype for dtype, code in CODES.items()}
 
-VERSION = 9
+VERSION = 10
 OLDEST_VERSION = 9
-"""Oldest version of sites that this hub serves. Since 9 control messages are MessagePack."""
-SITES_VERSION = 5
+"""Oldest version of sites that this hub serves. Since 9 control messages are MessagePack; since 10 a payload may be for
+one site alone."""
+SITES_VERSION = 6
 """Version of what sites exchange with one another.
 
 It rises with each change by which a site sends other bytes, or makes other bits of the same bytes, so that sites of

@@ -141,7 +141,7 @@ def check_merge(options: Options, transport: Transport) -> None:
         if transport.nodes is not None:
             reason = "hierarchical groups, which merge the gradients of a node before they send them"
         elif not transport.is_direct:
-            reason = "a hub, which passes what a site sends to all others"
+            reason = "a hub with several processes at a site, or more than 254 sites"
         else:
             reason = "NCCL"
         transport.close()
@@ -155,7 +155,7 @@ def settle_merge(options: Options, transport: Transport) -> Options:
         options: the options.
         transport: the transport.
     """
-    needs_all = options.min_sites is not None or options.hierarchy is not None or options.budget is not None
+    needs_all = options.hierarchy is not None or options.budget is not None
     able = options.mode == "rankdad" and transport.world_size > 2 and transport.has_all_to_all and not needs_all
     return options if able or options.merge != "auto" else replace(options, merge="all")
 

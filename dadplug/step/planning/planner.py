@@ -131,6 +131,7 @@ class MergedReport:
         positions: by name of a unit, its position in the order in which rank 0's backward reached them.
         decoding: constants of decoding: those of the first site that is present.
         room: most components for which owners have room.
+        link: costs of the link, where they have been measured.
     """
 
     reasons: dict[str, str]
@@ -143,6 +144,7 @@ class MergedReport:
     positions: dict[str, int]
     decoding: Decoding
     room: int
+    link: LinkCosts | None
 
     def order(self, units: Sequence[Unit]) -> list[Unit]:
         """Return units in the order in which rank 0's backward reached them.
@@ -169,7 +171,7 @@ def merge_reports(
     chosen: dict[str, str] = {}
     notices: dict[str, str] = {}
     chooses = method.traits.chooses_path and sites > 1
-    link = LinkCosts.worst_of(each.link for each in reports) if chooses else None
+    link = LinkCosts.worst_of(each.link for each in reports)
     for unit in units:
         if not isinstance(unit, FactorUnit):
             continue
@@ -181,7 +183,7 @@ def merge_reports(
                 unit.form = forms.pop()
             else:
                 given.append("inputs of several sizes" if forms else "no site used it in the first step")
-        if not given and link is not None and unit.form is not None and not unit.form.sparse:
+        if not given and chooses and link is not None and unit.form is not None and not unit.form.sparse:
             dense, factors = _predict(unit, unit.form, most, sites, link)
             words = f"{1e3 * factors:.2f} ms by factors, {1e3 * dense:.2f} ms by all-reduce"
             (chosen if dense < factors else notices)[unit.name] = f"predicted: {words}"
@@ -196,7 +198,7 @@ def merge_reports(
     decoding = reports[0].decoding
     batches = [each.batch for each in reports if each.samples]
     largest, room = max(batches, default=0), max(each.room for each in reports)
-    return MergedReport(reasons, rows, sum(samples), batches, chosen, notices, largest, positions, decoding, room)
+    return MergedReport(reasons, rows, sum(samples), batches, chosen, notices, largest, positions, decoding, room, link)
 
 
 def _excess(unit: FactorUnit, rows: int, sites: int) -> float:
@@ -460,12 +462,12 @@ class Planner:
             self._transport.gather_present(own), FirstStepReport, "report", self._transport, FirstStepReport.counts
         )
         reports = [*every.values()]
-        self._merging.link = LinkCosts.worst_of(each.link for each in reports)
         self._conclude(merge_reports(reports, self.units, self._method, self._transport.world_size))
 
     def _conclude(self, merged: MergedReport) -> None:
         """Complete the plan by what follows from the sites' reports."""
         self._merged, self._reasons = merged, merged.reasons | self._reasons
+        self._merging.link = merged.link
         self._sites = self._transport.world_size
         self._method.largest_rank = merged.room
         self._notices |= merged.notices

@@ -397,6 +397,7 @@ class KeptPayloadsHandler(GatheredHandler):
     def __init__(self, units: Sequence[Unit], context: HandlerContext, senders: Sequence[int]) -> None:
         super().__init__(units, context, senders)
         self._own: list[FactorPayload | None] = [None] * len(self.units)
+        self._added: set[str] = set()  # units whose payloads `add_sent` has added
         self._weighted_by = 0  # samples when the payloads were weighted
         self._missing_share = 0.0  # of this site's gradients, what its weight at that time has left out
 
@@ -411,6 +412,7 @@ class KeptPayloadsHandler(GatheredHandler):
         """Make dense gradients of what came after the payloads were sent, or counts for more than it did then."""
         context, samples = self.context, self.context.samples()
         self._missing_share = 0.0 if samples in (0, self._weighted_by) else 1 - self._weighted_by / samples
+        self._added.clear()
         for slot, unit in enumerate(self.units):
             if unit.void:
                 self._own[slot] = None
@@ -426,8 +428,10 @@ class KeptPayloadsHandler(GatheredHandler):
                 context.faults.check_gradient(unit)
 
     def _wanted(self, headers: Sequence[StepHeader]) -> list[bool]:
+        absent = self.context.transport.absent  # what they have sent counts nowhere
+        present = [header for rank, header in enumerate(headers) if rank not in absent]
         return [
-            any(header.present[position] for header in headers) and not any(header.void[position] for header in headers)
+            any(header.present[position] for header in present) and not any(header.void[position] for header in present)
             for position in self.positions
         ]
 
@@ -436,7 +440,9 @@ class KeptPayloadsHandler(GatheredHandler):
 
     def add_sent(self, unit: Unit) -> None:
         assert isinstance(unit, FactorUnit)
-        self._add_own(unit, 1 - self._missing_share)
+        if unit.name not in self._added:  # sums are repeated where sites leave meanwhile
+            self._added.add(unit.name)
+            self._add_own(unit, 1 - self._missing_share)
 
     def _add_own(self, unit: FactorUnit, scale: float) -> None:
         """Add to ``.grad`` what this site has sent of a unit, times a scale."""

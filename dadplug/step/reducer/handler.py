@@ -370,6 +370,7 @@ class HandlerContext:
         scale: what sums were multiplied by to make means in the last steps, at most, about; of a site's own state.
         checks_finite: whether gradients are checked for NaN and Inf, since these are an error or would damage state.
         as_launched: whether what all sites have launched in this step is all of it, as the headers say.
+        headers: the headers of all sites, by rank, where they are known before anything is received.
     """
 
     transport: Transport
@@ -389,6 +390,7 @@ class HandlerContext:
     scale: float = 1.0
     checks_finite: bool = field(init=False)
     as_launched: bool = False
+    headers: Sequence[StepHeader] = ()
 
     def __post_init__(self) -> None:
         keeps_rest = wire_format(self.options.wire_of(GradientPath.LOWRANK)).quantised
@@ -586,6 +588,17 @@ class BucketHandler(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} cannot repeat its exchange")
 
+    def launch_again(self) -> bool:
+        """Send to all sites what this one has sent to owners, in place of what these have merged.
+
+        All sites call it, between `receive` and `finish`, where a site has left that merges or is part of what was
+        merged.
+
+        Returns:
+            Whether the handler's units have owners.
+        """
+        return False
+
     def add_sent(self, unit: Unit) -> None:
         """Add to ``.grad`` what this site has sent of a unit, unless it has been discarded.
 
@@ -600,6 +613,21 @@ class BucketHandler(ABC):
         The reducer asks for it once, when the round has been closed. Only for handlers with `repeats`.
         """
         return False
+
+    def deal(self) -> None:  # noqa: B027  (most have no owners)
+        """Let other sites merge from the next step on, as the context names them; the same at all sites."""
+
+    @property
+    def launches_results(self) -> bool:
+        """Whether `receive` launches what counts only once another round is closed; the same at all sites."""
+        return False
+
+    def settle(self) -> bool:
+        """Return whether what was launched for another round, which is closed, counts; the same at all sites.
+
+        Sites that have sent something invalid are left out.
+        """
+        return True
 
     def not_finite(self) -> list[tuple[int | None, str]]:
         """Return the ranks of sites that have sent NaN or Inf, None where only a sum shows it, and the names of units.

@@ -16,12 +16,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from ...exchange.factor_buckets import ContributionBucket, FactorPayload, OwnedSlot, Slot
+from ...exchange.factor_buckets import FactorBucket, FactorPayload, Slot
+from ...exchange.owned_buckets import ContributionBucket, OwnedSlot
 from ...hooks import Factor
 from ...lowrank.dispatch import divide_columns, merge_coefficients, part_size
 from ..methods.base import GradientPath
@@ -124,17 +126,14 @@ class MergedHandler(KeptPayloadsHandler, SiteFactorHandler):
         return self._results
 
     def finish(self, headers: Sequence[StepHeader], write: bool, keep: bool) -> None:
-        results = self._receive_results()
         samples, void, wanted = self._samples_of(headers), self._void(headers), self._wanted(headers)
-        method = self.context.method
-        for slot, unit in enumerate(self.units):
-            merged = None
+        method, weights = self.context.method, self._weights(samples) if write else []
+        for slot, (unit, payloads) in enumerate(zip(self.units, self._merged(), strict=True)):
+            counts = keep
             if write and wanted[slot]:
-                with self.timing("decode", unit):
-                    merged = results[slot]
-                    self._decode_unit(unit, [merged], self._weights(samples))
+                self.timed("decode", unit, self._decode_unit, unit, payloads, weights)
                 self._write(unit)
-            counts = keep and (merged is None or merged.finite())  # sums of finite payloads may overflow
+                counts &= all(each.finite() for each in payloads)  # sums of finite payloads may overflow
             if counts:
                 method.commit(unit.name, self._own_weight(samples))
             else:
@@ -149,6 +148,10 @@ class MergedHandler(KeptPayloadsHandler, SiteFactorHandler):
         self._deferred.clear()
         self._own = [None] * len(self.units)
 
+    def _merged(self) -> list[list[FactorPayload]]:
+        """Return, by slot, the payloads that make the gradient."""
+        return [[merged] for merged in self._receive_results()]
+
     def _weights(self, samples: Sequence[int]) -> list[float]:
         return [self.context.reference / sum(samples)]
 
@@ -157,25 +160,35 @@ class MergedHandler(KeptPayloadsHandler, SiteFactorHandler):
 class OwnerHandler(MergedHandler):
     """Two exchanges: every site's factors to the owners of their layers, and the owners' results to all sites.
 
+    Where sites may be absent, the sites that are present at the end of a step own the layers of the absent ones in the
+    next step. The results belong to a second round. If an owner leaves before it is closed, or a site whose factors
+    have been merged, all sites send their factors to all others in a further round, and add them up.
+
     Args:
         units: the units that share the bucket.
         context: what the handlers of a reducer share.
     """
 
     def __init__(self, units: Sequence[Unit], context: HandlerContext) -> None:
-        ranks = [context.owners[unit.name].rank for unit in units]
-        super().__init__(units, context, sorted(set(ranks)))
+        transport = context.transport
+        ranks = self._ranks = [context.owners[unit.name].rank for unit in units]
+        super().__init__(units, context, range(transport.world_size) if transport.elastic else sorted(set(ranks)))
         wire = context.wire(units[0])
         slots = [Slot(*unit.widths, self._bias_size(unit), 1, wire) for unit in self.units]
         for slot, unit in zip(slots, self.units, strict=True):
             slot.capacity = [self._rank(unit)]
-        self._contributions = ContributionBucket(slots, ranks, context.transport, self.dtype, wire)
-        owned = {self.units[index].name for index in self._contributions.owned}
-        self._merger.forget_whole(unit.name for unit in self.units if unit.name not in owned)
+        self._contributions = ContributionBucket(slots, ranks, transport, self.dtype, wire)
+        self._again: FactorBucket | None = None  # factors of all sites, in place of merged ones
+        self._forget_others()
         self._merger.forget_divided(unit.name for unit in self.units)
 
+    def _forget_others(self) -> None:
+        """Forget what this site has kept of layers that it does not own."""
+        owned = {self.units[index].name for index in self._contributions.owned}
+        self._merger.forget_whole(unit.name for unit in self.units if unit.name not in owned)
+
     def _slot(self, unit: FactorUnit) -> Slot:
-        owner = self._owners[self._slots[unit.name]].rank
+        owner = self._ranks[self._slots[unit.name]]
         room = [self._rank(unit) * (sender == owner) for sender in self.senders]
         return OwnedSlot(*unit.widths, self._bias_size(unit), room, self.context.wire(unit))
 
@@ -192,7 +205,9 @@ class OwnerHandler(MergedHandler):
         for slot, payloads in contributions.items():
             weights = [count / self.context.reference for count in samples]
             self.timed("encode", self.units[slot], self._merge, slot, payloads, weights)
-        self.bucket.launch(sum(samples))
+        stated = zip(samples, self.context.headers, strict=False)
+        honest = all(count <= header.samples for count, header in stated)
+        self.bucket.launch(int(self._contributions.complete and honest))
 
     def _merge(self, slot: int, payloads: Sequence[FactorPayload | None], weights: Sequence[float]) -> None:
         """Put the compressed sum of the sites' payloads of a unit into its slot.
@@ -219,7 +234,91 @@ class OwnerHandler(MergedHandler):
         self.bucket.fill(slot, merged.to(self.context.transport.device, self.dtype))
 
     def _result(self, slot: int, payloads: Sequence[FactorPayload]) -> FactorPayload:
-        return payloads[self.senders.index(self._owners[slot].rank)]
+        return payloads[self.senders.index(self._ranks[slot])]
+
+    # Where sites may be absent
+
+    def inspect(self) -> None:
+        """Do nothing: what others have sent to this site alone is checked when it is merged."""
+
+    @property
+    def launches_results(self) -> bool:
+        return self.context.transport.elastic
+
+    @property
+    def unsettled(self) -> bool:
+        return any(rank in self.context.transport.absent for rank in self._ranks)
+
+    def launch_again(self) -> bool:
+        sites = self.context.transport.world_size
+        slots = [Slot(*unit.widths, self._bias_size(unit), sites, self.context.wire(unit)) for unit in self.units]
+        for slot, unit in zip(slots, self.units, strict=True):
+            slot.capacity = [self._rank(unit)] * sites
+        wire = self.context.wire(self.units[0])
+        self._again = FactorBucket(slots, self.context.transport, self.dtype, wire, once=True)
+        for index, payload in enumerate(self._own):
+            if payload is None:
+                self._again.clear(index)
+            else:
+                self._again.fill(index, payload)
+        self._again.launch(self._weighted_by)
+        return True
+
+    def settle(self) -> bool:
+        if not self.launches_results:
+            return True
+        self.timed("wait", None, self.bucket.wait)
+        if self._again is not None:
+            self._again.inspect()
+            return True
+        self.bucket.inspect()
+        complete, payloads = self.bucket.receive()
+        self._results = [self._result(slot, by_sender) for slot, by_sender in enumerate(payloads)]
+        return all(complete[rank] for rank in self._ranks)
+
+    def not_finite(self) -> list[tuple[int | None, str]]:
+        self._payloads = [] if self._again is None else self._again.receive()[1]
+        return super().not_finite()
+
+    def spoilt(self, headers: Sequence[StepHeader]) -> list[str]:
+        return super().spoilt(headers) if self._again is None else []
+
+    def _merged(self) -> list[list[FactorPayload]]:
+        return super()._merged() if self._again is None else self._again.receive()[1]
+
+    def _weights(self, samples: Sequence[int]) -> list[float]:
+        if self._again is None:
+            return super()._weights(samples)
+        sent = self._again.receive()[0]
+        return [min(pair) / sum(samples) for pair in zip(sent, samples, strict=True)]
+
+    def finish(self, headers: Sequence[StepHeader], write: bool, keep: bool) -> None:
+        if self._again is not None:  # nothing has been merged
+            for unit in self.units:
+                self._merger.rollback(unit.name)
+        super().finish(headers, write, keep)
+        self._again = None
+
+    def deal(self) -> None:
+        owners = [self.context.owners[unit.name] for unit in self.units]
+        if owners == self._owners:
+            return
+        self._owners, self._ranks = owners, [owner.rank for owner in owners]
+        for slot, rank in zip(self.bucket.slots, self._ranks, strict=True):
+            assert isinstance(slot, OwnedSlot)
+            slot.deal(rank)
+        self.bucket.lay_out()
+        self._contributions.deal(self._ranks)
+        self._forget_others()
+
+    def restore(self, layout: Sequence[Sequence[int]]) -> None:
+        super().restore(layout)
+        ranks = [slot.owner for slot in self.bucket.slots if isinstance(slot, OwnedSlot)]
+        found = zip(self.units, self._owners, ranks, strict=True)
+        self.context.owners = {**self.context.owners} | {
+            unit.name: replace(own, rank=rank) for unit, own, rank in found
+        }
+        self.deal()
 
 
 @register_handler(GradientPath.LOWRANK, variant="divided")

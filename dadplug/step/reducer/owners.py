@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...lowrank.dispatch import part_size
 
@@ -92,6 +93,40 @@ class OwnedLayer:
 
 Owners = Mapping[str, Ownership]
 """Ownership of each layer, by name of the weight."""
+
+
+def deal(owners: Owners, assigned: Owners, sizes: Mapping[str, int], present: Sequence[int]) -> Owners:
+    """Let sites that are present own the layers of absent ones.
+
+    An owner that is present keeps its layers, and so what it has kept of them, unless one would have more than twice as
+    much to merge as needed; the layers are then dealt as they were assigned first.
+
+    Args:
+        owners: the present owners, by name of the layer.
+        assigned: the owners where all sites are present.
+        sizes: sizes of the layers.
+        present: ranks of the sites that are present.
+    """
+    kept, anew = (_without_absent(each, sizes, present) for each in (owners, assigned))
+    busiest = [max(_loads(each, sizes).values(), default=0) for each in (kept, anew)]
+    return kept if busiest[0] <= 2 * busiest[1] else anew
+
+
+def _without_absent(owners: Owners, sizes: Mapping[str, int], present: Sequence[int]) -> Owners:
+    found = {name: owner for name, owner in owners.items() if owner.rank in present}
+    loads = _loads(found, sizes)
+    for name in sorted(owners.keys() - found.keys(), key=lambda name: (-sizes[name], name)):
+        rank = min(present, key=lambda rank: (loads[rank], rank))
+        found[name] = replace(owners[name], rank=rank)
+        loads[rank] += sizes[name]
+    return found
+
+
+def _loads(owners: Owners, sizes: Mapping[str, int]) -> Counter[int]:
+    loads: Counter[int] = Counter()
+    for name, owner in owners.items():
+        loads[owner.rank] += sizes[name]
+    return loads
 
 
 def stacked_rows(rank: int, sites: int, kept: int) -> int:

@@ -17,6 +17,7 @@ from ...exchange.factor_buckets import finite
 from ...exchange.summed_buckets import AllReducedBucket
 from ...exchange.wire import WireFormat
 from ...options import Options
+from ...support.logs import get_logger
 from ...support.schedules import Decoding
 from ..fused import Deferral, compare_digests
 from ..methods import Method
@@ -35,8 +36,9 @@ from .handler import (
     raise_fault,
     write_gradients,
 )
-from .owners import Owners
+from .owners import Owners, deal
 
+_log = get_logger(__name__)
 _Late = tuple[str, torch.nn.Parameter, Tensor]
 """The name of a unit, one of its parameters, and the agreed gradient of that, which no bucket carries."""
 
@@ -138,6 +140,9 @@ class Reducer:
         positions = {unit.name: position for position, unit in enumerate(units)}
         transport.begin_plan()
         reference = max(reference, 1)
+        self._assigned = owners  # where all sites are present
+        self._sizes = {unit.name: sum(unit.widths) for unit in units if isinstance(unit, FactorUnit)}
+        owners = deal(owners, owners, self._sizes, transport.present)
         self._context = HandlerContext(
             transport, method, options, samples, reference, positions, owners, decoding, given=given
         )
@@ -224,6 +229,7 @@ class Reducer:
         for handler in self._handlers if context.transport.elastic else ():
             handler.inspect()
         known = receive() if context.transport.elastic else []
+        context.headers = known
         for handler in self._handlers:  # the first are decoded while the last are still on their way
             handler.receive()
         for number in range(self._rounds):
@@ -247,6 +253,7 @@ class Reducer:
         if keep:
             context.follow(headers, context.transport.rank)
         self._launched = 0
+        self._deal()
         context.transport.end_step()
         context.complete_payloads.clear()
         context.faults.clear()
@@ -255,6 +262,18 @@ class Reducer:
         if request.admits and not any(map(attrgetter("samples"), headers)):  # not in an exchange that ends a plan
             self._write_zeros(headers)
         return headers
+
+    def _deal(self) -> None:
+        """Let sites that are present own the layers of absent ones, from the next step on."""
+        context, before = self._context, self._context.owners
+        if not (context.transport.elastic and before):
+            return
+        context.owners = deal(before, self._assigned, self._sizes, context.transport.present)
+        moved = sum(owner != before[name] for name, owner in context.owners.items())
+        if moved:
+            _log.info("%d layers have other owners; what the last ones have kept of them is dropped", moved)
+        for handler in self._handlers:
+            handler.deal()
 
     def _check_sent(self, headers: Sequence[StepHeader], late: Sequence[_Late]) -> None:
         """Record a fault in the headers, the same at all sites, where what has arrived or been merged is not finite."""
@@ -351,25 +370,27 @@ class Reducer:
         """
         transport, units = self._context.transport, len(self._units)
         sums: list[_Late] = []
-        exchanged, left = False, _counts(headers) and any(map(attrgetter("unsettled"), self._handlers))
+        exchanged = any(map(attrgetter("launches_results"), self._handlers))
+        left, first = _counts(headers) and any(map(attrgetter("unsettled"), self._handlers)), True
         self._context.as_launched = not left and as_launched(headers)
-        while not self._context.as_launched:
+        while exchanged or not self._context.as_launched:
             sums, before = [], transport.absent
             if _counts(headers):
-                exchanged = self._repeat(headers, everything=left)
+                exchanged |= self._repeat(headers, everything=left)
                 sums = [*self._sum_dense(headers)]
                 exchanged |= bool(sums)
-            if not left:
+            if first:
                 for handler in self._handlers:
                     exchanged |= handler.fetch_late(headers)
             if exchanged:
                 transport.close_round()
-            if transport.absent == before:
+            settled = not exchanged or False not in [handler.settle() for handler in self._handlers]
+            if transport.absent == before and settled:
                 break
             own = headers[transport.rank]
             gone = StepHeader.idle(own.step, own.version, units, void=True)
             headers = [gone if rank in transport.absent - before else each for rank, each in enumerate(headers)]
-            exchanged, left = False, True
+            exchanged, left, first, self._context.as_launched = False, True, False, False
         return headers, sums
 
     def _repeat(self, headers: Sequence[StepHeader], everything: bool) -> bool:
@@ -385,6 +406,8 @@ class Reducer:
         if not everything and not any(True in header.dense for header in headers):
             return False
         positions, repeated = self._context.positions, False
+        if everything:
+            repeated = True in [handler.launch_again() for handler in self._handlers]
         for handler in self._handlers:
             void = any(header.dense[positions[unit.name]] for header in headers for unit in handler.units)
             if handler.repeats and (void or everything):
@@ -403,11 +426,12 @@ class Reducer:
         """
         if not any(True in header.dense or True in header.void for header in headers):
             return
-        own = headers[self._context.transport.rank]
+        own, absent = headers[self._context.transport.rank], self._context.transport.absent
         weight = own.samples / sum(header.samples for header in headers)
+        present = [header for rank, header in enumerate(headers) if rank not in absent]
         for position, unit in enumerate(self._units):
             handler = self._handler_of[unit.name]
-            void = handler.resends_as_gradients and any(header.void[position] for header in headers)
+            void = handler.resends_as_gradients and any(header.void[position] for header in present)
             if handler.repeats or not (void or any(header.dense[position] for header in headers)):
                 continue
             if void:

@@ -1,0 +1,60 @@
+"""Owners that merge layers over the hub: exact where the rank leaves nothing out, also when an owner leaves."""
+
+import pytest
+import torch
+from elastic_runs import ENDED, Run, presence, same_bits
+from elastic_site import batch, make_model
+from running_hub import running_hub
+from sealed_sites import sealed_hub
+from torch import nn
+
+LEAVES = 3
+
+
+def is_exact(lines: dict[int, dict]) -> None:
+    """Compare the gradients of a site with those of one process that has the rows of all sites which are present."""
+    model, criterion = make_model(exact=True), nn.CrossEntropyLoss(reduction="sum")
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for step in range(max(lines) + 1):
+        optimizer.zero_grad()
+        batches = [batch(slot, step, exact=True) for slot in lines[step]["present"]]
+        count = sum(len(targets) for _, targets in batches)
+        for inputs, targets in batches:
+            (criterion(model(inputs.double()), targets) / count).backward()
+        expected = torch.cat([each.grad.reshape(-1) for each in model.parameters()])
+        found = torch.tensor(lines[step]["gradient"], dtype=torch.float64)
+        assert (found - expected).norm() < 1e-8 * expected.norm(), step
+        optimizer.step()
+
+
+def leaves_and_returns(folder, hub, lost: str, **fields) -> dict[int, list[int]]:
+    """Train with a site that is killed and returns; check gradients and parameters; return the present ones by step."""
+    names, others = "abc", "abc".replace(lost, "")
+    run = Run(folder, hub, mode="rankdad", merge="owner", exact=True, pause=0.01)
+    run.start(others)
+    run.lose(lost, leave=LEAVES, **fields)
+    hub.await_line(f"{lost} joins", ENDED)
+    run.stop(20, others[0])
+    run.end(names)
+    lines = run.lines(others[0])
+    is_exact(lines)
+    for name in names:
+        same_bits(lines, run.lines(name))
+    return presence(lines)
+
+
+@pytest.mark.parametrize("lost", ["a", "b"])
+@pytest.mark.parametrize("how", ["before", "sent", "header", "late"])
+def test_an_owner_that_is_killed_is_replaced_in_the_same_step(tmp_path, how, lost):
+    with running_hub(tmp_path / "kits", ("a", "b", "c")) as hub:
+        present = leaves_and_returns(tmp_path, hub, lost, how=how)
+    assert present[LEAVES] == present[LEAVES + 1] == [ord(name) - ord("a") for name in "abc".replace(lost, "")]
+    assert present[max(present)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("how", ["header", "late"])
+def test_sealed_messages_to_owners_are_exact(tmp_path, how):
+    with sealed_hub(tmp_path) as hub:
+        present = leaves_and_returns(tmp_path, hub, "b", how=how)
+    assert present[LEAVES] == [0, 2]
+    assert present[max(present)] == [0, 1, 2]
