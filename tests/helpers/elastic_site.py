@@ -24,6 +24,7 @@ from torch import nn
 
 import dadplug
 from dadplug.exchange.factor_buckets import FactorBucket
+from dadplug.exchange.owned_buckets import ContributionBucket
 from dadplug.hub.site import connection, inbox
 from dadplug.hub.site.link import HubLink
 from dadplug.hub.site.rounds import RoundClient
@@ -83,9 +84,12 @@ class Case:
         saves: step after which the site writes that file, and ends.
         lies: from step `LIE` on, integers of its step header that the site replaces, by place.
         harm: from step `LIE` on, the change of the site's first payload: one of `HARM`, or "samples" or "rows" for
-            wrong numbers in the head of a payload of factors; empty for none.
+            wrong numbers in the head of a payload of factors, "weight" or "unsent" for what owners get; empty for
+            none.
         merge: option of the reduction.
-        exact: whether the model is in double precision and the rank leaves nothing out; the lines have gradients then.
+        exact: whether the model is in double precision, with layers that are large enough to be compressed; the lines
+            have gradients then.
+        rank: option of the reduction then; the default leaves nothing out.
     """
 
     kit: str
@@ -123,6 +127,7 @@ class Case:
     harm: str = ""
     merge: str = "all"
     exact: bool = False
+    rank: int = 18
 
 
 def make_model(exact: bool = False) -> nn.Module:
@@ -244,6 +249,9 @@ def harm(case: Case, current: Callable[[], int]) -> None:
             bucket._rows[0] = 1000
         launch(bucket, -1 if current() >= LIE and case.harm == "samples" else samples)
 
+    if case.harm in ("weight", "unsent"):
+        harm_owners(case, current)
+        return
     if case.harm not in HARM:
         FactorBucket.launch = launched
         return
@@ -254,6 +262,20 @@ def harm(case: Case, current: Callable[[], int]) -> None:
             send(link, exchange, memoryview(each), kind, **rest)
 
     HubLink.send = sent
+
+
+def harm_owners(case: Case, current: Callable[[], int]) -> None:
+    """Let the site state a weight to owners that it does not have, or send them nothing."""
+    send, launch = HubLink.send, ContributionBucket.launch
+
+    def sent(link: HubLink, exchange: int, content: memoryview, *args: Any, to: int = 0, **rest: Any) -> None:
+        if not to or current() < LIE or case.harm != "unsent":
+            send(link, exchange, content, *args, to=to, **rest)
+
+    def launched(bucket: ContributionBucket, samples: int) -> None:
+        launch(bucket, samples * (1000 if current() >= LIE and case.harm == "weight" else 1))
+
+    HubLink.send, ContributionBucket.launch = sent, launched
 
 
 def await_other(case: Case, step: int) -> None:
@@ -331,7 +353,7 @@ def build(
         "privacy": dadplug.DifferentialPrivacy.parse(case.privacy) if case.privacy else None,
     }
     if case.exact:
-        options |= {"rank": 18, "tolerance": 0.0, "wire": "fp32"}
+        options |= {"rank": case.rank, "tolerance": 0.0}
     if not case.wraps:
         reduction = dadplug.GradientReduction(model, case.mode, **{"weighting": "samples"} | options)
         assert not case.exact or sum(row.path == "lowrank" and len(row.shape) == 2 for row in reduction.plan) >= 4

@@ -58,3 +58,18 @@ def test_sealed_messages_to_owners_are_exact(tmp_path, how):
         present = leaves_and_returns(tmp_path, hub, "b", how=how)
     assert present[LEAVES] == [0, 2]
     assert present[max(present)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("harm", ["weight", "unsent"])
+def test_a_lie_to_owners_changes_nothing(tmp_path, harm):
+    """All sites add up what they have sent to all, once an owner has got something else than the header states."""
+    with running_hub(tmp_path / "kits", ("a", "b", "c")) as hub:
+        run = Run(tmp_path, hub, mode="rankdad", merge="owner", exact=True, steps=12, stops=False)
+        run.start("ab")
+        run.start("c", harm=harm)
+        run.end("abc")
+    lines = run.lines("a")
+    assert set(map(len, presence(lines).values())) == {3}
+    is_exact(lines)
+    for name in "bc":
+        same_bits(lines, run.lines(name))
