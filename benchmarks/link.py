@@ -53,6 +53,10 @@ class Relay(threading.Thread):
         super().__init__(name="relay", daemon=True)
         self._devices, self._delay = devices, delay
 
+    def passes(self) -> bool:
+        """Return whether a packet that arrives now is passed on."""
+        return True
+
     def run(self) -> None:
         """Pass packets on."""
         other = dict(zip(self._devices, self._devices[::-1], strict=True))
@@ -64,7 +68,8 @@ class Relay(threading.Thread):
                     packet = os.read(device, 1 << 16)
                 except OSError:  # the interfaces have been removed
                     return
-                waiting.append((time.monotonic() + self._delay, other[device], packet))
+                if self.passes():
+                    waiting.append((time.monotonic() + self._delay, other[device], packet))
             while waiting and waiting[0][0] <= time.monotonic():
                 _, device, packet = waiting.popleft()
                 with suppress(OSError):  # the interface is not up yet, or not any more

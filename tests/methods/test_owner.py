@@ -272,7 +272,7 @@ def refuses(options: dict, message: str) -> None:
 def test_the_option_is_checked(sites):
     assert len(set(sites(2).run(chooses, "auto"))) == 1
     sites(2).run(refuses, {"hierarchy": 1}, "hierarchy")
-    for options, message in (({"mode": "dad"}, "mode='rankdad'"), ({"min_sites": 1}, "min_sites"), ({}, "'all'")):
+    for options, message in (({"mode": "dad"}, "mode='rankdad'"), ({}, "'all'")):
         with pytest.raises(ValueError, match=message):
             dadplug.GradientReduction(
                 nn.Linear(2, 2), **{"merge": "owner" if options else "none"} | options, weighting="samples"

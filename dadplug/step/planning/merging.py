@@ -190,7 +190,8 @@ class Merging:
             return {}
         layers = self._layers(units)
         wire = wire_format(self._options.wire_of(GradientPath.LOWRANK))
-        divide = not wire.quantised  # the memory of rounding to int8 is of whole rows
+        # The memory of rounding to int8 is of whole rows. Over a hub, the results of parts would take two rounds more.
+        divide = not wire.quantised and self._transport.is_direct
         owners = assign_owners(layers, sites, divide)
         if self._options.merge == "owner":
             return owners
