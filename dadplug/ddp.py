@@ -26,6 +26,7 @@ from .hooks import eager
 from .options import Options
 from .reduction import GradientReduction
 from .step.model_sync import sameness
+from .step.model_sync.private import is_private
 from .step.model_sync.replicated_model import Stateful
 from .step.model_sync.structure import is_managed, mark_managed, weak_hook
 from .support.signature import takes_keywords_of
@@ -276,7 +277,7 @@ class DistributedDataParallel(TorchDDP):
         if joins and reduction.options.weighting == "uniform" and reduction.contributors:
             share = len(reduction.contributors) / reduction.world_size
             for parameter in self.module.parameters() if share < 1.0 else ():
-                if parameter.grad is not None and not is_managed(parameter):
+                if parameter.grad is not None and not (is_managed(parameter) or is_private(parameter)):
                     parameter.grad.mul_(share)
 
     def _share_buffers(self) -> None:
@@ -288,7 +289,7 @@ class DistributedDataParallel(TorchDDP):
             if 0 in (reduction.contributors or [0]):
                 reduction.broadcast_buffers()
             else:  # rank 0 has no data any more, and its buffers are old
-                self._take_over(reduction.contributors[0], sameness.dense_buffers(self.module))
+                self._take_over(reduction.contributors[0], sameness.dense_buffers(reduction.shared))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -335,7 +336,7 @@ class DistributedDataParallel(TorchDDP):
             self._joins = False
         steps = reduction.gather_objects(ended) if enable else [0]
         if min(steps) < max(steps):
-            self._take_over(steps.index(max(steps)), sameness.tensors_of(self.module))
+            self._take_over(steps.index(max(steps)), sameness.tensors_of(reduction.shared))
 
     def _step_without_data(self) -> list[int]:
         """Take part in a step of sites that have batches; return their ranks."""
@@ -488,7 +489,7 @@ class _Hook(JoinHook):
         self._wrapper._join_config = _JoinConfig.construct_disabled_join_config()
         last = self._wrapper.reduction.gather_objects(is_last_joiner)
         if not all(last):
-            self._wrapper._take_over(last.index(True), sameness.tensors_of(self._wrapper.module))
+            self._wrapper._take_over(last.index(True), sameness.tensors_of(self._wrapper.reduction.shared))
 
 
 class _Reducer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from .exchange import DEFAULT_TIMEOUT, Hierarchy
 from .exchange.transport import Requirements, check_hierarchy
@@ -59,6 +59,17 @@ check_setting_names = valid(
     lambda value: isinstance(value, (tuple, list)) and all(isinstance(each, str) for each in value),
 )
 """Raises ValueError, for the name of an option and its value, if the value is no tuple of names."""
+
+check_patterns = valid(
+    "a pattern of names or a tuple of them, such as ('head.*', '*.norm*')",
+    lambda value: all(isinstance(each, str) and each for each in as_patterns(value)),
+)
+"""Raises ValueError, for the name of an option and its value, if the value is no pattern and no tuple of patterns."""
+
+
+def as_patterns(value: Any) -> tuple[Any, ...]:
+    """Return the patterns of names in an option: one alone, or several."""
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 
 @dataclass(frozen=True)
@@ -168,6 +179,12 @@ class Options(OptionSet):
         "with late=skip: time after which a site is late, in median steps",
         number("a number above 1", lambda value: 1 < value < math.inf),
     )
+    private: str | tuple[str, ...] = option(
+        (),
+        "names of parameters and buffers that stay at their site, never sent or compared, as patterns such as head.*",
+        check_patterns,
+        kind=lambda text: tuple(text.split(",")),
+    )
     compare_every: int = option(100, "steps between comparisons of the sites' weights; 0: never", whole_number(0))
     may_differ: tuple[str, ...] = option(
         (),
@@ -193,6 +210,7 @@ class Options(OptionSet):
         if isinstance(self.privacy, dict):  # from a file of settings
             object.__setattr__(self, "privacy", DifferentialPrivacy(**self.privacy))
         super().__post_init__()
+        object.__setattr__(self, "private", as_patterns(self.private))
         self._check_merge()
         if self.privacy is not None:
             self._follow_privacy()
@@ -267,6 +285,8 @@ class Options(OptionSet):
                 f"privacy= goes with mode={' or '.join(map(repr, PRIVATE_MODES))}, got mode={self.mode!r}, which sends "
                 "what has not been made private, or chooses by it"
             )
+        if self.private:
+            raise ValueError("privacy= does not go with private=: it clips the gradients of whole samples")
         if self.sync_batchnorm:
             raise ValueError("privacy= does not go with sync_batchnorm=True, which shares statistics of the samples")
         if self.privacy is not None and self.privacy.secure_sum:

@@ -23,6 +23,7 @@ from .step.fused import Deferral, FusedSteps
 from .step.methods import Quality, feedback, make_method
 from .step.methods.feedback import ErrorFeedback
 from .step.model_sync.batchnorm import SyncedBatchNorms
+from .step.model_sync.private import LocalGradients
 from .step.model_sync.replicated_model import JoinState, ReplicatedModel, Stateful
 from .step.model_sync.sameness import FirstBatch, LookedUpRows, OptimizerSettings, Weights
 from .step.model_sync.samples import SampleCounter, warn_of_unequal
@@ -103,7 +104,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         super().__init__(model, process_group, Options.create(mode=mode, **options))
         self._step = 0
         self._method = make_method(self.options)
-        self._attached: AttachedGradients | None = None
+        self._attached: AttachedGradients | None = LocalGradients(self.shared) if self.options.private else None
         self.stopped = False
         self._counter = SampleCounter(
             model,
@@ -118,8 +119,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self._norms: SyncedBatchNorms | None = None
         if self.options.sync_batchnorm:
             transport = self._open_transport(process_group)
-            self._norms = SyncedBatchNorms(model, transport, self._counter, announces=True)
-        self._looked_up = LookedUpRows(model, elastic=self.options.min_sites is not None)
+            self._norms = SyncedBatchNorms(self.shared, transport, self._counter, announces=True)
+        self._looked_up = LookedUpRows(self.shared, elastic=self.options.min_sites is not None)
         self._syncing = self._compares = True
         self._agreed_samples = 0
         self.share: float | None = None
@@ -131,14 +132,14 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self._planner = self._make_planner()
         self._settings = OptimizerSettings(self.options.may_differ)
         self._has_warned = False  # of gradients that were changed before they were synchronized
-        self._weights = Weights(model, self.options.compare_every)
+        self._weights = Weights(self.shared, self.options.compare_every)
         compares_data = self.world_size > 1 and self._joined is None and self._private is None
         self._first_batch = self._counter.first_batch = FirstBatch() if compares_data else None
         self._guard = StepGuard(weakref.proxy(self), self._settings)
         self._remembers = False  # the loss scales of gradients
         if self._method.keeps_errors or self._private is not None:
             self._watch_loss_scales()
-        self._further = dict(state or {})
+        self._further = self._stateful(state)
         if self._joined is not None:
             self._adopt(self._joined)
         self._transport.donate = weak_hook(self._donate)
@@ -406,7 +407,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
             self._end_step()
         planner.follow_sizes([header.batch for header in headers])
         if self._noise is not None:
-            self._noise.prepare(self.model, planner.units, self._counter, self._step)
+            self._noise.prepare(self.shared, planner.units, self._counter, self._step)
 
     def _warn_of_changes(self) -> None:
         """Warn, once, if the program has changed gradients in place between backward and `synchronize`."""
@@ -698,6 +699,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         """
         if self._private is not None:
             raise ValueError("privacy: gradients of parameters that are managed elsewhere are not clipped by sample")
+        if self.options.private:
+            raise ValueError("private= does not go with parameters that are managed elsewhere: leave it out")
         self._attached = gradients
 
     def _donate(self) -> JoinState:
@@ -750,7 +753,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         given = {} if self._private is None else self._private.handled()
         samples = self._counter.weight if self._private is None else weak_hook(self._samples)
         arrived = weak_hook(self._arrived)
-        planner = Planner(self.model, self._method, self.options, self._transport, samples, arrived, given)
+        planner = Planner(self.shared, self._method, self.options, self._transport, samples, arrived, given)
         planner.on_release = weak_hook(self._end_probe)
         return planner
 

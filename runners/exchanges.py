@@ -21,6 +21,7 @@ from ..options import Options
 from ..parameter_server import ParameterServer, ServerOptions
 from ..parameter_server.server import ServerTransport
 from ..reduction import GradientReduction
+from ..step.model_sync.private import load_shared_state, shared_state
 from ..support.files import PRIVATE, write_file
 from .joining import TrainerState
 
@@ -57,6 +58,11 @@ class Exchange:
     def _requirements(self) -> Requirements | None:
         """Requirements of training to go on without a site that leaves; None where all must stay."""
         return getattr(self.options, "requirements", None)
+
+    @property
+    def _private(self) -> Sequence[str]:
+        """Patterns of the names of what stays at this site."""
+        return getattr(self.options, "private", ())
 
     def _open_transport(self, device: torch.device) -> Transport:
         """Open the transport for everything but gradients."""
@@ -154,14 +160,14 @@ class LocalSteps(Exchange):
         self._exchange.finish()
 
     def own_state(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of this site: its local steps and its optimizer."""
-        return {"local": self._exchange.state_dict(), "optimizer": self._exchange.optimizer.state_dict()}
+        """Return what a checkpoint holds of this site: its local steps and its optimizer, without private layers."""
+        return {"local": self._exchange.state_dict(), "optimizer": shared_state(self._exchange.optimizer)}
 
     def load_states(self, states: Sequence[Mapping[str, Any] | None], rank: int) -> None:
         """Restore this site's local steps and its optimizer from the states of all sites."""
         super().load_states([state and state["local"] for state in states], rank)
         if (own := _own(states, rank)) is not None:
-            self._exchange.optimizer.load_state_dict(own["optimizer"])
+            load_shared_state(self._exchange.optimizer, own["optimizer"])
 
 
 class ReturnFile:

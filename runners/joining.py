@@ -6,6 +6,7 @@ from typing import Any
 
 from ..errors import MismatchError
 from ..exchange import Transport
+from ..step.model_sync.private import load_shared_state, shared_state
 
 
 class TrainerState:
@@ -71,7 +72,7 @@ def _state_of(part: Any) -> Any:
         return {name: _state_of(each) for name, each in part.items()}
     if isinstance(part, list):
         return [_state_of(each) for each in part]
-    return {**part.state_dict()} if hasattr(part, "state_dict") else None
+    return shared_state(part) if hasattr(part, "state_dict") else None
 
 
 def _load(part: Any, state: Any) -> None:
@@ -79,4 +80,4 @@ def _load(part: Any, state: Any) -> None:
         for name, each in part.items() if isinstance(part, dict) else enumerate(part):
             _load(each, state[name])
     elif state is not None:
-        part.load_state_dict(state)
+        load_shared_state(part, state)

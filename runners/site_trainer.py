@@ -441,6 +441,6 @@ class SiteTrainer(AttachedTrainer):
         have = reduction.gather_objects(self.state.best_model_checkpoint is not None)
         if any(have) and False in have:
             giver = have.index(True)
-            own = sameness.tensors_of(self.model) if reduction.site_rank == giver else None
+            own = sameness.tensors_of(reduction.shared) if reduction.site_rank == giver else None
             with declared(STATES):
-                sameness.load_tensors(self.model, reduction.gather_objects(own)[giver])
+                sameness.load_tensors(reduction.shared, reduction.gather_objects(own)[giver])

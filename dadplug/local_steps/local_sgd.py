@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +20,7 @@ from ..reduction import GradientReduction
 from ..step.fused import Deferral, GradientProduct, HeldGradients, clip_norm, reasons_against
 from ..step.model_sync import sameness
 from ..step.model_sync.batchnorm import SyncedBatchNorms
+from ..step.model_sync.private import private_parameters, shared_part
 from ..step.model_sync.replicated_model import JoinState, ReplicatedModel, Stateful
 from ..step.model_sync.sameness import raise_problems
 from ..step.model_sync.samples import SampleCounter
@@ -132,9 +132,9 @@ class LocalSGD(HeldGradients, ReplicatedModel):
             if self.local_options.density is not None:
                 if callable(self.local_options.density):
                     self.local_options.density_at(0)
-                check_memory(model)
+                check_memory(shared_part(model, self.local_options.private))
             _check_parameters(model, optimizer)
-            check_fragments(model, self.local_options.fragments)
+            check_fragments(shared_part(model, self.local_options.private), self.local_options.fragments)
             if in_trainer and self.local_options.round_seconds is not None:
                 raise ValueError(
                     "round_seconds is for loops of your own: in a trainer all sites take as many steps in an epoch, "
@@ -163,8 +163,8 @@ class LocalSGD(HeldGradients, ReplicatedModel):
         self._round = RoundTime(self.local_options.round_seconds, self.local_options.fragments)
         self._over_at = -1  # step at which all sites had finished, and this one has not called `finish` since
         elastic = self.local_options.min_sites is not None
-        self._agreement = (ElasticAgreement if elastic else Agreement)(model, self.local_options, self._transport)
-        self._further = dict(state or {})
+        self._agreement = (ElasticAgreement if elastic else Agreement)(self.shared, self.local_options, self._transport)
+        self._further = self._stateful(state)
         if self._warm_up is None:
             self._begin_local_steps()
         self._guard = OptimizerHook(optimizer.register_step_pre_hook(weak_hook(self._check_step)))
@@ -205,7 +205,7 @@ class LocalSGD(HeldGradients, ReplicatedModel):
         return (
             sameness.described(self.local_options.may_differ)
             | self._of_optimizer
-            | sameness.describe(self.model, settings)
+            | sameness.describe(self.shared, settings)
         )
 
     def _begin_local_steps(self) -> None:
@@ -213,7 +213,7 @@ class LocalSGD(HeldGradients, ReplicatedModel):
         if self.local_options.sync_batchnorm:
             transport = super()._open_transport(self._group)
             counter = self._counter if self._by_samples else None
-            self._norms = SyncedBatchNorms(self.model, transport, counter)
+            self._norms = SyncedBatchNorms(self.shared, transport, counter)
             self._active = transport.gather([1] * self.world_size, torch.int64)
         self._agreement.begin()
         if isinstance(self._agreement, ElasticAgreement):
@@ -541,7 +541,7 @@ class LocalSGD(HeldGradients, ReplicatedModel):
             {name: value for name, value in group.items() if isinstance(value, (bool, int, float, Tensor))}
             for group in self.optimizer.param_groups
         ]
-        return replace(self._join_state(max(self.steps - 1, 0), plan), tensors=tensors)
+        return self._join_state(max(self.steps - 1, 0), plan, tensors)
 
     def _adopt(self, joined: JoinState) -> None:
         """Go on from the state of another site: with one step, and then with the agreement that the others are in."""

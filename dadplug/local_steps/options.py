@@ -9,7 +9,7 @@ from typing import Any
 
 from ..exchange import DEFAULT_TIMEOUT
 from ..exchange.transport import Requirements
-from ..options import WEIGHTINGS, WIRES, Options, check_mode, check_setting_names
+from ..options import WEIGHTINGS, WIRES, Options, as_patterns, check_mode, check_patterns, check_setting_names
 from ..support.signature import OptionSet, check_hub_timeout, check_seconds, number, option, whole_number
 
 Schedule = Callable[[int], int]
@@ -103,6 +103,11 @@ class LocalOptions(OptionSet):
     warm_up_mode: str = option("dsgd", "method of agreement of the synchronous steps", check_mode)
     sync_batchnorm: bool = option(False, "normalise by the statistics of all sites' rows, in every step")
     check_finite: bool = option(True, "NaN or Inf in a synchronous gradient is an error; not under a GradScaler")
+    private: str | tuple[str, ...] = option(
+        (),
+        "names of parameters and buffers that stay at their site, never sent or compared, as patterns such as head.*",
+        check_patterns,
+    )
     fused: bool = option(False, "apply gradients of linear layers in local steps without forming them")
     may_differ: tuple[str, ...] = option(
         (), 'settings that may differ between sites, such as ("lr",)', check_setting_names
@@ -138,6 +143,7 @@ class LocalOptions(OptionSet):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "private", as_patterns(self.private))
         if self.delay is not None and not self.overlap:
             raise ValueError(f"delay={self.delay} is for deltas that travel while steps go on: leave overlap=False out")
         if self.fragments > 1 and not self.overlap:
@@ -270,6 +276,7 @@ class LocalOptions(OptionSet):
             wire="bf16" if self.wire == SPARSE_WIRE else self.wire,
             weighting=self.weighting,
             sync_batchnorm=self.sync_batchnorm,
+            private=self.private,
             check_finite=self.check_finite,
             min_sites=self.min_sites,
             site_timeout=self.site_timeout,

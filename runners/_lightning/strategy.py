@@ -25,6 +25,7 @@ from ...exchange.restrictions import METRICS, OBJECTS, STATES, declared
 from ...exchange.status import describe
 from ...hub import LOOPBACK, STARTED_PROCESSES, current_connection
 from ...step.model_sync import sameness
+from ...step.model_sync.private import shared_part
 from ...step.model_sync.samples import batch_size, takes_part
 from ...support.files import check_archive, replacing
 from ...support.processes import free_port
@@ -272,6 +273,8 @@ class SiteStrategy(Exchange, _DDPStrategy):
         module = self.lightning_module
         module.to_torchscript = MethodType(to_torchscript, module)
         self._run.callback(module.__dict__.pop, "to_torchscript", None)
+        if self._private:
+            self._replace_clipping()
         if self._wants_fused:
             self._set_up_fusing()
         if self._elastic is not None:
@@ -294,7 +297,7 @@ class SiteStrategy(Exchange, _DDPStrategy):
         self.accelerator.setup(trainer)
         self.precision_plugin.convert_module(self.model)
         self.model_to_device()
-        sameness.broadcast_model(self.model, transport)
+        sameness.broadcast_model(shared_part(self.model, self._private), transport)
         self.setup_precision_plugin()
 
     def configure_ddp(self) -> None:
@@ -492,7 +495,7 @@ class SiteStrategy(Exchange, _DDPStrategy):
 
     def _clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
         precision = self.precision_plugin
-        if self._exchange.holds:
+        if self._exchange.holds or self._private:
             self._exchange.clip_held(precision.main_params(optimizer), clip_val)
         else:
             type(precision).clip_grad_by_norm(precision, optimizer, clip_val)

@@ -27,6 +27,7 @@ from ...exchange.factor_buckets import FactorPayload
 from ...hooks import OwnHook
 from ...support.registry import Registry
 from ...support.schedules import DEFAULTS, Decoding
+from ..model_sync.private import is_private
 
 _CUDA_TILE_ELEMENTS = 1 << 22
 _LEAST = 4  # rows and columns of a gradient for which these kernels are made
@@ -502,6 +503,8 @@ def clip_norm(
 ) -> Tensor:
     """Clip the norm of gradients of which some are products, as `torch.nn.utils.clip_grad_norm_` does.
 
+    Gradients of private parameters are clipped by a norm of their own: that of the others is the same at all sites.
+
     Args:
         weights: parameters whose gradients are in ``.grad``; those without are left out.
         products: further gradients.
@@ -510,13 +513,27 @@ def clip_norm(
         error_if_nonfinite: whether a norm that is not finite is an error.
 
     Returns:
-        The norm before.
+        The norm before, without private parameters.
 
     Raises:
         RuntimeError: for such a norm.
     """
-    gradients = [weight.grad for weight in weights if weight.grad is not None]
-    norms = [product.norm(norm_type) for product in products.values()]
+    chosen, norms = list(weights), []
+    for private in (False, True):
+        gradients = [each.grad for each in chosen if each.grad is not None and is_private(each) is private]
+        held = [product for weight, product in products.items() if is_private(weight) is private]
+        norms.append(_clip(gradients, held, max_norm, norm_type, error_if_nonfinite))
+    return norms[0]
+
+
+def _clip(
+    gradients: Sequence[Tensor],
+    products: Sequence[GradientProduct],
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+) -> Tensor:
+    norms = [product.norm(norm_type) for product in products]
     norms += [torch.nn.utils.get_total_norm([gradient], norm_type) for gradient in gradients]
     if not norms:
         return torch.tensor(0.0)
@@ -526,7 +543,7 @@ def clip_norm(
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
         gradient.mul_(factor.to(gradient.dtype))
-    for product in products.values():
+    for product in products:
         product.scale(factor)
     return total
 
@@ -582,7 +599,10 @@ class HeldGradients(ABC):
         return self._held is not None
 
     def clip_held(self, weights: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Any:
-        """Clip the norm of the gradients of some parameters, held ones among them; return the norm before."""
+        """Clip the norm of the gradients of some parameters, held ones among them; return the norm before.
+
+        Unlike `torch.nn.utils.clip_grad_norm_` it clips private parameters by a norm of their own.
+        """
         chosen = list(weights)
         products = {} if self._held is None else self._held.products
         own = {weight: products[weight] for weight in chosen if weight in products}

@@ -48,6 +48,8 @@ class GradientPath(str, Enum):
     """Gradients are summed over sites in fixed point, under masks that cancel."""
     FROZEN = "frozen"
     """The parameter is not trained, and nothing is sent."""
+    PRIVATE = "private"
+    """The parameter stays at its site, with the gradient of this site alone."""
 
     __str__ = str.__str__
     __repr__ = str.__repr__

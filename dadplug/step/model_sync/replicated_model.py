@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +24,7 @@ from ..methods import check_allowed
 from ..methods.base import warm_up
 from . import buffers, sameness
 from .batchnorm import batch_norms
+from .private import SharedPart, load_shared_state, shared_part, shared_state
 from .structure import ATTACHED, check_elastic, check_model, collection, without_managed
 
 _log = get_logger(__name__)
@@ -52,6 +53,7 @@ class JoinState:
         plan: state of the plan.
         further: state of the objects that the program has named, such as the optimizer, by name.
         noise: state of the estimates of the gradient's noise; None where there are none.
+        frozen: digests by name of parameters that are not sent, since all sites have had them from the start.
     """
 
     description: dict[str, str]
@@ -60,6 +62,7 @@ class JoinState:
     plan: Any
     further: dict[str, Any]
     noise: dict[str, Any] | None = None
+    frozen: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Check the types, as the state may come from another site.
@@ -69,6 +72,7 @@ class JoinState:
         """
         named = isinstance(self.tensors, dict) and all(isinstance(each, Tensor) for each in self.tensors.values())
         plain = isinstance(self.description, dict) and isinstance(self.further, dict) and type(self.step) is int
+        plain = plain and isinstance(self.frozen, dict) and all(type(each) is int for each in self.frozen.values())
         if not (named and plain and 0 <= self.step <= NUMBER):
             raise ValueError("the state of a training has fields of wrong types, or a number of a step out of range")
 
@@ -76,7 +80,7 @@ class JoinState:
 class ReplicatedModel:
     """A model with a replica at every site; the base of `dadplug.GradientReduction`.
 
-    All sites get rank 0's parameters and buffers.
+    All sites get rank 0's parameters and buffers, but for those that the option ``private`` names.
 
     Args:
         model: the model, on its device, the same on all sites but for the values of its parameters.
@@ -85,14 +89,15 @@ class ReplicatedModel:
 
     Attributes:
         model: the model.
+        shared: the part of it without what the option ``private`` names; the model itself where it names nothing.
         options: the options.
         traffic: the meter of bytes sent and of time spent waiting.
         site_rank: number of this site, from 0.
         world_size: number of sites.
 
     Raises:
-        ValueError: if a parameter has no shape yet, if the model is captured already, or if ``sync_batchnorm`` cannot
-            synchronise a layer.
+        ValueError: if a parameter has no shape yet, if the model is captured already, if ``sync_batchnorm`` cannot
+            synchronise a layer, or ``private`` does not fit the model.
         PolicyError: if the kit by which this site is connected to a hub does not allow an option.
         MismatchError: if models or options differ between sites.
         SiteError: if a site is gone or does not answer.
@@ -103,8 +108,9 @@ class ReplicatedModel:
     def __init__(self, model: nn.Module, process_group: dist.ProcessGroup | None, options: Options) -> None:
         self._check_allowed(options)  # before anything is sent
         check_model(model)
+        self.shared = shared_part(model, options.private)
         if options.sync_batchnorm:
-            batch_norms(model)  # raises where one cannot be synchronised
+            batch_norms(self.shared)  # raises where one cannot be synchronised
         if options.min_sites is not None:
             check_elastic(model)
         self.model = model
@@ -115,6 +121,7 @@ class ReplicatedModel:
         self._by_samples = options.weighting == "samples"
         self._epoch_samples = 0  # since buffers were averaged
         self._further: dict[str, Stateful] = {}
+        self._frozen: dict[str, int] = {}  # digests of parameters that a site which joins has to have
         if self._transport.joins:
             warm_up(options, next((parameter.dtype for parameter in model.parameters()), torch.float32))
         self._joined: JoinState | None = self._receive_state()
@@ -127,14 +134,15 @@ class ReplicatedModel:
         if not self._transport.joins:
             return None
         description = self._describe()  # which loads kernels: before the others wait for this site
-        state: JoinState | None = self._transport.receive_state(sameness.largest_state(self.model))
+        state: JoinState | None = self._transport.receive_state(sameness.largest_state(self.shared))
         if state is not None:
             if not isinstance(state, JoinState):
                 raise MismatchError(f"another site has sent an object of type {type(state).__name__} as its state")
             others, own = "the other sites", self._transport.sites[self.site_rank]
             sameness.compare(state.description, description, others, own)
-            sameness.load_tensors(self.model, state.tensors)
-            for name, parameter in self.model.named_parameters():  # the others would end, too, and blame this site
+            sameness.load_tensors(self.shared, state.tensors, state.frozen)
+            self._frozen = state.frozen
+            for name, parameter in self.shared.named_parameters():  # the others would end, too, and blame this site
                 if parameter.requires_grad and not parameter.isfinite().all():
                     raise MismatchError(f"another site has sent a state in which {name!r} has NaN or Inf")
             self.world_size = self._transport.world_size  # which may have grown meanwhile
@@ -146,7 +154,7 @@ class ReplicatedModel:
 
     def _make_equal(self) -> None:
         """Replace the parameters and buffers at the start by those of rank 0."""
-        sameness.broadcast_model(self.model, self._transport)
+        self._frozen = sameness.broadcast_model(self.shared, self._transport)
 
     def _open_transport(self, process_group: dist.ProcessGroup | None) -> Transport:
         """Open a transport of its own over a process group."""
@@ -183,7 +191,7 @@ class ReplicatedModel:
             here, there = sorted(self._further), sorted(joined.further)
             raise MismatchError(f"state= names {here}, and at the other sites {there}")
         for name, value in joined.further.items():
-            self._further[name].load_state_dict(value)
+            load_shared_state(self._further[name], value)
         self._joined = None
         if not self._transport.take_part():
             newer = self._receive_state()
@@ -194,15 +202,36 @@ class ReplicatedModel:
         """Go on from the state of another site, and end with `_join`."""
         raise NotImplementedError
 
-    def _join_state(self, step: int, plan: Any) -> JoinState:
-        """Return the state that a site needs to join.
+    def _stateful(self, state: Mapping[str, Stateful] | None) -> dict[str, Stateful]:
+        """Return the objects that the program has named, whose state a site needs to join.
+
+        Raises:
+            ValueError: if the state of one would contain private tensors.
+        """
+        for name, each in (state or {}).items() if self.options.private else ():
+            if isinstance(getattr(each, "optimizer", each), (nn.Module, torch.optim.LBFGS)):
+                raise ValueError(
+                    f"private: the state of {name!r} ({type(each).__name__}) would be sent with what it has of private "
+                    "layers: leave it out of state="
+                )
+        return dict(state or {})
+
+    def _join_state(self, step: int, plan: Any, tensors: Mapping[str, Tensor] | None = None) -> JoinState:
+        """Return the state that a site needs to join, without the frozen parameters that it has already.
 
         Args:
             step: number of the step.
             plan: state of the plan.
+            tensors: tensors of the shared part by name; None for the present ones.
         """
-        further = {name: each.state_dict() for name, each in self._further.items()}
-        return JoinState(self._describe(), sameness.tensors_of(self.model), step, plan, further)
+        if isinstance(self.shared, SharedPart):
+            self.shared.follow()  # parameters may have been replaced
+        present = sameness.frozen_digests(self.shared) if self._frozen else {}
+        frozen = {name: digest for name, digest in self._frozen.items() if present.get(name) == digest}
+        found = sameness.tensors_of(self.shared) if tensors is None else tensors
+        further = {name: shared_state(each) for name, each in self._further.items()}
+        sent = {name: each for name, each in found.items() if name not in frozen}
+        return JoinState(self._describe(), sent, step, plan, further, frozen=frozen)
 
     def _describe(self) -> dict[str, str]:
         settings = {name: getattr(self.options, name) for name in Options.names() if name not in _OWN}
@@ -211,7 +240,7 @@ class ReplicatedModel:
         if privacy is not None and privacy.secure_sum:
             shared = privacy.noise_multiplier, privacy.max_grad_norm
             settings["privacy"] = "secure_sum with noise_multiplier={} and max_grad_norm={}".format(*shared)
-        return sameness.described(self.options.may_differ) | sameness.describe(self.model, settings)
+        return sameness.described(self.options.may_differ) | sameness.describe(self.shared, settings)
 
     @property
     def sites(self) -> list[str]:
@@ -227,7 +256,7 @@ class ReplicatedModel:
             SiteError: if a site is gone or does not answer.
         """
         with self.traffic.apart(), without_managed(self.model):
-            sameness.broadcast_model(self.model, self._transport)
+            sameness.broadcast_model(self.shared, self._transport)
 
     def broadcast_buffers(self) -> None:
         """Replace every site's buffers by those of rank 0; all sites must call it.
@@ -236,7 +265,7 @@ class ReplicatedModel:
             SiteError: if a site is gone or does not answer.
         """
         with self.traffic.apart():
-            sameness.broadcast_buffers(self.model, self._transport)
+            sameness.broadcast_buffers(self.shared, self._transport)
 
     def _check_state(self, state: Mapping[str, Any], entry: str, value: Any = None) -> None:
         """Raise ValueError if a state to load has another value of an entry, or none at all, as of another class."""
@@ -261,7 +290,7 @@ class ReplicatedModel:
         """
         weight = float(self._epoch_samples) if self._by_samples else 1.0
         with self.traffic.apart(), suppress(DroppedError):  # this site gets the buffers of another one when it rejoins
-            buffers.average_buffers(self.model, self._transport, weight)
+            buffers.average_buffers(self.shared, self._transport, weight)
         self._epoch_samples = 0
 
     def first_difference(self) -> str | None:
@@ -274,7 +303,7 @@ class ReplicatedModel:
             SiteError: if a site is gone or does not answer.
         """
         with self.traffic.apart(), without_managed(self.model):
-            return sameness.first_difference(self.model, self._transport)
+            return sameness.first_difference(self.shared, self._transport)
 
     def gather_objects(self, item: Any) -> list[Any]:
         """Gather an object from every site, by rank; all sites must call it.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -168,13 +168,24 @@ def describe(model: nn.Module, settings: dict[str, Any]) -> dict[str, str]:
 
 
 @torch.no_grad()
-def load_tensors(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+def load_tensors(model: nn.Module, tensors: dict[str, Tensor], frozen: Mapping[str, int] | None = None) -> None:
     """Replace the values of a model's parameters and buffers by those of another site.
 
+    Args:
+        model: the model.
+        tensors: the values by name.
+        frozen: digests of frozen parameters that this site has to have already, by name.
+
     Raises:
-        MismatchError: if they have other names or shapes; nothing has changed then.
+        MismatchError: if they have other names or shapes, or frozen ones other values; nothing has changed then.
     """
-    own = _tensors(model)
+    own, given = _tensors(model), frozen or {}
+    for name in [name for name in given if name in own]:
+        if fingerprint(tensor := own.pop(name)) != given[name]:
+            raise MismatchError(
+                f"the frozen parameter {name!r} {list(tensor.shape)} is not the one of the training that this site joins, "
+                "and is not sent: load the weights with which the other sites have started"
+            )
     for name, tensor in own.items():
         if name not in tensors or tensors[name].shape != tensor.shape:
             raise MismatchError(f"another site has sent no {name!r} of shape {list(tensor.shape)} of its model")
@@ -294,20 +305,36 @@ def check_values(model: nn.Module, names: Collection[str], transport: Transport)
 
 
 @torch.no_grad()
-def broadcast_model(model: nn.Module, transport: Transport) -> None:
+def broadcast_model(model: nn.Module, transport: Transport) -> dict[str, int]:
     """Replace every site's parameters and buffers by those of rank 0.
 
-    What is equal at all sites already, as by the same seed, is not sent: on a slow link that takes long.
+    What is equal at all sites already, as by the same seed, is not sent: on a slow link that takes long. Frozen
+    parameters are compared one by one, others in groups.
+
+    Returns:
+        Digests by name of the frozen parameters that all sites have had by themselves.
     """
+    frozen = frozen_digests(model) if transport.world_size > 1 or transport.elastic else {}
+    if frozen and transport.world_size > 1:
+        others = checked(transport.gather_present(frozen), dict[str, int], "list of digests", transport).values()
+        frozen = {name: digest for name, digest in frozen.items() if {each.get(name) for each in others} == {digest}}
+    rest = [tensor for name, tensor in _tensors(model).items() if name not in frozen]
     every: list[list[int]] = []
     if transport.device.type == "cpu" and transport.world_size > 1:  # between GPUs, sending is faster than comparing
-        own = [fingerprint(flat) for flat, _ in flattened(_tensors(model).values())]
+        own = [fingerprint(flat) for flat, _ in flattened(rest)]
         every = [*checked(transport.gather_present(own), list[int], "list of digests", transport).values()]
         if {len(digests) for digests in every} != {len(own)}:
             raise MismatchError("the sites' models have tensors of different types: do all run the same model?")
-    for place, (flat, tensors) in enumerate(flattened(_tensors(model).values())):
+    for place, (flat, tensors) in enumerate(flattened(rest)):
         if not every or len({digests[place] for digests in every}) > 1:
             _broadcast(flat, tensors, transport)
+    return frozen
+
+
+def frozen_digests(model: nn.Module) -> dict[str, int]:
+    """Return by name the digests of a model's parameters that are not trained."""
+    named = model.named_parameters()
+    return {name: fingerprint(each) for name, each in named if not each.requires_grad and _is_dense(each)}
 
 
 def broadcast_buffers(model: nn.Module, transport: Transport) -> None:

@@ -61,7 +61,7 @@ class StepGuard:
         """
         structure = self._reduction.present_structure
         if structure is None or structure is not self._structure:
-            self._structure, self._ours = structure, {id(each) for each in self._reduction.model.parameters()}
+            self._structure, self._ours = structure, {id(each) for each in self._reduction.shared.parameters()}
         stepped = [each for group in optimizer.param_groups for each in group["params"] if id(each) in self._ours]
         if not stepped:
             self._warn_of_copy(optimizer)
@@ -104,7 +104,7 @@ class StepGuard:
         """Warn, once, of an optimizer with parameters like the model's, while none steps those."""
         if self.agreements - self._last_stepped < _UNSTEPPED:
             return
-        ours = Counter(each.shape for each in self._reduction.model.parameters())
+        ours = Counter(each.shape for each in self._reduction.shared.parameters())
         if Counter(each.shape for group in optimizer.param_groups for each in group["params"]) <= ours:
             self._last_stepped = math.inf
             _log.warning(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ...hooks import OwnHook, overridden
+from .private import is_private, whole_of
 
 _MANAGED = "_dadplug_managed"  # attribute of a parameter
 ATTACHED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by identity
@@ -30,19 +31,19 @@ _TRAINING = operator.attrgetter("requires_grad", "dtype", "shape", "_cdata")
 
 
 class ModelStructure:
-    """The modules and parameters of a model at one time, without those that are managed elsewhere.
+    """The modules and parameters of a model at one time, without those that are private or managed elsewhere.
 
     Autograd calls all hooks of these parameters from then on, also after `torch.utils.swap_tensors`.
 
     Args:
-        model: the model.
+        model: the model, or the shared part of it.
 
     Attributes:
         parameters: the parameters by `id`.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        modules = list(model.modules())
+        modules = list(whole_of(model).modules())
         self._tables: list[dict[str, Any]] = [module._modules for module in modules]
         self._tables += [module._parameters for module in modules]
         self._kept = [value for table in self._tables for value in table.values()]  # others cannot get their addresses
@@ -56,7 +57,8 @@ class ModelStructure:
 
     def _contents(self) -> list[tuple[str, int]]:
         items = (item for table in self._tables for item in table.items())
-        return [(name, id(value)) for name, value in items if not (isinstance(value, Tensor) and is_managed(value))]
+        others = (item for item in items if not (isinstance(item[1], Tensor) and _is_apart(item[1])))
+        return [(name, id(value)) for name, value in others]
 
     def _places(self) -> tuple[list[str], list[int]]:
         values = itertools.chain.from_iterable(map(dict.values, self._tables))
@@ -95,6 +97,10 @@ def mark_managed(parameter: nn.Parameter, managed: bool) -> None:
 def is_managed(parameter: Any) -> bool:
     """Return whether a parameter is managed elsewhere."""
     return getattr(parameter, _MANAGED, False) is True
+
+
+def _is_apart(parameter: Tensor) -> bool:
+    return is_managed(parameter) or is_private(parameter)
 
 
 @contextmanager

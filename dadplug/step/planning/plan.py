@@ -56,9 +56,9 @@ def exposure(
         private: whether gradients are made by a differentially private mechanism.
 
     Returns:
-        One of the four classes; empty for a parameter that is not trained.
+        One of the four classes; empty for a parameter that is not trained, or private.
     """
-    if path == GradientPath.FROZEN:
+    if path in (GradientPath.FROZEN, GradientPath.PRIVATE):
         return ""
     if private:
         return PRIVATE
@@ -78,7 +78,7 @@ class PlanRow:
     Attributes:
         parameter: name of the parameter.
         shape: its shape.
-        path: the path of its gradient, equal to a string such as ``"allreduce"``, ``"factors"`` or ``"frozen"``; see
+        path: the path of its gradient, equal to a string such as ``"allreduce"``, ``"factors"`` or ``"private"``; see
             `dadplug.step.methods.base.GradientPath`.
         bytes: predicted payload that this site hands to the transport in a step for this parameter, in bytes. Where
             it depends on the rows of a batch, it is for those of the last steps; before the first it is for one row,

@@ -25,6 +25,7 @@ from ..methods import Method, check_allowed
 from ..methods.base import GradientPath
 from ..methods.feedback import ErrorFeedback
 from ..model_sync import sameness
+from ..model_sync.private import SharedPart, private_parameters, whole_of
 from ..model_sync.structure import ModelStructure, is_managed, without_managed
 from ..reducer.handler import StepHeader
 from ..reducer.reducer import Reducer, StepRequest
@@ -261,7 +262,7 @@ class Planner:
     plan, which all sites have to make in the same step.
 
     Args:
-        model: the model.
+        model: the shared part of the model.
         method: the method.
         options: the options.
         transport: the transport.
@@ -345,7 +346,8 @@ class Planner:
         costs = PayloadCosts(self._method, self._options, self._transport, reducer, owners, samples)
         factored = (unit for unit in self.units if isinstance(unit, FactorUnit) and unit.left_out)
         left_out = {unit.name: f"in some steps {unit.left_out}" for unit in factored}
-        plan = costs.plan(self._model, self.units, self._paths, self._notices | left_out | self._reasons)
+        paths = self._paths | dict.fromkeys(private_parameters(self._model), GradientPath.PRIVATE)
+        plan = costs.plan(whole_of(self._model), self.units, paths, self._notices | left_out | self._reasons)
         return plan if self.choice is None or self.choice.given else plan.with_remarks([str(self.choice.choice)])
 
     @property
@@ -650,6 +652,8 @@ class Planner:
         self._version += 1
         known = set(self._structure.parameters)
         with without_managed(self._model):
+            if isinstance(self._model, SharedPart):
+                self._model.follow()
             self._structure = ModelStructure(self._model)
             self._added |= {name for name, each in self._model.named_parameters() if id(each) not in known}
             self._begin_plan()
