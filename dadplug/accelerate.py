@@ -32,6 +32,7 @@ from .hub.connect import connect
 from .local_steps.options import LOCAL_MODE, LocalOptions, options_class, options_of
 from .options import Options
 from .runners.loaders import check_split_data
+from .step.model_sync.private import is_private, load_private_state, private_state
 from .support.environment import environment
 from .support.files import load_tensors
 from .support.logs import get_logger
@@ -479,7 +480,49 @@ class Accelerator(accelerate.Accelerator):
                 "accelerator.sync_gradients is True"
             )
         states = [each.site_state() for each in self._wrapped]
-        torch.save({"sites": first.world_size, "states": states}, _memory_path(output_dir, first.site_rank))
+        own = (
+            [private_state(each.reduction.shared, self._optimizers) for each in self._wrapped] if self._private else []
+        )
+        saved = {"sites": first.world_size, "states": states, "private": own}
+        torch.save(saved, _memory_path(output_dir, first.site_rank))
+
+    @property
+    def _private(self) -> Any:
+        """Patterns of the names of what stays at this site."""
+        return self._options.get("private")
+
+    def load_private(self, input_dir: str) -> None:
+        """Restore the private layers of this site in place of those of the process that has written a checkpoint.
+
+        `load_state` does so by itself.
+
+        Args:
+            input_dir: folder of the checkpoint.
+
+        Raises:
+            MismatchError: if it has none of this site.
+        """
+        saved = _read_memory(input_dir, self._wrapped[0].reduction.site_rank) if self._private else None
+        if self._private and not (saved and saved.get("private")):
+            raise MismatchError(f"the checkpoint {input_dir} has no private layers of this site: copy its file there")
+        for wrapped, own in zip(self._wrapped, saved["private"] if saved else (), strict=False):
+            load_private_state(wrapped.reduction.shared, self._optimizers, own)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """Clip the norm of gradients; see accelerate. Private layers are clipped by a norm of their own.
+
+        Args:
+            parameters: the parameters.
+            max_norm: largest norm.
+            norm_type: which norm.
+
+        Returns:
+            The norm before, without private layers.
+        """
+        every = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        norm = super().clip_grad_norm_([each for each in every if not is_private(each)], max_norm, norm_type)
+        torch.nn.utils.clip_grad_norm_([each for each in every if is_private(each)], max_norm, norm_type)
+        return norm
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
         """Write a checkpoint; see accelerate. With local steps, all sites agree on one model before.
@@ -553,6 +596,7 @@ class Accelerator(accelerate.Accelerator):
         super().load_state(input_dir, **kwargs)
         if self._takes_local_steps:  # after those of model and optimizer
             self.load_memories(self._loads_from)
+        self.load_private(self._loads_from)
         for each in self._wrapped:
             differs = None if self._elastic else each.reduction.first_difference()
             if differs is not None:

@@ -146,7 +146,7 @@ class AttachedTrainer(_Trainer):
         if is_checkpoint:
             self._make_equal()
         super().save_model(output_dir, _internal_call)
-        if is_checkpoint and not self.args.save_only_model:
+        if is_checkpoint and not (self.args.save_only_model and not self.dadplug_options.get("private")):
             Path(str(output_dir)).mkdir(parents=True, exist_ok=True)  # process 0 may not have come here yet
             self.accelerator.save_memories(output_dir)
 
@@ -199,6 +199,12 @@ class AttachedTrainer(_Trainer):
                 f"the sites would resume at different steps ({where}): give all of them a checkpoint of one step"
             )
         self.accelerator.load_memories(checkpoint)
+        self.accelerator.load_private(checkpoint)
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        if self.state.best_model_checkpoint is not None:
+            self.accelerator.load_private(self.state.best_model_checkpoint)
 
 
 def _plain(model: nn.Module) -> nn.Module:

@@ -20,7 +20,7 @@ from ..reduction import GradientReduction
 from ..step.fused import Deferral, GradientProduct, HeldGradients, clip_norm, reasons_against
 from ..step.model_sync import sameness
 from ..step.model_sync.batchnorm import SyncedBatchNorms
-from ..step.model_sync.private import private_parameters, shared_part
+from ..step.model_sync.private import shared_part
 from ..step.model_sync.replicated_model import JoinState, ReplicatedModel, Stateful
 from ..step.model_sync.sameness import raise_problems
 from ..step.model_sync.samples import SampleCounter

@@ -138,6 +138,7 @@ class FixedCheckpoint(CheckpointCallback):
         logpath = f"{logprefix}.pth"
         states = runner.reduction_states() if self.mode == "runner" else None
         parts = runner.checkpoint_parts(saving=True)
+        runner.save_private(logpath)
         if not runner.engine.writes:
             return logpath
         if self.mode == "runner":
@@ -156,6 +157,7 @@ class FixedCheckpoint(CheckpointCallback):
             runner.reduction_states()  # site 0 writes them
         runner.checkpoint_parts(saving=True)
         logpath = f"{self.logdir}/{self.mode}.{runner.epoch_step:04d}.pth"
+        runner.save_private(logpath)
         self._storage.append(Checkpoint(obj=runner.model, logpath=logpath, metric=score))
         self._storage.sort(key=lambda saved: saved.metric, reverse=not self._minimize)
         del self._storage[self.topk :]
@@ -171,9 +173,11 @@ class FixedCheckpoint(CheckpointCallback):
             return
         for path in (resume_logpath, resume_model):
             if path is not None:
-                load_model(runner, runner.load_shared(path))
+                with runner.keeping_private(path):
+                    load_model(runner, runner.load_shared(path))
         if resume_runner is not None:
-            load_runner(runner, runner.load_shared(resume_runner))
+            with runner.keeping_private(resume_runner):
+                load_runner(runner, runner.load_shared(resume_runner))
 
 
 class FixedTqdm(TqdmCallback):

@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,13 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ...errors import MismatchError
 from ...exchange import Transport, connect
+from ...step.model_sync.private import (
+    keeping_private,
+    private_parameters,
+    private_path,
+    private_state,
+    shared_part,
+)
 from ...step.model_sync.samples import batches_before, takes_part
 from ...support.files import load_tensors
 from ...support.refusals import refuse
@@ -32,7 +39,7 @@ from ..exchanges import Exchange
 from ..joining import TrainerState
 from ..loaders import batches_from, check_split_data
 from ..patches import merge_metrics
-from .engine import SiteEngine, begin_epoch, plain
+from .engine import SiteEngine, begin_epoch, plain, save_whole
 from .fixes import (
     OLDER_NAMES,
     FixedBackward,
@@ -336,7 +343,8 @@ class BaseRunner(Exchange, SupervisedRunner):
             self.reduction = self.engine.reduction = self._exchange = self._build_exchange(model, scaled)
         if self._resume is not None and self._joined is None:
             checkpoint = self.load_shared(self._resume)
-            (load_runner if "epoch_step" in checkpoint else load_model)(self, checkpoint)
+            with self.keeping_private(self._resume):
+                (load_runner if "epoch_step" in checkpoint else load_model)(self, checkpoint)
 
     def on_experiment_start(self, runner: Any) -> None:
         """Restore the state of the other sites, if this one joins them in mid-training."""
@@ -375,6 +383,10 @@ class BaseRunner(Exchange, SupervisedRunner):
         """Clip the agreed gradients by a function of the parameters, held ones among them; return what it returns."""
         weights = self._trained.parameters()
         if self._fused is None or not self.reduction.holds:
+            own = private_parameters(self.reduction.shared) if self._private else {}
+            if own:  # by a norm of their own, so that the others stay the same at all sites
+                function(own.values())
+                weights = self.reduction.shared.parameters()
             return function(weights)
         assert isinstance(function, functools.partial)  # as `fused_callbacks` has accepted it
         return self.reduction.clip_held(weights, **function.keywords)
@@ -527,6 +539,24 @@ class BaseRunner(Exchange, SupervisedRunner):
         rest = {"criterion": self.criterion, "optimizer": self.optimizer, "scheduler": self.scheduler}
         return {"model": model} | rest
 
+    def save_private(self, path: str | Path) -> None:
+        """Write the private layers of this site beside a checkpoint, which has those of the site that writes it."""
+        if self._private:
+            save_whole(private_state(*self._own_parts), private_path(path, self.engine.process_index))
+
+    @property
+    def _own_parts(self) -> tuple[torch.nn.Module, list[Any]]:
+        """The shared part of the model, and the optimizers in training."""
+        model = self.model if isinstance(self.model, torch.nn.Module) else torch.nn.ModuleDict(self.model)
+        return shared_part(self.engine.unwrap_model(model), self._private), self._optimizers if self._trains else []
+
+    def keeping_private(self, path: str | Path) -> AbstractContextManager[None]:
+        """Return a context in which a checkpoint is loaded without the private layers of the site that wrote it."""
+        own = Path(private_path(path, self.engine.process_index))
+        if not self._private:
+            return nullcontext()
+        return keeping_private(*self._own_parts, lambda: load_tensors(own, str(own)) if own.is_file() else None)
+
     def load_shared(self, path: str | Path) -> dict[str, Any]:
         """Load a checkpoint of the first site that is present on all sites; all sites must call it.
 
@@ -544,6 +574,11 @@ class BaseRunner(Exchange, SupervisedRunner):
             source = self._transport.sites[first]
             raise FileNotFoundError(f"checkpoint {path} is not at {source}, from which all sites load it")
         if any(digest != digests[first] for digest in digests.values()):
+            if self._private:
+                raise MismatchError(
+                    f"checkpoint {path} is not the same at all sites, and with private= it is not sent, as it has "
+                    "private layers of a site: copy it to all sites before"
+                )
             content = self._transport.broadcast_bytes(content or b"")
         checkpoint: dict[str, Any] = load_tensors(content or b"", f"checkpoint {path}")
         return checkpoint

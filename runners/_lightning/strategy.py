@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -25,7 +25,7 @@ from ...exchange.restrictions import METRICS, OBJECTS, STATES, declared
 from ...exchange.status import describe
 from ...hub import LOOPBACK, STARTED_PROCESSES, current_connection
 from ...step.model_sync import sameness
-from ...step.model_sync.private import shared_part
+from ...step.model_sync.private import keeping_private, private_path, private_state, shared_part
 from ...step.model_sync.samples import batch_size, takes_part
 from ...support.files import check_archive, replacing
 from ...support.processes import free_port
@@ -170,6 +170,7 @@ class SiteStrategy(Exchange, _DDPStrategy):
     _fuses = False  # whether optimizer steps of this fit are fused
     _ends: list[Any] | None = None  # comparisons of whether a batch is the last one; None where lengths are known
     _stepping: Any = None  # the optimizer whose fused step is being taken
+    _private_path = ""  # of the file with this site's private layers beside the checkpoint that was loaded last
 
     def __init__(self, kind: type[Any], keywords: Mapping[str, Any]) -> None:
         given, own = split_keywords(StrategyArguments, keywords)
@@ -623,6 +624,39 @@ class SiteStrategy(Exchange, _DDPStrategy):
         """Write a checkpoint, with the state of every site."""
         self._add_states(checkpoint)
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+        self._save_private(filepath)
+
+    def _save_private(self, filepath: Any) -> None:
+        """Write the private layers of this site beside a checkpoint, which has those of the site that writes it."""
+        if self._private:
+            own = private_state(shared_part(self.lightning_module, self._private), self.optimizers)
+            self.checkpoint_io.save_checkpoint(own, private_path(filepath, self.global_rank))
+
+    def _keeping_private(self, optimizers: Sequence[Any] = ()) -> AbstractContextManager[None]:
+        """Return a context in which a checkpoint is loaded without the private layers of the site that wrote it."""
+
+        def read() -> dict[str, Any] | None:
+            with suppress(FileNotFoundError):
+                found: dict[str, Any] = self.checkpoint_io.load_checkpoint(self._private_path)
+                return found
+            return None
+
+        if not self._private:
+            return nullcontext()
+        return keeping_private(shared_part(self.lightning_module, self._private), optimizers, read)
+
+    def load_model_state_dict(self, checkpoint: Any, *args: Any, **kwargs: Any) -> None:
+        with self._keeping_private():
+            super().load_model_state_dict(checkpoint, *args, **kwargs)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        super().remove_checkpoint(filepath)
+        self._remove_private(filepath)
+
+    def _remove_private(self, filepath: Any) -> None:
+        if self._private:
+            with suppress(FileNotFoundError):
+                self.checkpoint_io.remove_checkpoint(private_path(filepath, self.global_rank))
 
     def _add_states(self, checkpoint: dict[str, Any]) -> None:
         """Add the state of every site; after an error that of this one, where it is complete without the others."""
@@ -639,12 +673,13 @@ class SiteStrategy(Exchange, _DDPStrategy):
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         check_archive(Path(checkpoint_path), f"checkpoint {checkpoint_path}")
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        self._states = checkpoint.get("dadplug")
+        self._states, self._private_path = checkpoint.get("dadplug"), private_path(checkpoint_path, self.global_rank)
         return checkpoint
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Load the states of the optimizers, and this site's part of what a checkpoint holds of every site."""
-        super().load_optimizer_state_dict(checkpoint)
+        with self._keeping_private(self.optimizers):
+            super().load_optimizer_state_dict(checkpoint)
         self._load_states()
 
     def _load_states(self) -> None:
@@ -702,6 +737,7 @@ class HubStrategy(SiteStrategy):
             target = f"{filepath}.{self.global_rank}.part" if local else filepath
             with replacing(Path(filepath), Path(target), durable=False) if local else nullcontext():
                 self.checkpoint_io.save_checkpoint(checkpoint, target, storage_options=storage_options)
+            self._save_private(filepath)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         if self._elastic is None:
@@ -709,3 +745,4 @@ class HubStrategy(SiteStrategy):
         else:
             with suppress(FileNotFoundError):  # sites of one machine may share the file
                 self.checkpoint_io.remove_checkpoint(filepath)
+            self._remove_private(filepath)

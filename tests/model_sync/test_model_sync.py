@@ -283,7 +283,7 @@ def test_a_site_that_joins_describes_itself_before_the_others_wait_for_it(monkey
             done.append("the others wait")
 
     site = ReplicatedModel.__new__(ReplicatedModel)
-    site.model, site._transport = nn.Linear(2, 2), Waiting()
+    site.shared, site._transport = nn.Linear(2, 2), Waiting()
     monkeypatch.setattr(ReplicatedModel, "_describe", lambda self: done.append("described"))
     assert site._receive_state() is None
     assert done == ["described", "the others wait"]

@@ -6,9 +6,11 @@ place where private tensors are left out.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -205,3 +207,68 @@ def load_shared_state(holder: Any, state: dict[str, Any]) -> None:
         kept = {number: each for number, each in own["state"].items() if number in private}
         state = {**state, "state": {**state["state"], **kept}}
     holder.load_state_dict(state)
+
+
+# Private layers beside checkpoints that another site may have written
+
+
+def _private_tensors(part: nn.Module) -> dict[str, Tensor]:
+    if not isinstance(part, SharedPart):
+        return {}
+    buffers = {name: each for name, each in part.whole.named_buffers() if part.is_private(name)}
+    return {**private_parameters(part), **buffers}
+
+
+def private_state(part: nn.Module, optimizers: Iterable[Any]) -> dict[str, Any]:
+    """Return a copy of what stays at this site: private tensors by name, and by optimizer the entries of their state.
+
+    Args:
+        part: the shared part of the model.
+        optimizers: the optimizers, in the same order as in `load_private_state`.
+    """
+    entries = []
+    for holder in optimizers:
+        state = holder.state_dict()
+        private = _private_entries(holder, state)
+        entries.append({number: each for number, each in state["state"].items() if number in private})
+    tensors = {name: each.detach() for name, each in _private_tensors(part).items()}
+    return copy.deepcopy({"tensors": tensors, "optimizers": entries})
+
+
+@torch.no_grad()
+def load_private_state(part: nn.Module, optimizers: Iterable[Any], state: dict[str, Any]) -> None:
+    """Restore what `private_state` returned; what has become private since stays as it is.
+
+    Args:
+        part: the shared part of the model.
+        optimizers: the first of the optimizers, or all.
+        state: the state.
+    """
+    for name, tensor in _private_tensors(part).items():
+        if name in state["tensors"]:
+            tensor.copy_(state["tensors"][name])
+    for holder, entries in zip(optimizers, state["optimizers"], strict=False):
+        whole = shared_state(holder)
+        holder.load_state_dict({**whole, "state": {**whole["state"], **entries}})
+
+
+@contextmanager
+def keeping_private(
+    part: nn.Module, optimizers: Sequence[Any], read: Callable[[], dict[str, Any] | None]
+) -> Iterator[None]:
+    """Load a checkpoint inside a ``with`` block; private layers become those of this site's own file.
+
+    Args:
+        part: the shared part of the model.
+        optimizers: as in `load_private_state`.
+        read: returns the content of that file; None where there is none, and private layers stay as they are.
+    """
+    kept = private_state(part, optimizers)
+    yield
+    own = read()
+    load_private_state(part, optimizers, kept if own is None else own)
+
+
+def private_path(checkpoint: Any, rank: int) -> str:
+    """Return the path of the file with the private layers of a site, beside a checkpoint."""
+    return f"{checkpoint}.private-{rank}"
