@@ -270,7 +270,12 @@ RANKDAD = {"mode": "rankdad", "rank": 1, "wire": "int8"}
 
 @pytest.mark.parametrize(
     ("own", "options"),
-    [(False, RANKDAD), (True, RANKDAD), (True, {"mode": "localsgd", "every": 3, "rank": 1, "wire": "int8"})],
+    [
+        (False, RANKDAD),
+        (True, RANKDAD),
+        (True, {"mode": "localsgd", "every": 3, "rank": 1, "wire": "int8"}),
+        (False, RANKDAD | {"private": "classifier.*"}),
+    ],
 )
 def test_training_resumes_to_the_bit(tmp_path, own, options):
     for missing, difference in support.sites(2).run(resumed, str(tmp_path), own, options):

@@ -128,15 +128,6 @@ class ServerOptions(OptionSet):
         check_choice("deal", self.deal, DEALS)
         self.of_reduction()
 
-    @classmethod
-    def unknown(cls, name: str) -> ValueError:
-        if name == "private":
-            return ValueError(
-                "private= is not for a ParameterServer, whose log makes one model at all sites: leave it out, or take "
-                "GradientReduction or LocalSGD"
-            )
-        return super().unknown(name)
-
     @property
     def rules(self) -> Rules:
         """Rules of the sequencer."""

@@ -157,7 +157,8 @@ class FixedCheckpoint(CheckpointCallback):
             runner.reduction_states()  # site 0 writes them
         runner.checkpoint_parts(saving=True)
         logpath = f"{self.logdir}/{self.mode}.{runner.epoch_step:04d}.pth"
-        runner.save_private(logpath)
+        for path in (logpath, *([f"{self.logdir}/{self.mode}.last.pth"] if self.save_last else [])):
+            runner.save_private(path)
         self._storage.append(Checkpoint(obj=runner.model, logpath=logpath, metric=score))
         self._storage.sort(key=lambda saved: saved.metric, reverse=not self._minimize)
         del self._storage[self.topk :]

@@ -489,7 +489,7 @@ def test_control_messages_are_read_or_refused():
 )
 def test_a_site_that_joins_refuses_what_is_no_state_of_its_model(lie):
     joiner = object.__new__(ReplicatedModel)
-    joiner.model, joiner.site_rank, joiner._describe = torch.nn.Linear(3, 2), 0, dict
+    joiner.shared, joiner.site_rank, joiner._describe = torch.nn.Linear(3, 2), 0, dict
 
     def receive(most):
         return codec.decode(codec.encode([1] if lie is None else replaced(JoinState({}, {}, 4, {}, {}), lie)))

@@ -8,7 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dadplug import GradientReduction
+from dadplug import DifferentialPrivacy, GradientReduction, LocalSGD, ParameterServer
+from dadplug.errors import MismatchError, NonFiniteError
+from dadplug.step.model_sync.private import SharedPart, load_shared_state, private_state, shared_state
 
 SITES = 2
 
@@ -18,11 +20,12 @@ class Net(nn.Module):
 
     def __init__(self, classes: int = 3) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(5, 40), nn.BatchNorm1d(40), nn.ReLU(), nn.Linear(40, 30))
+        self.body = nn.Sequential(nn.Linear(5, 40), nn.BatchNorm1d(40), nn.ReLU(), nn.Linear(40, 20))
+        self.chain = nn.Sequential(nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 30))
         self.head = nn.Linear(30, classes)
 
     def forward(self, inputs):
-        return self.head(torch.tanh(self.body(inputs)))
+        return self.head(torch.tanh(self.chain(torch.tanh(self.body(inputs)))))
 
 
 def net(site: int) -> Net:
@@ -52,6 +55,7 @@ def test_shared_gradients_are_those_of_one_process(mode: str) -> None:
     model = copy.deepcopy(every[rank])
     options = {"rank": 40, "tolerance": 0.0, "wire": "fp32"} if mode == "rankdad" else {"rank": 40}
     options = {"density": 1.0} if mode == "topk" else options if lossy else {}
+    options |= {"merge": "owner"} if mode == "rankdad" else {"hierarchy": [[0, 1]]} if mode == "dad" else {}
     reduction = GradientReduction(model, mode=mode, private=PRIVATE, sync_batchnorm=mode == "dad", **options)
     optimizers = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (model, *every)]
     for step in range(3):
@@ -81,3 +85,175 @@ def test_shared_gradients_are_those_of_one_process(mode: str) -> None:
     }
     assert rows["head.weight"].bytes == 0 < rows["body.0.weight"].bytes
     reduction.detach()
+
+
+def train(exchange, model, optimizer, steps: int, *, local: bool = False) -> None:
+    for step in range(steps):
+        optimizer.zero_grad()
+        inputs, targets = batch(dist.get_rank(), step)
+        nn.functional.cross_entropy(model(inputs), targets).backward()
+        if local:
+            exchange.step()
+        else:
+            exchange.synchronize()
+            optimizer.step()
+
+
+@pytest.mark.parametrize("options", [{"overlap": False}, {"overlap": True, "fragments": 2}, {"fused": True}])
+@support.at_sites(2)
+def test_local_steps_agree_on_what_is_shared(options: dict) -> None:
+    """At an agreement without overlap, shared parameters are the mean, and private ones those of the site alone."""
+    rank = dist.get_rank()
+    every = [net(site) for site in range(SITES)]
+    model = copy.deepcopy(every[rank])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    local = LocalSGD(model, optimizer, every=2, private=PRIVATE, **options)
+    train(local, model, optimizer, 2, local=True)
+    alone = []
+    for site, each in enumerate(every):
+        own = torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9)
+        for step in range(2):
+            own.zero_grad()
+            inputs, targets = batch(site, step)
+            nn.functional.cross_entropy(each(inputs), targets).backward()
+            own.step()
+        alone.append(each.state_dict())
+    local.finish()
+    for name, value in model.state_dict().items():
+        private = name.startswith(("head.", "body.1."))
+        expected = alone[rank][name] if private else sum(each[name] for each in alone) / SITES
+        torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-8, msg=name)
+    local.detach()
+
+
+@support.at_sites(2)
+def test_heads_may_have_different_shapes_and_settings() -> None:
+    """Heads for other classes, an optimizer of its own with another rate, and one that is frozen at one site."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = Net(classes=3 + rank).double()
+    shared, own = [*model.body.parameters(), *model.chain.parameters()], [*model.head.parameters()]
+    reduction = GradientReduction(model, "dad", private="head.*", compare_every=1)
+    optimizers = torch.optim.SGD(shared, lr=0.1), torch.optim.SGD(own, lr=0.1 + rank)
+    for step in range(4):
+        if step == 2 and rank:
+            model.head.requires_grad_(False)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        inputs, targets = batch(rank, step)
+        nn.functional.cross_entropy(model(inputs), targets).backward()
+        reduction.synchronize()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert reduction.first_difference() is None
+    reduction.detach()
+
+
+@support.at_sites(2)
+def test_private_gradients_are_clipped_by_themselves() -> None:
+    rank = dist.get_rank()
+    model = net(rank)
+    with torch.no_grad():
+        model.head.weight.mul_(1 + 9 * rank)  # local gradients of very different norms
+    reduction = GradientReduction(model, "dad", private=PRIVATE, compare_every=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    norms = []
+    for step in range(3):
+        optimizer.zero_grad()
+        inputs, targets = batch(rank, step)
+        nn.functional.cross_entropy(model(inputs), targets).backward()
+        norms.append(float(reduction.clip_grad_norm_(0.01)))
+        reduction.apply(optimizer)
+    assert norms[0] > 0.01
+    assert reduction.gather_objects(norms)[0] == norms
+    assert reduction.first_difference() is None
+    reduction.detach()
+
+
+@pytest.mark.parametrize("check_finite", [True, False])
+@support.at_sites(2)
+def test_all_sites_leave_out_a_step_with_nan_in_a_private_gradient(check_finite: bool) -> None:
+    rank = dist.get_rank()
+    model = net(rank)
+    reduction = GradientReduction(model, "dsgd", private="head.*", check_finite=check_finite)
+    inputs, targets = batch(rank, 0)
+    nn.functional.cross_entropy(model(inputs), targets).backward()
+    if rank:
+        model.head.weight.grad[0, 0] = float("nan")
+    if check_finite:
+        with pytest.raises(NonFiniteError, match="at site 1 .* in the gradient of 'a private layer'"):
+            reduction.synchronize()
+    else:
+        reduction.synchronize()
+        assert not model.head.weight.grad.isfinite().any()  # at both sites
+    reduction.detach()
+
+
+@support.at_sites(2)
+def test_sites_with_other_patterns_are_refused() -> None:
+    patterns = ("head.*",) if dist.get_rank() else ()
+    for build in (
+        lambda: GradientReduction(net(0), "dsgd", private=patterns),
+        lambda: LocalSGD(model := net(0), torch.optim.SGD(model.parameters(), lr=0.1), private=patterns),
+    ):
+        with pytest.raises(MismatchError, match=r"option private is \(\) at site 0.* and \('head\.\*',\) at site 1"):
+            build()
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
+        self.out.weight = self.table.weight
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (Net, {"private": "haed.*"}, r"no parameter or buffer matches 'haed\.\*'.*'body\.0\.weight'"),
+        (Net, {"private": ("head.*", "nothing")}, "no parameter or buffer matches 'nothing'"),
+        (Net, {"private": "*"}, "leaves no trained parameter for the sites to share"),
+        (Net, {"private": ""}, "private must be a pattern of names or a tuple of them"),
+        (Net, {"private": (1,)}, "private must be a pattern of names or a tuple of them"),
+        (Tied, {"private": "out.*"}, r"'out\.weight' and 'table\.weight' are one tensor"),
+        (
+            Net,
+            {
+                "private": "head.*",
+                "privacy": DifferentialPrivacy(noise_multiplier=1.0, sample_rate=0.1, expected_batch=8),
+            },
+            "privacy= does not go with private=",
+        ),
+        (Net, {"private": "head.*", "state": {"model": nn.Linear(1, 1)}}, "state of 'model' .Linear. would be sent"),
+    ],
+)
+def test_what_does_not_fit_is_refused(make, options, message):
+    with pytest.raises(ValueError, match=message):
+        GradientReduction(make(), "dsgd", **options)
+
+
+def test_a_parameter_server_has_no_private_layers():
+    model = Net()
+    with pytest.raises(ValueError, match="a ParameterServer has no option 'private'"):
+        ParameterServer(model, torch.optim.SGD(model.parameters(), lr=0.1), private="head.*")
+
+
+def test_an_optimizer_keeps_its_own_state_of_private_layers():
+    states = []
+    for site in range(2):
+        model = net(site)
+        part = SharedPart(model, ("head.*",))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        nn.functional.cross_entropy(model(batch(site, 0)[0]), batch(site, 0)[1]).backward()
+        optimizer.step()
+        states.append((part, optimizer, private_state(part, [optimizer])))
+    (_, donor, _), (part, joiner, own) = states
+    sent = shared_state(donor)
+    names = [name for name, _ in part.whole.named_parameters()]
+    assert {names[number] for number in sent["state"]} == {name for name in names if not name.startswith("head.")}
+    load_shared_state(joiner, sent)
+    after = private_state(part, [joiner])
+    assert own["optimizers"][0]
+    torch.testing.assert_close(after, own, rtol=0, atol=0)
+    assert shared_state(joiner)["state"].keys() == sent["state"].keys()
+    torch.testing.assert_close(shared_state(joiner)["state"], sent["state"], rtol=0, atol=0)

@@ -42,7 +42,7 @@ ROOMS = {
     "runners": "adapm adaptive ddp errors exchange hogwild hub local_steps options parameter_server reduction serving "
     "step support",
     "callbacks": "adaptive ddp errors privacy reduction runners step support",
-    "accelerate": "ddp errors exchange hub local_steps options runners support",
+    "accelerate": "ddp errors exchange hub local_steps options runners step support",
     "ray": "hub options runners support",
     "transformers": "accelerate callbacks hub local_steps options runners support",
     "experiment": "callbacks data models options runners support tools",

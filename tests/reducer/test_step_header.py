@@ -53,7 +53,7 @@ def test_gradients_are_checked(value, faults):
         (Fault.ACTIVATIONS, NonFiniteError, "step 4: NaN or Inf at site 1 .*in the input of the layer of 'b'"),
         (Fault.DELTAS, NonFiniteError, "the loss's gradient at the output of the layer of 'b'"),
         (Fault.GRADIENT, NonFiniteError, "in the gradient of 'b', the first that backward reached"),
-        (Fault.ATTACHED, NonFiniteError, "in the gradient of rows of 'table'"),
+        (Fault.ATTACHED, NonFiniteError, "in the gradient of 'table'"),
         (Fault.CHAIN_BROKEN, RuntimeError, "cannot recompute the gradient of 'b' of site 1"),
     ],
 )

@@ -14,12 +14,16 @@ LIGHTNING = {
     "rankdad": ("DADStrategy", {"mode": "rankdad"} | MODE),
     "local": ("LocalSGDStrategy", LOCAL),
     "server": ("ParameterServerStrategy", SERVER),
+    "private": ("DADStrategy", {"mode": "dsgd", "private": ("net.1.*", "net.3.*")}),
+    "private local": ("LocalSGDStrategy", LOCAL | {"private": "net.3.*"}),
 }
 CATALYST = {  # with the attribute that counts steps
     "dsgd": ("DistributedRunner", {"mode": "dsgd"} | MODE, "step"),
     "rankdad": ("DistributedRunner", {"mode": "rankdad"} | MODE, "step"),
     "local": ("LocalSGDRunner", LOCAL, "steps"),
     "server": ("ParameterServerRunner", SERVER, "version"),
+    "private": ("DistributedRunner", {"mode": "dsgd", "private": ("4.*", "5.*")}, "step"),
+    "private local": ("LocalSGDRunner", LOCAL | {"private": "5.*"}, "steps"),
 }
 
 
@@ -91,7 +95,11 @@ def in_catalyst(folder: str, way: str, by_argument: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("way", "by_argument"), [("dsgd", False), ("rankdad", True), ("rankdad", False), ("local", True), ("server", True)]
+    ("way", "by_argument"),
+    [
+        *(("dsgd", False), ("rankdad", True), ("rankdad", False), ("local", True), ("server", True)),
+        *(("private", True), ("private local", False)),
+    ],
 )
 def test_catalyst_goes_on_along_the_same_curve(sites, tmp_path, way, by_argument):
     support.need("catalyst")

@@ -183,8 +183,8 @@ def load_tensors(model: nn.Module, tensors: dict[str, Tensor], frozen: Mapping[s
     for name in [name for name in given if name in own]:
         if fingerprint(tensor := own.pop(name)) != given[name]:
             raise MismatchError(
-                f"the frozen parameter {name!r} {list(tensor.shape)} is not that of the training that this site joins, and "
-                "is not sent: load the weights with which the other sites have started"
+                f"the frozen parameter {name!r} {list(tensor.shape)} is not that of the training that this site joins, "
+                "and is not sent: load the weights with which the other sites have started"
             )
     for name, tensor in own.items():
         if name not in tensors or tensors[name].shape != tensor.shape:

@@ -295,7 +295,7 @@ _MESSAGES = {
     Fault.DELTAS: "the loss's gradient at the output of the layer of {!r}, the first that backward reached: the loss "
     "itself is probably not finite",
     Fault.GRADIENT: "the gradient of {!r}, the first that backward reached",
-    Fault.ATTACHED: "the gradient of rows of {!r}",
+    Fault.ATTACHED: "the gradient of {!r}",
     Fault.SENT: "what it has sent of {!r}, although its step header states that all is finite",
 }
 
