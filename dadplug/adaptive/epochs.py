@@ -39,7 +39,7 @@ class Epochs:
         timeout: seconds after which a silent site counts as lost.
 
     Raises:
-        ValueError: if an argument is out of its range, or a checkpoint is given without `state`.
+        ValueError: if an argument is out of its range, a checkpoint is given without `state`, or layers are private.
     """
 
     def __init__(
@@ -63,6 +63,12 @@ class Epochs:
             )
         self._until, self._every, self._timeout = until, every, timeout
         self._state = dict(state or {})
+        for name, each in self._state.items():
+            if getattr(getattr(each, "options", None), "private", ()):
+                raise ValueError(
+                    f"private: a site's checkpoint is sent to those that have an older one, with its private layers, "
+                    f"and {name!r} has private=: leave that out, or save the states of each site by torch.save"
+                )
         self._saves = False
         self._progress: ProgramProgress | None = None
 

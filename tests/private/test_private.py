@@ -8,7 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dadplug import DifferentialPrivacy, GradientReduction, LocalSGD, ParameterServer
+from dadplug import (
+    DifferentialPrivacy,
+    DistributedDataParallel,
+    GradientReduction,
+    LocalSGD,
+    ParameterServer,
+    remaining_epochs_until,
+)
 from dadplug.errors import MismatchError, NonFiniteError
 from dadplug.step.model_sync.private import SharedPart, load_shared_state, private_state, shared_state
 
@@ -181,7 +188,7 @@ def test_all_sites_leave_out_a_step_with_nan_in_a_private_gradient(check_finite:
     if rank:
         model.head.weight.grad[0, 0] = float("nan")
     if check_finite:
-        with pytest.raises(NonFiniteError, match="at site 1 .* in the gradient of 'a private layer'"):
+        with pytest.raises(NonFiniteError, match=r"at site 1 .* in the gradient of 'a private layer'"):
             reduction.synchronize()
     else:
         reduction.synchronize()
@@ -257,3 +264,31 @@ def test_an_optimizer_keeps_its_own_state_of_private_layers():
     torch.testing.assert_close(after, own, rtol=0, atol=0)
     assert shared_state(joiner)["state"].keys() == sent["state"].keys()
     torch.testing.assert_close(shared_state(joiner)["state"], sent["state"], rtol=0, atol=0)
+
+
+def test_checkpoints_that_are_sent_between_sites_are_refused():
+    model = Net()
+    reduction = GradientReduction(model, "dsgd", private="head.*")
+    with pytest.raises(ValueError, match="'reduction' has private=: leave that out"):
+        remaining_epochs_until(3, checkpoint="run.ckpt", state={"model": model, "reduction": reduction})
+    reduction.detach()
+
+
+@support.at_sites(2)
+def test_a_wrapped_model_keeps_its_statistics() -> None:
+    """As torch's class, it replaces the buffers of all sites by those of rank 0 before each forward pass."""
+    model = net(dist.get_rank())
+    wrapped = DistributedDataParallel(model, "dsgd", private="body.1.*")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with wrapped.join():
+        for step in range(3 + dist.get_rank()):  # site 1 has a batch more
+            optimizer.zero_grad()
+            inputs, targets = batch(dist.get_rank(), step)
+            nn.functional.cross_entropy(wrapped(inputs), targets).backward()
+            optimizer.step()
+    statistics = wrapped.reduction.gather_objects(
+        [each.clone() for each in (*model.body[1].parameters(), model.body[1].running_mean)]
+    )
+    assert all(not torch.equal(first, second) for first, second in zip(*statistics, strict=True))
+    assert wrapped.reduction.first_difference() is None
+    wrapped.reduction.detach()

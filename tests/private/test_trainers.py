@@ -2,7 +2,6 @@
 
 import os
 from functools import partial
-from pathlib import Path
 
 import pytest
 import support
@@ -159,7 +158,7 @@ def trains(name: str, folder: str) -> None:
     assert exchange.first_difference() is None
     own = {path: each for path, each in model.state_dict().items() if path.startswith(("net.1.", "net.3."))}
     others = exchange.gather_objects(own)
-    for path, value in own.items():
+    for path in own:
         if path != "net.1.num_batches_tracked":
             assert not torch.equal(others[0][path], others[1][path]), path
     moved = (model.net[3].weight - start.net[3].weight).norm()
