@@ -706,7 +706,8 @@ class FusedSteps(HeldGradients):
         """
         weights = list(self.model.parameters())
         if not self.pending and any(weight.grad is not None for weight in weights):
-            raise RuntimeError("the gradients are agreed already: use torch.nn.utils.clip_grad_norm_, or zero_grad()")
+            other = "reduction.clip_held" if any(map(is_private, weights)) else "torch.nn.utils.clip_grad_norm_"
+            raise RuntimeError(f"the gradients are agreed already: use {other}, or zero_grad()")
         deferral = Deferral(set(weights))
         self._exchange(deferral=deferral)
         try:
