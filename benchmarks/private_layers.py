@@ -3,10 +3,10 @@
     torchrun --nproc-per-node 4 benchmarks/private_layers.py                 both cases, three seeds
     torchrun --nproc-per-node 2 benchmarks/private_layers.py --steps 20 --seeds 1
 
-Two cases. `contrast`: each site has another scanner, whose images have a contrast, a brightness and noise of its own, and
-every second one is inverted; the normalisations are private (FedBN). `labels`: each site names the digits by another
-code; the head is private. Each site trains on its part of the digits, 60 of them, and is evaluated on the held-out
-digits, as its own scanner or code gives them.
+Two cases. `contrast`: each site has another scanner, whose images have a contrast, a brightness and noise of its own,
+and every second one is inverted; the normalisations are private (FedBN). `labels`: each site names the digits by
+another code; the head is private. Each site trains on 60 digits of its own, and is evaluated on the held-out ones, as
+its own scanner or code gives them.
 
 `alone`: no other site. `shared`: all layers are those of all sites. `private`: `private=` of the case.
 """

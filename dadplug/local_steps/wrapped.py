@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Joinable
 
 from ..ddp import DistributedDataParallel
+from ..step.model_sync.private import load_shared_state, shared_state
 from ..step.model_sync.replicated_model import Stateful
 from .local_sgd import LocalSGD
 from .options import LocalOptions
@@ -94,17 +95,17 @@ class LocalModel(DistributedDataParallel):
         self.reduction.finish()
 
     def site_state(self) -> dict[str, Any]:
-        return {"local": self.reduction.state_dict(), "optimizer": self.reduction.optimizer.state_dict()}
+        return {"local": self.reduction.state_dict(), "optimizer": shared_state(self.reduction.optimizer)}
 
     def load_site_state(self, state: Mapping[str, Any]) -> None:
-        self.reduction.optimizer.load_state_dict(state["optimizer"])
+        load_shared_state(self.reduction.optimizer, state["optimizer"])
         self.reduction.load_state_dict(state["local"])
 
     def load_site_states(self, states: Sequence[Mapping[str, Any] | None]) -> None:
         rank = self.reduction.site_rank
         own = states[rank] if rank < len(states) else None
         if own is not None:
-            self.reduction.optimizer.load_state_dict(own["optimizer"])
+            load_shared_state(self.reduction.optimizer, own["optimizer"])
         self.reduction.load_states([state and state["local"] for state in states])
 
     def __getstate__(self) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def batch(site: int, step: int):
 PRIVATE = ("head.*", "body.1.*")
 
 
-@pytest.mark.parametrize("mode", ["dsgd", "dad", "edad", "rankdad", "powersgd", "topk"])
+@pytest.mark.parametrize("mode", ["dsgd", "dad", "edad", "auto", "rankdad", "powersgd", "topk"])
 @support.at_sites(2)
 def test_shared_gradients_are_those_of_one_process(mode: str) -> None:
     rank, lossy = dist.get_rank(), mode in ("rankdad", "powersgd", "topk")

@@ -85,6 +85,7 @@ def test_clipping_is_restored():
     strategy = SiteStrategy.__new__(SiteStrategy)
     strategy.precision_plugin = precision = Precision()
     strategy._exchange = SimpleNamespace(holds=True, clip_held=lambda *given: calls.append(given))
+    strategy.options = SimpleNamespace()
     strategy._run = ExitStack()
 
     def steps():
