@@ -292,3 +292,15 @@ def test_a_wrapped_model_keeps_its_statistics() -> None:
     assert all(not torch.equal(first, second) for first, second in zip(*statistics, strict=True))
     assert wrapped.reduction.first_difference() is None
     wrapped.reduction.detach()
+
+
+@support.at_sites(2)
+def test_an_optimizer_that_mixes_gradients_needs_another_one_for_private_layers() -> None:
+    model = net(dist.get_rank())
+    reduction = GradientReduction(model, "dsgd", private="head.*")
+    inputs, targets = batch(dist.get_rank(), 0)
+    nn.functional.cross_entropy(model(inputs), targets).backward()
+    reduction.synchronize()
+    with pytest.raises(ValueError, match="give these an optimizer of their own"):
+        torch.optim.LBFGS(model.parameters()).step(lambda: 0.0)
+    reduction.detach()

@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
+from torch.optim import LBFGS
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ...support.logs import get_logger
 from ..units.base import is_zero
+from .private import is_private
 from .sameness import OptimizerSettings
 from .structure import OptimizerHook, attached, call_before_update, is_managed, weak_hook
 
@@ -115,9 +117,18 @@ class StepGuard:
             )
 
     def _warn_of_own_decisions(self, optimizer: Optimizer) -> None:
-        """Warn of steps that differ between sites: of parameters outside of the model, and by this site's own loss."""
+        """Warn of steps that differ between sites: of parameters outside of the model, and by this site's own loss.
+
+        Raises:
+            ValueError: for LBFGS with private parameters beside others.
+        """
         ours = {id(each) for other in attached() for each in other.model.parameters()}
-        stepped = (each for group in optimizer.param_groups for each in group["params"])
+        stepped = [each for group in optimizer.param_groups for each in group["params"]]
+        if isinstance(optimizer, LBFGS) and any(map(is_private, stepped)):
+            raise ValueError(
+                "LBFGS makes one step of all gradients, and those of private layers differ between sites: give these "
+                "an optimizer of their own"
+            )
         others = (each for each in stepped if id(each) not in ours and not is_managed(each))
         further = next((each for each in others if each.grad is not None), None)
         if further is not None:
