@@ -75,15 +75,15 @@ class Adapted(nn.Module):
 
 
 class Traffic:
-    """Bytes that this site sends and receives, and how often it sends the sentinel, apart from encryption."""
+    """Bytes that this site sends and receives, apart from encryption, and how often these contain a pattern."""
 
-    def __init__(self) -> None:
+    def __init__(self, pattern: bytes = PATTERN) -> None:
         self.sent = self.received = self.found = 0
         write, recv_into = SecureSocket.write, SecureSocket.recv_into
 
         def writing(connection: SecureSocket, content: bytes) -> None:
             self.sent += len(memoryview(content).cast("B"))
-            self.found += bytes(content).count(PATTERN)
+            self.found += bytes(content).count(pattern)
             write(connection, content)
 
         def receiving(connection: SecureSocket, buffer: memoryview) -> int | None:

@@ -1,7 +1,9 @@
 """What sites send of private and of frozen layers: nothing of their values, at no time."""
 
 import private_site
+import private_trainer
 import pytest
+import support
 from elastic_runs import ENDED, Run
 from running_hub import running_hub
 
@@ -65,3 +67,33 @@ def test_a_site_that_joins_with_another_frozen_model_is_refused(tmp_path):
     error = run.written("b")[-1]["error"]
     assert "'0.frozen.weight'" in error
     assert "weights with which the other sites have started" in error
+
+
+TRAINERS = {
+    "elastic_lightning": ("pytorch_lightning", ["net.2.*"], {"epochs": 10000}),
+    "elastic_catalyst": ("catalyst", ["2.*"], {"epochs": 10000, "returns": True}),
+    "elastic_transformers": ("transformers.trainer", ["classifier.*"], {"epochs": 10, "pause": 0.2}),
+}
+
+
+@pytest.mark.parametrize("private", [True, False], ids=["private", "shared"])
+@pytest.mark.parametrize("program", TRAINERS)
+def test_no_trainer_sends_a_private_layer_to_a_site_that_joins(tmp_path, program, private):
+    package, patterns, fields = TRAINERS[program]
+    support.need(package.partition(".")[0])
+    fields = fields | {"trainer": program, "private": patterns if private else [], "min_sites": 1}
+    stops = "transformers" not in program
+    with running_hub(tmp_path / "kits", ("a", "b")) as hub:
+        run = Run(tmp_path, hub, private_trainer.__file__, [package], stops=stops, **fields)
+        run.start("a")
+        run.start("b", leave=6)
+        run.end("b", -9)
+        hub.await_line("b has left", ENDED)
+        before = int((tmp_path / "a" / "found").read_text().split()[0])
+        run.start("b")
+        hub.await_line("b joins", ENDED)
+        if stops:
+            (tmp_path / "stop").write_text("1")
+        run.end("ab")
+    every = [int((tmp_path / name / "found").read_text().split()[0]) for name in "ab"]
+    assert every == [0, 0] if private else every[0] > before

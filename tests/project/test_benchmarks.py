@@ -567,3 +567,10 @@ def test_a_sealed_run_that_differs_waits_or_can_be_read_is_found(tmp_path):
     assert sealed.judge(plain, plain, 5.0) == ["1 secrets are readable at the hub"]
     blind = run("blind", "one", 1.0, b"noise")
     assert sealed.judge(blind, blind, 5.0) == ["no secret is found without sealing, either: the search is blind"]
+
+
+@support.at_sites(2)
+def test_private_layers_are_measured_by_site() -> None:
+    private_layers = program("private_layers")
+    for case in private_layers.CASES:
+        assert 0 < private_layers.train(case, "private", rows=40, steps=2, seed=0) < 1
