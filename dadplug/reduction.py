@@ -707,8 +707,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         """Return what a site needs to join now."""
         return self._join_state(self._step, self._planner.plan_state())
 
-    def _join_state(self, step: int, plan: Any) -> JoinState:
-        state = super()._join_state(step, plan)
+    def _join_state(self, step: int, plan: Any, tensors: Mapping[str, torch.Tensor] | None = None) -> JoinState:
+        state = super()._join_state(step, plan, tensors)
         return state if self._noise is None else replace(state, noise=self._noise.state_dict())
 
     def _adopt(self, joined: JoinState) -> None:

@@ -18,6 +18,7 @@ from dadplug import (
 )
 from dadplug.errors import MismatchError, NonFiniteError
 from dadplug.step.model_sync.private import SharedPart, load_shared_state, private_state, shared_state
+from dadplug.step.model_sync.sameness import load_tensors
 
 SITES = 2
 
@@ -303,4 +304,33 @@ def test_an_optimizer_that_mixes_gradients_needs_another_one_for_private_layers(
     reduction.synchronize()
     with pytest.raises(ValueError, match="give these an optimizer of their own"):
         torch.optim.LBFGS(model.parameters()).step(lambda: 0.0)
+    reduction.detach()
+
+
+@support.at_sites(2)
+def test_only_frozen_weights_that_differ_are_sent() -> None:
+    """At the start those of site 1 that differ become site 0's; a site that joins gets those, and what has changed."""
+    rank = dist.get_rank()
+    model = net(0)
+    model.body.requires_grad_(False)
+    with torch.no_grad():
+        model.body[3].bias.add_(rank)
+    reduction = GradientReduction(model, "dsgd")
+    own = net(0)
+    torch.testing.assert_close(model.state_dict(), own.state_dict(), rtol=0, atol=0)
+    model.chain[0].requires_grad_(False)  # after the start
+    with torch.no_grad():
+        model.body[0].weight.add_(1.0)
+    state = reduction._join_state(0, None)
+    frozen = {"body.0.bias", "body.1.weight", "body.1.bias", "body.3.weight"}
+    assert state.frozen.keys() == frozen
+    assert state.tensors.keys() == model.state_dict().keys() - frozen
+    load_tensors(own, state.tensors, state.frozen)
+    torch.testing.assert_close(model.state_dict(), own.state_dict(), rtol=0, atol=0)
+    with torch.no_grad():
+        own.body[3].weight.add_(1.0)
+        own.head.weight.zero_()
+    with pytest.raises(MismatchError, match=r"the frozen parameter 'body\.3\.weight' \[20, 40\] is not that"):
+        load_tensors(own, state.tensors, state.frozen)
+    assert not own.head.weight.any()  # nothing has changed
     reduction.detach()
