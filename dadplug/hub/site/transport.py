@@ -222,6 +222,7 @@ class HubTransport(CollectiveTransport):
         self.link = link
         self.ring = float(self.copies) if link.sealing.required else 1.0  # the hub cannot add up sealed summands
         self._group = group
+        self.has_all_to_all = self.world_size <= _MOST_RECEIVERS
         self.channel = link.new_channel()
         self._gathers = self._collectives = 0
 
@@ -236,10 +237,6 @@ class HubTransport(CollectiveTransport):
         if self._gathers >= _COLLECTIVES:
             raise RuntimeError(f"more than {_COLLECTIVES} gathers have been prepared")
         return self._open_gather(self.channel | self._gathers, sizes, dtype)
-
-    @property
-    def has_all_to_all(self) -> bool:  # type: ignore[override]
-        return self.world_size <= _MOST_RECEIVERS
 
     def all_to_all(self, sizes: Sequence[int], dtype: torch.dtype, replaced: AllToAll | None = None) -> AllToAll:
         if replaced is None:

@@ -622,7 +622,7 @@ class BucketHandler(ABC):
         """Whether `receive` launches what counts only once another round is closed; the same at all sites."""
         return False
 
-    def settle(self) -> bool:
+    def confirm(self) -> bool:
         """Return whether what was launched for another round, which is closed, counts; the same at all sites.
 
         Sites that have sent something invalid are left out.

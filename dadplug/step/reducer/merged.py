@@ -264,7 +264,7 @@ class OwnerHandler(MergedHandler):
         self._again.launch(self._weighted_by)
         return True
 
-    def settle(self) -> bool:
+    def confirm(self) -> bool:
         if not self.launches_results:
             return True
         self.timed("wait", None, self.bucket.wait)

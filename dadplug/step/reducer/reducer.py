@@ -384,7 +384,7 @@ class Reducer:
                     exchanged |= handler.fetch_late(headers)
             if exchanged:
                 transport.close_round()
-            settled = not exchanged or False not in [handler.settle() for handler in self._handlers]
+            settled = not exchanged or False not in [handler.confirm() for handler in self._handlers]
             if transport.absent == before and settled:
                 break
             own = headers[transport.rank]
