@@ -298,7 +298,8 @@ class RankSchedule(Monitor):
 
     def _by_residual(self, reduction: GradientReduction, rank: int, target: float) -> int:
         residuals = [quality.residual for quality in reduction.quality.values()]
-        every = reduction.gather_objects(sum(residuals) / len(residuals) if residuals else 0.0)
+        own = sum(residuals) / len(residuals) if residuals else 0.0
+        every = reduction.gather_objects(own, float, "residual")
         worst = max(each for each in every if each is not None)  # None for sites that are absent
         if worst > target:
             rank = max(rank + 1, round(1.25 * rank))

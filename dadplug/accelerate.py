@@ -51,6 +51,7 @@ if tuple(map(int, accelerate.__version__.split(".")[:2])) < (1, 1):
     raise ImportError(f"dadplug.accelerate needs accelerate 1.1 or newer, got {accelerate.__version__}")
 
 _log = get_logger(__name__)
+_MOST_SITES = 1 << 16
 _OF_WRAPPER = ("broadcast_buffers", "state")  # arguments of `DistributedDataParallel` that are no options
 
 
@@ -557,15 +558,16 @@ class Accelerator(accelerate.Accelerator):
                 )
             own = None if saved is None else saved["states"][number]
             sites = 0 if saved is None else saved["sites"]
-            found = [each for each in reduction.gather_objects(sites) if each is not None]
+            found = [each for each in reduction.gather_objects(sites, int, "number of sites") if each is not None]
             if all(each == count for each in found):
                 assert own is not None
                 each.load_site_state(own)
             elif any(found):
-                further = [_read_memory(input_dir, other) for other in range(count, max(found))] if rank == 0 else []
+                more = range(count, min(max(found), _MOST_SITES)) if rank == 0 else ()
+                further = [_read_memory(input_dir, other) for other in more]
                 parts = [own, *(None if part is None else part["states"][number] for part in further)]
                 with declared(STATES):
-                    gathered = reduction.gather_objects(parts)
+                    gathered = reduction.gather_objects(parts, list[dict[str, Any] | None], "list of states")
                 each.load_site_states([*(part[0] if part else None for part in gathered), *(gathered[0] or [None])[1:]])
             elif rank == 0:
                 _log.warning(

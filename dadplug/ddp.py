@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .exchange.restrictions import METRICS, STATES, declared
+from .exchange.restrictions import METRICS, declared
 from .hooks import eager
 from .options import Options
 from .reduction import GradientReduction
@@ -289,7 +289,7 @@ class DistributedDataParallel(TorchDDP):
             if 0 in (reduction.contributors or [0]):
                 reduction.broadcast_buffers()
             else:  # rank 0 has no data any more, and its buffers are old
-                self._take_over(reduction.contributors[0], sameness.dense_buffers(reduction.shared))
+                sameness.take_over(reduction, reduction.contributors[0], sameness.dense_buffers(reduction.shared))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -334,9 +334,9 @@ class DistributedDataParallel(TorchDDP):
                 pass
         finally:
             self._joins = False
-        steps = reduction.gather_objects(ended) if enable else [0]
+        steps = reduction.gather_objects(ended, int, "number of steps") if enable else [0]
         if min(steps) < max(steps):
-            self._take_over(steps.index(max(steps)), sameness.tensors_of(reduction.shared))
+            sameness.take_over(reduction, steps.index(max(steps)), sameness.tensors_of(reduction.shared))
 
     def _step_without_data(self) -> list[int]:
         """Take part in a step of sites that have batches; return their ranks."""
@@ -349,15 +349,6 @@ class DistributedDataParallel(TorchDDP):
             self._divide()
         self._shares = bool(reduction.contributors)
         return reduction.contributors
-
-    def _take_over(self, source: int, tensors: Mapping[str, Tensor]) -> None:
-        """Replace tensors of the model at all sites by those of one site."""
-        own = {name: tensor.detach() for name, tensor in tensors.items()}
-        with declared(STATES):
-            sent = self.reduction.gather_objects(own if self.reduction.site_rank == source else None)[source]
-        with torch.no_grad():
-            for name, tensor in own.items():
-                sameness.write(tensor.data, sent[name])
 
     def _notify(self, synchronizes: bool) -> bool:
         """Inform the sites that have left a block of `Join` of a forward pass; return whether a step follows it."""
@@ -487,9 +478,10 @@ class _Hook(JoinHook):
             is_last_joiner: whether this one was.
         """
         self._wrapper._join_config = _JoinConfig.construct_disabled_join_config()
-        last = self._wrapper.reduction.gather_objects(is_last_joiner)
-        if not all(last):
-            self._wrapper._take_over(last.index(True), sameness.tensors_of(self._wrapper.reduction.shared))
+        reduction = self._wrapper.reduction
+        last = reduction.gather_objects(is_last_joiner, bool, "end of its data")
+        if True in last and False in last:
+            sameness.take_over(reduction, last.index(True), sameness.tensors_of(reduction.shared))
 
 
 class _Reducer:

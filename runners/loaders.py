@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import numpy as np
@@ -292,7 +292,7 @@ def fingerprint(loader: Any) -> str | None:
 
 
 def data_to_split(
-    loader: Any, split: bool | str, name: str, gather: Callable[[Any], Iterable[Any]], known: str | None = ""
+    loader: Any, split: bool | str, name: str, gather: Callable[..., list[Any]], known: str | None = ""
 ) -> str | None:
     """Agree on whether the data of a loader are split over the sites; all sites must call it together.
 
@@ -301,7 +301,7 @@ def data_to_split(
         split: True: split the data set, which is the same on all sites; False: do not, since each site has its own;
             ``"auto"``: split it if it is the same on all sites.
         name: name of the loader, for messages.
-        gather: gathers an object from each site that is present.
+        gather: `Transport.gather_objects`, or that of a reduction.
         known: what the other sites have got, for a site that joins them in mid-training.
 
     Returns:
@@ -311,7 +311,8 @@ def data_to_split(
         MismatchError: if `split` is True and the data sets differ, or `split` differs between sites.
     """
     own = fingerprint(loader) if split is not False else None
-    by_site = [(split, known)] if known != "" else [*gather((split, own))]
+    every = [(split, known)] if known != "" else gather((split, own), tuple[bool | str, str | None], "split of data")
+    by_site = [each for each in every if each is not None]
     if any(other[0] != split for other in by_site):
         raise MismatchError(f"split_data differs between sites: {', '.join(str(other[0]) for other in by_site)}")
     alike = own is not None and all(other[1] == own for other in by_site)

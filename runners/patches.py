@@ -11,8 +11,14 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+from torch import Tensor
+
+from ..errors import MismatchError
 from ..exchange import Transport
+from ..exchange.fields import checked
 from ..exchange.restrictions import METRICS, declared
+
+METRICS_KIND = tuple[dict[str, float], int]  # means over samples, and the number of these
 
 metrics_transport: ContextVar[Transport | None] = ContextVar("metrics_transport", default=None)
 """Transport over which metrics are computed; None outside of a run."""
@@ -63,10 +69,24 @@ class _Lost(Exception):
     """Loss or return of a site between the gathers of one metric; raised at all sites that are present."""
 
 
-def gather(transport: Transport, item: Any) -> list[Any]:
-    """Gather an object from each site that is present; within one metric always from the same sites."""
+def gather(transport: Transport, item: Any, alike: int | None = None) -> list[Any]:
+    """Gather an object from each site that is present; within one metric always from the same sites.
+
+    Args:
+        transport: the transport.
+        item: this site's object; where it is a tensor, those of the other sites have to be tensors, too.
+        alike: first dimension from which on all tensors need the same shape; None where they may differ.
+
+    Raises:
+        MismatchError: if the tensors do not have it.
+    """
+    kind = Tensor if isinstance(item, Tensor) else Any
     with declared(METRICS):
-        every = transport.gather_present(item)
+        every = checked(transport.gather_present(item), kind, "value", transport)
+    shapes = {rank: [] if alike is None else [*each.shape[alike:]] for rank, each in every.items()}
+    if len(set(map(tuple, shapes.values()))) > 1:
+        where = ", ".join(f"{shape} at {transport.sites[rank]}" for rank, shape in shapes.items())
+        raise MismatchError(f"the sites gather tensors of different shapes: {where}")
     seen = _seen.get()
     if seen is not None and seen.setdefault("present", [*every]) != [*every]:
         raise _Lost
@@ -151,5 +171,7 @@ def _deviation(values: Sequence[tuple[float, float, int]]) -> float:
     if total < 2:
         return values[0][1]
     mean = sum(mean * samples for mean, _, samples in values) / total
-    squares = sum(dev**2 * max(0, n - 1) + n * (site_mean - mean) ** 2 for site_mean, dev, n in values)
-    return math.sqrt(squares / (total - 1))
+    squares = sum(
+        dev * dev * max(0, n - 1) + n * (site_mean - mean) * (site_mean - mean) for site_mean, dev, n in values
+    )
+    return math.sqrt(max(0.0, squares / (total - 1)))

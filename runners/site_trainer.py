@@ -22,13 +22,12 @@ from torch import nn
 
 from ..ddp import DistributedDataParallel
 from ..errors import MismatchError, SiteError
-from ..exchange.restrictions import STATES, declared
 from ..reduction import GradientReduction
 from ..step.model_sync import sameness
 from ..step.model_sync.samples import takes_part
 from .joining import TrainerState
 from .loaders import SiteSampler, UnevenLoader, data_to_split, known_length
-from .patches import merge_metrics
+from .patches import METRICS_KIND, merge_metrics
 
 _STATE = "optimizer and trainer"  # name of the training's state among those that a site that joins gets
 
@@ -115,7 +114,7 @@ class AttachedTrainer(_Trainer):
         AttachedTrainer._agree(self)
 
     def _compare_lengths(self, own: int) -> None:
-        lengths = self._trained.gather_objects(own)
+        lengths = self._trained.gather_objects(own, int, "number of batches")
         if len(set(lengths)) > 1:
             raise MismatchError(
                 f"the sites have different numbers of batches, {' and '.join(map(str, lengths))}: leave "
@@ -191,7 +190,7 @@ class AttachedTrainer(_Trainer):
         if checkpoint is None:
             return
         reduction = self._trained
-        found = reduction.gather_objects(self.state.global_step)
+        found = reduction.gather_objects(self.state.global_step, int, "step")
         steps = {name: step for name, step in zip(reduction.sites, found, strict=True) if step is not None}
         if len(set(steps.values())) > 1:
             where = ", ".join(f"{name}: {step}" for name, step in steps.items())
@@ -350,7 +349,7 @@ class SiteTrainer(AttachedTrainer):
             base,
             self.dadplug_split,
             "training",
-            lambda own: [each for each in reduction.gather_objects(own) if each is not None],
+            reduction.gather_objects,
             *(() if joined is None else (joined["split"],)),
         )
         if self.split_data is not None:
@@ -360,7 +359,8 @@ class SiteTrainer(AttachedTrainer):
         if joined is not None:
             self.batches_in_epoch = joined["batches"]
         else:
-            self.batches_in_epoch = max(each or 0 for each in reduction.gather_objects(own))
+            lengths = reduction.gather_objects(own, int, "number of batches")
+            self.batches_in_epoch = max(each or 0 for each in lengths)
         if own == 0:
             raise ValueError(
                 "this site has no batch to train on, or a data set without a length: each site needs one batch"
@@ -429,8 +429,9 @@ class SiteTrainer(AttachedTrainer):
         if not self.is_in_train or self.reduction is None:
             return output
         own = {name: float(value) for name, value in output.metrics.items() if isinstance(value, (int, float))}
-        every = [each for each in self._trained.gather_objects((own, output.num_samples)) if each is not None]
-        return output._replace(metrics={**output.metrics, **merge_metrics(every)})
+        every = self._trained.gather_objects((own, output.num_samples), METRICS_KIND, "list of metrics")
+        merged = merge_metrics([each for each in every if each is not None])
+        return output._replace(metrics={**output.metrics, **merged})
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model: each site has files of its own, and the model would write those of rank 0 only."""
@@ -444,9 +445,7 @@ class SiteTrainer(AttachedTrainer):
     def _share_best_model(self) -> None:
         """Load the best model of another site, where this one was absent then and has none; all sites call it."""
         reduction = self._trained
-        have = reduction.gather_objects(self.state.best_model_checkpoint is not None)
+        have = reduction.gather_objects(self.state.best_model_checkpoint is not None, bool, "answer")
         if any(have) and False in have:
             giver = have.index(True)
-            own = sameness.tensors_of(reduction.shared) if reduction.site_rank == giver else None
-            with declared(STATES):
-                sameness.load_tensors(reduction.shared, reduction.gather_objects(own)[giver])
+            sameness.take_over(reduction, giver, sameness.tensors_of(reduction.shared))

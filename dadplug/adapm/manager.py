@@ -615,16 +615,21 @@ class ParameterManager:
         self._backend.check_equal(f"table {number}", (name, width, rows, max_rows))
         return table
 
-    def gather_objects(self, item: Any) -> list[Any]:
+    def gather_objects(self, item: Any, kind: Any = Any, what: str = "object") -> list[Any]:
         """Gather one small object per site; all sites must call it.
 
         Args:
             item: an object that `dadplug.exchange.codec.encode` supports.
+            kind: type that the objects of all sites must have.
+            what: what an object is, for the error about another one.
 
         Returns:
             The objects by site.
+
+        Raises:
+            MismatchError: if the object of a site is of another type.
         """
-        return self.transport.gather_objects(item)
+        return self.transport.gather_objects(item, kind, what)
 
     @property
     def current_clock(self) -> int:

@@ -466,11 +466,12 @@ def find_layers(model: nn.Module, optimizer: Optimizer) -> dict[str, Layers]:
 def _rows_of_all_sites(manager: ParameterManager, weights: list[ManagedWeight]) -> list[Tensor]:
     """Sum the gradients of managed rows over the sites; return one matrix per weight, of shape (rows, width)."""
     own = [weight.rows_of_gradient() for weight in weights]
-    every = dict(enumerate(manager.gather_objects([keys.numel() for keys, _ in own])))
-    counts = [*checked(every, list[int], "list of counts", manager.transport, list).values()]
+    lengths = tuple(keys.numel() for keys, _ in own)
+    every, kind = manager.transport.gather_present(lengths), tuple[(int,) * len(own)]  # type: ignore[misc]
+    counts = [*checked(every, kind, "list of counts", manager.transport, list).values()]
     found = []
     for number, (keys, rows) in enumerate(own):
-        of_sites = [int(count[number]) for count in counts]
+        of_sites = [count[number] for count in counts]
         begin = sum(of_sites[: manager.rank])
         mine = slice(begin, begin + keys.numel())
         all_keys = keys.new_zeros(sum(of_sites))

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from ..errors import DamagedError, SiteError
-from ..exchange.fields import checked
+from ..exchange.fields import checked, invalid
 from ..support.files import load_tensors, replacing, sync_folder
 from .managed_weight import split_state
 from .model import AdaModel, parameter_numbers
@@ -120,13 +120,15 @@ class ShardSave:
         for weight in self.model.managed.values():
             weight.create_rows()
         manager.wait_sync(everywhere=True)
-        self.stamp = str(manager.gather_objects(secrets.token_hex(4))[0])
+        self.stamp = manager.gather_objects(secrets.token_hex(4), str, "stamp")[0]
+        if not is_shard_file(shard_name(self.stamp, 0, self._sites)):  # each site writes a file of that name
+            raise invalid("stamp", manager.transport.sites[0], f"{self.stamp!r:.100} is none")
         names = [shard_name(self.stamp, site, self._sites) for site in range(self._sites)]
         tables = {}
         for name, weight in self.model.managed.items():
             keys, values = weight.table.owned()
             tables[name] = {"keys": keys, "values": values}
-        complete = manager.gather_objects(self._complete())[0]
+        complete = manager.gather_objects(self._complete(), list[str] | None, "list of stamps")[0]
 
         def write() -> str:
             _make_folder(self.folder)
@@ -221,7 +223,8 @@ def load_shards(model: AdaModel, folder: str | Path, optimizer: Optimizer, stamp
             f"checkpoint {folder} holds tables of another model or optimizer: rows, width and state are {saved} there, "
             f"{here} here"
         )
-    there = manager.gather_objects([name for name in index["files"] if (folder / name).is_file()])
+    found = [name for name in index["files"] if (folder / name).is_file()]
+    there = manager.gather_objects(found, list[str], "list of files")
     mine = []
     for number, name in enumerate(index["files"]):
         having = [site for site, files in enumerate(there) if name in files]
@@ -235,11 +238,13 @@ def load_shards(model: AdaModel, folder: str | Path, optimizer: Optimizer, stamp
 
     shards = on_all_sites(model, read, f"checkpoint {folder} cannot be read", own=True)
     counts = manager.gather_objects(
-        {name: sum(shard[name]["keys"].numel() for shard in shards.values()) for name in index["tables"]}
+        {name: sum(shard[name]["keys"].numel() for shard in shards.values()) for name in index["tables"]},
+        dict[str, int],
+        "list of counts",
     )
     for name, table in index["tables"].items():
-        if (found := sum(count[name] for count in counts)) != table["rows"]:
-            raise ValueError(f"checkpoint {folder} holds {found} rows of {name}, of {table['rows']}")
+        if (rows := sum(count.get(name, 0) for count in counts)) != table["rows"]:
+            raise ValueError(f"checkpoint {folder} holds {rows} rows of {name}, of {table['rows']}")
     aliases = {alias for table in index["tables"].values() for alias in table["names"]}
     result = model.module.load_state_dict(state["model"], strict=False)
     if missing := [name for name in result.missing_keys if name not in aliases] + result.unexpected_keys:

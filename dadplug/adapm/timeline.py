@@ -123,7 +123,7 @@ class Timeline:
 
     def gather(self) -> list[SiteHistory]:
         """Return the records of all sites, by site; all sites must call it."""
-        return self.manager.gather_objects(self.history)
+        return self.manager.gather_objects(self.history, SiteHistory, "history")
 
     @staticmethod
     def draw(path: str | Path, sites: Sequence[SiteHistory], title: str = "") -> None:

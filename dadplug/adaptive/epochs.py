@@ -20,7 +20,7 @@ from ..exchange import DEFAULT_TIMEOUT, Transport, codec
 from ..exchange.fields import checked
 from ..support.files import PRIVATE, write_file
 from ..support.logs import get_logger
-from .progress import ProgramProgress, progress
+from .progress import ProgramProgress, SiteProgress, progress
 
 _log = get_logger(__name__)
 _VARIABLE = "DADPLUG_CHECKPOINT"  # the path, where the program gives none
@@ -145,13 +145,14 @@ class Epochs:
             if hasattr(each, "average_buffers"):
                 each.average_buffers()
         own = {name: each.state_dict() for name, each in self._state.items() if _is_of_site(each)}
-        parts = current.transport.gather_objects({"progress": current.of_site(), "states": own})
+        kind = tuple[SiteProgress, dict[str, Any]]
+        parts = current.transport.gather_objects((current.of_site(), own), kind, "part of a checkpoint")
         states = {
-            name: [part["states"][name] for part in parts] if name in own else each.state_dict()
+            name: [states.get(name) for _, states in parts] if name in own else each.state_dict()
             for name, each in self._state.items()
         }
         current.serial += 1
-        content = current.state_dict([part["progress"] for part in parts])
+        content = current.state_dict([part for part, _ in parts])
         _write_everywhere(self._path, codec.encode(content | {"states": states}), current.transport)
         current.steps_since_save = 0
 

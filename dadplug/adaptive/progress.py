@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..exchange import DEFAULT_TIMEOUT, Traffic, Transport, open_transport
+from ..exchange.codec import register
 from ..exchange.factory import sites_may_leave
 from ..step.model_sync.replicated_model import Stateful
 
@@ -52,6 +53,20 @@ class Pass:
         """
         self.within_batch = True
         self.pending = pending
+
+
+@register
+@dataclass
+class SiteProgress:
+    """Part of one site in the progress of a program, see `ProgramProgress.state_dict`.
+
+    Attributes:
+        updates: what the site has added to accumulators since their sums were formed, by name.
+        used: as in `Pass`.
+    """
+
+    updates: dict[str, dict[Any, Any]]
+    used: dict[str, list[int]]
 
 
 @dataclass
@@ -294,11 +309,11 @@ class ProgramProgress:
 
     # Checkpoints
 
-    def of_site(self) -> dict[str, Any]:
+    def of_site(self) -> SiteProgress:
         """Return this site's part of the progress, for `state_dict`."""
-        return {"updates": {name: each.pending for name, each in self._accumulators.items()}, "used": self._used}
+        return SiteProgress({name: each.pending for name, each in self._accumulators.items()}, self._used)
 
-    def state_dict(self, parts: list[dict[str, Any]]) -> dict[str, Any]:
+    def state_dict(self, parts: list[SiteProgress]) -> dict[str, Any]:
         """Return the progress of all sites; pending updates of accumulators become part of their sums.
 
         Args:
@@ -306,9 +321,9 @@ class ProgramProgress:
         """
         own = self._accumulators
         for name, each in own.items():
-            each.include([part["updates"].get(name, {}) for part in parts])
+            each.include([part.updates.get(name, {}) for part in parts])
         for part in parts:
-            for source, used in part["used"].items():  # a site knows older numbers of the others' data sets
+            for source, used in part.used.items():  # a site knows older numbers of the others' data sets
                 self._used[source] = max(used, self._used.get(source, used))
         statistics = {name: each.state() for name, each in own.items()}
         place = {"finished": self.finished, "loop": self._loop, "used": self._used}
@@ -429,7 +444,7 @@ class Accumulator(MutableMapping[Any, Any]):
             self._repeated[scope] += 1
             return copy.deepcopy(known[number])
         repeatable = current.begun and current.open_pass is None
-        self.include(current.transport.gather_objects(self._updates))
+        self.include(current.transport.gather_objects(self._updates, dict, "list of sums"))
         if repeatable:
             self._history[scope].append(copy.deepcopy(self._results))
         return self._results

@@ -214,7 +214,7 @@ def _places(every: Sequence[Any]) -> list[_Address]:
 
 
 def connect_sockets(
-    rank: int, timeout: float, gather_objects: Callable[[Any], list[Any]], near: Collection[int] = ()
+    rank: int, timeout: float, gather_objects: Callable[..., list[Any]], near: Collection[int] = ()
 ) -> dict[int, socket.socket] | None:
     """Connect all sites with one another; all of them must call it together.
 
@@ -223,7 +223,7 @@ def connect_sockets(
     Args:
         rank: this site.
         timeout: seconds for all sites to reach one another, at most ten.
-        gather_objects: gathers an object from every site, by rank.
+        gather_objects: `Transport.gather_objects`.
         near: ranks that may be reached by Unix sockets, where that is possible.
 
     Returns:
@@ -248,7 +248,7 @@ def connect_sockets(
             sockets = _connect_all(rank, listeners, places, near, min(_CONNECT_SECONDS, timeout), str)
     for each in listeners:
         each.close()
-    if all(gather_objects(len(sockets) == len(addresses) - 1)):
+    if all(gather_objects(len(sockets) == len(addresses) - 1, bool, "answer")):
         return sockets
     for connected in sockets.values():
         connected.close()
@@ -256,7 +256,7 @@ def connect_sockets(
 
 
 def connect_sites(
-    rank: int, gather_objects: Callable[[Any], list[Any]], timeout: float, name: Callable[[int], str]
+    rank: int, gather_objects: Callable[..., list[Any]], timeout: float, name: Callable[[int], str]
 ) -> dict[int, socket.socket]:
     """Connect this site with every other one, or raise an error; all must call it together.
 
@@ -266,7 +266,7 @@ def connect_sites(
 
     Args:
         rank: this site.
-        gather_objects: gathers an object from every site, by rank.
+        gather_objects: `Transport.gather_objects`.
         timeout: maximum duration in seconds.
         name: function that returns the name of a site for messages.
 
@@ -289,9 +289,9 @@ def connect_sites(
         return _connect_all(rank, [listener], addresses, range(rank), timeout, name)
 
 
-def reachable_address(gather_objects: Callable[[Any], list[Any]]) -> str:
+def reachable_address(gather_objects: Callable[..., list[Any]]) -> str:
     """Return the address to listen on, loopback if all sites are on one node; all sites must call it together."""
-    is_one_node = len(set(gather_objects(own_node()))) == 1
+    is_one_node = len(set(gather_objects(own_node(), str, "node"))) == 1
     return _LOOPBACK if is_one_node else next(iter(own_addresses()), _LOOPBACK)
 
 

@@ -18,6 +18,7 @@ from ..errors import MismatchError, SiteError
 from ..support.logs import get_logger
 from ..support.signature import valid
 from ..support.structs import Count, Milliseconds
+from .fields import checked
 from .status import PeerNames
 from .traffic import Traffic
 
@@ -433,13 +434,18 @@ class Transport(ABC):
     def broadcast_bytes(self, content: bytes) -> bytes:
         """Send rank 0's bytes to all sites; the argument is ignored on the others."""
 
-    def gather_objects(self, item: Any) -> list[Any]:
+    def gather_objects(self, item: Any, kind: Any = Any, what: str = "object") -> list[Any]:
         """Gather one object from each site, by rank, for set-up and checkpoints; None of sites that are absent.
 
         Args:
             item: an object that `dadplug.exchange.codec.encode` takes.
+            kind: type of the objects, see `dadplug.exchange.fields.fits`.
+            what: what an object is, for errors.
+
+        Raises:
+            MismatchError: if an object is of another type; where sites may leave, its site is left out.
         """
-        every = self.gather_present(item)
+        every = checked(self.gather_present(item), kind, what, self)
         return [every.get(rank) for rank in range(self.world_size)]
 
     @abstractmethod

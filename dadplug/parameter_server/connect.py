@@ -268,7 +268,7 @@ def _connect_star(transport: Transport, timeout: float) -> tuple[socket.socket, 
     Raises:
         SiteError: if a site does not connect.
     """
-    gather: Callable[[Any], list[Any]] = transport.gather_objects
+    gather: Callable[..., list[Any]] = transport.gather_objects
     sockets: dict[int, socket.socket] = {}
     if transport.world_size > 1:
         streams = transport.open_streams(timeout)

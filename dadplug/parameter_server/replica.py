@@ -63,7 +63,7 @@ class LoggedOptimizer:
             wanted: whether this site wants to. A fused step rounds in another way than the ordinary one.
         """
         weights = self._fusible() if wanted else frozenset()
-        if len(set(transport.gather_objects(self._kind(weights)))) == 1:
+        if len(set(transport.gather_objects(self._kind(weights), str, "kind of steps"))) == 1:
             self.fused = weights
 
     def follow_fused(self, kind: str) -> None:

@@ -22,6 +22,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from ...errors import MismatchError
 from ...exchange import Transport
+from ...exchange.fields import checked
 from ...exchange.handshake import gloo_interface
 from ...exchange.status import describe
 from ...reduction import GradientReduction
@@ -30,6 +31,7 @@ from ...support.files import replacing
 from ...support.loaders import settings_of, with_batches
 from ..loaders import DelegatingLoader, SiteSampler, data_to_split
 from ..patches import (
+    METRICS_KIND,
     SharedPatch,
     gather,
     merge_metrics,
@@ -151,8 +153,8 @@ class SiteEngine(Engine):
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Concatenate the tensors of all sites along the first dimension."""
-        parts = self.transport.gather_present(tensor.detach().cpu()).values()
-        return torch.cat([part.reshape(-1) if part.dim() == 0 else part for part in parts]).to(tensor.device)
+        own = tensor.detach().cpu()
+        return torch.cat(gather(self.transport, own if own.dim() else own.reshape(1), 1)).to(tensor.device)
 
     def gather_for_metrics(self, input_data: Any, *args: Any, **kwargs: Any) -> Any:
         """Concatenate the tensors of all sites; no sample is repeated, so that none is dropped."""
@@ -161,7 +163,8 @@ class SiteEngine(Engine):
     def mean_reduce_ddp_metrics(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """Average the sites' metrics of a loader, weighted by their samples."""
         own = {name: float(value) for name, value in metrics.items()}
-        return merge_metrics([*self.transport.gather_present((own, self.loader_samples)).values()])
+        every = self.transport.gather_present((own, self.loader_samples))
+        return merge_metrics([*checked(every, METRICS_KIND, "list of metrics", self.transport).values()])
 
     def prepare_data_loader(
         self, data_loader: Any, *args: Any, name: str = "loader", known: str | None = "", **kwargs: Any
@@ -284,7 +287,7 @@ def site_loader(
     """
     if transport.world_size == 1:
         return loader, None
-    own = data_to_split(loader, split, name, lambda item: transport.gather_present(item).values(), known)
+    own = data_to_split(loader, split, name, transport.gather_objects, known)
     return loader if own is None else _split(loader, transport.rank, transport.world_size, seed), own
 
 
@@ -314,7 +317,8 @@ def begin_epoch(loader: Any, name: str, epoch: int, transport: Transport) -> int
     if sampler is not None:
         sampler.set_epoch(epoch)
     digest = None if sampler is None else hashlib.sha256(repr(sampler.order).encode()).hexdigest()
-    by_site = transport.gather_present((len(loader), digest)).values()
+    own = len(loader), digest
+    by_site = checked(transport.gather_present(own), tuple[int, str | None], "epoch", transport).values()
     if len({order for _, order in by_site}) > 1:
         raise MismatchError(
             f"the sampler of loader {name!r} gives every site another order, so that the data cannot be split: let it "

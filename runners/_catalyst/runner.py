@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ...errors import MismatchError
 from ...exchange import Transport, connect
+from ...exchange.fields import checked
 from ...step.model_sync.private import (
     keeping_private,
     private_parameters,
@@ -38,7 +39,7 @@ from ...support.signature import split_keywords
 from ..exchanges import Exchange
 from ..joining import TrainerState
 from ..loaders import batches_from, check_split_data
-from ..patches import merge_metrics
+from ..patches import METRICS_KIND, merge_metrics
 from .engine import SiteEngine, begin_epoch, plain, save_whole
 from .fixes import (
     OLDER_NAMES,
@@ -289,7 +290,8 @@ class BaseRunner(Exchange, SupervisedRunner):
     def _setup_loaders(self) -> None:
         self.engine.seed = self.seed
         loaders = self.undivided = self.get_loaders()
-        names = [*self._transport.gather_present(list(loaders)).values()]
+        every = self._transport.gather_present(list(loaders))
+        names = [*checked(every, list[str], "list of loaders", self._transport).values()]
         if any(other != names[0] for other in names):
             raise MismatchError(f"the sites do not have the same loaders: {'; '.join(map(str, names))}")
         self.loaders = {name: self.engine.prepare_data_loader(loader, name=name) for name, loader in loaders.items()}
@@ -508,7 +510,8 @@ class BaseRunner(Exchange, SupervisedRunner):
     def on_loader_end(self, runner: Any) -> None:
         """Merge the metrics of all sites, and average running statistics before an evaluation uses them."""
         own = {name: float(value) for name, value in self.loader_metrics.items()}
-        by_site = self._transport.gather_present((own, self.engine.loader_samples))
+        every = self._transport.gather_present((own, self.engine.loader_samples))
+        by_site = checked(every, METRICS_KIND, "list of metrics", self._transport)
         self.loader_metrics.update(merge_metrics([*by_site.values()]))
         if self.engine.sites:
             self.loader_metrics["sites"] = float(len(by_site))
@@ -519,7 +522,8 @@ class BaseRunner(Exchange, SupervisedRunner):
     def on_epoch_end(self, runner: Any) -> None:
         """Stop all sites if one of them asks for it."""
         super().on_epoch_end(runner)
-        self.need_early_stop = any(self._transport.gather_present(self.need_early_stop).values())
+        every = self._transport.gather_present(bool(self.need_early_stop))
+        self.need_early_stop = any(checked(every, bool, "wish to stop", self._transport).values())
 
     # Checkpoints
 
@@ -568,7 +572,8 @@ class BaseRunner(Exchange, SupervisedRunner):
             ValueError: on all sites, if the file is damaged.
         """
         content = Path(path).read_bytes() if Path(path).is_file() else None
-        digests = self._transport.gather_present(None if content is None else hashlib.sha256(content).hexdigest())
+        own = None if content is None else hashlib.sha256(content).hexdigest()
+        digests = checked(self._transport.gather_present(own), str | None, "digest", self._transport)
         first = next(iter(digests))
         if digests[first] is None:
             source = self._transport.sites[first]

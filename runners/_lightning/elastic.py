@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...errors import SiteError
 from ...exchange import Transport, codec
+from ...exchange.fields import checked
 from ...exchange.restrictions import METRICS, declared
 from ...support.refusals import refuse
 from ..joining import TrainerState
@@ -231,7 +232,7 @@ class ElasticFit(TrainerState):
             ValueError: if the loader has no length, or there are several.
         """
         own = known_length(loader, 0)
-        lengths = self._transport.gather_present(own).values()
+        lengths = checked(self._transport.gather_present(own), int, "length", self._transport).values()
         refuse(
             (not all(lengths), "where sites may leave and return, each needs a training loader of known length"),
             (
@@ -298,7 +299,7 @@ def reduce(transport: Transport, tensor: Tensor, operation: Any) -> Tensor:
     wanted = operation.lower() if isinstance(operation, str) else ops.SUM if operation is None else operation
     for names, function in functions.items():
         if any(wanted == name for name in names):
-            return function(torch.stack(gather(transport, tensor.detach())).to(tensor.device))
+            return function(torch.stack(gather(transport, tensor.detach(), 0)).to(tensor.device))
     raise ValueError(f"unknown reduction {operation!r}: there are mean, sum, min, max and prod where sites may leave")
 
 
@@ -313,7 +314,7 @@ def all_gather(transport: Transport, tensor: Tensor, sync_grads: bool) -> Tensor
     """
     if sync_grads:
         raise ValueError("all_gather(sync_grads=True) needs all sites: leave min_sites out")
-    return torch.stack(gather(transport, tensor.detach())).to(tensor.device)
+    return torch.stack(gather(transport, tensor.detach(), 0)).to(tensor.device)
 
 
 def broadcast(transport: Transport, item: Any, source: int) -> Any:

@@ -112,7 +112,8 @@ class DADStrategyBase(SynchronousSteps, HubStrategy):
             assert self._transport is not None
             assert self.reduction is not None
             value = None if loss is None else float(loss)
-            losses = self._transport.gather_objects((value, self.reduction.share or 0.0))
+            own = value, self.reduction.share or 0.0
+            losses = self._transport.gather_objects(own, tuple[float | None, float], "loss")
             if any(value is None for value, _ in losses):
                 return loss
             return torch.as_tensor(sum(value * share for value, share in losses), dtype=loss.dtype, device=loss.device)

@@ -280,7 +280,7 @@ def of_join_state():
     def take(body):
         found = codec.decode(body)
         if isinstance(found, JoinState):
-            sameness.load_tensors(model, found.tensors)
+            sameness.load_tensors(sameness.tensors_of(model), found.tensors)
 
     return codec.encode(state), take
 

@@ -156,7 +156,7 @@ def test_a_parameter_server_averages_or_copies_them():
 
 def test_a_site_that_joins_gets_them():
     model = model_at(1)
-    load_tensors(model, decode(encode(tensors_of(model_at(0)))))
+    load_tensors(tensors_of(model), decode(encode(tensors_of(model_at(0)))))
     check(model, buffers_of(0))
 
 

@@ -140,7 +140,7 @@ class ReplicatedModel:
                 raise MismatchError(f"another site has sent an object of type {type(state).__name__} as its state")
             others, own = "the other sites", self._transport.sites[self.site_rank]
             sameness.compare(state.description, description, others, own)
-            sameness.load_tensors(self.shared, state.tensors, state.frozen)
+            sameness.load_tensors(sameness.tensors_of(self.shared), state.tensors, frozen=state.frozen)
             self._frozen = state.frozen
             for name, parameter in self.shared.named_parameters():  # the others would end, too, and blame this site
                 if parameter.requires_grad and not parameter.isfinite().all():
@@ -305,14 +305,17 @@ class ReplicatedModel:
         with self.traffic.apart(), without_managed(self.model):
             return sameness.first_difference(self.shared, self._transport)
 
-    def gather_objects(self, item: Any) -> list[Any]:
+    def gather_objects(self, item: Any, kind: Any = Any, what: str = "object") -> list[Any]:
         """Gather an object from every site, by rank; all sites must call it.
 
         Args:
             item: plain data, tensors, arrays, or registered classes, see `dadplug.exchange.codec.encode`. Tensors come
                 back on the CPU.
+            kind: type that the objects of all sites must have, such as ``float`` or ``dict[str, Tensor]``.
+            what: what an object is, for the error about another one.
 
         Raises:
+            MismatchError: if the object of a site is of another type; where sites may leave, this site is left out.
             PolicyError: if the object is larger than this site's kit allows.
             TypeError: on all sites, if the object of one cannot be sent.
             SiteError: if a site is gone or does not answer.
@@ -322,7 +325,7 @@ class ReplicatedModel:
             >>> mean = sum(accuracies) / len(accuracies)
         """
         with self.traffic.apart(), declared(OBJECTS):
-            return self._transport.gather_objects(item)
+            return self._transport.gather_objects(item, kind, what)
 
     def _attach(self) -> None:
         """Begin to be what exchanges this model's gradients or parameters; the constructors end with it."""

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ...errors import MismatchError
 from ...exchange import Transport
 from ...exchange.fields import checked
+from ...exchange.restrictions import STATES, declared
 from ...hooks import CallOverride, eager
 from ...support.logs import get_logger
 from ...support.schedules import version_of
@@ -168,18 +169,24 @@ def describe(model: nn.Module, settings: dict[str, Any]) -> dict[str, str]:
 
 
 @torch.no_grad()
-def load_tensors(model: nn.Module, tensors: dict[str, Tensor], frozen: Mapping[str, int] | None = None) -> None:
+def load_tensors(
+    own: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
+    sender: str = "another site",
+    frozen: Mapping[str, int] | None = None,
+) -> None:
     """Replace the values of a model's parameters and buffers by those of another site.
 
     Args:
-        model: the model.
-        tensors: the values by name.
+        own: the parameters and buffers, by name.
+        tensors: the values.
+        sender: the site that has sent them.
         frozen: digests of frozen parameters that this site has to have already, by name.
 
     Raises:
         MismatchError: if they have other names or shapes, or frozen ones other values; nothing has changed then.
     """
-    own, given = _tensors(model), frozen or {}
+    own, given = dict(own), frozen or {}
     for name in [name for name in given if name in own]:
         if fingerprint(tensor := own.pop(name)) != given[name]:
             raise MismatchError(
@@ -188,9 +195,26 @@ def load_tensors(model: nn.Module, tensors: dict[str, Tensor], frozen: Mapping[s
             )
     for name, tensor in own.items():
         if name not in tensors or tensors[name].shape != tensor.shape:
-            raise MismatchError(f"another site has sent no {name!r} of shape {list(tensor.shape)} of its model")
+            raise MismatchError(f"{sender} has sent no {name!r} of shape {list(tensor.shape)} of its model")
     for name, tensor in own.items():
-        write(tensor, tensors[name])
+        write(tensor.detach(), tensors[name])
+
+
+def take_over(reduction: Any, source: int, own: Mapping[str, Tensor]) -> None:
+    """Replace tensors at all sites by those of one site; all sites must call it.
+
+    Args:
+        reduction: the reduction.
+        source: rank of the site.
+        own: the tensors of this site, by name.
+
+    Raises:
+        MismatchError: if the site sends others.
+    """
+    given = dict(own) if reduction.site_rank == source else None
+    with declared(STATES):
+        every = reduction.gather_objects(given, dict[str, Tensor] | None, "state")
+    load_tensors(own, every[source] or {}, reduction.sites[source])
 
 
 def largest_state(model: nn.Module) -> int:
