@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save
 import dadplug.adapm.shards as shards
 from dadplug.adapm import join_shards, load_shards, save_shards
 from dadplug.adapm.join import main as join
+from dadplug.errors import MismatchError
 
 
 def saves(kind, folder):
@@ -527,3 +528,14 @@ def test_a_stamp_chooses_the_save_and_another_is_refused(saved):
             load_shards(managed, saved, optimizer, wrong)
         with pytest.raises(ValueError, match="are of another save"):
             join_shards(saved, wrong)
+
+
+@pytest.mark.parametrize("stamp", ["../elsewhere", "/tmp/elsewhere", 7, "0123456789"])
+def test_a_stamp_that_names_another_place_is_refused(tmp_path, monkeypatch, stamp):
+    managed, optimizer = make("sgd")
+    monkeypatch.setattr(managed.manager.transport, "gather_present", lambda item: {0: stamp})
+    with pytest.raises(MismatchError, match="site 0 .* has sent an invalid stamp"):
+        save_shards(managed, tmp_path / "folder", optimizer)
+    assert not [*tmp_path.rglob("*")]
+    monkeypatch.undo()
+    end(managed)

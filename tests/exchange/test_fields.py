@@ -13,6 +13,11 @@ import dadplug
 from dadplug.errors import DadplugError
 from dadplug.exchange import group_transport
 from dadplug.exchange.fields import fits, minority
+from dadplug.exchange.handshake import reachable_address
+from dadplug.exchange.transport import Transport
+from dadplug.parameter_server.replica import LoggedOptimizer
+from dadplug.runners import loaders, patches
+from dadplug.step.model_sync import sameness
 
 
 class Pair(NamedTuple):
@@ -95,3 +100,52 @@ def test_what_a_site_states_at_set_up_is_checked(mode: str) -> None:
             finally:
                 group_transport.gather_objects = gather
     assert len(refused) > 20, refused
+
+
+class OneLies:
+    """Transport of two sites, of which the other one sends what a test has set."""
+
+    sites, world_size, rank, site_rank = ("site 0 (a)", "site 1 (b)"), 2, 0, 0
+    gather_objects = Transport.gather_objects
+
+    def __init__(self, lie: Any) -> None:
+        self.lie = lie
+
+    def gather_present(self, item: Any) -> dict[int, Any]:
+        return {0: item, 1: self.lie}
+
+    def leave_out(self, rank: int, error: Exception) -> None:
+        raise error
+
+
+def agree_on_fused(transport: Any) -> None:
+    model = nn.Linear(2, 2)
+    LoggedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model).agree_on_fused(transport, True)
+
+
+GATHERS = {
+    "own type": lambda each: each.gather_objects(1.5, float, "loss"),
+    "tensors of metrics": lambda each: patches.gather(each, torch.zeros(2)),
+    "tensors of one shape": lambda each: patches.gather(each, torch.zeros(2), 0),
+    "lengths": lambda each: loaders.compare_lengths([1, 2], each),
+    "split data": lambda each: loaders.data_to_split([1, 2], True, "train", each.gather_objects),
+    "nodes": lambda each: reachable_address(each.gather_objects),
+    "weights": lambda each: sameness.take_over(each, 1, sameness.tensors_of(nn.Linear(2, 2))),
+    "fused steps": agree_on_fused,
+}
+
+
+@pytest.mark.parametrize("name", GATHERS)
+@pytest.mark.parametrize("lie", [{"a": 1}, ["x", [None]], torch.zeros(3, 3)], ids=type)
+def test_an_object_of_another_type_names_its_site(name: str, lie: Any) -> None:
+    if name == "tensors of metrics" and isinstance(lie, torch.Tensor):
+        return
+    with pytest.raises(dadplug.errors.MismatchError, match=r"site 1 \(b\)"):
+        GATHERS[name](OneLies(lie))
+
+
+def test_metrics_of_a_site_may_have_any_value() -> None:
+    wild = ({"x": 1e308, "x/std": -1e308}, -3)
+    assert patches.merge_metrics([({"x": 1.0, "x/std": 1.0}, 4), wild]).keys() == {"x", "x/std"}
+    assert fits(wild, patches.METRICS_KIND)
+    assert not fits(({"x": "1"}, 3), patches.METRICS_KIND)

@@ -16,6 +16,7 @@ from sealed_sites import sealed_hub
 from dadplug.errors import MismatchError, SealingError, SiteError
 from dadplug.exchange import Traffic
 from dadplug.exchange.transport import Requirements
+from dadplug.hub.site.inbox import CALLS
 from dadplug.hub.site.transport import ElasticTransport
 from dadplug.hub.wire.messages import Close, Drop, Join, pack_control
 
@@ -235,6 +236,41 @@ def test_a_member_that_sends_nothing_that_others_wait_for_is_dropped(tmp_path):
         found = together(lambda rank: exchange(links[rank]), 3)
         assert any("c has left: 2 sites refuse it: it has sent nothing in step 1 for 2 s" in each for each in hub.log)
     assert found[:2] == [([[1.0] * 4, [2.0] * 4, [0.0] * 4], [0, 1])] * 2
+
+
+def test_a_member_that_states_that_it_makes_other_calls_is_dropped(tmp_path):
+    def exchange(link):
+        transport = ElasticTransport(link, Traffic(), TIMEOUT, Requirements(1, 60_000))
+        gather = transport.gather([4] * 3, torch.float32)
+        if link.rank == 2:
+            link.send(CALLS, memoryview(b"elsewhere"))
+            link.converse(lambda: int(not link.rounds.dropped), TIMEOUT)
+            return None
+        gather.payload.fill_(link.rank + 1)
+        gather.launch()
+        gather.collect()
+        transport.close_round()
+        return [each.tolist() for each in gather.wait()], transport.present
+
+    with sealed_hub(tmp_path) as hub, linked(hub, 3) as links:
+        found = together(lambda rank: exchange(links[rank]), 3)
+        assert any("c has left: 2 sites refuse it: it does not make the same calls" in each for each in hub.log)
+    assert found[:2] == [([[1.0] * 4, [2.0] * 4, [0.0] * 4], [0, 1])] * 2
+
+
+@pytest.mark.parametrize("size", [0, 3])
+def test_others_go_on_without_a_member_whose_part_of_a_collective_is_invalid(tmp_path, size):
+    def exchange(link):
+        ElasticTransport(link, Traffic(), TIMEOUT, Requirements(1, 60_000))
+        buffers = [memoryview(bytearray([link.rank] * 4)) for _ in range(3)]
+        if link.rank == 2:
+            link.send(9, memoryview(bytes(size)))
+            return link.rounds.end(TIMEOUT, None)
+        return link.rounds.gather(9, buffers, TIMEOUT), [bytes(each)[0] for each in buffers[:2]]
+
+    with sealed_hub(tmp_path) as hub, linked(hub, 3) as links:
+        found = together(lambda rank: exchange(links[rank]), 3)
+    assert found == [({2}, [0, 1])] * 2 + [set()]
 
 
 def test_a_run_ends_where_too_few_sites_are_left(tmp_path):

@@ -195,12 +195,10 @@ class Sums:
         if not pieces:
             del self._waiting[key]
         first = found[0][0]
-        for other, each in found:
-            if (other.tag, len(each)) != (first.tag, len(found[0][1])):
-                raise FrameError(
-                    f"its summands of exchange {head.exchange} differ in size or type from those of other sites: the "
-                    "sites do not run the same program"
-                )
+        if len({(other.tag, len(each)) for other, each in found}) > 1:
+            parts = zip(slots, found)
+            where = ", ".join(f"{len(each)} bytes of type {other.tag} of site {slot}" for slot, (other, each) in parts)
+            raise FrameError(f"the summands of exchange {head.exchange} differ, so that not all run one program: {where}")
         total = add([each for _, each in found], dtype)
         return first._replace(kind=Kind.SUM, slot=0, tag=0).pack() + total
 

@@ -125,9 +125,13 @@ class Inbox:
             self._target = expected[0]
             return part
         if self.early_bytes + head.length > self._limit:
+            senders = Counter({head.slot: head.length})
+            for (_, slot, _), frames in self._early.items():
+                senders[slot] += sum(len(piece) for _, piece in frames)
+            ((most, _),) = senders.most_common(1)
             raise MismatchError(
                 f"{self.early_bytes >> 20} MB have arrived at {self._name(self._rank)} that belong to no exchange "
-                f"which it has begun, most recently from {self._name(head.slot)}: do all sites run the same program?"
+                f"which it has begun, most of them from {self._name(most)}: do all sites run the same program?"
             )
         return memoryview(bytearray(head.length))
 

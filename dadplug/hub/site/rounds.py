@@ -254,9 +254,9 @@ class RoundClient:
         link = self._link
         with link.lock:
             self.history.leave_out(slot)
-        self._accuse(slot, reason)
+        self.accuse(slot, reason)
 
-    def _accuse(self, slot: int, reason: str) -> None:
+    def accuse(self, slot: int, reason: str) -> None:
         """Ask the hub to drop a site, once until it joins again."""
         link = self._link
         if slot not in self._accused and slot != link.rank:
@@ -278,7 +278,7 @@ class RoundClient:
         Raises:
             SiteError: as in `end`, or if this site is to join in mid-training.
             RuntimeError: as in `end`.
-            MismatchError: if a site that is present has sent no such message.
+            MismatchError: if half of the sites that are present have sent no such message; fewer are left out.
         """
         link = self._link
         if self.joins:
@@ -289,10 +289,12 @@ class RoundClient:
         incoming = [link.expect(slot, exchange, buffer, Kind.PAYLOAD) for slot, buffer in others]
         link.send(exchange, buffers[link.rank], Kind.PAYLOAD, 0, None)
         absent = self.end(timeout, None)
-        for each in link.cancel(incoming):
-            if each.key[1] not in absent:
-                raise mismatch(link)
-        return absent
+        lacking = {each.key[1] for each in link.cancel(incoming)} - absent
+        if lacking and 2 * len(lacking) >= link.world_size - len(absent):
+            raise mismatch(link)
+        for slot in lacking:
+            self.leave_out(slot, "it has ended a collective without its part, or with another one")
+        return absent | lacking
 
     def wait_for(self, incoming: Sequence[Incoming], number: int, timeout: float) -> set[int]:
         """Wait until messages have arrived, or cannot arrive any more.
@@ -318,7 +320,7 @@ class RoundClient:
         if not self._waits_until(over, timeout):
             silent = [each.key[1] for each in incoming if not (each.done or each.spoilt or each.key[1] in link.gone)]
             for slot in silent:
-                self._accuse(slot, f"it {what}")
+                self.accuse(slot, f"it {what}")
             self._wait_until(over, timeout, f"{', '.join(map(link.name, silent))} {what}")
         return {each.key[1] for each in link.cancel(incoming)}
 
