@@ -315,3 +315,22 @@ def test_numbers_that_are_not_finite_are_found_where_they_come_from(sites):
         assert "input of the layer of '0.weight'" in message
     for message in sites(2).run(names_the_layer_of_a_bad_number, "loss"):
         assert "output of the layer of '6.weight'" in message
+
+
+@support.at_sites(2)
+def test_chains_are_found_after_a_step_whose_gradients_were_changed_in_place() -> None:
+    model, reference = pair("mlp", torch.float64)
+    reduction = dadplug.GradientReduction(model, mode="edad")
+    for step in range(3):
+        model.zero_grad()
+        reference.zero_grad()
+        for site in range(2):
+            (loss(reference, *draw(6, 2 * step + site, torch.float64)) / 2).backward()
+        loss(model, *draw(6, 2 * step + dist.get_rank(), torch.float64)).backward()
+        if step == 0:
+            for own, whole in zip(model.parameters(), reference.parameters(), strict=True):
+                own.grad.mul_(2)
+                whole.grad.mul_(2)
+        reduction.synchronize()
+        compare(model, reference, 1e-9, step)
+    assert len(chained(reduction)) >= 3

@@ -78,7 +78,8 @@ def collect_chain_reports(units: Sequence[Unit], capture: LayerCapture) -> Chain
         if traces:
             chain_break = capture.tracer.chain_breaks.get(unit.layers[0].name, "")
             layers[unit.name] = _report(unit, traces, by_layer, chain_break)
-    return ChainReports(layers, any(unit.arrivals for unit in units))
+    # Where a program has changed all gradients in place, no layer has a trace, and the next step shows the chains.
+    return ChainReports(layers, bool(layers) or (not linear and any(unit.arrivals for unit in units)))
 
 
 def _report(
