@@ -534,7 +534,7 @@ def test_a_stamp_chooses_the_save_and_another_is_refused(saved):
 def test_a_stamp_that_names_another_place_is_refused(tmp_path, monkeypatch, stamp):
     managed, optimizer = make("sgd")
     monkeypatch.setattr(managed.manager.transport, "gather_present", lambda item: {0: stamp})
-    with pytest.raises(MismatchError, match="site 0 .* has sent an invalid stamp"):
+    with pytest.raises(MismatchError, match=r"site 0 .*has sent an invalid stamp"):
         save_shards(managed, tmp_path / "folder", optimizer)
     assert not [*tmp_path.rglob("*")]
     monkeypatch.undo()

@@ -7,6 +7,7 @@ import pytest
 import support
 import torch
 import torch.distributed as dist
+from dadplug.runners import loaders, patches
 from torch import nn
 
 import dadplug
@@ -16,7 +17,6 @@ from dadplug.exchange.fields import fits, minority
 from dadplug.exchange.handshake import reachable_address
 from dadplug.exchange.transport import Transport
 from dadplug.parameter_server.replica import LoggedOptimizer
-from dadplug.runners import loaders, patches
 from dadplug.step.model_sync import sameness
 
 

@@ -33,7 +33,9 @@ from dadplug.hub.server.journal import Journal
 from dadplug.hub.server.relay import Relay
 from dadplug.hub.server.session import HubStreams
 from dadplug.hub.server.store import REPLIES, Request, Store
+from dadplug.hub.site.inbox import CALLS
 from dadplug.hub.site.link import HubLink
+from dadplug.hub.site.tunnel import _LATER, _MOST_STREAMS, Tunnel
 from dadplug.hub.wire.messages import (
     FRESH,
     HEAD_BYTES,
@@ -65,6 +67,8 @@ from dadplug.hub.wire.messages import (
     pack_control,
     read_control,
 )
+from dadplug.hub.wire.streams import Tag
+from dadplug.local_steps.delta_format import SparseFormat
 from dadplug.local_steps.header import Header
 from dadplug.parameter_server import service, streams
 from dadplug.parameter_server.sequencer import Decision, Entry, Rules
@@ -257,6 +261,21 @@ def of_sparse():
     return transport.payloads[1].numpy().tobytes(), take
 
 
+def of_sparse_deltas():
+    """Deltas of local steps in blocks of bits."""
+    deltas = {"weight": torch.randn(40, 30), "bias": torch.randn(7)}
+    form = SparseFormat(lambda number: 0.1, 0.5, True, SITES.__getitem__)
+    form.begin_round(0)
+    payload = torch.zeros(form.layout(deltas)[torch.uint8], dtype=torch.uint8)
+    form.encode(deltas, {torch.uint8: payload})
+
+    def take(body):
+        other = torch.frombuffer(bytearray(as_long(body, payload.numel())), dtype=torch.uint8)
+        form.decode({torch.uint8: [payload, other]}, [0.5, 0.5])
+
+    return payload.numpy().tobytes(), take
+
+
 def of_sealed():
     head = Head(Kind.PAYLOAD, 1, 4, 3)
     frame = Sealer(bytes(32), 1).frame(head, bytes(100))
@@ -308,6 +327,7 @@ MESSAGES = {
     "factors in int8": lambda: of_factors(lambda wire: Slot(4, 6, 4, 3, wire), wire_format("int8"), None),
     "rows of a table": lambda: of_factors(lambda wire: IndexSlot(4, 20, wire, 3), wire_format("fp32"), 20),
     "sparse": of_sparse,
+    "sparse deltas": of_sparse_deltas,
     "sealed frame": of_sealed,
 }
 
@@ -336,6 +356,9 @@ TO_HUB = {
     )
 }  # fmt: skip
 TO_SITE = {name: TO_HUB[name] for name in ("PAYLOAD", "STATE")} | {
+    "SUM": Head(Kind.SUM, 0, 1, 4, length=100).pack() + bytes(100),
+    "calls": Head(Kind.PAYLOAD, 2, 1, CALLS, length=100).pack() + bytes(100),
+} | {
     type(each).__name__: pack_control(each, 0)
     for each in (
         Accept(0, Position(1, 3), True), Refuse("a", "x", False), Start(Position(1, 0)), Grow(1, (*NAMES, "d")),
@@ -425,6 +448,26 @@ def test_a_site_takes_what_the_hub_sends_or_ends(tmp_path, name, sealed):
         link.close_descriptors()
 
 
+def test_a_site_takes_what_others_send_to_its_streams_and_few_streams_of_each(tmp_path):
+    tunnel = Tunnel(Kit.load(make_kits(tmp_path / "kits", NAMES, False) / "a"))
+    taken = []
+    tunnel.accept(lambda slot, stream: taken.append(stream))
+    head = Head(Kind.MESSAGE, 1, exchange=_LATER | 1, tag=Tag.DATA, length=8)
+
+    def take(body):
+        found, content = frame_of(body)
+        tunnel.room(found)[:] = content
+        tunnel.complete(found, content)
+
+    fuzz(head.pack() + bytes(8), take, "streams", valid=False)
+    for channel in range(1 << 20, (1 << 20) + 1000):
+        take(head._replace(exchange=_LATER | channel).pack() + bytes(8))
+    assert len(taken) <= 3 * _MOST_STREAMS
+    for stream in taken:
+        stream.close()
+    tunnel.close_descriptors()
+
+
 def test_requests_that_wait_at_the_store_are_bounded():
     store, asked = Store(), encode(Request(1, "wait", ("missing",) * 10_000))
     assert store.handle(2, asked) == []
@@ -472,7 +515,7 @@ def test_offers_of_keys_are_checked(tmp_path):
 def test_control_messages_are_read_or_refused():
     contents = {**TO_HUB, **TO_SITE}
     for name, frame in contents.items():
-        if frame[HEAD_BYTES:] and name not in ("PAYLOAD", "SUMMAND", "STATE", "MESSAGE"):
+        if Head.unpack(frame[:HEAD_BYTES]).kind is Kind.CONTROL:
             fuzz(frame[HEAD_BYTES:], lambda body: read_control(body, 3), name)
 
 

@@ -198,7 +198,9 @@ class Sums:
         if len({(other.tag, len(each)) for other, each in found}) > 1:
             parts = zip(slots, found)
             where = ", ".join(f"{len(each)} bytes of type {other.tag} of site {slot}" for slot, (other, each) in parts)
-            raise FrameError(f"the summands of exchange {head.exchange} differ, so that not all run one program: {where}")
+            raise FrameError(
+                f"the summands of exchange {head.exchange} differ, so that not all run one program: {where}"
+            )
         total = add([each for _, each in found], dtype)
         return first._replace(kind=Kind.SUM, slot=0, tag=0).pack() + total
 

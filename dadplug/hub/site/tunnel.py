@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ...errors import FrameError, SiteError
+from ...exchange.fields import check_all
 from ...exchange.handshake import Deadline
 from ...exchange.restrictions import impose_restrictions
 from ...exchange.transport import StreamToHub
@@ -31,6 +32,7 @@ from .link import HubLink
 
 _MOST_KEPT = 32 << 20  # bytes that the hub has not acknowledged, beyond which streams are held up
 _NONCE_BYTES = 16
+_MOST_STREAMS = 64  # that another site may open by itself at a time; each takes two descriptors
 _LATER = 1 << 31  # bit of the channels of streams that one site opens by itself
 
 
@@ -94,21 +96,23 @@ class Tunnel(HubConnection):
         self._next = 0
         self._process = os.getpid()
 
-    def open(self, exchange: Callable[[Any], list[Any]]) -> dict[int, socket.socket]:
+    def open(self, exchange: Callable[..., list[Any]]) -> dict[int, socket.socket]:
         """Open a stream to each other site; all sites must call it together.
 
         Args:
-            exchange: function that gathers one object per site, by rank. All sites must call it once more before they
-                send anything.
+            exchange: `Transport.gather_objects`. All sites must call it once more before they send anything.
 
         Returns:
             Non-blocking sockets by rank.
 
         Raises:
+            MismatchError: if a site has sent something else.
             SiteError: if the connection has been given up, or a site is lost.
         """
         self.check()
-        found = exchange((self._next, os.urandom(_NONCE_BYTES)))
+        found = exchange((self._next, os.urandom(_NONCE_BYTES)), tuple[int, bytes], "channel of streams")
+        for slot, (number, nonce) in enumerate(found):
+            check_all("channel of streams", f"site {slot} ({self.names[slot]})", [number, len(nonce)], 0, _LATER - 1)
         channel = max(number for number, _ in found)
         self._next = channel + 1
         context = b"".join(nonce for _, nonce in found)  # that no other channel has
@@ -222,6 +226,8 @@ class Tunnel(HubConnection):
         """Take a frame; those of a stream that is closed here are of no use."""
         begins = head.exchange & _LATER and head.tag == Tag.DATA and not head.offset
         if begins and self._take is not None and (head.exchange, head.slot) not in self._streams:
+            if sum(slot == head.slot for _, slot in self._streams) >= _MOST_STREAMS:
+                return
             self._take(head.slot, self._begin(head.exchange, head.slot))
         stream = self._streams.get((head.exchange, head.slot))
         if stream is None:
