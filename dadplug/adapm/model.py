@@ -6,6 +6,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import GenericAlias
 from typing import Any
 
 import numpy as np
@@ -467,7 +468,7 @@ def _rows_of_all_sites(manager: ParameterManager, weights: list[ManagedWeight]) 
     """Sum the gradients of managed rows over the sites; return one matrix per weight, of shape (rows, width)."""
     own = [weight.rows_of_gradient() for weight in weights]
     lengths = tuple(keys.numel() for keys, _ in own)
-    every, kind = manager.transport.gather_present(lengths), tuple[(int,) * len(own)]  # type: ignore[misc]
+    every, kind = manager.transport.gather_present(lengths), GenericAlias(tuple, (int,) * len(own))
     counts = [*checked(every, kind, "list of counts", manager.transport, list).values()]
     found = []
     for number, (keys, rows) in enumerate(own):

@@ -237,11 +237,8 @@ def load_shards(model: AdaModel, folder: str | Path, optimizer: Optimizer, stamp
         return {name: read_shard(folder, name, index) for name in mine}
 
     shards = on_all_sites(model, read, f"checkpoint {folder} cannot be read", own=True)
-    counts = manager.gather_objects(
-        {name: sum(shard[name]["keys"].numel() for shard in shards.values()) for name in index["tables"]},
-        dict[str, int],
-        "list of counts",
-    )
+    own = {name: sum(shard[name]["keys"].numel() for shard in shards.values()) for name in index["tables"]}
+    counts = manager.gather_objects(own, dict[str, int], "list of counts")
     for name, table in index["tables"].items():
         if (rows := sum(count.get(name, 0) for count in counts)) != table["rows"]:
             raise ValueError(f"checkpoint {folder} holds {rows} rows of {name}, of {table['rows']}")

@@ -3,10 +3,12 @@
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import support
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from dadplug.runners import loaders, patches
 from torch import nn
 
@@ -51,6 +53,7 @@ class Report:
         ({"a": None}, dict[str, int], False),
         ({"a": None}, dict[str, Any], True),
         (torch.zeros(2), torch.Tensor, True),
+        ([np.zeros(2)], list[NDArray[np.int8]], True),
         (Report({"a": Pair("x", None)}, 1), Report, True),
         (Report({"a": Pair("x", [None])}, 1), Report, False),
         (Report({"a": ("x", None)}, 1), Report, False),
