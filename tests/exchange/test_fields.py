@@ -8,8 +8,8 @@ import pytest
 import support
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from dadplug.runners import loaders, patches
+from numpy.typing import NDArray
 from torch import nn
 
 import dadplug
