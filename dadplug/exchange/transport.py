@@ -146,12 +146,14 @@ class Requirements(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
         skips: whether a late site misses a step, and is not waited for.
         patience_percent: time after which a site is late, in hundredths of the median step; 0: so many milliseconds as
             `timeout_ms` after the first site.
+        provisional: whether they hold only until a site states others, in a run that may start without all sites.
     """
 
     min_sites: Count
     timeout_ms: Milliseconds
     skips: bool = False
     patience_percent: Count = 300
+    provisional: bool = False
 
     @classmethod
     def of(

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from ..exchange import DEFAULT_TIMEOUT, rendezvous
+from ..support.refusals import refuse
 
 
 def connect(
@@ -16,6 +17,8 @@ def connect(
     kit: str | Path | None = None,
     backend: str | None = None,
     timeout: float = DEFAULT_TIMEOUT,
+    start_sites: int | None = None,
+    start_after: float | None = None,
 ) -> None:
     """Join the other sites: start the default process group of torch.distributed.
 
@@ -36,6 +39,9 @@ def connect(
         kit: folder of this site's kit, in place of the three above, see ``python -m dadplug provision``.
         backend: ``"gloo"`` (CPU, and GPUs across sites), ``"nccl"`` (GPUs in one place); chosen by device if None.
         timeout: seconds to wait for all sites.
+        start_sites: with a kit: number of sites with which training may start; the others join when they connect. The
+            reduction needs ``min_sites``, of this number at most. All sites state the same. None: all sites.
+        start_after: with ``start_sites``: seconds for which so many sites wait for the others, 60 by default.
 
     Raises:
         ValueError: if an argument is out of its range or missing, does not go with the others, or contradicts an
@@ -45,6 +51,10 @@ def connect(
         SiteError: if a site does not come in time, two claim one rank, the port is taken, or the hub cannot be reached.
         MismatchError: if the sites run different versions of dadplug.
     """
+    refuse(
+        (start_sites is not None and kit is None, "start_sites needs a hub: dadplug.connect(kit=..., start_sites=...)"),
+        (start_after is not None and start_sites is None, "start_after needs start_sites, the number of sites"),
+    )
     if kit is None:
         if dist_url is not None and (runtime := sys.modules.get(f"{__package__}.site.runtime")) is not None:
             runtime.check_not_connected()
@@ -53,4 +63,4 @@ def connect(
     from ..support import jit  # noqa: F401  # numba takes seconds to load, in which a connected site would be silent
     from .site.runtime import connect_by_kit
 
-    connect_by_kit(kit, rank, num_nodes, dist_url, backend, timeout)
+    connect_by_kit(kit, rank, num_nodes, dist_url, backend, timeout, start_sites, start_after)

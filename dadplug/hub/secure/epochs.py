@@ -503,11 +503,12 @@ class LinkSealing:
         """Beginning of the digest of rounds at all sites that start together; unknown to the hub if sealed."""
         return (derive(self.keys.group, "rounds") if self.keys is not None else bytes(DIGEST_BYTES))[:DIGEST_BYTES]
 
-    def negotiate(self, kit: Kit, swap: Swap) -> None:
-        """Agree on keys with all other sites.
+    def negotiate(self, kit: Kit, slots: Sequence[int], swap: Swap) -> None:
+        """Agree on keys with the other sites with which a run starts.
 
         Args:
             kit: kit of this site.
+            slots: slots of all of them, this one included.
             swap: function of the number of an exchange, this site's message and the size of each of the others', which
                 sends it to all others and returns theirs by slot.
 
@@ -515,7 +516,7 @@ class LinkSealing:
             KitError: if this site's certificate is not valid.
             SealingError: if a message of another site was altered, or the site may not take part.
         """
-        agreement = Agreement(kit)
+        agreement = Agreement(kit, slots)
         offers = swap(AGREEMENT, agreement.offer, OFFER_BYTES)
         shares = swap(AGREEMENT | 1, agreement.share(offers), agreement.share_bytes)
         confirmation = agreement.confirmation(shares)

@@ -17,12 +17,15 @@ A participant that goes before, or is skipped, counts as a site with 0 samples; 
 **Order.** The hub has to send all sites the same sequence of frames and announcements. A site that learns of a drop has
 therefore seen exactly the frames of the lost site that all others have seen.
 
-**Joining.** Training starts once all sites are connected. A site that connects later takes part in the open step: it is
-sent the frames of this step so far, and a member sends it its state. Parameters do not change while a step is open,
-hence any member can send the state of the last closed step until the open one closes; if it goes meanwhile, another one
-does. A member that has ended the open step can answer at once: one such is asked if nothing arrives from the first one
-for half of `site_timeout`, and the next one after twice that time. Others wait for the state to arrive also with
-late="skip": a joiner that never caught up would join for ever.
+**Start.** Training starts once all sites are connected. By `StartTerms` it starts without some of them, once enough
+have been connected for a time; the others join as those that return.
+
+**Joining.** A site that connects after the start takes part in the open step: it is sent the frames of this step so
+far, and a member sends it its state. Parameters do not change while a step is open, hence any member can send the state
+of the last closed step until the open one closes; if it goes meanwhile, another one does. A member that has ended the
+open step can answer at once: one such is asked if nothing arrives from the first one for half of `site_timeout`, and
+the next one after twice that time. Others wait for the state to arrive also with late="skip": a joiner that never
+caught up would join for ever.
 
 **Late sites.** With late="skip", a training step closes without a member that has not ended it after `patience` times
 the median step, or, with a patience of 0, `site_timeout` after the first member has ended it. That member ends the step
@@ -40,12 +43,14 @@ closed step, training pauses and `Pause` says for whom it waits.
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections import deque
 from collections.abc import Sequence
 from enum import Enum
 
 from ..wire.messages import (
+    ALL_SITES,
     Accept,
     Action,
     Close,
@@ -125,6 +130,7 @@ class Membership:
         life: number of the history that closed steps belong to.
         step: the last closed step.
         started: whether training has started.
+        start: when it may start without all sites.
         round: kind of the open step, as those that have ended it say.
 
     Raises:
@@ -136,6 +142,8 @@ class Membership:
         self.replace_rules(rules)
         self.life, self.step = life, 0
         self.started = False
+        self.start = ALL_SITES
+        self._enough_since: float | None = None  # when so many sites as may start were connected; None: they are not
         self.round = RoundKind.FIRST
         self._began = self._first_end = now  # of the open step: its beginning, and its first END of a member
         self._regular = True  # whether its time counts, since its participants have not changed and none was late
@@ -202,8 +210,6 @@ class Membership:
         else:
             self._sites[slot].phase = Phase.WAITING
             self._actions.append(Accept(slot, None, False))
-            if not self._in_phase(Phase.ABSENT):
-                self._start(now)
         return self._advance(now)
 
     def go_on(self, step: int, slots: Sequence[int], now: float) -> list[Action]:
@@ -304,6 +310,8 @@ class Membership:
 
     def _advance(self, now: float) -> list[Action]:
         """Close and pause as far as possible, and return the actions."""
+        if not self.started and self._may_start(now):
+            self._start(now)
         if self.started:
             self._assign_donors(now)
             self._try_close(now)
@@ -312,11 +320,24 @@ class Membership:
         self._actions.clear()
         return actions
 
+    def _may_start(self, now: float) -> bool:
+        """Return whether all sites are connected, or enough have been for so long as they wait for the others."""
+        here = len(self._in_phase(Phase.WAITING))
+        if here == len(self._sites):
+            return True
+        if not self.start.sites or here < self.start.sites:
+            self._enough_since = None
+            return False
+        self._enough_since = now if self._enough_since is None else self._enough_since
+        return now >= self._enough_since + self.start.seconds
+
     def _start(self, now: float) -> None:
-        """Start training: all sites are connected."""
+        """Start training with the sites that are connected."""
         self.started = True
-        self._actions.append(Start(self.position))
-        for slot in range(len(self._sites)):
+        if self.start.sites:  # until the sites state what they require
+            self._rules = dataclasses.replace(self._rules, min_sites=1)
+        self._actions.append(Start(self.position, tuple(self._in_phase(Phase.ABSENT))))
+        for slot in self._in_phase(Phase.WAITING):
             self._join(slot, Phase.MEMBER, now)
         self._began = now
         self._regular = True
@@ -437,11 +458,20 @@ class Membership:
         site = self._sites[slot]
         return site.donor is not None and now >= site.entered + _LONG_STATE
 
+    @property
+    def _start_in_words(self) -> str:
+        """When training starts without the sites that are waited for; empty if only with all."""
+        if not self.start.sites:
+            return ""
+        if self._enough_since is None:
+            return f"; {self.start.sites} sites are enough to start"
+        return f"; training starts without them {self.start.seconds:g} s after {self.start.sites} sites were connected"
+
     def _announce_pause(self, now: float) -> None:
         absent, count = tuple(self._in_phase(Phase.ABSENT)), len(self.participants)
         pause, waiting = None, f"waiting for {', '.join(self._sites[slot].name for slot in absent)}"
         if not self.started:
-            pause = Pause(absent, waiting)
+            pause = Pause(absent, waiting + self._start_in_words)
         elif not self._enough(self.participants):
             here = f"{count} {'is' if count == 1 else 'are'} connected"
             pause = Pause(absent, f"{self._rules.min_sites} sites are needed and {here}: {waiting}")

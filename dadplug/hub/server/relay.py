@@ -47,13 +47,12 @@ from ..wire.messages import (
     Welcome,
     pack_control,
     read_control,
-    wire_of,
 )
 from ..wire.streams import HUB_SLOT, SendQueue
 from .journal import Journal
 from .membership import Phase
 from .run import Outage, Recovery, Run
-from .session import FULL_BYTES, HubStreams, Received, Session, check_hello
+from .session import FULL_BYTES, HubStreams, Received, Session, check_hello, check_release, check_start
 from .store import Store
 
 GRACE = 5.0  # seconds
@@ -193,14 +192,22 @@ class Relay:
             self._recovery = Recovery(self.run, self.sessions, self.journal, now)
         later = session.sites != len(self.run.names)
         session.waits = later or self._recovery is not None or membership.started
+        self._fit_start(session)
         # Sites that start together compare their versions themselves.
         if session.waits and not session.recovers and not self.run.ending:
-            for other in self._training():
-                if wire_of(other.release) != wire_of(session.release):
-                    raise RefusedError(
-                        f"this site has dadplug {session.release}, and {other.name}, which trains already, "
-                        f"{other.release}: all sites need the same number after the slash"
-                    )
+            check_release(session, self._training())
+
+    def _is_later(self, session: Session) -> bool:
+        """Return whether a session of training waits for the next run."""
+        return session.waits and (self.run.ending or session.sites != len(self.run.names))
+
+    def _fit_start(self, session: Session) -> None:
+        """Take when a new session lets its run start; raise RefusedError if other sites of the run state otherwise."""
+        later = self._is_later(session)
+        peers = [each for each in self._of("training") if self._is_later(each) == later]
+        check_start(session, peers)
+        if not (later or peers or self.run.membership.started):
+            self.run.membership.start = session.start
 
     def _announce_wait(self, session: Session) -> None:
         """Tell a site that it is to join, or to wait for the next run; it knows that by itself during a recovery."""
@@ -560,7 +567,7 @@ class Relay:
                 if self._recovery is not None:
                     self._recovery.report(session, message)
                     self._recover(now)
-            case Requirements() if trains:
+            case Requirements(provisional=False) if trains:
                 session.ready = True
                 if self.run.membership.started:
                     self.run.require(message)
@@ -642,7 +649,9 @@ class Relay:
                     for _, frame in run.round.frames:
                         self.sessions["training", action.slot].send(frame)
                 case Start():
-                    self.journal.write(f"training starts after step {action.position.step}")
+                    absent = ", ".join(run.names[slot] for slot in action.absent)
+                    without = f" without {absent}" if absent else ""
+                    self.journal.write(f"training starts after step {action.position.step}{without}")
                 case Pause():
                     self.journal.write(f"{'paused' if run.membership.started else 'idle'}: {action.reason}")
                 case Resume():
@@ -704,8 +713,12 @@ class Relay:
         self._replace_run(max(waiting, default=len(self.run.names)), now)
         self._early.clear()
         self._store = Store()
-        for session in self._of("training"):
+        for number, session in enumerate(self._of("training")):
             session.waits = False
+            start = self.run.membership.start = self.run.membership.start if number else session.start
+            if session.start != start:  # it waited to join the last run, and others wait for this one
+                self._end(session, f"it states {session.start}, and other sites {start}", now)
+                continue
             self.journal.write(f"{session.name} has joined")
             self._act(self.run.membership.dial(session.slot, now), now)
 

@@ -60,6 +60,7 @@ from ..wire.messages import (
     Rules,
     RunReport,
     Skip,
+    Start,
     pack_control,
 )
 from ..wire.streams import PackedFrame, return_seconds
@@ -353,7 +354,7 @@ class Run:
         """
         if self._required is None:
             self._joined.clear()  # at the start
-        elif self._required != requirements:
+        elif not self._required.provisional and self._required != requirements:
             raise FrameError(f"it requires {requirements}, and another site {self._required}")
         try:
             rules = dataclasses.replace(
@@ -408,6 +409,8 @@ class Run:
         """Take an action of the membership."""
         self.missed.take(action, self._kind, self.round.nbytes)
         match action:
+            case Start() if self.membership.start.sites:
+                self.require(Requirements(1, round(1e3 * self.rules.site_timeout), provisional=True))
             case Close():
                 self.round = OpenRound()
                 self._joined.clear()

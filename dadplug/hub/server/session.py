@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from ...errors import FrameError, RefusedError
 from ..check import CheckHandler
 from ..secure.sealing import OPEN_BYTES
-from ..wire.messages import HEAD_BYTES, OLDEST_VERSION, VERSION, Head, Hello, Kind, Welcome, pack_control
+from ..wire.messages import HEAD_BYTES, OLDEST_VERSION, VERSION, Head, Hello, Kind, Welcome, pack_control, wire_of
 from ..wire.streams import HUB_SLOT, NumberedStream, PackedFrame, PeerStream, Stream, Tag
 
 FULL_BYTES = 8 << 20  # unsent bytes of a queue at which those who fill it are no longer read
@@ -66,6 +66,7 @@ class Session(NumberedStream):
         serial: serial number of its certificate.
         release: version of dadplug at the site, see `dadplug.hub.wire.messages.own_release`.
         sites: number of sites that it knows, with which it can train.
+        start: when its run may start without all sites, as it states.
         world_size: number of sites of the project.
         check: the hub's part in a check of the site, on the channel for it.
         expires: end of its certificate, once it is known.
@@ -97,7 +98,7 @@ class Session(NumberedStream):
         self.requests: set[int] = set()
         self.reached = 0
         self.recovers = hello.channel == "training" and hello.position.life > 0
-        self.sites = hello.sites
+        self.sites, self.start = hello.sites, hello.start
         self.expires: datetime | None = None
         self.due = self.full = False
         self.created = self.heard = self.progressed = now
@@ -276,6 +277,35 @@ def check_hello(hello: Hello) -> None:
         )
     if hello.channel not in _ALLOWED:
         raise RefusedError(f"unknown channel {hello.channel!r}")
+
+
+def check_release(session: Session, peers: Sequence[Session]) -> None:
+    """Raise RefusedError if a site that joins has a release which cannot train with those of others that train."""
+    for other in peers:
+        if wire_of(other.release) != wire_of(session.release):
+            raise RefusedError(
+                f"this site has dadplug {session.release}, and {other.name}, which trains already, "
+                f"{other.release}: all sites need the same number after the slash"
+            )
+
+
+def check_start(session: Session, peers: Sequence[Session]) -> None:
+    """Compare when a site lets its run start with what the other sites of the run state.
+
+    Args:
+        session: the site.
+        peers: the others.
+
+    Raises:
+        RefusedError: if it differs, or does not fit the roster.
+    """
+    if session.start.sites > session.sites:
+        raise RefusedError(f"{session.start}, but the roster has {session.sites} sites")
+    for other in peers:
+        if other.start != session.start:
+            raise RefusedError(
+                f"{session.name} states {session.start}, and {other.name} {other.start}: all sites need the same"
+            )
 
 
 _MOST_STREAMS = 32  # of a site

@@ -40,6 +40,7 @@ from ..pki.proxies import target
 from ..secure import tls
 from ..secure.secure_socket import LocalDoor, SecureSocket, open_door, site_bucket
 from ..wire.messages import (
+    ALL_SITES,
     FRESH,
     VERSION,
     Head,
@@ -144,6 +145,7 @@ class HubConnection(ABC):
     batch_seconds = 0.001  # between two reads of the thread, so that it does not wake up for each packet
     pauses = False  # whether the hub lets all sites wait, so that no time counts
     outlasts_outages = False  # whether no time counts while the hub is away
+    start_terms = ALL_SITES  # when the run may start without all sites
 
     def __init__(self, kit: Kit, channel: str, address: tuple[str, int] | None = None) -> None:
         self.kit = kit
@@ -491,6 +493,7 @@ class HubConnection(ABC):
             received=self._frames.received,
             release=own_release(),
             sites=self.world_size,
+            start=self.start_terms,
         )
         try:
             connection = tls.dial(self.kit, seconds, self.address, self._turn)

@@ -23,6 +23,7 @@ from ...support.logs import get_logger
 from ..pki.kits import Kit
 from ..secure.epochs import AGREEMENT, LinkSealing
 from ..wire.messages import (
+    ALL_SITES,
     FRESH,
     SHORT_PIECE_BYTES,
     Accept,
@@ -41,6 +42,7 @@ from ..wire.messages import (
     RunReport,
     SendState,
     Start,
+    StartTerms,
     pack_control,
 )
 from ..wire.streams import return_seconds
@@ -52,6 +54,7 @@ from .rounds import RoundClient
 _NOTICE_SECONDS = 5.0  # after which a site prints for which sites it waits
 _log = get_logger(__name__)
 _ENDED = "its program has ended"
+NEVER_CONNECTED = "it has never connected"
 
 
 class HubLink(HubConnection):
@@ -70,12 +73,14 @@ class HubLink(HubConnection):
         rounds: rounds of the link.
     """
 
-    def __init__(self, kit: Kit, address: tuple[str, int] | None = None) -> None:
+    def __init__(self, kit: Kit, address: tuple[str, int] | None = None, start: StartTerms = ALL_SITES) -> None:
         super().__init__(kit, "training", address)
+        self.start_terms = start
         self.step = 1
         self.gone: dict[int, str] = {}
         self.inbox = Inbox(self.names, self.rank)
         self._started = False
+        self._first_sites: list[int] = []  # with which the run has started
         self._continuation = Continuation()
         self.sealing = LinkSealing(kit, self.names)
         if self.sealing.required:
@@ -93,13 +98,20 @@ class HubLink(HubConnection):
             self._frames.payload_bytes = SHORT_PIECE_BYTES
 
     @classmethod
-    def open(cls, kit: Kit, timeout: float = DEFAULT_TIMEOUT, address: tuple[str, int] | None = None) -> HubLink:
-        """Connect to the hub, and wait until training starts, for which all sites have to be there.
+    def open(
+        cls,
+        kit: Kit,
+        timeout: float = DEFAULT_TIMEOUT,
+        address: tuple[str, int] | None = None,
+        start: StartTerms = ALL_SITES,
+    ) -> HubLink:
+        """Connect to the hub, and wait until training starts.
 
         Args:
             kit: kit of this site.
             timeout: seconds for all of it.
             address: host and port of the hub; None for those of the kit.
+            start: when it may start without all sites.
 
         Raises:
             KitError: if the kit's certificate is not valid at present.
@@ -109,12 +121,12 @@ class HubLink(HubConnection):
         """
         kit.check_dates()
         deadline = Deadline(timeout)
-        link = cls(kit, address)
+        link = cls(kit, address, start)
         try:
             link.start(timeout)
             link._wait_for_start(deadline, timeout)
             if link.sealing.required and not link.rounds.joins:
-                link.sealing.negotiate(kit, partial(link._swap, timeout))
+                link.sealing.negotiate(kit, link._first_sites, partial(link._swap, timeout))
             add_announcer(link._announce)
         except BaseException:
             link.close(0.2)
@@ -122,15 +134,16 @@ class HubLink(HubConnection):
         return link
 
     def _wait_for_start(self, deadline: Deadline, timeout: float) -> None:
+        since = time.strftime("%H:%M:%S")
         while not self.converse(lambda: int(not self._started), min(_NOTICE_SECONDS, deadline.left)):
             state = self.hub_state or self._pause or f"{self.hub} has not said for whom it waits"
             if deadline.over:
                 raise SiteError(f"training has not started within {timeout:g} s: {state}")
-            print(f"dadplug: {state}", file=sys.stderr, flush=True)
+            print(f"dadplug: since {since}: {state}", file=sys.stderr, flush=True)
 
     def _swap(self, timeout: float, exchange: int, own: bytes, nbytes: int) -> dict[int, bytes]:
-        """Send a message to all other sites, and return theirs by slot."""
-        found = {slot: bytearray(nbytes) for slot in range(self.world_size) if slot != self.rank}
+        """Send a message to all other sites with which the run starts, and return theirs by slot."""
+        found = {slot: bytearray(nbytes) for slot in self._first_sites if slot != self.rank}
         incoming = [self.expect(slot, exchange, memoryview(buffer)) for slot, buffer in found.items()]
         self.send(exchange, memoryview(own))
         self.wait(incoming, timeout)
@@ -209,6 +222,7 @@ class HubLink(HubConnection):
                 self.step = position.step + 1
                 self._begin(position)
                 self._set_pause("")
+                self._start_without(message.absent)
                 if rounds.joins or rounds.dropped:
                     self.fail(SiteError("the run that this site was to join has ended"))
             case Pause(reason=reason):
@@ -223,8 +237,8 @@ class HubLink(HubConnection):
                 for pair in opened:
                     self._take_opened(*pair)
             case Join(slot=slot):
-                self._troubles.end(slot, f"{self.name(slot)} is back")
-                self.gone.pop(slot, None)
+                is_new = self.gone.pop(slot, "") == NEVER_CONNECTED
+                self._troubles.end(slot, f"{self.name(slot)} {'has joined' if is_new else 'is back'}")
                 rounds.joined.add(slot)
                 if slot != self.rank:
                     self._post_all(self.sealing.join(slot, message.step))
@@ -247,6 +261,13 @@ class HubLink(HubConnection):
                     self._frames.send(frame)
             case Continue():
                 self._frames.release(self._continuation.go_on(message))
+
+    def _start_without(self, absent: Sequence[int]) -> None:
+        """Take the sites without which training starts."""
+        self._first_sites = [slot for slot in range(self.world_size) if slot not in absent]
+        self.gone.update(dict.fromkeys(absent, NEVER_CONNECTED))
+        for slot in absent:
+            self._troubles.begin(slot, f"training goes on without {self.name(slot)}, which has never connected")
 
     def _set_pause(self, reason: str) -> None:
         """Record why the hub lets all sites wait; empty where it does not any more."""

@@ -72,7 +72,7 @@ class RoundClient:
         self._fresh = False  # whether this site has joined and not ended a round since
 
     def begin(self, requirements: Requirements) -> None:
-        """Begin rounds; all sites call it with the same requirements."""
+        """Begin rounds; all sites call it with the same requirements. The hub gets those that are not provisional."""
         link = self._link
         with link.lock:
             if not self.elastic and not self.joins:
@@ -83,8 +83,9 @@ class RoundClient:
             link._continuation.kept.limit = None
             link.wait_for_hub(ELASTIC_HUB_TIMEOUT, unless_known=True)
             link.check()
-            self._ask()
-            link._flush_or_disconnect()
+            if not requirements.provisional:
+                self._ask()
+                link._flush_or_disconnect()
 
     def _ask(self) -> None:
         """State the requirements and, where this site is to join, that it can. To be called with the link's lock held.

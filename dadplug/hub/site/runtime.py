@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -18,18 +19,21 @@ from ...exchange.status import describe, watch_exit
 from ...exchange.traffic import Traffic
 from ...exchange.transport import Nodes, Requirements, Transport
 from ...support.logs import get_logger
-from ...support.signature import check_seconds
+from ...support.refusals import refuse
+from ...support.signature import check_seconds, number, whole_number
 from .. import connections, current_connection
 from .. import torch as process_group
 from ..pki.kits import Kit
 from ..pki.project import KitRestrictions
 from ..pki.proxies import target
 from ..torch import BACKEND, Collectives, HubGroup, HubStore
-from ..wire.messages import own_release, wire_of
-from .link import HubLink
+from ..wire.messages import ALL_SITES, StartTerms, own_release, wire_of
+from .link import NEVER_CONNECTED, HubLink
 from .processes import LocalPlace, LocalSite, SiteMembers, SiteTransport
 from .transport import ElasticTransport, HubSites, HubTransport, TrainerTransport
 
+PROVISIONAL = Requirements(1, 10_000, provisional=True)  # at the set-up of a run that may start without all sites
+START_AFTER = 60.0  # seconds, where only start_sites is given
 _ERRORS = {each.__name__: each for each in (KitError, MismatchError, RefusedError, SealingError)}  # of the leader
 
 
@@ -40,6 +44,7 @@ class SiteRuntime:
         kit: kit of this site.
         timeout: seconds to wait for all sites, and for messages of the process group.
         place: place of this process among those of its site; None if it is the only one.
+        start: when the run may start without all sites.
 
     Attributes:
         kit: kit of this site.
@@ -50,8 +55,9 @@ class SiteRuntime:
         MismatchError: see `connect`.
     """
 
-    def __init__(self, kit: Kit, timeout: float, place: LocalPlace | None) -> None:
+    def __init__(self, kit: Kit, timeout: float, place: LocalPlace | None, start: StartTerms = ALL_SITES) -> None:
         self.kit = kit
+        self.start = start
         self.nodes: Nodes | None = None
         self._link: HubLink | None = None
         self._store: HubStore | None = None
@@ -106,26 +112,28 @@ class SiteRuntime:
             count: number of processes of this site.
             timeout: seconds to wait for all sites.
         """
-        self._link = HubLink.open(self.kit, timeout=timeout)
-        self._hub = HubTransport(self._link, Traffic(), timeout)
-        if not self._link.rounds.joins:
+        link = self._link = HubLink.open(self.kit, timeout=timeout, start=self.start)
+        if self.start.sites and not link.rounds.joins:  # sites may leave from now on
+            self._hub = ElasticTransport(link, Traffic(), timeout, PROVISIONAL)
+        else:
+            self._hub = HubTransport(link, Traffic(), timeout)
+        if not link.rounds.joins:
             return self._exchange_counts(count)
         if count > 1:
             raise SiteError(
                 "the other sites train with min_sites, which goes with one process at each site: start one here"
             )
-        return [1] * self._link.world_size
+        return [1] * link.world_size
 
     def _exchange_counts(self, count: int) -> list[int]:
         assert self._hub is not None
         own = own_release()
         every = self._hub.gather_present((own, count))
         every = checked(every, tuple[str, int], "version", self._hub, lambda each: each[1:])
-        versions, counts = zip(*every.values(), strict=True)
-        if any(wire_of(version) != wire_of(own) for version in versions):
-            pairs = ", ".join(f"{self.link.name(slot)} {version}" for slot, version in enumerate(versions))
+        if any(wire_of(version) != wire_of(own) for version, _ in every.values()):
+            pairs = ", ".join(f"{self.link.name(slot)} {version}" for slot, (version, _) in every.items())
             raise MismatchError(f"the sites run different versions of dadplug: {pairs}")
-        return list(counts)
+        return [every[slot][1] if slot in every else 1 for slot in range(self.link.world_size)]
 
     def meet_processes(self, count: int, port: int, timeout: float) -> None:
         """Agree with all other processes on their number, before a trainer begins; all must call it together.
@@ -142,6 +150,7 @@ class SiteRuntime:
             SiteError: if a process or a site does not come in time.
             ValueError: if this site has another number of processes already.
         """
+        self._check_start(None)
         if self._late:
             self._late = False
             return
@@ -198,7 +207,7 @@ class SiteRuntime:
     @property
     def is_lost(self) -> bool:
         """Whether the connection is closed, or a site or a process of this one is lost."""
-        if self._link is not None and (self._link.closed or self._link.gone):
+        if self._link is not None and (self._link.closed or {*self._link.gone.values()} - {NEVER_CONNECTED}):
             return True
         return self._local is not None and self._local.processes.found_lost() is not None
 
@@ -221,6 +230,19 @@ class SiteRuntime:
         open_transport = partial(self._open_site_transport, Traffic(), seconds)
         return Collectives(open_transport, ranks, rank, world_size, seconds, self.kit.policy)
 
+    def _check_start(self, requirements: Requirements | None) -> None:
+        """Raise ValueError if a run that may start without all sites requires all, or more than it may start with."""
+        if self.start.sites and requirements is None:
+            raise ValueError(
+                f"start_sites needs min_sites: this run may start with {self.start.sites} sites, so give min_sites=, "
+                f"{self.start.sites} at most, where training is set up, or leave start_sites out of dadplug.connect()"
+            )
+        if requirements is not None and 0 < self.start.sites < requirements.min_sites:
+            raise ValueError(
+                f"min_sites={requirements.min_sites} exceeds start_sites={self.start.sites}, with which the run may "
+                "start: raise start_sites, or lower min_sites"
+            )
+
     def open_transport(
         self,
         group: dist.ProcessGroup,
@@ -230,6 +252,7 @@ class SiteRuntime:
         for_trainer: bool,
     ) -> Transport:
         """Open a transport; see `dadplug.exchange.factory.open_transport`."""
+        self._check_start(requirements)
         if self.nodes is not None:
             if requirements is not None:
                 counts = zip(self.kit.roster.sites, map(len, self.nodes.members), strict=True)
@@ -295,20 +318,51 @@ def check_not_connected() -> None:
         )
 
 
+def _start_terms(kit: Kit, start_sites: int | None, start_after: float | None, timeout: float) -> StartTerms:
+    """Return when the run may start without all sites; raise ValueError if that is out of its range."""
+    if start_sites is None:
+        return ALL_SITES
+    whole_number(1)("start_sites", start_sites)
+    after = START_AFTER if start_after is None else start_after
+    number("a number of seconds of at least 0", lambda seconds: 0 <= seconds < math.inf)("start_after", after)
+    sites, place = kit.roster.sites, LocalPlace.find(os.environ)
+    refuse(
+        (start_sites > len(sites), f"start_sites={start_sites}, but the roster has {len(sites)}: {', '.join(sites)}"),
+        (
+            after >= timeout,
+            f"start_after={after:g} s is not below timeout={timeout:g} s, for which a site waits for the start: give a "
+            "larger timeout",
+        ),
+        (
+            place is not None and place.processes > 1,
+            "start_sites goes with one process at each site, as min_sites: start one, or leave start_sites out",
+        ),
+    )
+    return StartTerms(start_sites, round(1e3 * after))
+
+
 def connect_by_kit(
-    kit: str | Path, rank: int | None, num_nodes: int | None, dist_url: str | None, backend: str | None, timeout: float
+    kit: str | Path,
+    rank: int | None,
+    num_nodes: int | None,
+    dist_url: str | None,
+    backend: str | None,
+    timeout: float,
+    start_sites: int | None = None,
+    start_after: float | None = None,
 ) -> None:
     """Connect this site to the hub of a kit; see `dadplug.connect`."""
     check_seconds("timeout", timeout)
     loaded = load_site_kit(kit, rank=rank, num_nodes=num_nodes, dist_url=dist_url, backend=backend)
+    start = _start_terms(loaded, start_sites, start_after, timeout)
     if dist.is_initialized():
-        if _is_connected(loaded):
+        if _is_connected(loaded, start):
             return
         dist.destroy_process_group()
     while (connection := current_connection()) is not None:  # of an earlier run
         connection.close_transports()
     try:
-        SiteRuntime(loaded, timeout, LocalPlace.find(os.environ))
+        SiteRuntime(loaded, timeout, LocalPlace.find(os.environ), start)
     except SiteError as error:  # of the hub or the way to it, so that a traceback of dadplug would not help
         _log.debug("this site is not connected", exc_info=error)
         raise error.with_traceback(None) from None
@@ -342,8 +396,12 @@ def load_site_kit(folder: str | Path, **places: object) -> Kit:
     return kit
 
 
-def _is_connected(kit: Kit) -> bool:
+def _is_connected(kit: Kit, start: StartTerms) -> bool:
     """Return whether this process is connected by a kit, and none of its sites is lost.
+
+    Args:
+        kit: the kit.
+        start: what this call states on the start.
 
     Raises:
         ValueError: if this process is connected otherwise.
@@ -353,4 +411,6 @@ def _is_connected(kit: Kit) -> bool:
         raise ValueError("this process has a process group already, whose messages do not go over the kit's hub")
     if connection.kit.certificate != kit.certificate:
         raise ValueError(f"this process is connected by the kit {connection.kit.folder} already")
+    if start.sites and start != connection.start and not connection.is_lost:
+        raise ValueError(f"{start}, but this process is connected already, with {connection.start}")
     return not connection.is_lost

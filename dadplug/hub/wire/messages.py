@@ -212,6 +212,29 @@ class Position(NamedTuple):
 FRESH = Position(0, 0)
 
 
+class StartTerms(NamedTuple):
+    """When a run may start without all sites, the same at all of them.
+
+    Attributes:
+        sites: number of sites with which it may start; 0: only with all.
+        after_ms: milliseconds for which so many sites wait for the others.
+    """
+
+    sites: Count = 0
+    after_ms: Milliseconds = 0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds for which so many sites wait for the others."""
+        return self.after_ms / 1e3
+
+    def __str__(self) -> str:
+        return f"start_sites={self.sites}, start_after={self.seconds:g}" if self.sites else "no start_sites"
+
+
+ALL_SITES = StartTerms()
+
+
 class RoundKind(IntEnum):
     """Kind of a step of the hub, which is one round of exchanges.
 
@@ -297,16 +320,18 @@ class Refuse(Message, frozen=True, forbid_unknown_fields=False):
 
 
 class Start(Message, frozen=True):
-    """Announce that training starts, with all sites.
+    """Announce that training starts.
 
     Every start begins a new life, with a number never used before: steps with equal numbers in different lives are
     different steps.
 
     Attributes:
         position: the position that training starts from.
+        absent: slots of the sites that it starts without.
     """
 
     position: Position
+    absent: Slots = ()
 
 
 class Join(Message, frozen=True):
@@ -484,6 +509,7 @@ class Hello(Message, frozen=True, forbid_unknown_fields=False):
         place: name of the Unix socket at which the site waits for a hub in the same machine; empty without one.
         secret: what that hub has to send there first.
         sites: number of sites that the site knows; 0 for all of the hub's roster.
+        start: when the run may start without all sites.
     """
 
     version: Count
@@ -496,6 +522,7 @@ class Hello(Message, frozen=True, forbid_unknown_fields=False):
     place: Text = ""
     secret: Text = ""
     sites: Count = 0
+    start: StartTerms = ALL_SITES
 
 
 class Welcome(Message, frozen=True):
@@ -596,7 +623,9 @@ _DECODER: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
     | Spent
     | Requirements
 )
-_SLOTS = {"slot", "donor", "joiner", "contributors", "waiting_for", "joined", "gone"}  # fields with numbers of sites
+_SLOTS = {  # fields with numbers of sites
+    *("slot", "donor", "joiner", "contributors", "waiting_for", "joined", "gone", "absent"),
+}
 
 
 def own_release() -> str:
