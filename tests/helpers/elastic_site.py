@@ -54,6 +54,8 @@ class Case:
             before that of its second round, "donates" when it is asked for its state, "sends" with a part of it on the
             way, "stops" in the same place, where the process is stopped, "joins" when it has received one;
             "restores" likewise, where it writes the file "restored", and goes on once there is one "goes on";
+            "set-up" after it has connected, where it writes the file "restored", and goes on once there is one "goes
+            on", or is killed where `leave` is 0;
             "hesitates" when it is asked for its state: it does not end, but is held up for 20 s; "raise" for an error
             before the forward pass.
         idle: steps in which the site calls `idle`.
@@ -90,6 +92,8 @@ class Case:
         exact: whether the model is in double precision, with layers that are large enough to be compressed; the lines
             have gradients then.
         rank: option of the reduction then; the default leaves nothing out.
+        start: `start_sites` and `start_after` of the connection; empty for all sites.
+        shows: whether the lines have the parameters.
     """
 
     kit: str
@@ -128,6 +132,8 @@ class Case:
     merge: str = "all"
     exact: bool = False
     rank: int = 18
+    start: list[float] = field(default_factory=list)
+    shows: bool = False
 
 
 def make_model(exact: bool = False) -> nn.Module:
@@ -200,11 +206,16 @@ def die_inside(case: Case, current: Callable[[], int]) -> None:
         ElasticTransport.take_part = partialmethod(restore_slowly, Path(case.folder), ElasticTransport.take_part)
 
 
-def restore_slowly(transport: ElasticTransport, folder: Path, take_part: Callable[[ElasticTransport], bool]) -> bool:
-    """Wait for a file before this site confirms that it has a state."""
+def wait_for_file(folder: Path) -> None:
+    """Write the file "restored", and wait for another one."""
     (folder / "restored").touch()
     while not (folder / "goes on").exists():
         time.sleep(0.02)
+
+
+def restore_slowly(transport: ElasticTransport, folder: Path, take_part: Callable[[ElasticTransport], bool]) -> bool:
+    """Wait for a file before this site confirms that it has a state."""
+    wait_for_file(folder)
     return take_part(transport)
 
 
@@ -368,6 +379,8 @@ def line_of(case: Case, model: nn.Module, reduction: dadplug.GradientReduction) 
     step = reduction.step - 1  # that of the others, where this site has joined again
     digest = hashlib.sha256(values.numpy().tobytes()).hexdigest()[:16]
     line = {"step": step, "present": reduction.present_sites, "digest": digest, "time": time.monotonic()}
+    if case.shows:
+        line["parameters"] = values.tolist()
     if case.privacy or case.exact:
         gradient = torch.cat([each.grad.reshape(-1) for each in model.parameters()]).tolist()
         line |= {"gradient": gradient, "parameters": values.tolist()}
@@ -380,7 +393,11 @@ def train(case: Case) -> None:
     connection.HUB_TIMEOUT = case.gives_up
     if case.keeps:
         inbox.KeptFrames = partial(KeptFrames, case.keeps)
-    dadplug.connect(kit=case.kit, timeout=200)
+    dadplug.connect(kit=case.kit, timeout=200, **dict(zip(("start_sites", "start_after"), case.start)))
+    if case.how == "set-up":
+        wait_for_file(Path(case.folder))
+        if not case.leave:
+            die(case.how)
     if case.link:
         planner.measure_link = lambda transport: LinkCosts(*case.link)
     model = make_model(case.exact)

@@ -16,6 +16,7 @@ from dadplug.hub.wire.messages import (
     SendState,
     Skip,
     Start,
+    StartTerms,
 )
 
 LIFE = 7
@@ -85,6 +86,49 @@ def test_rules_have_to_fit_the_roster():
 
 
 # The start.
+
+
+def starting(sites, after_ms, count=5):
+    membership = hub(count, start=False)
+    membership.start = StartTerms(sites, after_ms)
+    return membership
+
+
+def test_training_starts_without_sites_that_do_not_come_in_time():
+    membership = starting(3, 60_000)
+    membership.dial(1, 0.0)
+    reason = "waiting for a, c, d; 3 sites are enough to start"
+    assert kinds(membership.dial(4, 10.0), Pause) == [Pause((0, 2, 3), reason)]
+    reason = "waiting for a, d; training starts without them 60 s after 3 sites were connected"
+    assert kinds(membership.dial(2, 20.0), Pause) == [Pause((0, 3), reason)]
+    assert not membership.tick(79.9)
+    assert membership.tick(80.0) == [
+        Start(Position(LIFE, 0), (0, 3)),
+        *(Join(slot, 1) for slot in (1, 2, 4)),
+        Resume(1),
+    ]
+    assert close_steps(membership, 2, 80.0) == 80.0
+    assert kinds(membership.dial(0, 90.0), Accept, SendState) == [
+        Accept(0, Position(LIFE, 2), True),
+        SendState(1, 0, 2, 1),
+    ]
+
+
+def test_the_time_begins_anew_where_too_few_sites_are_left():
+    membership = starting(2, 5000, count=3)
+    membership.dial(0, 0.0)
+    membership.dial(1, 0.0)
+    membership.close(0, "killed", 4.0)
+    membership.dial(0, 4.5)
+    assert not membership.tick(9.0)
+    assert kinds(membership.tick(9.5), Start) == [Start(Position(LIFE, 0), (2,))]
+
+
+def test_training_starts_at_once_with_all_sites_or_no_time():
+    membership = starting(2, 60_000, count=3)
+    started = [kinds(membership.dial(slot, 0.0), Start) for slot in range(3)]
+    assert started == [[], [], [Start(Position(LIFE, 0))]]
+    assert kinds(starting(1, 0).dial(3, 0.0), Start) == [Start(Position(LIFE, 0), (0, 1, 2, 4))]
 
 
 def test_training_starts_once_all_sites_are_here():

@@ -22,7 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from dadplug.hub.server.membership import Membership, Phase
 from dadplug.hub.server.run import orphaned
 from dadplug.hub.wire import messages as actions
-from dadplug.hub.wire.messages import FRESH, Position, RoundKind, Rules
+from dadplug.hub.wire.messages import FRESH, Position, RoundKind, Rules, StartTerms
 
 
 def kind_of(step: int) -> RoundKind:
@@ -137,8 +137,10 @@ class Histories(RuleBasedStateMachine):
         min_sites=st.integers(1, 4),
         late=st.sampled_from(["wait", "skip"]),
         rounds=st.integers(0, 7),
+        start=st.builds(StartTerms, st.integers(0, 4), st.sampled_from([0, 3000])),
     )
-    def begin(self, count, min_sites, late, rounds):
+    def begin(self, count, min_sites, late, rounds, start):
+        self.start = start._replace(sites=min(start.sites, count))
         self.rules_ = Rules(min(min_sites, count), late, 2.0, SITE_TIMEOUT, PROGRESS_TIMEOUT, max_lag=3)
         self.sites = [SimulatedSite(slot) for slot in range(count)]
         self.now = 0.0
@@ -153,6 +155,7 @@ class Histories(RuleBasedStateMachine):
         self.lives += 1
         names = [f"s{site.slot}" for site in self.sites]
         self.hub = Membership(names, self.rules_, 1000 * self.lives, self.now)
+        self.hub.start = self.start
         self.frames: list[tuple] = []  # of the open step
         self.routes: dict[int, int] = {}  # joiner: donor
         self.ended: dict[int, float] = {}  # END of the open step: when
@@ -189,6 +192,12 @@ class Histories(RuleBasedStateMachine):
 
     def do_start(self, action):
         assert action.position == self.hub.position
+        here = [site.slot for site in self.sites if site.connected]
+        assert sorted([*action.absent, *here]) == list(range(len(self.sites)))
+        if action.absent:
+            assert 0 < self.start.sites <= len(here)
+        if self.start.sites:  # until the sites require more
+            self.rules_ = replace(self.rules_, min_sites=1)
         self.starting, self.admits = True, False
         self.digests[action.position] = 0
         self.announce(action)

@@ -1,0 +1,138 @@
+"""Training that starts without some sites of the roster, which join later."""
+
+import pytest
+import torch
+from elastic_runs import ENDED, MortalHub, Run, idles, same_bits
+from elastic_site import batch, make_model
+from running_hub import TestSite, running_hub, until
+from torch import nn
+
+import dadplug
+from dadplug.hub.wire.messages import Start, StartTerms
+
+NAMES = "abcde"
+
+
+def alone(present: dict[int, list[int]], steps: int) -> list[float]:
+    """Train in one process, in float64, on the rows of the sites that are present; return the parameters."""
+    model = make_model().double()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for step in range(steps):
+        rows = [batch(slot, step) for slot in present[step]]
+        inputs, targets = (torch.cat(each) for each in zip(*rows))
+        optimizer.zero_grad()
+        nn.CrossEntropyLoss()(model(inputs.double()), targets).backward()
+        optimizer.step()
+    return torch.cat([each.detach().reshape(-1) for each in model.parameters()]).tolist()
+
+
+@pytest.mark.parametrize(("mode", "sealed"), [("dsgd", False), ("rankdad", True)])
+def test_a_run_starts_with_three_of_five_sites_and_the_others_join(tmp_path, mode, sealed):
+    hub = MortalHub(tmp_path / "hub", NAMES, sealed=sealed)
+    served = hub.start()
+    try:
+        run = Run(tmp_path, hub, mode=mode, min_sites=2, pause=0.02, start=[3, 0.5], shows=True)
+        run.start("bcd")
+        run.await_step("b", 2)
+        assert any("training starts after step 0 without a, e" in line for line in hub.log)
+        run.start("a")
+        run.await_step("a", 3)
+        run.start("e")
+        run.await_step("e", 3)
+        run.stop(name="b")
+        for name in "bcdea":
+            told = run.end(name)
+            assert ("training goes on without site 4 (e), which has never connected" in told) == (name in "bcd")
+    finally:
+        served.kill()
+    lines = run.lines("b")
+    present = {step: line["present"] for step, line in lines.items()}
+    assert present[0] == [1, 2, 3]
+    assert [0, 1, 2, 3] in present.values()
+    assert present[max(present)] == [0, 1, 2, 3, 4]
+    for name in "acde":
+        same_bits(lines, run.lines(name))
+    same_bits(lines, idles(tmp_path / "idle", NAMES, present, mode=mode))
+    if mode == "dsgd":
+        expected = alone(present, 8)
+        torch.testing.assert_close(torch.tensor(lines[7]["parameters"]), torch.tensor(expected), rtol=1e-4, atol=1e-5)
+
+
+def test_sites_and_hub_may_fail_in_the_set_up_and_before_the_start(tmp_path):
+    """The hub is killed before the start, in the set-up and in training; a site is killed in the set-up."""
+    hub = MortalHub(tmp_path / "hub", "abcd")
+
+    def restart(served):
+        served.kill()
+        served.wait(ENDED)
+        return hub.start()
+
+    def awaits(text):
+        until(lambda: any(text in line for line in hub.log), run.state, ENDED)
+
+    served = hub.start()
+    run = Run(tmp_path, hub, min_sites=1, pause=0.02, start=[3, 0.2])
+    try:
+        run.start("cd", how="set-up")
+        awaits("; 3 sites are enough to start")
+        served = restart(served)
+        run.start("b", how="set-up", leave=0)
+        until(lambda: (tmp_path / "b" / "restored").exists(), run.state, ENDED)
+        run.start("a")
+        awaits("a is connected; it joins at the next step")
+        (tmp_path / "b" / "goes on").touch()
+        run.end("b", -9)
+        served = restart(served)
+        awaits("the run that began before the restart goes on")
+        for name in "cd":
+            (tmp_path / name / "goes on").touch()
+        run.await_step("a", 3)
+        served = restart(served)
+        run.start("b")
+        run.await_step("b", max(run.lines("c")) + 3)
+        lines, present = run.finish("abcd")
+    finally:
+        served.kill()
+    assert present[max(present)] == [0, 1, 2, 3]
+    assert run.lines("c")[0]["present"] == [2, 3]
+    same_bits(run.lines("c"), lines)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"start_sites": 0}, "start_sites must be a whole number of at least 1, got 0"),
+        ({"start_sites": True}, "start_sites must be a whole number"),
+        ({"start_sites": 2.0}, "start_sites must be a whole number"),
+        ({"start_sites": 3}, "start_sites=3, but the roster has 2: a, b"),
+        ({"start_after": 5}, "start_after needs start_sites"),
+        ({"start_sites": 1, "start_after": -1}, "start_after must be a number of seconds of at least 0, got -1"),
+        ({"start_sites": 1, "start_after": float("nan")}, "start_after must be a number of seconds"),
+        ({"start_sites": 1, "timeout": 60}, "start_after=60 s is not below timeout=60 s"),
+        ({"start_sites": 1, "kit": None, "rank": 0}, "start_sites needs a hub"),
+    ],
+)
+def test_what_cannot_be_met_is_refused_before_anything_is_sent(kits, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        dadplug.connect(**{"kit": kits / "a"} | arguments)
+
+
+def test_sites_that_state_different_starts_are_named(tmp_path):
+    with running_hub(tmp_path / "kits", tuple("abc")) as hub:
+        a = TestSite(hub.kit("a"), hub.address, start=StartTerms(2, 60_000))
+        for start, words in ((StartTerms(), "no start_sites"), (StartTerms(2, 1000), "start_sites=2, start_after=1")):
+            refused = TestSite(hub.kit("b"), hub.address, start=start).answer
+            text = f"b states {words}, and a start_sites=2, start_after=60: all sites need the same"
+            assert (refused.reason, refused.retry) == (text, False)
+        assert TestSite(hub.kit("c"), hub.address, start=StartTerms(4, 0)).answer.reason.endswith("has 3 sites")
+        a.leave()
+        b = TestSite(hub.kit("b"), hub.address, start=StartTerms(1, 0))
+        assert b.action(Start).absent == (0, 2)
+
+
+def test_a_run_that_may_start_without_all_sites_needs_min_sites(tmp_path):
+    with running_hub(tmp_path / "kits", ("a", "b")) as hub:
+        for min_sites, message in ((None, "start_sites needs min_sites"), (2, "min_sites=2 exceeds start_sites=1")):
+            run = Run(tmp_path, hub, min_sites=min_sites, start=[1, 0])
+            run.start("b")
+            assert f"ValueError: {message}" in run.end("b", 1)
