@@ -28,7 +28,7 @@ from .ddp import DistributedDataParallel
 from .errors import MismatchError
 from .exchange.restrictions import METRICS, STATES, declared
 from .hub import current_connection
-from .hub.connect import connect
+from .hub.connect import check_start, connect
 from .local_steps.options import LOCAL_MODE, LocalOptions, options_class, options_of
 from .options import Options
 from .runners.accelerate_checks import announced, check_configuration, check_place, refuse_sharding
@@ -67,6 +67,8 @@ class Accelerator(accelerate.Accelerator):
             `dadplug.LocalSGD`, with the options of `dadplug.local_steps.LocalOptions`. ``model.reduction`` is the
             `LocalSGD` then: call its ``finish()`` before evaluations and at the end.
         kit: folder of this site's kit, by which it connects to a hub first, see `dadplug.connect`.
+        start_sites: with a kit and ``min_sites``: number of sites with which training may start.
+        start_after: with ``start_sites``: seconds for which so many sites wait for the others, 60 by default.
         split_data: True: all sites hold the same data, and prepared loaders divide them, as accelerate does. False:
             each site has data of its own, and its loaders keep all of them. ``"auto"``: False over a hub, else True.
         keywords: the other options, see `dadplug.options.Options`, and the keywords of accelerate's class.
@@ -96,6 +98,8 @@ class Accelerator(accelerate.Accelerator):
         *arguments: Any,
         mode: str = "rankdad",
         kit: str | Path | None = None,
+        start_sites: int | None = None,
+        start_after: float | None = None,
         split_data: bool | str = "auto",
         **keywords: Any,
     ) -> None:
@@ -107,8 +111,9 @@ class Accelerator(accelerate.Accelerator):
         refuse_sharding(given)
         if unknown := [name for name in rest if name not in known]:
             raise options_class(mode).unknown(unknown[0])
+        check_start(kit, start_sites, start_after)
         if kit is not None:
-            connect(kit=kit)
+            connect(kit=kit, start_sites=start_sites, start_after=start_after)
         check_place(given)
         with _as_launched():
             super().__init__(*arguments, **rest)

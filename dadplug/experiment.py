@@ -63,6 +63,8 @@ FLAGS = (
         argument("--rank", type=int, help="number of this site, from 0 (default: 0)"),
         argument("--num-nodes", type=int, help="number of sites (default: 1)"),
         add_kit_argument,
+        argument("--start-sites", type=int, help="with --kit: number of sites with which training may start"),
+        argument("--start-after", type=float, help="with --start-sites: seconds to wait for the others (default: 60)"),
         argument("--backend", default=None, help="gloo or nccl (default: by device)"),
         argument("--dist-url", default=None, help="rendezvous, tcp://HOST:PORT, an address of site 0"),
         argument("--master-addr", default="127.0.0.1", help="address of site 0, if --dist-url is not given"),
@@ -178,7 +180,8 @@ class Experiment:
             FileNotFoundError: if site 0 does not have the checkpoint to resume from.
         """
         if self.num_nodes > 1:
-            self._place.connect(self.options.timeout, self.arguments.backend)
+            start = {name: getattr(self.arguments, name) for name in ("start_sites", "start_after")}
+            self._place.connect(self.options.timeout, self.arguments.backend, **start)
         self.folder.mkdir(parents=True, exist_ok=True)
         options = options_of(self.arguments)
         parameters = {name: value for name, value in vars(self.arguments).items() if not name.startswith("option_")}

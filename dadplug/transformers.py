@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from .hub import current_connection
-from .hub.connect import connect
+from .hub.connect import check_start, connect
 from .local_steps.options import LOCAL_MODE, LocalOptions, options_of
 from .options import Options
 from .runners.loaders import check_split_data
@@ -35,6 +35,8 @@ def attach(
     mode: str = "rankdad",
     *,
     kit: str | Path | None = None,
+    start_sites: int | None = None,
+    start_after: float | None = None,
     split_data: bool | str = "auto",
     **options: Any,
 ) -> None:
@@ -55,6 +57,8 @@ def attach(
             `LocalSGD` then; the sites agree on one model before evaluations and checkpoints, and after each epoch.
         kit: folder of this site's kit, by which it connects to a hub, see `dadplug.connect`. With ``min_sites`` sites
             may then leave; one whose program is started again goes on at the step of the others.
+        start_sites: with a kit and ``min_sites``: number of sites with which training may start.
+        start_after: with ``start_sites``: seconds for which so many sites wait for the others, 60 by default.
         split_data: whether to split the training data over the sites: True; False, where each brings its own; or
             ``"auto"``: with a launcher they are split, without one where all sites have the same data set.
         options: the other options, see `dadplug.options.Options`.
@@ -72,10 +76,11 @@ def attach(
         >>> print(trainer.reduction.plan)
     """
     own = {"mode": mode} | options
+    check_start(kit, start_sites, start_after)
     _check(trainer, own, kit, split_data)
     launched = trainer.args.world_size > 1
     if kit is not None and not launched:
-        connect(kit=kit, timeout=options_of(**own).timeout)
+        connect(kit=kit, timeout=options_of(**own).timeout, start_sites=start_sites, start_after=start_after)
     others = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     if not launched and not others:
         _log.warning(

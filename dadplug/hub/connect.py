@@ -9,6 +9,14 @@ from ..exchange import DEFAULT_TIMEOUT, rendezvous
 from ..support.refusals import refuse
 
 
+def check_start(kit: str | Path | None, start_sites: int | None, start_after: float | None) -> None:
+    """Raise ValueError if what a start without all sites needs is missing; arguments are those of `connect`."""
+    refuse(
+        (start_sites is not None and kit is None, "start_sites needs a hub, by the kit of this site: give kit="),
+        (start_after is not None and start_sites is None, "start_after needs start_sites, the number of sites"),
+    )
+
+
 def connect(
     rank: int | None = None,
     num_nodes: int | None = None,
@@ -51,10 +59,7 @@ def connect(
         SiteError: if a site does not come in time, two claim one rank, the port is taken, or the hub cannot be reached.
         MismatchError: if the sites run different versions of dadplug.
     """
-    refuse(
-        (start_sites is not None and kit is None, "start_sites needs a hub: dadplug.connect(kit=..., start_sites=...)"),
-        (start_after is not None and start_sites is None, "start_after needs start_sites, the number of sites"),
-    )
+    check_start(kit, start_sites, start_after)
     if kit is None:
         if dist_url is not None and (runtime := sys.modules.get(f"{__package__}.site.runtime")) is not None:
             runtime.check_not_connected()

@@ -102,7 +102,7 @@ class Record(Callback):
 
 
 def run(case: Case) -> None:
-    dadplug.connect(kit=case.kit, timeout=200)
+    dadplug.connect(kit=case.kit, timeout=200, **case.terms)
     slot = torch.distributed.get_rank()
     record = Record()
     if case.leave >= 0 and not case.returns:

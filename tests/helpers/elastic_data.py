@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +38,7 @@ class SiteCase:
         site_timeout: option of the strategy or runner.
         every: steps between agreements of local steps; 0 for gradients that are synchronized.
         overlap: option of local steps.
+        begins: `start_sites` and `start_after` of the connection; empty for all sites.
     """
 
     kit: str
@@ -54,6 +55,12 @@ class SiteCase:
     site_timeout: float = 10.0
     every: int = 0
     overlap: bool = False
+    begins: Sequence[float] = ()
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """Arguments of the connection for the start."""
+        return dict(zip(("start_sites", "start_after"), self.begins))
 
     def start(self) -> list[str]:
         """Return the arguments of the interpreter that run it."""

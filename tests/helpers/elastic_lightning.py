@@ -118,7 +118,7 @@ class Record(pl.Callback):
 
 
 def run(case: Case) -> None:
-    dadplug.connect(kit=case.kit, timeout=200)
+    dadplug.connect(kit=case.kit, timeout=200, **case.terms)
     slot = torch.distributed.get_rank()
     record = Record(case)
     if case.where == "validation":

@@ -49,6 +49,7 @@ class Case:
         talks: whether the sites exchange objects after every third step.
         resumes: file with the states of the site, which it begins with if it exists; empty for none.
         saves: step after which the site writes that file, and ends.
+        begins: `start_sites` and `start_after` of the connection; empty for all sites.
     """
 
     kit: str
@@ -67,6 +68,7 @@ class Case:
     talks: bool = False
     resumes: str = ""
     saves: int = -1
+    begins: list[float] = field(default_factory=list)
 
 
 def make_model(norm: bool = False) -> nn.Sequential:
@@ -186,7 +188,7 @@ class Record:
 
 
 def run(case: Case) -> None:
-    dadplug.connect(kit=case.kit, timeout=200)
+    dadplug.connect(kit=case.kit, timeout=200, **dict(zip(("start_sites", "start_after"), case.begins)))
     disturb(case)
     model = Counts(torch.distributed.get_rank()) if case.counts else make_model(case.norm)
     optimizer = torch.optim.SGD(model.parameters(), lr=1 / 64 if case.counts else 0.02)

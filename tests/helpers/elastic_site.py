@@ -92,7 +92,7 @@ class Case:
         exact: whether the model is in double precision, with layers that are large enough to be compressed; the lines
             have gradients then.
         rank: option of the reduction then; the default leaves nothing out.
-        start: `start_sites` and `start_after` of the connection; empty for all sites.
+        begins: `start_sites` and `start_after` of the connection; empty for all sites.
         shows: whether the lines have the parameters.
     """
 
@@ -132,7 +132,7 @@ class Case:
     merge: str = "all"
     exact: bool = False
     rank: int = 18
-    start: list[float] = field(default_factory=list)
+    begins: list[float] = field(default_factory=list)
     shows: bool = False
 
 
@@ -393,7 +393,7 @@ def train(case: Case) -> None:
     connection.HUB_TIMEOUT = case.gives_up
     if case.keeps:
         inbox.KeptFrames = partial(KeptFrames, case.keeps)
-    dadplug.connect(kit=case.kit, timeout=200, **dict(zip(("start_sites", "start_after"), case.start)))
+    dadplug.connect(kit=case.kit, timeout=200, **dict(zip(("start_sites", "start_after"), case.begins)))
     if case.how == "set-up":
         wait_for_file(Path(case.folder))
         if not case.leave:

@@ -107,7 +107,7 @@ def run(case: Case) -> None:
         callbacks=[EarlyStoppingCallback(50)],
     )
     local = {"every": 3, "overlap": False} if case.mode == "localsgd" else {}
-    attach(trainer, case.mode, kit=case.kit, min_sites=case.min_sites, timeout=200, **local)
+    attach(trainer, case.mode, kit=case.kit, min_sites=case.min_sites, timeout=200, **local, **case.terms)
     trainer.add_callback(Steps(case, trainer))
     trainer.train()
     evaluations = {log["step"]: log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log}

@@ -1,6 +1,9 @@
 """Training that starts without some sites of the roster, which join later."""
 
+from pathlib import Path
+
 import pytest
+import support
 import torch
 from elastic_runs import ENDED, MortalHub, Run, idles, same_bits
 from elastic_site import batch, make_model
@@ -31,7 +34,7 @@ def test_a_run_starts_with_three_of_five_sites_and_the_others_join(tmp_path, mod
     hub = MortalHub(tmp_path / "hub", NAMES, sealed=sealed)
     served = hub.start()
     try:
-        run = Run(tmp_path, hub, mode=mode, min_sites=2, pause=0.02, start=[3, 0.5], shows=True)
+        run = Run(tmp_path, hub, mode=mode, min_sites=2, pause=0.02, begins=[3, 0.5], shows=True)
         run.start("bcd")
         run.await_step("b", 2)
         assert any("training starts after step 0 without a, e" in line for line in hub.log)
@@ -71,7 +74,7 @@ def test_sites_and_hub_may_fail_in_the_set_up_and_before_the_start(tmp_path):
         until(lambda: any(text in line for line in hub.log), run.state, ENDED)
 
     served = hub.start()
-    run = Run(tmp_path, hub, min_sites=1, pause=0.02, start=[3, 0.2])
+    run = Run(tmp_path, hub, min_sites=1, pause=0.02, begins=[3, 0.2])
     try:
         run.start("cd", how="set-up")
         awaits("; 3 sites are enough to start")
@@ -133,6 +136,50 @@ def test_sites_that_state_different_starts_are_named(tmp_path):
 def test_a_run_that_may_start_without_all_sites_needs_min_sites(tmp_path):
     with running_hub(tmp_path / "kits", ("a", "b")) as hub:
         for min_sites, message in ((None, "start_sites needs min_sites"), (2, "min_sites=2 exceeds start_sites=1")):
-            run = Run(tmp_path, hub, min_sites=min_sites, start=[1, 0])
+            run = Run(tmp_path, hub, min_sites=min_sites, begins=[1, 0])
             run.start("b")
             assert f"ValueError: {message}" in run.end("b", 1)
+
+
+def starts_without_the_first(run: Run, key: str, digest: str = "digest") -> None:
+    """Train at b and c from the start, and at a later; check that all end with the same bits.
+
+    Args:
+        run: the run.
+        key: field that numbers lines with a digest.
+        digest: the field of the digest.
+    """
+
+    def count(name):
+        return sum(key in line for line in run.written(name))
+
+    run.start("bc")
+    until(lambda: min(count("b"), count("c")) > 2 or run.processes["b"].poll() is not None, run.state, ENDED)
+    run.start("a")
+    until(lambda: count("a") > 5 or run.processes["a"].poll() is not None, run.state, ENDED)
+    step = max(line["step"] for line in run.written("b") if "step" in line) if key == "agreement" else 0
+    (run.folder / "stop").write_text(str(step + 12))
+    run.end("abc")
+    ends = [[line for line in run.written(name) if key in line][-1] for name in "abc"]
+    assert [end["present"] for end in ends] == [[0, 1, 2]] * 3
+    assert len({(end[key], end[digest]) for end in ends}) == 1
+    first = next(line for line in run.written("b") if key in line)
+    assert first["present"] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("program", "preload", "key", "settings"),
+    [
+        ("elastic_lightning", "pytorch_lightning", "number", {"epochs": 10000}),
+        ("elastic_catalyst", "catalyst", "number", {"epochs": 10000, "returns": True}),
+        ("elastic_local", "", "agreement", {"options": {}}),
+    ],
+)
+def test_trainers_start_without_the_first_site(tmp_path, program, preload, key, settings):
+    if preload:
+        support.need(preload)
+    path = str(Path(support.__file__).parent / f"{program}.py")
+    with running_hub(tmp_path / "kits", tuple("abc")) as hub:
+        settings |= {"pause": 0.01} if program != "elastic_catalyst" else {}
+        run = Run(tmp_path, hub, path, [preload] * bool(preload), begins=[2, 0.2], **settings)
+        starts_without_the_first(run, key, "agreed" if key == "agreement" else "digest")

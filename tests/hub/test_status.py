@@ -36,6 +36,10 @@ def test_the_status_tells_sites_steps_and_for_whom_training_waits(hub):
     found = snapshot(hub.hub, Meter())
     assert [site["state"] for site in found["sites"]] == ["waiting", "absent"]
     assert found["waiting"] == "waiting for b"
+    assert [bool(site["absent_since"]) for site in found["sites"]] == [False, True]
+    assert found["waiting_since"] == found["sites"][1]["absent_since"]
+    assert table(found)[-1] == f"waiting for b (since {found['waiting_since'][11:19]} UTC)"
+    assert table(found)[3].endswith("UTC, has never connected")
     assert not found["started"]
     b = TestSite(hub.kit("b"), hub.address)
     for site in (a, b):

@@ -83,3 +83,27 @@ def test_a_site_returns_into_local_steps(tmp_path):
     for step, loss in results["c"]["evaluations"].items():
         if int(step) > min(returned):
             assert loss == first["evaluations"][step]
+
+
+def test_training_starts_without_the_first_site(tmp_path):
+    with running_hub(tmp_path / "kits", tuple(NAMES)) as hub:
+        run = Run(
+            tmp_path,
+            hub,
+            elastic_transformers.__file__,
+            ["transformers.trainer"],
+            stops=False,
+            begins=[3, 0.2],
+            pause=0.15,
+        )
+        run.start("bcd")
+        run.await_step("b", 1)
+        run.start("a")
+        run.end(NAMES)
+    results = [json.loads((tmp_path / name / "result.json").read_text()) for name in NAMES]
+    assert len({(result["digest"], result["step"]) for result in results}) == 1
+    lines, own = run.lines("b"), run.lines("a")
+    assert [lines[1]["present"], lines[32]["present"]] == [[1, 2, 3], [0, 1, 2, 3]]
+    assert len(own) > 5
+    for step, line in own.items():
+        assert (line["digest"], line["lr"]) == (lines[step]["digest"], lines[step]["lr"])

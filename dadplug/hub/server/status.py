@@ -201,6 +201,19 @@ class Meter:
         self._since = -math.inf  # the last measurement
         self._before: dict[int, tuple[int, int]] = {}  # bytes from and to each session until then, by identity
         self._rates: list[tuple[float, float]] = []
+        self._held: dict[object, str] = {}
+
+    def since(self, what: object, holds: object) -> str | None:
+        """Return the first time in UTC at which something held, without a break since; None if it does not hold.
+
+        Args:
+            what: what it is.
+            holds: whether it holds now.
+        """
+        if not holds:
+            self._held.pop(what, None)
+            return None
+        return self._held.setdefault(what, utc_now())
 
     def rates(self, relay: Relay, now: float) -> list[tuple[float, float]]:
         """Return bytes per second from and to each site; 0 before there are two measurements.
@@ -250,7 +263,7 @@ def snapshot(hub: Hub, meter: Meter) -> dict[str, Any]:
     now = time.monotonic()
     relay, kit = hub.relay, hub.kit
     rates, late = meter.rates(relay, now), late_sites(relay, now)
-    sites = []
+    sites, waiting = [], relay.outage.state(now) or relay.run.pause
     for slot, name in enumerate(relay.roster):
         session = relay.sessions.get(("training", slot))
         spent = relay.spent.get(slot)
@@ -260,6 +273,7 @@ def snapshot(hub: Hub, meter: Meter) -> dict[str, Any]:
                 "slot": slot,
                 "state": _state(relay, slot),
                 "step": session.progress[0] if session else 0,
+                "absent_since": meter.since(slot, session is None),
                 "connected_seconds": round(now - session.created, 1) if session else 0.0,
                 "bytes_per_second_from": round(rates[slot][0]),
                 "bytes_per_second_to": round(rates[slot][1]),
@@ -277,11 +291,12 @@ def snapshot(hub: Hub, meter: Meter) -> dict[str, Any]:
         "version": sys.modules[__name__.partition(".")[0]].__version__,
         "up_seconds": round(now - hub.begun, 1),
         "address": f"{hub.address[0]}:{hub.address[1]}",
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "time": utc_now(),
         "started": relay.run.membership.started,
         "step": relay.run.membership.step,
         "step_seconds": relay.run.membership.step_seconds,
-        "waiting": relay.outage.state(now) or relay.run.pause,
+        "waiting": waiting,
+        "waiting_since": meter.since("waiting", waiting),
         "refused": hub.acceptor.refused,
         "certificate_days": days_left(kit.certificate.not_valid_after_utc),
         "kit_problems": hub.kit_problems,
@@ -324,6 +339,9 @@ def table(status: dict[str, Any]) -> list[str]:
     for site in sites:
         up, down = (site[f"bytes_per_second_{way}"] / 1e6 for way in ("from", "to"))
         late = f"{site['late_seconds']:.0f} s" if site["late_seconds"] else ""
+        if since := site.get("absent_since"):
+            never = "" if site["bytes_from"] else ", has never connected"
+            late += f"{', ' * bool(late)}since {_clock(since)}{never}"
         if site["missed_steps"]:
             late += f"{', ' * bool(late)}{site['missed_steps']} steps missed"
         if site.get("epsilon"):
@@ -337,8 +355,19 @@ def table(status: dict[str, Any]) -> list[str]:
             lines.append(f"THE CERTIFICATE OF {name} ENDS IN {days} DAYS: run `{RENEW} {name}`")
     lines += [f"the kit has changed, and a part of it is not used: {each}" for each in status.get("kit_problems", ())]
     if status["waiting"]:
-        lines.append(status["waiting"])
+        since = status.get("waiting_since")
+        lines.append(status["waiting"] + (f" (since {_clock(since)})" if since else ""))
     return lines
+
+
+def utc_now() -> str:
+    """Return the time in UTC, as ISO 8601."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+def _clock(moment: str) -> str:
+    """Return the time of day of a moment in UTC."""
+    return f"{moment[11:19]} UTC"
 
 
 class Terminal:

@@ -111,14 +111,14 @@ class Place(NamedTuple):
     process: int = 0
     processes: int = 1
 
-    def connect(self, timeout: float, backend: str | None = None) -> None:
+    def connect(self, timeout: float, backend: str | None = None, **start: Any) -> None:
         """Join the other sites; arguments and errors are those of `dadplug.connect`."""
         from ...hub.connect import connect
 
         if self.url is None:
-            connect(kit=self.kit, backend=backend, timeout=timeout)
+            connect(kit=self.kit, backend=backend, timeout=timeout, **start)
         else:
-            connect(self.rank, self.num_nodes, self.url, backend=backend, timeout=timeout)
+            connect(self.rank, self.num_nodes, self.url, backend=backend, timeout=timeout, **start)
 
 
 def place_of(arguments: argparse.Namespace) -> Place:
