@@ -89,10 +89,7 @@ def attach(
         )
         return
     _mix_in(trainer, AttachedTrainer if launched else SiteTrainer, own, split_data)
-    from .callbacks.transformers import TrafficMonitor
-
-    if not any(isinstance(each, TrafficMonitor) for each in trainer.callback_handler.callbacks):
-        trainer.add_callback(TrafficMonitor())
+    _show_traffic(trainer)
 
 
 def _check(trainer: Any, options: dict[str, Any], kit: str | Path | None, split_data: bool | str) -> None:
@@ -118,6 +115,14 @@ def _check(trainer: Any, options: dict[str, Any], kit: str | Path | None, split_
             "pip install -U transformers",
         ),
     )
+
+
+def _show_traffic(trainer: Any) -> None:
+    """Add the callback that logs what is sent, unless there is one."""
+    from .callbacks.transformers import TrafficMonitor
+
+    if not any(isinstance(each, TrafficMonitor) for each in trainer.callback_handler.callbacks):
+        trainer.add_callback(TrafficMonitor())
 
 
 def _mix_in(trainer: Any, kind: type[AttachedTrainer], options: dict[str, Any], split_data: bool | str) -> None:

@@ -389,7 +389,7 @@ def line_of(case: Case, model: nn.Module, reduction: dadplug.GradientReduction) 
     return line
 
 
-def train(case: Case) -> None:
+def connect(case: Case) -> None:
     connection.HUB_TIMEOUT = case.gives_up
     if case.keeps:
         inbox.KeptFrames = partial(KeptFrames, case.keeps)
@@ -398,6 +398,10 @@ def train(case: Case) -> None:
         wait_for_file(Path(case.folder))
         if not case.leave:
             die(case.how)
+
+
+def train(case: Case) -> None:
+    connect(case)
     if case.link:
         planner.measure_link = lambda transport: LinkCosts(*case.link)
     model = make_model(case.exact)
