@@ -14,7 +14,8 @@ from msgspec.msgpack import Decoder
 
 Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 # What others compute with may be added to without leaving the range of `Count`.
-Milliseconds = Annotated[int, Meta(ge=0, le=1 << 40)]
+MOST_MS = 1 << 40
+Milliseconds = Annotated[int, Meta(ge=0, le=MOST_MS)]
 Slot = Annotated[int, Meta(ge=0, lt=1 << 16)]
 LONGEST_TEXT = 2000
 Text = Annotated[str, Meta(max_length=LONGEST_TEXT)]

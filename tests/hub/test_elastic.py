@@ -21,6 +21,7 @@ from dadplug import GradientReduction
 from dadplug.errors import FrameError, SiteError
 from dadplug.hub.pki.kits import Kit
 from dadplug.hub.server import run as run_module
+from dadplug.hub.site import rounds as rounds_module
 from dadplug.hub.site.history import RoundHistory
 from dadplug.hub.site.inbox import StateRequests
 from dadplug.hub.site.rounds import RoundClient
@@ -288,7 +289,7 @@ def rounds_of(announced: int) -> RoundClient:
     rounds._wait_until = lambda *given: None
     contents = {24: struct.pack("<Q16s", announced, bytes(16))}
     rounds.history, rounds.refusal = RoundHistory(), None
-    rounds._receive_part = lambda donor, exchange, nbytes, timeout: contents.get(nbytes, b"x" * nbytes)
+    rounds._receive_part = lambda donor, exchange, nbytes, *_: contents.get(nbytes, b"x" * nbytes)
     return rounds
 
 
@@ -299,6 +300,21 @@ def test_a_state_that_is_larger_than_the_model_allows_is_refused():
     with pytest.raises(SiteError, match=f"site 3 announces a state of {most + 1} bytes, where .* allows {most}"):
         rounds_of(most + 1).receive_state(1.0, most)
     assert rounds_of(1000).receive_state(1.0, most) == b"x" * 1000
+
+
+def test_a_site_reports_how_much_of_a_state_has_arrived(monkeypatch, capsys):
+    now, sent = [100.0], []
+    monkeypatch.setattr(rounds_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    rounds = rounds_of(1)
+    rounds._link.post_control = sent.append
+    report = rounds._report(688_000_000)
+    for seconds, received in ((4, 1_000_000), (6, 6_000_000), (10, 7_000_000), (600, 400_000_000), (611, 688_000_000)):
+        now[0] = 100.0 + seconds
+        report(received)
+    assert [each.received for each in sent] == [6_000_000, 400_000_000]
+    assert str(sent[0]) == "receives the state: 6 of 688 MB, 11.4 min left"
+    assert str(sent[1]) == "receives the state: 400 of 688 MB, 7.2 min left"
+    assert capsys.readouterr().err == "".join(f"dadplug: {each}\n" for each in sent)
 
 
 def test_the_largest_state_follows_the_model():

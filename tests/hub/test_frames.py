@@ -36,6 +36,7 @@ MESSAGES = [
     actions.Accept(1, Position(1 << 62, 5), True),
     actions.Refuse("site b", "in use", True),
     actions.Start(Position(7, 0)),
+    actions.Start(Position(7, 0), (1,)),
     actions.Join(2, 6),
     actions.SendState(0, 2, 5, 1),
     actions.Drop(1, 6, "silent for 10 s"),
@@ -43,7 +44,9 @@ MESSAGES = [
     actions.Pause((1,), "waiting for b"),
     actions.Resume(6),
     Hello(1, 12345, FRESH, "training"),
+    Hello(1, 12345, FRESH, "training", start=actions.StartTerms(2, 60_000)),
     Joined(Position(7, 5)),
+    actions.Receiving(5, 10, 1000),
     Leave(""),
 ]
 HEADS = st.builds(

@@ -19,12 +19,13 @@ from support import free_port
 
 from dadplug.errors import SiteError
 from dadplug.exchange import rendezvous
+from dadplug.exchange.transport import Requirements
 from dadplug.hub.pki.kits import Kit
 from dadplug.hub.server import journal, status
 from dadplug.hub.server.journal import Journal
 from dadplug.hub.server.status import Meter, StatusFile, Terminal, late_sites, snapshot, table
 from dadplug.hub.site.link import HubLink
-from dadplug.hub.wire.messages import Drop, Kind, Start
+from dadplug.hub.wire.messages import Drop, Joined, Kind, Receiving, RoundKind, Start, StartTerms
 from dadplug.support import logs
 from dadplug.tools.cli.commands import main
 
@@ -52,6 +53,22 @@ def test_the_status_tells_sites_steps_and_for_whom_training_waits(hub):
     until(lambda: snapshot(hub.hub, Meter())["sites"][1]["state"] == "disconnected")
     assert any("a has joined" in line for line in found["journal"])
     assert json.loads(json.dumps(found)) == found
+
+
+def test_the_status_shows_how_much_of_its_state_a_site_has(hub):
+    alone = StartTerms(1, 0)
+    a = TestSite(hub.kit("a"), hub.address, start=alone)
+    position = a.action(Start).position
+    b = TestSite(hub.kit("b"), hub.address, start=alone)
+    for site in (a, b):
+        site.control(Requirements(1, 60_000))
+    b.control(Receiving(120_000_000, 688_000_000, 540_000))
+    a.send(Kind.END, exchange=RoundKind.FIRST)
+    text = "receives the state: 120 of 688 MB, 9 min left"
+    until(lambda: snapshot(hub.hub, Meter())["sites"][1]["receives"] == text)
+    assert table(snapshot(hub.hub, Meter()))[3].endswith(text)
+    b.control(Joined(position))
+    until(lambda: snapshot(hub.hub, Meter())["sites"][1]["receives"] == "")
 
 
 def test_rates_are_bytes_by_second(hub):

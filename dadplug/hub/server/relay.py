@@ -38,6 +38,7 @@ from ..wire.messages import (
     Kind,
     Leave,
     Pause,
+    Receiving,
     Resume,
     RunReport,
     SendState,
@@ -59,10 +60,7 @@ GRACE = 5.0  # seconds
 _COPY = "copy the newest roster.json into"
 _SMALL_BYTES = 1024  # bytes of a frame that costs its head more than its body
 _STEPS_AHEAD = 1000  # that a site may have ended while others have not ended the open one
-
-
 _APART_SECONDS = 1.5  # between the last bytes of two sites whose links were cut together, at most
-
 _ALIVE_SECONDS = 0.5  # after a second process has connected; what the first one has sent before may arrive until then
 
 
@@ -579,6 +577,8 @@ class Relay:
                 self._pass_key(session, message)
             case Exclude() if trains:
                 self._exclude(session, message, now)
+            case Receiving() if trains:
+                session.receiving = message
             case Joined() if trains and not session.waits:
                 self._act(self.run.membership.joined(session.slot, message.position, now), now)
             case _:

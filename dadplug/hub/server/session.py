@@ -17,7 +17,18 @@ from typing import Any, Protocol
 from ...errors import FrameError, RefusedError
 from ..check import CheckHandler
 from ..secure.sealing import OPEN_BYTES
-from ..wire.messages import HEAD_BYTES, OLDEST_VERSION, VERSION, Head, Hello, Kind, Welcome, pack_control, wire_of
+from ..wire.messages import (
+    HEAD_BYTES,
+    OLDEST_VERSION,
+    VERSION,
+    Head,
+    Hello,
+    Kind,
+    Receiving,
+    Welcome,
+    pack_control,
+    wire_of,
+)
 from ..wire.streams import HUB_SLOT, NumberedStream, PackedFrame, PeerStream, Stream, Tag
 
 FULL_BYTES = 8 << 20  # unsent bytes of a queue at which those who fill it are no longer read
@@ -61,6 +72,7 @@ class Session(NumberedStream):
         awaits: slots of the members that it joins, without those that have sent it their keys.
         refused_by: instances of the sites that have asked the hub to end it.
         requests: numbers of the requests for a state that were made for it.
+        receiving: its last report on the state that it receives; None without one.
         reached: number of frames that it had acknowledged at the last tick.
         recovers: whether it took part in a run when it connected.
         serial: serial number of its certificate.
@@ -96,6 +108,7 @@ class Session(NumberedStream):
         self.awaits: set[int] = set()
         self.refused_by: set[int] = set()
         self.requests: set[int] = set()
+        self.receiving: Receiving | None = None
         self.reached = 0
         self.recovers = hello.channel == "training" and hello.position.life > 0
         self.sites, self.start = hello.sites, hello.start

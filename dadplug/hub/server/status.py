@@ -265,13 +265,14 @@ def snapshot(hub: Hub, meter: Meter) -> dict[str, Any]:
     rates, late = meter.rates(relay, now), late_sites(relay, now)
     sites, waiting = [], relay.outage.state(now) or relay.run.pause
     for slot, name in enumerate(relay.roster):
-        session = relay.sessions.get(("training", slot))
+        session, state = relay.sessions.get(("training", slot)), _state(relay, slot)
+        receives = session.receiving if session and state == Phase.JOINING.value else None
         spent = relay.spent.get(slot)
         sites.append(
             {
                 "name": name,
                 "slot": slot,
-                "state": _state(relay, slot),
+                "state": state,
                 "step": session.progress[0] if session else 0,
                 "absent_since": meter.since(slot, session is None),
                 "connected_seconds": round(now - session.created, 1) if session else 0.0,
@@ -279,6 +280,7 @@ def snapshot(hub: Hub, meter: Meter) -> dict[str, Any]:
                 "bytes_per_second_to": round(rates[slot][1]),
                 "bytes_from": meter.totals[slot][0],
                 "bytes_to": meter.totals[slot][1],
+                "receives": str(receives or ""),
                 "late_seconds": round(late.get(slot, 0.0), 1),
                 "certificate_days": days_left(session.expires) if session and session.expires else None,
                 "epsilon": f"{spent.epsilon:.4g}" if spent else None,  # as text: JSON has no infinity
@@ -342,6 +344,8 @@ def table(status: dict[str, Any]) -> list[str]:
         if since := site.get("absent_since"):
             never = "" if site["bytes_from"] else ", has never connected"
             late += f"{', ' * bool(late)}since {_clock(since)}{never}"
+        if site.get("receives"):
+            late += f"{', ' * bool(late)}{site['receives']}"
         if site["missed_steps"]:
             late += f"{', ' * bool(late)}{site['missed_steps']} steps missed"
         if site.get("epsilon"):

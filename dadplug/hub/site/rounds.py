@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,14 +13,16 @@ from ...exchange.calls import ASK_SECONDS
 from ...exchange.handshake import Deadline
 from ...exchange.transport import Requirements
 from ...support.logs import get_logger
+from ...support.structs import MOST_MS
 from ..secure.epochs import DIGEST_BYTES
-from ..wire.messages import IDLE, Close, Exclude, Head, Joined, Kind, Position, RoundKind, SendState
+from ..wire.messages import IDLE, Close, Exclude, Head, Joined, Kind, Position, Receiving, RoundKind, SendState
 from ..wire.streams import ELASTIC_HUB_TIMEOUT
 from .calls import check_calls, mismatch
 from .history import RoundHistory
 from .inbox import CALLS, Incoming, StateRequests
 
 _ANNOUNCED = struct.Struct(f"<Q{DIGEST_BYTES}s")  # size of a state, and the history that it belongs to
+_REPORT_SECONDS, _REPORT_SHARE = 5.0, 0.02  # between reports on a state that arrives; and of the time so far
 _SIZE_EXCHANGE, _STATE_EXCHANGE = 0, 1  # numbers of the two messages of a state
 _log = get_logger(__name__)
 
@@ -381,7 +384,7 @@ class RoundClient:
                     f"{self._link.name(request.donor)} announces a state of {nbytes} bytes, where this site's model "
                     f"allows {most}: do all sites train the same model?"
                 )
-            state = self._receive_part(request, _STATE_EXCHANGE, nbytes, timeout)
+            state = self._receive_part(request, _STATE_EXCHANGE, nbytes, timeout, self._report(nbytes))
             with self._link.lock:
                 self.states.awaits &= state is None or self.states.own is not request  # another hub sends a newer one
             if state is not None and not self.states.awaits:
@@ -392,12 +395,45 @@ class RoundClient:
                     self._check_history()
                 return state
 
-    def _receive_part(self, request: SendState, exchange: int, nbytes: int, timeout: float) -> bytes | None:
-        """Receive a part of a state; None if another one is to come."""
+    def _report(self, nbytes: int) -> Callable[[int], None]:
+        """Return a function of the bytes of a state that have arrived, which prints them, and reports them to the hub.
+
+        Args:
+            nbytes: bytes of the state.
+        """
+        began = time.monotonic()
+        due = [began + _REPORT_SECONDS]  # when next
+
+        def report(received: int) -> None:
+            now = time.monotonic()
+            if now < due[0] or not received:
+                return
+            due[0] = now + max(_REPORT_SECONDS, _REPORT_SHARE * (now - began))
+            left = (nbytes - received) * (now - began) / received
+            found = Receiving(received, nbytes, min(round(1e3 * left), MOST_MS))
+            print(f"dadplug: {found}", file=sys.stderr, flush=True)
+            self._link.post_control(found)
+
+        return report
+
+    def _receive_part(
+        self,
+        request: SendState,
+        exchange: int,
+        nbytes: int,
+        timeout: float,
+        report: Callable[[int], None] = lambda received: None,
+    ) -> bytes | None:
+        """Receive a part of a state, and report the bytes that have arrived; None if another one is to come."""
         buffer = memoryview(bytearray(nbytes))
         incoming = self._link.expect(request.donor, exchange, buffer, Kind.STATE)
         failure = f"the state of {self._link.name(request.donor)} has not arrived"
-        self._wait_until(lambda: incoming.done or self.states.own is not request, timeout, failure)
+
+        def over() -> bool:
+            report(incoming.received)
+            return incoming.done or self.states.own is not request
+
+        self._wait_until(over, timeout, failure)
         if incoming.done:
             return bytes(buffer)
         self._link.cancel([incoming])

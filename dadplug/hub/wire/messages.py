@@ -50,6 +50,7 @@ from msgspec import Meta
 from ...errors import FrameError
 from ...exchange import codec
 from ...exchange.transport import Requirements
+from ...support.logs import span
 from ...support.structs import LONGEST_TEXT, Count, Counts, Milliseconds, Slot, Slots, Text, Texts, decode
 
 _HEAD = struct.Struct("<HBBHHIQQI")
@@ -553,6 +554,24 @@ class Joined(Message, frozen=True):
     position: Position
 
 
+class Receiving(Message, frozen=True):
+    """Report of a joiner on the state that it receives, for the status.
+
+    Attributes:
+        received: bytes that have arrived.
+        nbytes: bytes of the state.
+        left_ms: milliseconds until it is complete, at the rate so far.
+    """
+
+    received: Count
+    nbytes: Count
+    left_ms: Milliseconds
+
+    def __str__(self) -> str:
+        amount = f"{self.received / 1e6:.0f} of {self.nbytes / 1e6:.0f} MB"
+        return f"receives the state: {amount}, {span(self.left_ms / 1e3)} left"
+
+
 class Leave(Message, frozen=True):
     """Announcement of a site that it leaves.
 
@@ -617,6 +636,7 @@ _DECODER: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
     | Hello
     | Welcome
     | Joined
+    | Receiving
     | Leave
     | KeyMessage
     | Exclude
