@@ -403,7 +403,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
                 self._attached.fill_with_inf()
             self._measure_noise(headers)
         finally:
-            self._epoch_samples += self._batch()
+            self._count(self._batch())
             self._end_step()
         planner.follow_sizes([header.batch for header in headers])
         if self._noise is not None:

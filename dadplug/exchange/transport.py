@@ -413,6 +413,16 @@ class Transport(ABC):
             delta: the delta.
         """
 
+    def show_contribution(self, samples: int, steps: int, waited: float, loss: float | None) -> None:  # noqa: B027
+        """Show in the status of a hub what this site has contributed.
+
+        Args:
+            samples: number of samples; 0 where they are not counted.
+            steps: number of steps.
+            waited: seconds in which it has waited for others in them.
+            loss: loss of its own validation; None without one.
+        """
+
     def wait_for_hub(self, seconds: float) -> None:  # noqa: B027  (only some networks have a hub)
         """Wait for a hub that is away, from now on.
 

@@ -94,6 +94,7 @@ class Case:
         rank: option of the reduction then; the default leaves nothing out.
         begins: `start_sites` and `start_after` of the connection; empty for all sites.
         shows: whether the lines have the parameters.
+        reports: loss that the site reports at the end; None for no report.
     """
 
     kit: str
@@ -134,6 +135,7 @@ class Case:
     rank: int = 18
     begins: list[float] = field(default_factory=list)
     shows: bool = False
+    reports: float | None = None
 
 
 def make_model(exact: bool = False) -> nn.Module:
@@ -452,6 +454,8 @@ def train(case: Case) -> None:
                 torch.save({name: part.state_dict() for name, part in parts.items()}, case.resumes)
                 return
             time.sleep(case.pause)
+        if case.reports is not None:
+            reduction.report(case.reports)
         if case.meets:
             found = reduction.gather_objects(rank)
             expected = [each if each in reduction.present_sites else None for each in range(len(found))]

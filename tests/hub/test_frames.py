@@ -47,6 +47,8 @@ MESSAGES = [
     Hello(1, 12345, FRESH, "training", start=actions.StartTerms(2, 60_000)),
     Joined(Position(7, 5)),
     actions.Receiving(5, 10, 1000),
+    actions.Contribution(1200, 10, 5000, 0.25),
+    actions.Contribution(0, 10, 5000),
     Leave(""),
 ]
 HEADS = st.builds(

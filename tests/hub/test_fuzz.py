@@ -43,6 +43,7 @@ from dadplug.hub.wire.messages import (
     Accept,
     Close,
     Continue,
+    Contribution,
     Drop,
     Exclude,
     Grow,
@@ -55,6 +56,7 @@ from dadplug.hub.wire.messages import (
     Leave,
     Pause,
     Position,
+    Receiving,
     Refuse,
     Repeat,
     Resume,
@@ -352,7 +354,8 @@ TO_HUB = {
     type(each).__name__: pack_control(each, 2)
     for each in (
         Joined(Position(1, 0)), Leave("x"), Spent(1.0, 1e-5), REPORT, KeyMessage(1, b"W" + bytes(80)),
-        Exclude(1, "x"), Requirements(1, 60_000), Hello(VERSION, 7, FRESH, "training"),
+        Exclude(1, "x"), Requirements(1, 60_000), Hello(VERSION, 7, FRESH, "training"), Receiving(1, 2, 3),
+        Contribution(1, 2, 3, 0.5),
     )
 }  # fmt: skip
 TO_SITE = {name: TO_HUB[name] for name in ("PAYLOAD", "STATE")} | {
@@ -361,7 +364,7 @@ TO_SITE = {name: TO_HUB[name] for name in ("PAYLOAD", "STATE")} | {
 } | {
     type(each).__name__: pack_control(each, 0)
     for each in (
-        Accept(0, Position(1, 3), True), Refuse("a", "x", False), Start(Position(1, 0)), Grow(1, (*NAMES, "d")),
+        Accept(0, Position(1, 3), True), Refuse("a", "x", False), Start(Position(1, 0), (1,)), Grow(1, (*NAMES, "d")),
         Join(1, 1), SendState(0, 2, 1, 1), Drop(1, 1, "x"), Close(1, (0, 1, 2)), Pause((1,), "x"), Resume(1),
         Repeat(Position(1, 1)), Continue(2, Position(1, 1)), Welcome(False, 0, 1, 1000, 1000), KeyMessage(1, b"W"),
     )

@@ -1,5 +1,6 @@
 """Training that starts without some sites of the roster, which join later."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -7,11 +8,13 @@ import support
 import torch
 from elastic_runs import ENDED, MortalHub, Run, idles, same_bits
 from elastic_site import batch, make_model
+from hub_sites import open_link
 from running_hub import TestSite, running_hub, until
 from torch import nn
 
 import dadplug
-from dadplug.hub.wire.messages import Start, StartTerms
+from dadplug.errors import SiteError
+from dadplug.hub.wire.messages import ALL_SITES, Start, StartTerms
 
 NAMES = "abcde"
 
@@ -34,7 +37,7 @@ def test_a_run_starts_with_three_of_five_sites_and_the_others_join(tmp_path, mod
     hub = MortalHub(tmp_path / "hub", NAMES, sealed=sealed)
     served = hub.start()
     try:
-        run = Run(tmp_path, hub, mode=mode, min_sites=2, pause=0.02, begins=[3, 0.5], shows=True)
+        run = Run(tmp_path, hub, mode=mode, min_sites=2, pause=0.02, begins=[3, 0.5], shows=True, reports=0.25)
         run.start("bcd")
         run.await_step("b", 2)
         assert any("training starts after step 0 without a, e" in line for line in hub.log)
@@ -46,8 +49,15 @@ def test_a_run_starts_with_three_of_five_sites_and_the_others_join(tmp_path, mod
         for name in "bcdea":
             told = run.end(name)
             assert ("training goes on without site 4 (e), which has never connected" in told) == (name in "bcd")
+        until(lambda: sum("has contributed" in line for line in hub.log) == 5, run.state, ENDED)
+        table = {line.split()[3]: line for line in hub.log if "has contributed" in line}
     finally:
         served.kill()
+    for slot, name in enumerate(NAMES):
+        done = run.lines(name)
+        samples = sum(len(batch(slot, step)[0]) for step in done)
+        assert f"{name} has contributed {samples:,} samples in {len(done)} steps, " in table[name]
+        assert table[name].endswith(" of waiting, loss 0.25")
     lines = run.lines("b")
     present = {step: line["present"] for step, line in lines.items()}
     assert present[0] == [1, 2, 3]
@@ -183,3 +193,15 @@ def test_trainers_start_without_the_first_site(tmp_path, program, preload, key, 
         settings |= {"pause": 0.01} if program != "elastic_catalyst" else {}
         run = Run(tmp_path, hub, path, [preload] * bool(preload), begins=[2, 0.2], **settings)
         starts_without_the_first(run, key, "agreed" if key == "agreement" else "digest")
+
+
+@pytest.mark.parametrize(("stated", "lie"), [(ALL_SITES, StartTerms(1, 0)), (StartTerms(2, 0), StartTerms(1, 0))])
+def test_a_hub_that_starts_without_more_sites_than_a_site_allows_is_refused(tmp_path, stated, lie):
+    with running_hub(tmp_path / "kits", tuple("abc")) as hub, ThreadPoolExecutor(1) as pool:
+        opening = pool.submit(open_link, hub.kits, "a", start=stated)
+        hub.await_line("a has joined")
+        hub.hub.relay.run.membership.start = lie
+        with pytest.raises(
+            SiteError, match=r"starts training without site 1 \(b\), site 2 \(c\), and this site states"
+        ):
+            opening.result()

@@ -20,13 +20,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ...errors import FrameError, RefusedError, TryAgainError
+from ...errors import FrameError, RefusedError
 from ...exchange.transport import Requirements
 from ..secure.epochs import answers
 from ..wire.messages import (
     Accept,
     Action,
     Close,
+    Contribution,
     Drop,
     Exclude,
     Grow,
@@ -53,7 +54,7 @@ from ..wire.streams import HUB_SLOT, SendQueue
 from .journal import Journal
 from .membership import Phase
 from .run import Outage, Recovery, Run
-from .session import FULL_BYTES, HubStreams, Received, Session, check_hello, check_release, check_start
+from .session import FULL_BYTES, HubStreams, Received, Session, check_hello, check_release, check_start, refuse_second
 from .store import Store
 
 GRACE = 5.0  # seconds
@@ -61,7 +62,6 @@ _COPY = "copy the newest roster.json into"
 _SMALL_BYTES = 1024  # bytes of a frame that costs its head more than its body
 _STEPS_AHEAD = 1000  # that a site may have ended while others have not ended the open one
 _APART_SECONDS = 1.5  # between the last bytes of two sites whose links were cut together, at most
-_ALIVE_SECONDS = 0.5  # after a second process has connected; what the first one has sent before may arrive until then
 
 
 class Relay:
@@ -87,6 +87,7 @@ class Relay:
         outage: outage in which no site can be heard.
         status: the hub's status as of its last report, which sites may ask for.
         spent: what training has cost the records of sites, by slot, as they have last said.
+        contributions: the parts of sites in the run, by slot, as they have last said.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class Relay:
         self.outage = Outage()
         self.status: dict[str, Any] = {}
         self.spent: dict[int, Spent] = {}
+        self.contributions: dict[int, Contribution] = {}
         self._site_timeout, self._grace, self._streams = site_timeout, grace, streams
         # Messages to sites that have not opened the channel "parameters", by slot; None for those that have closed it.
         self._early: dict[int, SendQueue | None] = {}
@@ -151,7 +153,7 @@ class Relay:
             return session, self._welcome(True, session.received)
         if session is not None:
             if session.stream is not None:
-                self._refuse_second(session, hello.instance, now)
+                refuse_second(session, hello.instance, self.run.rules.site_timeout, now)
             self.drop(session, "another process has connected as this site", now)
         gone = self._gone.get(key)
         if gone is not None and gone[0] == hello.instance:
@@ -416,22 +418,6 @@ class Relay:
         for session in self._training():
             session.send(frame, soon)
 
-    def _refuse_second(self, session: Session, instance: int, now: float) -> None:
-        """Refuse a second process of a site; for good once the first one has shown that it is alive.
-
-        Args:
-            session: the session of the first process.
-            instance: random number of the second process, which connects again until it is accepted or refused.
-            now: the time, in seconds.
-        """
-        if session.rival[0] != instance:
-            session.rival = instance, now
-        reason = f"another process is connected as site {session.name!r}"
-        if session.heard > session.rival[1] + _ALIVE_SECONDS:
-            raise RefusedError(reason)
-        left = max(0.0, session.heard + self.run.rules.site_timeout - now)
-        raise TryAgainError(f"{reason}; if it is dead, this one takes its place in {left:.1f} s")
-
     def _end(self, session: Session, reason: str, now: float, step: int = 0, may_return: bool = False) -> None:
         """End a session.
 
@@ -561,6 +547,8 @@ class Relay:
                 self.drop(session, message.reason, now)
             case Spent() if trains:
                 self.spent[session.slot] = message
+            case Contribution() if trains:
+                self.contributions[session.slot] = message
             case RunReport() if trains:
                 if self._recovery is not None:
                     self._recovery.report(session, message)
@@ -707,6 +695,9 @@ class Relay:
 
     def _begin_run(self, now: float) -> None:
         """Begin a run, with the sites that have waited for the end of the last one."""
+        for slot, contribution in sorted(self.contributions.items()):
+            self.journal.write(f"{self.roster[slot]} has contributed {contribution}")
+        self.contributions.clear()
         waiting = [each.sites for each in self._of("training")]
         if self.run.completed:
             self._ended_after, self._ended = self.run.completed, self.run.absent

@@ -12,9 +12,9 @@ import selectors
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
-from ...errors import FrameError, RefusedError
+from ...errors import FrameError, RefusedError, TryAgainError
 from ..check import CheckHandler
 from ..secure.sealing import OPEN_BYTES
 from ..wire.messages import (
@@ -41,6 +41,7 @@ _ALLOWED = {  # kinds of frames that a site may send, by channel
     "check": (Kind.PAYLOAD, Kind.CONTROL, Kind.PING),
 }
 _TO_SLOT = (Kind.STATE, Kind.MESSAGE)  # kinds whose slot names the receiver
+_ALIVE_SECONDS = 0.5  # after a second process has connected; what the first one has sent before may arrive until then
 _TURN_BYTES, _TURN_FRAMES = 1 << 18, 256  # received in a turn
 # Frames that training does not wait for, such as pings: a site that sends more is read more slowly. Sites send a few a
 # second. The numbers are those a second, at once, and at once on a new connection.
@@ -290,6 +291,24 @@ def check_hello(hello: Hello) -> None:
         )
     if hello.channel not in _ALLOWED:
         raise RefusedError(f"unknown channel {hello.channel!r}")
+
+
+def refuse_second(session: Session, instance: int, site_timeout: float, now: float) -> NoReturn:
+    """Refuse a second process of a site; for good once the first one has shown that it is alive.
+
+    Args:
+        session: the session of the first process.
+        instance: random number of the second process, which connects again until it is accepted or refused.
+        site_timeout: seconds of silence after which the first one counts as lost.
+        now: the time, in seconds.
+    """
+    if session.rival[0] != instance:
+        session.rival = instance, now
+    reason = f"another process is connected as site {session.name!r}"
+    if session.heard > session.rival[1] + _ALIVE_SECONDS:
+        raise RefusedError(reason)
+    left = max(0.0, session.heard + site_timeout - now)
+    raise TryAgainError(f"{reason}; if it is dead, this one takes its place in {left:.1f} s")
 
 
 def check_release(session: Session, peers: Sequence[Session]) -> None:

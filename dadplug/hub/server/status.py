@@ -285,6 +285,7 @@ def snapshot(hub: Hub, meter: Meter) -> dict[str, Any]:
                 "certificate_days": days_left(session.expires) if session and session.expires else None,
                 "epsilon": f"{spent.epsilon:.4g}" if spent else None,  # as text: JSON has no infinity
                 "delta": spent.delta if spent else None,
+                "contributed": str(relay.contributions.get(slot, "")),
                 "missed_steps": relay.run.missed.counts[slot] if slot < len(relay.run.names) else 0,
             }
         )
@@ -350,6 +351,8 @@ def table(status: dict[str, Any]) -> list[str]:
             late += f"{', ' * bool(late)}{site['missed_steps']} steps missed"
         if site.get("epsilon"):
             late += f"{', ' * bool(late)}epsilon {site['epsilon']}, delta {site['delta']:g}"
+        if site.get("contributed"):
+            late += f"{', ' * bool(late)}{site['contributed']}"
         lines.append(
             f"{site['name']:{width}}  {site['state']:12}  {site['step']:8}  {up:9.2f}  {down:9.2f}  {late}".rstrip()
         )

@@ -218,11 +218,11 @@ class HubLink(HubConnection):
         rounds = self.rounds
         match message:
             case Start(position=position):
+                self._start_without(message.absent)
                 self._started = self.outlasts_outages = True
                 self.step = position.step + 1
                 self._begin(position)
                 self._set_pause("")
-                self._start_without(message.absent)
                 if rounds.joins or rounds.dropped:
                     self.fail(SiteError("the run that this site was to join has ended"))
             case Pause(reason=reason):
@@ -263,7 +263,10 @@ class HubLink(HubConnection):
                 self._frames.release(self._continuation.go_on(message))
 
     def _start_without(self, absent: Sequence[int]) -> None:
-        """Take the sites without which training starts."""
+        """Take the sites without which training starts, if what this site states on the start allows that."""
+        if absent and (self.rank in absent or not 0 < self.start_terms.sites <= self.world_size - len(absent)):
+            names = ", ".join(map(self.name, absent))
+            raise FrameError(f"it starts training without {names}, and this site states {self.start_terms}")
         self._first_sites = [slot for slot in range(self.world_size) if slot not in absent]
         self.gone.update(dict.fromkeys(absent, NEVER_CONNECTED))
         for slot in absent:
@@ -507,8 +510,10 @@ class HubLink(HubConnection):
         return self.first_lost()
 
     def first_lost(self) -> SiteError | None:
-        """Return an error that names the site that was lost first; None if none is known to be lost."""
-        for slot, reason in list(self.gone.items()):
+        """Return an error that names the site that was lost first, or one that has never connected; None without one."""
+        gone = dict(self.gone)
+        lost = {slot: reason for slot, reason in gone.items() if reason != NEVER_CONNECTED}
+        for slot, reason in (lost or gone).items():
             return SiteError(f"{self.name(slot)} is gone: {reason}")
         return None
 

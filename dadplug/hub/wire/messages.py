@@ -619,6 +619,27 @@ class Spent(Message, frozen=True):
     delta: Annotated[float, Meta(ge=0)]
 
 
+class Contribution(Message, frozen=True):
+    """Part of a site in the training so far, as its process states it, for the status.
+
+    Attributes:
+        samples: number of samples; 0 where they are not counted.
+        steps: number of steps.
+        waited_ms: milliseconds in which it has waited for others in them.
+        loss: loss of its own validation; None without one.
+    """
+
+    samples: Count
+    steps: Count
+    waited_ms: Milliseconds
+    loss: float | None = None
+
+    def __str__(self) -> str:
+        samples = f"{self.samples:,} samples in " if self.samples else ""
+        loss = "" if self.loss is None else f", loss {self.loss:.4g}"
+        return f"{samples}{self.steps:,} steps, {span(self.waited_ms / 1e3)} of waiting{loss}"
+
+
 _DECODER: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
     Accept
     | Refuse
@@ -641,6 +662,7 @@ _DECODER: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
     | KeyMessage
     | Exclude
     | Spent
+    | Contribution
     | Requirements
 )
 _SLOTS = {  # fields with numbers of sites

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, Protocol
 
 import torch
@@ -119,7 +120,7 @@ class ReplicatedModel:
         self._transport = self._open_transport(process_group)
         self.site_rank, self.world_size = self._transport.rank, self._transport.world_size
         self._by_samples = options.weighting == "samples"
-        self._epoch_samples = 0  # since buffers were averaged
+        self._epoch_samples = self._all_samples = 0  # since buffers were averaged; in all, where they are counted
         self._further: dict[str, Stateful] = {}
         self._frozen: dict[str, int] = {}  # digests of parameters that a site which joins has to have
         if self._transport.joins:
@@ -275,6 +276,29 @@ class ReplicatedModel:
                 f"the state is of {found}. To go on from the weights alone, load the states of model and optimizer, "
                 f"and leave out that of {type(self).__name__}"
             )
+
+    def _count(self, samples: int) -> None:
+        """Count samples of a step."""
+        self._epoch_samples += samples
+        self._all_samples += samples
+
+    def report(self, loss: float | None = None) -> None:
+        """Report to a hub what this site has contributed, for the hub's status and the end of its journal.
+
+        It states numbers of this process: samples (of a `GradientReduction`, as far as they are known), steps, and the
+        time in which it has waited for others in them. Each site may call it at any time, such as after each epoch.
+        The hub and all sites can read these numbers, also where messages are sealed. Without a hub it does nothing.
+
+        Args:
+            loss: loss of the site's own validation; None for none.
+
+        Raises:
+            TypeError: if the loss is no number.
+        """
+        if loss is not None and not isinstance(loss, Real):
+            raise TypeError(f"report(loss=...) takes a number, such as loss.item(), got {type(loss).__name__}")
+        own, traffic = None if loss is None else float(loss), self.traffic
+        self._transport.show_contribution(self._all_samples, traffic.steps, traffic.wait_in_steps, own)
 
     def average_buffers(self) -> None:
         """Replace running statistics and other buffers by their mean over sites; all sites must call it.
