@@ -1,6 +1,7 @@
 """Training that starts without some sites of the roster, which join later."""
 
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from torch import nn
 import dadplug
 from dadplug.errors import SiteError
 from dadplug.hub.wire.messages import ALL_SITES, Start, StartTerms
+from dadplug.tools.cli import Place
 
 NAMES = "abcde"
 
@@ -128,6 +130,20 @@ def test_sites_and_hub_may_fail_in_the_set_up_and_before_the_start(tmp_path):
 def test_what_cannot_be_met_is_refused_before_anything_is_sent(kits, arguments, message):
     with pytest.raises(ValueError, match=message):
         dadplug.connect(**{"kit": kits / "a"} | arguments)
+
+
+CONNECTING = {
+    "accelerate": lambda: import_module("dadplug.accelerate").Accelerator(cpu=True, start_sites=2),
+    "transformers": lambda: import_module("dadplug.transformers").attach(None, start_sites=2),
+    "torch": lambda: Place(0, 2, "tcp://127.0.0.1:1").connect(5.0, start_sites=2),
+}
+
+
+@pytest.mark.parametrize("library", CONNECTING)
+def test_all_that_connects_refuses_a_start_without_a_kit(library):
+    support.need(library)
+    with pytest.raises(ValueError, match="start_sites needs a hub"):
+        CONNECTING[library]()
 
 
 def test_sites_that_state_different_starts_are_named(tmp_path):

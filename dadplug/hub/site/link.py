@@ -510,7 +510,7 @@ class HubLink(HubConnection):
         return self.first_lost()
 
     def first_lost(self) -> SiteError | None:
-        """Return an error that names the site that was lost first, or one that has never connected; None without one."""
+        """Return an error that names the site that was lost first, else one that has never connected, or None."""
         gone = dict(self.gone)
         lost = {slot: reason for slot, reason in gone.items() if reason != NEVER_CONNECTED}
         for slot, reason in (lost or gone).items():
