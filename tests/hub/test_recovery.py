@@ -16,10 +16,12 @@ from dadplug.hub.wire.messages import (
     Close,
     Continue,
     Drop,
+    Join,
     Kind,
     Pause,
     Position,
     Repeat,
+    RoundKind,
     RunReport,
     read_control,
 )
@@ -92,6 +94,19 @@ def test_a_site_is_awaited_for_as_long_as_the_others_say_after_a_long_outage(tmp
         c.control(replace(report(LAST, BEFORE, min_sites), return_ms=4000))
         for site in (*sites, c):
             assert site.action(Continue).position == LAST
+
+
+def test_a_site_that_joins_after_a_restart_is_told_who_joins_in_the_same_round(tmp_path):
+    with running_hub(tmp_path / "kits", ("a", "b", "c"), site_timeout=20.0) as hub:
+        needs = Requirements(1, 20_000)
+        a, b = (TestSite(hub.kit(name), hub.address, position=LAST) for name in "ab")
+        c = TestSite(hub.kit("c"), hub.address)
+        for site, listens in ((a, False), (b, True)):
+            site.control(replace(report(LAST, BEFORE), listens=listens, required=needs))
+        assert a.action(Continue).position == LAST
+        c.control(needs)
+        a.send(Kind.END, step=STEP + 1, exchange=RoundKind.FIRST)
+        assert [c.action(Join) for _ in range(2)] == [Join(1, STEP + 1), Join(2, STEP + 1)]
 
 
 # Training that goes on over a hub that is killed and started again: the same bits as with one hub

@@ -684,6 +684,8 @@ class Relay:
             return
         if outcome.requirements is not None:
             self.run.require(outcome.requirements)
+        for slot in outcome.joined:  # a site that joins later in the round gets the announcement, too
+            self.run.take(Join(slot, outcome.step + 1))
         for slot in outcome.slots:
             self.sessions["training", slot].heard = now  # the time until they count as silent begins
         self._act(self.run.membership.go_on(outcome.step, outcome.slots, now), now)

@@ -510,12 +510,14 @@ class Outcome(NamedTuple):
         step: the last closed round.
         requirements: requirements of the run; None where all sites have to stay.
         slots: slots of the sites that take part.
+        joined: slots of those that have joined in the open round.
     """
 
     failure: str
     step: int = 0
     requirements: Requirements | None = None
     slots: Sequence[int] = ()
+    joined: Sequence[int] = ()
 
 
 class Recovery:
@@ -719,7 +721,8 @@ class Recovery:
         step = winner.position.step + 1
         announcements: list[Any] = [Continue(self._run.membership.life, winner.position)]
         announcements += [Drop(slot, step, _AWAY) for slot in range(len(self._run.names)) if slot not in slots]
-        announcements += [Join(each.slot, step) for each in members if reports[each].listens]
+        joined = [each.slot for each in members if reports[each].listens]
+        announcements += [Join(slot, step) for slot in joined]
         for session in members:
             session.waits, session.ready = False, True
             for announcement in announcements:
@@ -728,4 +731,4 @@ class Recovery:
         self._journal.write(
             f"the run that began before the restart goes on after step {winner.position.step} with {names}"
         )
-        return Outcome("", winner.position.step, winner.required if elastic else None, slots)
+        return Outcome("", winner.position.step, winner.required if elastic else None, slots, joined)

@@ -55,6 +55,7 @@ _NOTICE_SECONDS = 5.0  # after which a site prints for which sites it waits
 _log = get_logger(__name__)
 _ENDED = "its program has ended"
 NEVER_CONNECTED = "it has never connected"
+PROVISIONAL = Requirements(1, 10_000, provisional=True)  # at the set-up of a run that may start without all sites
 
 
 class HubLink(HubConnection):
@@ -371,7 +372,7 @@ class HubLink(HubConnection):
             tuple(self.gone),
             *(found.counts(step, self.world_size), found.counts(step + 1, self.world_size)),
             rounds.listens,
-            rounds.requirements or Requirements(0, 0),
+            rounds.requirements or (PROVISIONAL if self.start_terms.sites else Requirements(0, 0)),
             round(1e3 * return_seconds(time.monotonic() - self._lost_at)),
         )
 

@@ -28,11 +28,10 @@ from ..pki.project import KitRestrictions
 from ..pki.proxies import target
 from ..torch import BACKEND, Collectives, HubGroup, HubStore
 from ..wire.messages import ALL_SITES, StartTerms, own_release, wire_of
-from .link import NEVER_CONNECTED, HubLink
+from .link import NEVER_CONNECTED, PROVISIONAL, HubLink
 from .processes import LocalPlace, LocalSite, SiteMembers, SiteTransport
 from .transport import ElasticTransport, HubSites, HubTransport, TrainerTransport
 
-PROVISIONAL = Requirements(1, 10_000, provisional=True)  # at the set-up of a run that may start without all sites
 START_AFTER = 60.0  # seconds, where only start_sites is given
 _ERRORS = {each.__name__: each for each in (KitError, MismatchError, RefusedError, SealingError)}  # of the leader
 
