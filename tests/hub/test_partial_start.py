@@ -34,6 +34,16 @@ def alone(present: dict[int, list[int]], steps: int) -> list[float]:
     return torch.cat([each.detach().reshape(-1) for each in model.parameters()]).tolist()
 
 
+def ends_with_all(run: Run, names: str) -> None:
+    """Let sites end together; check that all are present and have the bits of the first, which began with the run."""
+    run.stop(name=names[0])
+    run.end(names)
+    lines = run.lines(names[0])
+    for name in names[1:]:
+        same_bits(lines, run.lines(name))
+    assert lines[max(lines)]["present"] == [*range(len(names))]
+
+
 @pytest.mark.parametrize(("mode", "sealed"), [("dsgd", False), ("rankdad", True)])
 def test_a_run_starts_with_three_of_five_sites_and_the_others_join(tmp_path, mode, sealed):
     hub = MortalHub(tmp_path / "hub", NAMES, sealed=sealed)
@@ -105,12 +115,27 @@ def test_sites_and_hub_may_fail_in_the_set_up_and_before_the_start(tmp_path):
         served = restart(served)
         run.start("b")
         run.await_step("b", max(run.lines("c")) + 3)
-        lines, present = run.finish("abcd")
+        ends_with_all(run, "cdab")
     finally:
         served.kill()
-    assert present[max(present)] == [0, 1, 2, 3]
     assert run.lines("c")[0]["present"] == [2, 3]
-    same_bits(run.lines("c"), lines)
+
+
+def test_a_hub_that_is_killed_while_sites_agree_on_keys_goes_on_with_them(tmp_path):
+    hub = MortalHub(tmp_path / "hub", "abc", sealed=True)
+    served = hub.start("frame", 2)
+    run = Run(tmp_path, hub, min_sites=1, pause=0.02, begins=[2, 0.2])
+    try:
+        run.start("bc")
+        assert served.wait(ENDED) == -9
+        served = hub.start()
+        run.await_step("b", 3)
+        run.start("a")
+        run.await_step("a", max(run.lines("b")) + 3)
+        ends_with_all(run, "bca")
+    finally:
+        served.kill()
+    assert run.lines("b")[0]["present"] == [1, 2]
 
 
 @pytest.mark.parametrize(
