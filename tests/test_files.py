@@ -33,7 +33,7 @@ def by_catalyst(path: Path) -> Any:
     pytest.importorskip("catalyst")
     from dadplug import DistributedRunner
 
-    transport = SimpleNamespace(gather_present=lambda digest: {0: digest})
+    transport = SimpleNamespace(gather_present=lambda digest: {0: digest}, sites=["site 0"])
     return DistributedRunner.load_shared(SimpleNamespace(_transport=transport), path)
 
 

@@ -274,7 +274,7 @@ class Meeting:
         self.gate = threading.Barrier(count)
 
     def at(self, rank, also=None):
-        def exchange(item):
+        def exchange(item, *_):
             if also is not None and isinstance(item, tuple):
                 also(item)
             self.items[rank] = item

@@ -51,15 +51,17 @@ MESSAGES = [
     actions.Contribution(0, 10, 5000),
     Leave(""),
 ]
-HEADS = st.builds(
-    Head,
-    st.sampled_from([Kind.PAYLOAD, Kind.SUMMAND, Kind.SUM, Kind.STATE, Kind.MESSAGE]),
+_FIELDS = (
     st.integers(0, 3),
     st.integers(0, (1 << 64) - 1),
     st.integers(0, (1 << 32) - 1),
     st.integers(0, (1 << 63)),
     st.integers(1, 40),
     st.integers(0, (1 << 16) - 1),
+)
+_FOR_ALL = st.sampled_from([Kind.SUMMAND, Kind.SUM, Kind.STATE, Kind.MESSAGE])
+HEADS = st.builds(Head, st.just(Kind.PAYLOAD), *_FIELDS, st.integers(0, 255)) | st.builds(
+    Head, _FOR_ALL, *_FIELDS, st.just(0)
 )
 
 
@@ -136,7 +138,7 @@ def test_a_damaged_head_gives_frames_or_an_error(head, place, mask):
         (Head(Kind.PAYLOAD, 0).pack(), "a PAYLOAD frame of 0 bytes"),
         (Head(Kind.END, 0, length=1).pack(), "an? END frame of 1 bytes"),
         (Head(Kind.CONTROL, 0, offset=5, length=1).pack(), "a CONTROL frame has only one piece"),
-        (Head(Kind.PAYLOAD, 0, length=1).pack().replace(b"\x02", b"\x09", 1), "unknown kind of frame: 9"),
+        (Head(Kind.PAYLOAD, 0, length=1).pack().replace(b"\x02", b"\x0a", 1), "unknown kind of frame: 10"),
     ],
 )
 def test_a_head_is_refused_before_there_is_room_for_its_body(head, message):

@@ -98,7 +98,7 @@ def test_a_site_sends_no_faster_than_its_policy_says(tmp_path, monkeypatch):
 def test_a_site_of_a_later_version_is_told_to_upgrade_the_hub(hub):
     site = TestSite(hub.kit("a"), hub.address, version=VERSION + 1)
     assert isinstance(site.answer, Refuse)
-    assert "speaks version 10 of the protocol, the hub serves versions 9 to 9" in site.answer.reason
+    assert f"speaks version {VERSION + 1} of the protocol, the hub serves versions 9 to {VERSION}" in site.answer.reason
     assert "upgrade the hub (the hub goes first, then the sites)" in site.answer.reason
     assert not site.answer.retry
 
@@ -119,7 +119,9 @@ def test_a_site_of_before_0_4_is_told_to_upgrade(hub):
         connection.sendall(Head(Kind.CONTROL, 0, length=len(body)).pack() + body)
         answer = codec.decode(Reader(connection).next().body)
     assert (type(answer), answer.name, answer.retry) == (RefuseBefore9, "a", False)
-    assert "speaks version 8 of the protocol, the hub serves versions 9 to 9: upgrade this site" in answer.reason
+    assert (
+        f"speaks version 8 of the protocol, the hub serves versions 9 to {VERSION}: upgrade this site" in answer.reason
+    )
 
 
 def test_a_hub_of_before_0_4_is_to_be_upgraded(hub, monkeypatch):

@@ -43,7 +43,7 @@ class Sites:
         barrier, items = threading.Barrier(len(self.tunnels)), {}
 
         def at(rank):
-            def exchange(item):
+            def exchange(item, *_):
                 items[rank] = item
                 barrier.wait(TIMEOUT)
                 found = [items[each] for each in sorted(items)]

@@ -18,7 +18,7 @@ from dadplug import (
 )
 from dadplug.errors import MismatchError, NonFiniteError
 from dadplug.step.model_sync.private import SharedPart, load_shared_state, private_state, shared_state
-from dadplug.step.model_sync.sameness import load_tensors
+from dadplug.step.model_sync.sameness import load_tensors, tensors_of
 
 SITES = 2
 
@@ -325,12 +325,12 @@ def test_only_frozen_weights_that_differ_are_sent() -> None:
     frozen = {"body.0.bias", "body.1.weight", "body.1.bias", "body.3.weight"}
     assert state.frozen.keys() == frozen
     assert state.tensors.keys() == model.state_dict().keys() - frozen
-    load_tensors(own, state.tensors, state.frozen)
+    load_tensors(tensors_of(own), state.tensors, frozen=state.frozen)
     torch.testing.assert_close(model.state_dict(), own.state_dict(), rtol=0, atol=0)
     with torch.no_grad():
         own.body[3].weight.add_(1.0)
         own.head.weight.zero_()
     with pytest.raises(MismatchError, match=r"the frozen parameter 'body\.3\.weight' \[20, 40\] is not that"):
-        load_tensors(own, state.tensors, state.frozen)
+        load_tensors(tensors_of(own), state.tensors, frozen=state.frozen)
     assert not own.head.weight.any()  # nothing has changed
     reduction.detach()
