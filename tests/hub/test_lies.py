@@ -18,7 +18,7 @@ from dadplug.exchange import Traffic
 from dadplug.exchange.transport import Requirements
 from dadplug.hub.site.inbox import CALLS
 from dadplug.hub.site.transport import ElasticTransport
-from dadplug.hub.wire.messages import Close, Drop, Join, pack_control
+from dadplug.hub.wire.messages import HEAD_BYTES, Close, Drop, Head, Join, Kind, pack_control
 
 LIE = 3  # the round that the hub lies about
 
@@ -90,6 +90,27 @@ def test_sites_that_were_told_different_things_all_end(tmp_path, lies, skips, fi
         found = together(lambda rank: run_rounds(links[rank], required), 3)
     assert all(isinstance(error, MismatchError | SealingError) for error, _ in found), found
     assert any(re.search(first, str(error)) for error, _ in found), found
+    assert {made for _, made in found} <= {LIE - 1, LIE}
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+def test_a_payload_that_the_hub_withholds_as_if_it_were_for_another_site_ends_the_run(tmp_path, sealed):
+    """Site a leaves b out of the round then, and the others do not."""
+
+    def withheld(session, send):
+        def sends(frame, soon=False):
+            head = Head.unpack(frame[:HEAD_BYTES])
+            lies = head.kind is Kind.PAYLOAD and (head.slot, head.step, session.slot) == (1, LIE, 0)
+            send(head._replace(to=3).elsewhere if lies else frame, soon)
+
+        return sends
+
+    with sealed_hub(tmp_path, sealed=sealed) as hub, linked(hub, 3) as links:
+        for session in hub.hub.relay._training():
+            session.send = withheld(session, session.send)
+        found = together(lambda rank: run_rounds(links[rank], Requirements(1, 60_000)), 3)
+    assert all(isinstance(error, MismatchError | SealingError) for error, _ in found), found
+    assert any(DIFFERS in str(error) for error, _ in found), found
     assert {made for _, made in found} <= {LIE - 1, LIE}
 
 
