@@ -383,6 +383,8 @@ def line_of(case: Case, model: nn.Module, reduction: dadplug.GradientReduction) 
     line = {"step": step, "present": reduction.present_sites, "digest": digest, "time": time.monotonic()}
     if case.shows:
         line["parameters"] = values.tolist()
+    if case.exact:
+        line["bytes"] = sum(row.bytes for row in reduction.plan), reduction.traffic.bytes_sent
     if case.privacy or case.exact:
         gradient = torch.cat([each.grad.reshape(-1) for each in model.parameters()]).tolist()
         line |= {"gradient": gradient, "parameters": values.tolist()}

@@ -38,6 +38,8 @@ def leaves_and_returns(folder, hub, lost: str, **fields) -> dict[int, list[int]]
     run.end(names)
     lines = run.lines(others[0])
     is_exact(lines)
+    planned, sent = lines[1]["bytes"]
+    assert planned < sent < 1.2 * planned  # what the hub passes on to several sites is sent once
     for name in names:
         same_bits(lines, run.lines(name))
     return presence(lines)

@@ -329,8 +329,8 @@ class SiteTransport(CollectiveTransport, NodeMessages):
         self._error: SiteError | MismatchError | None = None  # the first one, which has closed the connections
         super().__init__(sites, traffic, sites.rank, torch.device("cpu"), timeout)
         self.nodes = nodes
-        self.copies = nodes.count - 1
-        self.ring = float(link is not None)
+        self.copies = int(link is not None)
+        self.ring = float(self.copies)
         self._local = local
         self._link = link
         self._group = group

@@ -220,7 +220,7 @@ class HubTransport(CollectiveTransport):
     def __init__(self, link: HubLink, traffic: Traffic, timeout: float, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(HubSites(link), traffic, link.rank, torch.device("cpu"), timeout)
         self.link = link
-        self.ring = float(self.copies) if link.sealing.required else 1.0  # the hub cannot add up sealed summands
+        self.copies, self.ring = 1, 1.0  # the hub passes on what a site sends once
         self._group = group
         self.has_all_to_all = self.world_size <= _MOST_RECEIVERS
         self.channel = link.new_channel()
@@ -415,11 +415,11 @@ class HubAllToAll(AllToAll):
     def launch(self) -> None:
         self.post()
         transport = self._transport
-        for rank, payload in enumerate(self.payloads):
-            if rank != transport.rank and payload.numel():
-                content = bytes_of(payload)
-                transport.traffic.add(len(content))
-                transport.link.send(self.exchange, content, soon=True, to=rank + 1)
+        own = [(rank, bytes_of(payload)) for rank, payload in enumerate(self.payloads) if rank != transport.rank]
+        for rank, content in own:
+            transport.traffic.add(len(content))
+            soon = transport.more_follows or rank != own[-1][0]
+            transport.link.send(self.exchange, content, soon=soon, to=rank + 1)
 
     def wait(self) -> list[Tensor]:
         if self._incoming:
@@ -477,7 +477,6 @@ class ElasticTransport(HubTransport):
     def _resize(self, size: int) -> None:
         """Exchange with so many sites from now on."""
         self.world_size = size
-        self.ring = self.copies = size - 1
 
     def _of_run(self, slots: frozenset[int]) -> frozenset[int]:
         return frozenset(slot for slot in slots if slot < self.world_size)

@@ -276,7 +276,7 @@ class PayloadCosts:
         rows = None if self._reducer is None else self._reducer.room(unit)
         transport, owner = self._transport, self._owners.get(unit.name)
         wire = wire_format(self._options.wire_of(unit.path), unit.lead.dtype)
-        itemsize, place = wire.itemsize, (transport.rank, transport.world_size)
+        itemsize, place = wire.itemsize, (transport.rank, 1 + transport.copies)
         rate = transport.copies * itemsize
         if name == unit.bias:
             size = unit.parameters[name].numel()

@@ -66,7 +66,7 @@ class MergedHandler(KeptPayloadsHandler, SiteFactorHandler):
     def sent_bytes(self, unit: Unit) -> int:
         assert isinstance(unit, FactorUnit)
         owner, transport = self._owners[self._slots[unit.name]], self.context.transport
-        place = transport.rank, transport.world_size
+        place = transport.rank, 1 + transport.copies
         numbers = owner.numbers_of_rows(self._rank(unit), unit.widths, *place)
         numbers += owner.numbers_of_bias(self._bias_size(unit), *place)
         return numbers * self.context.wire(unit).itemsize
