@@ -154,7 +154,7 @@ def train_site(arguments: argparse.Namespace) -> None:
     rows = site_rows(rank, sites)
     model = make_model(rows[0][0].numel())
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    dadplug.connect(kit=arguments.kit, start_sites=sites - 1, start_after=5, timeout=600)
+    dadplug.connect(kit=arguments.kit, start_sites=min(sites, LATE), start_after=5, timeout=600)
     reduction = dadplug.GradientReduction(
         model,
         mode="rankdad",
@@ -227,7 +227,8 @@ class Scenario:
         duration = self._until - self.begin
         for share, event, rank in events:
             self._wait(self.begin + share * duration)
-            event(rank)
+            if rank < self._arguments.sites:
+                event(rank)
         self._wait(self._until)
         for name, process in self.processes.items():
             if name != "hub" and process.wait(300):
@@ -236,12 +237,13 @@ class Scenario:
     def _wait(self, until: float) -> None:
         """Wait, and cut the link of one site off from time to time."""
         every, cut = self._arguments.every, self._arguments.cut
+        lines = [] if self._star is None else self._star.lines
         while time.time() < until:
             time.sleep(0.2)
             passed = time.time() - self.begin
-            if self._star is not None:  # not in the last minute, so that it is back at the end
-                near_end = time.time() > self._until - max(60.0, 2 * cut)
-                self._star.lines[CUT].cut = passed > every and passed % every < cut and not near_end
+            if len(lines) > CUT:
+                near_end = time.time() > self._until - max(60.0, 2 * cut)  # so that it is back at the end
+                lines[CUT].cut = passed > every and passed % every < cut and not near_end
 
     def _kill(self, rank: int) -> None:
         process = self.processes[f"site{rank}"]
