@@ -431,8 +431,10 @@ class Reducer:
         present = [header for rank, header in enumerate(headers) if rank not in absent]
         for position, unit in enumerate(self._units):
             handler = self._handler_of[unit.name]
+            dense = any(header.dense[position] for header in headers)
             void = handler.resends_as_gradients and any(header.void[position] for header in present)
-            if handler.repeats or not (void or any(header.dense[position] for header in headers)):
+            void &= dense or any(header.present[position] for header in present)  # else no site has a gradient
+            if handler.repeats or not (void or dense):
                 continue
             if void:
                 handler.add_sent(unit)
