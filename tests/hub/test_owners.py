@@ -4,7 +4,7 @@ import pytest
 import torch
 from elastic_runs import ENDED, Run, presence, same_bits
 from elastic_site import batch, make_model
-from running_hub import running_hub
+from running_hub import add_site, running_hub
 from sealed_sites import sealed_hub
 from torch import nn
 
@@ -75,3 +75,16 @@ def test_a_lie_to_owners_changes_nothing(tmp_path, harm):
     is_exact(lines)
     for name in "bc":
         same_bits(lines, run.lines(name))
+
+
+def test_a_run_of_two_sites_that_grows_gets_owners(tmp_path):
+    with running_hub(tmp_path / "kits", ("a", "b")) as hub:
+        run = Run(tmp_path, hub, mode="rankdad", merge="auto", exact=True, pause=0.01)
+        run.start("ab")
+        run.await_step("a", 2)
+        add_site(hub, "abc")
+        run.start("c")
+        run.await_step("c", max(run.lines("a")) + 3)
+        lines, present = run.finish("abc")
+    assert present[0] == [0, 1]
+    is_exact(lines)

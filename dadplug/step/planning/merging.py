@@ -156,7 +156,8 @@ def settle_merge(options: Options, transport: Transport) -> Options:
         transport: the transport.
     """
     needs_all = options.hierarchy is not None or options.budget is not None
-    able = options.mode == "rankdad" and transport.world_size > 2 and transport.has_all_to_all and not needs_all
+    enough = transport.world_size > 2 or transport.elastic  # a run of two sites may grow
+    able = options.mode == "rankdad" and enough and transport.has_all_to_all and not needs_all
     return options if able or options.merge != "auto" else replace(options, merge="all")
 
 
@@ -170,6 +171,7 @@ class Merging:
 
     Attributes:
         link: costs of the link as all sites know them; None before they have been measured.
+        sites: number of sites of the plan, which a site that joins may exceed until the run has grown.
     """
 
     def __init__(self, method: Method, options: Options, transport: Transport) -> None:
@@ -177,6 +179,7 @@ class Merging:
         self._options = options
         self._transport = transport
         self.link: LinkCosts | None = None
+        self.sites = transport.world_size
 
     @property
     def needs_link(self) -> bool:
@@ -185,7 +188,7 @@ class Merging:
 
     def owners(self, units: Sequence[Unit]) -> Owners:
         """Return the sites that merge each layer, by name of the weight; empty where factors are sent to all sites."""
-        sites = self._transport.world_size
+        sites = self.sites
         if self._options.merge == "all" or sites == 1 or not self._transport.has_all_to_all:
             return {}
         layers = self._layers(units)
@@ -195,7 +198,7 @@ class Merging:
         owners = assign_owners(layers, sites, divide)
         if self._options.merge == "owner":
             return owners
-        if self.link is None:
+        if self.link is None or sites == 2:
             return {}
         whole = assign_owners(layers, sites, divide=False)
         to_all, to_owner = predict_seconds(layers, whole, sites, self.link, wire.itemsize)

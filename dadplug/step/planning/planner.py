@@ -464,13 +464,14 @@ class Planner:
             self._transport.gather_present(own), FirstStepReport, "report", self._transport, FirstStepReport.counts
         )
         reports = [*every.values()]
-        self._conclude(merge_reports(reports, self.units, self._method, self._transport.world_size))
+        sites = self._transport.world_size
+        self._conclude(merge_reports(reports, self.units, self._method, sites), sites)
 
-    def _conclude(self, merged: MergedReport) -> None:
-        """Complete the plan by what follows from the sites' reports."""
+    def _conclude(self, merged: MergedReport, sites: int) -> None:
+        """Complete the plan by what follows from the reports of so many sites."""
         self._merged, self._reasons = merged, merged.reasons | self._reasons
         self._merging.link = merged.link
-        self._sites = self._transport.world_size
+        self._sites = self._merging.sites = sites
         self._method.largest_rank = merged.room
         self._notices |= merged.notices
         self._planned_for, self._off_plan = merged.largest, 0
@@ -580,7 +581,7 @@ class Planner:
         for unit in self.units:
             if isinstance(unit, FactorUnit):
                 unit.form = state.forms.get(unit.name, unit.form)
-        self._conclude(state.merged)
+        self._conclude(state.merged, state.sites)
         self._off_plan = state.off_plan
         assert self._reducer is not None
         self.outgrown = state.sites != self._transport.world_size
