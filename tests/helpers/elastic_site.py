@@ -385,6 +385,7 @@ def line_of(case: Case, model: nn.Module, reduction: dadplug.GradientReduction) 
         line["parameters"] = values.tolist()
     if case.exact:
         line["bytes"] = sum(row.bytes for row in reduction.plan), reduction.traffic.bytes_sent
+        line["measured"] = reduction._planner._link is not None
     if case.privacy or case.exact:
         gradient = torch.cat([each.grad.reshape(-1) for each in model.parameters()]).tolist()
         line |= {"gradient": gradient, "parameters": values.tolist()}

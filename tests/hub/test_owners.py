@@ -77,7 +77,7 @@ def test_a_lie_to_owners_changes_nothing(tmp_path, harm):
         same_bits(lines, run.lines(name))
 
 
-def test_a_run_of_two_sites_that_grows_gets_owners(tmp_path):
+def test_a_run_that_grows_stays_exact_with_the_merge_of_the_others(tmp_path):
     with running_hub(tmp_path / "kits", ("a", "b")) as hub:
         run = Run(tmp_path, hub, mode="rankdad", merge="auto", exact=True, pause=0.01)
         run.start("ab")
@@ -87,4 +87,5 @@ def test_a_run_of_two_sites_that_grows_gets_owners(tmp_path):
         run.await_step("c", max(run.lines("a")) + 3)
         lines, present = run.finish("abc")
     assert present[0] == [0, 1]
+    assert all(line["measured"] for line in run.lines("c").values())  # else it would measure alone for the next plan
     is_exact(lines)

@@ -471,6 +471,7 @@ class Planner:
         """Complete the plan by what follows from the reports of so many sites."""
         self._merged, self._reasons = merged, merged.reasons | self._reasons
         self._merging.link = merged.link
+        self._link = self._link or merged.link  # a site that has joined must not measure it alone in a later plan
         self._sites = self._merging.sites = sites
         self._method.largest_rank = merged.room
         self._notices |= merged.notices
