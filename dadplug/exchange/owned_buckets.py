@@ -125,11 +125,6 @@ class ContributionBucket:
         layout = ((self._slots[index], self._room(index)) for index in self._parts[owner])
         return cut_slots(payload, self._heads[owner], layout)
 
-    def slot_bytes(self, index: int) -> int:
-        """Return the bytes of a part."""
-        slot = self._slots[index]
-        return sum(slot.sizes(self._room(index))) * self._exchange.payloads[0].element_size()
-
     def fill(self, index: int, payload: FactorPayload) -> None:
         """Copy the rows of a part into its owner's payload."""
         self._exchange.post()

@@ -608,9 +608,9 @@ class BucketHandler(ABC):
 
     @property
     def unsettled(self) -> bool:
-        """Whether the sum of the first round does not count, so that all sites exchange again; the same at all sites.
+        """Whether what the first round has summed or merged does not count, so that all sites exchange again.
 
-        The reducer asks for it once, when the round has been closed. Only for handlers with `repeats`.
+        The same at all sites. The reducer asks for it once, when the round has been closed.
         """
         return False
 

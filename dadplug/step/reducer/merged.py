@@ -179,6 +179,7 @@ class OwnerHandler(MergedHandler):
             slot.capacity = [self._rank(unit)]
         self._contributions = ContributionBucket(slots, ranks, transport, self.dtype, wire)
         self._again: FactorBucket | None = None  # factors of all sites, in place of merged ones
+        self._sent_again: list[int] = []  # samples of each site, as it has sent them with these
         self._forget_others()
         self._merger.forget_divided(unit.name for unit in self.units)
 
@@ -270,34 +271,30 @@ class OwnerHandler(MergedHandler):
         self.timed("wait", None, self.bucket.wait)
         if self._again is not None:
             self._again.inspect()
+            self._sent_again, self._payloads = self._again.receive()
             return True
         self.bucket.inspect()
         complete, payloads = self.bucket.receive()
         self._results = [self._result(slot, by_sender) for slot, by_sender in enumerate(payloads)]
         return all(complete[rank] for rank in self._ranks)
 
-    def not_finite(self) -> list[tuple[int | None, str]]:
-        self._payloads = [] if self._again is None else self._again.receive()[1]
-        return super().not_finite()
-
     def spoilt(self, headers: Sequence[StepHeader]) -> list[str]:
         return super().spoilt(headers) if self._again is None else []
 
     def _merged(self) -> list[list[FactorPayload]]:
-        return super()._merged() if self._again is None else self._again.receive()[1]
+        return super()._merged() if self._again is None else self._payloads
 
     def _weights(self, samples: Sequence[int]) -> list[float]:
         if self._again is None:
             return super()._weights(samples)
-        sent = self._again.receive()[0]
-        return [min(pair) / sum(samples) for pair in zip(sent, samples, strict=True)]
+        return [min(pair) / sum(samples) for pair in zip(self._sent_again, samples, strict=True)]
 
     def finish(self, headers: Sequence[StepHeader], write: bool, keep: bool) -> None:
-        if self._again is not None:  # nothing has been merged
+        if self._again is not None:  # nothing that has been merged counts
             for unit in self.units:
                 self._merger.rollback(unit.name)
         super().finish(headers, write, keep)
-        self._again = None
+        self._again, self._payloads = None, []
 
     def deal(self) -> None:
         owners = [self.context.owners[unit.name] for unit in self.units]

@@ -142,6 +142,7 @@ class Reducer:
         reference = max(reference, 1)
         self._assigned = owners  # where all sites are present
         self._sizes = {unit.name: sum(unit.widths) for unit in units if isinstance(unit, FactorUnit)}
+        self._dealt_without: frozenset[int] | None = transport.absent
         owners = deal(owners, owners, self._sizes, transport.present)
         self._context = HandlerContext(
             transport, method, options, samples, reference, positions, owners, decoding, given=given
@@ -266,8 +267,9 @@ class Reducer:
     def _deal(self) -> None:
         """Let sites that are present own the layers of absent ones, from the next step on."""
         context, before = self._context, self._context.owners
-        if not (context.transport.elastic and before):
+        if not before or context.transport.absent == self._dealt_without:
             return
+        self._dealt_without = context.transport.absent
         context.owners = deal(before, self._assigned, self._sizes, context.transport.present)
         moved = sum(owner != before[name] for name, owner in context.owners.items())
         if moved:
@@ -491,6 +493,7 @@ class Reducer:
             raise MismatchError(f"the other sites have {len(layout)} buckets where this one has {len(self._handlers)}")
         for handler, rooms in zip(self._handlers, layout, strict=True):
             handler.restore(rooms)
+        self._dealt_without = None  # the owners are those of the other site
 
     def share_state(self) -> None:
         """Replace state that has to be the same everywhere by that of rank 0; all sites must call it."""
