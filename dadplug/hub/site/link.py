@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 from ...errors import DroppedError, FrameError, MismatchError, SealingError, SiteError
@@ -158,7 +158,10 @@ class HubLink(HubConnection):
 
     def room(self, head: Head) -> memoryview:
         if head.kind in (Kind.PAYLOAD, Kind.STATE):
-            self._check_receiver(head, (0, self.rank + 1))
+            if head.slot == self.rank:
+                raise FrameError("a frame of this site itself")
+            if head.to not in (0, self.rank + 1):
+                raise FrameError(f"a {head.kind.name} frame for slot {head.to - 1}")
         elif head.kind is not Kind.SUM or head.slot:
             raise FrameError(f"a {head.kind.name} frame of slot {head.slot} is not expected")
         void = head.kind is Kind.SUM and self.gone  # a sum that leaves out a lost site
@@ -167,15 +170,10 @@ class HubLink(HubConnection):
             return memoryview(bytearray(head.length))
         return self.inbox.room(head)
 
-    def _check_receiver(self, head: Head, allowed: Container[int]) -> None:
-        if head.slot == self.rank:
-            raise FrameError("a frame of this site itself")
-        if head.to not in allowed:
-            raise FrameError(f"a {head.kind.name} frame for slot {head.to - 1}")
-
     def complete(self, head: Head, body: memoryview) -> None:
         if head.kind is Kind.ELSEWHERE:
-            self._check_receiver(head, {*range(1, self.world_size + 1)} - {self.rank + 1})
+            if head.slot == self.rank or head.to in (0, self.rank + 1) or head.to > self.world_size:
+                raise FrameError(f"a {head.kind.name} frame of slot {head.slot} for slot {head.to - 1}")
             head = head._replace(kind=Kind.PAYLOAD)
         if head.kind not in (Kind.PAYLOAD, Kind.SUM, Kind.STATE):
             raise FrameError(f"a {head.kind.name} frame is not expected")

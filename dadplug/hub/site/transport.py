@@ -416,9 +416,10 @@ class HubAllToAll(AllToAll):
         self.post()
         transport = self._transport
         own = [(rank, bytes_of(payload)) for rank, payload in enumerate(self.payloads) if rank != transport.rank]
+        last = max((rank for rank, content in own if len(content)), default=-1)
         for rank, content in own:
             transport.traffic.add(len(content))
-            soon = transport.more_follows or rank != own[-1][0]
+            soon = transport.more_follows or rank != last
             transport.link.send(self.exchange, content, soon=soon, to=rank + 1)
 
     def wait(self) -> list[Tensor]:
@@ -477,6 +478,7 @@ class ElasticTransport(HubTransport):
     def _resize(self, size: int) -> None:
         """Exchange with so many sites from now on."""
         self.world_size = size
+        self.has_all_to_all = size <= _MOST_RECEIVERS
 
     def _of_run(self, slots: frozenset[int]) -> frozenset[int]:
         return frozenset(slot for slot in slots if slot < self.world_size)
