@@ -489,7 +489,7 @@ class Accelerator(accelerate.Accelerator):
         return self._options.get("private")
 
     def load_private(self, input_dir: str) -> None:
-        """Restore the private layers of this site in place of those of the process that has written a checkpoint.
+        """Restore this site's own private layers after a checkpoint that another process may have written.
 
         `load_state` does so by itself.
 

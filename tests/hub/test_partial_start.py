@@ -59,8 +59,8 @@ def test_a_run_starts_with_three_of_five_sites_and_the_others_join(tmp_path, mod
         run.await_step("e", 3)
         run.stop(name="b")
         for name in "bcdea":
-            told = run.end(name)
-            assert ("training goes on without site 4 (e), which has never connected" in told) == (name in "bcd")
+            printed = run.end(name)
+            assert ("training goes on without site 4 (e), which has never connected" in printed) == (name in "bcd")
         until(lambda: sum("has contributed" in line for line in hub.log) == 5, run.state, ENDED)
         table = {line.split()[3]: line for line in hub.log if "has contributed" in line}
     finally:

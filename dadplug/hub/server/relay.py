@@ -87,7 +87,7 @@ class Relay:
         outage: outage in which no site can be heard.
         status: the hub's status as of its last report, which sites may ask for.
         spent: what training has cost the records of sites, by slot, as they have last said.
-        contributions: the parts of sites in the run, by slot, as they have last said.
+        contributions: the parts of sites in the run, by slot, as reported last.
     """
 
     def __init__(

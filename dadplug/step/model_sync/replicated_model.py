@@ -362,8 +362,8 @@ class ReplicatedModel:
         self._is_attached = False
         ATTACHED.pop(id(self), None)
 
-    def __del__(self) -> None:
-        if not self._is_attached or sys.is_finalizing():
+    def __del__(self, is_finalizing: Any = sys.is_finalizing) -> None:  # `sys` may be gone before this object
+        if not self._is_attached or is_finalizing():
             return
         if not self.traffic.steps:
             _log.warning("a %s ends before its first step: nothing refers to it. Keep it", type(self).__name__)
