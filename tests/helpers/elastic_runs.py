@@ -12,9 +12,12 @@ import hub_kits
 import mortal_hub
 import pytest
 import support
+import torch
+from elastic_site import batch, make_model
 from json_lines import last_number, read_lines
 from running_hub import RunningHub, running_hub, until
 from support import free_port
+from torch import nn
 
 ENDED = 200.0  # seconds for a process, on a busy machine
 _ENVIRONMENT = os.environ | support.ONE_THREAD
@@ -141,6 +144,22 @@ def same_bits(lines: dict[int, dict], others: dict[int, dict]) -> None:
     """Check that a site has the same parameters as another one after each step that it has written."""
     assert others
     assert {step: line["digest"] for step, line in others.items()} == {step: lines[step]["digest"] for step in others}
+
+
+def is_exact(lines: dict[int, dict]) -> None:
+    """Compare the gradients of a site with those of one process that has the rows of all sites which are present."""
+    model, criterion = make_model(exact=True), nn.CrossEntropyLoss(reduction="sum")
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for step in range(max(lines) + 1):
+        optimizer.zero_grad()
+        batches = [batch(slot, step, exact=True) for slot in lines[step]["present"]]
+        count = sum(len(targets) for _, targets in batches)
+        for inputs, targets in batches:
+            (criterion(model(inputs.double()), targets) / count).backward()
+        expected = torch.cat([each.grad.reshape(-1) for each in model.parameters()])
+        found = torch.tensor(lines[step]["gradient"], dtype=torch.float64)
+        assert (found - expected).norm() < 1e-8 * expected.norm(), step
+        optimizer.step()
 
 
 def idles(

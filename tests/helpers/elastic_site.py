@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 import signal
-import struct
 import sys
 import time
 from collections.abc import Callable
@@ -26,6 +25,7 @@ import dadplug
 from dadplug.exchange.factor_buckets import FactorBucket
 from dadplug.exchange.owned_buckets import ContributionBucket
 from dadplug.hub.site import connection, inbox
+from dadplug.hub.site.donation import ANNOUNCED, PART_BYTES
 from dadplug.hub.site.link import HubLink
 from dadplug.hub.site.rounds import RoundClient
 from dadplug.hub.site.transport import ElasticTransport
@@ -95,6 +95,7 @@ class Case:
         begins: `start_sites` and `start_after` of the connection; empty for all sites.
         shows: whether the lines have the parameters.
         reports: loss that the site reports at the end; None for no report.
+        ballast: bytes by which the state that a site needs to join is larger.
     """
 
     kit: str
@@ -136,6 +137,20 @@ class Case:
     begins: list[float] = field(default_factory=list)
     shows: bool = False
     reports: float | None = None
+    ballast: int = 0
+
+
+class Ballast:
+    """State of some bytes, besides those of the model and its optimizer."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._content = torch.zeros(nbytes, dtype=torch.uint8)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"content": self._content}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["content"].shape == self._content.shape
 
 
 def make_model(exact: bool = False) -> nn.Module:
@@ -221,11 +236,10 @@ def restore_slowly(transport: ElasticTransport, folder: Path, take_part: Callabl
     return take_part(transport)
 
 
-def send_half(rounds: RoundClient, request: SendState, answer: Callable[[], bytes], how: str) -> None:
+def send_half(rounds: RoundClient, request: SendState, step: int, content: bytes, how: str) -> None:
     """Send the first half of this site's state, and let the process be killed or stopped."""
-    content = answer()
-    announced = struct.pack("<Q16s", len(content), rounds.history.after(request.step))
-    for exchange, part in enumerate((announced, content[: len(content) // 2])):
+    announced = ANNOUNCED.pack(len(content), step, rounds.history.after(step))
+    for exchange, part in enumerate((announced, content[: min(PART_BYTES, len(content) // 2)])):
         rounds._link.send(exchange, memoryview(part), Kind.STATE, request.number, request.joiner)
     time.sleep(0.2)
     os.kill(os.getpid(), signal.SIGKILL if how == "sends" else signal.SIGSTOP)
@@ -349,9 +363,7 @@ def restore(case: Case, parts: dict[str, Any]) -> None:
             part.load_state_dict(states[name])
 
 
-def build(
-    case: Case, model: nn.Module, state: dict[str, torch.optim.Optimizer]
-) -> tuple[nn.Module, dadplug.GradientReduction]:
+def build(case: Case, model: nn.Module, state: dict[str, Any]) -> tuple[nn.Module, dadplug.GradientReduction]:
     """Return what is called in training, and the reduction."""
     options = {
         "min_sites": case.min_sites,
@@ -413,7 +425,8 @@ def train(case: Case) -> None:
     if case.how in ("joins", "restores"):
         die_inside(case, lambda: 0)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    called, reduction = build(case, model, {"optimizer": optimizer})
+    ballast = {"ballast": Ballast(case.ballast)} if case.ballast else {}
+    called, reduction = build(case, model, {"optimizer": optimizer, **ballast})
     if case.late_steps:
         be_late(case, model, lambda: reduction.step)
     if case.talks and case.min_sites is not None:

@@ -3,7 +3,6 @@
 import re
 import shutil
 import signal
-import struct
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +21,7 @@ from dadplug.errors import FrameError, SiteError
 from dadplug.hub.pki.kits import Kit
 from dadplug.hub.server import run as run_module
 from dadplug.hub.site import rounds as rounds_module
+from dadplug.hub.site.donation import ANNOUNCED
 from dadplug.hub.site.history import RoundHistory
 from dadplug.hub.site.inbox import StateRequests
 from dadplug.hub.site.rounds import RoundClient
@@ -283,13 +283,21 @@ def test_trainers_that_need_all_sites_say_so():
 def rounds_of(announced: int) -> RoundClient:
     rounds = object.__new__(RoundClient)
     complete = SimpleNamespace(complete=True)
-    rounds._link = SimpleNamespace(name=lambda rank: f"site {rank}", sealing=complete, lock=threading.Lock())
+    inbox = SimpleNamespace(forget=lambda last: None)
+    rounds._link = SimpleNamespace(
+        name=lambda rank: f"site {rank}", sealing=complete, lock=threading.Lock(), inbox=inbox
+    )
+    rounds.closed, rounds._closes, rounds._position = 5, {}, None
     rounds.states = StateRequests(1)
     rounds.states.take(SendState(3, 1, 5, 1))
     rounds._wait_until = lambda *given: None
-    contents = {24: struct.pack("<Q16s", announced, bytes(16))}
     rounds.history, rounds.refusal = RoundHistory(), None
-    rounds._receive_part = lambda donor, exchange, nbytes, *_: contents.get(nbytes, b"x" * nbytes)
+
+    def receive(request, number, buffer, timeout):
+        buffer[:] = b"x" * len(buffer) if number else ANNOUNCED.pack(announced, 5, bytes(16))
+        return True
+
+    rounds._receive_part = receive
     return rounds
 
 
@@ -300,6 +308,7 @@ def test_a_state_that_is_larger_than_the_model_allows_is_refused():
     with pytest.raises(SiteError, match=f"site 3 announces a state of {most + 1} bytes, where .* allows {most}"):
         rounds_of(most + 1).receive_state(1.0, most)
     assert rounds_of(1000).receive_state(1.0, most) == b"x" * 1000
+    assert rounds_of(100_000).receive_state(1.0, 1 << 20) == b"x" * 100_000
 
 
 def test_a_site_reports_how_much_of_a_state_has_arrived(monkeypatch, capsys):

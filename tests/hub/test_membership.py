@@ -288,11 +288,88 @@ def test_rules_can_be_replaced_by_those_that_fit():
 def test_a_pause_says_that_a_site_receives_a_large_state():
     membership = joining(progress_timeout=60.0)
     ends(membership, 3, 0.0, 0, 1)
+    assert kinds(membership.tick(1.0), Close)
+    for slot in (0, 1):
+        membership.round = RoundKind.COLLECTIVE
+        membership.end(slot, 4, 1.0)
+    membership.get_on(2, 4.5)
     assert not kinds(membership.tick(4.5), Pause)  # seconds
     assert kinds(membership.tick(5.0), Pause) == [Pause((), "c joins, and receives the state of the training")]
     membership.get_on(2, 50.0)  # parts of the state have arrived
-    assert not kinds(membership.tick(100.0), Drop)
-    assert kinds(membership.joined(2, Position(LIFE, 2), 100.0), Resume)
+    assert membership.tick(54.5) == []
+    assert kinds(membership.joined(2, Position(LIFE, 2), 54.5), Resume)
+    assert kinds(membership.end(2, 3, 55.0), Close) == []
+    assert kinds(membership.end(2, 4, 55.0), Close) == [Close(4, (0, 1, 2))]
+
+
+def test_others_go_on_while_a_state_is_under_way_until_the_site_has_nearly_caught_up():
+    membership = joining()
+    assert ends(membership, 3, 3.0, 0, 1) == []
+    assert membership.tick(3.9) == []  # a small state may arrive in this time
+    assert membership.tick(4.0) == [Skip(2, 3, False), Close(3, (0, 1))]
+    for step in range(4, 11):
+        assert kinds(ends(membership, step, 7.0, 0, 1), Skip, Close) == [Skip(2, step, False), Close(step, (0, 1))]
+    assert membership.lags(2)
+    assert membership.joined(2, Position(LIFE, 2), 8.0) == []
+    assert membership.behind(2)
+    assert kinds(ends(membership, 11, 8.0, 0, 1), Close) == [Close(11, (0, 1))]
+    for step in range(3, 10):
+        membership.end(2, step, 9.0)
+    assert ends(membership, 12, 9.0, 0, 1) == []  # it is behind by two rounds
+    membership.end(2, 10, 9.0)
+    membership.end(2, 11, 9.0)
+    assert kinds(membership.end(2, 12, 9.0), Close) == [Close(12, (0, 1, 2))]
+    assert ends(membership, 13, 9.0, 0, 1) == []  # as for every other member
+
+
+def test_others_wait_for_a_site_that_does_not_catch_up():
+    membership = joining()
+    ends(membership, 3, 0.0, 0, 1)
+    membership.tick(1.0)
+    for step in range(4, 8):
+        ends(membership, step, 1.0, 0, 1)
+    membership.joined(2, Position(LIFE, 2), 2.0)  # 5 rounds behind
+    last = 7 + 5 + 2
+    for step in range(8, last + 1):
+        assert kinds(ends(membership, step, 3.0, 0, 1), Close)
+    assert ends(membership, last + 1, 3.0, 0, 1) == []
+    for step in range(3, last + 1):
+        membership.end(2, step, 4.0)
+    assert kinds(membership.end(2, last + 1, 4.0), Close) == [Close(last + 1, (0, 1, 2))]
+
+
+def test_a_site_for_which_too_much_waits_is_waited_for():
+    membership = joining()
+    ends(membership, 3, 0.0, 0, 1)
+    membership.tick(1.0)
+    assert not membership.hold(0)
+    assert membership.hold(2)
+    assert ends(membership, 4, 1.0, 0, 1) == []
+    assert not kinds(passing(membership, 6.5), Close)
+    membership.joined(2, Position(LIFE, 2), 7.0)
+    membership.end(2, 3, 7.0)
+    assert kinds(membership.end(2, 4, 7.0), Close) == [Close(4, (0, 1, 2))]
+
+
+def test_a_collective_does_not_wait_for_a_state_of_after_it():
+    membership = joining()
+    ends(membership, 3, 0.0, 0, 1)
+    membership.tick(1.0)
+    assert kinds(membership.close(0, "killed", 1.0), SendState) == [SendState(1, 2, 3, 2)]  # before it could answer
+    membership.round = RoundKind.COLLECTIVE
+    assert kinds(membership.end(1, 4, 1.0), Close) == [Close(4, (1,))]  # b answers in the next training step
+    assert kinds(membership.end(1, 5, 1.0), Close) == [Close(5, (1,))]
+    membership.round = RoundKind.COLLECTIVE
+    assert kinds(membership.end(1, 6, 1.0), Close) == []
+    assert membership.joined(2, Position(LIFE, 4), 2.0) == []
+    membership.end(2, 5, 2.0)
+    assert kinds(membership.end(2, 6, 2.0), Close) == [Close(6, (1, 2))]
+
+
+def test_a_site_cannot_hold_a_state_of_before_it_joined_or_of_a_later_step():
+    for step in (1, 3):
+        membership = joining()
+        assert kinds(membership.joined(2, Position(LIFE, step), 0.0), Drop)
 
 
 # The hub's membership as time passes: hanging and late sites
@@ -374,16 +451,16 @@ def test_without_patience_a_member_is_late_after_the_site_timeout():
     assert kinds(membership.end(1, 3, 30.0), Close) == [Close(3, (0, 1))]
 
 
-def test_a_joiner_is_not_skipped():
+def test_a_joiner_is_late_from_its_state_on():
     membership, _ = late()
     membership.close(2, "killed", 11.0)
     membership.dial(2, 11.0)
     ends(membership, 12, 11.0, 0, 1)
     assert membership.phase(2) is Phase.JOINING
-    assert {type(each) for each in passing(membership, 111.0)} <= {SendState, Pause, Resume}  # of another site
-    membership.joined(2, Position(LIFE, 11), 111.0)
-    assert membership.tick(113.9) == []  # its time begins with its state
-    assert kinds(membership.tick(114.0), Skip) == [Skip(2, 12)]
+    assert membership.tick(11.9) == []
+    membership.joined(2, Position(LIFE, 11), 11.9)
+    assert membership.tick(14.8) == []  # its time begins with its state
+    assert kinds(membership.tick(14.9), Skip) == [Skip(2, 12)]
 
 
 def test_a_site_that_has_missed_a_step_is_waited_for_once_it_gets_on():
@@ -448,11 +525,11 @@ def test_a_donor_that_is_held_up_is_replaced_by_a_site_that_can_answer():
     membership.end(1, 3, 20.0)
     assert kinds(membership.tick(20.5), SendState) == [SendState(1, 2, 2, 2)]
     membership.end(0, 3, 21.0)
-    assert kinds(membership.tick(28.0), SendState) == []  # it has twice the time
+    assert kinds(membership.tick(28.0), Close, SendState) == [Close(3, (0, 1))]  # it has twice the time
     membership.receive(2, 28.0)  # a part of the state
     assert kinds(membership.tick(35.5), SendState) == []
     actions = membership.tick(36.5)
-    assert kinds(actions, SendState) == [SendState(0, 2, 2, 3)]
+    assert kinds(actions, SendState) == [SendState(0, 2, 3, 3)]
     assert [each.number for each in kinds(actions, SendState)] == [3]
     assert kinds(membership.joined(2, membership.position, 37.0), Drop) == []
     assert kinds(passing(membership, 60.0), SendState) == []

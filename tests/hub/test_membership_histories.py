@@ -47,6 +47,7 @@ class SimulatedSite:
         self.up: deque[tuple] = deque()
         self.down: deque[object] = deque()
         self.awaits_state = self.takes_part = self.has_ended = False
+        self.requests: list[actions.SendState] = []  # to be answered at the beginning of a training step
         self.frames: dict[int, dict[int, object]] = {}
         self.closed: dict[int, actions.Close] = {}  # steps that this site has not ended yet
 
@@ -64,7 +65,8 @@ class SimulatedSite:
     def on_state(self, position: Position, digest: int) -> None:
         if self.awaits_state:
             self.position, self.digest, self.awaits_state = position, digest, False
-            self.closed = {}
+            self.closed = {step: close for step, close in self.closed.items() if step > position.step}
+            self.frames = {step: frames for step, frames in self.frames.items() if step > position.step}
             self.up.append(("joined", position))
 
     def on_accept(self, message: actions.Accept) -> None:
@@ -85,15 +87,24 @@ class SimulatedSite:
         self.frames.setdefault(step, {}).pop(slot, None)
 
     def on_sendstate(self, message: actions.SendState) -> None:
-        assert not self.awaits_state
-        assert self.position.step == message.step
-        self.up.append(("state", message.joiner, self.position, self.digest))
+        if message.donor == self.slot:
+            assert not self.awaits_state
+            assert self.position.step <= message.step
+            self.requests.append(message)
+            self.answer()
+
+    def answer(self) -> None:
+        """Send the states that are due at the beginning of a training step."""
+        if kind_of(self.position.step + 1) is RoundKind.FIRST:
+            due = [each for each in self.requests if each.step <= self.position.step]
+            self.requests = [each for each in self.requests if each not in due]
+            self.up += [("state", each, self.position, self.digest) for each in due]
 
     def on_close(self, message: actions.Close) -> None:
-        assert not self.awaits_state, "a step has closed while a state was under way"
-        assert message.step == self.position.step + 1 + len(self.closed)
+        assert self.awaits_state or message.step == self.position.step + 1 + len(self.closed)
         self.closed[message.step] = message
-        if self.has_ended or not self.takes_part:  # a site that has been replayed a step has no part in it
+        # A site that has been replayed a step has no part in it.
+        if not self.awaits_state and (self.has_ended or not self.takes_part):
             self.apply()
 
     def apply(self) -> None:
@@ -101,10 +112,12 @@ class SimulatedSite:
         message = self.closed.pop(self.position.step + 1, None)
         if message is None:
             return
+        assert kind_of(message.step) is not RoundKind.COLLECTIVE or self.slot in message.contributors
         frames = self.frames.pop(message.step, {})
         self.digest = hash((self.digest, message.step, *((slot, frames[slot]) for slot in message.contributors)))
         self.position = Position(self.position.life, message.step)
         self.has_ended = False
+        self.answer()
 
     def on_other(self, message: object) -> None:
         pass
@@ -157,7 +170,7 @@ class Histories(RuleBasedStateMachine):
         self.hub = Membership(names, self.rules_, 1000 * self.lives, self.now)
         self.hub.start = self.start
         self.frames: list[tuple] = []  # of the open step
-        self.routes: dict[int, int] = {}  # joiner: donor
+        self.routes: dict[int, actions.SendState] = {}  # joiner: the last request for it
         self.ended: dict[int, float] = {}  # END of the open step: when
         self.waiting: list[SimulatedSite] = []  # to be admitted to a first round
         self.silent: dict[int, float] = {}  # since when a site is frozen
@@ -212,21 +225,21 @@ class Histories(RuleBasedStateMachine):
     def do_sendstate(self, action):
         assert self.hub.phase(action.donor) is Phase.MEMBER
         assert not self.hub.behind(action.donor)
-        self.routes[action.joiner] = action.donor
+        self.routes[action.joiner] = action
         self.sites[action.donor].down.append(action)
 
     def do_drop(self, action):
         self.ended.pop(action.slot, None)
         self.silent.pop(action.slot, None)
-        self.routes = {j: d for j, d in self.routes.items() if action.slot not in (j, d)}
+        self.routes = {j: each for j, each in self.routes.items() if action.slot not in (j, each.donor)}
         self.frames = [frame for frame in self.frames if frame[2] != action.slot]
         self.sites[action.slot].disconnect()
         self.announce(action)
 
     def do_skip(self, action):
-        assert self.rules_.late == "skip"
+        assert self.rules_.late == "skip" or not action.late
         assert action.slot not in self.ended
-        assert self.kind is not RoundKind.COLLECTIVE
+        assert self.kind is not RoundKind.COLLECTIVE or self.hub.phase(action.slot) is Phase.JOINING
 
     def do_close(self, action):
         position = Position(self.hub.life, action.step)
@@ -330,9 +343,9 @@ class Histories(RuleBasedStateMachine):
             self.ended[site.slot] = self.now
         self.carry_out(self.hub.end(site.slot, step, self.now, idle))
 
-    def take_state(self, site, joiner, position, digest):
-        if self.routes.get(joiner) == site.slot:
-            self.sites[joiner].down.append(("state", position, digest))
+    def take_state(self, site, request, position, digest):
+        if self.routes.get(request.joiner) is request:
+            self.sites[request.joiner].down.append(("state", position, digest))
 
     def take_joined(self, site, position):
         self.carry_out(self.hub.joined(site.slot, position, self.now))

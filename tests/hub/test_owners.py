@@ -1,30 +1,11 @@
 """Owners that merge layers over the hub: exact where the rank leaves nothing out, also when an owner leaves."""
 
 import pytest
-import torch
-from elastic_runs import ENDED, Run, presence, same_bits
-from elastic_site import batch, make_model
+from elastic_runs import ENDED, Run, is_exact, presence, same_bits
 from running_hub import add_site, running_hub
 from sealed_sites import sealed_hub
-from torch import nn
 
 LEAVES = 3
-
-
-def is_exact(lines: dict[int, dict]) -> None:
-    """Compare the gradients of a site with those of one process that has the rows of all sites which are present."""
-    model, criterion = make_model(exact=True), nn.CrossEntropyLoss(reduction="sum")
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for step in range(max(lines) + 1):
-        optimizer.zero_grad()
-        batches = [batch(slot, step, exact=True) for slot in lines[step]["present"]]
-        count = sum(len(targets) for _, targets in batches)
-        for inputs, targets in batches:
-            (criterion(model(inputs.double()), targets) / count).backward()
-        expected = torch.cat([each.grad.reshape(-1) for each in model.parameters()])
-        found = torch.tensor(lines[step]["gradient"], dtype=torch.float64)
-        assert (found - expected).norm() < 1e-8 * expected.norm(), step
-        optimizer.step()
 
 
 def leaves_and_returns(folder, hub, lost: str, **fields) -> dict[int, list[int]]:

@@ -20,12 +20,16 @@ therefore seen exactly the frames of the lost site that all others have seen.
 **Start.** Training starts once all sites are connected. By `StartTerms` it starts without some of them, once enough
 have been connected for a time; the others join as those that return.
 
-**Joining.** A site that connects after the start takes part in the open step: it is sent the frames of this step so
-far, and a member sends it its state. Parameters do not change while a step is open, hence any member can send the state
-of the last closed step until the open one closes; if it goes meanwhile, another one does. A member that has ended the
-open step can answer at once: one such is asked if nothing arrives from the first one for half of `site_timeout`, and
-the next one after twice that time. Others wait for the state to arrive also with late="skip": a joiner that never
-caught up would join for ever.
+**Joining.** A site that connects after the start takes part from the open step on: it is sent the frames of this step
+so far, and all later ones. A member sends it its state as of the beginning of a training step, while it ends the first
+round of this step; if the member goes meanwhile, another one is asked. A member that has ended the open step can answer
+at once: one such is asked if nothing arrives from the first one for half of `site_timeout`, and the next one after
+twice that time.
+
+The others wait `SHORT_STATE` seconds for the state. If it takes longer, training steps close without the site. Once it
+has the state, it ends the steps that have been closed since, one after the other, from the frames that it was sent. The
+others wait for it when it is behind by `_NEAR` rounds only, and also when it does not catch up: after as many further
+rounds as it was behind when it got the state. Collectives wait for it, unless its state will be one of after them.
 
 **Late sites.** With late="skip", a training step closes without a member that has not ended it after `patience` times
 the median step, or, with a patience of 0, `site_timeout` after the first member has ended it. That member ends the step
@@ -98,6 +102,9 @@ class Site:
         asked: time at which the donor was asked.
         patience: seconds without a part of the state after which another donor is asked.
         donations: number of states that it has been asked for.
+        answered: whether the donor has ended the first round of a training step since it was asked, with its state.
+        until: the closed step from which on others wait for it although it has not caught up; 0 where they wait anyway.
+        held: whether others wait for its state, since too many bytes wait for it.
     """
 
     def __init__(self, name: str) -> None:
@@ -108,12 +115,15 @@ class Site:
         self.idle, self.awaited = False, True
         self.donor: int | None = None
         self.asked = self.patience = 0.0
-        self.donations = 0
+        self.donations = self.until = 0
+        self.answered = self.held = False
 
 
 _MOST_REQUESTS = 0xFFFF  # with a number of their own; the tag of a frame has 16 bits
 _MEDIAN_OF, _MEDIAN_NEEDS = 32, 5  # steps
 _LONG_STATE = 5.0  # seconds
+SHORT_STATE = 1.0  # seconds for which others wait for the state of a site that joins
+_NEAR = 2  # rounds: a training step has one or two
 _JITTER = 0.05  # seconds by which no member is late
 
 
@@ -145,7 +155,8 @@ class Membership:
         self.start = ALL_SITES
         self._enough_since: float | None = None  # when so many sites as may start were connected; None: they are not
         self.round = RoundKind.FIRST
-        self._began = self._first_end = now  # of the open step: its beginning, and its first END of a member
+        # Of the open step: its beginning, its first END of a member, and its last one.
+        self._began = self._first_end = self._last_end = now
         self._regular = True  # whether its time counts, since its participants have not changed and none was late
         self._durations: deque[float] = deque(maxlen=_MEDIAN_OF)
         self._pause: Pause | None = None
@@ -185,6 +196,16 @@ class Membership:
         """Return whether a member has missed the last closed step, and not ended it since."""
         site = self._sites[slot]
         return site.phase is Phase.MEMBER and site.ended < self.step
+
+    def lags(self, slot: int) -> bool:
+        """Return whether a site is behind, or may be once it has the state for which it waits."""
+        return self.behind(slot) or self._sites[slot].phase is Phase.JOINING
+
+    def hold(self, slot: int) -> bool:
+        """Let the others wait for a site that joins, or catches up; return whether it is one."""
+        site = self._sites[slot]
+        site.held |= site.phase is Phase.JOINING or bool(site.until)
+        return site.held
 
     def _in_phase(self, *phases: Phase) -> list[int]:
         """Return the slots of the sites in one of some states."""
@@ -254,6 +275,9 @@ class Membership:
             if step == self.open_step and not self._ended(self.open_step):
                 self._first_end = now
             site.ended, site.idle, site.awaited = step, idle, True
+            self._last_end = now
+            if step >= self.step:
+                site.until, site.held = 0, False
         return self._advance(now)
 
     def joined(self, slot: int, position: Position, now: float) -> list[Action]:
@@ -268,11 +292,15 @@ class Membership:
         if site.phase is Phase.ABSENT:
             return []
         self.get_on(slot, now)
-        if position != self.position or site.phase is Phase.WAITING:
+        known = position.life == self.life and site.ended <= position.step <= self.step
+        if not known or site.phase is Phase.WAITING:
             self._drop(slot, f"it holds step {position.step} of another history, not step {self.step}")
         elif site.phase is Phase.JOINING:
-            site.phase, site.donor = Phase.MEMBER, None
-            self._began = now  # it was not late before
+            site.phase, site.donor, site.ended = Phase.MEMBER, None, position.step
+            if self.behind(slot):
+                site.until = 2 * self.step - site.ended + _NEAR
+            else:
+                self._began = now  # it was not late before
         return self._advance(now)
 
     def close(self, slot: int, reason: str, now: float) -> list[Action]:
@@ -350,6 +378,7 @@ class Membership:
     def _enter(self, slot: int, phase: Phase, now: float) -> None:
         site = self._sites[slot]
         site.phase, site.ended, site.awaited = phase, self.step, True
+        site.until, site.held = 0, False
         site.entered = site.progressed = now
         site.donor, site.patience = None, self._rules.site_timeout / 2
 
@@ -368,7 +397,7 @@ class Membership:
         """Ask one of some members for its state for a joiner."""
         joiner = self._sites[slot]
         joiner.donor = min(members, key=lambda member: self._sites[member].donations)
-        joiner.asked = now
+        joiner.asked, joiner.answered = now, False
         self._sites[joiner.donor].donations += 1
         self._requests = self._requests % _MOST_REQUESTS + 1
         self._actions.append(SendState(joiner.donor, slot, self.step, self._requests))
@@ -378,7 +407,8 @@ class Membership:
         joiner = self._sites[slot]
         if joiner.donor is None or now < max(joiner.asked, joiner.progressed) + joiner.patience:
             return
-        able = [each for each in self._ended(self.open_step) if each != joiner.donor]
+        step = self.step if joiner.answered else self.open_step
+        able = [each for each in self._ended(step) if each != joiner.donor]
         if able:
             joiner.patience *= 2
             self._ask(slot, able, now)
@@ -389,25 +419,47 @@ class Membership:
         Late members may miss it; its time counts then where no site has waited for them.
         """
         ended = self._ended(self.open_step)
-        if self._in_phase(Phase.JOINING) or not ended or not self._enough(ended):
+        if not ended or not self._enough(ended):
             return
-        missing = [slot for slot in self._in_phase(Phase.MEMBER) if slot not in ended]
-        if missing:
-            if not self._may_skip(ended) or self._waits_for(missing, now):
+        joining, members = self._in_phase(Phase.JOINING), self._in_phase(Phase.MEMBER)
+        missing = [slot for slot in members if slot not in ended]
+        if any(self._awaits_state(slot, now) for slot in joining):
+            return
+        late = [slot for slot in missing if not self._catches_up(slot)]
+        if late:
+            if not self._may_skip(ended) or self._waits_for(late, now):
                 return
-            self._regular &= not any(self._sites[slot].awaited for slot in missing)
-            for slot in missing:
-                self._sites[slot].awaited = False
-                self._actions.append(Skip(slot, self.open_step))
+            self._regular &= not any(self._sites[slot].awaited for slot in late)
+        for slot in late:
+            self._sites[slot].awaited = False
+        self._actions += [Skip(slot, self.open_step, slot in late) for slot in (*missing, *joining)]
         self._actions.append(Close(self.open_step, tuple(ended)))
-        if self._regular and self.round is RoundKind.FIRST:
-            self._durations.append(now - self._began)
+        if self.round is RoundKind.FIRST:
+            if self._regular:
+                self._durations.append(now - self._began)
+            for slot in joining:
+                self._sites[slot].answered |= self._sites[slot].donor is not None
         self._began, self._regular = now, True
         self.step += 1
         self.round = RoundKind.FIRST
-        for slot in missing:
+        for slot in late:
             if self.step - self._sites[slot].ended >= self._rules.max_lag:
                 self._drop(slot, f"late: it is {self._rules.max_lag} steps behind")
+
+    def _awaits_state(self, slot: int, now: float) -> bool:
+        """Return whether the open step waits for the state of a site that joins."""
+        site = self._sites[slot]
+        if self.round is RoundKind.COLLECTIVE:
+            return site.answered  # else it gets a state of after this round
+        begins = site.ended == self.step  # it joins in this step
+        return site.held or (begins and now < max(site.entered, self._last_end) + SHORT_STATE)
+
+    def _catches_up(self, slot: int) -> bool:
+        """Return whether a member that has joined catches up, so that the open step does not wait for it."""
+        site = self._sites[slot]
+        if self.round is RoundKind.COLLECTIVE or site.held or not site.until or not self.behind(slot):
+            return False
+        return self.round is RoundKind.FURTHER or (self.step > site.ended + _NEAR and self.step < site.until)
 
     def _enough(self, slots: Sequence[int]) -> bool:
         return self.round is not RoundKind.FIRST or len(slots) >= self._rules.min_sites
@@ -453,10 +505,12 @@ class Membership:
             return max(site.progressed, *waiting) + self._rules.progress_timeout
         return None
 
-    def _waits_long(self, slot: int, now: float) -> bool:
-        """Return whether a site that joins receives its state for so long that the others are told."""
+    def _is_awaited_long(self, slot: int, now: float) -> bool:
+        """Return whether others wait for the state of a site for so long that they are told."""
         site = self._sites[slot]
-        return site.donor is not None and now >= site.entered + _LONG_STATE
+        needed = site.held or (site.answered and self.round is RoundKind.COLLECTIVE)
+        needed |= not self._enough(self._in_phase(Phase.MEMBER))
+        return needed and site.donor is not None and now >= site.entered + _LONG_STATE
 
     @property
     def _start_in_words(self) -> str:
@@ -477,7 +531,7 @@ class Membership:
             pause = Pause(absent, f"{self._rules.min_sites} sites are needed and {here}: {waiting}")
         elif not self._in_phase(Phase.MEMBER):
             pause = Pause(absent, f"no connected site holds step {self.step}: {waiting}")
-        elif slow := [self._sites[slot] for slot in self._in_phase(Phase.JOINING) if self._waits_long(slot, now)]:
+        elif slow := [self._sites[slot] for slot in self._in_phase(Phase.JOINING) if self._is_awaited_long(slot, now)]:
             pause = Pause((), f"{', '.join(each.name for each in slow)} joins, and receives the state of the training")
         if pause == self._pause or (self.started and not count):  # no site waits any more
             return

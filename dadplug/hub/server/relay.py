@@ -26,6 +26,7 @@ from ..secure.epochs import answers
 from ..wire.messages import (
     Accept,
     Action,
+    Arrived,
     Close,
     Contribution,
     Drop,
@@ -342,7 +343,7 @@ class Relay:
         if session.channel == "training" and not session.waits and self.run.sums.is_ahead(session.slot):
             return False
         return not any(
-            other.full and not (channel == "training" and not other.waits and self.run.membership.behind(other.slot))
+            other.full and not (channel == "training" and not other.waits and self.run.membership.lags(other.slot))
             for (channel, _), other in self.sessions.items()
             if channel == session.channel and other is not session
         )
@@ -477,9 +478,13 @@ class Relay:
         closed = head.step < run.membership.open_step
         if session.waits or not run.membership.started or (closed and not run.elastic):
             raise FrameError(f"a {head.kind.name} frame of step {head.step}, which is not open")
+        if head.kind is Kind.STATE:  # of an earlier step: training goes on meanwhile
+            run.membership.get_on(session.slot, now)
+            self._pass_state(session, head, body, now)
+            return
         if closed and len(body) < _SMALL_BYTES:
             session.spare -= 1
-        if closed and run.rules.late == "wait":
+        if closed and run.rules.late == "wait" and not run.membership.behind(session.slot):
             return  # it was sent again for a site that has left since
         run.membership.get_on(session.slot, now)
         session.record(head, now)
@@ -487,8 +492,6 @@ class Relay:
             self._take_end(session.slot, head, now)
         elif closed:  # the site is late, and does not know it yet
             return
-        elif head.kind is Kind.STATE:
-            self._pass_state(session, head, body, now)
         elif run.membership.phase(session.slot) is Phase.JOINING:
             raise FrameError(f"a {head.kind.name} frame before it has received its state")
         elif head.kind is Kind.PAYLOAD:
@@ -537,7 +540,15 @@ class Relay:
             return
         if head.tag in receiver.requests:
             self.run.membership.get_on(head.slot, now)
+            receiver.parts += 1
             receiver.send(b"".join((head._replace(slot=session.slot).pack(), body)))
+
+    def _pass_arrived(self, session: Session, message: Arrived) -> None:
+        """Pass a report on a part of a state on to the donor."""
+        donor = self.sessions.get(("training", message.slot))
+        if donor is not None and not donor.waits and message.number in session.requests:
+            session.report_part()
+            donor.send(pack_control(Arrived(session.slot, message.number, message.part), 0))
 
     def _take_control(self, session: Session, body: bytes, now: float) -> None:
         message = read_control(body, len(self.roster))
@@ -567,6 +578,8 @@ class Relay:
                 self._exclude(session, message, now)
             case Receiving() if trains:
                 session.receiving = message
+            case Arrived() if trains and not session.waits:
+                self._pass_arrived(session, message)
             case Joined() if trains and not session.waits:
                 self._act(self.run.membership.joined(session.slot, message.position, now), now)
             case _:

@@ -108,11 +108,11 @@ class MissedSteps:
             case Skip(slot=slot):
                 self._backlog[slot] = self._backlog.get(slot, 0) + nbytes
                 if kind is RoundKind.FIRST:
-                    self.counts[slot] += 1
+                    self.counts[slot] += action.late
                 if kind is RoundKind.FIRST and slot not in self._first:
                     self._first[slot] = self._step
-                    name = self._names[slot]
-                    self._journal.write(f"{name} is late: training goes on without it from step {self._step} on")
+                    what = f"{self._names[slot]} {'is late' if action.late else 'joins'}"
+                    self._journal.write(f"{what}: training goes on without it from step {self._step} on")
             case Drop():
                 self._end(action.slot, "has left")
             case Close() if kind is RoundKind.FIRST:
@@ -373,7 +373,8 @@ class Run:
         """Return the slots of the sites that cannot go on, and why."""
         if not self.elastic:
             return []
-        late = [(slot, f"late: more than {LIMIT >> 20} MB wait for it") for slot in self.missed.overdue()]
+        overdue = [slot for slot in self.missed.overdue() if not self.membership.hold(slot)]
+        late = [(slot, f"late: more than {LIMIT >> 20} MB wait for it") for slot in overdue]
         orphans = [(slot, "no site is left that holds the state of the training") for slot in orphaned(self.membership)]
         return late + orphans
 

@@ -73,6 +73,7 @@ class Session(NumberedStream):
         awaits: slots of the members that it joins, without those that have sent it their keys.
         refused_by: instances of the sites that have asked the hub to end it.
         requests: numbers of the requests for a state that were made for it.
+        parts: frames of states that it was sent, and has not reported yet.
         receiving: its last report on the state that it receives; None without one.
         reached: number of frames that it had acknowledged at the last tick.
         recovers: whether it took part in a run when it connected.
@@ -109,6 +110,7 @@ class Session(NumberedStream):
         self.awaits: set[int] = set()
         self.refused_by: set[int] = set()
         self.requests: set[int] = set()
+        self.parts = 0
         self.receiving: Receiving | None = None
         self.reached = 0
         self.recovers = hello.channel == "training" and hello.position.life > 0
@@ -200,6 +202,11 @@ class Session(NumberedStream):
         if not more:
             self.stream.connection.expect(max(1, receiver.missing))
         return frames, more
+
+    def report_part(self) -> None:
+        """Take the site's report on a part of a state, which training needs unless the site was not sent the part."""
+        if self.parts:
+            self.parts, self.spare = self.parts - 1, self.spare + 1
 
     @property
     def floods(self) -> bool:

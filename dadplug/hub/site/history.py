@@ -24,6 +24,7 @@ from ..secure.epochs import DIGEST_BYTES
 
 _KEPT = 8  # rounds
 _MOST_EARLY = 1 << 16  # marks: of the rounds by which a late site may be behind
+_NO_MARK = -1
 _MARKS = 0xFFFF  # the tag of a frame has 16 bits; 0 is none
 _CLOSE = struct.Struct("<QHH")  # step, number of contributors, number of those that have joined
 
@@ -132,8 +133,9 @@ class RoundHistory:
         elif self._digests and step < self.open_step:  # a round that is closed already
             different = True
         else:
-            different = bool(mark) and self._early.setdefault((slot, step), mark) != mark
-            different |= len(self._early) > _MOST_EARLY
+            if mark and self._early.setdefault((slot, step), mark) != mark:
+                self._early[slot, step] = _NO_MARK  # it may be left out of the rounds before, which is not known yet
+            different = len(self._early) > _MOST_EARLY
         if different and slot in self._suspects:
             self.apart.add((slot, step))
         elif different:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Container, Sequence
 from ...errors import MismatchError
 from ..wire.messages import FRESH, Close, Continue, Head, Kind, Position, Repeat, SendState
 from ..wire.streams import KeptFrames
+from .donation import Donation
 
 CHANNEL_BITS = 24  # of the number of an exchange, below those of its channel
 CALLS = 0  # number of the exchange of sites that do not make the same calls
@@ -367,6 +368,7 @@ class StateRequests:
     Attributes:
         awaits: whether this site waits for a state.
         own: the request whose answer this site gets; None where there is none.
+        donations: states of this site that are on their way, by the slot of the site that joins.
     """
 
     def __init__(self, rank: int) -> None:
@@ -375,10 +377,12 @@ class StateRequests:
         self._due: deque[SendState] = deque()
         self.awaits = False
         self.own: SendState | None = None
+        self.donations: dict[int, Donation] = {}
 
     def clear(self) -> None:
         """Forget all requests: they were those of another hub."""
         self._due.clear()
+        self.donations.clear()
         self.own = None
 
     def take(self, request: SendState) -> None:
@@ -393,6 +397,7 @@ class StateRequests:
         """Answer no request for a site any more."""
         with self._lock:
             self._due = deque(each for each in self._due if each.joiner != joiner)
+            self.donations.pop(joiner, None)
 
     def leave(self, slot: int) -> None:
         """Record that a site has left."""

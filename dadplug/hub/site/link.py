@@ -27,6 +27,7 @@ from ..wire.messages import (
     FRESH,
     SHORT_PIECE_BYTES,
     Accept,
+    Arrived,
     Close,
     Continue,
     Drop,
@@ -48,7 +49,7 @@ from ..wire.messages import (
 from ..wire.streams import return_seconds
 from .calls import check_calls
 from .connection import KERNEL_BYTES, HubConnection
-from .inbox import CHANNEL_BITS, Continuation, Inbox, Incoming
+from .inbox import CHANNEL_BITS, MAX_EARLY_BYTES, Continuation, Inbox, Incoming
 from .rounds import RoundClient
 
 _NOTICE_SECONDS = 5.0  # after which a site prints for which sites it waits
@@ -247,6 +248,8 @@ class HubLink(HubConnection):
                 self._lose_site(message)
             case Accept(needs_state=True):
                 self._be_accepted(message.position)
+            case Arrived():
+                rounds.take_arrived(message)
             case SendState():
                 rounds.states.take(message)
                 if message.joiner == self.rank:
@@ -328,6 +331,8 @@ class HubLink(HubConnection):
             self.rounds.joined.clear()
             self.rounds.states.own = None
             self.rounds.history.forget()
+            self.rounds._settled.clear()
+            self.rounds._closes.clear()
 
     def tick(self) -> None:
         self._post_all(self.sealing.check_kit(self.rounds.elastic))
@@ -529,7 +534,8 @@ class HubLink(HubConnection):
     def expects(self) -> int:
         # A site that is late must not leave in the hub's queue what the others go on to send, and one that is held has
         # to read the word of a new hub before it waits for others.
-        return self.inbox.expected_bytes + (2 * KERNEL_BYTES if self.rounds.skips or self._frames.held else 0)
+        reads = self._frames.held or (self.rounds.reads and self.inbox.early_bytes < MAX_EARLY_BYTES // 2)
+        return self.inbox.expected_bytes + (2 * KERNEL_BYTES if reads else 0)
 
     # Steps, and the end
 

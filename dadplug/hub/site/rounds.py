@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import struct
 import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...errors import DadplugError, DroppedError, MismatchError, SealingError, SiteError
+from ...errors import DadplugError, DroppedError, MismatchError, SiteError
 from ...exchange.calls import ASK_SECONDS
+from ...exchange.fields import NUMBER
 from ...exchange.handshake import Deadline
 from ...exchange.transport import Requirements
 from ...support.logs import get_logger
 from ...support.structs import MOST_MS
-from ..secure.epochs import DIGEST_BYTES
-from ..wire.messages import IDLE, Close, Exclude, Head, Joined, Kind, Position, Receiving, RoundKind, SendState
+from ..wire.messages import IDLE, Arrived, Close, Exclude, Head, Joined, Kind, Position, Receiving, RoundKind, SendState
 from ..wire.streams import ELASTIC_HUB_TIMEOUT
 from .calls import check_calls, mismatch
+from .donation import ANNOUNCED, PART_BYTES, Donation, parts_of
 from .history import RoundHistory
 from .inbox import CALLS, Incoming, StateRequests
 
-_ANNOUNCED = struct.Struct(f"<Q{DIGEST_BYTES}s")  # size of a state, and the history that it belongs to
 _REPORT_SECONDS, _REPORT_SHARE = 5.0, 0.02  # between reports on a state that arrives; and of the time so far
-_SIZE_EXCHANGE, _STATE_EXCHANGE = 0, 1  # numbers of the two messages of a state
 _log = get_logger(__name__)
 
 
@@ -31,7 +29,8 @@ class RoundClient:
     """Part of a site in the rounds of its link.
 
     A site that is late ends a round which has been closed without it, and those that have been closed since, one after
-    the other: `closed` is ahead of the link's step then. It has got all that the others have sent in them.
+    the other: `closed` is ahead of the link's step then. It has got all that the others have sent in them. So does a
+    site that has joined: the others have gone on while its state was on its way.
 
     Args:
         link: the link, a `HubLink`.
@@ -62,6 +61,8 @@ class RoundClient:
         self._closes: dict[int, tuple[frozenset[int], set[int], set[int]]] = {}
         self._accused: set[int] = set()  # sites that the hub has been asked to drop
         self.joined: set[int] = set()
+        # Sites that have contributed since they have joined, or since this one has: without them no round is closed.
+        self._settled: set[int] = set()
         self.listens = False
         self.requirements: Requirements | None = None
         self.rejoins = True
@@ -81,6 +82,7 @@ class RoundClient:
             if not self.elastic and not self.joins:
                 self.closed = link.step - 1
                 self.joined.clear()  # at the start
+                self._settled = {*range(link.world_size)} - link.gone.keys()
                 self.history.begin(self.closed, link.sealing.first_digest)
             self.elastic, self.skips, self.requirements = True, requirements.skips, requirements
             link._continuation.kept.limit = None
@@ -122,11 +124,14 @@ class RoundClient:
         absent = frozenset(range(link.world_size)) - contributors | self.joined
         self.closed, self._closes[message.step] = message.step, (absent, contributors, {*self.joined})
         self._accused -= self.joined
+        self._settled = (self._settled & present) - self.joined
+        omitted = set() if self.skips else self._settled - contributors
+        self._settled |= contributors - self.joined
         self.joined.clear()
         self.listens = False
         if message.step == link.step:
             link.inbox.cancel_all(Kind.PAYLOAD, absent)  # what they send from now on belongs to later rounds
-        if strange := contributors - present or (set() if self.skips else present - contributors):
+        if strange := contributors - present or omitted:
             names = ", ".join(link.name(slot) for slot in sorted(strange))
             how = "with what has left:" if strange & link.gone.keys() else "without what is present:"
             self._refuse_close(f"{link.hub} has closed round {message.step} {how} {names}")
@@ -218,8 +223,7 @@ class RoundClient:
 
         def over() -> bool:
             while answer is not None and (request := self.states.next(number)) is not None:
-                if request.step == number - 1:  # otherwise the joiner has left since
-                    self._send_state(request, answer)
+                self._send_state(request, number - 1, answer())
             return number in self._closes
 
         what = f"step {number} has not been closed for {timeout:g} s, though the hub is connected"
@@ -355,16 +359,36 @@ class RoundClient:
 
     # State of a site that joins
 
-    def _send_state(self, request: SendState, answer: Callable[[], bytes]) -> None:
-        content = answer()
-        announced = _ANNOUNCED.pack(len(content), self.history.after(request.step))
-        for exchange, part in ((_SIZE_EXCHANGE, announced), (_STATE_EXCHANGE, content)):
-            try:
-                self._link.send(exchange, memoryview(part), Kind.STATE, request.number, request.joiner)
-            except SealingError:
-                if request.joiner not in self._link.gone:
-                    raise
-                return  # it has left meanwhile, and has no keys any more
+    def _send_state(self, request: SendState, step: int, content: bytes) -> None:
+        """Begin to send the state of this site after a step to one that joins."""
+        link = self._link
+        with link.lock:
+            if request.joiner in link.gone:
+                return
+            donation = Donation(request, step, self.history.after(step), content)
+            self.states.donations[request.joiner] = donation
+            self._send_parts(donation)
+            link._flush_or_disconnect()
+
+    def _send_parts(self, donation: Donation) -> None:
+        joiner, number = donation.request.joiner, donation.request.number
+        for part, content in donation.due(time.monotonic()):
+            self._link._frames.send_message(Head(Kind.STATE, joiner, donation.step, part, tag=number), content)
+
+    def take_arrived(self, message: Arrived) -> None:
+        """Take a joiner's report on a part of this site's state. To be called with the link's lock held."""
+        donation = self.states.donations.get(message.slot)
+        if donation is None or donation.request.number != message.number:
+            return
+        donation.arrived(message.part, time.monotonic())
+        if donation.complete:
+            del self.states.donations[message.slot]
+        self._send_parts(donation)
+
+    @property
+    def reads(self) -> bool:
+        """Whether what arrives is to be read without delay, though the program waits for nothing."""
+        return self.skips or self.joins or self.behind or bool(self.states.donations)
 
     def receive_state(self, timeout: float, most: int) -> bytes:
         """Receive the state of another site, of so many bytes at most; from the beginning where it leaves meanwhile.
@@ -376,27 +400,48 @@ class RoundClient:
             self._wait_until(lambda: self.states.own is not None, timeout, "no site has sent its state")
             if (request := self.states.own) is None:
                 continue
-            if (size := self._receive_part(request, _SIZE_EXCHANGE, _ANNOUNCED.size, timeout)) is None:
+            announced = memoryview(bytearray(ANNOUNCED.size))
+            if not self._receive_part(request, 0, announced, timeout):
                 continue
-            nbytes, digest = _ANNOUNCED.unpack(size)
+            nbytes, step, digest = ANNOUNCED.unpack(announced)
+            donor = self._link.name(request.donor)
             if nbytes > most:
                 raise SiteError(
-                    f"{self._link.name(request.donor)} announces a state of {nbytes} bytes, where this site's model "
-                    f"allows {most}: do all sites train the same model?"
+                    f"{donor} announces a state of {nbytes} bytes, where this site's model allows {most}: do all sites "
+                    "train the same model?"
                 )
-            state = self._receive_part(request, _STATE_EXCHANGE, nbytes, timeout, self._report(nbytes))
+            if not request.step <= step <= NUMBER:
+                raise SiteError(f"{donor} announces a state of step {step}, and was asked for one of {request.step}")
+            content, report = memoryview(bytearray(nbytes)), self._report(nbytes)
+            done = all(
+                self._receive_part(request, number + 1, content[number * PART_BYTES :][:PART_BYTES], timeout)
+                and report((number + 1) * PART_BYTES)
+                for number in range(parts_of(nbytes))
+            )
             with self._link.lock:
-                self.states.awaits &= state is None or self.states.own is not request  # another hub sends a newer one
-            if state is not None and not self.states.awaits:
+                self.states.awaits &= not done or self.states.own is not request  # another hub sends a newer one
+            if done and not self.states.awaits:
                 failure = "the keys of another site have not arrived: it is stopped or busy"
                 self._wait_until(lambda: self._link.sealing.complete, timeout, failure)
                 with self._link.lock:
-                    self.history.begin(request.step, digest)
+                    self._begin_after(step, digest)
                     self._check_history()
-                return state
+                return bytes(content)
 
-    def _report(self, nbytes: int) -> Callable[[int], None]:
+    def _begin_after(self, step: int, digest: bytes) -> None:
+        """Go on after a closed step: this site has its state. To be called with the link's lock held."""
+        link = self._link
+        link.step, self.closed = step + 1, max(self.closed, step)
+        self._closes = {number: close for number, close in self._closes.items() if number > step}
+        link.inbox.forget(last=step)
+        self.history.begin(step, digest)
+        if self._position is not None:
+            self._position = self._position._replace(step=step)
+
+    def _report(self, nbytes: int) -> Callable[[int], bool]:
         """Return a function of the bytes of a state that have arrived, which prints them, and reports them to the hub.
+
+        It returns true.
 
         Args:
             nbytes: bytes of the state.
@@ -404,40 +449,29 @@ class RoundClient:
         began = time.monotonic()
         due = [began + _REPORT_SECONDS]  # when next
 
-        def report(received: int) -> None:
-            now = time.monotonic()
-            if now < due[0] or not received:
-                return
+        def report(received: int) -> bool:
+            received, now = min(received, nbytes), time.monotonic()
+            if now < due[0]:
+                return True
             due[0] = now + max(_REPORT_SECONDS, _REPORT_SHARE * (now - began))
             left = (nbytes - received) * (now - began) / received
             found = Receiving(received, nbytes, min(round(1e3 * left), MOST_MS))
             print(f"dadplug: {found}", file=sys.stderr, flush=True)
             self._link.post_control(found)
+            return True
 
         return report
 
-    def _receive_part(
-        self,
-        request: SendState,
-        exchange: int,
-        nbytes: int,
-        timeout: float,
-        report: Callable[[int], None] = lambda received: None,
-    ) -> bytes | None:
-        """Receive a part of a state, and report the bytes that have arrived; None if another one is to come."""
-        buffer = memoryview(bytearray(nbytes))
-        incoming = self._link.expect(request.donor, exchange, buffer, Kind.STATE)
+    def _receive_part(self, request: SendState, number: int, buffer: memoryview, timeout: float) -> bool:
+        """Receive a part of a state, and report it to the donor; return whether it is not void meanwhile."""
+        incoming = self._link.expect(request.donor, number, buffer, Kind.STATE)
         failure = f"the state of {self._link.name(request.donor)} has not arrived"
-
-        def over() -> bool:
-            report(incoming.received)
-            return incoming.done or self.states.own is not request
-
-        self._wait_until(over, timeout, failure)
-        if incoming.done:
-            return bytes(buffer)
-        self._link.cancel([incoming])
-        return None
+        self._wait_until(lambda: incoming.done or self.states.own is not request, timeout, failure)
+        if not incoming.done:
+            self._link.cancel([incoming])
+            return False
+        self._link.post_control(Arrived(request.donor, request.number, number))
+        return True
 
     def confirm(self) -> bool:
         """Tell the hub that this site has the state, and takes part; False if the state is outdated.
@@ -447,7 +481,8 @@ class RoundClient:
         with self._link.lock:
             if (position := self._position) is None or self.states.awaits:
                 return False
-            self.joins, self._fresh, self.listens, self._position = False, True, True, None
+            self.joins, self._fresh, self._position = False, True, None
+            self.listens = self.closed < self._link.step
         self._link.post_control(Joined(position))
         return True
 

@@ -177,11 +177,11 @@ CODES = {
 }
 DTYPES = {code: dtype for dtype, code in CODES.items()}
 
-VERSION = 10
+VERSION = 11
 OLDEST_VERSION = 9
 """Oldest version of sites that this hub serves. Since 9 control messages are MessagePack; since 10 a payload may be for
-one site alone."""
-SITES_VERSION = 6
+one site alone; since 11 a state travels in parts, while training goes on."""
+SITES_VERSION = 7
 """Version of what sites exchange with one another.
 
 It rises with each change by which a site sends other bytes, or makes other bits of the same bytes, so that sites of
@@ -361,12 +361,12 @@ class Grow(Message, frozen=True):
 
 
 class SendState(Message, frozen=True):
-    """Ask a member for its state after a closed step, which it holds until the next step closes.
+    """Ask a member for its state at the beginning of a training step, while it ends the first round of this step.
 
     Attributes:
         donor: the member.
         joiner: the site that needs the state; what it has received from other donors is void.
-        step: the closed step.
+        step: the last closed step; the state is of this one or a later one.
         number: number of the request and tag of the frames of the state, by which they are told apart from those that
             another donor was asked for, or for another process of the joiner.
     """
@@ -393,17 +393,19 @@ class Drop(Message, frozen=True):
 
 @dataclass(frozen=True)
 class Skip:
-    """Record that a member is late: it counts as a site with 0 samples in this step, and stays a member.
+    """Record that a step closes without a site: it counts as a site with 0 samples in this step, and stays.
 
     Not announced: a site is skipped where it is no contributor of a `Close`.
 
     Attributes:
         slot: the site.
         step: the step.
+        late: whether it is a late member; otherwise it joins, and waits for its state, or catches up.
     """
 
     slot: int
     step: int
+    late: bool = True
 
 
 class Close(Message, frozen=True):
@@ -554,6 +556,20 @@ class Joined(Message, frozen=True):
     position: Position
 
 
+class Arrived(Message, frozen=True):
+    """Report of a joiner to its donor that a part of the state has arrived, which the hub passes on.
+
+    Attributes:
+        slot: in what a site sends, the donor; in what the hub sends, the joiner.
+        number: number of the request for the state.
+        part: number of the part.
+    """
+
+    slot: Slot
+    number: Count
+    part: Count
+
+
 class Receiving(Message, frozen=True):
     """Report of a joiner on the state that it receives, for the status.
 
@@ -657,6 +673,7 @@ _DECODER: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
     | Hello
     | Welcome
     | Joined
+    | Arrived
     | Receiving
     | Leave
     | KeyMessage
