@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from elastic_runs import ENDED, Run, presence, same_bits
+from elastic_runs import ENDED, MortalHub, Run, presence, same_bits
 from elastic_site import LIE, batch, make_model
-from running_hub import running_hub
+from running_hub import running_hub, until
 from sealed_sites import sealed_hub
 from torch import nn
 
@@ -60,6 +60,24 @@ def test_a_site_that_is_lost_and_returns(tmp_path, hub_of):
     alone = list(present.values()).count([0, 1, 2])
     assert three in (alone, alone + 1)  # and that to which it came, unknown
     assert after == len(present) - 3 - alone
+
+
+def test_a_site_whose_state_takes_long_follows_the_sums_of_the_others(tmp_path):
+    hub = MortalHub(tmp_path / "hub", "abcd", sealed=True)
+    for name in "abc":
+        (hub.kits / name / "policy.toml").write_text("rate_limit = 20\nencrypt_local = true\n")
+    served = hub.start()
+    try:
+        run = Run(tmp_path, hub, min_sites=3, pause=0.02, privacy=PRIVACY, ballast=4 << 20)
+        run.start("abc")
+        run.lose("d", leave=3)
+        until(lambda: any(3 in line["present"] for step, line in run.lines("a").items() if step > 3), run.state, ENDED)
+        lines, present = run.finish("abcd")
+    finally:
+        served.kill()
+    replayed = [step for step in run.lines("d") if step > 3 and 3 not in present[step]]
+    assert len(replayed) >= 5
+    check_sums(lines)
 
 
 @pytest.mark.parametrize(("leave", "how"), [(0, "late"), (2, "sent"), (0, "header")])

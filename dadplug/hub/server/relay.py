@@ -480,7 +480,9 @@ class Relay:
             raise FrameError(f"a {head.kind.name} frame of step {head.step}, which is not open")
         if head.kind is Kind.STATE:  # of an earlier step: training goes on meanwhile
             run.membership.get_on(session.slot, now)
-            self._pass_state(session, head, body, now)
+            receiver = self.sessions.get(("training", head.slot))
+            if receiver is not None and receiver.take_state(session.slot, head, body):
+                run.membership.get_on(head.slot, now)
             return
         if closed and len(body) < _SMALL_BYTES:
             session.spare -= 1
@@ -532,16 +534,6 @@ class Relay:
             if session.offer:
                 self._announce(KeyMessage(session.slot, session.offer))
             self._act(self.run.membership.dial(session.slot, now), now)
-
-    def _pass_state(self, session: Session, head: Head, body: memoryview, now: float) -> None:
-        """Pass a part of a site's state on to one that joins, unless another process of that one was to get it."""
-        receiver = self.sessions.get(("training", head.slot))
-        if receiver is None or receiver.waits:
-            return
-        if head.tag in receiver.requests:
-            self.run.membership.get_on(head.slot, now)
-            receiver.parts += 1
-            receiver.send(b"".join((head._replace(slot=session.slot).pack(), body)))
 
     def _pass_arrived(self, session: Session, message: Arrived) -> None:
         """Pass a report on a part of a state on to the donor."""

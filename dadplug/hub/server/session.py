@@ -203,6 +203,20 @@ class Session(NumberedStream):
             self.stream.connection.expect(max(1, receiver.missing))
         return frames, more
 
+    def take_state(self, donor: int, head: Head, body: memoryview) -> bool:
+        """Send a part of a donor's state, unless another process of the site was to get it; return whether it was sent.
+
+        Args:
+            donor: slot of the donor.
+            head: head of the donor's frame.
+            body: its body.
+        """
+        if self.waits or head.tag not in self.requests:
+            return False
+        self.parts += 1
+        self.send(b"".join((head._replace(slot=donor).pack(), body)))
+        return True
+
     def report_part(self) -> None:
         """Take the site's report on a part of a state, which training needs unless the site was not sent the part."""
         if self.parts:

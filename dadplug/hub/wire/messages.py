@@ -178,9 +178,9 @@ CODES = {
 DTYPES = {code: dtype for dtype, code in CODES.items()}
 
 VERSION = 11
-OLDEST_VERSION = 9
+OLDEST_VERSION = 11
 """Oldest version of sites that this hub serves. Since 9 control messages are MessagePack; since 10 a payload may be for
-one site alone; since 11 a state travels in parts, while training goes on."""
+one site alone; since 11 a state travels in parts, while training goes on without the site that it is for."""
 SITES_VERSION = 7
 """Version of what sites exchange with one another.
 

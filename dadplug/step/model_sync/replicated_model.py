@@ -182,7 +182,8 @@ class ReplicatedModel:
     def behind(self) -> bool:
         """Whether the others have ended this step already, so that this site's data do not count in it.
 
-        It happens with ``late="skip"`` only. Call `idle` in place of forward and backward to catch up faster.
+        It happens with ``late="skip"``, and to a site that has joined while the others have trained on. Call `idle` in
+        place of forward and backward to catch up faster.
         """
         return self._transport.behind
 
