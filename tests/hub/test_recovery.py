@@ -10,6 +10,7 @@ from running_hub import TestSite, running_hub, until
 
 from dadplug.errors import SiteError
 from dadplug.exchange.transport import Requirements
+from dadplug.hub.server import run
 from dadplug.hub.site.tunnel import check_tunnel, tunnel_of
 from dadplug.hub.torch import HubStore
 from dadplug.hub.wire.messages import (
@@ -25,6 +26,7 @@ from dadplug.hub.wire.messages import (
     RunReport,
     read_control,
 )
+from dadplug.support.structs import MOST_MS
 
 LIFE, STEP = 77, 5  # of the hub before
 BEFORE, LAST = Position(LIFE, STEP - 1), Position(LIFE, STEP)
@@ -107,6 +109,74 @@ def test_a_site_that_joins_after_a_restart_is_told_who_joins_in_the_same_round(t
         c.control(needs)
         a.send(Kind.END, step=STEP + 1, exchange=RoundKind.FIRST)
         assert [c.action(Join) for _ in range(2)] == [Join(1, STEP + 1), Join(2, STEP + 1)]
+
+
+# A member that reports what is not so: the run goes on after the round that most sites report
+
+
+def lie(far: int, **fields) -> RunReport:
+    """Return a report of site c that is so many rounds ahead of the others."""
+    position, before = Position(LIFE, STEP + far), Position(LIFE, STEP + far - 1)
+    return replace(report(position, before), **fields)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(
+    "lies",
+    [
+        lie(1000),
+        lie(1000, gone=(0, 1)),
+        lie(1, contributors=(2,), gone=(0, 1)),
+        lie(1, contributors=(0, 1, 2), gone=(0, 1)),
+        lie(0, gone=(0, 1)),
+        lie(0, position=Position(LIFE + 1, STEP), gone=(0, 1)),
+    ],
+    ids=["ahead", "alone", "alone by one round", "alone with others", "alone at the same round", "another life"],
+)
+def test_a_member_that_reports_another_run_takes_over_none(tmp_path, lies, first):
+    with running_hub(tmp_path / "kits", ("a", "b", "c"), site_timeout=20.0) as hub:
+
+        def connect(name):
+            site = TestSite(hub.kit(name), hub.address, position=lies.position if name == "c" else LAST)
+            site.control(replace(lies, required=Requirements(1, 0)) if name == "c" else report(LAST, BEFORE, 2))
+            return site
+
+        sites = {}
+        for name in "cab" if first else "abc":
+            sites[name] = connect(name)
+            if name == "c" and first:
+                hub.await_line("paused: the hub has been restarted: waiting for a, b")
+                time.sleep(0.5)  # longer than it states that others need
+        for name in "ab":
+            assert sites[name].action(Continue).position == LAST
+            assert sites[name].action(Drop) == Drop(2, STEP + 1, "it has not reconnected since the hub was restarted")
+            sites[name].send(Kind.END, step=STEP + 1)
+        for name in "ab":
+            assert sites[name].action(Close) == Close(STEP + 1, (0, 1))
+        assert hub.hub.relay.run.rules.min_sites == 2
+
+
+def test_a_site_is_not_awaited_for_as_long_as_a_member_states(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "ALL_BACK_SECONDS", 3.0)
+    with running_hub(tmp_path / "kits", ("a", "b", "c", "d"), site_timeout=20.0) as hub:
+        counts = {"contributors": (0, 1, 2, 3), "received": (0,) * 4, "arrived": (0,) * 4}
+        sites = [TestSite(hub.kit(name), hub.address, position=LAST) for name in "abc"]
+        for site in sites[:2]:
+            site.control(replace(report(LAST, BEFORE), **counts))
+        forever = Requirements(1, MOST_MS)
+        sites[2].control(replace(report(LAST, BEFORE), **counts, return_ms=MOST_MS, required=forever))
+        for site in sites:
+            assert site.action(Continue).position == LAST
+
+
+def test_few_sites_go_on_after_the_time_in_which_all_can_come_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "ALL_BACK_SECONDS", 2.0)
+    with running_hub(tmp_path / "kits", ("a", "b", "c"), site_timeout=20.0) as hub:
+        begin = time.monotonic()
+        site = TestSite(hub.kit("c"), hub.address, position=LAST)
+        site.control(lie(0, gone=(0, 1)))
+        assert site.action(Continue).position == LAST
+        assert time.monotonic() > begin + 1.5
 
 
 # Training that goes on over a hub that is killed and started again: the same bits as with one hub

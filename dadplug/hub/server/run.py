@@ -6,7 +6,11 @@ name the last round that has been closed for them. A new hub asks them for a `Ru
 until all that take part have sent theirs, or `site_timeout` is over, and the time that sites need to come back, which
 is longer after a long outage (`dadplug.hub.wire.streams`).
 
-**The highest closed round wins.** The old hub may have closed round k for some sites, and not for others, which have
+**No site is believed alone.** A report may be false. What more than half of the sites report wins over all else. What
+fewer report counts if no such majority does in the time in which every site can come back, and what the run requires is
+what most state. Of two sites, the hub cannot find out which one states the truth.
+
+**The highest closed round wins**, among those. The old hub may have closed round k for some sites, and not for others, which have
 ended it and wait. No site is further ahead: round k + 1 closes only after all of them. The first ones know the
 contributors. If there are sites of both kinds, all send the frames of round k again (`Repeat`), the new hub passes them
 on to those that lack some, and then announces the close to these, with the same contributors. If all sites of the first
@@ -30,6 +34,7 @@ lets the others have the time that sites need to come back (`Outage`).
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -454,6 +459,7 @@ def orphaned(membership: Membership) -> list[int]:
 
 
 WAIT_SECONDS = 30.0  # for all sites, where all have to stay
+ALL_BACK_SECONDS = return_seconds(math.inf)  # in which every site that can has connected again
 _AWAY = "it has not reconnected since the hub was restarted"
 _UNHEARD_SECONDS = 3.0  # without a byte, after which a site cannot be heard; sites send one every second
 
@@ -536,7 +542,7 @@ class Recovery:
         self._reports: dict[Session, RunReport] = {}
         self._behind: list[Session] = []  # that wait for the end of a round
         self._sending: set[Session] = set()  # that have not sent their frames of it again
-        self._repeated: Position | None = None  # the round
+        self._repeated: RunReport | None = None  # a report of a site that has closed the round
         self._lost_sender = False
         journal.write("a run that began before the restart goes on once its sites are connected")
         for session in self._live():
@@ -548,10 +554,10 @@ class Recovery:
         """Take the report of a site.
 
         Raises:
-            FrameError: if it has lists of a wrong length.
+            FrameError: if it has lists of a wrong length, or states that the site itself has gone.
         """
-        if not len(report.received) == len(report.arrived) == len(self._run.names):
-            raise FrameError("its report does not have one count for each site")
+        if not len(report.received) == len(report.arrived) == len(self._run.names) or session.slot in report.gone:
+            raise FrameError("its report does not have one count for each site, or states that it has gone")
         self._reports[session] = report
 
     def require(self, session: Session, requirements: Requirements) -> None:
@@ -589,7 +595,7 @@ class Recovery:
         elif not self._elastic and (again := [each.name for each in live if not each.recovers]):
             return Outcome(f"{', '.join(again)} has been started again")
         elif not self._behind:
-            missing = self._missing()
+            missing = self._missing(now)
             return self._wait_for(missing, now) if missing else self._conclude()
         return None
 
@@ -599,41 +605,62 @@ class Recovery:
     @property
     def _winner(self) -> RunReport:
         """Report of a site for which the last round has been closed."""
-        counts = Counter(each.position for each in self._reports.values())
+        found = map(self._report_at, {each.position for each in self._reports.values()})
+        return max(found, key=lambda each: (self._is_majority(each), each.position.step, len(self._holders(each))))
+
+    def _report_at(self, position: Position) -> RunReport:
+        """Return what most sites report that have closed a round; one that has joined in it lacks its contributors."""
+        at = [each for each in self._reports.values() if each.position == position]
+        counts = Counter((each.before, each.contributors, each.joined) for each in at)
         return max(
-            self._reports.values(),
-            key=lambda each: (each.position.step, counts[each.position], len(each.contributors)),  # 0 if it has joined
+            at,
+            key=lambda each: (
+                bool(each.contributors),
+                counts[each.before, each.contributors, each.joined],
+                len(each.contributors),
+            ),
         )
+
+    def _is_majority(self, winner: RunReport) -> bool:
+        """Return whether more than half of all sites hold a round, or can be brought to its end."""
+        return 2 * len(self._holders(winner)) > len(self._run.names)
 
     @property
     def _elastic(self) -> bool:
         return any(each.required.min_sites for each in self._reports.values())
 
     @property
+    def _required(self) -> Requirements:
+        """What most reports state that an elastic run requires."""
+        counts = Counter(each.required for each in self._reports.values())
+        return max(counts, key=lambda each: (each.min_sites > 0, counts[each], not each.provisional, each.min_sites))
+
+    @property
     def may_be_elastic(self) -> bool:
         """Whether the run goes on without a site that leaves, as far as it is known."""
         return self._elastic or not self._reports
 
-    def _missing(self) -> list[int]:
+    def _missing(self, now: float) -> list[int]:
         """Return the slots of sites that take part, and have not reported; not those that have started again."""
         there = {each.slot for each in self._reports}
         if self._elastic:
             there |= {each.slot for each in self._live() if not each.recovers}
-            winner = self._winner.position
-            there = there.union(*(each.gone for each in self._reports.values() if each.position == winner))
+            winner = self._winner
+            if self._is_majority(winner) or now >= self._since + ALL_BACK_SECONDS:
+                at = (each.gone for each in self._reports.values() if each.position == winner.position)
+                there = there.union(*at)
         return [slot for slot in range(len(self._run.names)) if slot not in there]
 
     def _wait_for(self, missing: Sequence[int], now: float) -> Outcome | None:
         """Wait for sites, or go on without them."""
         names = ", ".join(self._run.names[slot] for slot in missing)
-        winner, waited = self._winner, now - self._since
-        back = max(each.return_ms for each in self._reports.values()) / 1e3
-        if (
-            self._elastic
-            and waited >= max(winner.required.timeout_ms / 1e3, back)
-            and len(self._taking_part()) >= winner.required.min_sites
-        ):
-            return self._conclude()
+        waited = now - self._since
+        back = min(max(each.return_ms for each in self._reports.values()) / 1e3, ALL_BACK_SECONDS)
+        if self._elastic:
+            winner, required = self._winner, self._required
+            back = back if self._is_majority(winner) else ALL_BACK_SECONDS
+            if waited >= max(required.timeout_ms / 1e3, back) and len(self._holders(winner)) >= required.min_sites:
+                return self._conclude()
         if not self._elastic and waited >= max(WAIT_SECONDS, back):
             return Outcome(f"{names} has not reconnected within {waited:.0f} s since the hub was restarted")
         if self._run.pause != (reason := f"the hub has been restarted: waiting for {names}"):
@@ -641,14 +668,23 @@ class Recovery:
             self._journal.write(f"paused: {reason}")
         return None
 
-    def _taking_part(self) -> list[Session]:
-        """Return the sites that hold the last closed round, or can be brought to its end."""
-        winner = self._winner
+    def _holders(self, winner: RunReport) -> list[Session]:
+        """Return the sites that hold the last closed round, or can be brought to its end.
+
+        A site that another one reports as gone is none of them, unless so few would be left: then those count that most
+        of the sites agree with.
+        """
         if not self._elastic:
             return list(self._reports)
-        at = [session for session, each in self._reports.items() if each.position == winner.position]
-        gone = {slot for session in at for slot in self._reports[session].gone}
-        return [each for each in [*at, *self._curable(winner, at)] if each.slot not in gone]
+        gone = {
+            session: frozenset(each.gone) for session, each in self._reports.items() if each.position == winner.position
+        }
+        group = [*gone, *self._curable(winner, list(gone))]
+        found = [each for each in group if each.slot not in frozenset().union(*gone.values())]
+        ((most, count),) = Counter(gone.values()).most_common(1)
+        if 2 * len(found) > len(group) or 2 * count <= len(gone):
+            return found
+        return [each for each in group if gone.get(each, most) == most and each.slot not in most]
 
     def _curable(self, winner: RunReport, at: Sequence[Session]) -> list[Session]:
         """Return the sites that lack the end of the last closed round only, all whose frames can be had.
@@ -676,7 +712,7 @@ class Recovery:
 
     def _repeat(self, winner: RunReport, members: Sequence[Session], behind: list[Session]) -> None:
         """Have the last closed round repeated for sites that it has not been closed for."""
-        self._behind, self._repeated, self._lost_sender = behind, winner.position, False
+        self._behind, self._repeated, self._lost_sender = behind, winner, False
         self._sending = {each for each in members if each.slot in winner.contributors}
         for session in self._sending:
             session.send(pack_control(Repeat(winner.position), 0))
@@ -687,8 +723,11 @@ class Recovery:
         self._sending.intersection_update(live)
         if self._sending:
             return  # also after a loss: what the others still send again must not be taken for the open round
-        winner = next((each for each in self._reports.values() if each.position == self._repeated), None)
-        if winner is not None:  # otherwise all that knew the end of the round are lost: for the others it is still open
+        winner = self._repeated
+        at = [each.position for each in self._reports.values()]
+        if (
+            winner is not None and winner.position in at
+        ):  # otherwise all that knew the end of the round are lost: for the others it is still open
             for session in self._reports.keys() & self._behind:
                 if self._lost_sender:
                     del self._reports[session]  # it joins again
@@ -696,7 +735,7 @@ class Recovery:
                 # Where all are waited for, a site accepts no close without one that it takes for a member.
                 left = (
                     set()
-                    if winner.required.skips
+                    if self._required.skips
                     else {*range(len(self._run.names))} - {*winner.contributors, session.slot}
                 )
                 for slot in sorted(left):
@@ -711,7 +750,8 @@ class Recovery:
 
     def _conclude(self) -> Outcome | None:
         """Let the run go on with the sites that take part, once all of them hold the last closed round."""
-        winner, members, reports, elastic = self._winner, self._taking_part(), self._reports, self._elastic
+        winner, reports, elastic = self._winner, self._reports, self._elastic
+        members = self._holders(winner)
         behind = [each for each in members if reports[each].position != winner.position]
         if elastic and behind:
             self._repeat(winner, members, behind)
@@ -732,4 +772,4 @@ class Recovery:
         self._journal.write(
             f"the run that began before the restart goes on after step {winner.position.step} with {names}"
         )
-        return Outcome("", winner.position.step, winner.required if elastic else None, slots, joined)
+        return Outcome("", winner.position.step, self._required if elastic else None, slots, joined)
