@@ -6,8 +6,28 @@ Each one derives from `DadplugError`, and from the built-in class that it had be
 from __future__ import annotations
 
 
+def escaped(text: str, keep: str = "") -> str:
+    """Return a text in which line ends, escape codes and all else that cannot be printed are written as escapes.
+
+    Args:
+        text: the text.
+        keep: characters that stay as they are.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        each if each.isprintable() or each in keep else each.encode("unicode_escape").decode() for each in text
+    )
+
+
 class DadplugError(Exception):
-    """Base of every error that dadplug raises, except ValueError and TypeError for wrong arguments."""
+    """Base of every error that dadplug raises, except ValueError and TypeError for wrong arguments.
+
+    The message may contain what another site has sent. Of what cannot be printed it has line ends and tabs only.
+    """
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*(escaped(each, "\n\t") if isinstance(each, str) else each for each in arguments))
 
 
 # Sites and their training.

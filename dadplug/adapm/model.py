@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from ..errors import IntentError
-from ..exchange.fields import checked
+from ..exchange.fields import check_all, checked
 from ..lowrank import sparse
 from ..reduction import GradientReduction
 from ..step.model_sync.structure import before_update, mark_managed, without_managed
@@ -466,10 +466,14 @@ def find_layers(model: nn.Module, optimizer: Optimizer) -> dict[str, Layers]:
 
 def _rows_of_all_sites(manager: ParameterManager, weights: list[ManagedWeight]) -> list[Tensor]:
     """Sum the gradients of managed rows over the sites; return one matrix per weight, of shape (rows, width)."""
-    own = [weight.rows_of_gradient() for weight in weights]
+    own = [sparse.sum_duplicates(*weight.rows_of_gradient()) for weight in weights]
     lengths = tuple(keys.numel() for keys, _ in own)
     every, kind = manager.transport.gather_present(lengths), GenericAlias(tuple, (int,) * len(own))
-    counts = [*checked(every, kind, "list of counts", manager.transport, list).values()]
+    by_site = checked(every, kind, "list of counts", manager.transport)
+    for rank, lengths in by_site.items():
+        for weight, length in zip(weights, lengths, strict=True):  # distinct rows of the table
+            check_all("list of counts", manager.transport.sites[rank], [length], 0, weight.rows)
+    counts = [*by_site.values()]
     found = []
     for number, (keys, rows) in enumerate(own):
         of_sites = [count[number] for count in counts]

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ..errors import DamagedError, MismatchError
+from ..errors import DamagedError, MismatchError, escaped
 from . import codec
 
 DIFFERENT = "the sites do not make the same calls"
@@ -122,7 +122,7 @@ def explain(places: Mapping[int, str], sites: Any) -> str:
         places: the exchanges that they are in, by rank.
         sites: the sites by name.
     """
-    where = ", and ".join(f"{sites[rank]} is in {place}" for rank, place in sorted(places.items()) if place)
+    where = ", and ".join(f"{sites[rank]} is in {escaped(place)}" for rank, place in sorted(places.items()) if place)
     return (
         f"{DIFFERENT}: {where}. Every site must make the calls that exchange something "
         "equally often and in the same order, with the same model; a site that has run out of data calls idle()"

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 
-from ..errors import MismatchError, SiteError
+from ..errors import MismatchError, SiteError, escaped
 from . import codec
 from .calls import DIFFERENT, BegunExchanges, Wait, explain, own_place
 from .codec import gather_objects
@@ -218,7 +218,7 @@ class StatusServer:
     def take_report(self, report: ExitReport) -> None:
         """Store another process's report."""
         with self._lock:
-            self._reports[report.sender].add(report)
+            self._reports[report.sender].add(report._replace(reason=report.reason and escaped(report.reason)))
 
     def report_of(self, token: bytes, earlier: bool = False) -> ExitReport | None:
         """Return the report of another process in the current session with it.

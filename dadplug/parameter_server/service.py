@@ -22,7 +22,7 @@ from msgspec import Meta, Struct
 from msgspec.msgpack import Decoder, encode
 from msgspec.structs import replace
 
-from ..errors import MessageError, SequenceError
+from ..errors import MessageError, SequenceError, escaped
 from ..exchange import Traffic
 from ..exchange.handshake import listen, read_exactly, write_all
 from ..support.structs import LONGEST_TEXT, Decoded, Slots, Texts, decode
@@ -399,7 +399,7 @@ class SequencerService(FrameLoop):
             case FrameKind.ALIVE:
                 pass
             case FrameKind.BYE:
-                self._leave(site, frame.body.decode(errors="replace"))
+                self._leave(site, escaped(bytes(frame.body[:LONGEST_TEXT]).decode(errors="replace")))
             case FrameKind.SNAPSHOT:
                 if self._donors.answer(site, number) and number in self._connected:
                     self.post(number, frame)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from msgspec.msgpack import Decoder
 
-from ..errors import MismatchError, SiteError, StreamError
+from ..errors import MismatchError, SiteError, StreamError, escaped
 from ..exchange import Traffic
 from ..exchange.calls import ASK_SECONDS
 from ..exchange.framing import Outgoing, WakePipe
@@ -24,7 +24,7 @@ from ..exchange.handshake import Deadline, close_in_children
 from ..exchange.status import PeerNames
 from ..exchange.transport import StreamToHub
 from ..support.logs import get_logger
-from ..support.structs import Slots, decode
+from ..support.structs import LONGEST_TEXT, Slots, decode
 from .sequencer import Decision
 
 _DECISIONS, _AWAITED = Decoder(Decision), Decoder(Slots)
@@ -733,7 +733,7 @@ class Log(FrameLoop):
                     site for site in decode(_AWAITED, frame.body, "heartbeat", ValueError) if site < len(self._sites)
                 ]
             case FrameKind.LEFT:
-                reason = frame.body.decode(errors="replace")
+                reason = escaped(bytes(frame.body[:LONGEST_TEXT]).decode(errors="replace"))
                 self.left[frame.site] = reason
                 if frame.site == self._own:
                     self._error = SiteError(f"the sequencer goes on without this site: {reason}")

@@ -11,6 +11,8 @@ import logging
 import sys
 import time
 
+from ..errors import escaped
+
 ROOT = "dadplug"
 _FIRST_REMINDER, _LONGEST_REMINDER = 5.0, 3600.0  # seconds; each one comes after twice the time of the last
 
@@ -42,11 +44,6 @@ def get_logger(name: str) -> logging.Logger:
         if root.level == logging.NOTSET:
             root.setLevel(logging.INFO)
     return logging.getLogger(name)
-
-
-def escaped(text: str) -> str:
-    """Return a text in which line ends, escape codes and all else that cannot be printed are written as escapes."""
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 def span(seconds: float) -> str:

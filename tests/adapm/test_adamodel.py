@@ -5,6 +5,7 @@ import copy
 import functools
 import inspect
 import traceback
+from types import SimpleNamespace
 
 import pytest
 import support
@@ -15,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from dadplug import NonFiniteError
 from dadplug.adapm import AdaModel, ParameterManager, RowwiseAdagrad
+from dadplug.adapm.model import _rows_of_all_sites
+from dadplug.errors import MismatchError
 
 ROWS, WIDTH, SIZES, STEPS = 12, 3, (3, 5), 6
 
@@ -661,3 +664,23 @@ def test_what_would_go_wrong_unseen_is_refused():
         loop.update(3)
         manager.barrier()
         loop.managed.close()
+
+
+@pytest.mark.parametrize("count", [101, 1 << 40, -1])
+def test_a_site_cannot_state_more_rows_than_a_table_has(count):
+    """Before room is made for them."""
+
+    class States:
+        sites = ("site 0 (a)", "site 1 (b)")
+
+        def gather_present(self, lengths):
+            return {0: lengths, 1: (count,)}
+
+        def leave_out(self, rank, error):
+            raise error
+
+    keys, rows = torch.tensor([3, 5, 3]), torch.ones(3, 2)
+    weight = SimpleNamespace(rows=100, rows_of_gradient=lambda: (keys, rows))
+    manager = SimpleNamespace(transport=States(), rank=0)
+    with pytest.raises(MismatchError, match=r"site 1 \(b\) has sent an invalid list of counts"):
+        _rows_of_all_sites(manager, [weight])

@@ -1,6 +1,7 @@
 """A hub that tells the sites different things, and members that send what no site sends."""
 
 import itertools
+import pickle
 import re
 import time
 
@@ -9,16 +10,34 @@ import torch
 from elastic_runs import Run, idles, same_bits
 from elastic_site import LIE as FIRST
 from hub_sites import TIMEOUT, linked, together
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 from running_hub import running_hub
 from sealed_sites import sealed_hub
 
-from dadplug.errors import MismatchError, SealingError, SiteError
+from dadplug.errors import MismatchError, SealingError, SiteError, escaped
 from dadplug.exchange import Traffic
 from dadplug.exchange.transport import Requirements
 from dadplug.hub.site.inbox import CALLS
 from dadplug.hub.site.transport import ElasticTransport
-from dadplug.hub.wire.messages import HEAD_BYTES, Close, Drop, Head, Join, Kind, pack_control
+from dadplug.hub.wire.messages import (
+    FRESH,
+    HEAD_BYTES,
+    VERSION,
+    Close,
+    Drop,
+    Exclude,
+    Grow,
+    Head,
+    Hello,
+    Join,
+    Kind,
+    Leave,
+    Pause,
+    Refuse,
+    StartTerms,
+    pack_control,
+    read_control,
+)
 
 LIE = 3  # the round that the hub lies about
 
@@ -302,3 +321,57 @@ def test_a_run_ends_where_too_few_sites_are_left(tmp_path):
         run.end("a", 1)
         run.processes["b"].kill()
     assert "1 of 2 sites are left, and this run needs 2" in run.processes["a"].read()[1]
+
+
+# Texts that act on terminals, or look like other lines of a log
+
+
+HARMFUL = "no data\n2026-01-01 00:00:00 UTC  all is well\r\x1b[2J\x1b]0;title\x07\x9b31m\u202egnp\u2066\x00\u2028x"
+TEXTS = [
+    Leave(HARMFUL),
+    Drop(1, 1, HARMFUL),
+    Exclude(1, HARMFUL),
+    Pause((1,), HARMFUL),
+    Refuse(HARMFUL, HARMFUL, False),
+    Grow(1, ("a", HARMFUL)),
+    Hello(VERSION, 1, FRESH, "training", release=HARMFUL, place=HARMFUL, start=StartTerms(2, 1000)),
+]
+
+
+@pytest.mark.parametrize("message", TEXTS, ids=lambda each: type(each).__name__)
+def test_texts_of_messages_can_be_printed_and_keep_their_bound(message):
+    found = read_control(pack_control(message, 0)[HEAD_BYTES:], 3)
+    texts = [text for each in astuple(found) for text in (each if isinstance(each, tuple) else (each,))]
+    texts = [each for each in texts if isinstance(each, str)]
+    assert all(each.isprintable() for each in texts), texts
+    assert any(r"no data\n2026-01-01" in each and r"\x1b[2J" in each and r"\u202e" in each for each in texts), texts
+    long = read_control(pack_control(Leave("\U000e0001" * 1999), 0)[HEAD_BYTES:], 3)
+    assert len(long.reason) == 2000
+
+
+def test_no_text_of_a_member_acts_on_the_terminal_of_another_site(tmp_path, caplog):
+    """Its reason to leave, and where it says that it is in the program."""
+
+    def exchange(link):
+        if link.rank == 1:
+            link.send(CALLS, memoryview(HARMFUL.encode()))
+            link.leave(HARMFUL)
+            return None
+        with pytest.raises((SiteError, MismatchError)) as caught:
+            link.rounds.gather(9, [memoryview(bytearray(4)) for _ in range(3)], TIMEOUT)
+        return str(caught.value), link.inbox.place_of(1)
+
+    with sealed_hub(tmp_path, sealed=False) as hub, linked(hub, 3) as links:
+        for link in links:
+            link.wait_for_hub(TIMEOUT)
+        found = together(lambda rank: exchange(links[rank]), 3)
+        lines = [*hub.log, *caplog.messages, *(text for each in found if each for text in each)]
+    assert any(r"no data\n2026-01-01" in each for each in lines), lines
+    assert all(each.isprintable() for each in lines), lines
+
+
+def test_errors_hold_nothing_that_acts_on_terminals():
+    error = MismatchError(HARMFUL)
+    assert str(error) == HARMFUL.splitlines()[0] + "\n" + escaped(HARMFUL.partition("\n")[2])
+    assert pickle.loads(pickle.dumps(error)).args == error.args
+    assert str(SiteError("plain\n\ttext \N{GREEK SMALL LETTER ALPHA}")) == "plain\n\ttext \N{GREEK SMALL LETTER ALPHA}"

@@ -10,9 +10,8 @@ import re
 import socket
 from typing import Any
 
-from ...errors import ProxyError
+from ...errors import ProxyError, escaped
 from ...exchange.handshake import Deadline, explain_unresolved
-from ...support.logs import escaped
 from ..pki.proxies import Proxy, target
 
 _LONGEST_ANSWER = 1 << 14  # bytes of the head of an answer

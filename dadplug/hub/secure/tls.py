@@ -13,9 +13,9 @@ import ssl
 import time
 from typing import TYPE_CHECKING, Any
 
-from ...errors import KitError, RefusedError
+from ...errors import KitError, RefusedError, escaped
 from ...exchange.handshake import read_exactly
-from ...support.logs import escaped, get_logger
+from ...support.logs import get_logger
 from ..pki.files import CA, CERTIFICATE, REVOKED, find_passphrase
 from ..pki.kits import AUTHORITY_SUFFIX, issuer_of
 from ..pki.project import HUB
@@ -244,8 +244,7 @@ def read_verdict(kit: Kit, connection: SecureSocket, host: str, port: int) -> No
         if size > _LONGEST_REASON:
             raise RefusedError(f"the other end is no {HUB} of dadplug")
         if reason := read_exactly(connection, size, closed).decode(errors="replace"):
-            printable = "".join(each if each.isprintable() else "?" for each in reason)
-            raise RefusedError(f"the hub at {host}:{port} refuses {kit.name}: {printable}")
+            raise RefusedError(f"the hub at {host}:{port} refuses {kit.name}: {escaped(reason)}")
     except (RefusedError, OSError) as error:
         raise _given_up(connection, error, host, port) from None
 

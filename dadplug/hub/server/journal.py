@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from ...support.logs import escaped
+from ...errors import escaped
 
 _REFUSALS, _PERIOD = 10, 10.0  # lines at most in so many seconds
 _KEPT = 50  # lines

@@ -10,11 +10,11 @@ is longer after a long outage (`dadplug.hub.wire.streams`).
 fewer report counts if no such majority does in the time in which every site can come back, and what the run requires is
 what most state. Of two sites, the hub cannot find out which one states the truth.
 
-**The highest closed round wins**, among those. The old hub may have closed round k for some sites, and not for others, which have
-ended it and wait. No site is further ahead: round k + 1 closes only after all of them. The first ones know the
-contributors. If there are sites of both kinds, all send the frames of round k again (`Repeat`), the new hub passes them
-on to those that lack some, and then announces the close to these, with the same contributors. If all sites of the first
-kind are lost meanwhile, round k counts as open again.
+**The highest closed round wins**, among those. The old hub may have closed round k for some sites, and not for others,
+which have ended it and wait. No site is further ahead: round k + 1 closes only after all of them. The first ones know
+the contributors. If there are sites of both kinds, all send the frames of round k again (`Repeat`), the new hub passes
+them on to those that lack some, and then announces the close to these, with the same contributors. If all sites of the
+first kind are lost meanwhile, round k counts as open again.
 
 **The open round is repeated.** Then all sites send the frames again that they have sent in the open round (`Continue`),
 in their old order, and end it if they had. A site takes the frames of one sender in the order in which that one has

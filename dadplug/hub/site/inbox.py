@@ -8,7 +8,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Container, Sequence
 
-from ...errors import MismatchError
+from ...errors import MismatchError, escaped
 from ..wire.messages import FRESH, Close, Continue, Head, Kind, Position, Repeat, SendState
 from ..wire.streams import KeptFrames
 from .donation import Donation
@@ -231,7 +231,7 @@ class Inbox:
     def place_of(self, slot: int) -> str:
         """Return the place that a site has sent since the sites' calls are not the same; empty if it has sent none."""
         frames = self._early.get((Kind.PAYLOAD, slot, CALLS), ())
-        return b"".join(piece for _, piece in frames)[:_PLACE_BYTES].decode(errors="replace")
+        return escaped(b"".join(piece for _, piece in frames)[:_PLACE_BYTES].decode(errors="replace"))
 
     def _release(self, incoming: Incoming) -> None:
         """Remove a message that is complete from those that are expected."""
