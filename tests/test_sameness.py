@@ -10,6 +10,7 @@ import pytest
 import support
 import torch
 import torch.distributed as dist
+from comparison import off_by
 from torch import nn
 
 import dadplug
@@ -249,6 +250,33 @@ def test_gradients_clipped_too_early_are_warned_of(sites, mode):
         assert "was changed between backward() and synchronize(), as by clipping" in messages[0]
     assert sites(2).run(clipped, mode, False, False) == [[], []]
     assert sites(2).run(clipped, mode, False, True) == [[], []]
+
+
+def scaled_as_a_list(mode):
+    """Return the distance from the mean of the scaled gradients, by parameter; a plain model has the same rows."""
+    model, alone = (nn.Sequential(*network(), nn.LayerNorm(3)) for _ in range(2))
+    reduction = dadplug.GradientReduction(model, mode=mode, wire="fp32")
+    found = {}
+    for _ in range(3):
+        model.zero_grad()
+        alone.zero_grad()
+        batch = torch.randn(4, 6)
+        for each in (model, alone):
+            each(batch).square().mean().backward()
+            torch._foreach_mul_([parameter.grad for parameter in each.parameters()], 0.25)
+        reduction.synchronize()
+        for (name, parameter), plain in zip(model.named_parameters(), alone.parameters(), strict=True):
+            mean = plain.grad.clone()
+            dist.all_reduce(mean)
+            found[name] = off_by(parameter.grad, mean / dist.get_world_size())
+    reduction.detach()
+    return found
+
+
+@pytest.mark.parametrize("mode", ["dsgd", "dad", "rankdad"])
+def test_gradients_changed_as_one_list_are_agreed_as_they_stand(sites, mode):
+    for found in sites(2).run(scaled_as_a_list, mode):
+        assert max(found.values()) < 1e-5, found
 
 
 def steps_of_its_own(further, line_search):

@@ -101,7 +101,12 @@ class LazyGradient(Tensor):
         get = LazyGradient.read
         if _keeps(func):
             get = LazyGradient._own if func._schema.is_mutable else LazyGradient._view
-        return func(*tree_map_only(LazyGradient, get, args), **tree_map_only(LazyGradient, get, kwargs or {}))
+        result = func(*tree_map_only(LazyGradient, get, args), **tree_map_only(LazyGradient, get, kwargs or {}))
+        if func._schema.is_mutable and isinstance(args[0], (list, tuple)):  # torch does not count these changes here
+            for each in args[0]:
+                if not (isinstance(each, LazyGradient) or each.is_inference()):
+                    torch.autograd.graph.increment_version(each)
+        return result
 
     def _stale(self) -> Tensor:
         if self.value is None:
