@@ -22,6 +22,7 @@ from dadplug.adapm import messages as adapm
 from dadplug.errors import DadplugError, FrameError, MismatchError
 from dadplug.exchange import codec
 from dadplug.exchange.factor_buckets import FactorBucket, IndexSlot, Slot
+from dadplug.exchange.owned_buckets import ContributionBucket, OwnedSlot
 from dadplug.exchange.summed_buckets import SparseBucket
 from dadplug.exchange.transport import Requirements
 from dadplug.exchange.wire import wire_format
@@ -65,6 +66,7 @@ from dadplug.hub.wire.messages import (
     SendState,
     Spent,
     Start,
+    StartTerms,
     Welcome,
     pack_control,
     read_control,
@@ -221,6 +223,12 @@ class Arrives:
         return Arrived(self.payloads)
 
     gather_resized = gather_again = lambda self, first, sizes, dtype: self.gather(sizes, dtype)
+    elastic, absent = False, frozenset()
+
+    def all_to_all(self, sizes, dtype, replaced=None):
+        found = self.gather([sizes[0]] * 3, dtype)
+        found.missing = frozenset()
+        return found
 
     def take(self, body):
         target = self.payloads[1].view(torch.uint8)
@@ -261,6 +269,38 @@ def of_sparse():
                 torch.zeros(numel).index_add_(0, indices, values.float())
 
     return transport.payloads[1].numpy().tobytes(), take
+
+
+def of_contributions(wire):
+    """Rows of two layers to their owner, this site; and what an owner sends to all sites in the round after that."""
+    transport = Arrives()
+    slots = [Slot(4, 6, 4, 1, wire), Slot(3, 5, 0, 1, wire)]
+    for slot in slots:
+        slot.capacity = [3]
+    bucket = ContributionBucket(slots, [0, 0], transport, torch.float32, wire)
+
+    def take(body):
+        transport.take(body)
+        samples, found = bucket.wait()
+        for shares in found.values():
+            for count, share in zip(samples, shares, strict=True):
+                if share is not None:
+                    count * share.left.T @ share.right
+
+    return transport.payloads[1].view(torch.uint8).numpy().tobytes(), take
+
+
+def of_results(wire):
+    transport = Arrives()
+    bucket = FactorBucket([OwnedSlot(4, 6, 4, [0, 3, 0], wire)], transport, torch.float32, wire)
+
+    def take(body):
+        transport.take(body)
+        bucket.inspect()
+        complete, payloads = bucket.receive()
+        [[bool(complete[1]), share.left.T @ share.right] for share in payloads[0]]
+
+    return transport.payloads[1].view(torch.uint8).numpy().tobytes(), take
 
 
 def of_sparse_deltas():
@@ -328,6 +368,10 @@ MESSAGES = {
     "factors": lambda: of_factors(lambda wire: Slot(4, 6, 4, 3, wire), wire_format("fp32"), None),
     "factors in int8": lambda: of_factors(lambda wire: Slot(4, 6, 4, 3, wire), wire_format("int8"), None),
     "rows of a table": lambda: of_factors(lambda wire: IndexSlot(4, 20, wire, 3), wire_format("fp32"), 20),
+    "contributions to an owner": lambda: of_contributions(wire_format("fp32")),
+    "contributions to an owner in int8": lambda: of_contributions(wire_format("int8")),
+    "results of an owner": lambda: of_results(wire_format("fp32")),
+    "results of an owner in int8": lambda: of_results(wire_format("int8")),
     "sparse": of_sparse,
     "sparse deltas": of_sparse_deltas,
     "sealed frame": of_sealed,
@@ -346,6 +390,7 @@ REPORT = RunReport(
 )
 TO_HUB = {
     "PAYLOAD": Head(Kind.PAYLOAD, 2, 1, 4, length=100).pack() + bytes(100),
+    "PAYLOAD to a site": Head(Kind.PAYLOAD, 2, 1, 4, length=100, to=1).pack() + bytes(100),
     "SUMMAND": Head(Kind.SUMMAND, 2, 1, 4, length=100).pack() + bytes(100),
     "END": Head(Kind.END, 2, 1, RoundKind.FIRST).pack(),
     "STATE": Head(Kind.STATE, 1, 1, 1, length=100, tag=1).pack() + bytes(100),
@@ -359,6 +404,8 @@ TO_HUB = {
     )
 }  # fmt: skip
 TO_SITE = {name: TO_HUB[name] for name in ("PAYLOAD", "STATE")} | {
+    "PAYLOAD to this site": Head(Kind.PAYLOAD, 2, 1, 4, length=100, to=1).pack() + bytes(100),
+    "ELSEWHERE": Head(Kind.PAYLOAD, 2, 1, 4, length=100, to=2).elsewhere,
     "SUM": Head(Kind.SUM, 0, 1, 4, length=100).pack() + bytes(100),
     "calls": Head(Kind.PAYLOAD, 2, 1, CALLS, length=100).pack() + bytes(100),
 } | {
@@ -393,6 +440,27 @@ def frame_of(body: bytes) -> tuple[Head, memoryview]:
     """Return a frame as it is received."""
     head = Head.unpack(as_long(body[:HEAD_BYTES], HEAD_BYTES))
     return head, memoryview(as_long(body[HEAD_BYTES:], head.length))
+
+
+def test_a_first_message_is_taken_or_refused():
+    """With when the run may start, and a position of a run that the hub does not have."""
+    made = relay()
+    made.run.require(Requirements(1, 60_000))
+
+    def take(body):
+        nonlocal made
+        _, content = frame_of(body)
+        found = read_control(content, 3)
+        if isinstance(found, Hello):
+            if ("training", 2) in made.sessions:
+                made.drop(made.sessions["training", 2], "another process", 0.0)
+            made._gone.clear()
+            session, _ = made.greet("c", found, 0, 0.0)
+            made.drop(session, "it has connected", 0.0)
+        assert {("training", 0), ("training", 1)} <= made.sessions.keys()
+
+    start = StartTerms(2, 1000)
+    fuzz(pack_control(Hello(VERSION, 7, Position(1, 1), "training", sites=3, start=start), 2), take, "first")
 
 
 @pytest.mark.parametrize("name", TO_HUB)
