@@ -505,9 +505,10 @@ class GradientReduction(FusedSteps, ReplicatedModel):
     def idle(self, *, stop: bool = False) -> None:
         """Take part in a step without data: contribute nothing, and get the agreed gradients.
 
-        For a site that has run out of batches while others have not. The optimizer's step follows it. Inside `no_sync`
-        it stands for one micro-batch. With `privacy` it is a step with an empty batch, whose noise is sent and counted:
-        others cannot tell whether a batch was empty.
+        For a site that has run out of batches while others have not. The optimizer's step follows it. Clear gradients
+        before it, as before ``backward()``: modes that send factors add to what is there. Inside `no_sync` it stands
+        for one micro-batch. With `privacy` it is a step with an empty batch, whose noise is sent and counted: others
+        cannot tell whether a batch was empty.
 
         Args:
             stop: whether to ask all sites to stop, as in `synchronize`.
