@@ -631,7 +631,7 @@ class Recovery:
 
     @property
     def _required(self) -> Requirements:
-        """What most reports state that an elastic run requires."""
+        """Requirements of an elastic run, as most reports state them."""
         counts = Counter(each.required for each in self._reports.values())
         return max(counts, key=lambda each: (each.min_sites > 0, counts[each], not each.provisional, each.min_sites))
 
