@@ -114,6 +114,7 @@ _MODULES = (
     "hooks",
     "lowrank",
     "models",
+    "nnunet",
     "parameter_server",
     "runners",
     "serving",

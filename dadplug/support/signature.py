@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import difflib
 import inspect
@@ -96,6 +97,21 @@ def number(description: str, is_valid: Callable[[float], bool], optional: bool =
         return isinstance(value, (int, float)) and not isinstance(value, bool) and is_valid(value)
 
     return valid(description, lambda value: (optional and value is None) or is_valid_number(value))
+
+
+def named_value(text: str) -> tuple[str, Any]:
+    """Return name and value of an option that is given as NAME=VALUE; a value that is no Python literal is a word.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    name, separator, value = text.partition("=")
+    if not separator or not name.isidentifier():
+        raise ValueError(f"{text!r} is no option such as share_inputs=False")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
 
 
 check_seconds = number("a positive number of seconds", lambda seconds: 0 < seconds < math.inf)

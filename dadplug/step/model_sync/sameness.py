@@ -228,18 +228,19 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in _tensors(model).items()}
 
 
-def check_alike(description: dict[str, str], transport: Transport) -> None:
+def check_alike(description: dict[str, str], transport: Transport, remedy: str = "") -> None:
     """Compare the sites' models and settings.
 
     Args:
         description: what `describe` returns at this site.
         transport: the transport.
+        remedy: end of the message.
 
     Raises:
         MismatchError: on every site, naming the first difference.
     """
     for first_site, first, site, other in _pairs(description, dict[str, str], transport):
-        compare(first, other, first_site, site)
+        compare(first, other, first_site, site, remedy)
 
 
 def _pairs(

@@ -47,12 +47,12 @@ def add_option_arguments(parser: argparse.ArgumentParser, leave_out: tuple[str, 
             settings["choices"] = option.metadata["choices"]
         else:
             kind = option.metadata["kind"] or (float if option.default is None else type(option.default))
-            settings["type"] = kind if isinstance(kind, type) else _with_reason(kind)
+            settings["type"] = kind if isinstance(kind, type) else with_reason(kind)
             settings["metavar"] = option.name.upper()
         group.add_argument(flag, help=f"{text} (default: {option.default})", **settings)
 
 
-def _with_reason(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+def with_reason(parse: Callable[[str], Any]) -> Callable[[str], Any]:
     """Return a function that parses a value, and whose error argparse shows."""
 
     def parse_or_explain(text: str) -> Any:

@@ -8,7 +8,6 @@ made without torch.
 from __future__ import annotations
 
 import argparse
-import ast
 import importlib
 import importlib.util
 import json
@@ -25,7 +24,9 @@ from ...errors import KitError, SiteError
 from ...hub.pki.project import AUTHORITY, HUB, Project
 from ...support.refusals import refuse
 from ...support.registry import import_named
-from . import Declaration, add_kit_argument, argument, group, place_of, plain_errors
+from ...support.signature import named_value
+from . import Declaration, add_kit_argument, argument, group, place_of, plain_errors, with_reason
+from .nnunet import nnunet_actions, run_action
 
 ERRORS = (KitError, SiteError, ImportError, OSError)  # errors that a user can fix: no traceback
 
@@ -160,17 +161,6 @@ def output_file(suffix: str, is_drawn: bool = False) -> Callable[[str], Path]:
 
 PICTURE = output_file(".png", is_drawn=True)
 PAGE = output_file(".html")
-
-
-def _option(text: str) -> tuple[str, Any]:
-    """Return name and value of an option that is given as NAME=VALUE; a value that is no Python literal is a word."""
-    name, separator, value = text.partition("=")
-    if not separator or not name.isidentifier():
-        raise argparse.ArgumentTypeError(f"{text!r} is no option such as share_inputs=False")
-    try:
-        return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return name, value
 
 
 def _days(text: str) -> int:
@@ -668,7 +658,7 @@ def compare(arguments: argparse.Namespace) -> int:
     argument("--mode", default="rankdad", help="a mode, or localsgd (default: %(default)s)"),
     argument(
         "--option",
-        type=_option,
+        type=with_reason(named_value),
         action="append",
         default=[],
         metavar="NAME=VALUE",
@@ -742,6 +732,13 @@ def audit(arguments: argparse.Namespace) -> int:
             write(path)
             print(f"written: {path}")
     return 1 if arguments.fail_above is not None and report.recovered > arguments.fail_above else 0
+
+
+@command("prepare nnU-Net for training between sites", nnunet_actions)
+def nnunet(arguments: argparse.Namespace) -> int:
+    """Print the folder of the trainers, merge fingerprints, or plan."""
+    run_action(arguments)
+    return Exit.DONE
 
 
 @command(
