@@ -1,0 +1,196 @@
+"""nnU-Net between sites: by its own command, with a launcher's variables and over a hub."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("nnunetv2", reason="nnU-Net is not installed")
+
+from nnunet_data import DATASET, Site, write_cases, write_plans
+from running_hub import running_hub
+from support import free_port
+
+pytestmark = pytest.mark.slow
+
+
+def sites(folder: Path, count: int = 2) -> list[Site]:
+    """Return sites with plans."""
+    made = [Site(folder / "abcd"[number], number) for number in range(count)]
+    for each in made:
+        write_plans(each.folder)
+    return made
+
+
+def launch(among: list[Site], *arguments: str, own: dict[int, dict] | None = None, **further: object) -> None:
+    """Start a training at all sites, with the variables that torchrun sets, and numbered batches."""
+    port = free_port()
+    for each in among:
+        place = {"RANK": each.number, "WORLD_SIZE": len(among), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        settings = {"SITES": json.dumps([each.number]), "SEED": each.number, **place, **further}
+        each.train(*arguments, **(settings | (own or {}).get(each.number, {})))
+
+
+@pytest.mark.parametrize(("configuration", "mode"), [("3d_fullres", "dsgd"), ("2d", "dad")])
+def test_two_sites_train_as_one_process_with_the_batches_of_both(tmp_path, configuration, mode):
+    a, b, whole = sites(tmp_path, 3)
+    launch([a, b], configuration=configuration, DADPLUG_OPTIONS=f"mode={mode}")
+    whole.train(trainer="nnUNetTrainerTinyAlone", configuration=configuration, SITES="[0, 1]", SEED=0)
+    for each in (a, b, whole):
+        each.end()
+    lines = [each.steps() for each in (a, b, whole)]
+    assert sorted(lines[0]) == sorted(lines[1]) == sorted(lines[2]) == list(range(8))
+    for first, second, reference in zip(*[each.values() for each in lines], strict=True):
+        assert (first["batch"], second["batch"], reference["batch"]) == (2, 2, 4)
+        assert first["digest"] == second["digest"]
+        assert first["lr"] == second["lr"] == reference["lr"]
+        assert (first["loss"] + second["loss"]) / 2 == pytest.approx(reference["loss"], abs=2e-5)
+        assert first["gradient"] == pytest.approx(reference["gradient"], rel=1e-3)
+        assert reference["gradient"] > 0.01
+    assert abs(lines[0][0]["loss"] - lines[1][0]["loss"]) > 1e-4  # the batches differ
+    own, reference = (torch.load(each.results / "weights.pt") for each in (a, whole))
+    for name, weight in reference.items():
+        torch.testing.assert_close(own[name], weight, rtol=1e-3, atol=1e-4)
+    first, second, alone = (each.logged() for each in (a, b, whole))
+    for what in ("train_losses", "val_losses", "mean_fg_dice", "ema_fg_dice", "dice_per_class_or_region", "lrs"):
+        assert first[what] == second[what]
+        torch.testing.assert_close(torch.tensor(first[what]), torch.tensor(alone[what]), rtol=1e-3, atol=1e-4)
+    for each in (a, b):
+        assert (each.results / "checkpoint_final.pth").exists()
+        assert (each.results / "checkpoint_best.pth").exists()
+        assert not list(each.results.glob("checkpoint_latest*"))
+        assert "Pseudo dice at site 0" in each.log.read_text()
+        assert "Pseudo dice at site 1" in each.log.read_text()
+
+
+def test_killed_sites_continue_from_their_checkpoints_as_if_nothing_had_happened(tmp_path):
+    options = {"DADPLUG_OPTIONS": "rank=2 wire=int8 merge=all", "SETTINGS": '{"num_epochs": 3}'}
+    a, b = sites(tmp_path / "through")
+    launch([a, b], **options)
+    for each in (a, b):
+        each.end()
+    c, d = sites(tmp_path / "killed")
+    launch([c, d], **options, LEAVE=9)  # in the third epoch
+    for each in (c, d):
+        each.end(-9)
+    assert sorted(file.name for file in c.results.glob("checkpoint_latest*")) == [
+        "checkpoint_latest.dadplug0.pt",
+        "checkpoint_latest.pth",
+    ]
+    launch([c, d], "--c", **options)
+    for each in (c, d):
+        assert "begins anew" not in each.end()
+    through, lines = a.steps(), c.steps()
+    assert sorted(lines) == list(range(12))
+    assert {step: line["digest"] for step, line in lines.items()} == {
+        step: line["digest"] for step, line in through.items()
+    }
+    assert len({line["digest"] for line in lines.values()}) == 12
+    assert d.steps()[11]["digest"] == lines[11]["digest"]
+    for what in ("train_losses", "mean_fg_dice"):
+        assert a.logged()[what] == c.logged()[what] == d.logged()[what]
+
+
+def test_sites_with_other_plans_or_epochs_are_named(tmp_path):
+    a, b = sites(tmp_path)
+    path = b.folder / "preprocessed" / DATASET / "nnUNetPlans.json"
+    plans = json.loads(path.read_text())
+    plans["foreground_intensity_properties_per_channel"]["0"]["mean"] = 2.0
+    path.write_text(json.dumps(plans))
+    launch([a, b])
+    for each in (a, b):
+        text = each.end(1)
+        assert "plans, foreground_intensity_properties_per_channel" in text
+        assert "site 1" in text
+        assert "dadplug nnunet merge" in text
+    write_plans_again = [site.folder / "preprocessed" / DATASET / "nnUNetPlans.json" for site in (a, b)]
+    write_plans_again[1].write_text(write_plans_again[0].read_text())
+    launch([a, b], own={1: {"SETTINGS": '{"num_epochs": 5}'}})
+    for each in (a, b):
+        assert "num_epochs is 2 at site 0" in each.end(1)
+
+
+def test_a_site_that_was_killed_returns_in_mid_epoch(tmp_path):
+    among = sites(tmp_path, 3)
+    with running_hub(tmp_path / "kits", ("a", "b", "c")) as hub:
+        settings = {
+            "SETTINGS": '{"num_epochs": 6, "num_iterations_per_epoch": 25}',
+            "DADPLUG_OPTIONS": "mode=dsgd min_sites=1 timeout=200",
+            "PAUSE": 0.2,
+        }
+
+        def start(site: Site, **further: object) -> None:
+            kit = hub.kits / site.folder.name
+            site.train(SITES=json.dumps([site.number]), SEED=site.number, DADPLUG_KIT=kit, **(settings | further))
+
+        for each in among:
+            start(each, **({"LEAVE": 30} if each.number == 1 else {}))
+        lost = among[1]
+        lost.end(-9)
+        start(lost)
+        texts = [each.end() for each in among]
+    a, b, c = (each.steps() for each in among)
+    assert sorted(a) == sorted(c) == list(range(150))
+    returned = [step for step in b if step >= 30]
+    assert len(returned) > 5, "the site has come back too late to tell"
+    assert returned == list(range(returned[0], 150))
+    for step, line in b.items():
+        for what in ("digest", "lr", "epoch", "present"):
+            assert line[what] == a[step][what] == c[step][what], (step, what)
+    assert a[31]["present"] == [0, 2]
+    assert a[149]["present"] == [0, 1, 2]
+    first, *others = (each.logged() for each in among)
+    for other in others:
+        for what in ("train_losses", "val_losses", "mean_fg_dice", "lrs"):
+            assert other[what] == pytest.approx(first[what])
+            assert len(other[what]) == 6
+    assert "joined the other sites in epoch" in texts[1]
+    assert all((each.results / "checkpoint_final.pth").exists() for each in among)
+
+
+def test_sites_with_data_of_their_own_plan_alike_and_train(tmp_path):
+    a, b = (Site(tmp_path / name, number) for number, name in enumerate("ab"))
+    for each, cases in ((a, 5), (b, 8)):
+        write_cases(each.folder, each.number, cases)
+        each.call("nnUNetv2_extract_fingerprint", "-d", 101, "-np", 1)
+    own = [each.folder / "preprocessed" / DATASET / "dataset_fingerprint.json" for each in (a, b)]
+    agreed = tmp_path / "agreed.json"
+    assert "13 cases of 2 sites" in a.call("dadplug", "nnunet", "merge", *own, "--out", agreed)
+    for each in (a, b):
+        each.call("dadplug", "nnunet", "plan", agreed, "-d", 101)
+        each.call("nnUNetv2_preprocess", "-d", 101, "-c", "3d_fullres", "-np", 1)
+    plans = [path.parent / "nnUNetPlans.json" for path in own]
+    assert plans[0].read_text() == plans[1].read_text()
+    assert (own[0].parent / "dataset_fingerprint_own.json").exists()
+    port = free_port()
+    for each in (a, b):
+        each.train(RANK=each.number, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    for each in (a, b):
+        each.end()
+        assert json.loads((each.results / "validation" / "summary.json").read_text())["foreground_mean"]
+    assert a.steps()[7]["digest"] == b.steps()[7]["digest"]
+    planned = json.loads(plans[0].read_text())["configurations"]["3d_fullres"]["batch_size"]
+    assert {line["batch"] for line in [*a.steps().values(), *b.steps().values()]} == {planned}
+
+
+FOUND = """
+from nnunetv2.utilities.find_objects import recursive_find_trainer_class_by_name as find
+made = find("nnUNetTrainerDadplug_dsgd_5epochs")
+print(made.__module__, made.dadplug_options, made._epochs, find("nnUNetTrainerDadplug").__name__)
+"""
+
+
+def test_nnunet_finds_the_trainers_while_they_are_installed(tmp_path):
+    site = Site(tmp_path, 0)
+    site.call("dadplug", "nnunet", "install")
+    try:
+        done = subprocess.run([sys.executable, "-c", FOUND], capture_output=True, text=True)
+        assert done.stdout.split("\n")[-2] == "dadplug.nnunet {'mode': 'dsgd'} 5 nnUNetTrainerDadplug", done.stderr
+    finally:
+        site.call("dadplug", "nnunet", "uninstall")
+    assert subprocess.run([sys.executable, "-c", FOUND], capture_output=True).returncode
