@@ -45,6 +45,7 @@ ROOMS = {
     "accelerate": "ddp errors exchange hub local_steps options runners step support",
     "ray": "hub options runners support",
     "transformers": "accelerate callbacks hub local_steps options runners support",
+    "nnunet": "ddp errors exchange hub local_steps runners step support",
     "experiment": "callbacks data models options runners support tools",
     "dadplug": "adapm adaptive callbacks ddp errors exchange hogwild hub local_steps lowrank parameter_server privacy "
     "reduction runners serving tools",
@@ -122,9 +123,9 @@ def test_importing_a_room_does_not_load_others(module):
     assert not [name for name in loaded if name.startswith(tuple(f"dadplug.{room}" for room in WITHOUT[module]))]
 
 
-TRAINERS = {"catalyst", "accelerate", "lightning", "pytorch_lightning", "transformers"}
+TRAINERS = {"catalyst", "accelerate", "lightning", "pytorch_lightning", "transformers", "nnunetv2"}
 # Modules of the core's folder that are for one trainer each, which they import.
-FOR_TRAINERS = {"accelerate.py"}
+FOR_TRAINERS = {"accelerate.py", "nnunet.py"}
 
 
 def first_names(modules: set[str]) -> set[str]:

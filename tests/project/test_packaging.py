@@ -97,8 +97,8 @@ def test_importing_dadplug_is_cheap(tmp_path):
     program = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
     assert program.returncode == 0, program.stderr
     first, second = (set(line.split()) for line in program.stdout.splitlines())
-    assert not first & {"torch", "numpy", "numba", "catalyst", "accelerate", "lightning", "sklearn"}
-    assert not second & {"numba", "catalyst", "accelerate", "lightning", "sklearn"}
+    assert not first & {"torch", "numpy", "numba", "catalyst", "accelerate", "lightning", "nnunetv2", "sklearn"}
+    assert not second & {"numba", "catalyst", "accelerate", "lightning", "nnunetv2", "sklearn"}
     assert "torch" in second
 
 
@@ -128,6 +128,13 @@ def test_lightning_that_is_missing_is_told_with_its_extra(tmp_path):
     for name, message in zip(names, messages, strict=True):
         needs = "needs Lightning, which is not installed: pip install 'dadplug[lightning]'"
         assert f"{name.split('.')[1]} {needs}" in message
+
+
+def test_nnunet_that_is_missing_is_told_with_its_extra(tmp_path):
+    hidden = 'import sys\nsys.modules["nnunetv2"] = None\nimport dadplug'
+    (message,) = python(hidden + ASK.format(names=["nnunet.nnUNetTrainerDadplug"]), tmp_path, ROOT).splitlines()
+    assert message.startswith("dadplug.nnunet needs nnU-Net")
+    assert message.endswith('install dadplug with the extra "nnunet"')
 
 
 EXTRAS = ("cryptography", "prometheus_client", "tomli", "opacus", "litserve", "onnxruntime", "accelerate", "sklearn")
