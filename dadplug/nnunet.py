@@ -63,8 +63,8 @@ _LATEST = "checkpoint_latest.pth"  # the only one that training continues from
 _COUNTS = ("tp_hard", "fp_hard", "fn_hard")
 _VARIANT = re.compile(r"nnUNetTrainerDadplug(?:_(?!\d)(?P<mode>[a-z]+))?(?:_(?P<epochs>\d+)epochs?)?")
 _REMEDY = (
-    ". All sites need the same configuration and labels, and plans from one fingerprint: merge the sites' fingerprints "
-    "by `python -m dadplug nnunet merge`, and plan at each site by `python -m dadplug nnunet plan`"
+    ". All sites need the same trainer, configuration and labels, and plans from one fingerprint: merge the sites' "
+    "fingerprints by `python -m dadplug nnunet merge`, and plan at each site by `python -m dadplug nnunet plan`"
 )
 
 _CONTINUE = (
@@ -133,6 +133,8 @@ class DadplugTraining(_Trainer):
         ...     dadplug_options = {"mode": "rankdad", "rank": 8, "min_sites": 2}
     """
 
+    network: Any  # these two are nnU-Net's
+    num_epochs: int
     dadplug_options: Mapping[str, Any] = {}
     pooled_dice = True
     wrapped: DistributedDataParallel | None = None
@@ -331,9 +333,8 @@ class DadplugTraining(_Trainer):
         """Restore what the reduction has kept, where all sites have it; else all of them begin anew."""
         if self._checkpoint is None:
             return
-        path, saved = self._memory_file(self._checkpoint), None
-        if path.exists():
-            saved = load_tensors(path, str(path))
+        path = self._memory_file(self._checkpoint)
+        saved: Any = load_tensors(path, str(path)) if path.exists() else None
         has = saved is not None and saved["epoch"] == self.current_epoch
         assert self.wrapped is not None
         if all(self._gather(has, bool, "answer").values()):
