@@ -28,6 +28,7 @@ import torch.distributed as dist
 from .ddp import DistributedDataParallel
 from .errors import SiteError
 from .exchange import Traffic, open_transport
+from .hub import current_connection
 from .hub.connect import connect
 from .local_steps.options import LOCAL_MODE, options_class, options_of
 from .local_steps.wrapped import LocalModel
@@ -164,7 +165,7 @@ class DadplugTraining(_Trainer):
         self.is_ddp, self.local_rank = False, 0  # each process works as nnU-Net does alone
         self.device = device
         if device.type == "cuda":
-            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % max(1, torch.cuda.device_count()))
             torch.cuda.set_device(self.device)
         else:
             self.grad_scaler = None
@@ -192,7 +193,8 @@ class DadplugTraining(_Trainer):
         """
         super().on_train_start()  # before others wait for this site, and before processes could inherit connections
         kit = os.environ.get(KIT) or None
-        refuse((self._elastic and not kit, f"min_sites needs a hub: set {KIT} to the folder of this site's kit"))
+        connected = kit or current_connection()
+        refuse((self._elastic and not connected, f"min_sites needs a hub: set {KIT} to the folder of this site's kit"))
         if not dist.is_initialized():
             backend = "gloo" if self.device.type == "cpu" and kit is None else None
             connect(kit=kit, backend=backend, timeout=self._timeout, **self._start)

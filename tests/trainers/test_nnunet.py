@@ -108,49 +108,67 @@ def test_sites_with_other_plans_or_epochs_are_named(tmp_path):
         assert "plans, foreground_intensity_properties_per_channel" in text
         assert "site 1" in text
         assert "dadplug nnunet merge" in text
-    write_plans_again = [site.folder / "preprocessed" / DATASET / "nnUNetPlans.json" for site in (a, b)]
-    write_plans_again[1].write_text(write_plans_again[0].read_text())
+    path.write_text((a.folder / "preprocessed" / DATASET / path.name).read_text())
     launch([a, b], own={1: {"SETTINGS": '{"num_epochs": 5}'}})
     for each in (a, b):
         assert "num_epochs is 2 at site 0" in each.end(1)
 
 
-def test_a_site_that_was_killed_returns_in_mid_epoch(tmp_path):
+@pytest.mark.parametrize("mode", ["rankdad", "localsgd"])
+def test_a_site_that_was_killed_returns_in_mid_epoch(tmp_path, mode):
     among = sites(tmp_path, 3)
+    lost = among[1]
+    options = f"mode={mode} min_sites=1 timeout=300" + " every=2" * (mode == "localsgd")
+    settings = {"SETTINGS": '{"num_epochs": 4, "num_iterations_per_epoch": 10}', "PAUSE": 0.3}
+
     with running_hub(tmp_path / "kits", ("a", "b", "c")) as hub:
-        settings = {
-            "SETTINGS": '{"num_epochs": 6, "num_iterations_per_epoch": 25}',
-            "DADPLUG_OPTIONS": "mode=dsgd min_sites=1 timeout=200",
-            "PAUSE": 0.2,
-        }
 
         def start(site: Site, **further: object) -> None:
             kit = hub.kits / site.folder.name
-            site.train(SITES=json.dumps([site.number]), SEED=site.number, DADPLUG_KIT=kit, **(settings | further))
+            place = {"SITES": json.dumps([site.number]), "SEED": site.number, "DADPLUG_KIT": kit}
+            site.train(**(settings | place | {"DADPLUG_OPTIONS": options} | further))
 
-        for each in among:
-            start(each, **({"LEAVE": 30} if each.number == 1 else {}))
-        lost = among[1]
+        ready = {"READY": tmp_path / "ready"}
+        for each in among:  # the others wait for the site to be about to connect once more
+            start(each, **({"LEAVE": 12} if each is lost else {"WAITS_AT": 15} | ready))
         lost.end(-9)
-        start(lost)
+        start(lost, **ready)
         texts = [each.end() for each in among]
     a, b, c = (each.steps() for each in among)
-    assert sorted(a) == sorted(c) == list(range(150))
-    returned = [step for step in b if step >= 30]
+    assert sorted(a) == sorted(c) == list(range(40))
+    returned = [step for step in b if step >= 12]
     assert len(returned) > 5, "the site has come back too late to tell"
-    assert returned == list(range(returned[0], 150))
-    for step, line in b.items():
-        for what in ("digest", "lr", "epoch", "present"):
-            assert line[what] == a[step][what] == c[step][what], (step, what)
-    assert a[31]["present"] == [0, 2]
-    assert a[149]["present"] == [0, 1, 2]
+    assert returned == list(range(returned[0], 40))
+    for step in returned:
+        for other in (a, c):
+            assert [b[step][what] for what in ("lr", "epoch")] == [other[step][what] for what in ("lr", "epoch")]
+    if mode != "localsgd":
+        for step in returned:
+            for what in ("digest", "present"):
+                assert b[step][what] == a[step][what] == c[step][what], (step, what)
+        assert a[13]["present"] == [0, 2]
+        assert a[39]["present"] == [0, 1, 2]
+    weights = [torch.load(each.results / "weights.pt") for each in among]
+    for other in weights[1:]:
+        assert all(torch.equal(other[name], weight) for name, weight in weights[0].items())
     first, *others = (each.logged() for each in among)
     for other in others:
         for what in ("train_losses", "val_losses", "mean_fg_dice", "lrs"):
             assert other[what] == pytest.approx(first[what])
-            assert len(other[what]) == 6
+            assert len(other[what]) == 4
     assert "joined the other sites in epoch" in texts[1]
     assert all((each.results / "checkpoint_final.pth").exists() for each in among)
+
+
+def test_one_of_two_processes_with_one_folder_writes(tmp_path):
+    (a,) = sites(tmp_path, 1)
+    b = Site(a.folder, 1)
+    b.log = tmp_path / "second.txt"
+    launch([a, b], DADPLUG_OPTIONS="mode=dsgd")
+    texts = [each.end() for each in (a, b)]
+    assert sum("another process writes to" in text for text in texts) == 1
+    assert sum("New best EMA" in text for text in texts) == 1
+    assert (a.results / "checkpoint_final.pth").exists()
 
 
 def test_sites_with_data_of_their_own_plan_alike_and_train(tmp_path):
