@@ -138,7 +138,7 @@ class DadplugTraining(_Trainer):
     num_epochs: int
     dadplug_options: Mapping[str, Any] = {}
     pooled_dice = True
-    wrapped: DistributedDataParallel | None = None
+    wrapped: Any = None
     iteration = 0
     _epochs = 0  # of a variant for another number of epochs
     _lock: Any = None  # file that is locked while this process writes to the folder of results
@@ -191,10 +191,10 @@ class DadplugTraining(_Trainer):
             MismatchError: if plans, labels, epochs or checkpoints differ between sites; it names the sites.
             SiteError: if a site does not come in time.
         """
-        super().on_train_start()  # before others wait for this site, and before processes could inherit connections
         kit = os.environ.get(KIT) or None
         connected = kit or current_connection()
         refuse((self._elastic and not connected, f"min_sites needs a hub: set {KIT} to the folder of this site's kit"))
+        super().on_train_start()  # before others wait for this site, and before processes could inherit connections
         if not dist.is_initialized():
             backend = "gloo" if self.device.type == "cpu" and kit is None else None
             connect(kit=kit, backend=backend, timeout=self._timeout, **self._start)
@@ -269,7 +269,6 @@ class DadplugTraining(_Trainer):
     def on_train_epoch_end(self, train_outputs: list[dict[str, Any]]) -> None:
         """Make the sites' models equal, and log the mean loss of all of them."""
         self.num_iterations_per_epoch = self._iterations
-        assert self.wrapped is not None
         self.wrapped.make_equal()
         if getattr(self.wrapped.reduction.options, "average_buffers", False):
             self.wrapped.reduction.average_buffers()
@@ -292,7 +291,6 @@ class DadplugTraining(_Trainer):
 
     def _gather(self, item: Any, kind: Any, what: str) -> dict[str, Any]:
         """Gather an object from each site that is present, by its name."""
-        assert self.wrapped is not None
         reduction = self.wrapped.reduction
         every = reduction.gather_objects(item, kind, what)
         return {name: each for name, each in zip(reduction.sites, every, strict=True) if each is not None}
@@ -301,7 +299,6 @@ class DadplugTraining(_Trainer):
         """Write the last checkpoint, and end the exchange; each site validates on its own cases afterwards."""
         super().on_train_end()
         self._memory_file(Path(self.output_folder) / _LATEST).unlink(missing_ok=True)
-        assert self.wrapped is not None
         self.wrapped.reduction.detach()
 
     def perform_actual_validation(self, save_probabilities: bool = False) -> None:
@@ -313,7 +310,6 @@ class DadplugTraining(_Trainer):
 
     def _memory_file(self, checkpoint: Path) -> Path:
         """Return the file of what this process keeps besides a checkpoint."""
-        assert self.wrapped is not None
         return checkpoint.with_suffix(f".dadplug{self.wrapped.reduction.site_rank}.pt")
 
     def save_checkpoint(self, filename: str) -> None:
@@ -338,7 +334,6 @@ class DadplugTraining(_Trainer):
         path = self._memory_file(self._checkpoint)
         saved: Any = load_tensors(path, str(path)) if path.exists() else None
         has = saved is not None and saved["epoch"] == self.current_epoch
-        assert self.wrapped is not None
         if all(self._gather(has, bool, "answer").values()):
             self.wrapped.load_site_state(saved["state"])
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -27,22 +28,30 @@ def sites(folder: Path, count: int = 2) -> list[Site]:
     return made
 
 
-def launch(among: list[Site], *arguments: str, own: dict[int, dict] | None = None, **further: object) -> None:
-    """Start a training at all sites, with the variables that torchrun sets, and numbered batches."""
+def launch(
+    among: list[Site], *arguments: str, own: dict[int, dict] | None = None, kits: Path | None = None, **further: object
+) -> None:
+    """Start a training at all sites on numbered batches, with kits or with the variables that torchrun sets."""
     port = free_port()
     for each in among:
         place = {"RANK": each.number, "WORLD_SIZE": len(among), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        if kits is not None:
+            place = {"DADPLUG_KIT": kits / each.folder.name}
         settings = {"SITES": json.dumps([each.number]), "SEED": each.number, **place, **further}
         each.train(*arguments, **(settings | (own or {}).get(each.number, {})))
 
 
-@pytest.mark.parametrize(("configuration", "mode"), [("3d_fullres", "dsgd"), ("2d", "dad")])
-def test_two_sites_train_as_one_process_with_the_batches_of_both(tmp_path, configuration, mode):
+@pytest.mark.parametrize(
+    ("configuration", "mode", "over_hub"), [("3d_fullres", "dsgd", False), ("2d", "dad", True), ("2d", "dad", False)]
+)
+def test_two_sites_train_as_one_process_with_the_batches_of_both(tmp_path, configuration, mode, over_hub):
     a, b, whole = sites(tmp_path, 3)
-    launch([a, b], configuration=configuration, DADPLUG_OPTIONS=f"mode={mode}")
     whole.train(trainer="nnUNetTrainerTinyAlone", configuration=configuration, SITES="[0, 1]", SEED=0)
-    for each in (a, b, whole):
-        each.end()
+    with running_hub(tmp_path / "kits") if over_hub else nullcontext() as hub:
+        kits = hub.kits if over_hub else None
+        launch([a, b], configuration=configuration, kits=kits, DADPLUG_OPTIONS=f"mode={mode}")
+        for each in (a, b, whole):
+            each.end()
     lines = [each.steps() for each in (a, b, whole)]
     assert sorted(lines[0]) == sorted(lines[1]) == sorted(lines[2]) == list(range(8))
     for first, second, reference in zip(*[each.values() for each in lines], strict=True):
