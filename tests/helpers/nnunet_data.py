@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import nnunet_train
 import numpy as np
@@ -111,7 +111,12 @@ class Site:
     Args:
         folder: the folder.
         number: number of the site.
+
+    Attributes:
+        started: processes of all sites.
     """
+
+    started: ClassVar[list[subprocess.Popen[bytes]]] = []
 
     def __init__(self, folder: Path, number: int) -> None:
         self.folder, self.number = folder, number
@@ -150,6 +155,7 @@ class Site:
             self.process = subprocess.Popen(
                 [*command, *arguments], env=self.environment(**settings), stdout=log, stderr=log
             )
+        self.started.append(self.process)
 
     def end(self, status: int = 0) -> str:
         """Wait for the end of a training; return what it has printed."""

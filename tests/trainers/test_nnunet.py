@@ -17,7 +17,16 @@ from nnunet_data import DATASET, Site, write_cases, write_plans
 from running_hub import running_hub
 from support import free_port
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+
+@pytest.fixture(autouse=True)
+def _ended():
+    yield
+    for each in Site.started:
+        if each.poll() is None:  # after a failure
+            each.kill()
+    Site.started.clear()
 
 
 def sites(folder: Path, count: int = 2) -> list[Site]:
