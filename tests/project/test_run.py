@@ -68,7 +68,7 @@ def test_tests_that_failed_run_once_more_alone(tmp_path):
 ROOT = Path(__file__).resolve().parents[2]
 # Tools, and what `make test-oldest` does without: models of others.
 UNTESTED = {"ruff", "mypy", "transformers", "peft", "opacus", "ipykernel", "nbclient", "nbformat", "codespell"}
-UNTESTED_EXTRAS = {"docs", "accelerate", "transformers", "ray"}
+UNTESTED_EXTRAS = {"docs", "accelerate", "transformers", "ray", "nnunet"}
 
 
 def normal(name: str) -> str:
