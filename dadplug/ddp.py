@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from .exchange.restrictions import METRICS, declared
 from .hooks import eager
@@ -139,6 +139,8 @@ class DistributedDataParallel(TorchDDP):
         self.require_backward_grad_sync = self.require_forward_param_sync = True
         self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
         self.gradient_as_bucket_view, self.mixed_precision = gradient_as_bucket_view, None
+        if "synchronize" in options:
+            raise Options.unknown("synchronize")
         kept = {name: value for name, value in options.items() if name not in _WITHOUT_EFFECT}
         self._options: dict[str, Any] = {"mode": mode, "check_finite": False} | kept
         self._clear()
@@ -152,11 +154,8 @@ class DistributedDataParallel(TorchDDP):
         self._wrap(module, **_named(arguments, keywords))
 
     def _clear(self) -> None:
-        """Begin as one that waits for no backward pass, and has no reduction."""
+        """Begin as one that has no reduction."""
         object.__setattr__(self, "_reduction", None)  # which holds the model, and is none of its modules
-        self._expects = False  # a backward pass after which gradients are synchronized, since there was a forward pass
-        self._queued = -1  # the backward pass at whose end gradients are synchronized
-        self._arrives = False  # whether that pass has reached a parameter, or cannot reach one
         self._joins = False  # in a block of `join`
         self._divides = False  # the sum by the initial number of sites, in such a block
         self._shares = False  # buffers, since the last step
@@ -173,8 +172,14 @@ class DistributedDataParallel(TorchDDP):
             if name in ignored:
                 mark_managed(parameter, True)
         with _without(self.module, {*ignored, *own_buffers}):
-            reduction = GradientReduction(self.module, process_group=self.process_group, state=state, **self._options)
-        reduction.on_arrival, reduction.before_idle = weak_hook(self._arrived), weak_hook(self._before_idle)
+            reduction = GradientReduction(
+                self.module, process_group=self.process_group, state=state, synchronize="backward", **self._options
+            )
+        reduction.before_idle = weak_hook(self._before_idle)
+        ends, this = reduction.backward_end, weakref.proxy(self)
+        assert ends is not None
+        ends.end, ends.wants = weak_hook(self._end_backward), lambda: this.require_backward_grad_sync
+        ends.forward_decides, ends.expects = True, False  # until there is a forward pass
         object.__setattr__(self, "_reduction", reduction)
 
     @property
@@ -200,14 +205,17 @@ class DistributedDataParallel(TorchDDP):
             if self._reduction is None and any(each.requires_grad for each in self.module.parameters()):
                 self._build()
             self._check_module()
-            self._expects, self._queued = self._reduction is not None, -1
             joins = self._joins or self._join_config.enable  # where others take part without a forward pass
-            if self._expects and (self._shares if joins else self.training):
+            if self._expect() and (self._shares if joins else self.training):
                 self._share_buffers()
-        outputs = self.module(*inputs, **kwargs)
-        if self._expects and synchronizes and torch.is_grad_enabled():
-            self._watch(outputs, inputs, kwargs)
-        return outputs
+        return self.module(*inputs, **kwargs)
+
+    def _expect(self) -> bool:
+        """Let the next backward pass synchronize; return whether there is a reduction."""
+        if self._reduction is not None and (ends := self._reduction.backward_end) is not None:
+            ends.begin()
+            ends.expects = True
+        return self._reduction is not None
 
     def _before_idle(self) -> None:
         """Take part in what precedes the forward passes of the other sites."""
@@ -224,51 +232,13 @@ class DistributedDataParallel(TorchDDP):
         moves = isinstance(leaf, (Tensor, PackedSequence))
         return leaf.to(self.device, non_blocking=True) if moves else leaf
 
-    def _watch(self, outputs: Any, inputs: Any, kwargs: Any) -> None:
-        """Let a backward pass through outputs synchronize also where it reaches no parameter of the model.
-
-        Other sites may use some of them in this step. Where the outputs depend on parameters, a pass that reaches none
-        is one of `torch.autograd.grad`, after which nothing is synchronized.
-        """
-        own = {id(each) for each in self.module.parameters()}  # hooks of which would last longer than the pass
-        found = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and id(leaf) not in own]
-        leaves = [leaf for leaf in found if leaf.requires_grad]
-        given = any(isinstance(each, Tensor) and each.requires_grad for each in tree_leaves((inputs, kwargs)))
-        unused = given and not _depends(leaves, own)
-        if unused and not any(each.requires_grad for each in self.module.parameters()):
-            return
-
-        reference = weakref.ref(self)  # the graph may belong to the model, as where this stores its loss
-
-        def reached(_: Tensor) -> None:
-            if (wrapper := reference()) is not None:
-                wrapper._queue()
-                wrapper._arrives |= unused
-
-        for leaf in leaves:
-            leaf.register_hook(reached)
-
-    def _arrived(self) -> None:
-        """Record that the running backward pass has reached a parameter."""
-        if self._queued == -1 and self._expects and self.require_backward_grad_sync:
-            self._queue()  # where one pass runs inside of another one, the outer one is queued: it reached the outputs
-        self._arrives = True
-
-    def _queue(self) -> None:
-        """Synchronize at the end of the backward pass that is running, once."""
-        now = torch._C._current_graph_task_id()
-        if now != self._queued:
-            self._queued, self._arrives = now, False
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-
     def _end_backward(self) -> None:
-        due = self._arrives or self.reduction.misses_gradients
-        self._queued, self._arrives = -1, False
-        if due:
-            self._expects, self._shares = False, True
-            self.reduction.take_part()
-            self.reduction.synchronize()
-            self._divide()
+        """Synchronize at the end of a backward pass."""
+        reduction = self.reduction
+        assert reduction.backward_end is not None
+        reduction.backward_end.expects, self._shares = False, True
+        reduction.end_backward()
+        self._divide()
 
     def _divide(self) -> None:
         """Count sites that have left a block of `join` as sites with gradients of zero, if it says so."""
@@ -496,7 +466,7 @@ class _Reducer:
         Args:
             tensors: without effect.
         """
-        self._wrapper._expects, self._wrapper._queued = True, -1
+        self._wrapper._expect()
 
     def _rebuild_buckets(self) -> bool:
         return False
@@ -545,20 +515,6 @@ def _place(
             f"on {where}: move the model there before, or leave them out"
         )
     return device, numbers[:1]
-
-
-def _depends(outputs: Sequence[Tensor], parameters: Collection[int]) -> bool:
-    """Return whether the graph of some tensors has one of the parameters, whose `id` are given."""
-    waiting, seen = [each.grad_fn for each in outputs], set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if id(getattr(node, "variable", None)) in parameters:
-            return True
-        waiting += [each for each, _ in node.next_functions]
-    return False
 
 
 @contextmanager

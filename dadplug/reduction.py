@@ -22,10 +22,12 @@ from .privacy.private_gradients import PrivateGradients
 from .step.fused import Deferral, FusedSteps
 from .step.methods import Quality, feedback, make_method
 from .step.methods.feedback import ErrorFeedback
+from .step.model_sync.backward_end import BackwardEnd
 from .step.model_sync.batchnorm import SyncedBatchNorms
+from .step.model_sync.comparisons import Comparisons
 from .step.model_sync.private import LocalGradients
 from .step.model_sync.replicated_model import JoinState, ReplicatedModel, Stateful
-from .step.model_sync.sameness import FirstBatch, LookedUpRows, OptimizerSettings, Weights
+from .step.model_sync.sameness import FirstBatch
 from .step.model_sync.samples import SampleCounter, warn_of_unequal
 from .step.model_sync.step_guard import StepGuard
 from .step.model_sync.structure import ModelStructure, weak_hook
@@ -38,12 +40,13 @@ from .step.reducer.reducer import AttachedGradients, StepRequest
 from .step.units.base import Unit
 from .step.units.factor import FactorUnit
 from .support.logs import get_logger
-from .support.signature import takes_keywords_of, whole_number
+from .support.signature import check_choice, takes_keywords_of, whole_number
 
 if TYPE_CHECKING:
     from .adaptive.noise import GradientNoise
 
 _log = get_logger(__name__)
+SYNCHRONIZES = ("call", "backward")
 
 
 class GradientReduction(FusedSteps, ReplicatedModel):
@@ -61,6 +64,9 @@ class GradientReduction(FusedSteps, ReplicatedModel):
             site trains alone, by the same method.
         state: objects with ``state_dict`` and ``load_state_dict`` by name, such as optimizer and scheduler, that a site
             needs to join in mid-training, with ``min_sites``.
+        synchronize: ``"call"``: the program calls `synchronize`. ``"backward"``: each backward pass outside of
+            `no_sync` ends with it, for trainers whose step cannot be edited. All sites make the same number of these
+            passes.
         options: the other options, see `dadplug.options.Options`.
 
     Attributes:
@@ -75,6 +81,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         on_arrival: called when a backward pass has delivered a gradient.
         before_idle: called when a step without data begins.
         after_step: functions that are called after each step, when its gradients have been agreed on.
+        backward_end: what synchronizes at the end of backward passes; None with ``synchronize="call"``.
 
     Raises:
         ValueError: if a mode, an option or its value is unknown; the message lists the valid ones.
@@ -99,8 +106,10 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         *,
         process_group: dist.ProcessGroup | None = None,
         state: Mapping[str, Stateful] | None = None,
+        synchronize: str = "call",
         **options: Any,
     ) -> None:
+        check_choice("synchronize", synchronize, SYNCHRONIZES)
         super().__init__(model, process_group, Options.create(mode=mode, **options))
         self._step = 0
         self._method = make_method(self.options)
@@ -120,8 +129,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         if self.options.sync_batchnorm:
             transport = self._open_transport(process_group)
             self._norms = SyncedBatchNorms(self.shared, transport, self._counter, announces=True)
-        self._looked_up = LookedUpRows(self.shared, elastic=self.options.min_sites is not None)
-        self._syncing = self._compares = True
+        self._syncing = True
         self._agreed_samples = 0
         self.share: float | None = None
         self.contributors: list[int] = []
@@ -130,20 +138,35 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self.after_step: list[Callable[[], None]] = []
         self._noise: GradientNoise | None = None
         self._planner = self._make_planner()
-        self._settings = OptimizerSettings(self.options.may_differ)
         self._has_warned = False  # of gradients that were changed before they were synchronized
-        self._weights = Weights(self.shared, self.options.compare_every)
         compares_data = self.world_size > 1 and self._joined is None and self._private is None
-        self._first_batch = self._counter.first_batch = FirstBatch() if compares_data else None
-        self._guard = StepGuard(weakref.proxy(self), self._settings)
+        self._counter.first_batch = FirstBatch() if compares_data else None
+        self._comparisons = Comparisons(self.shared, self.options, self._counter.first_batch)
+        self._guard = StepGuard(weakref.proxy(self), self._comparisons.settings)
         self._remembers = False  # the loss scales of gradients
         if self._method.keeps_errors or self._private is not None:
             self._watch_loss_scales()
         self._further = self._stateful(state)
         if self._joined is not None:
             self._adopt(self._joined)
+        self.backward_end = self._make_backward_end() if synchronize == "backward" else None
         self._transport.donate = weak_hook(self._donate)
         self._attach()
+
+    def _make_backward_end(self) -> BackwardEnd:
+        """Synchronize at the end of backward passes from now on."""
+        this = weakref.proxy(self)
+        made = BackwardEnd(
+            self.model, weak_hook(self.end_backward), lambda: this.misses_gradients, lambda: this.syncing
+        )
+        self._counter.on_outputs.append(made.watch)
+        self.on_arrival = made.arrived
+        return made
+
+    def end_backward(self) -> None:
+        """Synchronize at the end of a backward pass, also of one that has reached no parameter."""
+        self.take_part()
+        self._exchange()
 
     def _make_private(self) -> PrivateGradients | None:
         if self.options.privacy is None:
@@ -195,6 +218,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self.on_arrival()
 
     def _before_forward(self) -> None:
+        if self.backward_end is not None:
+            self.backward_end.begin()
         self._planner.before_forward()
         if self._private is not None:
             self._private.before_forward()
@@ -329,6 +354,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
 
         Raises:
             NonFiniteError: on all sites, if the gradients of one hold NaN or Inf; ``zero_grad`` and go on, or stop.
+            RuntimeError: with ``synchronize="backward"``, where no gradient has arrived since backward synchronized.
             ValueError: on all sites, in the first step of mode edad, if the model has no chain of layers.
             SiteError: if a site is gone or does not answer in time.
             MismatchError: if the sites are not at the same step.
@@ -338,6 +364,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
     def _exchange(self, stop: bool = False, *, deferral: Deferral | None = None) -> None:
         if self._held is not None:
             raise RuntimeError("after clip_grad_norm_() of gradients that are not formed, call apply(optimizer)")
+        if self.backward_end is not None and not (self._idles or self.pending or self._planner.holds_own_gradients):
+            raise RuntimeError("backward() has synchronized: leave out synchronize(), apply() and clip_grad_norm_()")
         while True:
             try:
                 with _as_written(self._transport.device.type):
@@ -385,14 +413,16 @@ class GradientReduction(FusedSteps, ReplicatedModel):
                     stop,
                     self._attached,
                     noise_every=wish,
-                    settings=self._settings.take(),
-                    digest=self._digest(),
+                    settings=self._comparisons.settings.take(),
+                    digest=0 if self.world_size == 1 else self._comparisons.digest(self._step),
                     batch=self._batch(),
                     deferral=held,
                     counts=self._by_samples or self._counter.dealt is not None or self.options.privacy is not None,
                 )
             )
-            self._compare(headers)
+            if self.site_rank not in self._transport.absent:
+                with self.traffic.apart():
+                    self._comparisons.compare(headers, self._step, self._transport)
             self.stopped = any(map(attrgetter("stop"), headers))
             self._agreed_samples = sum(map(attrgetter("samples"), headers))
             self.contributors = [rank for rank, header in enumerate(headers) if header.samples]
@@ -422,31 +452,6 @@ class GradientReduction(FusedSteps, ReplicatedModel):
                 self._step,
                 name,
             )
-
-    def _digest(self) -> int:
-        """Return what the header of this step carries of the first batch or the weights."""
-        if self.world_size == 1 or not self._compares:
-            return 0
-        if self._first_batch is not None:
-            digest = self._first_batch.take()
-            if self._step == 0:
-                return digest
-            self._first_batch = None  # of a site that has lost its place meanwhile, or a training that goes on
-        return self._weights.last_digest(self._step)
-
-    def _compare(self, headers: Sequence[StepHeader]) -> None:
-        """Compare the sites by the digests in their headers; see `dadplug.step.model_sync.sameness`."""
-        if self.site_rank in self._transport.absent:
-            return
-        with self.traffic.apart():
-            self._looked_up.renormalise(self._transport)
-            self._settings.compare([header.settings for header in headers], self._step, self._transport)
-            digests = [header.digest for header in headers]
-            if self._first_batch is not None:
-                self._first_batch.compare(digests, self._transport)
-                self._first_batch = None
-            else:
-                self._weights.compare(digests, self._step, self._transport)
 
     def _measure_noise(self, headers: Sequence[StepHeader]) -> None:
         """Update the estimates of the gradient's noise, if some site has asked for them."""
@@ -552,14 +557,9 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         finally:
             self._abstains = False
 
-    @contextmanager
-    def without_comparison(self) -> Iterator[None]:
+    def without_comparison(self) -> AbstractContextManager[None]:
         """Leave this site's weights out of comparisons inside a ``with`` block, since others' will replace them."""
-        self._compares = False
-        try:
-            yield
-        finally:
-            self._compares = True
+        return self._comparisons.paused()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -718,7 +718,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
             self._make_noise().load_state_dict(joined.noise)
         self._count_earlier_steps(joined.step - self._step)
         self._step = joined.step
-        self._weights.last = 0
+        self._comparisons.weights.last = 0
         self._planner.adopt(joined.plan)
         self._join(joined)
 
@@ -782,7 +782,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self._planner.release(discard=discard)
         self._counter.pending = False
         self._counter.detach()
-        self._looked_up.detach()
+        self._comparisons.detach()
         if self._private is not None:
             self._private.detach()
         if self._norms is not None:

@@ -221,7 +221,7 @@ class PrivateGradients:
         self._used: set[int] = set()  # numbers of forward passes that this step has run backward through
         self._warned = False
         self._loss_is_known = False  # as one whose deltas do not mix samples
-        counter.on_outputs = self._watch_outputs
+        counter.on_outputs.append(self._watch_outputs)
         self._attach()
 
     # Hooks
@@ -319,7 +319,7 @@ class PrivateGradients:
             )
         self._versions = [each._version for _, each in self._buffers]
 
-    def _watch_outputs(self, outputs: Sequence[Tensor], samples: int) -> None:
+    def _watch_outputs(self, outputs: Sequence[Tensor], samples: int, inputs: Any) -> None:
         """Refuse a loss that is seen to mix samples: now if the model has computed it, else when its deltas arrive."""
         for output in outputs:
             if output.numel() == 1 and output.dim() < 2:

@@ -406,7 +406,7 @@ def test_outputs_are_watched_with_their_samples_where_parts_are_called_alone(by_
     """Privacy checks by them that a loss does not mix samples."""
     model, seen = nn.Sequential(nn.Linear(6, 4), nn.Tanh()), []
     counter = SampleCounter(model, lambda: None, lambda: None, by_samples)
-    counter.on_outputs = lambda outputs, samples: seen.append((len(outputs), samples))
+    counter.on_outputs.append(lambda outputs, samples, inputs: seen.append((len(outputs), samples)))
     model(torch.randn(5, 6)), model[0](torch.randn(3, 6))
     counter.detach()
     assert seen == [(1, 5), (1, 3)]

@@ -58,7 +58,8 @@ class SampleCounter:
             weight then; None without such a loader.
         owned: addresses of the memory of inputs since the last `reset`, which a program may overwrite.
         first_batch: gets the inputs of the first outermost forward of a training; None where it is not wanted.
-        on_outputs: called with the outputs of each outermost forward that backward may follow, and its samples.
+        on_outputs: functions that are called with the outputs of each outermost forward that backward may follow, its
+            samples, and its inputs.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class SampleCounter:
         self.backward_pass = -1
         self.owned: set[int] = set()
         self.first_batch: FirstBatch | None = None
-        self.on_outputs: Callable[[list[Tensor], int], None] | None = None
+        self.on_outputs: list[Callable[[list[Tensor], int, Any], None]] = []
         self.stated: int | None = None
         self.dealt: int | None = None
         self._counted: set[_Passes] = set()  # whose gradients have arrived in this step
@@ -218,7 +219,7 @@ class SampleCounter:
         try:  # an interrupted pass leaves nothing behind
             self._enter(module, args, kwargs)
             outputs = call(*args, **kwargs)
-            self._leave(outputs)
+            self._leave(outputs, (args, kwargs))
             return outputs
         finally:
             self._running.clear()
@@ -267,7 +268,7 @@ class SampleCounter:
             )
             self._pass.doubt = self._pass.doubt or which
 
-    def _leave(self, outputs: Any) -> None:
+    def _leave(self, outputs: Any, inputs: Any) -> None:
         """Record that an outermost forward pass has ended; it counts once backward has run through its outputs."""
         if not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
             return
@@ -278,8 +279,8 @@ class SampleCounter:
         if self.first_batch is not None and self.called.training and not passes.doubt:
             self.first_batch.samples = self.first_batch.samples or passes.samples
         reached = [leaf for leaf in leaves if leaf.requires_grad]
-        if self.on_outputs is not None:
-            self.on_outputs(reached, passes.samples)
+        for function in self.on_outputs:
+            function(reached, passes.samples, inputs)
         counts = self.called is self._model or passes is self._block
         if not (counts or self.by_samples):  # parts of a model may be called beside it: their samples are not added
             passes, counts = _Passes(0, "a part of the model is called alone"), True
