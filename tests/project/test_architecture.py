@@ -43,6 +43,7 @@ ROOMS = {
     "step support",
     "callbacks": "adaptive ddp errors privacy reduction runners step support",
     "accelerate": "ddp errors exchange hub local_steps options runners step support",
+    "monai": "errors exchange hub options reduction runners step support",
     "ray": "hub options runners support",
     "transformers": "accelerate callbacks hub local_steps options runners support",
     "nnunet": "ddp errors exchange hub local_steps runners step support",

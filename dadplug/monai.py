@@ -1,0 +1,337 @@
+"""MONAI's and ignite's engines between sites: `SiteHandler`, and metrics over the sites that are present.
+
+trainer = SupervisedTrainer(..., train_handlers=[SiteHandler(mode="rankdad"), ValidationHandler(...)])
+trainer.run()
+
+Import it before the first engine or metric is made: over a hub, ignite then gets the numbers of the sites without an
+exchange, in which absent sites would be missed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from .errors import MismatchError
+from .exchange import Traffic, Transport, open_transport
+from .hub import current_connection
+from .options import Options
+from .reduction import GradientReduction
+from .runners._lightning import elastic
+from .runners.patches import SharedPatch, gather, metrics_of_present_sites, metrics_transport, repeating
+from .step.model_sync.replicated_model import Stateful
+from .support.refusals import refuse
+from .support.signature import takes_keywords_of
+
+try:
+    import ignite.distributed as idist
+    import ignite.distributed.utils
+    import ignite.metrics
+    from ignite.distributed.comp_models.base import ComputationModel
+    from ignite.distributed.comp_models.native import _NativeDistModel
+    from ignite.engine import Engine, Events
+    from ignite.handlers import Checkpoint
+except ImportError as error:
+    raise ImportError("dadplug.monai needs pytorch-ignite: pip install 'dadplug[monai]'") from error
+
+__all__ = ["SiteHandler", "mean_over_sites", "save_at_each_site"]
+
+_Saver = TypeVar("_Saver")
+
+
+class SiteModel(_NativeDistModel):
+    """Numbers and collectives of the sites of a hub, for ignite.
+
+    In a run with a `SiteHandler` and ``min_sites``, collectives are those of the sites that are present.
+    """
+
+    name = "dadplug"
+
+    @staticmethod
+    def create_from_context() -> SiteModel | None:
+        """Return the model of this process; None where it is not connected to a hub."""
+        return SiteModel() if current_connection() is not None and dist.is_initialized() else None
+
+    def _init_from_context(self) -> None:
+        self._backend = dist.get_backend()
+        self._local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self._nproc_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self._nnodes = max(1, dist.get_world_size() // self._nproc_per_node)
+        self._node = dist.get_rank() // self._nproc_per_node
+
+    def _do_all_reduce(self, tensor: Tensor, op: str = "SUM", group: Any = None) -> Tensor:
+        transport = metrics_transport.get()
+        if transport is None or group is not None:
+            return super()._do_all_reduce(tensor, op, group)
+        return elastic.reduce(transport, tensor, op).to(tensor.dtype)
+
+    def _do_all_gather(self, tensor: Tensor, group: Any = None) -> Tensor:
+        transport = metrics_transport.get()
+        if transport is None or group is not None:
+            return super()._do_all_gather(tensor, group)
+        return torch.cat(gather(transport, torch.atleast_1d(tensor.detach()), 0)).to(tensor.device)
+
+    def _do_all_gather_object(self, tensor: Any, group: Any = None) -> list[Any]:
+        transport = metrics_transport.get()
+        if transport is None or group is not None:
+            return super()._do_all_gather_object(tensor, group)
+        return gather(transport, tensor)
+
+    def _do_broadcast(self, tensor: Tensor, src: int) -> Tensor:
+        transport = metrics_transport.get()
+        if transport is None:
+            return super()._do_broadcast(tensor, src)
+        return elastic.broadcast(transport, tensor.detach(), src).to(tensor.device)
+
+    def barrier(self) -> None:
+        transport = metrics_transport.get()
+        if transport is None:
+            super().barrier()
+        else:
+            gather(transport, 0)
+
+
+def _register() -> None:
+    """Let ignite use `SiteModel` over a hub, also where it has looked for the sites before."""
+    utils = ignite.distributed.utils
+    found: tuple[type[ComputationModel], ...] = (SiteModel, *utils.registered_computation_models)
+    utils.registered_computation_models = found
+    if current_connection() is not None:
+        idist.sync()
+
+
+_register()
+
+
+def _restoring(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a metric's method so that a failure leaves its attributes as they were."""
+
+    def compute(metric: Any, *args: Any, **kwargs: Any) -> Any:
+        before = dict(vars(metric))
+        try:
+            return original(metric, *args, **kwargs)
+        except BaseException:
+            vars(metric).update(before)
+            raise
+
+    return compute
+
+
+def _metrics_of_ignite() -> Any:
+    return ignite.metrics.Metric
+
+
+def _metrics_of_monai() -> Any:
+    return importlib.import_module("monai.metrics.metric").Cumulative
+
+
+_PATCHES = [SharedPatch(_metrics_of_ignite, "completed", lambda original: repeating(_restoring(original)))]
+if importlib.util.find_spec("monai") is not None:
+    _PATCHES.append(SharedPatch(_metrics_of_monai, "_sync", repeating))
+
+
+class _EnginePlace:
+    """Number of the iteration at which a site that joins begins.
+
+    Args:
+        engine: the engine.
+
+    Attributes:
+        iteration: iterations of the engine before the current step.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.iteration = engine.state.iteration
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"iteration": self.iteration, "epoch_length": self._engine.state.epoch_length}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.iteration = self._engine.state.iteration = state["iteration"]
+        self._engine.state.epoch = state["iteration"] // state["epoch_length"]
+
+
+class SiteHandler:
+    """Handler by which the sites agree on the gradients of an engine's network, in each iteration.
+
+    List it before all other handlers of a MONAI trainer. It needs no change of the trainer's step: gradients are final
+    when ``backward()`` returns. With ``accumulation_steps`` of MONAI's trainer, they are exchanged once an optimizer's
+    step. Before handlers of the end of an epoch, buffers are averaged, if the option ``average_buffers`` is set.
+
+    With ``min_sites`` over a hub, sites may leave; a site that is started again joins at the iteration of the others,
+    with their optimizer. From the start of the run on, metrics of ignite and MONAI are those of the present sites.
+
+    Args:
+        mode: name of a method, as in `dadplug.GradientReduction`.
+        network: the network; that of the engine (``engine.network``) where None.
+        optimizer: its optimizer, which a site needs to join; that of the engine (``engine.optimizer``) where None.
+        state: further objects that a site needs to join, such as a learning rate scheduler, by name.
+        options: the other options, see `dadplug.options.Options`. ``check_finite`` is False under a MONAI trainer with
+            ``amp=True``, whose GradScaler looks for Inf.
+
+    Attributes:
+        reduction: the reduction; None before the first run.
+
+    Raises:
+        ValueError: if an option is unknown or not valid.
+
+    Example:
+        >>> trainer = SupervisedTrainer(..., train_handlers=[SiteHandler(mode="rankdad"), validation])
+        >>> trainer.run()
+    """
+
+    @takes_keywords_of(Options)
+    def __init__(
+        self,
+        mode: str = "rankdad",
+        *,
+        network: nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        state: Mapping[str, Stateful] | None = None,
+        **options: Any,
+    ) -> None:
+        self.options = Options.create(mode=mode, **options)
+        self._keywords = {"mode": mode, **options}
+        self._network, self._optimizer, self._state = network, optimizer, dict(state or {})
+        self._place: _EnginePlace | None = None
+        self._metrics, self._accumulation = ExitStack(), ExitStack()
+        self.reduction: GradientReduction | None = None
+
+    def attach(self, engine: Engine) -> None:
+        """Attach the handler to an engine; MONAI calls it for ``train_handlers``.
+
+        Args:
+            engine: the engine that trains.
+        """
+        engine.add_event_handler(Events.STARTED, self._start)
+        engine.add_event_handler(Events.ITERATION_STARTED, self._begin_iteration)
+        engine.add_event_handler(Events.EPOCH_COMPLETED, self._end_epoch)
+
+    def detach(self) -> None:
+        """Let the network train alone again, and metrics be those of this site. May be called twice."""
+        self._accumulation.close()
+        self._metrics.close()
+        if self.reduction is not None:
+            self.reduction.detach()
+            self.reduction = None
+
+    def _start(self, engine: Engine) -> None:
+        """Build the reduction, at the start of the first run."""
+        if self.reduction is not None:
+            return
+        network = self._network if self._network is not None else getattr(engine, "network", None)
+        optimizer = self._optimizer if self._optimizer is not None else getattr(engine, "optimizer", None)
+        elastic_run, length = self.options.min_sites is not None, engine.state.epoch_length
+        refuse(
+            (network is None, "the engine has no network: SiteHandler(network=model, optimizer=optimizer)"),
+            (isinstance(network, DistributedDataParallel), "the network is wrapped in DDP: give the model itself"),
+            (elastic_run and optimizer is None, "with min_sites a site that joins needs SiteHandler(optimizer=...)"),
+            (elastic_run and not length, "with min_sites the engine needs an epoch_length"),
+        )
+        assert network is not None
+        network = getattr(network, "_orig_mod", network)  # of torch.compile
+        self._place = _EnginePlace(engine)
+        state = {"engine": self._place, "optimizer": optimizer, **self._state}
+        if (scaler := getattr(engine, "scaler", None)) is not None:
+            state["scaler"] = scaler
+        finite = {"check_finite": not getattr(engine, "amp", False)} | self._keywords
+        transport = self._open_transport(network) if elastic_run else None
+        self.reduction = GradientReduction(
+            network, synchronize="backward", state=state if elastic_run else None, **finite
+        )
+        if transport is not None:
+            self.reduction.after_step.append(transport.end_step)
+            self._metrics.enter_context(metrics_of_present_sites(transport, _PATCHES))
+        self._compare(engine, transport)
+
+    def _open_transport(self, network: nn.Module) -> Transport:
+        """Open the transport of metrics, by which a site that joins takes part from its first step on."""
+        device = next((each.device for each in network.parameters()), torch.device("cpu"))
+        return open_transport(
+            None, Traffic(), device, self.options.timeout, requirements=self.options.requirements, for_trainer=True
+        )
+
+    def _compare(self, engine: Engine, transport: Transport | None) -> None:
+        """Raise MismatchError if the engines of the sites make different numbers of steps."""
+        assert self.reduction is not None
+        state = engine.state
+        names = ("epoch_length", "max_epochs", "max_iters", "accumulation_steps")
+        own = {name: getattr(engine, name, getattr(state, name, None)) for name in names}
+        every = self.reduction.gather_objects(own) if transport is None else gather(transport, own)
+        differing = [name for name in names if len({each[name] for each in every}) > 1]
+        if differing:
+            found = ", ".join(f"{name}={[each[name] for each in every]}" for name in differing)
+            raise MismatchError(
+                f"the sites' engines differ in {found}, by site: give all sites the same, such as epoch_length=, "
+                "beyond which a loader begins again"
+            )
+
+    def _begin_iteration(self, engine: Engine) -> None:
+        """Hold gradients back in iterations after which a MONAI trainer does not step."""
+        assert self.reduction is not None
+        assert self._place is not None
+        self._accumulation.close()
+        if not self.reduction.pending:
+            self._place.iteration = engine.state.iteration - 1
+        every, length = getattr(engine, "accumulation_steps", 1), engine.state.epoch_length
+        number = engine.state.iteration if length is None else (engine.state.iteration - 1) % length + 1
+        if number % every and number != length:
+            self._accumulation.enter_context(self.reduction.no_sync())
+
+    def _end_epoch(self, engine: Engine) -> None:
+        if self.options.average_buffers and self.reduction is not None:
+            self.reduction.average_buffers()
+
+
+def mean_over_sites(reduction: GradientReduction, value: float | Tensor, weight: float | Tensor = 1.0) -> float:
+    """Return the weighted mean of a value of each site that is present; all of these must call it.
+
+    Args:
+        reduction: the reduction of the training.
+        value: this site's value, such as its mean Dice; without effect where the weight is 0.
+        weight: weight of this site, such as its number of validation images; 0 for none.
+
+    Returns:
+        The mean, the same at all sites; NaN if all weights are 0.
+
+    Example:
+        >>> dice = mean_over_sites(handler.reduction, metric.aggregate("mean"), len(validation))
+    """
+    own = (float(value) if weight else 0.0, float(weight))
+    every = [each for each in reduction.gather_objects(own, tuple[float, float]) if each is not None]
+    total = sum(share for _, share in every)
+    return sum(each * share for each, share in every) / total if total else float("nan")
+
+
+def save_at_each_site(saver: _Saver) -> _Saver:
+    """Let a MONAI ``CheckpointSaver``, or an ignite ``Checkpoint``, write at this site, whatever its number.
+
+    Without it they write at site 0 alone. Call it after `dadplug.connect`, and before the engine runs.
+
+    Args:
+        saver: the handler; its folder is made.
+
+    Returns:
+        The handler.
+
+    Example:
+        >>> handlers = [save_at_each_site(CheckpointSaver("checkpoints", {"network": network}, save_final=True))]
+    """
+    parts = [saver, *vars(saver).values()]
+    for checkpoint in (each for each in parts if isinstance(each, Checkpoint)):
+        checkpoint.save_on_rank = idist.get_rank()
+        handler: Any = checkpoint.save_handler
+        if hasattr(handler, "save_on_rank"):
+            handler.save_on_rank = idist.get_rank()
+            Path(handler.dirname).mkdir(parents=True, exist_ok=True)
+    return saver
