@@ -4,6 +4,7 @@
     python benchmarks/audit_methods.py --data photos --photos train.zip      photos of the dogs-vs-cats challenge
     python benchmarks/audit_methods.py --data digits --mnist data/mnist      MNIST in place of scikit-learn's digits
     python benchmarks/audit_methods.py --only hospitals                      the recommended setting for two hospitals
+    python benchmarks/audit_methods.py --data volumes --only ranks           chests in three dimensions, by rank
 
 Each line is an audit (`dadplug.audit`) of one batch with a model at its first values, which shows most:
 
@@ -11,6 +12,7 @@ Each line is an audit (`dadplug.audit`) of one batch with a model at its first v
 | --- | --- | --- |
 | digits | 784-512-10 with ReLU | 16 |
 | photos | vision transformer for 64 x 64 pixels, patches of 8 | 4 |
+| volumes | segmentation of 16 x 16 x 16 voxels by convolutions of 8, 16 and 1 channels | 2 |
 | text | the repository's pages, 24 words each; encoder of 2 layers of width 192 | 4 |
 
 "recovered" is the share of samples that some attack has recovered; "rebuilt" that of the best attack that needs no
@@ -107,6 +109,52 @@ def photos(arguments: argparse.Namespace) -> Task:
     return Task(build_model("vit-small"), *_drawn(data, arguments.rows or 4, arguments.seed))
 
 
+class Chest(nn.Module):
+    """Convolutions in three dimensions that segment nodules, down to half the size and back."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.first = nn.Conv3d(1, width, 3, padding=1)
+        self.down = nn.Conv3d(width, 2 * width, 3, stride=2, padding=1)
+        self.up = nn.ConvTranspose3d(2 * width, width, 2, stride=2)
+        self.last = nn.Conv3d(2 * width, 2, 1)
+
+    def forward(self, volumes: Tensor) -> Tensor:
+        """Compute logits of shape (batch, 2, depth, height, width)."""
+        first = nn.functional.leaky_relu(self.first(volumes))
+        up = self.up(nn.functional.leaky_relu(self.down(first)))
+        logits: Tensor = self.last(torch.cat([first, up], 1))
+        return logits
+
+
+def chest(size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Return a volume like a chest: body, two dark lungs, a spine and nodules in the lungs; and the nodules' mask."""
+    axis = torch.linspace(-1, 1, size)
+    z, y, x = torch.meshgrid(axis, axis, axis, indexing="ij")
+    shift = 0.1 * torch.randn(3, generator=generator)
+    volume = 0.6 * ((x / 0.9) ** 2 + ((y - shift[0]) / 0.7) ** 2 < 1).float()
+    lungs = torch.zeros_like(volume)
+    for side in (-1, 1):
+        lung = ((x - 0.42 * side) / 0.32) ** 2 + ((y - shift[1]) / 0.45) ** 2 + (z / 0.85) ** 2 < 1
+        lungs[lung] = 1.0
+    volume[lungs > 0] = 0.1
+    volume[(x**2 + (y - 0.5) ** 2) < 0.02] = 1.0
+    mask = torch.zeros_like(volume)
+    for place in lungs.nonzero()[torch.randint(int(lungs.sum()), (3,), generator=generator)]:
+        center = axis[place]
+        mask[((z - center[0]) ** 2 + (y - center[1]) ** 2 + (x - center[2]) ** 2) < 0.02] = 1.0
+    volume[mask > 0] = 0.8
+    return (volume + 0.02 * torch.randn(volume.shape, generator=generator))[None], mask
+
+
+def volumes(arguments: argparse.Namespace) -> Task:
+    """Return synthetic chests, to be segmented."""
+    generator = torch.Generator().manual_seed(arguments.seed)
+    pairs = [chest(16, generator) for _ in range(arguments.rows or 2)]
+    torch.manual_seed(arguments.seed)
+    return Task(Chest(), torch.stack([one for one, _ in pairs]), torch.stack([mask.long() for _, mask in pairs]))
+
+
 def text(arguments: argparse.Namespace) -> Task:
     """Return 4 passages: of documentation, or of code."""
     passages = []
@@ -127,7 +175,12 @@ def _drawn(data: Any, count: int, seed: int) -> tuple[Tensor, Tensor]:
     return torch.stack([inputs for inputs, _ in pairs]), torch.tensor([int(label) for _, label in pairs])
 
 
-TASKS: dict[str, Callable[[argparse.Namespace], Task]] = {"digits": digits, "photos": photos, "text": text}
+TASKS: dict[str, Callable[[argparse.Namespace], Task]] = {
+    "digits": digits,
+    "photos": photos,
+    "text": text,
+    "volumes": volumes,
+}
 
 
 def settings(rows: int) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -208,12 +261,15 @@ def cell(value: float | None, form: str = ".2f") -> str:
 def main() -> int:
     parser = parser_of(
         __doc__,
-        data=("digits,text", "digits, photos, text, separated by commas"),
+        data=("digits,text", "digits, photos, text, volumes, separated by commas"),
         mnist=(None, "folder of MNIST's files"),
         photos=(None, "train.zip of the dogs-vs-cats challenge"),
         rows={"type": int, "help": "samples of a batch"},
         modes=(None, "modes, separated by commas (default: all)"),
-        only={"choices": SELECTIONS, "help": "the recommended settings for two hospitals, or private ones"},
+        only={
+            "choices": SELECTIONS,
+            "help": "settings for two hospitals, private ones, or the ranks of rankdad",
+        },
         attacks=(None, "names of attacks, separated by commas (default: all)"),
         seconds=(30.0, "time limit of an audit"),
         seed=0,
@@ -254,6 +310,14 @@ def main() -> int:
     return 0
 
 
+def ranks(rows: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the whole gradient, the ranks of rankdad, and a private setting."""
+    yield "dsgd", {}
+    for rank in (8, 4, 2, 1):
+        yield "rankdad", {"rank": rank, "wire": "int8"}
+    yield "rankdad", {"rank": 8, "privacy": private(1.0, rows)}
+
+
 def recommended(rows: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the recommended settings for two hospitals, and what they are compared with."""
     yield "dad", {}
@@ -262,7 +326,7 @@ def recommended(rows: int) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "rankdad", {"rank": 8, "privacy": private(1.0, rows)}
 
 
-SELECTIONS = {"hospitals": recommended, "private": private_settings}
+SELECTIONS = {"hospitals": recommended, "private": private_settings, "ranks": ranks}
 
 if __name__ == "__main__":
     sys.exit(main())

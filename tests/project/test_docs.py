@@ -73,7 +73,7 @@ def prepared(code: str) -> str:
 
 def run(commands: list[list[str]], folder: Path, code: str) -> None:
     """Run programs side by side; fail with the errors of the first that fails."""
-    for package in ("catalyst", "pytorch_lightning"):
+    for package in ("catalyst", "pytorch_lightning", "monai", "ignite"):
         if package in code:
             pytest.importorskip(package)
     preload = [name for name in forkserver.TRAINERS if name in code]

@@ -279,6 +279,11 @@ def is_picture(data: Tensor) -> bool:
     return data.is_floating_point() and data.dim() == 4 and data.shape[1] in (1, 3) and min(data.shape[2:]) >= 8
 
 
+def is_grid(data: Tensor) -> bool:
+    """Return whether a tensor has the shape of pictures or of volumes, in three dimensions."""
+    return is_picture(data[..., 0] if data.dim() == 5 else data)
+
+
 def judge_pictures(result: Result, data: Tensor) -> None:
     """Add PSNR and SSIM to a result with reconstructed pictures, clipped to the range of the originals."""
     if result.pictures is None or not is_picture(data):

@@ -1,9 +1,9 @@
 """Data by optimisation: inputs are searched whose messages are those that are seen.
 
-Inverting gradients (Geiping et al., arXiv:2003.14053) minimises ``1 - cos(g(x), g)``, for pictures plus their total
-variation, by Adam on signs of gradients. Where the span of the first layer's rows is seen, the search is for the
-coefficients in it, which are few. Where rows of a later layer are seen, as with ``share_inputs=False``, inputs are
-searched that have these activations.
+Inverting gradients (Geiping et al., arXiv:2003.14053) minimises ``1 - cos(g(x), g)``, for pictures and volumes plus
+their total variation, by Adam on signs of gradients. Where the span of the first layer's rows is seen, the search is
+for the coefficients in it, which are few. Where rows of a later layer are seen, as with ``share_inputs=False``, inputs
+are searched that have these activations.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .base import (
     Budget,
     Places,
     Result,
-    is_picture,
+    is_grid,
     judge_pictures,
     layer_input,
     matched,
@@ -187,7 +187,7 @@ def search(
         value = objective(data)
         if float(value.detach()) < least:
             least, best = float(value.detach()), data.detach().clone()
-        total = value + _VARIATION * variation(data) / spread if signs and is_picture(like) else value
+        total = value + _VARIATION * variation(data) / spread if signs and is_grid(like) else value
         (gradient,) = torch.autograd.grad(total, varied)
         varied.grad = gradient.sign() if signs else gradient
         optimizer.step()
@@ -202,11 +202,9 @@ def search(
     return best, least, steps
 
 
-def variation(pictures: Tensor) -> Tensor:
-    """Return the mean total variation of pictures of shape (samples, channels, height, width)."""
-    return (pictures[..., 1:] - pictures[..., :-1]).abs().mean() + (
-        pictures[..., 1:, :] - pictures[..., :-1, :]
-    ).abs().mean()
+def variation(grids: Tensor) -> Tensor:
+    """Return the mean total variation of pictures or volumes of shape (samples, channels, height, width[, depth])."""
+    return sum((grids.diff(dim=dim).abs().mean() for dim in range(2, grids.dim())), torch.zeros(()))
 
 
 def _judged(name: str, seen: Observation, found: Tensor, note: str) -> Result:
