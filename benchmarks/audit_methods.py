@@ -4,7 +4,7 @@
     python benchmarks/audit_methods.py --data photos --photos train.zip      photos of the dogs-vs-cats challenge
     python benchmarks/audit_methods.py --data digits --mnist data/mnist      MNIST in place of scikit-learn's digits
     python benchmarks/audit_methods.py --only hospitals                      the recommended setting for two hospitals
-    python benchmarks/audit_methods.py --data volumes --only ranks           chests in three dimensions, by rank
+    python benchmarks/audit_methods.py --data volumes,patches --only ranks   chests in three dimensions, by rank
 
 Each line is an audit (`dadplug.audit`) of one batch with a model at its first values, which shows most:
 
@@ -13,6 +13,7 @@ Each line is an audit (`dadplug.audit`) of one batch with a model at its first v
 | digits | 784-512-10 with ReLU | 16 |
 | photos | vision transformer for 64 x 64 pixels, patches of 8 | 4 |
 | volumes | segmentation of 16 x 16 x 16 voxels by convolutions of 8, 16 and 1 channels | 2 |
+| patches | the same by a linear layer on patches of 8 x 8 x 8 voxels | 2 |
 | text | the repository's pages, 24 words each; encoder of 2 layers of width 192 | 4 |
 
 "recovered" is the share of samples that some attack has recovered; "rebuilt" that of the best attack that needs no
@@ -127,6 +128,22 @@ class Chest(nn.Module):
         return logits
 
 
+class Patches(nn.Module):
+    """Segmentation by a linear layer on patches of 8 x 8 x 8 voxels, as the first layer of UNETR has them."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(512, width), nn.Linear(width, 2 * 512)
+
+    def forward(self, volumes: Tensor) -> Tensor:
+        """Compute logits of shape (batch, 2, depth, height, width)."""
+        blocks = volumes[:, 0].unflatten(3, (2, 8)).unflatten(2, (2, 8)).unflatten(1, (2, 8))  # (n, 2, 8, 2, 8, 2, 8)
+        rows = blocks.permute(0, 1, 3, 5, 2, 4, 6).reshape(len(volumes), 8, 512)
+        found = self.last(nn.functional.gelu(self.first(rows))).reshape(-1, 2, 2, 2, 2, 8, 8, 8)
+        logits: Tensor = found.permute(0, 4, 1, 5, 2, 6, 3, 7).reshape(-1, 2, 16, 16, 16)
+        return logits
+
+
 def chest(size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Return a volume like a chest: body, two dark lungs, a spine and nodules in the lungs; and the nodules' mask."""
     axis = torch.linspace(-1, 1, size)
@@ -155,6 +172,11 @@ def volumes(arguments: argparse.Namespace) -> Task:
     return Task(Chest(), torch.stack([one for one, _ in pairs]), torch.stack([mask.long() for _, mask in pairs]))
 
 
+def patches(arguments: argparse.Namespace) -> Task:
+    """Return synthetic chests, to be segmented from patches."""
+    return volumes(arguments)._replace(model=Patches())
+
+
 def text(arguments: argparse.Namespace) -> Task:
     """Return 4 passages: of documentation, or of code."""
     passages = []
@@ -180,6 +202,7 @@ TASKS: dict[str, Callable[[argparse.Namespace], Task]] = {
     "photos": photos,
     "text": text,
     "volumes": volumes,
+    "patches": patches,
 }
 
 
@@ -261,7 +284,7 @@ def cell(value: float | None, form: str = ".2f") -> str:
 def main() -> int:
     parser = parser_of(
         __doc__,
-        data=("digits,text", "digits, photos, text, volumes, separated by commas"),
+        data=("digits,text", "digits, photos, text, volumes, patches, separated by commas"),
         mnist=(None, "folder of MNIST's files"),
         photos=(None, "train.zip of the dogs-vs-cats challenge"),
         rows={"type": int, "help": "samples of a batch"},

@@ -344,3 +344,20 @@ def test_wrong_arguments_of_the_example_end_before_any_site_starts():
     (only,) = support.run_programs([[EXAMPLE, "--nodes", "3"]])
     assert only.status == 1
     assert only.errors.strip() == "error: cannot make a graph of 3 nodes, 8 classes, degree 10.0, inside 0.8"
+
+
+@pytest.mark.parametrize("how", ["hub", "torchrun"])
+def test_hospitals_segment_volumes(tmp_path, how):
+    pytest.importorskip("ignite")
+    pytest.importorskip("monai")
+    flags = ["--epochs", "2", "--volumes", "2", "--size", "16", "--modes", "rankdad", "--out", str(tmp_path)]
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(support.free_port())]
+    script = [str(ROOT / "examples" / "two_hospitals_segmentation.py"), *flags]
+    (only,) = support.run_programs([script if how == "hub" else [*launch, *script]], timeout=300)
+    assert only.status == 0, only.errors
+    first, second = ((tmp_path / "rankdad" / name / "log.jsonl").read_text() for name in ("berlin", "lyon"))
+    assert first == second  # Dice of all volumes, and as many bytes
+    assert all(list((tmp_path / "rankdad" / name).glob("*.pt")) for name in ("berlin", "lyon"))
+    if how == "hub":
+        assert re.search(r"rankdad: Dice 0\.\d+ after 0\.\d+ MB", only.output)
+        assert (tmp_path / "segmentation.png").exists()
