@@ -47,7 +47,7 @@ def parse() -> argparse.Namespace:
     add("--modes", nargs="+", default=["dsgd", "rankdad"], help="methods, one run each (default: dsgd rankdad)")
     add("--sites", type=int, choices=(2, 4), default=2, help="number of hospitals on this machine (default: 2)")
     add("--kit", type=Path, help="kit of this hospital, which then runs alone in this process")
-    add("--epochs", type=int, default=24, help="epochs (default: 24)")
+    add("--epochs", type=int, default=16, help="epochs (default: 16)")
     add("--volumes", type=int, default=8, help="training volumes of a hospital (default: 8)")
     add("--size", type=int, default=32, help="edge of a volume in voxels (default: 32)")
     add("--out", type=Path, default=Path("logs/segmentation"), help="folder of results (default: logs/segmentation)")
@@ -72,47 +72,55 @@ def volumes(site: int, count: int, size: int, first: int = 0) -> list[dict[str, 
     return made
 
 
+def evaluator_of(network: torch.nn.Module, site: int, size: int) -> Any:
+    """Return an evaluator by sliding windows, whose Dice is that of the validation volumes of all hospitals."""
+    from monai.engines import SupervisedEvaluator
+    from monai.handlers import MeanDice, from_engine
+    from monai.inferers import SlidingWindowInferer
+    from monai.transforms import Activationsd, AsDiscreted, Compose
+
+    return SupervisedEvaluator(
+        torch.device("cpu"),
+        DataLoader(volumes(site, 4, size, first=500)),
+        network,
+        inferer=SlidingWindowInferer([size] * 3, overlap=0.25),
+        postprocessing=Compose([Activationsd("pred", sigmoid=True), AsDiscreted("pred", threshold=0.5)]),
+        key_val_metric={"dice": MeanDice(output_transform=from_engine(["pred", "label"]))},
+    )
+
+
+def loader_of(site: int, arguments: argparse.Namespace) -> DataLoader:
+    from monai.data import CacheDataset
+    from monai.transforms import Compose, EnsureTyped, RandFlipd
+
+    flips = [RandFlipd(["image", "label"], 0.5, axis) for axis in range(3)]
+    transform = Compose([EnsureTyped(["image", "label"]), *flips])
+    data = CacheDataset(volumes(site, arguments.volumes, arguments.size), transform, progress=False)
+    return DataLoader(data, batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(site))
+
+
 def train(site: int, mode: str, arguments: argparse.Namespace) -> None:
     """Train at one hospital, and write a line of JSON for each validation."""
     from ignite.engine import Events
-    from monai.data import CacheDataset
-    from monai.engines import SupervisedEvaluator, SupervisedTrainer
-    from monai.handlers import CheckpointSaver, MeanDice, ValidationHandler, from_engine
-    from monai.inferers import SlidingWindowInferer
+    from monai.engines import SupervisedTrainer
+    from monai.handlers import CheckpointSaver, ValidationHandler
     from monai.losses import DiceCELoss
     from monai.networks.nets import UNet
-    from monai.transforms import Activationsd, AsDiscreted, Compose, EnsureTyped, RandFlipd
 
     from dadplug.monai import SiteHandler, save_at_each_site
 
     folder = arguments.out / mode / HOSPITALS[site]
     folder.mkdir(parents=True, exist_ok=True)
     log = (folder / "log.jsonl").open("w")
-    device, size = torch.device("cpu"), arguments.size
     torch.manual_seed(0)
     network = UNet(3, 1, 1, channels=(8, 16, 32), strides=(2, 2), num_res_units=1, norm="instance")
-    optimizer = torch.optim.Adam(network.parameters(), 5e-3)
-
-    flips = [RandFlipd(["image", "label"], 0.5, axis) for axis in range(3)]
-    data = CacheDataset(
-        volumes(site, arguments.volumes, size), Compose([EnsureTyped(["image", "label"]), *flips]), progress=False
-    )
-    loader = DataLoader(data, batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(site))
-    evaluator = SupervisedEvaluator(
-        device,
-        DataLoader(volumes(site, 4, size, first=500)),
-        network,
-        inferer=SlidingWindowInferer([size] * 3, overlap=0.25),
-        postprocessing=Compose([Activationsd("pred", sigmoid=True), AsDiscreted("pred", threshold=0.5)]),
-        key_val_metric={"dice": MeanDice(output_transform=from_engine(["pred", "label"]))},  # of all hospitals
-    )
-    sites = SiteHandler(mode)
+    evaluator, sites = evaluator_of(network, site, arguments.size), SiteHandler(mode)
     trainer = SupervisedTrainer(
-        device,
+        torch.device("cpu"),
         arguments.epochs,
-        loader,
+        loader_of(site, arguments),
         network,
-        optimizer,
+        torch.optim.Adam(network.parameters(), 5e-3),
         DiceCELoss(sigmoid=True),
         epoch_length=max(1, arguments.volumes // 2),  # the same at all hospitals
         train_handlers=[
@@ -124,15 +132,12 @@ def train(site: int, mode: str, arguments: argparse.Namespace) -> None:
 
     @trainer.on(Events.EPOCH_COMPLETED(every=2))
     def write() -> None:
-        line = {
-            "epoch": trainer.state.epoch,
-            "dice": float(evaluator.state.metrics["dice"]),
-            "megabytes": sites.reduction.traffic.total_bytes_sent / 1e6,
-        }
-        log.write(json.dumps(line) + "\n")
+        epoch, dice = trainer.state.epoch, float(evaluator.state.metrics["dice"])
+        sent = sites.reduction.traffic.total_bytes_sent / 1e6
+        log.write(json.dumps({"epoch": epoch, "dice": dice, "megabytes": sent}) + "\n")
         log.flush()
         if site == 0:
-            print(f"{mode:8} epoch {line['epoch']:3}  Dice {line['dice']:.3f}  {line['megabytes']:8.3f} MB", flush=True)
+            print(f"{mode:8} epoch {epoch:3}  Dice {dice:.3f}  {sent:8.3f} MB", flush=True)
 
     trainer.run()
     differing = sites.reduction.first_difference()
