@@ -68,25 +68,25 @@ class SiteModel(_NativeDistModel):
         self._nnodes = max(1, dist.get_world_size() // self._nproc_per_node)
         self._node = dist.get_rank() // self._nproc_per_node
 
-    def _do_all_reduce(self, tensor: Tensor, op: str = "SUM", group: Any = None) -> Tensor:
+    def _do_all_reduce(self, tensor: Tensor, op: str = "SUM", group: Any = None) -> Any:
         transport = metrics_transport.get()
         if transport is None or group is not None:
             return super()._do_all_reduce(tensor, op, group)
         return elastic.reduce(transport, tensor, op).to(tensor.dtype)
 
-    def _do_all_gather(self, tensor: Tensor, group: Any = None) -> Tensor:
+    def _do_all_gather(self, tensor: Tensor, group: Any = None) -> Any:
         transport = metrics_transport.get()
         if transport is None or group is not None:
             return super()._do_all_gather(tensor, group)
         return torch.cat(gather(transport, torch.atleast_1d(tensor.detach()), 0)).to(tensor.device)
 
-    def _do_all_gather_object(self, tensor: Any, group: Any = None) -> list[Any]:
+    def _do_all_gather_object(self, tensor: Any, group: Any = None) -> Any:
         transport = metrics_transport.get()
         if transport is None or group is not None:
             return super()._do_all_gather_object(tensor, group)
         return gather(transport, tensor)
 
-    def _do_broadcast(self, tensor: Tensor, src: int) -> Tensor:
+    def _do_broadcast(self, tensor: Tensor, src: int) -> Any:
         transport = metrics_transport.get()
         if transport is None:
             return super()._do_broadcast(tensor, src)
@@ -241,7 +241,7 @@ class SiteHandler:
         assert network is not None
         network = getattr(network, "_orig_mod", network)  # of torch.compile
         self._place = _EnginePlace(engine)
-        state = {"engine": self._place, "optimizer": optimizer, **self._state}
+        state: dict[str, Any] = {"engine": self._place, "optimizer": optimizer, **self._state}
         if (scaler := getattr(engine, "scaler", None)) is not None:
             state["scaler"] = scaler
         finite = {"check_finite": not getattr(engine, "amp", False)} | self._keywords
