@@ -55,6 +55,11 @@ class Form:
         """Number of rows of the matrices that `unfold` returns for one row."""
         return 1
 
+    @property
+    def unfolding(self) -> int:
+        """Cost of a row that `unfold` returns, where one of those that make the gradient costs 1."""
+        return 1
+
     def gradient(self, deltas: Tensor, activations: Tensor) -> Tensor:
         """Form the weight's gradient, in the weight's shape.
 
@@ -337,15 +342,16 @@ class Factor:
         """Form the bias gradient, of shape (out,)."""
         return self.form.bias_gradient(self.deltas) if self.bias is None else self.bias
 
-    def matrix(self, shape: Sequence[int]) -> Factor:
+    def matrix(self, shape: Sequence[int], with_bias: bool = True) -> Factor:
         """Return factors of the same gradient that are matrices, ``grad = deltas.T @ activations``.
 
         A convolution's rows are unfolded: a row a position (and group), with all the inputs that the kernel sees
-        there. Where that is more rows than the smaller side of the gradient has, the gradient itself is formed, and is
-        one of the factors beside an identity. So what is compressed is never larger than it need be.
+        there. Where these are many beside the smaller side of the gradient, the gradient itself is formed, and is
+        one of the factors beside an identity: to unfold takes longer, and what is compressed would not be smaller.
 
         Args:
             shape: shape of the weight.
+            with_bias: whether the gradient of a bias is wanted, too.
 
         Returns:
             A factor with deltas of shape (rows, shape[0]) and activations of shape (rows, product of the others).
@@ -353,11 +359,12 @@ class Factor:
         if self.whole is not None or self.form is LINEAR or self.form == LINEAR:
             return self
         if self.form.transposed:
-            return Factor(self.deltas, self.activations, LINEAR, self.bias_gradient(), exchanged=True)
+            bias = self.bias_gradient() if with_bias else None
+            return Factor(self.deltas, self.activations, LINEAR, bias, exchanged=True)
         flat = Flattened(tuple(shape))
         out, width = flat.shape[0], math.prod(flat.shape[1:])
-        bias = None if self.form.table_rows else self.bias_gradient()
-        if self.rows * self.form.positions <= min(out, width):
+        bias = self.bias_gradient() if with_bias and not self.form.table_rows else None
+        if self.rows * self.form.positions * self.form.unfolding <= min(out, width):
             deltas, activations = self.form.unfold(self.deltas, self.activations)
             return Factor(activations, deltas, flat, bias)
         return replace(Factor.formed(self.gradient()), bias=bias)

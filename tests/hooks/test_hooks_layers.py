@@ -105,18 +105,19 @@ def test_convolutions_of_channels_last_and_of_transposed_inputs():
     matches_autograd(nn.Conv2d(4, 8, 3), torch.randn(4, 2, 6, 5).transpose(0, 1).transpose(2, 3))
 
 
-def test_matrices_of_a_convolution_have_as_few_rows_as_the_gradient():
-    for groups, size, rows in ((1, 3, 2), (1, 9, 8), (4, 9, 8), (4, 3, 8)):
-        layer = nn.Conv2d(16, 8, 3, groups=groups).double()
+def test_matrices_of_a_convolution_are_unfolded_where_their_rows_are_few():
+    for groups, size, rows in ((1, 3, 2), (1, 9, 16), (4, 9, 16), (4, 3, 16)):
+        layer = nn.Conv2d(16, 16, 3, groups=groups).double()
         with LayerCapture(layer) as capture:
             layer(torch.randn(2, 16, size, size, dtype=torch.float64)).square().sum().backward()
             factor = capture.factors[""]
         matrix = factor.matrix(layer.weight.shape)
         assert matrix.rows == rows
-        assert matrix.deltas.shape[1:] == (8,)
+        assert matrix.deltas.shape[1:] == (16,)
         torch.testing.assert_close(matrix.deltas.T @ matrix.activations, layer.weight.grad.flatten(1))
         torch.testing.assert_close(matrix.gradient(), layer.weight.grad)
         torch.testing.assert_close(matrix.bias_gradient(), layer.bias.grad)
+        assert rows == 2 or factor.matrix(layer.weight.shape, with_bias=False).bias is None
 
 
 def test_a_tall_gradient_is_the_other_factor():

@@ -203,6 +203,16 @@ class Method:
         """
         return "allreduce"
 
+    def rank_of(self, rank: int, out: int, width: int) -> int:
+        """Return how many components of a gradient are sent at most, where the rank of all layers is given.
+
+        Args:
+            rank: the rank.
+            out: height of the gradient.
+            width: its width.
+        """
+        return min(rank, out, width)
+
     def rows_sent(self, rows: int, out: int, width: int) -> int:
         """Predict the number of rows that a layer with this many rows of input sends; 0 on the path ``"allreduce"``."""
         return 0

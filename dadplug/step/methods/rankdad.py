@@ -6,6 +6,7 @@ orthonormalisation, a projection of the gradient whose error is never larger tha
 
 from __future__ import annotations
 
+import functools
 import math
 import zlib
 from collections.abc import Container, Iterable, Sequence
@@ -27,6 +28,7 @@ from .formed import FormedSlot, FormedState
 
 _FEW = 8  # components that a step may have with int8, however few its rows are
 _SAMPLES = 4  # for each component that is sent of a layer whose input is data
+_NARROW = 4  # numbers of a gradient's smaller side for each component, with rank="auto"
 _WORTH = 1024  # bytes; what 100 Mbit/s carry while a small matrix is compressed
 _COLUMNS = 24  # components that are sent and kept, about; from there on a compression becomes dear
 _CALLS = 60.0  # microseconds that a compression takes beside its products, about
@@ -187,7 +189,7 @@ class RankDAD(Method):
         return self.path_of(out, width, torch.float32)
 
     def path_of(self, out: int, width: int, dtype: torch.dtype) -> str:
-        rank = min(self.options.largest_rank, out, width)
+        rank = self.rank_of(self.options.largest_rank, out, width)
         if rank * (out + width) < out * width:
             return GradientPath.LOWRANK
         wire, dense = (wire_format(self.options.wire_of(path), dtype) for path in ("lowrank", "allreduce"))
@@ -196,7 +198,10 @@ class RankDAD(Method):
         return GradientPath.LOWRANK if gradient - factors >= _WORTH else GradientPath.ALLREDUCE
 
     def rows_sent(self, rows: int, out: int, width: int) -> int:
-        return min(self._room, rows, out, width)
+        return min(rows, self.rank_of(self._room, out, width))
+
+    def rank_of(self, rank: int, out: int, width: int) -> int:
+        return narrow_rank(rank, out, width, self._wire) if self._caps else min(rank, out, width)
 
     @property
     def _room(self) -> int:
@@ -227,14 +232,13 @@ class RankDAD(Method):
             "warm_start": state.carry if self.options.warm_start else None,
             "seed": zlib.crc32(name.encode()),
         }
+        rows, room = factor.rows, self.rank_of(self._room, factor.deltas.shape[1], factor.activations.shape[1])
         if not weight:  # what a site without weight sends is lost, so that it sends nothing of what it keeps
-            left, right = compress(
-                factor.deltas, factor.activations, self.most_sent(name, factor.deltas.shape[0]), **how
-            )
+            most = min(room, self.most_sent(name, rows))
+            left, right = compress(factor.deltas, factor.activations, most, **how)
             return FactorPayload(left.T, right.T, bias)
-        wire, rows = wire_format(self._wire, factor.deltas.dtype), factor.deltas.shape[0]
+        wire = wire_format(self._wire, factor.deltas.dtype)
         # Rounding to int8 leaves small parts of all components, which need not make a batch of few rows as large again.
-        room = self._room
         found = min(room, max(rows, _FEW)) if wire.quantised and self._keeps_rows else room
         rank = min(found, self.most_sent(name, rows)) if self._caps else found
         loss_scale = self.loss_scales.of(name)
@@ -266,7 +270,7 @@ class RankDAD(Method):
             return bool(self.options.error_feedback)
         out, width = factor.deltas.shape[1], factor.activations.shape[1]
         formed = factor.whole is not None or factor.write is not None
-        return formed or keeps_whole(factor.rows, out, width, min(self._room, out, width))
+        return formed or keeps_whole(factor.rows, out, width, self.rank_of(self._room, out, width))
 
     def _count_sent(self, compressed: Compressed, rank: int) -> int:
         """Return the number of components that are sent, the rank at most; the others may be kept."""
@@ -537,6 +541,22 @@ class RankDAD(Method):
         if self.merger is not None:
             for state in states:
                 self.merger.add_state(state.get("merger", {}))
+
+
+@functools.cache
+def narrow_rank(rank: int, out: int, width: int, wire: str) -> int:
+    """Return a rank, or a quarter of the smaller side of a gradient where that is less, and saves a kilobyte or more.
+
+    Args:
+        rank: the rank.
+        out: height of the gradient.
+        width: its width.
+        wire: name of the number format of the components.
+    """
+    most, sent = min(rank, out, width), wire_format(wire)
+    fewer = min(most, max(1, min(out, width) // _NARROW))
+    saved = (most - fewer) * (sent.row_size(out) + sent.row_size(width)) * sent.itemsize
+    return fewer if saved >= _WORTH else most
 
 
 def rows_kept(rank: int, rows: int) -> int:

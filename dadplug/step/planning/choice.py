@@ -236,7 +236,8 @@ class RankChoice:
         for unit in self._planner.units:
             if isinstance(unit, FactorUnit) and unit.path == GradientPath.LOWRANK:
                 wire = wire_format(self._choice.wire, unit.lead.dtype)
-                total += min(rank, *unit.widths) * sum(map(wire.row_size, unit.widths)) * wire.itemsize
+                rows = self._method.rank_of(rank, *unit.widths)
+                total += rows * sum(map(wire.row_size, unit.widths)) * wire.itemsize
         return 2 * total / self._transport.world_size if self._planner.has_owners else total
 
     def _measure(self, size: int, rounds: int = 3) -> float:

@@ -212,7 +212,7 @@ class Merging:
             if isinstance(unit, FactorUnit) and unit.path == GradientPath.LOWRANK:
                 sends_bias = unit.bias is not None and self._method.traits.sends_bias
                 bias = unit.parameters[unit.bias].numel() if sends_bias and unit.bias is not None else 0
-                rank = min(self._method.largest_rank, *unit.widths)
+                rank = self._method.rank_of(self._method.largest_rank, *unit.widths)
                 found.append(OwnedLayer(unit.name, *unit.widths, bias, rank, rank if keeps_rows(self._options) else 0))
         return found
 

@@ -267,7 +267,8 @@ class PayloadCosts:
         if isinstance(unit, FactorUnit):
             table = unit.form is not None and bool(unit.form.table_rows)
             fed, count = unit.fed_by_data or table, max(unit.last_rows, 1)
-            sent = min(self._method.most_sent(unit.name, count), count) if path == GradientPath.LOWRANK else None
+            if path == GradientPath.LOWRANK:
+                sent = self._method.rows_sent(min(self._method.most_sent(unit.name, count), count), *unit.shape)
         elif path == GradientPath.POWERSGD:
             sent = self._options.largest_rank
         return exposure(path, shape, fed_by_data=fed, rows=count, sent=sent, private=private)

@@ -61,7 +61,7 @@ class MergedHandler(KeptPayloadsHandler, SiteFactorHandler):
         super().__init__(units, context, senders)
 
     def _rank(self, unit: FactorUnit) -> int:
-        return min(self.context.method.largest_rank, *unit.widths)
+        return self.context.method.rank_of(self.context.method.largest_rank, *unit.widths)
 
     def sent_bytes(self, unit: Unit) -> int:
         assert isinstance(unit, FactorUnit)

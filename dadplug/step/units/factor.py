@@ -533,12 +533,12 @@ class LowrankUnit(FactorUnit):
         return self._matrix(factors) if factors else None
 
     def _matrix(self, factors: list[Factor]) -> Factor:
-        shape = self.lead.shape
+        shape, with_bias = self.lead.shape, self.bias is not None
         if len(factors) == 1:
-            return factors[0].matrix(shape)
+            return factors[0].matrix(shape, with_bias)
         # Rows of linear layers come first: stacked in their form, all stay rows, and no gradient is formed of many.
         ordered = sorted(stack_by_form(factors), key=lambda factor: factor.form != LINEAR)
-        return Factor.stack([factor.matrix(shape) for factor in ordered]).matrix(shape)
+        return Factor.stack([factor.matrix(shape, with_bias) for factor in ordered]).matrix(shape, with_bias)
 
     def _condense(self) -> None:
         self._held = [self._matrix(self._collect())]
