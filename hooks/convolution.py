@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from .factor import Form
 from .registry import LayerFamily, Recorder, gradient_use, register_family
@@ -286,3 +287,58 @@ class ConvTranspose(LayerFamily):
         weight, bias = module._parameters["weight"], module._parameters["bias"]
         assert weight is not None
         return convolve(input, weight, bias, geometry, record, weight_gradients)
+
+
+@register_family(
+    "timm.layers.conv2d_same.Conv2dSame",
+    "segmentation_models_pytorch.encoders._efficientnet.Conv2dStaticSamePadding",
+)
+class ConvOfOwnForward(LayerFamily):
+    """Family of convolutions that prepare their input in a forward of their own, and then call torch's convolution.
+
+    That forward runs. What it computes with a tensor that it makes of the weight, such as a standardised one, is left
+    to autograd.
+    """
+
+    def forward(self, module: nn.Module, record: Recorder, weight_gradients: bool, *args: Any, **kwargs: Any) -> Tensor:
+        with _CallsCaptured(module, record, weight_gradients):
+            outputs: Tensor = type(module).forward(module, *args, **kwargs)
+        return outputs
+
+
+class _CallsCaptured(TorchFunctionMode):
+    """Captures calls of torch's convolutions with weight and bias of a layer, while its forward runs."""
+
+    def __init__(self, module: nn.Module, record: Recorder, weight_gradients: bool) -> None:
+        super().__init__()
+        self._given = record, weight_gradients
+        self._parameters = module._parameters["weight"], module._parameters["bias"]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _FORWARD.values():
+            inputs, weight, bias, geometry = _arguments(*args, **kwargs)
+            own = weight is self._parameters[0] and bias is self._parameters[1]
+            if own and geometry is not None:
+                return convolve(inputs, weight, bias, geometry, *self._given)
+        return func(*args, **kwargs)
+
+
+def _arguments(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> tuple[Tensor, Tensor, Tensor | None, Geometry | None]:
+    """Return the arguments of a call of torch's convolution, with its geometry; None where its padding is a word."""
+    dims = weight.dim() - 2
+
+    def each(value: Any) -> tuple[int, ...]:
+        return (value,) * dims if isinstance(value, int) else tuple(value) * (dims // len(value))
+
+    if isinstance(padding, str):
+        return input, weight, bias, None
+    return input, weight, bias, Geometry(each(stride), each(padding), each(dilation), False, (0,) * dims, groups)

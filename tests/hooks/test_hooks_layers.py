@@ -5,7 +5,8 @@ from itertools import product
 import pytest
 import torch
 import torch.nn.functional as F
-from dadplug.hooks import Elementwise, Factor, LayerCapture, capturable_layers, linear
+from dadplug.hooks import Elementwise, Factor, LayerCapture, capturable_layers, linear, registry
+from dadplug.hooks.convolution import ConvOfOwnForward
 from dadplug.hooks.registry import refusal_of
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -85,6 +86,51 @@ def test_transposed_convolutions(dims):
         if longer < max(stride, dilation):
             layer = TRANSPOSED[dims](8, 4, 3, stride, padding, longer, groups, dilation=dilation)
             matches_autograd(layer, torch.randn(3, 8, *size))
+
+
+class PaddedConv(nn.Conv2d):
+    """A convolution that pads its input in a forward of its own, and whose arguments are of many kinds."""
+
+    def forward(self, input):
+        stride = list(self.stride) if self.groups == 1 else self.stride[0]
+        padded = F.pad(input, [0, 1, 0, 1])
+        return F.conv2d(padded, self.weight, bias=self.bias, stride=stride, groups=self.groups)
+
+
+class StandardisedConv(PaddedConv):
+    """A convolution with another weight than its parameter, which is used for itself, too."""
+
+    def forward(self, input):
+        weight = (self.weight - self.weight.mean((1, 2, 3), keepdim=True)) * self.weight.std()
+        return F.conv2d(input, weight, self.bias) + F.conv2d(input, self.weight, self.bias, 1, [0])
+
+
+@pytest.fixture(autouse=True)
+def own_forward(monkeypatch):
+    for kind in (PaddedConv, StandardisedConv):
+        monkeypatch.setitem(registry._FAMILIES, kind, ConvOfOwnForward())
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_the_calls_of_a_convolution_with_a_forward_of_its_own(groups, channels_last):
+    inputs = torch.randn(3, 4, 6, 5)
+    if channels_last:
+        inputs = inputs.contiguous(memory_format=torch.channels_last)
+    matches_autograd(PaddedConv(4, 8, 3, stride=2, groups=groups), inputs)
+    matches_autograd(PaddedConv(4, 8, 1, groups=groups, bias=False), inputs)
+
+
+def test_a_weight_made_of_the_parameter_is_left_to_autograd():
+    layer, inputs = StandardisedConv(4, 8, 3).double(), torch.randn(3, 4, 6, 5).double()
+    layer(inputs).square().sum().backward()
+    expected = layer.weight.grad.clone()
+    layer.zero_grad()
+    with LayerCapture(layer, weight_gradients=False) as capture:
+        layer(inputs).square().sum().backward()
+        (factor,) = capture.factors.values()
+    assert layer.weight.grad.abs().sum() > 0
+    torch.testing.assert_close(layer.weight.grad + factor.gradient(), expected)
 
 
 def test_transposed_convolutions_to_a_given_size():

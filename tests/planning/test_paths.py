@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 import zoo
 from chained_models import chained, compare, draw, loss, mlp, pair
-from dadplug.hooks import Elementwise, register_elementwise
+from dadplug.hooks import Elementwise, register_elementwise, registry
+from dadplug.hooks.convolution import ConvOfOwnForward
 from dadplug.hooks.factor import _KINDS
+from dadplug.methods import make_method
 from torch import nn
 
 import dadplug
@@ -19,6 +21,7 @@ from dadplug.exchange.factor_buckets import FactorBucket, FactorPayload, IndexSl
 from dadplug.exchange.factory import open_transport
 from dadplug.exchange.traffic import Traffic
 from dadplug.exchange.wire import QuantisedFormat, WireFormat
+from dadplug.options import Options
 
 
 def settled(name: str, mode: str, **options) -> tuple[dict, dict, tuple[int, int]]:
@@ -534,6 +537,94 @@ def test_narrow_layers_are_compressed_where_that_saves_bytes() -> None:
         assert planned.bytes <= reduction.traffic.bytes_sent <= 1.1 * planned.bytes + 800
         assert planned[0].bytes < planned[0].dense_bytes or path == "allreduce"
         reduction.detach()
+
+
+class StandardisedConv(nn.Conv2d):
+    def forward(self, input):
+        weight = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
+        return self._conv_forward(input, weight / weight.std((1, 2, 3), keepdim=True), self.bias)
+
+
+class PaddedConv(nn.Conv3d):
+    def forward(self, input):
+        return nn.functional.conv3d(nn.functional.pad(input, [0, 1] * 3), self.weight, self.bias, groups=self.groups)
+
+
+class Volumes(nn.Module):
+    """Convolutions of one to three dimensions, with a shared weight, two calls of a layer, groups, dilation, padding.
+
+    Half of the channels of each output are masked, so that gradients have half their rank.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv3d(12, 12, 3, padding=1, padding_mode="circular")
+        self.own, self.again = PaddedConv(12, 12, 2, groups=2), PaddedConv(12, 12, 2, groups=2)
+        self.again.weight, self.again.bias = self.own.weight, self.own.bias
+        self.twice = nn.Conv3d(12, 12, 3, padding=2, dilation=2, bias=False)
+        self.flat = StandardisedConv(12, 12, 3)
+        self.line = nn.Conv1d(12, 12, 3, padding="same", padding_mode="reflect")
+        self.up = nn.ConvTranspose3d(12, 12, 2, 2)
+
+    def forward(self, x):
+        x = masked(self.again(masked(self.own(masked(self.first(x))))))
+        x = self.up(masked(self.twice(masked(self.twice(x)))))
+        x = masked(self.flat(x.flatten(3).contiguous(memory_format=torch.channels_last)))
+        return masked(self.line(x.flatten(2)))
+
+
+def masked(x):
+    return x.tanh() * torch.arange(12).remainder(2).view(-1, *[1] * (x.dim() - 2))
+
+
+@pytest.mark.parametrize(("mode", "options"), [("dsgd", {}), ("dad", {}), ("rankdad", {"rank": 6, "tolerance": 0.0})])
+@support.at_sites(2)
+def test_convolutions_of_all_kinds_are_exact(mode: str, options: dict) -> None:
+    registry._FAMILIES[PaddedConv] = ConvOfOwnForward()
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    reference = Volumes().double()
+    model = copy.deepcopy(reference)
+    reduction = dadplug.GradientReduction(model, mode=mode, weighting="samples", **options)
+    for step in range(3):
+        model.zero_grad(), reference.zero_grad()
+        x = torch.randn(3, 12, 4, 4, 4, generator=torch.Generator().manual_seed(step)).double()
+        model(x[:1] if rank == 0 else x[1:]).square().mean().backward()
+        reduction.synchronize()
+        reference(x).square().mean().backward()
+        for (name, p), q in zip(model.named_parameters(), reference.parameters()):
+            assert torch.allclose(p.grad, q.grad, rtol=1e-6, atol=1e-9), (step, name)
+    rows = {row.parameter: row for row in reduction.plan}
+    if mode == "rankdad":
+        assert {row.path for row in rows.values() if len(row.shape) > 1} == {"lowrank"}
+        (own,) = (unit for unit in reduction._planner.units if unit.name == "own.weight")
+        assert {layer.name for layer in own.layers} == {"own", "again"}
+    assert mode == "dsgd" or rows["flat.weight"].reason == "its layer (StandardisedConv) sends no factors"
+    assert mode == "dsgd" or all(row.reason for row in rows.values() if row.path == "allreduce")
+    registry._FAMILIES.pop(PaddedConv)
+    reduction.detach()
+
+
+def test_ranks_of_narrow_layers_count_bytes():
+    method = make_method(Options(mode="rankdad"))
+    ranks = {(16, 27): 8, (8, 216): 2, (16, 432): 4, (32, 864): 8, (10, 128): 8, (16, 4096): 4, (6, 4096): 1}
+    assert {shape: method.rank_of(8, *shape) for shape in ranks} == ranks
+    assert make_method(Options(mode="rankdad", rank=8)).rank_of(8, 8, 216) == 8
+
+
+@support.at_sites(2)
+def test_narrow_volumes_send_a_small_share() -> None:
+    convolutions = [nn.Conv3d(8, 16, 3, 2, 1), nn.Conv3d(16, 16, 3, 2, 1), nn.Conv3d(16, 8, 3, 2, 1)]
+    model = nn.Sequential(*convolutions)
+    reduction = dadplug.GradientReduction(model, mode="rankdad")
+    for _ in range(2):
+        model(torch.randn(4, 8, 8, 8, 8)).square().sum().backward()
+        reduction.synchronize()
+    plan = reduction.plan
+    assert {row.path for row in plan} == {"lowrank"}
+    assert plan.bytes <= reduction.traffic.bytes_sent <= 1.1 * plan.bytes + 800
+    assert plan.bytes < 0.08 * plan.dense_bytes
+    reduction.detach()
 
 
 @support.at_sites(2)
