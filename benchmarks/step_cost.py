@@ -2,11 +2,13 @@
 
     python benchmarks/step_cost.py                                               all models but BERT-base
     python benchmarks/step_cost.py --models mnistnet,bert --methods dad,rankdad
+    python benchmarks/step_cost.py --models densenet121,unet --methods dsgd,rankdad:rank=auto    (see volumes.py)
 
 For each model and method: milliseconds of processor time of a step, those of the same step in one process alone and by
-DDP, the ratio of the first two, and the calls of Python functions of the package by layer with a weight and step. All
-are measured in turns, and the least of the turns counts: other work on the machine makes a turn longer, not shorter.
-One thread a site. Times are of the process, with its threads; waiting takes none.
+DDP, the ratio of the first two, the calls of Python functions of the package by layer with a weight and step, and the
+bytes that a site sends in a step as a share of those of its gradient in fp32. Times are measured in turns, and the
+least of the turns counts: other work on the machine makes a turn longer, not shorter. One thread a site. Times are of
+the process, with its threads; waiting takes none.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from attach import Attached
 from command import connect_site, parser_of, run_at_sites
 from fine_tuning import tied_model
 from torch import Tensor, nn
+from volumes import VOLUMES
 from workloads import LARGE, WORKLOADS, Workload, loss
 
 import dadplug
@@ -72,6 +75,7 @@ MODELS = {
     "mnistnet": WORKLOADS["mnistnet"],
     "unet3d": Workload(UNet3D, 2, _volumes),
     "bert": LARGE["bert"],
+    **VOLUMES,
 }
 
 
@@ -120,7 +124,7 @@ def measure(arguments: argparse.Namespace) -> None:
     """Measure all models and methods, and print a table at site 0."""
     connect_site()
     show = partial(print, flush=True) if dist.get_rank() == 0 else (lambda *_: None)
-    show("| model | method | ms | alone | ratio | DDP | calls a layer |\n| --- | --- | --- | --- | --- | --- | --- |")
+    show("| model | method | ms | alone | ratio | DDP | calls a layer | share |\n" + "| --- " * 8 + "|")
     for name in arguments.models.split(","):
         methods = ["alone", "ddp", *arguments.methods.split(",")]
         made = {method: step_of(MODELS[name], method) for method in methods}
@@ -134,8 +138,10 @@ def measure(arguments: argparse.Namespace) -> None:
         for method in methods[2:]:
             step, attached = made[method]
             layers = sum(parameter.dim() > 1 for parameter in attached.model.parameters())
+            trained = 4 * sum(each.numel() for each in attached.model.parameters() if each.requires_grad)
             times = f"{least[method]:.2f} | {least['alone']:.2f} | {least[method] / least['alone']:.2f}"
-            show(f"| {name} | {method} | {times} | {least['ddp']:.2f} | {calls(step) / layers:.0f} |")
+            count, share = calls(step) / layers, attached.reduction.traffic.bytes_sent / trained
+            show(f"| {name} | {method} | {times} | {least['ddp']:.2f} | {count:.0f} | {share:.4f} |")
         for _, attached in made.values():
             attached.detach()
 

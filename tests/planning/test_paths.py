@@ -609,6 +609,7 @@ def test_ranks_of_narrow_layers_count_bytes():
     method = make_method(Options(mode="rankdad"))
     ranks = {(16, 27): 8, (8, 216): 2, (16, 432): 4, (32, 864): 8, (10, 128): 8, (16, 4096): 4, (6, 4096): 1}
     assert {shape: method.rank_of(8, *shape) for shape in ranks} == ranks
+    assert {method.rank_of(4, *shape) for shape in ranks} == {1, 2, 4}  # never more than with a larger rank
     assert make_method(Options(mode="rankdad", rank=8)).rank_of(8, 8, 216) == 8
 
 

@@ -201,7 +201,8 @@ class RankDAD(Method):
         return min(rows, self.rank_of(self._room, out, width))
 
     def rank_of(self, rank: int, out: int, width: int) -> int:
-        return narrow_rank(rank, out, width, self._wire) if self._caps else min(rank, out, width)
+        most = most_worth(self.options.largest_rank, out, width, self._wire) if self._caps else min(out, width)
+        return min(rank, most)
 
     @property
     def _room(self) -> int:
@@ -544,18 +545,20 @@ class RankDAD(Method):
 
 
 @functools.cache
-def narrow_rank(rank: int, out: int, width: int, wire: str) -> int:
-    """Return a rank, or a quarter of the smaller side of a gradient where that is less, and saves a kilobyte or more.
+def most_worth(rank: int, out: int, width: int, wire: str) -> int:
+    """Return the most components of a gradient that are worth sending: all, or a quarter of its smaller side.
+
+    It is a quarter where that saves a kilobyte or more of what a rank takes.
 
     Args:
-        rank: the rank.
+        rank: the largest rank that may be chosen.
         out: height of the gradient.
         width: its width.
         wire: name of the number format of the components.
     """
-    most, sent = min(rank, out, width), wire_format(wire)
-    fewer = min(most, max(1, min(out, width) // _NARROW))
-    saved = (most - fewer) * (sent.row_size(out) + sent.row_size(width)) * sent.itemsize
+    most, sent = min(out, width), wire_format(wire)
+    fewer = max(1, most // _NARROW)
+    saved = (min(rank, most) - fewer) * (sent.row_size(out) + sent.row_size(width)) * sent.itemsize
     return fewer if saved >= _WORTH else most
 
 
