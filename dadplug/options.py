@@ -179,6 +179,12 @@ class Options(OptionSet):
         "with late=skip: time after which a site is late, in median steps",
         number("a number above 1", lambda value: 1 < value < math.inf),
     )
+    clip_sites: float | None = option(
+        None,
+        "clip each site's gradient to this multiple of the median of the sites' norms; None: not at all",
+        number("a number of 1 or more, or None", lambda value: 1 <= value < math.inf, optional=True),
+        kind=float,
+    )
     private: str | tuple[str, ...] = option(
         (),
         "names of parameters and buffers that stay at their site, never sent or compared, as patterns such as head.*",
@@ -220,6 +226,10 @@ class Options(OptionSet):
             )
         if self.budget is not None and ((self.mode, self.rank) != ("rankdad", AUTO) or self.merge == "owner"):
             raise ValueError("budget= needs mode='rankdad' with rank='auto', and no merge='owner'")
+        if self.clip_sites is not None and self.hierarchy is not None:
+            raise ValueError(
+                "clip_sites= does not go with hierarchy=, which merges the gradients of a node: leave it out"
+            )
         if self.min_sites is not None:
             self._check_min_sites()
         elif self.late != "wait":
@@ -304,6 +314,7 @@ class Options(OptionSet):
                 "that masks would not cancel"
             )
         reasons = {
+            f"clip_sites={self.clip_sites!r}": (self.clip_sites is not None, "the norm of a site's part is not shown"),
             f"wire={self.wire!r}": (self.wire not in (AUTO, "fp32"), "masked numbers have 32 bits"),
             f"hierarchy={self.hierarchy!r}": (self.hierarchy is not None, "each process masks for all others"),
             f"late={self.late!r}": (self.late != "wait", "each site that is left out restarts the step"),

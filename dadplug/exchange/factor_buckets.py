@@ -120,6 +120,11 @@ def finite(tensor: Tensor) -> bool:
     return math.isfinite(abs(tensor.sum().item())) or bool(torch.isfinite(tensor).all())
 
 
+def squared_norm(tensor: Tensor) -> float:
+    """Return the squared norm of a tensor, in double precision."""
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) ** 2
+
+
 def multiplies(tensor: Tensor) -> bool:
     """Return whether values are finite, and products of two of them, too."""
     dtype = torch.promote_types(tensor.dtype, torch.float32)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MismatchError
-from .factor_buckets import finite
+from .factor_buckets import finite, squared_norm
 from .fields import check_all
 from .transport import Gather, PendingSum, Transport
 from .wire import BLOCK, WireFormat, rescale
@@ -101,8 +101,16 @@ class SummedBucket(ABC):
         """Start the exchange."""
 
     @abstractmethod
-    def wait(self) -> Sequence[Tensor]:
-        """Wait for the sums, one flat tensor for each gradient; they hold until the next `fill`."""
+    def wait(self, shares: Sequence[float] = ()) -> Sequence[Tensor]:
+        """Wait for the sums, one flat tensor for each gradient; they hold until the next `fill`.
+
+        Args:
+            shares: by rank, factors of the payloads, where these are gathered; empty for 1.0.
+        """
+
+    def squares(self) -> list[float]:
+        """Return the squared norms of the payloads, by rank, before `wait`; empty where they are not gathered."""
+        return []
 
     def commit(self, kept: Sequence[bool], scale: float, expected: float) -> None:  # noqa: B027  (most buckets keep nothing)
         """Replace what was lost before by what this step has lost.
@@ -131,7 +139,7 @@ class AllReducedBucket(SummedBucket):
     def launch(self) -> None:
         self._reduction = self._transport.all_reduce(self._flat)
 
-    def wait(self) -> Sequence[Tensor]:
+    def wait(self, shares: Sequence[float] = ()) -> Sequence[Tensor]:
         assert self._reduction is not None
         self._reduction.wait()
         return self._parts
@@ -158,13 +166,19 @@ class GatheredBucket(SummedBucket):
     def launch(self) -> None:
         self._gather.launch()
 
-    def wait(self) -> Sequence[Tensor]:
+    def wait(self, shares: Sequence[float] = ()) -> Sequence[Tensor]:
         first, *others = self._gather.wait()
         total = first if self._total is None else self._total.copy_(first)
-        for payload in others:
-            total.add_(payload)
+        own, *factors = shares or [1.0] * (1 + len(others))
+        if own != 1.0:
+            total.mul_(own)
+        for payload, factor in zip(others, factors, strict=True):
+            total.add_(payload, alpha=factor)
         self._summed = total
         return self._split(total)
+
+    def squares(self) -> list[float]:
+        return [squared_norm(payload) for payload in self._gather.wait()]
 
     def finite_sum(self) -> bool:
         return finite(self._summed)
@@ -218,11 +232,15 @@ class QuantisedBucket(SummedBucket):
         self._wire.encode_flat(self._flat, self._gather.payload, self._next if self.feedback else None)
         self._gather.launch()
 
-    def wait(self) -> Sequence[Tensor]:
+    def wait(self, shares: Sequence[float] = ()) -> Sequence[Tensor]:
         self._flat.zero_()
-        for payload in self._gather.wait():
-            self._flat += self._wire.decode_flat(payload, len(self._flat))
+        payloads = self._gather.wait()
+        for payload, share in zip(payloads, shares or [1.0] * len(payloads), strict=True):
+            self._flat.add_(self._wire.decode_flat(payload, len(self._flat)), alpha=share)
         return self._parts
+
+    def squares(self) -> list[float]:
+        return [squared_norm(self._wire.decode_flat(each, len(self._flat))) for each in self._gather.wait()]
 
     def culprit(self) -> int | None:
         values = (self._wire.decode_flat(payload, len(self._flat)) for payload in self._gather.wait())

@@ -423,6 +423,15 @@ class Transport(ABC):
             loss: loss of its own validation; None without one.
         """
 
+    def show_outsized(self, rank: int, step: int, times: float) -> None:  # noqa: B027  (only hubs have a status)
+        """Show in the status of a hub that a site's gradient is out of all proportion.
+
+        Args:
+            rank: the site.
+            step: number of the step.
+            times: its norm over the median of the sites' norms.
+        """
+
     def wait_for_hub(self, seconds: float) -> None:  # noqa: B027  (only some networks have a hub)
         """Wait for a hub that is away, from now on.
 

@@ -54,6 +54,9 @@ class MaskedHandler(SummedHandler):
     def _put(self, unit: Unit, weight: float) -> bool:
         return True  # `launch` encodes all units, for the sites that are there then
 
+    def own_squares(self) -> Sequence[Tensor]:
+        return ()  # the norm of a part is not shown
+
     def launch(self) -> None:
         transport, secure = self.context.transport, self._secure
         closes = not self.context.samples() and not secure.abstains  # the last exchange of a plan, which is empty

@@ -55,6 +55,7 @@ from dadplug.hub.wire.messages import (
     KeyMessage,
     Kind,
     Leave,
+    Outsized,
     Pause,
     Position,
     Receiving,
@@ -400,7 +401,7 @@ TO_HUB = {
     for each in (
         Joined(Position(1, 0)), Leave("x"), Spent(1.0, 1e-5), REPORT, KeyMessage(1, b"W" + bytes(80)),
         Exclude(1, "x"), Requirements(1, 60_000), Hello(VERSION, 7, FRESH, "training"), Receiving(1, 2, 3),
-        Contribution(1, 2, 3, 0.5),
+        Contribution(1, 2, 3, 0.5), Outsized(1, 2, 3.0),
     )
 }  # fmt: skip
 TO_SITE = {name: TO_HUB[name] for name in ("PAYLOAD", "STATE")} | {

@@ -39,6 +39,7 @@ from ..wire.messages import (
     KeyMessage,
     Kind,
     Leave,
+    Outsized,
     Pause,
     Receiving,
     Resume,
@@ -552,6 +553,9 @@ class Relay:
                 self.spent[session.slot] = message
             case Contribution() if trains:
                 self.contributions[session.slot] = message
+            case Outsized() if trains:
+                self.run.outsized[message.slot] = message
+                self.journal.write(f"{self.roster[message.slot]}: {message}")
             case RunReport() if trains:
                 if self._recovery is not None:
                     self._recovery.report(session, message)

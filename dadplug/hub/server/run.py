@@ -57,6 +57,7 @@ from ..wire.messages import (
     Head,
     Join,
     Kind,
+    Outsized,
     Pause,
     Position,
     Repeat,
@@ -305,6 +306,7 @@ class Run:
         membership: the membership.
         round: frames of the open round; kept only while the run is elastic.
         missed: training steps that late sites have missed.
+        outsized: what sites have found of the gradients of others, by slot, as reported last.
         sums: summands that wait for those of other sites.
         ahead: ENDs of later steps than the open one, by slot.
         pause: for whom training waits; empty while it goes on.
@@ -322,6 +324,7 @@ class Run:
         self.membership = Membership(names, self.rules, life, now)
         self.round = OpenRound()
         self.missed = MissedSteps(names, journal)
+        self.outsized: dict[int, Outsized] = {}
         self.sums = Sums(len(names))
         self.ahead: defaultdict[int, deque[int]] = defaultdict(deque)
         self.pause = ""

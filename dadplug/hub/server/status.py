@@ -286,6 +286,7 @@ def snapshot(hub: Hub, meter: Meter) -> dict[str, Any]:
                 "epsilon": f"{spent.epsilon:.4g}" if spent else None,  # as text: JSON has no infinity
                 "delta": spent.delta if spent else None,
                 "contributed": str(relay.contributions.get(slot, "")),
+                "outsized": str(relay.run.outsized.get(slot, "")),
                 "missed_steps": relay.run.missed.counts[slot] if slot < len(relay.run.names) else 0,
             }
         )
@@ -351,8 +352,8 @@ def table(status: dict[str, Any]) -> list[str]:
             late += f"{', ' * bool(late)}{site['missed_steps']} steps missed"
         if site.get("epsilon"):
             late += f"{', ' * bool(late)}epsilon {site['epsilon']}, delta {site['delta']:g}"
-        if site.get("contributed"):
-            late += f"{', ' * bool(late)}{site['contributed']}"
+        for text in filter(None, (site.get("contributed"), site.get("outsized"))):
+            late += f"{', ' * bool(late)}{text}"
         lines.append(
             f"{site['name']:{width}}  {site['state']:12}  {site['step']:8}  {up:9.2f}  {down:9.2f}  {late}".rstrip()
         )

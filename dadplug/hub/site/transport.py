@@ -37,7 +37,7 @@ from ...exchange.status import PeerNames, watch_exit
 from ...exchange.traffic import Traffic
 from ...exchange.transport import AllToAll, Gather, PendingSum, Requirements, StreamToHub, Transport
 from ...exchange.wire import lasting
-from ..wire.messages import CODES, Contribution, Kind, RoundKind, Spent
+from ..wire.messages import CODES, Contribution, Kind, Outsized, RoundKind, Spent
 from .calls import mismatch
 from .inbox import CHANNEL_BITS, Incoming
 from .link import HubLink
@@ -270,6 +270,10 @@ class HubTransport(CollectiveTransport):
     def show_contribution(self, samples: int, steps: int, waited: float, loss: float | None) -> None:
         with suppress(SiteError):
             self.link.post_control(Contribution(samples, steps, round(1e3 * waited), loss))
+
+    def show_outsized(self, rank: int, step: int, times: float) -> None:
+        with suppress(SiteError):
+            self.link.post_control(Outsized(rank, step, times))
 
     def next_collective(self) -> int:
         """Return the number of an exchange that takes place once."""

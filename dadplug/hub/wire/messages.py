@@ -656,6 +656,23 @@ class Contribution(Message, frozen=True):
         return f"{samples}{self.steps:,} steps, {span(self.waited_ms / 1e3)} of waiting{loss}"
 
 
+class Outsized(Message, frozen=True):
+    """Finding of a site: the gradient of another one is out of all proportion, for the status.
+
+    Attributes:
+        slot: the other site.
+        training_step: number of the training step.
+        times: norm of the gradient over the median of the sites' norms.
+    """
+
+    slot: Slot
+    training_step: Count
+    times: Annotated[float, Meta(gt=0)]
+
+    def __str__(self) -> str:
+        return f"in step {self.training_step} the norm of its gradient is {self.times:.3g} times the median"
+
+
 _DECODER: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
     Accept
     | Refuse
@@ -680,6 +697,7 @@ _DECODER: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
     | Exclude
     | Spent
     | Contribution
+    | Outsized
     | Requirements
 )
 _SLOTS = {  # fields with numbers of sites

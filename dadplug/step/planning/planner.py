@@ -27,6 +27,7 @@ from ..methods.feedback import ErrorFeedback
 from ..model_sync import sameness
 from ..model_sync.private import SharedPart, private_parameters, whole_of
 from ..model_sync.structure import ModelStructure, is_managed, without_managed
+from ..reducer.clipping import OutsizedGradients
 from ..reducer.handler import StepHeader
 from ..reducer.reducer import Reducer, StepRequest
 from ..units.base import Unit, mark_agreed
@@ -300,6 +301,7 @@ class Planner:
         self._version = 0
         self._changing = False  # whether the model differs from the plan in this step; then nothing is sent early
         self._reducer: Reducer | None = None
+        self._outsized = OutsizedGradients(transport, options.clip_sites)
         self._reasons: dict[str, str] = {}  # why units are all-reduced after all, in further plans too
         self._notices: dict[str, str] = {}  # why parameters take their path, in this plan
         self._rounding = ErrorFeedback(True)  # rounding errors that were kept when the reducer was last asked
@@ -512,6 +514,7 @@ class Planner:
         """
         assert self._reducer is not None
         headers = self._reducer.finish(request)
+        self._outsized.follow([header.norm for header in headers], request.step)
         if not self.is_complete:
             self._reducer = None  # no site has had any data yet
         mark_agreed(self.units)

@@ -30,7 +30,8 @@ from ..fused import GradientProduct
 from ..methods import Method, decode, decode_bias, is_product
 from ..methods.base import GradientPath
 from ..units.base import Unit, add_gradient
-from ..units.factor import FactorUnit, LowrankUnit
+from ..units.factor import ChainedUnit, FactorUnit, LowrankUnit
+from .clipping import squared_norm
 from .handler import BucketHandler, Fault, HandlerContext, StepHeader, register_handler
 
 
@@ -56,6 +57,7 @@ class GatheredHandler(BucketHandler):
         exact, constants = context.method.traits.exact, context.decoding
         self._formed = partial(decode, site_by_site=exact, constants=constants)
         self._present: set[str] = set()
+        self._squares: dict[str, Tensor] = {}  # squared norms of what this site sends, by unit
         self._samples: list[int] = []  # of each sender, as its payload says
         self._rows: list[list[int]] = []  # that have arrived, by slot and sender
         self._payloads: list[list[FactorPayload]] = []  # that have arrived, by slot and sender
@@ -115,7 +117,8 @@ class GatheredHandler(BucketHandler):
         Args:
             samples: samples of each sender.
         """
-        return samples[self.context.transport.rank] / sum(samples)
+        rank = self.context.transport.rank
+        return samples[rank] / sum(samples) * self.context.factor(rank)
 
     def _samples_of(self, headers: Sequence[StepHeader]) -> list[int]:
         """Return the samples that each sender's rows stand for at the end of the step."""
@@ -138,6 +141,38 @@ class GatheredHandler(BucketHandler):
 
     def present(self) -> list[bool]:
         return [unit.name in self._present for unit in self.units]
+
+    def own_squares(self) -> Sequence[Tensor]:
+        return [square for name, square in self._squares.items() if name in self._present]
+
+    def squares(self) -> Sequence[float]:
+        return self._squares_of(self._payloads)
+
+    def _squares_of(self, payloads: Sequence[Sequence[FactorPayload]]) -> list[float]:
+        """Return, by rank, the squared norms of what all sites have sent.
+
+        Args:
+            payloads: by slot and rank.
+        """
+        known, recomputes = self.context.complete_payloads, self.context.method.traits.recomputes_deltas
+        totals = [0.0] * len(self.senders)
+        for slot, (unit, position) in enumerate(zip(self.units, self.positions, strict=True)):
+            whole = [*payloads[slot]]
+            for sender in [sender for sender in range(len(whole)) if (slot, sender) in self._late]:
+                whole[sender] = whole[sender].plus(self._late[slot, sender])
+            if recomputes and (complete := unit.complete(whole, known)) is not None:
+                known[unit.name] = whole = complete
+            for sender, payload in enumerate(whole):
+                if not self.context.headers[sender].void[position]:
+                    totals[sender] += float(self._square(unit, payload))
+        return totals
+
+    def _square(self, unit: FactorUnit, payload: FactorPayload) -> Tensor:
+        assert unit.form is not None
+        return squared_norm(payload, unit.form, unit.bias is not None, self.context.options.clip_sites is not None)
+
+    def weigh_again(self) -> None:
+        self._samples = []  # so that all is decoded at the end of the step
 
     def extra_rows(self) -> list[int]:
         return self.bucket.extra_rows
@@ -240,6 +275,7 @@ class GatheredHandler(BucketHandler):
             else:
                 method.rollback(unit.name)
         self._present.clear()
+        self._squares.clear()
         self._gradients.clear()
         self._deferred.clear()
         self._late.clear()
@@ -283,7 +319,18 @@ class SiteFactorHandler(GatheredHandler):
     """Base of handlers whose sites each encode their own rows."""
 
     def _encode(self, unit: FactorUnit) -> FactorPayload | None:
-        """Encode what has arrived; record NaN and Inf, and send NaN for them."""
+        """Encode what has arrived, and measure it; record NaN and Inf, and send NaN for them."""
+        payload = self._encoded(unit)
+        if payload is None:
+            return None
+        measured = payload
+        if isinstance(unit, ChainedUnit):
+            measured, unit.unsent = payload._replace(left=unit.unsent), unit.unsent[:0]
+        square, before = self._square(unit, measured), self._squares.get(unit.name)
+        self._squares[unit.name] = square if before is None else (square.sqrt() + before.sqrt()) ** 2
+        return payload
+
+    def _encoded(self, unit: FactorUnit) -> FactorPayload | None:
         factor = unit.take_unformed() if isinstance(unit, LowrankUnit) and unit.unformed is not None else unit.take()
         if not unit.layers:  # the rows of a formed gradient are not known, and as many as samples at least
             unit.last_rows = min(unit.last_rows, self.context.method.batch() or unit.last_rows)
@@ -368,12 +415,13 @@ class FactorHandler(SiteFactorHandler):
         """Forget what has been sent of a unit, since its gradient has been discarded."""
         self.bucket.drop_late(self._slots[unit.name])
         self._present.discard(unit.name)
+        self._squares.pop(unit.name, None)
         self.context.method.rollback(unit.name)
         self.context.faults.drop(unit)
 
     def _weights(self, samples: Sequence[int]) -> list[float]:
         total = sum(samples)
-        return [count / total for count in samples]
+        return [count / total * self.context.factor(rank) for rank, count in enumerate(samples)]
 
 
 def _factored(unit: Unit) -> FactorUnit:
@@ -417,6 +465,7 @@ class KeptPayloadsHandler(GatheredHandler):
             if unit.void:
                 self._own[slot] = None
                 self._present.discard(unit.name)
+                self._squares.pop(unit.name, None)
                 self._withdraw(unit)
             if unit.rows:
                 unit.form_gradients()

@@ -7,6 +7,9 @@ Faults, NaN or Inf in gradients and chains whose deltas cannot be recomputed, ar
 from __future__ import annotations
 
 import itertools
+import math
+import struct
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -97,7 +100,12 @@ class FaultLog:
         return activations[-1] if activations else self.entries[0]
 
 
-_HEAD = 12  # integers before those of the units
+def _as_integer(norm: float) -> int:
+    """Return the bits of a float that is not negative, which have its order."""
+    return int.from_bytes(struct.pack(">d", norm), "big")
+
+
+_HEAD = 13  # integers before those of the units
 _PRESENT, _DENSE, _VOID = 1, 2, 4  # bits of a unit's flags
 _RANGES = {
     "step": (0, NUMBER),
@@ -112,6 +120,7 @@ _RANGES = {
     "settings": (0, NUMBER),
     "digest": (0, NUMBER),
     "batch": (0, COUNT),
+    "norm": (0, _as_integer(sys.float_info.max)),
 }
 _MOST_SAMPLES = 64
 """How many times what a site of this run has stated for a step a site may weigh in a later one."""
@@ -134,6 +143,7 @@ class StepHeader:
         settings: digest of the optimizers' settings in the last step; 0 for none.
         digest: of the first batch, or of the weights, see `dadplug.step.model_sync.sameness`; 0 for none.
         batch: samples of the site in the step; 0 where they are not known.
+        norm: norm of the gradient that the site sends, see `clipping`; 0.0 for none.
         present: by unit, whether the site has a gradient for it.
         dense: by unit, whether the site has a gradient for it that its bucket does not carry; with a handler that can
             repeat its exchange, whether the unit's payload is void, since its gradient has changed.
@@ -153,6 +163,7 @@ class StepHeader:
     settings: int = 0
     digest: int = 0
     batch: int = 0
+    norm: float = 0.0
     present: list[bool] = field(default_factory=list)
     dense: list[bool] = field(default_factory=list)
     void: list[bool] = field(default_factory=list)
@@ -172,13 +183,13 @@ class StepHeader:
         return cls(step, version, 0, present=none, dense=[*none], void=[void] * units, extra_rows=[0] * units)
 
     def pack(self) -> list[int]:
-        """Return the header as integers: 12 of the step, then flags and rows of the units."""
+        """Return the header as integers: 13 of the step, then flags and rows of the units."""
         flags = [
             _PRESENT * present + _DENSE * dense + _VOID * void
             for present, dense, void in zip(self.present, self.dense, self.void, strict=True)
         ]
         head = [self.step, self.version, self.samples, self.stop, self.fault, self.culprit, self.finite]
-        further = [self.noise_every, self.deferred, self.settings, self.digest, self.batch]
+        further = [self.noise_every, self.deferred, self.settings, self.digest, self.batch, _as_integer(self.norm)]
         return [*map(int, head), *further, *flags, *self.extra_rows]
 
     @classmethod
@@ -204,8 +215,9 @@ class StepHeader:
         present, dense, void = [[*map(bool, map(bit.__and__, flags))] for bit in (_PRESENT, _DENSE, _VOID)]
         step, version, samples, stop, fault, culprit, finite, noise, *digests = integers[:_HEAD]
         head = step, version, samples, bool(stop), Fault(fault), culprit, bool(finite), noise
-        deferred, settings, digest, batch = digests
-        return cls(*head, deferred, settings, digest, batch, present, dense, void, extra)
+        deferred, settings, digest, batch, bits = digests
+        (norm,) = struct.unpack(">d", bits.to_bytes(8, "big"))
+        return cls(*head, deferred, settings, digest, batch, norm, present, dense, void, extra)
 
 
 class HeaderExchange:
@@ -371,6 +383,8 @@ class HandlerContext:
         checks_finite: whether gradients are checked for NaN and Inf, since these are an error or would damage state.
         as_launched: whether what all sites have launched in this step is all of it, as the headers say.
         headers: the headers of all sites, by rank, where they are known before anything is received.
+        norms: the norms of all sites' gradients in the step, by rank, where they are clipped.
+        limit: the norm to which they are clipped; infinity for none.
     """
 
     transport: Transport
@@ -391,6 +405,8 @@ class HandlerContext:
     checks_finite: bool = field(init=False)
     as_launched: bool = False
     headers: Sequence[StepHeader] = ()
+    norms: Sequence[float] = ()
+    limit: float = math.inf
 
     def __post_init__(self) -> None:
         keeps_rest = wire_format(self.options.wire_of(GradientPath.LOWRANK)).quantised
@@ -404,6 +420,16 @@ class HandlerContext:
         """
         samples = self.samples()
         return min(1.0, max(samples / self.reference, self.share)) if samples else 0.0
+
+    def factor(self, rank: int, found: float = 0.0) -> float:
+        """Return the factor that clips the gradient of a site; 1.0 where it is not clipped.
+
+        Args:
+            rank: the site.
+            found: norm of what has arrived of it.
+        """
+        norm = max(self.norms[rank], found) if self.norms else 0.0
+        return self.limit / norm if norm > self.limit else 1.0
 
     def follow(self, headers: Sequence[StepHeader], rank: int) -> None:
         """Follow the weights of the sites, at the end of a step that some site has a weight in."""
@@ -519,6 +545,26 @@ class BucketHandler(ABC):
     def room(self, unit: Unit) -> int:
         """Return how many rows of a unit this site sends in a step; 0 for units without rows."""
         return 0
+
+    # Norms
+
+    blind = False
+    """Whether only sums over sites arrive, so that a site has to clip its gradient itself, when the exchange is
+    repeated."""
+
+    def own_squares(self) -> Sequence[Tensor]:
+        """Return squared norms of the parts of this site's gradient that it sends, without its weight."""
+        return ()
+
+    def squares(self) -> Sequence[float]:
+        """Return, by rank, the squared norms of what has arrived of the sites' gradients; empty where it is not known.
+
+        The same at all sites.
+        """
+        return ()
+
+    def weigh_again(self) -> None:  # noqa: B027  (for those with `squares`)
+        """Let what has arrived have the weights that the context has now."""
 
     # A step
 

@@ -14,8 +14,9 @@ to L and R in the next step, as if from one more site: what the merge has droppe
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -112,6 +113,9 @@ class MergedHandler(KeptPayloadsHandler, SiteFactorHandler):
     def fetch_late(self, headers: Sequence[StepHeader]) -> bool:
         return False
 
+    def squares(self) -> Sequence[float]:
+        return ()
+
     def spoilt(self, headers: Sequence[StepHeader]) -> list[str]:
         results = self._receive_results()
         wanted = zip(self.units, results, self._wanted(headers), strict=True)
@@ -144,6 +148,7 @@ class MergedHandler(KeptPayloadsHandler, SiteFactorHandler):
                 self._merger.rollback(unit.name)
         self._results = []
         self._present.clear()
+        self._squares.clear()
         self._gradients.clear()
         self._deferred.clear()
         self._own = [None] * len(self.units)
@@ -203,12 +208,29 @@ class OwnerHandler(MergedHandler):
         """Merge what has arrived of the layers that this site owns, and send the results."""
         samples, contributions = self.timed("wait", None, self._contributions.wait)
         self._merger.weight = self.context.reference / max(1, sum(samples))
+        weights = self._clipped_weights(samples, contributions)
         for slot, payloads in contributions.items():
-            weights = [count / self.context.reference for count in samples]
             self.timed("encode", self.units[slot], self._merge, slot, payloads, weights)
         stated = zip(samples, self.context.headers, strict=False)
         honest = all(count <= header.samples for count, header in stated)
         self.bucket.launch(int(self._contributions.complete and honest))
+
+    def _clipped_weights(
+        self, samples: Sequence[int], contributions: Mapping[int, Sequence[FactorPayload | None]]
+    ) -> list[float]:
+        """Return the factors of the sites: what has arrived here of one alone is not above the limit, either.
+
+        Args:
+            samples: samples of each site.
+            contributions: by slot that this site owns, what each site has sent.
+        """
+        found = [0.0] * len(samples)
+        for slot, payloads in contributions.items() if self.context.norms else ():
+            for sender, payload in enumerate(payloads):
+                if payload is not None:
+                    found[sender] += float(self._square(self.units[slot], payload))
+        reference, factor = self.context.reference, self.context.factor
+        return [count / reference * factor(rank, math.sqrt(found[rank])) for rank, count in enumerate(samples)]
 
     def _merge(self, slot: int, payloads: Sequence[FactorPayload | None], weights: Sequence[float]) -> None:
         """Put the compressed sum of the sites' payloads of a unit into its slot.
@@ -287,7 +309,11 @@ class OwnerHandler(MergedHandler):
     def _weights(self, samples: Sequence[int]) -> list[float]:
         if self._again is None:
             return super()._weights(samples)
-        return [min(pair) / sum(samples) for pair in zip(self._sent_again, samples, strict=True)]
+        counts = map(min, self._sent_again, samples)
+        return [count / sum(samples) * self.context.factor(rank) for rank, count in enumerate(counts)]
+
+    def squares(self) -> Sequence[float]:
+        return () if self._again is None else self._squares_of(self._payloads)
 
     def finish(self, headers: Sequence[StepHeader], write: bool, keep: bool) -> None:
         if self._again is not None:  # nothing that has been merged counts
@@ -385,7 +411,7 @@ class DividedHandler(MergedHandler):
     def receive(self) -> None:
         """Put the sites' parts together, and send their Gram matrices to the owners."""
         samples, contributions = self.timed("wait", None, self._contributions.wait)
-        weights = [count / self.context.reference for count in samples]
+        weights = [count / self.context.reference * self.context.factor(rank) for rank, count in enumerate(samples)]
         self._weighted_by_all = sum(samples)
         self._parts, self._contributed = [], []
         starts = [0] * self._sites

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -24,6 +26,7 @@ from ..methods import Method
 from ..methods.feedback import ErrorFeedback
 from ..units.base import Unit
 from ..units.factor import FactorUnit
+from .clipping import TRUSTED, limit_of, sum_of_squares, total_of
 from .handler import (
     BucketHandler,
     Fault,
@@ -229,8 +232,8 @@ class Reducer:
         # Where sites may be absent, all has arrived, and who has a part in the step is clear before sums are made.
         for handler in self._handlers if context.transport.elastic else ():
             handler.inspect()
-        known = receive() if context.transport.elastic else []
-        context.headers = known
+        known = receive() if context.transport.elastic or context.options.clip_sites is not None else []
+        self._clip(known)
         for handler in self._handlers:  # the first are decoded while the last are still on their way
             handler.receive()
         for number in range(self._rounds):
@@ -238,6 +241,7 @@ class Reducer:
                 if number < handler.rounds:
                     handler.proceed(number)
         headers, late = self._exchange_late(known or receive())
+        self._measure(headers)
         self._check_sent(headers, late)
         write = _counts(headers)
         write_gradients([(parameter, value) for _, parameter, value in late] if write else [])
@@ -258,6 +262,7 @@ class Reducer:
         context.transport.end_step()
         context.complete_payloads.clear()
         context.faults.clear()
+        context.norms, context.limit = (), math.inf
         names = [unit.name for unit in self._units]
         raise_fault(headers, names, context.transport.sites, attached)
         if request.admits and not any(map(attrgetter("samples"), headers)):  # not in an exchange that ends a plan
@@ -276,6 +281,39 @@ class Reducer:
             _log.info("%d layers have other owners; what the last ones have kept of them is dropped", moved)
         for handler in self._handlers:
             handler.deal()
+
+    def _clip(self, headers: Sequence[StepHeader]) -> None:
+        """Clip the sites' gradients by the norms in their headers; mark the sums that have to be exchanged again."""
+        context = self._context
+        context.headers, multiple = headers, context.options.clip_sites
+        if multiple is None or not all(map(attrgetter("finite"), headers)):
+            return
+        context.norms = [header.norm if header.samples else 0.0 for header in headers]
+        context.limit = limit_of(context.norms, multiple)
+        for rank, header in enumerate(headers):
+            for handler in self._handlers if context.factor(rank) < 1 else ():
+                for position in handler.positions if handler.blind else ():
+                    header.dense[position] |= header.present[position]
+
+    def _measure(self, headers: Sequence[StepHeader]) -> None:
+        """Clip by what has arrived of a site where that is larger than its header states; the same at all sites."""
+        context = self._context
+        if not context.norms or not _counts(headers):
+            return
+        context.headers = headers
+        squares = zip_longest(*(found for handler in self._handlers if (found := handler.squares())), fillvalue=0.0)
+        found = [
+            math.sqrt(sum(each)) if header.samples else 0.0 for each, header in zip(squares, headers, strict=False)
+        ]
+        larger = [rank for rank, norm in enumerate(found) if TRUSTED * context.norms[rank] < norm < math.inf]
+        if not larger:
+            return
+        for rank in larger:
+            headers[rank].norm = found[rank]
+        context.norms = [header.norm if header.samples else 0.0 for header in headers]
+        context.limit = limit_of(context.norms, context.options.clip_sites or math.inf)
+        for handler in self._handlers:
+            handler.weigh_again()
 
     def _check_sent(self, headers: Sequence[StepHeader], late: Sequence[_Late]) -> None:
         """Record a fault in the headers, the same at all sites, where what has arrived or been merged is not finite."""
@@ -343,6 +381,11 @@ class Reducer:
         if self._context.deferral is not None:
             header.deferred = self._context.deferral.digest((unit.name, unit.lead) for unit in self._units)
         header.finite = not faults.entries
+        if header.samples and header.finite and self._context.transport.world_size > 1:
+            late = [unit for unit in self._units if unit.dense and not self._handler_of[unit.name].repeats]
+            squares = [square for handler in self._handlers for square in handler.own_squares()]
+            squares += [sum_of_squares([each.grad for each in unit.parameters.values()]) for unit in late]
+            header.norm = math.sqrt(total_of(squares))
         broken = [(Fault.CHAIN_BROKEN, unit.name) for unit in self._units if unit.broken]
         if broken or (faults.entries and check_finite):
             header.fault, name = broken[0] if broken else faults.first
@@ -392,6 +435,7 @@ class Reducer:
             own = headers[transport.rank]
             gone = StepHeader.idle(own.step, own.version, units, void=True)
             headers = [gone if rank in transport.absent - before else each for rank, each in enumerate(headers)]
+            self._clip(headers)
             exchanged, left, first, self._context.as_launched = False, True, False, False
         return headers, sums
 
@@ -430,6 +474,7 @@ class Reducer:
             return
         own, absent = headers[self._context.transport.rank], self._context.transport.absent
         weight = own.samples / sum(header.samples for header in headers)
+        weight *= self._context.factor(self._context.transport.rank)
         present = [header for rank, header in enumerate(headers) if rank not in absent]
         for position, unit in enumerate(self._units):
             handler = self._handler_of[unit.name]

@@ -14,12 +14,13 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ...exchange import Transport
-from ...exchange.factor_buckets import finite
-from ...exchange.summed_buckets import GatheredBucket, SparseBucket, element_size, summed_bucket
+from ...exchange.factor_buckets import finite, squared_norm
+from ...exchange.summed_buckets import AllReducedBucket, GatheredBucket, SparseBucket, element_size, summed_bucket
 from ...exchange.wire import WireFormat, wire_format
 from ..methods import Method, powersgd, topk
 from ..methods.base import GradientPath
 from ..units.base import Unit, version_of
+from .clipping import sum_of_squares
 from .handler import BucketHandler, Fault, HandlerContext, StepHeader, gradient_room, register_handler, write_gradients
 
 
@@ -35,6 +36,7 @@ class SummedHandler(BucketHandler):
     """
 
     repeats = True
+    blind = True
     gathers: bool
     """Whether payloads are gathered, and summed by each site."""
 
@@ -116,12 +118,27 @@ class SummedHandler(BucketHandler):
         self._samples = self.context.samples()
         for unit in self.units:
             self.context.method.rollback(unit.name)
-        self._put_all(self._samples / self.context.reference)
+        share = self.context.factor(self.context.transport.rank) if self.blind else 1.0
+        self._put_all(share * self._samples / self.context.reference)
         self.launch()
         self.receive()
 
     def present(self) -> list[bool]:
         return [unit.lead.grad is not None for unit in self.units]
+
+    def own_squares(self) -> Sequence[Tensor]:
+        return [sum_of_squares([unit.lead.grad for unit in self.units])]
+
+    def _without_weights(self, squares: Sequence[float]) -> list[float]:
+        """Return squared norms of gradients, by rank, from those of weighted ones."""
+        reference = self.context.reference
+        samples = [header.samples / reference for header in self.context.headers]
+        return [square / weight**2 if weight else 0.0 for square, weight in zip(squares, samples, strict=False)]
+
+    @property
+    def _shares(self) -> list[float]:
+        """Factors that clip the gradients that have been gathered, by rank."""
+        return [self.context.factor(rank) for rank in range(self.context.transport.world_size)]
 
     def finish(self, headers: Sequence[StepHeader], write: bool, keep: bool) -> None:
         scale = self.context.reference / max(1, sum(header.samples for header in headers))
@@ -149,6 +166,7 @@ class DenseHandler(SummedHandler):
         super().__init__(units, context)
         self.bucket = summed_bucket([unit.lead.numel() for unit in units], context.transport, self._wire)
         self.gathers = isinstance(self.bucket, GatheredBucket)
+        self.blind = isinstance(self.bucket, AllReducedBucket)
         self._sums: Sequence[Tensor] = ()
 
     @classmethod
@@ -175,18 +193,31 @@ class DenseHandler(SummedHandler):
         self.bucket.launch()
 
     def receive(self) -> None:
-        self._sums = self.timed("wait", None, self.bucket.wait)
+        self._sums = ()
+        if self.blind or self.context.options.clip_sites is None:
+            self._receive_sums()
+
+    def _receive_sums(self) -> Sequence[Tensor]:
+        if not self._sums:
+            self._sums = self.timed("wait", None, self.bucket.wait, () if self.blind else self._shares)
+        return self._sums
+
+    def squares(self) -> Sequence[float]:
+        return self._without_weights(self.bucket.squares())
 
     def not_finite(self) -> list[tuple[int | None, str]]:
+        sums = self._receive_sums()
         if self.bucket.finite_sum():  # of all in one pass
             return []
         culprit = self.bucket.culprit()
-        return [(culprit, unit.name) for unit, value in zip(self.units, self._sums, strict=True) if not finite(value)]
+        return [(culprit, unit.name) for unit, value in zip(self.units, sums, strict=True) if not finite(value)]
 
     def _write(self, wanted: Sequence[bool], scale: float, keep: bool) -> None:
-        found = [(unit.lead, value) for unit, want, value in zip(self.units, wanted, self._sums, strict=True) if want]
+        sums = self._receive_sums()
+        found = [(unit.lead, value) for unit, want, value in zip(self.units, wanted, sums, strict=True) if want]
         self.timed("decode", None, write_gradients, found, scale)
-        self.bucket.commit([keep and want for want in wanted], scale, self.context.scale)
+        own = 1.0 if self.blind else self.context.factor(self.context.transport.rank)
+        self.bucket.commit([keep and want for want in wanted], own * scale, self.context.scale)
 
     def rounding(self) -> dict[str, Tensor]:
         return {unit.name: lost for unit, lost in zip(self.units, self.bucket.lost)}  # a bucket may keep nothing
@@ -316,6 +347,7 @@ class TopKHandler(SummedHandler):
 
     bucket_mb = 0.25
     gathers = True
+    blind = False
 
     def __init__(self, units: Sequence[Unit], context: HandlerContext) -> None:
         super().__init__(units, context)
@@ -359,6 +391,14 @@ class TopKHandler(SummedHandler):
     def receive(self) -> None:
         self.timed("wait", None, self._bucket.wait)
 
+    def own_squares(self) -> Sequence[Tensor]:
+        weight = self._samples / self.context.reference or math.inf
+        return [sum_of_squares([sent.values for sent in self._sent.values()]) / weight**2]
+
+    def squares(self) -> Sequence[float]:
+        every = [self._bucket.received(slot, unit.lead.numel()) for slot, unit in enumerate(self.units)]
+        return self._without_weights([sum(squared_norm(part[1]) for part in site) for site in zip(*every, strict=True)])
+
     def not_finite(self) -> list[tuple[int | None, str]]:
         found: list[tuple[int | None, str]] = []
         for slot, unit in enumerate(self.units):
@@ -367,13 +407,18 @@ class TopKHandler(SummedHandler):
         return found
 
     def _write(self, wanted: Sequence[bool], scale: float, keep: bool) -> None:
+        shares = self._shares
         for slot, (unit, want) in enumerate(zip(self.units, wanted, strict=True)):
             if want:
                 with self.timing("decode", unit):
-                    topk.decode(self._bucket.received(slot, unit.lead.numel()), scale, gradient_room(unit.lead, (-1,)))
+                    found = zip(self._bucket.received(slot, unit.lead.numel()), shares, strict=True)
+                    clipped = (
+                        (at, each if share == 1.0 else share * each.to(self.dtype)) for (at, each), share in found
+                    )
+                    topk.decode(clipped, scale, gradient_room(unit.lead, (-1,)))
             if keep and want:
                 topk.subtract_sent(*self._sent[unit.name])
-                self._method.errors.commit(unit.name, scale, self.context.scale)
+                self._method.errors.commit(unit.name, shares[self.context.transport.rank] * scale, self.context.scale)
             else:
                 self._method.rollback(unit.name)
         self._sent.clear()

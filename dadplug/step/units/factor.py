@@ -578,6 +578,7 @@ class ChainedUnit(FactorUnit):
         self.dense, self.outside = unit.dense, unit.outside
         self.link = link
         self.follower: FactorUnit = unit  # until all units of the plan have been replaced
+        self.unsent = unit.lead.new_empty(0, unit.shape[0])  # the deltas of what was taken last
         self._accepted: list[int] = []
         self._refused: set[int] = set()
 
@@ -620,6 +621,7 @@ class ChainedUnit(FactorUnit):
         if not fitting:
             return None
         activations = torch.cat([factor.activations for factor in fitting]) if fitting[1:] else fitting[0].activations
+        self.unsent = torch.cat([factor.deltas for factor in fitting])
         return Factor(activations, activations.new_empty(len(activations), 0))
 
     def complete(

@@ -1,0 +1,126 @@
+"""Norms of the sites' gradients: which are out of all proportion, and how these are clipped by the median.
+
+With the norm n_s of what site s sends in a step, and ``clip_sites=c``, the site's weight in the mean is multiplied by
+``min(1, c m / n_s)``, where m is the median of the norms of the sites that have data, the lower one of two. All sites
+compute it from the same numbers, and so get the same bits.
+
+Each site states its norm in its step header. Where what it sends arrives at every site, these compute the norm of it,
+too, and use that where it is larger. An owner does so for the layers that it merges.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import median_low
+
+import torch
+from torch import Tensor
+
+from ...exchange import Transport
+from ...exchange.factor_buckets import FactorPayload
+from ...hooks.factor import Form
+from ...support.logs import get_logger
+from ..methods import decode, is_product
+
+_log = get_logger(__name__)
+OUTSIZED = 1000.0
+"""Multiple of the median from which on a gradient is named, where none is clipped."""
+TRUSTED = 1.05
+"""A statement holds where what arrives is up to this many times as large: it is rounded on the wire."""
+_OVER = 10  # steps without it that end an occurrence
+
+
+def squared_norm(payload: FactorPayload, form: Form, with_bias: bool, exact: bool) -> Tensor:
+    """Return the squared norm of the gradients of a weight and its bias that a payload stands for.
+
+    Args:
+        payload: the rows.
+        form: how rows make a gradient.
+        with_bias: whether the layer has a bias that is trained.
+        exact: whether it has to be exact; otherwise the squared norms of left and right are multiplied, which is an
+            upper bound where the gradient is their product, and costs less.
+    """
+    left, right, bias = payload[:3]
+    if not payload.rows or not (exact or right.is_floating_point()):
+        total = torch.linalg.vector_norm(left, dtype=torch.float64) ** 2
+    elif not exact:
+        total = (torch.linalg.vector_norm(left) * torch.linalg.vector_norm(right)).double() ** 2
+    elif is_product(form) and payload.rows <= min(left.shape[1], right.shape[1]):
+        grams = [wide @ wide.T for wide in (left.double(), right.double())]
+        total = (grams[0] * grams[1]).sum()
+        if with_bias and bias is None:
+            total = total + grams[0].sum()
+    else:
+        formed = decode([payload], [1.0], with_bias and bias is None, site_by_site=True, form=form)
+        total = sum_of_squares(formed)
+    return total if bias is None else total + torch.linalg.vector_norm(bias, dtype=torch.float64) ** 2
+
+
+def sum_of_squares(gradients: Sequence[Tensor | None]) -> Tensor:
+    """Return the sum of the squared norms of gradients, of which some may be None or sparse."""
+    dense = [each.coalesce()._values() if each.is_sparse else each for each in gradients if each is not None]
+    norms = torch._foreach_norm([each.detach() for each in dense], 2, torch.float64) if dense else [torch.zeros(())]
+    return torch.stack([each.to(norms[0].device) for each in norms]).square().sum()
+
+
+def total_of(squares: Sequence[Tensor]) -> float:
+    """Return the sum of numbers, which is read from their device at once; 0.0 where it is not finite."""
+    if not squares:
+        return 0.0
+    total = float(torch.stack([each.to(squares[0].device, torch.float64) for each in squares]).sum())
+    return total if math.isfinite(total) else 0.0
+
+
+def limit_of(norms: Sequence[float], multiple: float) -> float:
+    """Return the norm to which those of the sites are clipped; infinity where fewer than two sites state one.
+
+    Args:
+        norms: the norms; 0.0 for sites without data.
+        multiple: the option ``clip_sites``.
+    """
+    counted = [norm for norm in norms if norm > 0]
+    return multiple * median_low(counted) if len(counted) > 1 else math.inf
+
+
+class OutsizedGradients:
+    """Log of the sites whose gradients are out of all proportion, once for each occurrence.
+
+    Args:
+        transport: the transport.
+        multiple: the option ``clip_sites``.
+    """
+
+    def __init__(self, transport: Transport, multiple: float | None) -> None:
+        self._transport = transport
+        self._multiple = multiple
+        self._last: dict[int, int] = {}  # by rank, the last step in which it was above the limit
+
+    def follow(self, norms: Sequence[float], step: int) -> None:
+        """Name the sites whose norms are above the limit, and were not in the steps before.
+
+        One of the other sites reports it to a hub, for its status.
+
+        Args:
+            norms: the norms of all sites, by rank; 0.0 for sites without data.
+            step: number of the step.
+        """
+        limit = limit_of(norms, self._multiple or OUTSIZED)
+        for rank, norm in enumerate(norms):
+            if norm <= limit:
+                continue
+            last, self._last[rank] = self._last.get(rank), step
+            if last is not None and step - last <= _OVER:
+                continue
+            times, transport = norm / limit * (self._multiple or OUTSIZED), self._transport
+            done = "" if self._multiple is None else f", and clipped to {self._multiple:g} times the median"
+            _log.warning(
+                "step %d: the norm of the gradient of %s is %.3g times the median of all sites%s. Look at the scale of "
+                "its data and of its loss",
+                step,
+                transport.sites[rank],
+                times,
+                done,
+            )
+            if transport.rank == min(other for other, each in enumerate(norms) if each and other != rank):
+                transport.show_outsized(rank, step, times)

@@ -1,0 +1,172 @@
+"""Gradients of sites that are clipped to a multiple of the median of the sites' norms, held against one process."""
+
+import logging
+import math
+from statistics import median_low
+
+import pytest
+import support
+import torch
+import torch.distributed as dist
+from comparison import descend, off_by
+from divided_network import SMALL, network
+
+import dadplug
+from dadplug.step.reducer.clipping import OUTSIZED, OutsizedGradients
+
+LOUD, TIMES, MULTIPLE = 1, 1e4, 3.0
+FROM = 2  # first step in which a site is loud
+EXACT = {
+    "dsgd": {"mode": "dsgd"},
+    "in one sum": {"mode": "dsgd", "bucket_mb": 100.0},
+    "dad": {"mode": "dad"},
+    "edad": {"mode": "edad"},
+    "rankdad": {"mode": "rankdad", "rank": 30, "tolerance": 0.0, "merge": "all"},
+    "by owners": {"mode": "rankdad", "rank": 30, "tolerance": 0.0, "merge": "owner"},
+}
+LOSSY = {  # and how far the sum of all that is applied may be from that of the clipped gradients
+    "powersgd": ({"mode": "powersgd", "rank": 8}, 1e-3),
+    "topk": ({"mode": "topk", "density": 0.2}, 1e-3),
+    "rankdad": ({"mode": "rankdad", "rank": 8, "error_feedback": True, "merge": "all"}, 1e-3),
+    "by owners": ({"mode": "rankdad", "rank": 8, "error_feedback": True, "merge": "owner"}, 1e-3),
+    "int8": ({"mode": "dsgd", "wire": "int8"}, 3e-2),
+}
+
+
+def clipped(parts: list, multiple: float | None) -> tuple[dict, list[float]]:
+    """Return the mean of the sites' gradients by one process, each clipped to a multiple of the median norm.
+
+    Args:
+        parts: number of rows and gradients by name of each site.
+        multiple: the multiple; None for no clipping.
+    """
+    norms = [math.sqrt(sum(float(each.square().sum()) for each in own.values())) for _, own in parts]
+    limit = math.inf if multiple is None else multiple * median_low(norms)
+    rows = sum(count for count, _ in parts)
+    shares = [count / rows * min(1.0, limit / norm) for (count, _), norm in zip(parts, norms, strict=True)]
+    return {name: sum(share * own[name] for share, (_, own) in zip(shares, parts)) for name in parts[0][1]}, norms
+
+
+def run_backward(model, rank: int, step: int, loud: int = LOUD):
+    """Run backward on a site's batch; the loss of one site is much larger from a step on."""
+    model.zero_grad()
+    rows = 1 + rank % 2 + step % 2
+    inputs = torch.randn(rows, model[0].in_features, generator=torch.Generator().manual_seed(10 * step + rank)).double()
+    factor = TIMES if rank == loud and step >= FROM else 1.0
+    (factor * model(inputs).square().mean()).backward()
+    return rows, {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def is_exact(options: dict, multiple: float | None, steps: int = 4) -> None:
+    model, apart = network(widths=SMALL), network(widths=SMALL)
+    reduction = dadplug.GradientReduction(model, weighting="samples", clip_sites=multiple, **options)
+    world_size = dist.get_world_size()
+    for step in range(steps):
+        apart.load_state_dict(model.state_dict())
+        expected, _ = clipped([run_backward(apart, rank, step) for rank in range(world_size)], multiple)
+        run_backward(model, dist.get_rank(), step)
+        reduction.synchronize()
+        for name, p in model.named_parameters():
+            error = off_by(p.grad, expected[name])
+            assert error < 1e-9, (step, name, error)
+        descend(model)
+    assert reduction.first_difference() is None
+    reduction.detach()
+
+
+@pytest.mark.parametrize("multiple", [MULTIPLE, 1.0, None])
+@pytest.mark.parametrize("kind", EXACT)
+@pytest.mark.parametrize("count", [2, 3])
+def test_it_is_the_mean_of_clipped_gradients(sites, count, kind, multiple):
+    if kind != "by owners" or count == 3:
+        sites(count).run(is_exact, EXACT[kind], multiple)
+
+
+def sums_of(options: dict) -> tuple[float, float]:
+    """Return how far all that is applied is from the sum of the clipped gradients, and that over the unclipped ones.
+
+    After steps with gradients there are some without, in which the sites send what they have kept.
+    """
+    model, apart = network(widths=(40, 50, 60, 30)), network(widths=(40, 50, 60, 30))
+    reduction = dadplug.GradientReduction(model, clip_sites=MULTIPLE, **options)
+    norms: list[list[float]] = []
+    reduction._planner._outsized.follow = lambda found, step: norms.append(found)
+    sites, totals = range(dist.get_world_size()), [[0.0] * len([*model.parameters()]) for _ in range(3)]
+    for step in range(54):
+        parts = [run_backward(apart, rank, step)[1] for rank in sites] if step < 9 else []
+        model.zero_grad()
+        if step < 9:
+            run_backward(model, dist.get_rank(), step)
+        else:
+            (0.0 * model(torch.ones(2, 40).double()).sum()).backward()
+        reduction.synchronize()
+        limit = MULTIPLE * median_low([norm for norm in norms[-1] if norm] or [math.inf])
+        for place, (name, p) in enumerate(model.named_parameters()):
+            totals[0][place] += p.grad
+            for rank, own in enumerate(parts):
+                totals[1][place] += min(1.0, limit / norms[-1][rank]) * own[name] / len(sites)
+                totals[2][place] += own[name] / len(sites)
+    assert reduction.first_difference() is None
+    reduction.detach()
+    clipped, whole = (math.hypot(*(float(each.norm()) for each in total)) for total in totals[1:])
+    return max(off_by(one, other) for one, other in zip(*totals[:2], strict=True)), clipped / whole
+
+
+@pytest.mark.parametrize("kind", LOSSY)
+def test_what_is_clipped_is_not_sent_later(sites, kind):
+    """All that is applied is the sum of the clipped gradients, so that the rest of a clipped one is not kept."""
+    options, most = LOSSY[kind]
+    for error, share in sites(3).run(sums_of, options):
+        assert error < most
+        assert share < 0.01
+
+
+class Hub:
+    """Transport that records what it shows."""
+
+    rank, sites = 0, ("site 0", "site 1", "site 2")
+
+    def __init__(self) -> None:
+        self.shown: list[tuple[int, int]] = []
+
+    def show_outsized(self, rank: int, step: int, times: float) -> None:
+        self.shown.append((rank, step))
+        assert times > OUTSIZED
+
+
+def test_a_site_is_named_once_for_each_occurrence(caplog):
+    hub = Hub()
+    outsized = OutsizedGradients(hub, None)
+    caplog.set_level(logging.WARNING, "dadplug")
+    for step in range(60):
+        loud = 5000.0 if 3 <= step < 20 or step == 45 else 1.0
+        outsized.follow([1.0, loud, 0.0 if step % 2 else 2.0], step)
+    assert hub.shown == [(1, 3), (1, 45)]
+    steps = [record.getMessage().partition(": the norm of the gradient of site 1")[0] for record in caplog.records]
+    assert steps == ["step 3", "step 45"]
+
+
+@support.at_sites(2)
+def test_a_loud_site_is_named_without_clipping() -> None:
+    model, found = network(widths=SMALL), []
+    reduction = dadplug.GradientReduction(model, mode="dad")
+    reduction._transport.show_outsized = lambda *shown: found.append(shown[:2])
+    for step in range(4):
+        run_backward(model, dist.get_rank(), step)
+        reduction.synchronize()
+    assert found == ([(LOUD, FROM)] if dist.get_rank() == 0 else [])
+    reduction.detach()
+
+
+@pytest.mark.parametrize("value", [0.5, -1, math.inf, math.nan, True, "10"])
+def test_other_multiples_are_refused(value):
+    with pytest.raises(ValueError, match="a number of 1 or more"):
+        dadplug.GradientReduction(network(widths=SMALL), clip_sites=value)
+
+
+@pytest.mark.parametrize("other", [{"hierarchy": "auto"}, {"mode": "dsgd", "privacy": "secure"}])
+def test_what_shows_no_norm_of_a_site_is_refused(other):
+    if "privacy" in other:
+        other = other | {"privacy": dadplug.DifferentialPrivacy(1.0, 1.0, 0.1, 8, secure_sum=True)}
+    with pytest.raises(ValueError, match="clip_sites"):
+        dadplug.GradientReduction(network(widths=SMALL), clip_sites=10.0, **other)
