@@ -69,8 +69,8 @@ class Case:
         late: option of the reduction.
         late_steps: steps in which the site waits until another one is ahead, if they are late ones; all after them if
             the last one is negative.
-        late_in: where it waits: "forward" before it, "backward" in its middle, "further" half a second at the end of a
-            further round, where it cannot be late.
+        late_in: where it waits: "forward" before it, "backward" in its middle, "further" two seconds at the end of a
+            further round.
         other: folder of the other site.
         catches_up: whether the site calls `idle` in the steps that the others have ended already.
         bucket_mb: option of the reduction.
@@ -335,7 +335,7 @@ def be_late(case: Case, model: nn.Module, current: Callable[[], int]) -> None:
 
     def closing(transport: ElasticTransport, admits: bool = False, idle: bool = False) -> None:
         if applies() and not admits:
-            time.sleep(0.5)
+            time.sleep(2.0)
         close_round(transport, admits, idle)
 
     if case.late_in == "forward":

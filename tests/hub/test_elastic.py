@@ -404,16 +404,6 @@ def test_a_site_that_is_always_late_stays_a_member_and_its_data_are_not_used(tmp
     assert missed(log, "c") == {*range(LATE, max(first) + 1)}
 
 
-def test_a_site_that_is_slow_in_a_further_round_is_waited_for(tmp_path):
-    # In step 7 batches are larger than in the steps before it, so that it has two rounds.
-    (first, _, late), _ = trains_with_a_late_site(
-        tmp_path / "run", False, mode="dad", late_steps=[LATE - 1], late_in="further"
-    )
-    assert 2 in first[LATE - 1]["present"]
-    same_bits(first, late)
-    assert len(late) == len(first)
-
-
 def test_options_of_late_sites_are_checked():
     with pytest.raises(ValueError, match="late='skip' needs min_sites"):
         Options.create(late="skip")

@@ -483,15 +483,26 @@ def test_nobody_is_late_where_all_are():
     assert kinds(membership.end(2, 11, now + 61.9), Close) == [Close(11, (0, 1, 2))]
 
 
-def test_only_the_first_round_of_a_step_can_be_missed():
-    for kind in (RoundKind.COLLECTIVE, RoundKind.FURTHER):
-        membership = hub(3, late="skip", progress_timeout=100.0)
-        now = close_steps(membership, 10, seconds=1.0)
-        for slot in (0, 1):
-            membership.round = kind
-            membership.end(slot, 11, now + 1.0)
-        assert kinds(passing(membership, now + 60.0), Skip, Close) == []
-        assert kinds(membership.end(2, 11, now + 60.0), Close) == [Close(11, (0, 1, 2))]
+def test_a_collective_cannot_be_missed():
+    membership = hub(3, late="skip", progress_timeout=100.0)
+    now = close_steps(membership, 10, seconds=1.0)
+    for slot in (0, 1):
+        membership.round = RoundKind.COLLECTIVE
+        membership.end(slot, 11, now + 1.0)
+    assert kinds(passing(membership, now + 60.0), Skip, Close) == []
+    assert kinds(membership.end(2, 11, now + 60.0), Close) == [Close(11, (0, 1, 2))]
+
+
+@pytest.mark.parametrize("needed", [2, 3])
+def test_a_further_round_can_be_missed_while_enough_sites_have_ended_it(needed):
+    membership = hub(3, min_sites=needed, late="skip", patience=3.0, progress_timeout=100.0)
+    now = close_steps(membership, 10, seconds=1.0)
+    for slot in (0, 1):
+        membership.round = RoundKind.FURTHER
+        membership.end(slot, 11, now + 0.5)
+    assert kinds(membership.tick(now + 2.9), Skip, Close) == []
+    expected = [Skip(2, 11), Close(11, (0, 1))] if needed == 2 else []
+    assert kinds(membership.tick(now + 3.1), Skip, Close) == expected
 
 
 def test_a_further_round_goes_on_without_a_site_that_has_missed_the_first_one():

@@ -70,3 +70,26 @@ def test_a_run_that_grows_stays_exact_with_the_merge_of_the_others(tmp_path):
     assert present[0] == [0, 1]
     assert all(line["measured"] for line in run.lines("c").values())  # else it would measure alone for the next plan
     is_exact(lines)
+
+
+LATE = 8  # first step of which the median is known, with some more
+
+
+def test_a_site_that_is_late_with_results_misses_the_step(tmp_path):
+    """The results of owners travel in a second round, which the hub closes without a late site, too."""
+    with running_hub(tmp_path / "kits", ("a", "b", "c")) as hub:
+        run = Run(tmp_path, hub, mode="rankdad", merge="owner", late="skip", pause=0.01, exact=True)
+        run.start("ab")
+        run.start("c", other=str(tmp_path / "a"), late_steps=[LATE], late_in="further")
+        run.await_step("a", LATE + 10)
+        run.stop()
+        run.end("abc")
+        log = "\n".join(hub.log)
+    first, second, late = (run.lines(name) for name in "abc")
+    assert first[LATE]["present"] == [0, 1]
+    assert f"c is late: training goes on without it from step {LATE} on" in log
+    assert f"c takes part again: it has missed step{'' if first[LATE + 1]['present'][2:] else 's'} {LATE}" in log
+    for lines in (second, late):
+        assert presence(lines) == presence(first)
+        same_bits(first, lines)
+    is_exact(first)

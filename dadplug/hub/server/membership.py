@@ -35,9 +35,10 @@ rounds as it was behind when it got the state. Collectives wait for it, unless i
 the median step, or, with a patience of 0, `site_timeout` after the first member has ended it. That member ends the step
 later, and the steps that have been closed since, until it has caught up.
 Once it has missed a step, others wait for it again only after it has ended one, so that a site that hangs costs them
-one step's patience. Contributors are the members that have ended the step in time; one that is behind by `max_lag`
-steps is dropped. Collectives wait for all members. A step in which all contributors are idle waits, too: the data of
-the late site are all there is.
+one step's patience. A further round of a step closes in the same way, once `min_sites` have ended it: what the late
+site has sent in the step does not count. Contributors are the members that have ended the step in time; one that is
+behind by `max_lag` steps is dropped. Collectives wait for all members. A step in which all contributors are idle waits,
+too: the data of the late site are all there is.
 
 **No wait is without limit.** The hub ends a site whose connection is lost or silent (`close`). A site that is alive is
 dropped if others wait and it does not get on for `progress_timeout` (a process that hangs, but whose thread still sends
@@ -475,8 +476,10 @@ class Membership:
 
     def _waits_for(self, missing: Sequence[int], now: float) -> bool:
         """Return whether one of the members that have not ended the open step is still waited for."""
-        if self.round is RoundKind.FURTHER:
-            return any(not self.behind(slot) for slot in missing)
+        if self.round is RoundKind.FURTHER:  # who has missed a round of the step has no part in this one
+            missing = [slot for slot in missing if not self.behind(slot)]
+            if missing and len(self._ended(self.open_step)) < self._rules.min_sites:
+                return True
         awaited = any(self._sites[slot].awaited for slot in missing)
         return awaited and now < self._late_at()
 

@@ -113,12 +113,13 @@ class MissedSteps:
         match action:
             case Skip(slot=slot):
                 self._backlog[slot] = self._backlog.get(slot, 0) + nbytes
-                if kind is RoundKind.FIRST:
+                begins, first = slot not in self._first, kind is RoundKind.FIRST
+                if first or begins:  # a further round belongs to the step before
                     self.counts[slot] += action.late
-                if kind is RoundKind.FIRST and slot not in self._first:
-                    self._first[slot] = self._step
+                if begins and (first or action.late):
+                    step = self._first[slot] = self._step - (not first)
                     what = f"{self._names[slot]} {'is late' if action.late else 'joins'}"
-                    self._journal.write(f"{what}: training goes on without it from step {self._step} on")
+                    self._journal.write(f"{what}: training goes on without it from step {step} on")
             case Drop():
                 self._end(action.slot, "has left")
             case Close() if kind is RoundKind.FIRST:

@@ -10,8 +10,8 @@ A step of a reduction begins with a round that admits sites: all sites have the 
 changes them until it is closed. A site that joins gets the state of another one, and all that has been sent in the
 round. It listens to this one step, in which nothing that it sends counts, and takes part from the next one on.
 
-With ``late="skip"``, the hub closes the first round of a step without a site that is late. When that site ends its own
-part of the round it learns that it is absent, and goes through the step as one that listens.
+With ``late="skip"``, the hub closes a round of a step without a site that is late. When that site ends its own part of
+the round it learns that it is absent, and goes through the rest of the step as one that listens.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ too, and use that where it is larger. An owner does so for the layers that it me
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median_low
 
 import torch
@@ -43,9 +43,9 @@ def squared_norm(payload: FactorPayload, form: Form, with_bias: bool, exact: boo
     """
     left, right, bias = payload[:3]
     if not payload.rows or not (exact or right.is_floating_point()):
-        total = torch.linalg.vector_norm(left, dtype=torch.float64) ** 2
+        total = sum_of_squares([left])
     elif not exact:
-        total = (torch.linalg.vector_norm(left) * torch.linalg.vector_norm(right)).double() ** 2
+        total = sum_of_squares([left]) * sum_of_squares([right])
     elif is_product(form) and payload.rows <= min(left.shape[1], right.shape[1]):
         grams = [wide @ wide.T for wide in (left.double(), right.double())]
         total = (grams[0] * grams[1]).sum()
@@ -54,13 +54,14 @@ def squared_norm(payload: FactorPayload, form: Form, with_bias: bool, exact: boo
     else:
         formed = decode([payload], [1.0], with_bias and bias is None, site_by_site=True, form=form)
         total = sum_of_squares(formed)
-    return total if bias is None else total + torch.linalg.vector_norm(bias, dtype=torch.float64) ** 2
+    return total if bias is None else total + sum_of_squares([bias])
 
 
-def sum_of_squares(gradients: Sequence[Tensor | None]) -> Tensor:
+def sum_of_squares(gradients: Iterable[Tensor | None]) -> Tensor:
     """Return the sum of the squared norms of gradients, of which some may be None or sparse."""
-    dense = [each.coalesce()._values() if each.is_sparse else each for each in gradients if each is not None]
-    norms = torch._foreach_norm([each.detach() for each in dense], 2, torch.float64) if dense else [torch.zeros(())]
+    plain = [each.coalesce()._values() if each.is_sparse else each for each in gradients if each is not None]
+    real = [torch.view_as_real(each.detach()) if each.is_complex() else each.detach() for each in plain]
+    norms = torch._foreach_norm(real, 2, torch.float64) if real else [torch.zeros(())]
     return torch.stack([each.to(norms[0].device) for each in norms]).square().sum()
 
 
