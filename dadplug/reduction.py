@@ -700,8 +700,10 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         """
         if self._private is not None:
             raise ValueError("privacy: gradients of parameters that are managed elsewhere are not clipped by sample")
-        if self.options.private:
-            raise ValueError("private= does not go with parameters that are managed elsewhere: leave it out")
+        if self.options.private or self.options.clip_sites is not None:
+            raise ValueError(
+                "private= and clip_sites= do not go with parameters that are managed elsewhere: leave them out"
+            )
         self._attached = gradients
 
     def _donate(self) -> JoinState:

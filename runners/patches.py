@@ -6,7 +6,7 @@ import copy
 import functools
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import MismatchError
-from ..exchange import Transport
+from ..exchange import PeerNames, Transport
 from ..exchange.fields import checked
 from ..exchange.restrictions import METRICS, declared
 
@@ -153,6 +153,18 @@ def merge_metrics(by_site: Sequence[tuple[dict[str, float], int]]) -> dict[str, 
         else:
             merged[name] = _mean([(metrics[name], samples) for metrics, samples in values])
     return merged
+
+
+def metrics_by_site(
+    every: Mapping[int, tuple[dict[str, float], int]], sites: PeerNames | Sequence[str]
+) -> dict[str, float]:
+    """Return the metrics of each site by itself, as ``loss/site 0 (lyon)``, beside those over all sites.
+
+    Args:
+        every: for each site, by rank, its metrics and the number of samples that they are means over.
+        sites: the sites by name.
+    """
+    return {f"{name}/{sites[rank]}": value for rank, (own, _) in every.items() for name, value in own.items()}
 
 
 def _mean(values: Sequence[tuple[float, int]]) -> float:

@@ -27,7 +27,7 @@ from ..step.model_sync import sameness
 from ..step.model_sync.samples import takes_part
 from .joining import TrainerState
 from .loaders import SiteSampler, UnevenLoader, data_to_split, known_length
-from .patches import METRICS_KIND, merge_metrics
+from .patches import METRICS_KIND, merge_metrics, metrics_by_site
 
 _STATE = "optimizer and trainer"  # name of the training's state among those that a site that joins gets
 
@@ -430,7 +430,8 @@ class SiteTrainer(AttachedTrainer):
             return output
         own = {name: float(value) for name, value in output.metrics.items() if isinstance(value, (int, float))}
         every = self._trained.gather_objects((own, output.num_samples), METRICS_KIND, "list of metrics")
-        merged = merge_metrics([each for each in every if each is not None])
+        by_site = {rank: each for rank, each in enumerate(every) if each is not None}
+        merged = merge_metrics([*by_site.values()]) | metrics_by_site(by_site, self._trained.sites)
         return output._replace(metrics={**output.metrics, **merged})
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

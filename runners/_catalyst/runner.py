@@ -39,7 +39,7 @@ from ...support.signature import split_keywords
 from ..exchanges import Exchange
 from ..joining import TrainerState
 from ..loaders import batches_from, check_split_data
-from ..patches import METRICS_KIND, merge_metrics
+from ..patches import METRICS_KIND, merge_metrics, metrics_by_site
 from .engine import SiteEngine, begin_epoch, plain, save_whole
 from .fixes import (
     OLDER_NAMES,
@@ -515,6 +515,8 @@ class BaseRunner(Exchange, SupervisedRunner):
         self.loader_metrics.update(merge_metrics([*by_site.values()]))
         if self.engine.sites:
             self.loader_metrics["sites"] = float(len(by_site))
+        if self.engine.sites and not self.is_train_loader:
+            self.loader_metrics.update(metrics_by_site(by_site, self._transport.sites))
         if self.is_train_loader and self.engine.reduction is not None:
             self._make_equal()
         super().on_loader_end(runner)

@@ -112,6 +112,8 @@ def run(case: Case) -> None:
     trainer.train()
     evaluations = {log["step"]: log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log}
     result = {"digest": digest(trainer.model), "step": trainer.state.global_step, "evaluations": evaluations}
+    last = [log for log in trainer.state.log_history if "eval_loss" in log][-1]
+    result["by_site"] = {name: value for name, value in last.items() if name.startswith("eval_loss/")}
     result |= {"logs": trainer.state.log_history[:2], "best": trainer.state.best_metric}
     (folder / "result.json").write_text(json.dumps(result))
 

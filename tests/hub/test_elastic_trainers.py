@@ -300,6 +300,9 @@ def test_a_site_that_returns_to_catalyst_goes_on_where_the_others_are(tmp_path, 
     assert all(result["digest"] == results[0]["digest"] for result in results)
     assert all(result["epochs"][-1]["metrics"] == results[0]["epochs"][-1]["metrics"] for result in results)
     assert results[0]["epochs"][-1]["metrics"]["train"]["sites"] == len(names)
+    valid = results[0]["epochs"][-1]["metrics"]["valid"]
+    own = [valid[f"loss/site {slot} ({name})"] for slot, name in enumerate(names)]
+    assert min(own) < valid["loss"] < max(own)  # pooled, beside each site's
 
 
 # Local steps in trainers over a hub

@@ -93,3 +93,19 @@ def test_a_site_that_is_late_with_results_misses_the_step(tmp_path):
         assert presence(lines) == presence(first)
         same_bits(first, lines)
     is_exact(first)
+
+
+def test_a_run_that_grows_is_planned_anew_where_so_many_sites_have_owners(tmp_path):
+    """Two sites send their factors to each other. By the stated link, owners pay from three sites on."""
+    with running_hub(tmp_path / "kits", ("a", "b")) as hub:
+        link = [1e-4, 1e-9, 1e-9, 1e-10]
+        run = Run(tmp_path, hub, mode="rankdad", merge="auto", exact=True, pause=0.01, link=link)
+        run.start("ab")
+        run.await_step("a", 2)
+        add_site(hub, "abc")
+        run.start("c")
+        run.await_step("c", max(run.lines("a")) + 3)
+        lines, present = run.finish("abc")
+    assert present[0] == [0, 1]
+    assert lines[max(lines)]["bytes"][0] > 2 * lines[1]["bytes"][0]  # as the plan states them, of an owner
+    is_exact(lines)

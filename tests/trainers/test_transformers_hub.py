@@ -102,6 +102,9 @@ def test_training_starts_without_the_first_site(tmp_path):
         run.end(NAMES)
     results = [json.loads((tmp_path / name / "result.json").read_text()) for name in NAMES]
     assert len({(result["digest"], result["step"]) for result in results}) == 1
+    assert [*results[0]["by_site"]] == [f"eval_loss/site {slot} ({name})" for slot, name in enumerate(NAMES)]
+    assert len({*results[0]["by_site"].values()}) == 4  # of each site's own data
+    assert all(result["by_site"] == results[0]["by_site"] for result in results)
     lines, own = run.lines("b"), run.lines("a")
     assert [lines[1]["present"], lines[32]["present"]] == [[1, 2, 3], [0, 1, 2, 3]]
     assert len(own) > 5

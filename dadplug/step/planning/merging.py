@@ -132,11 +132,14 @@ _MARGIN = 0.005  # seconds of a step from which all sites merge in place of owne
 
 
 def check_merge(options: Options, transport: Transport) -> None:
-    """Check that a transport can do what the option ``merge`` asks for; close it if it cannot.
+    """Check that a transport can do what the options ``merge`` and ``clip_sites`` ask for; close it if it cannot.
 
     Raises:
         ValueError: if it cannot.
     """
+    if options.clip_sites is not None and transport.nodes is not None:
+        transport.close()
+        raise ValueError("clip_sites= does not go with several processes at a site, which send as one: leave it out")
     if options.merge == "owner" and transport.world_size > 1 and not transport.has_all_to_all:
         if transport.nodes is not None:
             reason = "hierarchical groups, which merge the gradients of a node before they send them"

@@ -571,11 +571,14 @@ class Planner:
         self._follow(state)
 
     def grow(self) -> None:
-        """Make the same plan for more sites, which have sent nothing so far."""
+        """Make the same plan for more sites, which have sent nothing so far; another one where so many have owners."""
         if self._reducer is not None and self.is_complete:
             self._rounding, self._expected, state = self._reducer.rounding(), self._reducer.expected, self.plan_state()
             self.release()
             self._follow(state)
+            had_owners, self._merging.sites = self.has_owners, self._transport.world_size
+            if self.has_owners != had_owners:
+                self.plan_anew()
         self.outgrown = False
 
     def _follow(self, state: PlanState) -> None:
