@@ -3,16 +3,19 @@
     sudo python benchmarks/eight_hospitals.py                        30 minutes, 10 Mbit/s, round trips of 40 ms
     sudo python benchmarks/eight_hospitals.py --minutes 3 --cut 10 --every 60
     sudo python benchmarks/eight_hospitals.py --merge all            factors to all sites in place of owners
+    sudo python benchmarks/eight_hospitals.py --photos data          photos of cats and dogs in place of digits
     python benchmarks/eight_hospitals.py --minutes 1 --rate none     without root, on loopback; nothing is cut off
 
 Each site is a network namespace of its own behind a link of the given rate to a namespace in which the hub runs, and
-has one or two classes of the embedded digits. Messages are sealed. Training starts without the site that comes late.
-A site that is cut off hears nothing and is heard by none for a while: the link drops all packets.
+has one or two classes of the embedded digits; of photos, half of the sites have cats and the others dogs. Messages are
+sealed. Training starts without the site that comes late. A site that is cut off hears nothing and is heard by none for
+a while: the link drops all packets.
 
 Printed are the held-out accuracy; steps; the share of the time that the sites which were there have trained, which is
 what steps of more than three median times leave; the longest step; and what a site sends and receives in a step, as its
 interface counts it. Beside it: one process with the rows of all sites and as many steps, and plain code of methods that
-average models, with all sites present and as many rounds as the link lets them have in the same time.
+average models, with all sites present and as many rounds as the link lets them have in the same time; the time in which
+they compute is not counted. With ``--picture FILE`` the accuracy of all is drawn over seconds and megabytes.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from copy import deepcopy
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +53,8 @@ HUB, PORT = "10.79.0.254", 8470
 LATE, CUT, KILLED = 7, 3, 5
 BATCH = 32
 LOCAL_STEPS = 8
+SIZE = 32  # pixels of a photo
+LOOK_EVERY = 10  # steps between two looks at the accuracy
 
 
 class Line(Relay):
@@ -110,21 +115,36 @@ class HubStar:
 # A site
 
 
-def make_model(inputs: int) -> nn.Module:
+@cache
+def data(photos: str) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Return inputs and labels for training and held-out ones; of digits, or of the photos in a folder."""
+    pair = load_dataset("dogsvscats", photos).resized(SIZE) if photos else load_dataset("digits")
+    train, test = (next(iter(torch.utils.data.DataLoader(part, len(part)))) for part in (pair.train.plain(), pair.test))
+    return (train[0], train[1]), (test[0], test[1])
+
+
+def make_model(photos: str) -> nn.Module:
     torch.manual_seed(0)
+    if photos:
+        layers: list[nn.Module] = []
+        for inputs, outputs in ((3, 32), (32, 64), (64, 64)):
+            layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.GroupNorm(8, outputs), nn.ReLU(), nn.MaxPool2d(2)]
+        wide = nn.Linear(64 * (SIZE // 8) ** 2, 256)
+        return nn.Sequential(*layers, nn.Flatten(), wide, nn.ReLU(), nn.Linear(256, 2))
+    inputs = data(photos)[0][0][0].numel()
     hidden = [nn.Linear(inputs, 512), nn.LayerNorm(512), nn.ReLU(), nn.Linear(512, 512), nn.LayerNorm(512), nn.ReLU()]
     return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(512, 10))
 
 
-def rows_of(split: Any, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return inputs and labels of a data set, or of some of its rows."""
-    part = split if chosen is None else split.subset(chosen)
-    return next(iter(torch.utils.data.DataLoader(part, len(part))))
-
-
-def site_rows(rank: int, sites: int) -> tuple[Tensor, Tensor]:
-    train = load_dataset("digits").train
-    return rows_of(train, site_indices(train.labels, rank, sites, "by-class"))
+def site_rows(rank: int, sites: int, photos: str) -> tuple[Tensor, Tensor]:
+    """Return the rows of a site: classes of its own, or a part of the rows of a class that several sites have."""
+    inputs, labels = data(photos)[0]
+    classes = int(labels.max()) + 1
+    if classes < sites:
+        chosen = (labels == rank % classes).nonzero().flatten()[rank // classes :: -(-sites // classes)]
+    else:
+        chosen = site_indices(labels, rank, sites, "by-class")
+    return inputs[chosen], labels[chosen]
 
 
 def batches(rows: tuple[Tensor, Tensor], seed: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -135,8 +155,8 @@ def batches(rows: tuple[Tensor, Tensor], seed: int) -> Iterator[tuple[Tensor, Te
 
 
 @torch.no_grad()
-def accuracy(model: nn.Module) -> float:
-    inputs, labels = rows_of(load_dataset("digits").test)
+def accuracy(model: nn.Module, photos: str) -> float:
+    inputs, labels = data(photos)[1]
     return float((model(inputs).argmax(1) == labels).double().mean())
 
 
@@ -151,8 +171,8 @@ def train_site(arguments: argparse.Namespace) -> None:
     """Train as one site, and write a line for each step, and one at the end."""
     torch.set_num_threads(1)
     rank, sites = arguments.site, arguments.sites
-    rows = site_rows(rank, sites)
-    model = make_model(rows[0][0].numel())
+    rows = site_rows(rank, sites, arguments.photos)
+    model = make_model(arguments.photos)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     dadplug.connect(kit=arguments.kit, start_sites=min(sites, LATE), start_after=5, timeout=600)
     reduction = dadplug.GradientReduction(
@@ -173,13 +193,20 @@ def train_site(arguments: argparse.Namespace) -> None:
             reduction.synchronize(stop=rank == 0 and time.time() >= arguments.until)
             optimizer.step()
             now = time.monotonic()
-            log.write(json.dumps({"seconds": now - last, "present": reduction.present_sites}) + "\n")
+            line = {"seconds": now - last, "present": reduction.present_sites, "bytes": counted() - before}
+            if rank == 0 and reduction.step % LOOK_EVERY == 0:
+                line["accuracy"] = accuracy(model, arguments.photos)
+            log.write(json.dumps(line) + "\n")
             last = now
             if reduction.stopped:
                 break
         values = torch.cat([each.detach().reshape(-1) for each in model.parameters()])
         made = reduction.step - first
-        found = {"accuracy": accuracy(model), "bytes": (counted() - before) / made, "sum": float(values.double().sum())}
+        found = {
+            "accuracy": accuracy(model, arguments.photos),
+            "bytes": (counted() - before) / made,
+            "sum": float(values.double().sum()),
+        }
         log.write(json.dumps(found) + "\n")
 
 
@@ -213,6 +240,7 @@ class Scenario:
 
     def start_site(self, rank: int) -> None:
         options = {"site": rank, "sites": self._arguments.sites, "merge": self._arguments.merge, "until": self._until}
+        options["photos"] = self._arguments.photos
         options |= {"kit": self._folder / "kits" / f"hospital{rank}", "log": self._folder / f"{rank}.log"}
         command = [sys.executable, __file__, *(f"--{name}={value}" for name, value in options.items())]
         self._start(f"site{rank}", None if self._star is None else self._star.spaces[rank], command)
@@ -256,29 +284,30 @@ class Scenario:
         return [*map(json.loads, (self._folder / f"{rank}.log").read_text().splitlines())]
 
 
-def alone(steps: int, sites: int) -> float:
+def alone(steps: int, sites: int, photos: str) -> float:
     """Train in one process with the rows of all sites, and return the accuracy."""
-    drawn = [batches(site_rows(rank, sites), 100 * rank) for rank in range(sites)]
-    model = make_model(next(drawn[0])[0][0].numel())
+    drawn = [batches(site_rows(rank, sites, photos), 100 * rank) for rank in range(sites)]
+    model = make_model(photos)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     for _ in range(steps):
         inputs, labels = map(torch.cat, zip(*map(next, drawn), strict=True))
         optimizer.zero_grad()
         cross_entropy(model(inputs), labels).backward()
         optimizer.step()
-    return accuracy(model)
+    return accuracy(model, photos)
 
 
-def averaged(kind: str, rounds: int, sites: int) -> float:
-    """Train by local steps and averages of models, in one process, and return the accuracy.
+def averaged(kind: str, rounds: int, sites: int, photos: str) -> list[float]:
+    """Train by local steps and averages of models, in one process, and return the accuracy after each round.
 
     Args:
         kind: "fedavg", "fedprox" (mu = 0.1), "scaffold" or "diloco" (Adam inside, Nesterov's momentum outside).
         rounds: number of rounds.
         sites: number of sites.
+        photos: folder of photos; empty for digits.
     """
-    drawn = [batches(site_rows(rank, sites), 100 * rank) for rank in range(sites)]
-    model = make_model(next(drawn[0])[0][0].numel())
+    drawn = [batches(site_rows(rank, sites, photos), 100 * rank) for rank in range(sites)]
+    model, found = make_model(photos), []
     adam, lr = kind == "diloco", 0.1
     momentum = {"lr": 0.7, "momentum": 0.9, "nesterov": True} if adam else {"lr": 1.0}
     outer = torch.optim.SGD(model.parameters(), **momentum)
@@ -306,7 +335,8 @@ def averaged(kind: str, rounds: int, sites: int) -> float:
         for p, *each in zip(model.parameters(), *(local.parameters() for local in locals_), strict=True):
             p.grad = p.detach() - torch.stack([own.detach() for own in each]).mean(0)
         outer.step()
-    return accuracy(model)
+        found.append(accuracy(model, photos))
+    return found
 
 
 def show(scenario: Scenario, arguments: argparse.Namespace) -> None:
@@ -326,14 +356,52 @@ def show(scenario: Scenario, arguments: argparse.Namespace) -> None:
     made = len(steps)
     whole = f"{nbytes * made / 1e6:.0f} | {made} steps, {nbytes / 1e6:.3f} MB each"
     print(f"| rankdad, merge={arguments.merge} | {last['accuracy']:.3f} | {whole} |")
-    print(f"| one process with all rows | {alone(made, arguments.sites):.3f} | | {made} steps |")
-    inputs = rows_of(load_dataset("digits").test)[0][0].numel()
-    size = 4 * sum(each.numel() for each in make_model(inputs).parameters())
+    photos = arguments.photos
+    best = alone(made, arguments.sites, photos)
+    print(f"| one process with all rows | {best:.3f} | | {made} steps |")
+    size = 4 * sum(each.numel() for each in make_model(photos).parameters())
+    looks = [
+        (sum(seconds[:place]), line["bytes"] / 1e6, line["accuracy"])
+        for place, line in enumerate(steps)
+        if "accuracy" in line
+    ]
+    curves = {f"rankdad, merge={arguments.merge}": looks}
     for kind, copies in (("fedavg", 2), ("fedprox", 2), ("scaffold", 4), ("diloco", 2)):
         travel = 0.0 if arguments.rate == "none" else 8 * copies * size / bits(arguments.rate)
         rounds = min(arguments.most_rounds, int(sum(seconds) / (travel + 2e-3 * arguments.round_trip)) or 1)
-        found, nbytes = averaged(kind, rounds, arguments.sites), rounds * copies * size
-        print(f"| {kind} | {found:.3f} | {nbytes / 1e6:.0f} | {rounds} rounds of {LOCAL_STEPS} steps |")
+        found, one = averaged(kind, rounds, arguments.sites, photos), copies * size / 1e6
+        print(f"| {kind} | {found[-1]:.3f} | {rounds * one:.0f} | {rounds} rounds of {LOCAL_STEPS} steps |")
+        each = travel + 2e-3 * arguments.round_trip
+        curves[kind] = [(place * each, place * one, value) for place, value in enumerate(found, 1)]
+    if arguments.picture:
+        draw(curves, best, arguments)
+
+
+def draw(curves: dict[str, list[tuple[float, float, float]]], best: float, arguments: argparse.Namespace) -> None:
+    """Draw the accuracy of each way over seconds, and over megabytes of a site.
+
+    Args:
+        curves: seconds, megabytes and accuracy, by way.
+        best: accuracy of one process with all rows.
+        arguments: arguments of the program.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.8), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    for place, (panel, label) in enumerate(
+        zip(panels, ("seconds", "megabytes of a site, sent and received"), strict=True)
+    ):
+        for name, curve in curves.items():
+            panel.plot([point[place] for point in curve], [point[2] for point in curve], label=name)
+        panel.axhline(best, color="black", linewidth=1, linestyle=":", label="one process with all rows")
+        panel.set_xlabel(label)
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel("held-out accuracy")
+    panels[1].legend(frameon=False)
+    what = "photos" if arguments.photos else "digits"
+    figure.suptitle(f"{arguments.sites} sites, {what} by class, {arguments.rate}, {arguments.minutes:g} minutes")
+    figure.savefig(arguments.picture, dpi=110)
 
 
 def bits(rate: str) -> float:
@@ -352,6 +420,8 @@ def main() -> None:
         every=(300.0, "seconds from one cut to the next"),
         cut=(60.0, "seconds of a cut"),
         most_rounds=(2000, "rounds of averaged models, at most"),
+        photos=("", "folder with the photos of cats and dogs; digits without it"),
+        picture={"type": Path, "help": "file for a picture of the accuracy"},
         keep={"type": Path, "help": "folder for kits and logs; by default they are removed"},
         site={"type": int, "default": -1, "help": argparse.SUPPRESS},
         kit={"help": argparse.SUPPRESS},

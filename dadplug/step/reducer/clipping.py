@@ -42,26 +42,33 @@ def squared_norm(payload: FactorPayload, form: Form, with_bias: bool, exact: boo
             upper bound where the gradient is their product, and costs less.
     """
     left, right, bias = payload[:3]
+    further = [] if bias is None else [bias]
     if not payload.rows or not (exact or right.is_floating_point()):
-        total = sum_of_squares([left])
-    elif not exact:
-        total = sum_of_squares([left]) * sum_of_squares([right])
-    elif is_product(form) and payload.rows <= min(left.shape[1], right.shape[1]):
+        return sum_of_squares([left, *further], exact)
+    if not exact:
+        first, second, *rest = torch._foreach_norm([left, right, *further])
+        return (first * second) ** 2 + (rest[0] ** 2 if rest else 0.0)
+    if is_product(form) and payload.rows <= min(left.shape[1], right.shape[1]):
         grams = [wide @ wide.T for wide in (left.double(), right.double())]
         total = (grams[0] * grams[1]).sum()
         if with_bias and bias is None:
             total = total + grams[0].sum()
     else:
-        formed = decode([payload], [1.0], with_bias and bias is None, site_by_site=True, form=form)
-        total = sum_of_squares(formed)
+        total = sum_of_squares(decode([payload], [1.0], with_bias and bias is None, site_by_site=True, form=form))
     return total if bias is None else total + sum_of_squares([bias])
 
 
-def sum_of_squares(gradients: Iterable[Tensor | None]) -> Tensor:
-    """Return the sum of the squared norms of gradients, of which some may be None or sparse."""
+def sum_of_squares(gradients: Iterable[Tensor | None], exact: bool = True) -> Tensor:
+    """Return the sum of the squared norms of gradients, of which some may be None or sparse.
+
+    Args:
+        gradients: the gradients.
+        exact: whether it is computed in double precision.
+    """
     plain = [each.coalesce()._values() if each.is_sparse else each for each in gradients if each is not None]
     real = [torch.view_as_real(each.detach()) if each.is_complex() else each.detach() for each in plain]
-    norms = torch._foreach_norm(real, 2, torch.float64) if real else [torch.zeros(())]
+    wide = exact or torch.float64 in [each.dtype for each in real]
+    norms = torch._foreach_norm(real, 2, torch.float64 if wide else torch.float32) if real else [torch.zeros(())]
     return torch.stack([each.to(norms[0].device) for each in norms]).square().sum()
 
 

@@ -127,7 +127,7 @@ class SummedHandler(BucketHandler):
         return [unit.lead.grad is not None for unit in self.units]
 
     def own_squares(self) -> Sequence[Tensor]:
-        return [sum_of_squares([unit.lead.grad for unit in self.units])]
+        return [sum_of_squares([unit.lead.grad for unit in self.units], self.context.options.clip_sites is not None)]
 
     def _without_weights(self, squares: Sequence[float]) -> list[float]:
         """Return squared norms of gradients, by rank, from those of weighted ones."""
