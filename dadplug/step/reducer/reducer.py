@@ -241,7 +241,6 @@ class Reducer:
                 if number < handler.rounds:
                     handler.proceed(number)
         headers, late = self._exchange_late(known or receive())
-        self._measure(headers)
         self._check_sent(headers, late)
         write = _counts(headers)
         write_gradients([(parameter, value) for _, parameter, value in late] if write else [])
@@ -262,7 +261,6 @@ class Reducer:
         context.transport.end_step()
         context.complete_payloads.clear()
         context.faults.clear()
-        context.norms, context.limit = (), math.inf
         names = [unit.name for unit in self._units]
         raise_fault(headers, names, context.transport.sites, attached)
         if request.admits and not any(map(attrgetter("samples"), headers)):  # not in an exchange that ends a plan
@@ -285,7 +283,8 @@ class Reducer:
     def _clip(self, headers: Sequence[StepHeader]) -> None:
         """Clip the sites' gradients by the norms in their headers; mark the sums that have to be exchanged again."""
         context = self._context
-        context.headers, multiple = headers, context.options.clip_sites
+        context.headers, context.norms, context.limit = headers, (), math.inf
+        multiple = context.options.clip_sites
         if multiple is None or not all(map(attrgetter("finite"), headers)):
             return
         context.norms = [header.norm if header.samples else 0.0 for header in headers]
@@ -317,6 +316,7 @@ class Reducer:
 
     def _check_sent(self, headers: Sequence[StepHeader], late: Sequence[_Late]) -> None:
         """Record a fault in the headers, the same at all sites, where what has arrived or been merged is not finite."""
+        self._measure(headers)
         if not self._context.options.check_finite or not _counts(headers):
             return
         counted = next(rank for rank, header in enumerate(headers) if header.samples)
