@@ -89,7 +89,6 @@ class Relay:
         outage: outage in which no site can be heard.
         status: the hub's status as of its last report, which sites may ask for.
         spent: what training has cost the records of sites, by slot, as they have last said.
-        contributions: the parts of sites in the run, by slot, as reported last.
     """
 
     def __init__(
@@ -112,7 +111,6 @@ class Relay:
         self.outage = Outage()
         self.status: dict[str, Any] = {}
         self.spent: dict[int, Spent] = {}
-        self.contributions: dict[int, Contribution] = {}
         self._site_timeout, self._grace, self._streams = site_timeout, grace, streams
         # Messages to sites that have not opened the channel "parameters", by slot; None for those that have closed it.
         self._early: dict[int, SendQueue | None] = {}
@@ -552,7 +550,7 @@ class Relay:
             case Spent() if trains:
                 self.spent[session.slot] = message
             case Contribution() if trains:
-                self.contributions[session.slot] = message
+                self.run.contributions[session.slot] = message
             case Outsized() if trains:
                 self.run.outsized[message.slot] = message
                 self.journal.write(f"{self.roster[message.slot]}: {message}")
@@ -706,9 +704,8 @@ class Relay:
 
     def _begin_run(self, now: float) -> None:
         """Begin a run, with the sites that have waited for the end of the last one."""
-        for slot, contribution in sorted(self.contributions.items()):
+        for slot, contribution in sorted(self.run.contributions.items()):
             self.journal.write(f"{self.roster[slot]} has contributed {contribution}")
-        self.contributions.clear()
         waiting = [each.sites for each in self._of("training")]
         if self.run.completed:
             self._ended_after, self._ended = self.run.completed, self.run.absent

@@ -53,6 +53,7 @@ from ..wire.messages import (
     Action,
     Close,
     Continue,
+    Contribution,
     Drop,
     Head,
     Join,
@@ -307,6 +308,7 @@ class Run:
         membership: the membership.
         round: frames of the open round; kept only while the run is elastic.
         missed: training steps that late sites have missed.
+        contributions: the parts of sites in the run, by slot, as reported last.
         outsized: what sites have found of the gradients of others, by slot, as reported last.
         sums: summands that wait for those of other sites.
         ahead: ENDs of later steps than the open one, by slot.
@@ -325,6 +327,7 @@ class Run:
         self.membership = Membership(names, self.rules, life, now)
         self.round = OpenRound()
         self.missed = MissedSteps(names, journal)
+        self.contributions: dict[int, Contribution] = {}
         self.outsized: dict[int, Outsized] = {}
         self.sums = Sums(len(names))
         self.ahead: defaultdict[int, deque[int]] = defaultdict(deque)

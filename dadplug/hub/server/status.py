@@ -285,7 +285,7 @@ def snapshot(hub: Hub, meter: Meter) -> dict[str, Any]:
                 "certificate_days": days_left(session.expires) if session and session.expires else None,
                 "epsilon": f"{spent.epsilon:.4g}" if spent else None,  # as text: JSON has no infinity
                 "delta": spent.delta if spent else None,
-                "contributed": str(relay.contributions.get(slot, "")),
+                "contributed": str(relay.run.contributions.get(slot, "")),
                 "outsized": str(relay.run.outsized.get(slot, "")),
                 "missed_steps": relay.run.missed.counts[slot] if slot < len(relay.run.names) else 0,
             }
