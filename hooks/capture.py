@@ -253,25 +253,6 @@ class CapturedLayer:
         """Parameter whose gradient is the sum of the deltas; None if there is none that requires a gradient."""
         return self._bias if self._bias is not None and self._bias.requires_grad else None
 
-    @property
-    def captures(self) -> bool:
-        """Whether a forward pass would be captured now.
-
-        It is not, and autograd computes the gradients, where `torch.func.functional_call` or a change of the model
-        has put other tensors in the place of weight and bias, where they have hooks of the user's, which have to see
-        a gradient, inside transforms of `torch.func`, in forward-mode differentiation, and while the model is exported.
-        """
-        parameters, family = self.module._parameters, self.family
-        return (
-            torch.is_grad_enabled()
-            and self.weight.requires_grad
-            and parameters.get(family.weight) is self.weight
-            and parameters.get(family.bias) is self._bias
-            and torch._C._functorch.peek_interpreter_stack() is None
-            and forward_ad._current_level < 0
-            and (self.weight_gradients or not has_user_hooks(self.weight, self._bias))
-        )
-
     def record(self, activations: Tensor, deltas: Tensor, form: Form = LINEAR, trace: Trace | None = None) -> None:
         """Record the factors of one call; the layer's family calls it during backward."""
         if self._released:
@@ -373,9 +354,25 @@ class _CapturedForward(ForwardOverride):
 
     @eager
     def _captured(self, *args: Any, **kwargs: Any) -> Tensor:
-        layer = self._layer
+        """Compute the output, and capture the factors, where that is possible.
+
+        It is not, and autograd computes the gradients, where `torch.func.functional_call` or a change of the model
+        has put other tensors in the place of weight and bias, where they have hooks of the user's, which have to see
+        a gradient, inside transforms of `torch.func`, in forward-mode differentiation, and while the model is exported.
+        """
+        layer, parameters = self._layer, self.module._parameters
+        weight, bias, family = layer.weight, layer._bias, layer.family
         inputs: Any = args[0] if args else kwargs.get(self._input)
-        if not layer.captures:
+        captures = (
+            torch.is_grad_enabled()
+            and weight.requires_grad
+            and parameters.get(family.weight) is weight
+            and parameters.get(family.bias) is bias
+            and torch._C._functorch.peek_interpreter_stack() is None
+            and forward_ad._current_level < 0
+            and (layer.weight_gradients or not has_user_hooks(weight, bias))
+        )
+        if not captures:
             return self.plain(*args, **kwargs)
         ordinary = type(inputs) is Tensor and inputs.layout is torch.strided and not inputs.is_nested
         if not (ordinary or is_dense(inputs)):
@@ -383,21 +380,20 @@ class _CapturedForward(ForwardOverride):
             layer.left_out = f"its input is not a dense tensor ({kind}, {type(inputs).__name__})"
             return self.plain(*args, **kwargs)
         layer.fed_by_data |= not inputs.requires_grad
-        if layer.tracer is None:
-            return self._call(inputs, layer.record, *args, **kwargs)
-        return layer.tracer.call(layer, inputs, lambda record: self._call(inputs, record, *args, **kwargs))
-
-    def _call(self, inputs: Tensor, record: Recorder, *args: Any, **kwargs: Any) -> Tensor:
-        layer, thread = self._layer, products.thread
-        if layer.wrap_recorder is not None:
-            record = layer.wrap_recorder(layer, inputs, record)
-        forward = layer.family.forward if layer.tracer is not None else layer.family.forward_untraced
-        before = thread.fastest
+        thread, before = products.thread, products.thread.fastest
         thread.fastest = before or layer.fastest
         try:
-            return forward(self.module, record, layer.weight_gradients, *args, **kwargs)
+            if layer.tracer is not None:
+                return layer.tracer.call(layer, inputs, partial(self._traced, inputs, args, kwargs))
+            record = layer.record if layer.wrap_recorder is None else layer.wrap_recorder(layer, inputs, layer.record)
+            return family.forward_untraced(self.module, record, layer.weight_gradients, *args, **kwargs)
         finally:
             thread.fastest = before
+
+    def _traced(self, inputs: Tensor, args: Any, kwargs: dict[str, Any], record: Recorder) -> Tensor:
+        layer = self._layer
+        record = record if layer.wrap_recorder is None else layer.wrap_recorder(layer, inputs, record)
+        return layer.family.forward(self.module, record, layer.weight_gradients, *args, **kwargs)
 
 
 class LayerCapture:
@@ -443,11 +439,12 @@ class LayerCapture:
                 raise ValueError(f"no layer named {name!r} can be captured; those that can: {', '.join(capturable)}")
         self.tracer = ChainTracer(model) if trace_chains else None
         self.layers: dict[str, CapturedLayer] = {}
+        faster = fastest and products.has_faster_kernels()
         for name in wanted:
             module = capturable[name]
             family = family_of(module)
             assert family is not None
-            self.layers[name] = CapturedLayer(name, module, family, weight_gradients, self.tracer, fastest)
+            self.layers[name] = CapturedLayer(name, module, family, weight_gradients, self.tracer, faster)
 
     @property
     def factors(self) -> dict[str, Factor]:

@@ -48,7 +48,8 @@ class _LinearWithFactors(torch.autograd.Function):
         parameters = _parameter_gradients(ctx, inputs, matrix, deltas)
         grad_inputs = None
         if ctx.needs_input_grad[0]:  # under autocast the deltas come in a narrower type than weight or input
-            grad_inputs = product(deltas, matrix.to(deltas.dtype), fast=ctx.fast).to(inputs.dtype)
+            matrix = matrix.to(deltas.dtype)
+            grad_inputs = (product(deltas, matrix) if ctx.fast else deltas @ matrix).to(inputs.dtype)
         return grad_inputs, *parameters, None, None, None
 
 
@@ -86,7 +87,8 @@ class _InputOfLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, deltas: Tensor) -> tuple[Tensor | None, ...]:
-        return product(deltas, ctx.saved_tensors[0], fast=ctx.fast), None
+        (weight,) = ctx.saved_tensors
+        return product(deltas, weight) if ctx.fast else deltas @ weight, None
 
 
 def _parameter_gradients(
@@ -128,11 +130,12 @@ class Linear(LayerFamily):
     def forward_untraced(
         self, module: nn.Module, record: Recorder, weight_gradients: bool, *args: Tensor, **kwargs: Tensor
     ) -> Tensor:
+        if type(self) is not Linear:
+            return self.forward(module, record, weight_gradients, *args, **kwargs)
         (inputs,) = (*args, *kwargs.values())
         weight, bias = module._parameters["weight"], module._parameters["bias"]
         splits = (
             not weight_gradients
-            and type(self) is Linear
             and weight is not None
             and inputs.requires_grad
             and type(inputs) is Tensor
@@ -141,7 +144,7 @@ class Linear(LayerFamily):
             and not torch.is_autocast_enabled(inputs.device.type)
         )
         if not splits:
-            return self.forward(module, record, weight_gradients, *args, **kwargs)
+            return linear_with_factors(inputs, weight, bias, record, weight_gradients, LINEAR)
         return _linear_of_input(_input_of_linear(inputs, (weight,)), weight, bias, record, (inputs,))
 
 

@@ -55,17 +55,16 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return outputs.data if outputs._is_view() else outputs
 
 
-def product(left: Tensor, right: Tensor, out: Tensor | None = None, fast: bool = True) -> Tensor:
+def product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
     """Compute ``left @ right``.
 
     Args:
         left: of shape (..., k).
         right: of shape (k, width).
         out: where the result may be written; it is returned somewhere else if that is faster.
-        fast: whether the faster library is used; else torch's own product.
     """
     large = out is None or left.numel() * right.shape[1] >= _LEAST_WITH_ROOM
-    found = _multiply(left, right.T, None) if fast and large else None
+    found = _multiply(left, right.T, None) if large else None
     if found is not None:
         return found
     return left @ right if out is None else torch.mm(left, right, out=out)
@@ -85,7 +84,7 @@ def _multiply(left: Tensor, transposed: Tensor, bias: Tensor | None) -> Tensor |
     numel = left.numel()
     if not _allowed or numel * transposed.shape[0] < _LEAST or numel < _LEAST_ROWS * left.shape[-1]:
         return None
-    if not _has_faster_kernels():
+    if not has_faster_kernels():
         return None
     for matrix in (left, transposed):
         if type(matrix) not in _PLAIN or not matrix.is_cpu or matrix.dtype != torch.float32:
@@ -107,7 +106,7 @@ def _onednn() -> Any:
 
 
 @functools.cache
-def _has_faster_kernels() -> bool:
+def has_faster_kernels() -> bool:
     """Return whether oneDNN has better kernels for this processor than MKL."""
     both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
     return both and torch.backends.cpu.get_cpu_capability() == "AVX512" and _is_amd() and _onednn() is not None
