@@ -21,7 +21,7 @@ from .options import Options
 from .privacy.private_gradients import PrivateGradients
 from .step.fused import Deferral, FusedSteps
 from .step.methods import Quality, feedback, make_method
-from .step.methods.feedback import ErrorFeedback
+from .step.methods.feedback import ErrorFeedback, LossScales
 from .step.model_sync.backward_end import BackwardEnd
 from .step.model_sync.batchnorm import SyncedBatchNorms
 from .step.model_sync.comparisons import Comparisons
@@ -38,7 +38,6 @@ from .step.planning.planner import Planner
 from .step.reducer.handler import StepHeader
 from .step.reducer.reducer import AttachedGradients, StepRequest
 from .step.units.base import Unit
-from .step.units.factor import FactorUnit
 from .support.logs import get_logger
 from .support.signature import check_choice, takes_keywords_of, whole_number
 
@@ -194,27 +193,21 @@ class GradientReduction(FusedSteps, ReplicatedModel):
 
     def _arrived(self, unit: Unit) -> None:
         """Record that a backward pass has delivered a unit's gradient; send the gradient if it is complete."""
-        self._counter.deliver()
+        counter = self._counter
+        if counter.undelivered:
+            counter.deliver()
         if self._private is not None:  # gradients arrive all together
             return
         if self._held is not None:
             raise RuntimeError("backward() between clip_grad_norm_() and apply(optimizer)")
-        unit.arrivals += 1
-        owned, planner, sent = self._counter.owned, self._planner, unit.sent
-        self._counter.pending = True
-        if self._remembers:
+        counter.pending = True
+        if self._remembers and LossScales.scaled:
             self._method.loss_scales.record(unit.name)
         if torch.is_autocast_enabled(unit.lead.device.type):
             with _as_written(unit.lead.device.type):
-                planner.record_arrival(unit, self._syncing, owned)
+                self._planner.record_arrival(unit, self._syncing, counter.owned)
         else:
-            planner.record_arrival(unit, self._syncing, owned)
-        if isinstance(unit, FactorUnit):
-            unit.show_arrival()
-            if sent or not unit.sent:  # otherwise nothing is left
-                unit.keep(owned)
-            if not planner.is_complete:
-                unit.set_aside()
+            self._planner.record_arrival(unit, self._syncing, counter.owned)
         self.on_arrival()
 
     def _before_forward(self) -> None:
@@ -755,7 +748,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self._method.batch = weak_hook(self._batch)
         given = {} if self._private is None else self._private.handled()
         samples = self._counter.weight if self._private is None else weak_hook(self._samples)
-        arrived = weak_hook(self._arrived)
+        arrived = weakref.WeakMethod(self._arrived)
         planner = Planner(self.shared, self._method, self.options, self._transport, samples, arrived, given)
         planner.on_release = weak_hook(self._end_probe)
         return planner

@@ -301,18 +301,15 @@ class CapturedLayer:
         """Return the committed factors without clearing them."""
         return list(self.committed)
 
-    def keep_inputs(self, owned: Container[int] = (), wanted: Callable[[], bool] | None = None) -> None:
+    def keep_inputs(self, owned: Container[int] = ()) -> None:
         """Copy committed inputs that the user may overwrite, for example a buffer that a loader fills with every batch.
 
         Args:
             owned: addresses of memory that the user owns, in addition to that of inputs without a gradient.
-            wanted: returns whether to copy them, if there are any; None to copy them in any case.
         """
         for index in range(self._kept, len(self.committed)):
             factor = self.committed[index]
             if self.fed_by_data or factor.activations.untyped_storage().data_ptr() in owned:
-                if wanted is not None and not wanted():
-                    return
                 self.committed[index] = replace(factor, activations=factor.activations.clone())
                 self._versions[index] = 0
         self._kept = len(self.committed)

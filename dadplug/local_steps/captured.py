@@ -6,6 +6,7 @@ No other site is involved: ``grad W = D^T A`` is computed from this site's rows 
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
+from weakref import WeakMethod
 
 import torch
 from torch import nn
@@ -57,7 +58,7 @@ class CapturedGradients:
         self._capture = partition.capture
         self._units = [unit for unit in partition.units if isinstance(unit, FactorUnit)]
         for unit in self._units:
-            unit.watch(self._arrived)
+            unit.watch(WeakMethod(self._arrived))
         parameters = dict(self._model.named_parameters())
         self._excluded = [parameters[name] for name in refused]
         self._remark(partition.reasons | kept)
@@ -104,7 +105,7 @@ class CapturedGradients:
     def _arrived(self, unit: Unit) -> None:
         assert isinstance(unit, FactorUnit)
         unit.arrivals += 1
-        unit.show_arrival()
+        unit.placeholders.put()
         if unit.is_large:
             rows = unit.rows
             unit.form_gradients()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -368,7 +369,7 @@ class ModelGradients:
         self.reference = self.expected_reference = self.counted = 0
         self.pending = self._scaled = False
         for unit in self.units:
-            unit.watch(self._arrived)
+            unit.watch(WeakMethod(self._arrived))
         feedback.watch()
         self.norms: CommittedBatchNorms | None = None
         if options.sync_batchnorm:
@@ -402,8 +403,7 @@ class ModelGradients:
         if not self.reference and unit not in self._order:
             self._order.append(unit)
         if isinstance(unit, FactorUnit):
-            unit.prepare(self.counter.owned, exact=self._method.traits.exact)
-            unit.show_arrival()
+            unit.placeholders.put()
             unit.keep(self.counter.owned)
 
     def collect(self, transport: Transport) -> tuple[dict[str, UnitGradient], int]:
@@ -472,7 +472,7 @@ class ModelGradients:
         """Return a unit, or the dense units that replace it."""
         if not isinstance(unit, FactorUnit) or reason is None:
             return [unit]
-        units = unit.become_dense(self._capture, self._arrived)
+        units = unit.become_dense(self._capture, WeakMethod(self._arrived))
         unit.resolve_alone()
         return units
 

@@ -54,7 +54,13 @@ class _Backward:
 
 
 class LossScales:
-    """Loss scales of the present step's gradients, by name of the unit."""
+    """Loss scales of the present step's gradients, by name of the unit.
+
+    Attributes:
+        scaled: whether a loss of this process has ever had a scale; before that, every gradient has the scale 1.
+    """
+
+    scaled = False
 
     def __init__(self) -> None:
         self._stated: LossScale | None = None
@@ -84,6 +90,7 @@ class LossScales:
     def stated(self, value: float) -> Iterator[None]:
         """Use this scale for all gradients that arrive inside, instead of a scaler's; a context manager."""
         before, self._stated = self._stated, LossScale(value)
+        LossScales.scaled = True
         try:
             yield
         finally:
@@ -137,6 +144,7 @@ def _observed(scale: Callable[[GradScaler, Any], Any]) -> Callable[[GradScaler, 
 
 def _begin(scale: LossScale, _: Tensor) -> None:
     """Attach a scale to the backward pass that is running."""
+    LossScales.scaled = True
     backward = _running[torch._C._current_graph_task_id()] = _Backward(scale)
     torch.autograd.Variable._execution_engine.queue_callback(backward.finish)
 

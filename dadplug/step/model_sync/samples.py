@@ -57,6 +57,8 @@ class SampleCounter:
         dealt: samples of the step, as the loader that deals the batches of all sites states, which are the site's
             weight then; None without such a loader.
         owned: addresses of the memory of inputs since the last `reset`, which a program may overwrite.
+        undelivered: passes that running backward passes have reached, which have delivered no gradient yet, with the
+            numbers of those.
         first_batch: gets the inputs of the first outermost forward of a training; None where it is not wanted.
         on_outputs: functions that are called with the outputs of each outermost forward that backward may follow, its
             samples, and its inputs.
@@ -84,7 +86,7 @@ class SampleCounter:
         self.stated: int | None = None
         self.dealt: int | None = None
         self._counted: set[_Passes] = set()  # whose gradients have arrived in this step
-        self._reached: list[tuple[int, _Passes]] = []  # by running backward passes, which have delivered nothing yet
+        self.undelivered: list[tuple[int, _Passes]] = []
         self._block: _Passes | None = None  # of the innermost `fixed` that is open
         self._pass = _Passes(0)  # of the running forward pass, or the last one
         self._running: list[bool] = []  # not empty while a forward pass is running; compiled code can read a list
@@ -127,7 +129,7 @@ class SampleCounter:
         Those that a pass with ``create_graph`` has reached count where there are no others, as where the loss is a
         penalty on input gradients: autograd does not show whether a later pass goes through what that has made.
         """
-        return {passes for task, passes in self._reached if task != -1} or {passes for _, passes in self._reached}
+        return {passes for task, passes in self.undelivered if task != -1} or {passes for _, passes in self.undelivered}
 
     @contextmanager
     def fixed(self, samples: int) -> Iterator[None]:
@@ -159,8 +161,10 @@ class SampleCounter:
         if self.dealt is not None:
             return self.dealt if pending else 0
         if not self.by_samples:
-            weighs = [passes for passes in self._counted if passes.samples or not passes.stated]
-            return int(pending and bool(weighs if self._counted else self.stated != 0))
+            for passes in self._counted:
+                if passes.samples or not passes.stated:
+                    return int(pending)
+            return int(pending and not self._counted and self.stated != 0)
         doubts = [passes.doubt for passes in self._counted] or ["the loss does not come from a call of the model"]
         if not pending or not any(doubts):
             return sum(passes.samples for passes in self._counted)
@@ -181,14 +185,14 @@ class SampleCounter:
 
     def deliver(self, *given: Any) -> None:
         """Count the passes that the running backward pass has reached, since it has delivered a gradient."""
-        if self._reached:
+        if self.undelivered:
             self._counted |= self._waiting()
-            self._reached.clear()
+            self.undelivered.clear()
 
     def discard(self) -> None:
         """Forget the backward passes so far, whose gradients have been cleared."""
         self._counted.clear()
-        self._reached.clear()
+        self.undelivered.clear()
 
     def reset(self) -> None:
         """Reset the counter, at the end of a step."""
@@ -235,7 +239,7 @@ class SampleCounter:
             if self.first_batch is not None and module.training:
                 self.first_batch.look(inputs)
             if torch._C._current_graph_task_id() == -1:  # what an earlier backward pass has reached was for nothing
-                self._reached.clear()
+                self.undelivered.clear()
             self._on_forward()
             self._watch_parameters()
             self.owned.update(leaf.untyped_storage().data_ptr() for leaf in inputs if _is_plain(leaf))
@@ -292,7 +296,7 @@ class SampleCounter:
                 self._on_backward()
                 torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(now))
             if counts:
-                self._reached.append((-1 if torch.is_grad_enabled() else now, passes))  # -1: by ``create_graph``
+                self.undelivered.append((-1 if torch.is_grad_enabled() else now, passes))  # -1: by ``create_graph``
 
         for output in reached:  # a hook of the tensor would be lost, or crash, where a program writes into it
             if output.grad_fn is not None:  # not a parameter or an input, which lasts longer than the pass
@@ -300,9 +304,9 @@ class SampleCounter:
 
     def _end_backward(self, backward_pass: int) -> None:
         """Forget what a backward pass has reached that delivers nothing, as those of `torch.autograd.grad`."""
-        if self._reached and self._has_arrived():
+        if self.undelivered and self._has_arrived():
             self.deliver()
-        self._reached = [each for each in self._reached if each[0] != backward_pass]
+        self.undelivered = [each for each in self.undelivered if each[0] != backward_pass]
 
 
 @dataclass(eq=False)

@@ -30,7 +30,7 @@ from ..model_sync.structure import ModelStructure, is_managed, without_managed
 from ..reducer.clipping import OutsizedGradients
 from ..reducer.handler import StepHeader
 from ..reducer.reducer import Reducer, StepRequest
-from ..units.base import Unit, mark_agreed
+from ..units.base import Arrived, Unit, mark_agreed
 from ..units.factor import ChainedUnit, FactorUnit, LowrankUnit
 from .chains import (
     ChainReports,
@@ -268,7 +268,7 @@ class Planner:
         options: the options.
         transport: the transport.
         samples: returns the samples that this site's gradients stand for so far in the step.
-        arrived: called with a unit when a backward pass has delivered its gradient.
+        arrived: reference to the method that gets a unit when a backward pass has delivered its gradient.
         given: objects for handlers that other rooms register, by path.
 
     Attributes:
@@ -286,7 +286,7 @@ class Planner:
         options: Options,
         transport: Transport,
         samples: Callable[[], int],
-        arrived: Callable[[Unit], None],
+        arrived: Arrived,
         given: Mapping[str, Any],
     ) -> None:
         self._model = model
@@ -399,15 +399,25 @@ class Planner:
             send: whether to send the gradient if it is complete.
             owned: addresses of memory that the user owns.
         """
-        if isinstance(unit, FactorUnit):
-            unit.prepare(owned, exact=self._method.traits.exact)
+        unit.arrivals += 1
+        factored = isinstance(unit, FactorUnit)
+        if factored and unit.sent and not (unit.void or self._method.traits.exact):
+            unit.reclaim()  # a method that compresses compresses the whole
+        sends = send and self.is_complete and not (unit.sent or self._changing)
+        if sends and unit.arrivals >= unit.expected > 0 and unit.discards >= unit.expected_discards:
+            assert self._reducer is not None
+            self._reducer.arrive(unit)
+            if factored and unit.sent_factors:
+                unit.hold_sent(owned)
+        elif factored:
+            unit.keep(owned)
+        if factored:
+            unit.placeholders.put()
         if not self.is_complete:
             if unit not in self._order:
                 self._order.append(unit)
-        elif send and not unit.sent and not self._changing:
-            assert self._reducer is not None
-            if unit.arrivals >= unit.expected > 0 and unit.discards >= unit.expected_discards:
-                self._reducer.arrive(unit)
+            if factored:
+                unit.set_aside()
 
     # Synchronization
 

@@ -211,7 +211,10 @@ class Placeholders:
         self.lifted: set[str] = set()
 
     def put(self) -> None:
-        """Put placeholders into ``.grad``; what is there becomes the part that is formed."""
+        """Put placeholders into ``.grad``, so that clearing, reading and changing it act on the factors.
+
+        What is there becomes the part that is formed.
+        """
         for name, parameter in self._parameters.items():
             lazy = self.active.get(name)
             if lazy is None:
@@ -335,6 +338,10 @@ def mark_agreed(units: Iterable[Unit]) -> None:
                 setattr(gradient, _AGREED, (unit.reduction, version_of(gradient)))
 
 
+Arrived = Callable[[], "Callable[[Unit], None] | None"]
+"""Weak reference to the method that gets a unit whose gradient has arrived; None once its object is gone."""
+
+
 class Unit:
     """Parameters whose gradients are exchanged together.
 
@@ -387,16 +394,17 @@ class Unit:
         """Whether ``.grad`` holds something."""
         return any(parameter.grad is not None for parameter in self.parameters.values())
 
-    def watch(self, on_arrival: Callable[[Unit], None]) -> None:
-        """Call a function whenever a backward pass has delivered all of the gradient of the leading parameter.
+    def watch(self, on_arrival: Arrived) -> None:
+        """Call a method whenever a backward pass has delivered all of the gradient of the leading parameter.
 
         Args:
-            on_arrival: called with the unit.
+            on_arrival: a reference to the method, which gets the unit.
         """
         self._hooks.append(self.lead.register_post_accumulate_grad_hook(OwnHook(self._arrive, on_arrival)))
 
-    def _arrive(self, on_arrival: Callable[[Unit], None], parameter: Tensor) -> None:
-        on_arrival(self)
+    def _arrive(self, on_arrival: Arrived, parameter: Tensor) -> None:
+        if (arrived := on_arrival()) is not None:
+            arrived(self)
 
     def drop_cleared(self) -> bool:
         """Discard what has arrived if the program has cleared it since; return whether that was all of it."""
@@ -452,10 +460,10 @@ class DenseUnit(Unit):
         self.path = path
         self._version = 0, 0  # of the gradient, when it arrived
 
-    def _arrive(self, on_arrival: Callable[[Unit], None], parameter: Tensor) -> None:
-        if parameter.grad is not None:
-            self._version = version_of(parameter.grad)
-            on_arrival(self)
+    def _arrive(self, on_arrival: Arrived, parameter: Tensor) -> None:
+        if (gradient := parameter.grad) is not None:
+            self._version = version_of(gradient)
+            super()._arrive(on_arrival, parameter)
 
     def drop_cleared(self) -> bool:
         gradient = self.lead.grad

@@ -14,7 +14,7 @@ from ...exchange.wire import copied
 from ...hooks import LINEAR, CapturedLayer, Elementwise, Factor, Form, LayerCapture, OwnHook, stack_by_form
 from ...hooks.registry import is_accumulated
 from ..methods.base import GradientPath
-from .base import DenseUnit, Placeholders, Unit, accumulated, is_agreed, unmark_agreed
+from .base import Arrived, DenseUnit, Placeholders, Unit, accumulated, is_agreed, unmark_agreed
 
 _SMALL = 1 << 16  # elements that may be held in any case
 
@@ -64,7 +64,7 @@ class FactorUnit(Unit):
         self._formed: dict[Form, int] = {}  # rows whose gradient has been formed and added to `.grad`
         self.sent_factors: list[Factor] = []
         self._weights_then: set[tuple[int, int]] = set()  # version and address of the weight when gradients arrived
-        self._placeholders = Placeholders(parameters, self)
+        self.placeholders = Placeholders(parameters, self)
         self._last_pass = -1  # number of the last backward pass that has reached a parameter
         self._room = max(self.lead.numel(), _SMALL)
         self.sent_gradient: Callable[[str], list[Tensor]] | None = None
@@ -79,23 +79,32 @@ class FactorUnit(Unit):
         now = torch._C._current_graph_task_id()
         if now != self._last_pass:  # for weight and bias once
             self._last_pass = now
-            if self._placeholders.active:
+            if self.placeholders.active:
                 self.drop_cleared()
         if gradient is not None and is_accumulated(self.parameters[name]):
-            self._placeholders.lift(name)
+            self.placeholders.lift(name)
             self._before_dense(name)
 
     def _before_dense(self, name: str) -> None:
         """Prepare for autograd adding to ``.grad``."""
         self.dense = self.outside = True
 
+    def _arrive(self, on_arrival: Arrived, parameter: Tensor) -> None:
+        self._weights_then.add((self.lead._version, self.lead.data_ptr()))
+        super()._arrive(on_arrival, parameter)
+
     def _after_dense(self, name: str, parameter: Tensor) -> None:
         """Put the placeholder of a bias back; that of the weight comes back with its arrival."""
-        if self._placeholders.lifted:
-            self._placeholders.put()
+        if self.placeholders.lifted:
+            self.placeholders.put()
 
     def drop_cleared(self) -> bool:
-        gone = self._placeholders.gone() if self._placeholders.active else []
+        for name, lazy in self.placeholders.active.items():
+            if self.parameters[name].grad is not lazy:
+                break
+        else:
+            return False
+        gone = self.placeholders.gone()
         if not gone:
             return False
         if len(gone) < len(self.parameters):
@@ -108,14 +117,14 @@ class FactorUnit(Unit):
         """Form the gradient of the weight or of the bias, where that of the other has been cleared."""
         kept = next(name for name in self.parameters if name not in gone)
         self._check_here(kept)
-        self._placeholders.drop(gone, self.read_gradient)
+        self.placeholders.drop(gone, self.read_gradient)
         for part in self._parts(kept):
-            self._placeholders.add(kept, part)
+            self.placeholders.add(kept, part)
         self._forget_factors()
         self.dense = True
 
     def discard(self) -> None:
-        self._placeholders.drop(list(self._placeholders.active), self.read_gradient)
+        self.placeholders.drop(list(self.placeholders.active), self.read_gradient)
         super().discard()
         self._forget_factors()
         self._formed.clear()
@@ -128,7 +137,7 @@ class FactorUnit(Unit):
             layer.clear()
 
     def read_gradient(self, name: str) -> Tensor:
-        earlier = self._placeholders.earlier(name)
+        earlier = self.placeholders.earlier(name)
         gradient = None if earlier is None else earlier.clone()
         for part in self._parts(name):
             gradient = accumulated(gradient, part, self.parameters[name])
@@ -148,8 +157,8 @@ class FactorUnit(Unit):
         self._check_here(name)
         self.form_gradients()
         self.dense = self.changed = True
-        own = self._placeholders.earlier(name)
-        return self._placeholders.add(name, torch.zeros_like(self.parameters[name])) if own is None else own
+        own = self.placeholders.earlier(name)
+        return self.placeholders.add(name, torch.zeros_like(self.parameters[name])) if own is None else own
 
     def may_change(self) -> bool:
         return not self.sent or self.void or bool(self.sent_factors)
@@ -189,7 +198,7 @@ class FactorUnit(Unit):
             factor = replace(factor, bias=torch.zeros_like(self.parameters[self.bias]))
         self._held = [factor, *self._held]
         self.arrivals += 1
-        self.show_arrival()
+        self.placeholders.put()
 
     @property
     def weight_changed(self) -> bool:
@@ -203,27 +212,22 @@ class FactorUnit(Unit):
                 "change it or clear a part of it, or run backward() inside reduction.no_sync()"
             )
 
-    def show_arrival(self) -> None:
-        """Put placeholders into ``.grad``, so that clearing, reading and changing it act on the factors."""
-        self._weights_then.add((self.lead._version, self.lead.data_ptr()))
-        self._placeholders.put()
-
     def resolve(self) -> None:
         """Remove the placeholders as synchronization begins; what a program has put into ``.grad`` is all-reduced."""
-        self._placeholders.resolve()
+        self.placeholders.resolve()
         for parameter in self.parameters.values():
             self.dense |= not is_agreed(parameter, self.reduction)
 
     def resolve_alone(self) -> None:
         """Remove the placeholders where nothing is synchronized; what has been formed stays in ``.grad``."""
-        self._placeholders.resolve()
+        self.placeholders.resolve()
 
     def leave(self, *, discard: bool) -> None:
         self.drop_cleared()
         if discard:
             self.discard()
         elif self.sent and not self.void and not self.reclaim():  # what is not held any more raises an error when read
-            self._placeholders.drop(list(self._placeholders.active), None)
+            self.placeholders.drop(list(self.placeholders.active), None)
         self.form_gradients()
         self.resolve_alone()
         for parameter in self.parameters.values():
@@ -298,11 +302,13 @@ class FactorUnit(Unit):
 
         Rows in another form than the agreed one, such as those of images of another size, become a dense gradient.
         """
-        self.last_rows = self.rows or self.last_rows
-        factors = self._collect()
-        self.sent_factors = factors if self._is_small(factors) else []
-        if not factors:
-            return None
+        rows = sum(self._formed.values())
+        factors = self._collect(sends=True)
+        for factor in factors:
+            rows += factor.deltas.shape[0]
+        self.last_rows = rows or self.last_rows
+        if len(factors) == 1 and factors[0].form == self.form:
+            return factors[0]
         fitting: Factor | None = None
         for factor in stack_by_form(factors):
             if factor.form == self.form:
@@ -312,43 +318,47 @@ class FactorUnit(Unit):
                 self.dense = True
         return fitting
 
-    def _collect(self) -> list[Factor]:
-        """Return the factors that have arrived in the weight's type, and forget them."""
+    def _collect(self, sends: bool = False) -> list[Factor]:
+        """Return the factors that have arrived in the weight's type, and forget them.
+
+        Args:
+            sends: whether they are sent; small ones are held then, as `sent_factors`.
+        """
         if self.unformed is not None:
             self._settle()
         factors, self._held = self._held, []
         for layer in self.layers:
             if layer.committed:
                 factors = factors + layer.take()
-        dtype = self.lead.dtype
+        dtype, room = self.lead.dtype, self._room
         for place, factor in enumerate(factors):
             if factor.trace is not None:
                 self._taken_keys.append(factor.trace.key)
             if not (factor.activations.dtype == factor.deltas.dtype == dtype and factor.bias is None):
                 factors[place] = factor.to(dtype)
+            room -= factor.activations.numel() + factor.deltas.numel()
+        if sends:
+            self.sent_factors = factors if room >= 0 else []
         return factors
 
     def _settle(self) -> None:
         """Form a gradient that is not formed yet."""
 
-    def prepare(self, owned: Container[int], *, exact: bool) -> None:
-        """Prepare for sending or holding factors that have arrived.
-
-        Inputs from data are copied where they are held, since a loader may reuse its buffers. If factors have been sent
-        already, a method that compresses takes them back, to compress the whole.
+    def hold_sent(self, owned: Container[int]) -> None:
+        """Copy inputs in `sent_factors` that a program may overwrite, for example a buffer that a loader fills.
 
         Args:
             owned: addresses of memory that the user owns.
-            exact: whether the method is exact.
         """
-        if self.sent and not self.void and not exact:
-            self.reclaim()
-        wanted = None if self.sent else lambda: self._is_small(self._arrived())
-        for layer in self.layers:
-            layer.keep_inputs(owned, wanted)
+        fed = True in [layer.fed_by_data for layer in self.layers]
+        for place, factor in enumerate(self.sent_factors):
+            if fed or factor.activations.untyped_storage().data_ptr() in owned:
+                self.sent_factors[place] = replace(factor, activations=factor.activations.clone())
 
     def keep(self, owned: Container[int] = ()) -> None:
         """Hold factors that cannot be sent yet, in no more memory than a gradient where they may be one.
+
+        Inputs that a program may overwrite are copied.
 
         Args:
             owned: addresses of memory that the user owns.
@@ -381,7 +391,7 @@ class FactorUnit(Unit):
         for factor in stack_by_form(self._collect()):
             self._form(factor)
 
-    def become_dense(self, capture: LayerCapture, arrived: Callable[[Unit], None]) -> list[Unit]:
+    def become_dense(self, capture: LayerCapture, arrived: Arrived) -> list[Unit]:
         """Form the gradients that have arrived, and stop capturing; return the dense units that replace this one.
 
         Args:
@@ -400,19 +410,20 @@ class FactorUnit(Unit):
 
     def _form(self, factor: Factor) -> None:
         self._formed[factor.form] = self._formed.get(factor.form, 0) + factor.rows
-        self._placeholders.add(self.name, factor.gradient())
+        self.placeholders.add(self.name, factor.gradient())
         if self.bias is not None:
-            self._placeholders.add(self.bias, factor.bias_gradient())
+            self.placeholders.add(self.bias, factor.bias_gradient())
 
     def begin_step(self) -> None:
         super().begin_step()
-        self._placeholders.end_step()
+        self.placeholders.end_step()
+        if self._formed or self._taken_keys or self._weights_then:
+            self._formed.clear()
+            self._taken_keys.clear()
+            self._weights_then.clear()
         self.sent_factors = []
-        self._weights_then.clear()
         self.sent_gradient = None
         self.outside = self.changed = False
-        self._formed.clear()
-        self._taken_keys.clear()
 
 
 def _keys(factors: Sequence[Factor]) -> list[int]:
@@ -443,10 +454,11 @@ class LowrankUnit(FactorUnit):
         self._aside[name], parameter.grad = parameter.grad, None
         self.outside = bool(self.layers)
 
-    def _arrive(self, on_arrival: Callable[[Unit], None], parameter: Tensor) -> None:
+    def _arrive(self, on_arrival: Arrived, parameter: Tensor) -> None:
         if self._aside:
             self._after_dense(self.name, parameter)
-        on_arrival(self)
+        if (arrived := on_arrival()) is not None:
+            arrived(self)
 
     def _after_dense(self, name: str, parameter: Tensor) -> None:
         gradient = None
@@ -454,8 +466,8 @@ class LowrankUnit(FactorUnit):
             gradient, parameter.grad = parameter.grad, self._aside.pop(name)
             if gradient is not None:
                 self._hold(name, gradient)
-        if name != self.name and (gradient is not None or self._placeholders.lifted):
-            self._placeholders.put()
+        if name != self.name and (gradient is not None or self.placeholders.lifted):
+            self.placeholders.put()
 
     def _hold(self, name: str, gradient: Tensor) -> None:
         """Hold a gradient that has been formed, as a factor."""
@@ -471,7 +483,7 @@ class LowrankUnit(FactorUnit):
             self._condense()
 
     def resolve(self) -> None:
-        self._placeholders.resolve()
+        self.placeholders.resolve()
         for name, parameter in self.parameters.items():
             if parameter.grad is not None and not is_agreed(parameter, self.reduction):
                 gradient, parameter.grad = parameter.grad, None
@@ -523,11 +535,10 @@ class LowrankUnit(FactorUnit):
         return sum([factor.rows * factor.form.positions for factor in self._peek()])
 
     def take(self) -> Factor | None:
-        factors, rows = self._collect(), 0
+        factors, rows = self._collect(sends=True), 0
         for factor in factors:
             rows += factor.deltas.shape[0] * (1 if factor.form is LINEAR else factor.form.positions)
         self.last_rows = rows or self.last_rows
-        self.sent_factors = factors if self._is_small(factors) else []
         if len(factors) == 1 and factors[0].form is LINEAR:
             return factors[0]
         return self._matrix(factors) if factors else None
@@ -610,9 +621,7 @@ class ChainedUnit(FactorUnit):
         self.last_rows = self.rows or self.last_rows
         fitting: list[Factor] = []
         others: list[Factor] = []
-        factors = self._collect()
-        self.sent_factors = factors if self._is_small(factors) else []
-        for factor in factors:
+        for factor in self._collect(sends=True):
             fits = factor.trace is not None and factor.trace.key in accepted
             (fitting if fits else others).append(factor)
         for factor in stack_by_form(others):
