@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -67,51 +66,68 @@ class FactorPayload(NamedTuple):
 
 
 class StackedShares(list[FactorPayload]):
-    """Decoded rows of all senders of a slot, as many of each, which lie one behind the other in memory that is kept.
+    """Decoded rows of all senders of a slot, as many of each, which lie one behind the other.
 
     Args:
-        encoded: the rows of each sender in its payload, int8.
-
-    Attributes:
-        rows: their number, by sender.
         left: rows of the left factors of all senders.
         right: rows of the right ones.
+        biases: gradients of the bias, of shape (senders, size); None for none.
+        rows: number of rows of each sender.
+
+    Attributes:
+        left: as the argument.
+        right: as the argument.
         lefts: rows of the left factors by sender.
         rights: rows of the right ones by sender.
-        not_finite: senders whose rows hold NaN or Inf.
     """
 
-    def __init__(self, encoded: Sequence[FactorPayload]) -> None:
-        self.encoded = list(encoded)
-        rows = encoded[0].rows
-        self.rows = (rows,) * len(encoded)
-        sizes = [each.shape[-1] - SCALE_SIZE for each in encoded[0][:3] if each is not None]
-        self.left, self.right = (lasting((len(encoded) * rows, size), torch.float32) for size in sizes[:2])
-        biases = lasting((len(encoded), sizes[2] if sizes[2:] else 0), torch.float32)
-        self.lefts, self.rights = list(self.left.split(rows)), list(self.right.split(rows))
-        parts = zip(self.lefts, self.rights, biases, strict=True)
-        super().__init__(FactorPayload(left, right, bias if sizes[2:] else None) for left, right, bias in parts)
-        self._arrays = []
-        for share, (left, right, bias) in zip(encoded, ((each.left, each.right, each.bias) for each in self)):
-            given = share.left[:0] if share.bias is None else share.bias[None]
-            room = left[:0] if bias is None else bias[None]
-            self._arrays.append([each.numpy() for each in (share.left, share.right, given, left, right, room)])
-
-    def decode(self) -> StackedShares:
-        """Decode the rows of all senders."""
-        kernel = cpu_kernels().compiled.dequantise_factors
-        self.not_finite = []
-        for sender, arrays in enumerate(self._arrays):
-            if not kernel(*arrays):
-                self.not_finite.append(sender)
-        return self
+    def __init__(self, left: Tensor, right: Tensor, biases: Tensor | None, rows: int) -> None:
+        self.left, self.right = left, right
+        self.lefts, self.rights = list(left.split(rows)), list(right.split(rows))
+        each = [None] * len(self.lefts) if biases is None else biases
+        super().__init__(map(FactorPayload, self.lefts, self.rights, each))
 
 
-def not_finite(shares: Sequence[FactorPayload]) -> list[int]:
-    """Return the senders of decoded rows that hold NaN or Inf."""
-    if isinstance(shares, StackedShares):
-        return shares.not_finite
-    return [sender for sender, share in enumerate(shares) if not share.finite()]
+class StackedSlots:
+    """Slots of a bucket that have as many rows of each sender, which are decoded together, into memory that is kept.
+
+    Args:
+        slots: by index, the rows of each sender in its payload, int8.
+        payloads: the payloads.
+
+    Attributes:
+        shares: by index of the slot, the decoded rows.
+    """
+
+    def __init__(self, slots: Mapping[int, Sequence[FactorPayload]], payloads: Sequence[Tensor]) -> None:
+        senders, parts, end = len(payloads), [], 0
+        for views in slots.values():
+            for part in zip(*[view[:3] for view in views], strict=True):
+                rows = 0 if part[0] is None else torch.atleast_2d(part[0]).shape[0]
+                width = part[0].shape[-1] - SCALE_SIZE if rows else 0
+                parts.append((part, end, rows, width))
+                end += aligned(senders * rows * width)
+        values, self.shares = lasting(end, torch.float32), {}
+        for place, (index, views) in enumerate(slots.items()):
+            left, right, biases = (
+                values[start : start + senders * rows * width].view(senders * rows, width)
+                for _, start, rows, width in parts[3 * place : 3 * place + 3]
+            )
+            self.shares[index] = StackedShares(left, right, biases if len(biases) else None, views[0].rows)
+        self._values, self._parts = values.numpy(), []
+        for sender, payload in enumerate(payloads):
+            first, own = payload.data_ptr(), []
+            for part, start, rows, width in parts:
+                source = part[sender].data_ptr() - first if rows else 0
+                own.append([source, start + sender * rows * width, rows, width])
+            self._parts.append(torch.tensor(own).numpy())
+
+    def decode(self, payloads: Sequence[Tensor]) -> bool:
+        """Decode the rows of all senders in their payloads; return whether all of them are finite."""
+        kernel, finite = cpu_kernels().compiled.dequantise_parts, True
+        for payload, parts in zip(payloads, self._parts, strict=True):
+            finite &= kernel(payload.numpy(), parts, self._values)
+        return finite
 
 
 def finite(tensor: Tensor) -> bool:
@@ -301,6 +317,8 @@ class FactorBucket:
     Attributes:
         extra_rows: by slot, number of this site's rows that go in a second round.
         received_rows: by slot and site, number of rows that `receive` has found.
+        finite: whether `receive` has found that no row holds NaN or Inf; False where it has not looked at all of them.
+        stacked: slots that are decoded together; None for none.
         slot_bytes: by slot, bytes in this site's payload.
     """
 
@@ -325,6 +343,7 @@ class FactorBucket:
         self._keeps = wire.quantised and dtype == torch.float32 and on_cpu and plain  # memory for decoded rows
         self._rows = [0] * len(self.slots)
         self._overflow: dict[int, FactorPayload] = {}
+        self.finite = False
         self.extra_rows = [0] * len(self.slots)
         self.received_rows: list[tuple[int, ...]] = []
         self._learnt: Sequence[Sequence[int]] = ()  # rows of the last step
@@ -354,7 +373,8 @@ class FactorBucket:
         self._own = [] if self.place is None else self._cut(self._gather.payload, self.place)
         self._own_head = integers_of(self._gather.payload, len(self.slots))
         self._received: dict[int, tuple[Tensor, Tensor, list[FactorPayload]]] = {}
-        self._stacks: dict[int, StackedShares] = {}
+        self.stacked: StackedSlots | None = None
+        self._stacked_rows: list[tuple[int, ...]] = []  # by slot and sender, where `stacked` is for them
         self.slot_bytes = [
             0 if self.place is None else sum(slot.sizes(slot.capacity[self.place])) * self._wire.itemsize
             for slot in self.slots
@@ -497,35 +517,38 @@ class FactorBucket:
         Returns:
             The samples of each site, and by slot and site what was sent; valid until the next step's `post`.
         """
-        samples: list[int] = []
-        numbers: list[list[int]] = []
-        payloads: list[list[FactorPayload]] = []
-        for site, payload in enumerate(self._arrived(self._gather)):
-            count, rows, views = self._read(payload, site)
-            samples.append(count)
-            numbers.append(rows)
-            payloads.append(views)
+        payloads = self._arrived(self._gather)
+        samples, numbers, views = zip(*map(self._read, payloads, range(len(payloads))), strict=True)
         self.received_rows = [*zip(*numbers, strict=True)]
-        shares = map(self._decoded, range(len(self.slots)), zip(*payloads, strict=True), self.received_rows)
-        return samples, list(shares)
+        shares = [*zip(*views, strict=True)]
+        if self.received_rows != self._stacked_rows:
+            self._stack(shares, payloads)
+        known: Mapping[int, StackedShares] = {}
+        self.finite = False
+        if self.stacked is not None:
+            known = self.stacked.shares
+            self.finite = self.stacked.decode(payloads) and len(known) == len(shares)
+        found = [known[index] if index in known else self._decoded(index, each) for index, each in enumerate(shares)]
+        return list(samples), found
 
-    def _decoded(self, index: int, views: Sequence[FactorPayload], rows: tuple[int, ...]) -> list[FactorPayload]:
+    def _stack(self, shares: Sequence[Sequence[FactorPayload]], payloads: Sequence[Tensor]) -> None:
+        """Choose the slots that are decoded together, by the rows that have been received."""
+        self._stacked_rows, full = self.received_rows, {}
+        for index, (slot, rows) in enumerate(zip(self.slots, self.received_rows, strict=True)):
+            same = [*rows] == slot.capacity == [rows[0]] * len(rows)
+            if self._keeps and same and rows[0] and slot.out and slot.width:
+                full[index] = shares[index]
+        self.stacked = StackedSlots(full, payloads) if full else None
+
+    def _decoded(self, index: int, views: Sequence[FactorPayload]) -> list[FactorPayload]:
         """Return the decoded rows of a slot, by site.
 
         Args:
             index: the slot.
             views: the slot's place in each payload.
-            rows: number of rows in it.
         """
-        stack = self._stacks.get(index)
-        if stack is not None and rows == stack.rows and all(map(operator.is_, stack.encoded, views)):
-            return stack.decode()
-        slot, full = self.slots[index], tuple([view.left.shape[0] for view in views])
-        if self._keeps and rows[0] and full == rows == (rows[0],) * len(rows) and slot.out and slot.width:
-            self._stacks[index] = StackedShares(views)
-            return self._stacks[index].decode()
         found = []
-        for site, (view, number) in enumerate(zip(views, rows, strict=True)):
+        for site, (view, number) in enumerate(zip(views, self.received_rows[index], strict=True)):
             share = self.slots[index].unpack(view.part(0, number), self._sender(site))
             found.append(share if share.left.dtype == self._dtype else share.to(view.left.device, self._dtype))
         return found

@@ -604,18 +604,20 @@ def dequantise(payload: NDArray[np.int8], rows: NDArray[np.float32]) -> bool:
 
 
 @njit(nogil=True)
-def dequantise_factors(
-    lefts: NDArray[np.int8],
-    rights: NDArray[np.int8],
-    biases: NDArray[np.int8],
-    left: NDArray[np.float32],
-    right: NDArray[np.float32],
-    bias: NDArray[np.float32],
-) -> bool:
-    """Do what `dequantise` does for two factors, and for the gradient of a bias; without rows for none."""
-    finite = dequantise(lefts, left)
-    finite &= dequantise(rights, right)
-    return bool(finite & dequantise(biases, bias))
+def dequantise_parts(payload: NDArray[np.int8], parts: NDArray[np.int64], values: NDArray[np.float32]) -> bool:
+    """Do what `dequantise` does for parts of a payload; return whether the scales of all of them are finite.
+
+    Args:
+        payload: the payload, flat.
+        parts: a row a part: its first element in the payload, that of its values, number of rows, and their width.
+        values: filled with the values of the parts, flat.
+    """
+    finite = True
+    for i in range(parts.shape[0]):
+        source, place, rows, width = parts[i, 0], parts[i, 1], parts[i, 2], parts[i, 3]
+        encoded = payload[source : source + rows * (width + 4)].reshape((rows, width + 4))
+        finite &= dequantise(encoded, values[place : place + rows * width].reshape((rows, width)))
+    return finite
 
 
 @njit(nogil=True)

@@ -15,11 +15,12 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from ...exchange.factor_buckets import FactorPayload, StackedShares
+from ...exchange.factor_buckets import FactorPayload, StackedShares, StackedSlots
 from ...exchange.restrictions import check_restricted_rank, check_restrictions
 from ...exchange.wire import wire_format
 from ...hooks import LINEAR, Factor, Form
 from ...lowrank import sum_of_products, sum_one_by_one
+from ...lowrank.dispatch import NumbaKernels, cpu_kernels
 from ...support.registry import Registry
 from ...support.schedules import DEFAULTS, Decoding
 from .feedback import ErrorFeedback, LossScales
@@ -440,14 +441,15 @@ def warm_up(options: MethodOptions, dtype: torch.dtype) -> None:
     method = make_method(options)
     if not (method.traits.takes_factors and dtype.is_floating_point):
         return
-    generator = torch.Generator().manual_seed(0)
+    generator, flat = torch.Generator().manual_seed(0), torch.zeros(15, dtype=torch.int8)
+    if isinstance(cpu_kernels(), NumbaKernels):
+        views = FactorPayload(flat[:5].view(1, 5), flat[5:10].view(1, 5), flat[10:])
+        StackedSlots({0: [views]}, [flat]).decode([flat])
     for number, (rows, out, width) in enumerate(_LAYERS):
         activations, deltas = (torch.randn(rows, n, generator=generator).to(dtype) for n in (width, out))
         for _ in range(2):  # the second call begins from the basis of the first
             payload = method.encode(f"warm-up {number}", Factor(activations, deltas), True)
             decode([payload, payload], [0.5, 0.5], True, site_by_site=method.traits.exact)
-            if payload.encoded is not None and payload.encoded.left.dtype == torch.int8:
-                decode(StackedShares([payload.encoded] * 2).decode(), [0.5, 0.5], True)
             method.commit(f"warm-up {number}")
 
 

@@ -21,7 +21,6 @@ from ...exchange.factor_buckets import (
     IndexSlot,
     Slot,
     finite,
-    not_finite,
 )
 from ...exchange.hierarchy import NodeGather, NodeMessage, NodeMessages
 from ...exchange.restrictions import IN_FORCE
@@ -188,12 +187,16 @@ class GatheredHandler(BucketHandler):
         self._decode(payloads, self._samples)
 
     def not_finite(self) -> list[tuple[int | None, str]]:
+        if self.bucket.finite and not self._late:  # of all in one pass
+            return []
         late = [(slot, sender) for (slot, sender), payload in self._late.items() if not payload.finite()]
         found = [(self.senders[sender], self.units[slot].name) for slot, sender in late]
         for unit, by_sender in zip(self.units, self._payloads, strict=False):  # none where others merge
             formed = None if unit.path == GradientPath.LOWRANK else self._gradients.get(unit.name)  # else few rows
             if formed is None or not all(finite(each) for each in formed if each is not None):
-                found += [(self.senders[sender], unit.name) for sender in not_finite(by_sender)]
+                found += [
+                    (self.senders[sender], unit.name) for sender, each in enumerate(by_sender) if not each.finite()
+                ]
         return [*found]
 
     def _decode(self, payloads: Sequence[list[FactorPayload]], samples: Sequence[int]) -> None:
