@@ -625,11 +625,11 @@ class ContributionCodec:
         if not wire.quantised:
             return wire.encode(flat)
         flat = flat.float()
-        lost = self._lost.find(name, flat)
+        lost, rest = self._lost.prepare(name, flat)
         if lost is not None:
             flat = flat + lost
         encoded = wire.encode_flat(flat)
-        torch.sub(flat, wire.decode_flat(encoded, flat.numel()), out=self._lost.prepare(name, flat))
+        torch.sub(flat, wire.decode_flat(encoded, flat.numel()), out=rest)
         return encoded
 
     # Decoding

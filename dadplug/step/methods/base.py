@@ -7,9 +7,10 @@ section 3).
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from operator import attrgetter
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from ...exchange.factor_buckets import FactorPayload, StackedShares, StackedSlots
 from ...exchange.restrictions import check_restricted_rank, check_restrictions
 from ...exchange.wire import wire_format
-from ...hooks import LINEAR, Factor, Form
+from ...hooks import LINEAR, CapturedLayer, Factor, Form
 from ...lowrank import sum_of_products, sum_one_by_one
 from ...lowrank.dispatch import NumbaKernels, cpu_kernels
 from ...support.registry import Registry
@@ -144,6 +145,9 @@ class MethodOptions(Protocol):
     def merge(self) -> str: ...
 
 
+_FED = attrgetter("fed_by_data")
+
+
 class Method:
     """Method of gradient agreement. A new one is a subclass in a file of its own, registered by `register_method`.
 
@@ -172,7 +176,11 @@ class Method:
         self.loss_scales = LossScales()
         self.weight = 1.0
         self.batch: Callable[[], int] = int  # samples of this site in the step; 0 where they are not known
-        self.is_fed: Callable[[str], bool] = lambda name: False  # whether data are the input of a weight's layer
+        self.layers: Mapping[str, Sequence[CapturedLayer]] = {}  # by name of the weight
+
+    def is_fed(self, name: str) -> bool:
+        """Return whether data are the input of a weight's layer, as far as its passes have shown."""
+        return any(map(_FED, self.layers.get(name, ())))
 
     @property
     def keeps_errors(self) -> bool:

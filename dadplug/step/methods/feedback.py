@@ -189,15 +189,18 @@ class ErrorFeedback:
             error = kept[name] = error.to(like.device)
         return error
 
-    def prepare(self, name: str, like: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
-        """Return a buffer for the next memory of a weight, to be filled by the caller; arguments as of `find`."""
-        shape, staged = shape or tuple(like.shape), self._staged.get(name)
+    def prepare(self, name: str, like: Tensor, shape: tuple[int, ...] | None = None) -> tuple[Tensor | None, Tensor]:
+        """Return what `find` does, and a buffer for the next memory, to be filled by the caller.
+
+        The two may be the same, in a further call of a step.
+        """
+        error, shape, staged = self.find(name, like, shape), shape or tuple(like.shape), self._staged.get(name)
         if staged is None:
             staged = self._spare.pop(name, None)
         if staged is None or staged.shape != shape or staged.dtype != like.dtype or staged.device != like.device:
             staged = like.new_empty(shape)
         self._staged[name] = staged
-        return staged
+        return error, staged
 
     def commit(self, name: str, scale: float = 1.0, expected: float = 1.0) -> None:
         """Make the staged memory of a weight the present one; see `dadplug.exchange.wire.rescale`."""

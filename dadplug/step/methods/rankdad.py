@@ -106,6 +106,7 @@ class _State(NamedTuple):
         weight: weight of these, and of the error memory, in the mean over sites; 0.0 where it is not known.
         calls: number of compressions.
         quality: quality of the last one.
+        fits: shape and type of the gradient, and size of that of the bias, for which the state is known to fit.
         storage: where all tensors lie, to be taken again by a later step; None where they lie elsewhere.
     """
 
@@ -116,6 +117,7 @@ class _State(NamedTuple):
     weight: float = 0.0
     calls: int = 0
     quality: Quality | None = None
+    fits: tuple[object, ...] = ()
     storage: _Storage | FormedState | None = None
 
 
@@ -131,7 +133,6 @@ class _Given(NamedTuple):
         state: the state that the step begins with.
         share: what is kept of earlier gradients counts for.
         loss_scale: the loss scale of the gradient.
-        how: options of a compression.
     """
 
     name: str
@@ -142,7 +143,6 @@ class _Given(NamedTuple):
     state: _State
     share: float
     loss_scale: float
-    how: dict[str, Any]
 
 
 @register_method("rankdad")
@@ -211,49 +211,54 @@ class RankDAD(Method):
         return self.max_rank if self.merger is None else min(self.max_rank, self.largest_rank)
 
     def encode(self, name: str, factor: Factor, with_bias: bool) -> FactorPayload:
-        state, weight = self._states.get(name, _State()), self.weight
-        if name in self._staged:
-            state = self._staged[name]
-            weight = state.weight if weight else weight
+        before, weight = self._staged.get(name), self.weight
+        state = before or self._states.get(name) or _State()
+        if before is not None and weight:
+            weight = before.weight
         whole = self._whole.get(name)
         if whole is None:
             whole = self._whole[name] = self._keeps_whole(factor)
-        if name in self._staged or not (weight and whole):  # else it is formed in the memory
+        if before is not None or not (weight and whole):  # else it is formed in the memory
             factor = factor.settled()
+        deltas, (rows, out), width = factor.deltas, factor.deltas.shape, factor.activations.shape[1]
         bias = factor.bias if with_bias else None
         if with_bias and bias is None:
-            bias = factor.form.bias_gradient(factor.deltas)
-        fitting = _fitting(state, factor, bias)
-        if fitting is not state and name not in self._staged:  # no later step can use the rest of it
-            self._states[name] = fitting
-        state = fitting
-        how: dict[str, Any] = {
+            bias = factor.form.bias_gradient(deltas)
+        shape = out, width, deltas.dtype, 0 if bias is None else bias.shape[0]
+        if state.fits != shape:
+            state = _fitting(state, factor, bias)._replace(fits=shape)
+            if before is None:  # no later step can use the rest of it
+                self._states[name] = state
+        if not weight:  # what a site without weight sends is lost, so that it sends nothing of what it keeps
+            most = min(self.rank_of(self._room, out, width), self.most_sent(name, rows))
+            left, right = compress(deltas, factor.activations, most, **self._how(name, state))
+            return FactorPayload(left.T, right.T, bias)
+        wire, found = wire_format(self._wire, deltas.dtype), self.rank_of(self._room, out, width)
+        # Rounding to int8 leaves small parts of all components, which need not make a batch of few rows as large again.
+        if wire.quantised and self._keeps_rows:
+            found = min(found, max(rows, _FEW))
+        rank = min(found, self.most_sent(name, rows)) if self._caps and self.is_fed(name) else found
+        loss_scale = self.loss_scales.of(name) if LossScales.scaled else 1.0
+        share = state.weight / weight if state.weight else 1.0
+        given = _Given(name, bias, wire, rank, found, state, share, loss_scale)
+        if whole:
+            memory = self._added(name, factor, state.lost, share * self._decay, loss_scale)
+            payload, staged = self._encode_formed(given, memory)
+        else:
+            payload, staged = self._encode_rows(given, factor)
+        if before is not None:
+            self._release(name, before)
+        self._staged[name] = staged._replace(weight=weight, calls=state.calls + 1, fits=shape)
+        return payload
+
+    def _how(self, name: str, state: _State) -> dict[str, Any]:
+        """Return the options of a compression."""
+        return {
             "iterations": self._iterations,
             "tolerance": self._tolerance,
             "warm_start": state.carry if self.options.warm_start else None,
             "seed": zlib.crc32(name.encode()),
         }
-        rows, room = factor.rows, self.rank_of(self._room, factor.deltas.shape[1], factor.activations.shape[1])
-        if not weight:  # what a site without weight sends is lost, so that it sends nothing of what it keeps
-            most = min(room, self.most_sent(name, rows))
-            left, right = compress(factor.deltas, factor.activations, most, **how)
-            return FactorPayload(left.T, right.T, bias)
-        wire = wire_format(self._wire, factor.deltas.dtype)
-        # Rounding to int8 leaves small parts of all components, which need not make a batch of few rows as large again.
-        found = min(room, max(rows, _FEW)) if wire.quantised and self._keeps_rows else room
-        rank = min(found, self.most_sent(name, rows)) if self._caps else found
-        loss_scale = self.loss_scales.of(name)
-        share = state.weight / weight if state.weight else 1.0
-        given = _Given(name, bias, wire, rank, found, state, share, loss_scale, how)
-        if whole:
-            payload, staged = self._encode_formed(
-                given, self._added(name, factor, state.lost, share * self._decay, loss_scale)
-            )
-        else:
-            payload, staged = self._encode_rows(given, factor)
-        self._release(name, self._staged.pop(name, None))
-        self._staged[name] = staged._replace(weight=weight, calls=state.calls + 1)
-        return payload
 
     def most_sent(self, name: str, rows: int) -> int:
         room = self._room
@@ -291,8 +296,8 @@ class RankDAD(Method):
         Returns:
             The payload and the next state.
         """
-        name, bias, wire, rank, _, state, share, loss_scale, how = given
-        (out, width), tolerance = memory.shape, self.options.tolerance
+        name, bias, wire, rank, _, state, share, loss_scale = given
+        (out, width), tolerance, warm = memory.shape, self.options.tolerance, self.options.warm_start
         kind = min(rank, out, width), (out, width), 0 if bias is None else bias.shape[0], wire
         slot = self._slots.get(name)
         if slot is None or slot.kind != (*kind, memory.dtype, memory.device):
@@ -301,10 +306,10 @@ class RankDAD(Method):
         if not isinstance(following, FormedState) or following.kind != slot.kind:
             following = slot.state()
         sent = -1
-        if state.carry is not None and how["warm_start"] is not None and self._iterations <= 1:
+        if state.carry is not None and warm and self._iterations <= 1:
             sent = slot.find(memory, state.carry, following, tolerance)
         if sent < 0:
-            compressed = compress_matrix(memory, rank, **(how | {"tolerance": 0.0}))
+            compressed = compress_matrix(memory, rank, **(self._how(name, state) | {"tolerance": 0.0}))
             sent = slot.take(compressed, following, tolerance)
         quality = state.quality
         if quality is None or state.calls % _MEASURE_EVERY == 0 or quality.effective_rank != sent:
@@ -313,7 +318,7 @@ class RankDAD(Method):
         payload = slot.encode(sent, memory, bias, state.bias, share, loss_scale, following)
         if state.carry is not None and not len(following.carry.right):  # the memory is zero; the storage may be reused
             following.keep_those_of(state.carry.right)
-        carry = following.carry if self.options.warm_start and len(following.carry.right) else None
+        carry = following.carry if warm and len(following.carry.right) else None
         kept = following.bias if len(following.bias) else None
         return payload, _State(carry=carry, bias=kept, quality=quality, storage=following)
 
@@ -327,7 +332,7 @@ class RankDAD(Method):
         Returns:
             The payload and the next state.
         """
-        name, bias, wire, rank, found, state, share, loss_scale, how = given
+        name, bias, wire, rank, found, state, share, loss_scale = given
         # No less than before: a small batch does not drop what is kept of a large one.
         room = max(state.room, rows_kept(found, factor.rows) + found - rank) if self._keeps_rows else 0
         measure = state.calls % _MEASURE_EVERY == 0 or state.quality is None
@@ -336,7 +341,7 @@ class RankDAD(Method):
             (left, right), scale = state.lost.rows(), share * loss_scale
             deltas = torch.cat([deltas, left])
             activations = torch.cat([activations, right if scale == 1.0 else right * scale])
-        compressed = compress(deltas, activations, rank + room, precise=rank, **how)
+        compressed = compress(deltas, activations, rank + room, precise=rank, **self._how(name, state))
         size = squared_norm(deltas, activations) if measure else 0.0
         sent = self._count_sent(compressed, rank)
         residual = state.quality.residual if state.quality and not measure else compressed.residual_of(size, sent)
@@ -419,7 +424,7 @@ class RankDAD(Method):
             loss_scale: the loss scale of the gradient.
         """
         like, shape = factor.deltas, (factor.deltas.shape[1], factor.activations.shape[1])
-        error, whole = self.errors.find(name, like, shape), self.errors.prepare(name, like, shape)
+        error, whole = self.errors.prepare(name, like, shape)
         if factor.write is not None:
             factor.write(slice(None), whole, error, share * loss_scale)
             if loss_scale != 1.0:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from operator import attrgetter
 from typing import NamedTuple
 
 from torch import nn
@@ -118,16 +117,13 @@ def partition_parameters(
 
 
 def show_inputs(method: Method, units: Sequence[Unit]) -> None:
-    """Let a method know which weights have layers that are fed by data.
+    """Let a method know the layers of each weight, which say whether they are fed by data.
 
     Args:
         method: the method.
         units: the units of a new plan.
     """
-    layers = {unit.name: unit.layers for unit in units if isinstance(unit, FactorUnit)}
-
-    fed = attrgetter("fed_by_data")  # asked in each step: inputs of the first passes may have needed gradients
-    method.is_fed = lambda name: any(map(fed, layers.get(name, ())))
+    method.layers = {unit.name: unit.layers for unit in units if isinstance(unit, FactorUnit)}
 
 
 def _refusals(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:

@@ -8,6 +8,8 @@ link: each bucket has another owner among them.
 from __future__ import annotations
 
 import math
+import time
+import weakref
 from abc import abstractmethod
 from collections.abc import Sequence
 from functools import partial
@@ -50,6 +52,8 @@ class GatheredHandler(BucketHandler):
     def __init__(self, units: Sequence[Unit], context: HandlerContext, senders: Sequence[int]) -> None:
         super().__init__(units, context)
         self.units: Sequence[FactorUnit] = [_factored(unit) for unit in units]
+        for unit in self.units:
+            unit.sender = weakref.ref(self)
         self.senders = list(senders)
         slots = [self._slot(unit) for unit in self.units]
         self.bucket = FactorBucket(slots, context.transport, self.dtype, context.wire(units[0]), self.senders)
@@ -209,10 +213,13 @@ class GatheredHandler(BucketHandler):
         self._gradients.clear()
         self._deferred.clear()
         if any(samples):
-            weights = self._weights(samples)
+            weights, layers, start = self._weights(samples), self.context.transport.traffic.present, time.perf_counter()
             for unit, by_sender, rows in zip(self.units, payloads, self._rows, strict=True):
                 if any(rows):
-                    self.timed("decode", unit, self._decode_unit, unit, by_sender, weights)
+                    self._decode_unit(unit, by_sender, weights)
+                    now = time.perf_counter()
+                    layers[unit.name].decode_seconds += now - start
+                    start = now
 
     def _decode_unit(self, unit: FactorUnit, payloads: list[FactorPayload], weights: list[float]) -> None:
         assert unit.form is not None
@@ -342,8 +349,9 @@ class SiteFactorHandler(GatheredHandler):
         self._present.add(unit.name)
         if not factor.deltas.shape[0] and factor.bias is None:  # no rows: what a method keeps stays as it is
             return None
-        method = self.context.method
-        method.weight = self.context.expected_weight
+        context, method = self.context, self.context.method
+        samples = context.samples()
+        method.weight = min(1.0, max(samples / context.reference, context.share)) if samples else 0.0
         try:
             if factor.form.encoded:
                 if IN_FORCE:
@@ -373,20 +381,15 @@ class FactorHandler(SiteFactorHandler):
     def __init__(self, units: Sequence[Unit], context: HandlerContext) -> None:
         super().__init__(units, context, range(context.transport.world_size))
 
-    def fill(self, unit: Unit) -> None:
-        assert isinstance(unit, FactorUnit)
-        self.timed("encode", unit, self._put, unit)
-        unit.sent_gradient = partial(self._sent_gradient, unit)
-
-    def _put(self, unit: FactorUnit) -> None:
-        slot, payload, transport = self._slots[unit.name], self._encode(unit), self.context.transport
+    def fill(self, unit: Unit) -> int:
+        slot, payload = self._slots[unit.name], self._encode(_factored(unit))
         if payload is None:
             self.bucket.clear(slot)
         else:
             self.bucket.fill(slot, payload)
-        transport.traffic.present[unit.name].bytes += transport.copies * self.bucket.slot_bytes[slot]
+        return self.context.transport.copies * self.bucket.slot_bytes[slot]
 
-    def _sent_gradient(self, unit: FactorUnit, name: str) -> list[Tensor]:
+    def sent_gradient(self, unit: FactorUnit, name: str) -> list[Tensor]:
         """Return what this site has sent of a parameter's gradient, for programs that read it."""
         payload = self.bucket.own_share(self._slots[unit.name]).to(unit.lead.device, self.dtype)
         if not unit.widths[0]:
@@ -452,7 +455,7 @@ class KeptPayloadsHandler(GatheredHandler):
         self._weighted_by = 0  # samples when the payloads were weighted
         self._missing_share = 0.0  # of this site's gradients, what its weight at that time has left out
 
-    def _sent_gradient(self, unit: FactorUnit, name: str) -> list[Tensor]:
+    def sent_gradient(self, unit: FactorUnit, name: str) -> list[Tensor]:
         """Return what this site has sent of a parameter's gradient, for programs that read it."""
         sent = self._own[self._slots[unit.name]]
         if sent is None:
@@ -532,14 +535,12 @@ class NodeFactorHandler(KeptPayloadsHandler):
     def ready(self) -> bool:
         return not self.missing and self._node_gather.over
 
-    def fill(self, unit: Unit) -> None:
-        assert isinstance(unit, FactorUnit)
+    def fill(self, unit: Unit) -> int:
         if self.missing == len(self.units):
             self._node_gather.post()
             self._weighted_by, self._finite = self.context.samples(), True
-        self._own[self._slots[unit.name]] = self.timed("encode", unit, self._take, unit)
-        self.context.transport.traffic.present[unit.name].bytes += self.sent_bytes(unit)
-        unit.sent_gradient = partial(self._sent_gradient, unit)
+        self._own[self._slots[unit.name]] = self._take(_factored(unit))
+        return self.sent_bytes(unit)
 
     def _take(self, unit: FactorUnit) -> FactorPayload | None:
         """Return what has arrived as rows, no more of them than the gradient's smaller side has."""

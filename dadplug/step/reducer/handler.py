@@ -412,15 +412,6 @@ class HandlerContext:
         keeps_rest = wire_format(self.options.wire_of(GradientPath.LOWRANK)).quantised
         self.checks_finite = self.options.check_finite or self.method.traits.keeps_state or keeps_rest
 
-    @property
-    def expected_weight(self) -> float:
-        """The weight in the mean that this site's gradients will have, about; 0.0 for none.
-
-        It is rather too large: otherwise the step would apply more of what was kept than there is.
-        """
-        samples = self.samples()
-        return min(1.0, max(samples / self.reference, self.share)) if samples else 0.0
-
     def factor(self, rank: int, found: float = 0.0) -> float:
         """Return the factor that clips the gradient of a site; 1.0 where it is not clipped.
 
@@ -577,8 +568,8 @@ class BucketHandler(ABC):
         """Prepare to receive."""
 
     @abstractmethod
-    def fill(self, unit: Unit) -> None:
-        """Put a unit's gradient, or its absence, into the bucket."""
+    def fill(self, unit: Unit) -> int:
+        """Put a unit's gradient, or its absence, into the bucket; return the bytes that are sent of it."""
 
     def on_filled(self) -> None:  # noqa: B027  (most wait for the launch)
         """Called when all units have been filled."""

@@ -18,7 +18,6 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -93,14 +92,12 @@ class MergedHandler(KeptPayloadsHandler, SiteFactorHandler):
 
     # A step
 
-    def fill(self, unit: Unit) -> None:
+    def fill(self, unit: Unit) -> int:
         assert isinstance(unit, FactorUnit)
         slot = self._slots[unit.name]
-        with self.timing("encode", unit):
-            payload = self._own[slot] = self._encode(unit)
-            self._contribute(slot, payload)
-        self.context.transport.traffic.present[unit.name].bytes += self.sent_bytes(unit)
-        unit.sent_gradient = partial(self._sent_gradient, unit)
+        payload = self._own[slot] = self._encode(unit)
+        self._contribute(slot, payload)
+        return self.sent_bytes(unit)
 
     def launch(self) -> None:
         self._weighted_by = self.context.samples()

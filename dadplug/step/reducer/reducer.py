@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
@@ -42,6 +44,7 @@ from .handler import (
 from .owners import Owners, deal
 
 _log = get_logger(__name__)
+_NOTHING = nullcontext()
 _Late = tuple[str, torch.nn.Parameter, Tensor]
 """The name of a unit, one of its parameters, and the agreed gradient of that, which no bucket carries."""
 
@@ -183,8 +186,11 @@ class Reducer:
 
     def arrive(self, unit: Unit, launches: bool = True) -> None:
         """Put a unit whose gradient is complete into its bucket, and launch the buckets that can leave."""
-        handler = self._handler_of[unit.name]
-        handler.fill(unit)
+        handler, layer = self._handler_of[unit.name], self._context.transport.traffic.present[unit.name]
+        profiled, start = torch.autograd._profiler_enabled(), time.perf_counter()
+        with torch.profiler.record_function(f"dadplug encode {unit.name}") if profiled else _NOTHING:
+            layer.bytes += handler.fill(unit)
+        layer.encode_seconds += time.perf_counter() - start
         handler.missing -= 1
         unit.sent = True
         if not handler.missing:

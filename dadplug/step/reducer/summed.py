@@ -83,8 +83,9 @@ class SummedHandler(BucketHandler):
             keep: whether the step counts for state.
         """
 
-    def fill(self, unit: Unit) -> None:
+    def fill(self, unit: Unit) -> int:
         """Leave the gradient in ``.grad`` until those of all units are there: they are put in together."""
+        return self._sent_bytes[unit.name]
 
     def on_filled(self) -> None:
         self._samples = self.context.samples()
@@ -96,8 +97,6 @@ class SummedHandler(BucketHandler):
 
     def _put_all(self, weight: float) -> list[Unit]:
         """Put all gradients into their buckets; return the units whose gradients are not finite, if that is checked."""
-        for name, nbytes in self._sent_bytes.items():
-            self.context.transport.traffic.present[name].bytes += nbytes
         return self.timed("encode", None, self._put_every, weight)
 
     def _put_every(self, weight: float) -> list[Unit]:
@@ -372,7 +371,8 @@ class TopKHandler(SummedHandler):
     def _put(self, unit: Unit, weight: float) -> bool:
         slot, gradient = self._slots[unit.name], gradient_matrix(unit) if weight else None
         errors, loss_scale = self._method.errors, self._method.loss_scales.of(unit.name)
-        error, whole = errors.find(unit.name, unit.lead), errors.prepare(unit.name, unit.lead).view(-1)
+        error, whole = errors.prepare(unit.name, unit.lead)
+        whole = whole.view(-1)
         flat_gradient = None if gradient is None else gradient.reshape(-1)
         flat_error = None if error is None else error.view(-1)
         if flat_error is not None and self.context.scale != 1.0:

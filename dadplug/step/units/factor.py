@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,13 @@ from ..methods.base import GradientPath
 from .base import Arrived, DenseUnit, Placeholders, Unit, accumulated, is_agreed, unmark_agreed
 
 _SMALL = 1 << 16  # elements that may be held in any case
+
+
+class SentGradients(Protocol):
+    """Sender of factors, which can form this site's gradients of them again."""
+
+    def sent_gradient(self, unit: FactorUnit, name: str) -> list[Tensor]:
+        """Return what this site has sent of a parameter's gradient in this step, in parts."""
 
 
 class FactorUnit(Unit):
@@ -34,7 +42,7 @@ class FactorUnit(Unit):
 
     Attributes:
         outside: whether the weight has been used outside of its layer in this step, or in a second derivative.
-        sent_gradient: returns what has been sent of a parameter's gradient in this step, in parts; None before.
+        sender: reference to what sends the factors, see `SentGradients`; None where nothing does.
         unformed: gradient of a `LowrankUnit` that is formed when it is compressed, as a factor; None for none.
         sent_factors: factors that have been put into a bucket, where they are small; until the end of backward.
         last_rows: rows of the layers' inputs in the last step in which there were any; of matrices where those are
@@ -67,7 +75,7 @@ class FactorUnit(Unit):
         self.placeholders = Placeholders(parameters, self)
         self._last_pass = -1  # number of the last backward pass that has reached a parameter
         self._room = max(self.lead.numel(), _SMALL)
-        self.sent_gradient: Callable[[str], list[Tensor]] | None = None
+        self.sender: Callable[[], SentGradients | None] = lambda: None
         for name, parameter in parameters.items():
             self._hooks.append(parameter.register_hook(OwnHook(self._before_gradient, name)))
             if name != weight:  # that of the weight is part of its arrival
@@ -149,8 +157,8 @@ class FactorUnit(Unit):
         here = self._peek() + (self.sent_factors if left else [])
         factors = stack_by_form([factor.to(self.lead.dtype) for factor in here])
         parts = [factor.gradient() if name == self.name else factor.bias_gradient() for factor in factors]
-        if left and not self.sent_factors and self.sent_gradient is not None:
-            parts += self.sent_gradient(name)
+        if left and not self.sent_factors and (sender := self.sender()) is not None:
+            parts += sender.sent_gradient(self, name)
         return parts
 
     def own_gradient(self, name: str) -> Tensor:
@@ -422,7 +430,6 @@ class FactorUnit(Unit):
             self._taken_keys.clear()
             self._weights_then.clear()
         self.sent_factors = []
-        self.sent_gradient = None
         self.outside = self.changed = False
 
 
