@@ -77,12 +77,14 @@ class StackedShares(list[FactorPayload]):
     Attributes:
         left: as the argument.
         right: as the argument.
+        scaled: room for the left ones times a factor.
         lefts: rows of the left factors by sender.
         rights: rows of the right ones by sender.
     """
 
     def __init__(self, left: Tensor, right: Tensor, biases: Tensor | None, rows: int) -> None:
         self.left, self.right = left, right
+        self.scaled = lasting(left.shape, left.dtype)
         self.lefts, self.rights = list(left.split(rows)), list(right.split(rows))
         each = [None] * len(self.lefts) if biases is None else biases
         super().__init__(map(FactorPayload, self.lefts, self.rights, each))

@@ -252,7 +252,7 @@ def sum_of_products(
     rights: Sequence[Tensor],
     weights: Sequence[float],
     constants: Decoding = DEFAULTS.decoding,
-    stack: tuple[Tensor, Tensor] | None = None,
+    stack: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Compute ``sum over s of weights[s] * lefts[s].T @ rights[s]``, all rows in one product.
 
@@ -261,7 +261,7 @@ def sum_of_products(
         rights: a block a site, of shape (k_s, in).
         weights: a weight a site.
         constants: sizes of blocks; the same at all sites, since the last bits depend on them.
-        stack: the blocks of all sites as two, if they lie one behind the other.
+        stack: the blocks of all sites as two, if they lie one behind the other, and room for the first one.
 
     Returns:
         The sum, of shape (out, in).
@@ -275,7 +275,7 @@ def sum_of_products(
         and like.dtype in (torch.float32, torch.float64)
     )
     rows = -(-count // 4) * 4 if own else count
-    left = scratch.take("lefts", (rows, out), like)
+    left = scratch.take("lefts", (rows, out), like) if stack is None or rows != count else stack[2]
     if stack is not None and min(weights) == max(weights):
         torch.mul(stack[0], weights[0], out=left[:count])
     else:

@@ -349,7 +349,7 @@ def decode(
     """
     if form == LINEAR and not site_by_site and not (with_bias and shares[0].bias is None):
         if isinstance(shares, StackedShares):
-            parts, stack = (shares.lefts, shares.rights), (shares.left, shares.right)
+            parts, stack = (shares.lefts, shares.rights), (shares.left, shares.right, shares.scaled)
         else:
             parts, stack = ([share.left for share in shares], [share.right for share in shares]), None
         gradient = sum_of_products(*parts, weights, constants, stack)

@@ -254,9 +254,11 @@ class GatheredHandler(BucketHandler):
                 return
             formed = partial(self._formed, form=unit.form)
             weight, bias = self.timed("decode", unit, formed, payloads, weights, unit.bias is not None)
-        add_gradient(unit.lead, weight)
-        if unit.bias is not None and bias is not None:
-            add_gradient(unit.parameters[unit.bias], bias)
+        for parameter, gradient in zip(unit.parameters.values(), (weight, bias), strict=False):
+            if gradient is not None and parameter.grad is None and not gradient.is_sparse:
+                parameter.grad = gradient.reshape(parameter.shape)
+            elif gradient is not None:
+                add_gradient(parameter, gradient)
 
     def _extra(self, headers: Sequence[StepHeader]) -> list[list[int]]:
         """Return the rows of the second round, by slot and sender."""

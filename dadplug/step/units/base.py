@@ -335,7 +335,9 @@ def mark_agreed(units: Iterable[Unit]) -> None:
     for unit in units:
         for parameter in unit.parameters.values():
             if (gradient := parameter.grad) is not None:
-                setattr(gradient, _AGREED, (unit.reduction, version_of(gradient)))
+                plain = gradient.layout is torch.strided and not gradient.is_inference()
+                version = (gradient._version, gradient.data_ptr()) if plain else version_of(gradient)
+                setattr(gradient, _AGREED, (unit.reduction, version))
 
 
 Arrived = Callable[[], "Callable[[Unit], None] | None"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Protocol
 
 import torch
@@ -18,6 +19,8 @@ from ..methods.base import GradientPath
 from .base import Arrived, DenseUnit, Placeholders, Unit, accumulated, is_agreed, unmark_agreed
 
 _SMALL = 1 << 16  # elements that may be held in any case
+_COMMITTED = attrgetter("committed")
+_FED = attrgetter("fed_by_data")
 
 
 class SentGradients(Protocol):
@@ -251,7 +254,7 @@ class FactorUnit(Unit):
     @property
     def fed_by_data(self) -> bool:
         """Whether a layer has had an input that needs no gradient."""
-        return any(layer.fed_by_data for layer in self.layers)
+        return any(map(_FED, self.layers))
 
     @property
     def left_out(self) -> str:
@@ -274,7 +277,9 @@ class FactorUnit(Unit):
     @property
     def is_empty(self) -> bool:
         """Whether no gradient has arrived, or all that has arrived has been taken."""
-        return not (self._formed or self._held or self.unformed is not None or self._arrived())
+        if self._formed or self._held or self.unformed is not None:
+            return False
+        return not any(map(_COMMITTED, self.layers))
 
     @property
     def rows(self) -> int:
@@ -358,7 +363,7 @@ class FactorUnit(Unit):
         Args:
             owned: addresses of memory that the user owns.
         """
-        fed = True in [layer.fed_by_data for layer in self.layers]
+        fed = self.fed_by_data
         for place, factor in enumerate(self.sent_factors):
             if fed or factor.activations.untyped_storage().data_ptr() in owned:
                 self.sent_factors[place] = replace(factor, activations=factor.activations.clone())
