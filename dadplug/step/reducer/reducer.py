@@ -376,7 +376,7 @@ class Reducer:
             handler.add_late()
         for unit in self._units:
             if isinstance(unit, FactorUnit):
-                unit.sent_factors = []
+                unit.sent_factors = ()
 
     def _header(self, request: StepRequest) -> StepHeader:
         faults, check_finite = self._context.faults, self._context.options.check_finite

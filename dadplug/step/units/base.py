@@ -9,8 +9,8 @@ changing it in place turns it into one that autograd might have formed.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,13 @@ _ATEN = torch.ops.aten
 # placeholder.
 _AGREED = "_dadplug_agreed"
 _CLEARING = (_ATEN.zero_.default, _ATEN._foreach_zero_.default)
+
+
+class Clearable(Protocol):
+    """Something that a step leaves empty."""
+
+    def clear(self) -> None:
+        """Forget the step."""
 
 
 class GradientSource(Protocol):
@@ -281,8 +288,8 @@ class Placeholders:
         self._spare |= self.active
         self.active.clear()
 
-    def end_step(self) -> None:
-        """Give programs that have kept a placeholder the agreed gradient."""
+    def clear(self) -> None:
+        """Forget the step; give programs that have kept a placeholder the agreed gradient."""
         for name in [*self._spare]:
             if sys.getrefcount(self._spare[name]) > _OWN_REFERENCES:
                 self._spare.pop(name).release(self._parameters[name].grad)
@@ -372,19 +379,18 @@ class Unit:
     reduction = -1
     changed = broken = False
     path: str = GradientPath.ALLREDUCE
+    _at_first: ClassVar[dict[str, Any]] = dict.fromkeys(("arrivals", "discards"), 0) | dict.fromkeys(
+        ("sent", "dense", "void", "changed"), False
+    )  # state at the beginning of a step
 
     def __init__(self, name: str, parameters: dict[str, nn.Parameter]) -> None:
         self.name = name
         self.parameters = parameters
         self.lead = parameters[name]
-        self.arrivals = 0
-        self.expected = 0
-        self.sent = False
-        self.dense = False
-        self.void = False
-        self.discards = 0
-        self.expected_discards = 0
+        self.expected = self.expected_discards = self.arrivals = self.discards = 0
+        self.sent = self.dense = self.void = False
         self._hooks: list[RemovableHandle] = []
+        self._of_step: Sequence[Clearable] = ()  # what is cleared at the end of a step
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -426,12 +432,12 @@ class Unit:
 
     def begin_step(self) -> None:
         """Reset what counts within a step."""
-        self.expected = max(self.expected, self.arrivals)
-        self.expected_discards, self.discards = self.discards, 0
-        self.arrivals = 0
-        self.sent = False
-        self.dense = False
-        self.void = False
+        if self.arrivals > self.expected:
+            self.expected = self.arrivals
+        self.expected_discards = self.discards
+        vars(self).update(self._at_first)
+        for each in self._of_step:
+            each.clear()
 
     def release(self) -> None:
         """Remove the hooks."""

@@ -54,6 +54,7 @@ class FactorUnit(Unit):
 
     last_rows = 0
     unformed: Factor | None = None
+    _at_first = Unit._at_first | {"outside": False, "sent_factors": ()}
 
     def __init__(
         self,
@@ -73,11 +74,12 @@ class FactorUnit(Unit):
         self._held: list[Factor] = []
         self._taken_keys: list[int] = []
         self._formed: dict[Form, int] = {}  # rows whose gradient has been formed and added to `.grad`
-        self.sent_factors: list[Factor] = []
+        self.sent_factors: Sequence[Factor] = ()
         self._weights_then: set[tuple[int, int]] = set()  # version and address of the weight when gradients arrived
         self.placeholders = Placeholders(parameters, self)
         self._last_pass = -1  # number of the last backward pass that has reached a parameter
         self._room = max(self.lead.numel(), _SMALL)
+        self._of_step = self.placeholders, self._formed, self._taken_keys, self._weights_then
         self.sender: Callable[[], SentGradients | None] = lambda: None
         for name, parameter in parameters.items():
             self._hooks.append(parameter.register_hook(OwnHook(self._before_gradient, name)))
@@ -143,7 +145,7 @@ class FactorUnit(Unit):
 
     def _forget_factors(self) -> None:
         self._held = []
-        self.sent_factors = []
+        self.sent_factors = ()
         for layer in self.layers:
             layer.clear()
 
@@ -157,7 +159,7 @@ class FactorUnit(Unit):
     def _parts(self, name: str) -> list[Tensor]:
         """Form what the factors that are here add to a parameter's gradient."""
         left = self.sent and not self.void
-        here = self._peek() + (self.sent_factors if left else [])
+        here = [*self._peek(), *(self.sent_factors if left else ())]
         factors = stack_by_form([factor.to(self.lead.dtype) for factor in here])
         parts = [factor.gradient() if name == self.name else factor.bias_gradient() for factor in factors]
         if left and not self.sent_factors and (sender := self.sender()) is not None:
@@ -181,8 +183,8 @@ class FactorUnit(Unit):
         """
         if not self.sent_factors:
             return False
-        self._held = self.sent_factors + self._held
-        self.sent_factors = []
+        self._held = [*self.sent_factors, *self._held]
+        self.sent_factors = ()
         self._taken_keys.clear()
         self.void = True
         return True
@@ -351,7 +353,7 @@ class FactorUnit(Unit):
                 factors[place] = factor.to(dtype)
             room -= factor.activations.numel() + factor.deltas.numel()
         if sends:
-            self.sent_factors = factors if room >= 0 else []
+            self.sent_factors = factors if room >= 0 else ()
         return factors
 
     def _settle(self) -> None:
@@ -363,10 +365,12 @@ class FactorUnit(Unit):
         Args:
             owned: addresses of memory that the user owns.
         """
-        fed = self.fed_by_data
-        for place, factor in enumerate(self.sent_factors):
+        fed = any(map(_FED, self.layers))
+        for factor in self.sent_factors:
             if fed or factor.activations.untyped_storage().data_ptr() in owned:
-                self.sent_factors[place] = replace(factor, activations=factor.activations.clone())
+                own = (replace(each, activations=each.activations.clone()) for each in self.sent_factors)
+                self.sent_factors = [*own]
+                return
 
     def keep(self, owned: Container[int] = ()) -> None:
         """Hold factors that cannot be sent yet, in no more memory than a gradient where they may be one.
@@ -426,16 +430,6 @@ class FactorUnit(Unit):
         self.placeholders.add(self.name, factor.gradient())
         if self.bias is not None:
             self.placeholders.add(self.bias, factor.bias_gradient())
-
-    def begin_step(self) -> None:
-        super().begin_step()
-        self.placeholders.end_step()
-        if self._formed or self._taken_keys or self._weights_then:
-            self._formed.clear()
-            self._taken_keys.clear()
-            self._weights_then.clear()
-        self.sent_factors = []
-        self.outside = self.changed = False
 
 
 def _keys(factors: Sequence[Factor]) -> list[int]:
@@ -604,6 +598,7 @@ class ChainedUnit(FactorUnit):
         self.unsent = unit.lead.new_empty(0, unit.shape[0])  # the deltas of what was taken last
         self._accepted: list[int] = []
         self._refused: set[int] = set()
+        self._of_step = (*self._of_step, self._accepted, self._refused)
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -673,10 +668,6 @@ class ChainedUnit(FactorUnit):
 
     def discard(self) -> None:
         super().discard()
-        self._forget_matches()
-
-    def begin_step(self) -> None:
-        super().begin_step()
         self._forget_matches()
 
     def _forget_matches(self) -> None:
