@@ -252,11 +252,12 @@ class Slot:
             room = room.part(0, rows)
         parts = share if encoded is None or encoded.left.dtype != self.wire.dtype else encoded
         for place, part in zip(room[:3], parts[:3], strict=True):
-            if place is not None and part is not None:
-                if self.wire.quantised and part.is_floating_point():
-                    self.wire.encode(torch.atleast_2d(part), torch.atleast_2d(place))
-                else:
-                    place.copy_(part)
+            if place is None or part is None:
+                continue
+            if self.wire.quantised and part.is_floating_point():
+                self.wire.encode(torch.atleast_2d(part), torch.atleast_2d(place))
+            else:
+                place.copy_(part)
 
     def check(self, share: FactorPayload, sender: str) -> None:
         """Check encoded rows of a payload.

@@ -473,7 +473,7 @@ class ModelGradients:
         if not isinstance(unit, FactorUnit) or reason is None:
             return [unit]
         units = unit.become_dense(self._capture, WeakMethod(self._arrived))
-        unit.resolve_alone()
+        unit.placeholders.resolve()
         return units
 
     # Steps
@@ -500,7 +500,7 @@ class ModelGradients:
         self._take()
         for unit in self.units:
             if isinstance(unit, FactorUnit):
-                unit.resolve_alone()
+                unit.placeholders.resolve()
             unit.release()
         self._capture.detach()
         self.counter.detach()

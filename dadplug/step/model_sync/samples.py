@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from types import ModuleType
 from typing import Any
 
@@ -27,6 +28,7 @@ from .sameness import FirstBatch
 from .structure import weak_hook
 
 _SEQUENCE_LAYERS = (nn.RNNBase, nn.MultiheadAttention)  # which know the dimension of their positions
+_DOUBT, _SAMPLES = attrgetter("doubt"), attrgetter("samples")
 _STATE_IT = "state the number of samples by `with reduction.samples(n):` around forward, or pass weighting='uniform'"
 
 
@@ -120,8 +122,8 @@ class SampleCounter:
         return self._known_of(self._counted | self._waiting()) or self.dealt or 0
 
     def _known_of(self, counted: set[_Passes]) -> int:
-        doubts = [passes for passes in counted if passes.doubt]
-        return sum([passes.samples for passes in counted]) if counted and not doubts else self.stated or 0
+        doubtful = any(map(_DOUBT, counted)) or not counted
+        return self.stated or 0 if doubtful else sum(map(_SAMPLES, counted))
 
     def _waiting(self) -> set[_Passes]:
         """Return the passes that count once a gradient arrives.
@@ -196,7 +198,8 @@ class SampleCounter:
 
     def reset(self) -> None:
         """Reset the counter, at the end of a step."""
-        self.discard()
+        self._counted.clear()
+        self.undelivered.clear()
         self.owned.clear()
         self.stated = None
         if self._block is not None:
@@ -217,7 +220,8 @@ class SampleCounter:
     def _around(self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """Call a watched module."""
         if self._running:
-            self._check_positions(module, args, kwargs)
+            if isinstance(module, _SEQUENCE_LAYERS):
+                self._check_positions(module, args, kwargs)
             return call(*args, **kwargs)
         self._running.append(True)
         try:  # an interrupted pass leaves nothing behind
@@ -241,16 +245,19 @@ class SampleCounter:
             if torch._C._current_graph_task_id() == -1:  # what an earlier backward pass has reached was for nothing
                 self.undelivered.clear()
             self._on_forward()
-            self._watch_parameters()
-            self.owned.update(leaf.untyped_storage().data_ptr() for leaf in inputs if _is_plain(leaf))
+            if self._watches_parameters:
+                self._watch_parameters()
+            for leaf in inputs:
+                if leaf.layout == torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(leaf):
+                    self.owned.add(leaf.untyped_storage().data_ptr())
         self._pass = self._block or _by_rule((*args, *kwargs.values()))
         self.current, self.known = self._pass.samples, bool(self._pass.samples or not self._pass.doubt)
-        self._check_positions(module, args, kwargs)
+        if isinstance(module, _SEQUENCE_LAYERS):
+            self._check_positions(module, args, kwargs)
 
     def _watch_parameters(self) -> None:
-        """Watch the parameters that are trained now, also after `torch.utils.swap_tensors`, if they are to be."""
-        watched: Iterable[Any] = self._model.parameters() if self._watches_parameters else ()
-        for parameter in watched:
+        """Watch the parameters that are trained now, also after `torch.utils.swap_tensors`."""
+        for parameter in self._model.parameters():
             key = id(parameter), parameter._cdata
             if parameter.requires_grad and key not in self._hooks:
                 parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks or None
@@ -259,7 +266,7 @@ class SampleCounter:
 
     def _check_positions(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Doubt the samples where the inputs of a layer begin with the position, and those of the model as they do."""
-        if self._block is not None or not isinstance(module, _SEQUENCE_LAYERS):
+        if self._block is not None:
             return
         first = next(iter((*args, *kwargs.values())), None)
         if not isinstance(first, Tensor) or first.is_nested or first.dim() not in (2, 3):
@@ -395,10 +402,6 @@ def tensors_of(batch: Any, depth: int = 3) -> Iterator[Tensor]:
         elif depth and (slots := getattr(type(leaf), "__slots__", None)):
             names = (slots,) if isinstance(slots, str) else slots
             yield from tensors_of([getattr(leaf, name, None) for name in names], depth - 1)
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return tensor.layout == torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def batches_before(step: int, own: int, steps: int) -> int:

@@ -441,8 +441,8 @@ class Planner:
                 )
         self._changing = False
         for unit in self.units:
-            if isinstance(unit, FactorUnit):
-                unit.resolve()
+            if isinstance(unit, FactorUnit) and unit.placeholders.resolve():
+                unit.take_formed()
 
     @property
     def batches(self) -> list[int]:

@@ -277,16 +277,19 @@ class Placeholders:
             self.active.pop(name).release(value)
             self.lifted.discard(name)
 
-    def resolve(self) -> None:
-        """Put the formed parts back into ``.grad``, as synchronization begins."""
-        for name, lazy in self.active.items():
-            parameter = self._parameters[name]
-            if parameter.grad is lazy:
-                parameter.grad, lazy.earlier = lazy.earlier, None
-            lazy.source = None
+    def resolve(self) -> bool:
+        """Put the formed parts back into ``.grad``, as synchronization begins; return whether it holds anything."""
+        formed = False
+        for name, parameter in self._parameters.items():
+            if (lazy := self.active.get(name)) is not None:
+                if parameter.grad is lazy:
+                    parameter.grad, lazy.earlier = lazy.earlier, None
+                lazy.source = None
+            formed |= parameter.grad is not None
         self.lifted.clear()
         self._spare |= self.active
         self.active.clear()
+        return formed
 
     def clear(self) -> None:
         """Forget the step; give programs that have kept a placeholder the agreed gradient."""

@@ -226,14 +226,14 @@ class FactorUnit(Unit):
             )
 
     def resolve(self) -> None:
-        """Remove the placeholders as synchronization begins; what a program has put into ``.grad`` is all-reduced."""
-        self.placeholders.resolve()
+        """Remove the placeholders as synchronization begins."""
+        if self.placeholders.resolve():
+            self.take_formed()
+
+    def take_formed(self) -> None:
+        """Account for what ``.grad`` holds as synchronization begins: it is all-reduced."""
         for parameter in self.parameters.values():
             self.dense |= not is_agreed(parameter, self.reduction)
-
-    def resolve_alone(self) -> None:
-        """Remove the placeholders where nothing is synchronized; what has been formed stays in ``.grad``."""
-        self.placeholders.resolve()
 
     def leave(self, *, discard: bool) -> None:
         self.drop_cleared()
@@ -242,7 +242,7 @@ class FactorUnit(Unit):
         elif self.sent and not self.void and not self.reclaim():  # what is not held any more raises an error when read
             self.placeholders.drop(list(self.placeholders.active), None)
         self.form_gradients()
-        self.resolve_alone()
+        self.placeholders.resolve()
         for parameter in self.parameters.values():
             if self.arrivals and parameter.grad is not None:  # an agreed one has been added to
                 unmark_agreed(parameter.grad)
@@ -488,8 +488,7 @@ class LowrankUnit(FactorUnit):
         if len(self._held) > 1:
             self._condense()
 
-    def resolve(self) -> None:
-        self.placeholders.resolve()
+    def take_formed(self) -> None:
         for name, parameter in self.parameters.items():
             if parameter.grad is not None and not is_agreed(parameter, self.reduction):
                 gradient, parameter.grad = parameter.grad, None
