@@ -231,7 +231,10 @@ class GradientReduction(FusedSteps, ReplicatedModel):
 
     def _drop_cleared(self) -> None:
         """Discard what has arrived for parameters whose gradients the program has cleared since."""
-        cleared = [unit.drop_cleared() for unit in self._planner.units if unit.arrivals]
+        cleared = []
+        for unit in self._planner.units:
+            if unit.arrivals:
+                cleared.append(unit.drop_cleared())
         if self._private is not None and self._private.holds_gradients:
             cleared.append(self._private.drop_cleared())
         if self._attached is not None and self._attached.arrived:
@@ -393,8 +396,9 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self._counter.follow()
         if self._private is None:
             self._counter.weight(provisional=self.world_size == 1)  # raises where it has to be stated
+        batch = self._batch()
         if not planner.is_complete:
-            planner.complete_plan(self._step, self._batch())
+            planner.complete_plan(self._step, batch)
             if self._step == 0 and not self._by_samples and self._counter.dealt is None and self._private is None:
                 warn_of_unequal(planner.batches)
         try:
@@ -408,7 +412,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
                     noise_every=wish,
                     settings=self._comparisons.settings.take(),
                     digest=0 if self.world_size == 1 else self._comparisons.digest(self._step),
-                    batch=self._batch(),
+                    batch=batch,
                     deferral=held,
                     counts=self._by_samples or self._counter.dealt is not None or self.options.privacy is not None,
                 )
@@ -426,7 +430,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
                 self._attached.fill_with_inf()
             self._measure_noise(headers)
         finally:
-            self._count(self._batch())
+            self._count(batch)
             self._end_step()
         planner.follow_sizes([header.batch for header in headers])
         if self._noise is not None:

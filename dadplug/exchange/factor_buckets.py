@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -151,6 +152,8 @@ def multiplies(tensor: Tensor) -> bool:
 
 
 _ALIGNMENT = 16  # elements; every part of a payload begins on a cache line
+_CAPACITY = attrgetter("capacity")
+_STACKS = 4  # selections of the slots of a bucket for which memory is kept
 _SHRINK_AFTER = 16  # steps with fewer rows before a slot gives room back
 
 
@@ -377,6 +380,7 @@ class FactorBucket:
         self._own_head = integers_of(self._gather.payload, len(self.slots))
         self._received: dict[int, tuple[Tensor, Tensor, list[FactorPayload]]] = {}
         self.stacked: StackedSlots | None = None
+        self._stacks: dict[tuple[int, ...], StackedSlots] = {}  # by their slots
         self._stacked_rows: list[tuple[int, ...]] = []  # by slot and sender, where `stacked` is for them
         self.slot_bytes = [
             0 if self.place is None else sum(slot.sizes(slot.capacity[self.place])) * self._wire.itemsize
@@ -412,7 +416,7 @@ class FactorBucket:
     def _arrived(self, gather: Gather) -> list[Tensor]:
         """Wait for the payloads; return those of the senders, by place."""
         payloads = gather.wait()
-        return [payloads[rank] for rank in self._senders]
+        return [*map(payloads.__getitem__, self._senders)]
 
     def _sender(self, site: int) -> str:
         """Return the name of a sender, by place."""
@@ -495,13 +499,13 @@ class FactorBucket:
 
     def _read(self, payload: Tensor, site: int) -> tuple[int, list[int], list[FactorPayload]]:
         """Return the samples of a sender, the rows in each slot, and the slots' places in its payload."""
-        (head, views), sender = self._views(payload, site), self._sender(site)
+        head, views = self._views(payload, site)
         count, *rows = head.tolist()
         if not 0 <= count <= COUNT:
-            check_all("payload", sender, (count,), 0, COUNT)
+            check_all("payload", self._sender(site), (count,), 0, COUNT)
         for slot, number in zip(self.slots, rows, strict=True):
             if not 0 <= number <= slot.capacity[site]:
-                check_all("payload", sender, (number,), 0, slot.capacity[site])
+                check_all("payload", self._sender(site), (number,), 0, slot.capacity[site])
         return count, rows, views
 
     def inspect(self) -> None:
@@ -541,7 +545,11 @@ class FactorBucket:
             same = [*rows] == slot.capacity == [rows[0]] * len(rows)
             if self._keeps and same and rows[0] and slot.out and slot.width:
                 full[index] = shares[index]
-        self.stacked = StackedSlots(full, payloads) if full else None
+        if full and tuple(full) not in self._stacks:
+            if len(self._stacks) == _STACKS:
+                self._stacks.clear()
+            self._stacks[tuple(full)] = StackedSlots(full, payloads)
+        self.stacked = self._stacks.get(tuple(full))
 
     def _decoded(self, index: int, views: Sequence[FactorPayload]) -> list[FactorPayload]:
         """Return the decoded rows of a slot, by site.
@@ -605,7 +613,7 @@ class FactorBucket:
             rows: rows of every site, by slot and site.
         """
         # The same rows again, as many as there is room for, change nothing.
-        if rows != self._learnt or rows != [slot.capacity for slot in self.slots]:
+        if rows != self._learnt or rows != [*map(_CAPACITY, self.slots)]:
             changed = [slot.learn(counts) for slot, counts in zip(self.slots, rows, strict=True)]
             if any(changed):
                 self.lay_out()

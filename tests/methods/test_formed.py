@@ -187,7 +187,7 @@ def test_rows_that_are_decoded_into_kept_memory_are_those_of_new_memory() -> Non
             reduction.synchronize()
             optimizer.step()
             made.append(sum(len(bucket.stacked.shares) for bucket in buckets if bucket.stacked))
-        assert (made[-1] == 2) is keeps
+        assert (max(made[1:]) == 2) is keeps
         weights.append([each.detach().clone() for each in model.parameters()])
         assert reduction.first_difference() is None
         reduction.detach()

@@ -194,7 +194,10 @@ class ErrorFeedback:
 
         The two may be the same, in a further call of a step.
         """
-        error, shape, staged = self.find(name, like, shape), shape or tuple(like.shape), self._staged.get(name)
+        shape, staged = shape or tuple(like.shape), self._staged.get(name)
+        error = (self._errors.get(name) if staged is None else staged) if self.enabled else None
+        if error is not None and (error.shape != shape or error.dtype != like.dtype or error.device != like.device):
+            error = self.find(name, like, shape)  # moved to the device, or None
         if staged is None:
             staged = self._spare.pop(name, None)
         if staged is None or staged.shape != shape or staged.dtype != like.dtype or staged.device != like.device:

@@ -47,10 +47,10 @@ class ModelStructure:
         self._tables: list[dict[str, Any]] = [module._modules for module in modules]
         self._tables += [module._parameters for module in modules]
         self._kept = [value for table in self._tables for value in table.values()]  # others cannot get their addresses
-        self._place = self._places()
+        self._place_then = self._place
         self._content = self._contents()
         self.parameters = {id(each): each for each in model.parameters() if not is_managed(each)}
-        self._training = self._trainings()
+        self._training = [*map(_TRAINING, self.parameters.values())]
         for parameter in self.parameters.values():  # swap_tensors leaves hooks that autograd does not call
             for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
                 setattr(parameter, hooks, getattr(parameter, hooks) or None)
@@ -60,17 +60,15 @@ class ModelStructure:
         others = (item for item in items if not (isinstance(item[1], Tensor) and _is_apart(item[1])))
         return [(name, id(value)) for name, value in others]
 
-    def _places(self) -> tuple[list[str], list[int]]:
+    @property
+    def _place(self) -> tuple[list[str], list[int]]:
         values = itertools.chain.from_iterable(map(dict.values, self._tables))
         return list(itertools.chain.from_iterable(self._tables)), list(map(id, values))
-
-    def _trainings(self) -> list[Any]:
-        return [*map(_TRAINING, self.parameters.values())]
 
     @property
     def is_present(self) -> bool:
         """Whether the model still has all the same modules and parameters, those managed elsewhere included."""
-        return self._places() == self._place
+        return self._place == self._place_then
 
     def same_tensors(self) -> bool:
         """Return whether the model still has the same modules and parameters, each in its place."""
@@ -81,7 +79,7 @@ class ModelStructure:
 
         They are not if `torch.utils.swap_tensors` has given one the place of another, with its memory and its hooks.
         """
-        return self._trainings() == self._training
+        return [*map(_TRAINING, self.parameters.values())] == self._training
 
 
 def mark_managed(parameter: nn.Parameter, managed: bool) -> None:

@@ -400,24 +400,24 @@ class Planner:
             owned: addresses of memory that the user owns.
         """
         unit.arrivals += 1
-        factored = isinstance(unit, FactorUnit)
-        if factored and unit.sent and not (unit.void or self._method.traits.exact):
-            unit.reclaim()  # a method that compresses compresses the whole
-        sends = send and self.is_complete and not (unit.sent or self._changing)
-        if sends and unit.arrivals >= unit.expected > 0 and unit.discards >= unit.expected_discards:
+        factored = unit if isinstance(unit, FactorUnit) else None
+        if factored is not None and unit.sent and not (unit.void or self._method.traits.exact):
+            factored.reclaim()  # what is compressed is the whole
+        complete = unit.arrivals >= unit.expected > 0 and unit.discards >= unit.expected_discards
+        sends = complete and send and self.is_complete and not (unit.sent or self._changing)
+        if sends:
             assert self._reducer is not None
             self._reducer.arrive(unit)
-            if factored and unit.sent_factors:
-                unit.hold_sent(owned)
-        elif factored:
-            unit.keep(owned)
-        if factored:
-            unit.placeholders.put()
-        if not self.is_complete:
-            if unit not in self._order:
-                self._order.append(unit)
-            if factored:
-                unit.set_aside()
+        elif not self.is_complete and unit not in self._order:
+            self._order.append(unit)
+        if factored is not None:
+            factored.placeholders.put()
+            if not sends:
+                factored.keep(owned)
+            elif factored.sent_factors:
+                factored.hold_sent(owned)
+            if not self.is_complete:
+                factored.set_aside()
 
     # Synchronization
 

@@ -7,12 +7,14 @@ link: each bucket has another owner among them.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 import weakref
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -34,6 +36,8 @@ from ..units.base import Unit, add_gradient
 from ..units.factor import ChainedUnit, FactorUnit, LowrankUnit
 from .clipping import squared_norm
 from .handler import BucketHandler, Fault, HandlerContext, StepHeader, register_handler
+
+_NAME, _PRESENT, _SAMPLES = map(attrgetter, ("name", "present", "samples"))
 
 
 class GatheredHandler(BucketHandler):
@@ -125,7 +129,7 @@ class GatheredHandler(BucketHandler):
 
     def _samples_of(self, headers: Sequence[StepHeader]) -> list[int]:
         """Return the samples that each sender's rows stand for at the end of the step."""
-        return [header.samples for header in headers]
+        return [*map(_SAMPLES, headers)]
 
     def _void(self, headers: Sequence[StepHeader]) -> list[list[bool]]:
         """Return, by slot and sender, whether what was sent has been discarded since and is to be left out."""
@@ -134,8 +138,8 @@ class GatheredHandler(BucketHandler):
 
     def _wanted(self, headers: Sequence[StepHeader]) -> list[bool]:
         """Return, by slot, whether there are rows to make a gradient of."""
-        present = [*map(any, zip(*[header.present for header in headers], strict=True))]
-        return [present[position] for position in self.positions]
+        present = [*map(any, zip(*map(_PRESENT, headers), strict=True))]
+        return [*map(present.__getitem__, self.positions)]
 
     # A step
 
@@ -143,7 +147,7 @@ class GatheredHandler(BucketHandler):
         self.bucket.post()
 
     def present(self) -> list[bool]:
-        return [unit.name in self._present for unit in self.units]
+        return [*map(self._present.__contains__, map(_NAME, self.units))]
 
     def own_squares(self) -> Sequence[Tensor]:
         return [square for name, square in self._squares.items() if name in self._present]
@@ -186,7 +190,7 @@ class GatheredHandler(BucketHandler):
     def receive(self) -> None:
         self.timed("wait", None, self.bucket.wait)
         self._samples, payloads = self.bucket.receive()
-        self._rows = [[*rows] for rows in self.bucket.received_rows]
+        self._rows = [*map(list, self.bucket.received_rows)]
         self._payloads = payloads
         self._decode(payloads, self._samples)
 
@@ -238,27 +242,27 @@ class GatheredHandler(BucketHandler):
         else:
             self._gradients[unit.name] = self._formed(complete, weights, unit.bias is not None, form=unit.form)
 
-    def _write(self, unit: FactorUnit) -> None:
-        """Write a unit's agreed gradients, or hold that of the weight as a product."""
-        if unit.name in self._gradients:
-            weight, bias = self._gradients[unit.name]
-        else:
-            payloads, weights = self._deferred[unit.name]
-            assert unit.form is not None
-            deferral = self.context.deferral
-            if deferral is not None and deferral.agreed and unit.lead.grad is None:
-                product = GradientProduct(payloads, weights, unit.form.transposed, self.context.decoding)
-                deferral.products[unit.lead] = product
-                if unit.bias is not None:
-                    add_gradient(unit.parameters[unit.bias], decode_bias(payloads, weights, unit.form))
-                return
-            formed = partial(self._formed, form=unit.form)
-            weight, bias = self.timed("decode", unit, formed, payloads, weights, unit.bias is not None)
-        for parameter, gradient in zip(unit.parameters.values(), (weight, bias), strict=False):
-            if gradient is not None and parameter.grad is None and not gradient.is_sparse:
-                parameter.grad = gradient.reshape(parameter.shape)
-            elif gradient is not None:
-                add_gradient(parameter, gradient)
+    def _write(self, units: Iterable[FactorUnit]) -> None:
+        """Write agreed gradients, or hold those of weights as products."""
+        for unit in units:
+            found = self._gradients.get(unit.name) or self._formed_late(unit)
+            for parameter, gradient in zip(unit.parameters.values(), found, strict=False):
+                if gradient is not None and parameter.grad is None and not gradient.is_sparse:
+                    parameter.grad = gradient.reshape(parameter.shape)
+                elif gradient is not None:
+                    add_gradient(parameter, gradient)
+
+    def _formed_late(self, unit: FactorUnit) -> tuple[Tensor | None, Tensor | None]:
+        """Return the gradients of weight and bias that may stay products; None for a weight whose gradient does."""
+        payloads, weights = self._deferred[unit.name]
+        assert unit.form is not None
+        deferral = self.context.deferral
+        if deferral is not None and deferral.agreed and unit.lead.grad is None:
+            product = GradientProduct(payloads, weights, unit.form.transposed, self.context.decoding)
+            deferral.products[unit.lead] = product
+            return None, None if unit.bias is None else decode_bias(payloads, weights, unit.form)
+        formed = partial(self._formed, form=unit.form)
+        return self.timed("decode", unit, formed, payloads, weights, unit.bias is not None)
 
     def _extra(self, headers: Sequence[StepHeader]) -> list[list[int]]:
         """Return the rows of the second round, by slot and sender."""
@@ -273,15 +277,15 @@ class GatheredHandler(BucketHandler):
     def finish(self, headers: Sequence[StepHeader], write: bool, keep: bool) -> None:
         samples = self._samples_of(headers)
         extra, void = ((), ()) if self.context.as_launched else (self._extra(headers), self._void(headers))
-        wanted = [write and want for want in self._wanted(headers)]
-        formed = self._gradients.keys() | self._deferred.keys()
-        missing = [unit for want, unit in zip(wanted, self.units, strict=True) if want and unit.name not in formed]
-        if missing or any(map(any, extra)) or any(map(any, void)) or samples != self._samples:
+        wanted = self._wanted(headers) if write else [False] * len(self.units)
+        late = not (self._gradients.keys() | self._deferred.keys()).issuperset(
+            map(_NAME, itertools.compress(self.units, wanted))
+        )
+        if late or any(map(any, extra)) or any(map(any, void)) or samples != self._samples:
             self._finish_late(self._extra(headers), self._void(headers), wanted, samples, write)
         method, weight = self.context.method, self._own_weight(samples) if keep else 0.0
-        for want, unit in zip(wanted, self.units, strict=True):
-            if want:
-                self._write(unit)
+        self._write(itertools.compress(self.units, wanted))
+        for unit in self.units:
             if keep:
                 method.commit(unit.name, weight)
             else:
@@ -352,8 +356,9 @@ class SiteFactorHandler(GatheredHandler):
         if not factor.deltas.shape[0] and factor.bias is None:  # no rows: what a method keeps stays as it is
             return None
         context, method = self.context, self.context.method
-        samples = context.samples()
-        method.weight = min(1.0, max(samples / context.reference, context.share)) if samples else 0.0
+        task = torch._C._current_graph_task_id()
+        if task == -1 or task != context.weighed_in:
+            context.weighed_in, method.weight = task, context.expected_weight
         try:
             if factor.form.encoded:
                 if IN_FORCE:
@@ -384,7 +389,8 @@ class FactorHandler(SiteFactorHandler):
         super().__init__(units, context, range(context.transport.world_size))
 
     def fill(self, unit: Unit) -> int:
-        slot, payload = self._slots[unit.name], self._encode(_factored(unit))
+        assert isinstance(unit, FactorUnit)
+        slot, payload = self._slots[unit.name], self._encode(unit)
         if payload is None:
             self.bucket.clear(slot)
         else:

@@ -385,6 +385,7 @@ class HandlerContext:
         headers: the headers of all sites, by rank, where they are known before anything is received.
         norms: the norms of all sites' gradients in the step, by rank, where they are clipped.
         limit: the norm to which they are clipped; infinity for none.
+        weighed_in: number of the backward pass in which the method has been given its weight; -1 for none.
     """
 
     transport: Transport
@@ -407,6 +408,7 @@ class HandlerContext:
     headers: Sequence[StepHeader] = ()
     norms: Sequence[float] = ()
     limit: float = math.inf
+    weighed_in: int = -1
 
     def __post_init__(self) -> None:
         keeps_rest = wire_format(self.options.wire_of(GradientPath.LOWRANK)).quantised
@@ -421,6 +423,15 @@ class HandlerContext:
         """
         norm = max(self.norms[rank], found) if self.norms else 0.0
         return self.limit / norm if norm > self.limit else 1.0
+
+    @property
+    def expected_weight(self) -> float:
+        """The weight in the mean that this site's gradients will have, about; 0.0 for none.
+
+        It is rather too large: otherwise the step would apply more of what was kept than there is.
+        """
+        samples = self.samples()
+        return min(1.0, max(samples / self.reference, self.share)) if samples else 0.0
 
     def follow(self, headers: Sequence[StepHeader], rank: int) -> None:
         """Follow the weights of the sites, at the end of a step that some site has a weight in."""

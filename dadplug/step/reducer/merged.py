@@ -133,7 +133,7 @@ class MergedHandler(KeptPayloadsHandler, SiteFactorHandler):
             counts = keep
             if write and wanted[slot]:
                 self.timed("decode", unit, self._decode_unit, unit, payloads, weights)
-                self._write(unit)
+                self._write([unit])
                 counts &= all(each.finite() for each in payloads)  # sums of finite payloads may overflow
             if counts:
                 method.commit(unit.name, self._own_weight(samples))

@@ -45,6 +45,7 @@ from .owners import Owners, deal
 
 _log = get_logger(__name__)
 _NOTHING = nullcontext()
+_SAMPLES, _FAULT, _FINITE, _DEFERRED = map(attrgetter, ("samples", "fault", "finite", "deferred"))
 _Late = tuple[str, torch.nn.Parameter, Tensor]
 """The name of a unit, one of its parameters, and the agreed gradient of that, which no bucket carries."""
 
@@ -249,11 +250,13 @@ class Reducer:
         headers, late = self._exchange_late(known or receive())
         self._check_sent(headers, late)
         write = _counts(headers)
-        write_gradients([(parameter, value) for _, parameter, value in late] if write else [])
+        if late and write:
+            write_gradients([(parameter, value) for _, parameter, value in late])
         absent = context.transport.rank in context.transport.absent
-        digests = [each.deferred for rank, each in enumerate(headers) if rank not in context.transport.absent]
-        compare_digests(request.deferral, header.deferred, digests)
-        keep = write and all(map(attrgetter("finite"), headers)) and not absent
+        if request.deferral is not None or any(map(_DEFERRED, headers)):
+            digests = [each.deferred for rank, each in enumerate(headers) if rank not in context.transport.absent]
+            compare_digests(request.deferral, header.deferred, digests)
+        keep = write and all(map(_FINITE, headers)) and not absent
         for handler in self._handlers:
             handler.finish(headers, write, keep)
             handler.missing = len(handler.units)
@@ -267,9 +270,9 @@ class Reducer:
         context.transport.end_step()
         context.complete_payloads.clear()
         context.faults.clear()
-        names = [unit.name for unit in self._units]
-        raise_fault(headers, names, context.transport.sites, attached)
-        if request.admits and not any(map(attrgetter("samples"), headers)):  # not in an exchange that ends a plan
+        if any(map(_FAULT, headers)):
+            raise_fault(headers, [unit.name for unit in self._units], context.transport.sites, attached)
+        if request.admits and not any(map(_SAMPLES, headers)):  # not in an exchange that ends a plan
             self._write_zeros(headers)
         return headers
 
@@ -333,10 +336,9 @@ class Reducer:
             if header.samples and header.finite and _counts(headers):
                 header.fault, header.finite = Fault.SUMMED if rank is None else Fault.SENT, False
                 header.culprit = self._context.positions[name]
-        if not _counts(headers):
+        if found and not _counts(headers):
             return
-        spoilt = [name for handler in self._handlers for name in handler.spoilt(headers)]
-        if spoilt:
+        if spoilt := [name for handler in self._handlers for name in handler.spoilt(headers)]:
             first = next(header for header in headers if header.samples)
             first.fault, first.finite = Fault.MERGED, False
             first.culprit = min(self._context.positions[name] for name in spoilt)
@@ -568,4 +570,4 @@ class Reducer:
 
 def _counts(headers: Sequence[StepHeader]) -> bool:
     """Return whether a step has samples and no fault, so that gradients are written."""
-    return any(map(attrgetter("samples"), headers)) and not any(map(attrgetter("fault"), headers))
+    return any(map(_SAMPLES, headers)) and not any(map(_FAULT, headers))
