@@ -257,7 +257,8 @@ class SampleCounter:
 
     def _watch_parameters(self) -> None:
         """Watch the parameters that are trained now, also after `torch.utils.swap_tensors`."""
-        for parameter in self._model.parameters():
+        parameters: Iterable[Any] = self._model.parameters()
+        for parameter in parameters:
             key = id(parameter), parameter._cdata
             if parameter.requires_grad and key not in self._hooks:
                 parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks or None

@@ -111,6 +111,10 @@ class GatheredHandler(BucketHandler):
     # What a subclass decides
 
     @abstractmethod
+    def sent_gradient(self, unit: FactorUnit, name: str) -> list[Tensor]:
+        """Return what this site has sent of a parameter's gradient, for programs that read it."""
+
+    @abstractmethod
     def _weights(self, samples: Sequence[int]) -> list[float]:
         """Return the factors of each sender's rows in the mean.
 
@@ -398,7 +402,6 @@ class FactorHandler(SiteFactorHandler):
         return self.context.transport.copies * self.bucket.slot_bytes[slot]
 
     def sent_gradient(self, unit: FactorUnit, name: str) -> list[Tensor]:
-        """Return what this site has sent of a parameter's gradient, for programs that read it."""
         payload = self.bucket.own_share(self._slots[unit.name]).to(unit.lead.device, self.dtype)
         if not unit.widths[0]:
             raise RuntimeError(
@@ -464,7 +467,6 @@ class KeptPayloadsHandler(GatheredHandler):
         self._missing_share = 0.0  # of this site's gradients, what its weight at that time has left out
 
     def sent_gradient(self, unit: FactorUnit, name: str) -> list[Tensor]:
-        """Return what this site has sent of a parameter's gradient, for programs that read it."""
         sent = self._own[self._slots[unit.name]]
         if sent is None:
             return []
