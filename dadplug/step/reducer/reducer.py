@@ -45,7 +45,7 @@ from .owners import Owners, deal
 
 _log = get_logger(__name__)
 _NOTHING = nullcontext()
-_SAMPLES, _FAULT, _FINITE, _DEFERRED = map(attrgetter, ("samples", "fault", "finite", "deferred"))
+_SAMPLES, _FAULT, _FINITE = map(attrgetter, ("samples", "fault", "finite"))
 _Late = tuple[str, torch.nn.Parameter, Tensor]
 """The name of a unit, one of its parameters, and the agreed gradient of that, which no bucket carries."""
 
@@ -250,12 +250,10 @@ class Reducer:
         headers, late = self._exchange_late(known or receive())
         self._check_sent(headers, late)
         write = _counts(headers)
-        if late and write:
-            write_gradients([(parameter, value) for _, parameter, value in late])
+        write_gradients([(parameter, value) for _, parameter, value in late if write])
         absent = context.transport.rank in context.transport.absent
-        if request.deferral is not None or any(map(_DEFERRED, headers)):
-            digests = [each.deferred for rank, each in enumerate(headers) if rank not in context.transport.absent]
-            compare_digests(request.deferral, header.deferred, digests)
+        digests = [each.deferred for rank, each in enumerate(headers) if rank not in context.transport.absent]
+        compare_digests(request.deferral, header.deferred, digests)
         keep = write and all(map(_FINITE, headers)) and not absent
         for handler in self._handlers:
             handler.finish(headers, write, keep)
