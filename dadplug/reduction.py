@@ -507,8 +507,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
     def idle(self, *, stop: bool = False) -> None:
         """Take part in a step without data: contribute nothing, and get the agreed gradients.
 
-        For a site that has run out of batches while others have not. The optimizer's step follows it. Clear gradients
-        before it, as before ``backward()``: modes that send factors add to what is there. Inside `no_sync` it stands
+        For a site that has run out of batches while others have not. The optimizer's step follows it. What
+        is left in ``.grad`` of earlier steps does not count, and is replaced. Inside `no_sync` it stands
         for one micro-batch. With `privacy` it is a step with an empty batch, whose noise is sent and counted: others
         cannot tell whether a batch was empty.
 
@@ -521,6 +521,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         """
         if self._syncing:
             self.before_idle()
+            self._planner.drop_earlier()
             self._idles = True
             try:
                 self.synchronize(stop=stop)

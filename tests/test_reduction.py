@@ -213,6 +213,36 @@ def test_a_step_without_any_data_leaves_no_gradient() -> None:
         assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.parametrize("mode", ["dsgd", "dad", "edad", "rankdad", "topk"])
+@support.at_sites(2)
+def test_a_site_without_data_need_not_clear_its_gradients(mode: str) -> None:
+    rank = dist.get_rank()
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(12, 10), nn.Tanh(), nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+    reference = copy.deepcopy(model)
+    settings = {"rank": 64, "tolerance": 0.0, "error_feedback": False, "wire": "fp32"} if mode == "rankdad" else {}
+    reduction = dadplug.GradientReduction(model, mode=mode, weighting="samples", **settings)
+    for step in range(4):
+        inputs = torch.randn(6, 12, dtype=torch.float64)
+        idles = step >= 2 and rank == 1
+        if not idles:
+            model.zero_grad()
+        reference.zero_grad()
+        rows = slice(0, 6) if step >= 2 else (slice(0, 3), slice(3, 6))[rank]
+        reference(inputs).square().mean().backward()
+        if idles:
+            reduction.idle()
+        else:
+            model(inputs[rows]).square().mean().backward()
+            reduction.synchronize()
+        for (name, found), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+            close = 1e-9 if mode != "topk" else 1.0
+            assert (found.grad - expected.grad).norm() <= close * expected.grad.norm(), (step, name)
+    assert reduction.first_difference() is None
+    agreed = torch.cat([each.grad.reshape(-1) for each in model.parameters()])
+    assert all(torch.equal(agreed, each) for each in reduction.gather_objects(agreed))
+
+
 @pytest.mark.parametrize("mode", ["dsgd", "dad", "rankdad", "topk"])
 @support.at_sites(2)
 def test_batches_without_rows_at_all_sites_leave_zeros_as_in_one_process(mode: str) -> None:

@@ -368,6 +368,13 @@ class Planner:
         """Whether there are gradients that the program has written, or that the sites have not agreed on."""
         return any(unit.is_own for unit in self.units)
 
+    def drop_earlier(self) -> None:
+        """Drop gradients of earlier steps to which factors would be added, for a site without data in this one."""
+        for unit in self.units:
+            if isinstance(unit, FactorUnit) and not unit.arrivals:
+                for parameter in unit.parameters.values():
+                    parameter.grad = None
+
     @property
     def present_structure(self) -> ModelStructure | None:
         """Structure of the model by which the plan was made; None where the model has another one now."""
