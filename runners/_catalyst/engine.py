@@ -72,6 +72,7 @@ class SiteEngine(Engine):
         reduction: gradient reduction of the model in training; None before it is built.
         steps_in_backward: whether a step ends with the backward pass; if not, the runner calls `end_step` later.
         loader_samples: number of samples of the current loader so far, on this site.
+        own_metrics: metrics of the current loader at this site, of those that callbacks have averaged over the sites.
         seed: seed of the order of samples.
         splits: fingerprints of the data sets that are split over the sites, by the names of loaders; None for others.
     """
@@ -90,6 +91,7 @@ class SiteEngine(Engine):
         self.reduction: GradientReduction | None = None
         self.steps_in_backward = True
         self.loader_samples = 1
+        self.own_metrics: dict[str, float] = {}
         self.seed = 0
         self.splits: dict[str, str | None] = {}
         self.transport = transport
@@ -163,6 +165,7 @@ class SiteEngine(Engine):
     def mean_reduce_ddp_metrics(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """Average the sites' metrics of a loader, weighted by their samples."""
         own = {name: float(value) for name, value in metrics.items()}
+        self.own_metrics |= own
         every = self.transport.gather_present((own, self.loader_samples))
         return merge_metrics([*checked(every, METRICS_KIND, "list of metrics", self.transport).values()])
 

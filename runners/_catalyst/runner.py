@@ -509,7 +509,8 @@ class BaseRunner(Exchange, SupervisedRunner):
 
     def on_loader_end(self, runner: Any) -> None:
         """Merge the metrics of all sites, and average running statistics before an evaluation uses them."""
-        own = {name: float(value) for name, value in self.loader_metrics.items()}
+        own = {name: float(value) for name, value in self.loader_metrics.items()} | self.engine.own_metrics
+        self.engine.own_metrics.clear()
         every = self._transport.gather_present((own, self.engine.loader_samples))
         by_site = checked(every, METRICS_KIND, "list of metrics", self._transport)
         self.loader_metrics.update(merge_metrics([*by_site.values()]))

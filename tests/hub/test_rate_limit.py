@@ -16,7 +16,7 @@ from dadplug.hub.secure.secure_socket import TokenBucket, site_bucket
 from dadplug.hub.server import acceptor
 from dadplug.hub.site import connection as connections
 from dadplug.hub.site.link import HubLink
-from dadplug.hub.wire.messages import VERSION, Head, Kind, Refuse, pack_refusal_before_9
+from dadplug.hub.wire.messages import OLDEST_VERSION, VERSION, Head, Kind, Refuse, pack_refusal_before_9
 
 
 class Clock:
@@ -98,7 +98,10 @@ def test_a_site_sends_no_faster_than_its_policy_says(tmp_path, monkeypatch):
 def test_a_site_of_a_later_version_is_told_to_upgrade_the_hub(hub):
     site = TestSite(hub.kit("a"), hub.address, version=VERSION + 1)
     assert isinstance(site.answer, Refuse)
-    assert f"speaks version {VERSION + 1} of the protocol, the hub serves versions 9 to {VERSION}" in site.answer.reason
+    assert (
+        f"speaks version {VERSION + 1} of the protocol, the hub serves versions {OLDEST_VERSION} to {VERSION}"
+        in site.answer.reason
+    )
     assert "upgrade the hub (the hub goes first, then the sites)" in site.answer.reason
     assert not site.answer.retry
 
@@ -120,7 +123,8 @@ def test_a_site_of_before_0_4_is_told_to_upgrade(hub):
         answer = codec.decode(Reader(connection).next().body)
     assert (type(answer), answer.name, answer.retry) == (RefuseBefore9, "a", False)
     assert (
-        f"speaks version 8 of the protocol, the hub serves versions 9 to {VERSION}: upgrade this site" in answer.reason
+        f"speaks version 8 of the protocol, the hub serves versions {OLDEST_VERSION} to {VERSION}: upgrade this site"
+        in answer.reason
     )
 
 

@@ -63,7 +63,13 @@ def counts(name, mode):
     dense = {"dense": "allreduce"} if mode == "rankdad" else {}  # gradients without factors are formed in any case
     reduction = dadplug.GradientReduction(model, mode=mode, rank=RANK, error_feedback=False, **dense)
     encoding, fill = [], FactorHandler.fill
-    FactorHandler.fill = lambda *args: encoding.append(flops(lambda: fill(*args)))
+
+    def counted(*args):
+        nbytes = []
+        encoding.append(flops(lambda: nbytes.append(fill(*args))))
+        return nbytes[0]
+
+    FactorHandler.fill = counted
     try:
         for _ in range(3):
             encoding.clear()

@@ -67,8 +67,20 @@ def test_tests_that_failed_run_once_more_alone(tmp_path):
 
 ROOT = Path(__file__).resolve().parents[2]
 # Tools, and what `make test-oldest` does without: models of others.
-UNTESTED = {"ruff", "mypy", "transformers", "peft", "opacus", "ipykernel", "nbclient", "nbformat", "codespell"}
-UNTESTED_EXTRAS = {"docs", "accelerate", "transformers", "ray", "nnunet"}
+UNTESTED = {
+    "ruff",
+    "mypy",
+    "transformers",
+    "peft",
+    "opacus",
+    "ipykernel",
+    "nbclient",
+    "nbformat",
+    "codespell",
+    "monai",
+    "pytorch-ignite",
+}
+UNTESTED_EXTRAS = {"docs", "accelerate", "transformers", "ray", "nnunet", "monai"}
 
 
 def normal(name: str) -> str:
