@@ -243,6 +243,35 @@ def test_a_site_without_data_need_not_clear_its_gradients(mode: str) -> None:
     assert all(torch.equal(agreed, each) for each in reduction.gather_objects(agreed))
 
 
+@pytest.mark.parametrize("keepers", [(1,), (0, 1)], ids=["one", "all"])
+@pytest.mark.parametrize("mode", ["dsgd", "dad", "edad"])
+@support.at_sites(2)
+def test_what_sites_keep_of_the_last_step_counts_in_the_next_one(mode: str, keepers: tuple[int, ...]) -> None:
+    """As with DDP, which averages what stands in ``.grad``."""
+    rank = dist.get_rank()
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(12, 10), nn.Tanh(), nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+    reduction = dadplug.GradientReduction(model, mode=mode)
+    before: list[torch.Tensor] = []
+    for step in range(4):
+        inputs = torch.randn(6, 12, dtype=torch.float64)
+        reference = copy.deepcopy(model)
+        reference.zero_grad()
+        reference(inputs).square().mean().backward()
+        kept = step == 2
+        if not (kept and rank in keepers):
+            model.zero_grad()
+        model(inputs[(slice(0, 3), slice(3, 6))[rank]]).square().mean().backward()
+        reduction.synchronize()
+        share = len(keepers) / 2 if kept else 0.0
+        expected = [each.grad for each in reference.parameters()]
+        if kept:
+            expected = [new + share * old for new, old in zip(expected, before, strict=True)]
+        before = [each.grad.clone() for each in model.parameters()]
+        for found, wanted in zip(before, expected, strict=True):
+            assert (found - wanted).norm() <= 1e-9 * wanted.norm(), step
+
+
 @pytest.mark.parametrize("mode", ["dsgd", "dad", "rankdad", "topk"])
 @support.at_sites(2)
 def test_batches_without_rows_at_all_sites_leave_zeros_as_in_one_process(mode: str) -> None:

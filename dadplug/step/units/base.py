@@ -325,7 +325,12 @@ def is_agreed(parameter: nn.Parameter, reduction: int) -> bool:
     mark = None if gradient is None else getattr(gradient, _AGREED, None)
     if gradient is None or mark == (reduction, version_of(gradient)):
         return True
-    return mark is not None and is_zero(gradient)
+    return is_cleared(gradient)
+
+
+def is_cleared(gradient: Tensor) -> bool:
+    """Return whether a gradient was written by a reduction, and holds zeros now."""
+    return getattr(gradient, _AGREED, None) is not None and is_zero(gradient)
 
 
 def unmark_agreed(gradient: Tensor) -> None:

@@ -16,7 +16,7 @@ from ...exchange.wire import copied
 from ...hooks import LINEAR, CapturedLayer, Elementwise, Factor, Form, LayerCapture, OwnHook, stack_by_form
 from ...hooks.registry import is_accumulated
 from ..methods.base import GradientPath
-from .base import Arrived, DenseUnit, Placeholders, Unit, accumulated, is_agreed, unmark_agreed
+from .base import Arrived, DenseUnit, Placeholders, Unit, accumulated, is_agreed, is_cleared, unmark_agreed
 
 _SMALL = 1 << 16  # elements that may be held in any case
 _COMMITTED = attrgetter("committed")
@@ -233,7 +233,11 @@ class FactorUnit(Unit):
     def take_formed(self) -> None:
         """Account for what ``.grad`` holds as synchronization begins: it is all-reduced."""
         for parameter in self.parameters.values():
-            self.dense |= not is_agreed(parameter, self.reduction)
+            gradient = parameter.grad
+            if gradient is None or gradient.is_sparse:  # which would come out dense
+                self.dense |= not is_agreed(parameter, self.reduction)
+            else:  # an agreed one that is left counts, too: other sites may have cleared theirs
+                self.dense |= not is_cleared(gradient)
 
     def leave(self, *, discard: bool) -> None:
         self.drop_cleared()
