@@ -6,9 +6,9 @@
 
 For each model and method: milliseconds of processor time of a step, those of the same step in one process alone and by
 DDP, the ratio of the first two, the calls of Python functions of the package by layer with a weight and step, and the
-bytes that a site sends in a step as a share of those of its gradient in fp32. Times are measured in turns, and the
-least of the turns counts: other work on the machine makes a turn longer, not shorter. One thread a site. Times are of
-the process, with its threads; waiting takes none.
+ratio of the bytes that a site sends in a step to the size of its gradient in fp32. All are measured several times by
+turns, and the least time counts: other work on the machine makes a turn longer, not shorter. One thread a site. Times
+are of the process, with its threads; waiting takes none.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .errors import MismatchError
 from .exchange import Traffic, Transport, open_transport
+from .exchange.fields import checked
 from .hub import current_connection
 from .options import Options
 from .reduction import GradientReduction
@@ -267,10 +268,14 @@ class SiteHandler:
         state = engine.state
         names = ("epoch_length", "max_epochs", "max_iters", "accumulation_steps")
         own = {name: getattr(engine, name, getattr(state, name, None)) for name in names}
-        every = self.reduction.gather_objects(own) if transport is None else gather(transport, own)
-        differing = [name for name in names if len({each[name] for each in every}) > 1]
+        kind, what = dict[str, int | None], "description of its engine"
+        if transport is None:
+            every = self.reduction.gather_objects(own, kind, what)
+        else:
+            every = [*checked(transport.gather_present(own), kind, what, transport).values()]
+        differing = [name for name in names if len({each.get(name) for each in every}) > 1]
         if differing:
-            found = ", ".join(f"{name}={[each[name] for each in every]}" for name in differing)
+            found = ", ".join(f"{name}={[each.get(name) for each in every]}" for name in differing)
             raise MismatchError(
                 f"the sites' engines differ in {found}, by site: give all sites the same, such as epoch_length=, "
                 "beyond which a loader begins again"

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from .ddp import DistributedDataParallel
-from .errors import SiteError
+from .errors import MismatchError, SiteError
 from .exchange import Traffic, open_transport
 from .hub import current_connection
 from .hub.connect import connect
@@ -281,6 +281,8 @@ class DadplugTraining(_Trainer):
         own["loss"] = [float(np.mean([each["loss"] for each in val_outputs]))]
         sites = self._gather(own, dict[str, list[float]], "sums of the pseudo Dice")
         for name, found in sites.items():
+            if {what: len(values) for what, values in found.items()} != {what: len(own[what]) for what in own}:
+                raise MismatchError(f"{name} has sent sums of the pseudo Dice of other classes than this site has")
             tp, fp, fn = (np.array(found[what]) for what in _COUNTS)
             with np.errstate(invalid="ignore"):
                 dice = 2 * tp / (2 * tp + fp + fn)  # NaN for a class that is in no batch, as in nnU-Net
@@ -302,7 +304,7 @@ class DadplugTraining(_Trainer):
         self.wrapped.reduction.detach()
 
     def perform_actual_validation(self, save_probabilities: bool = False) -> None:
-        """Validate on this site's own cases, in one process of those that write to one folder."""
+        """Validate on this site's own cases, in the process that writes the files."""
         if self.local_rank == 0:
             super().perform_actual_validation(save_probabilities)
 

@@ -507,10 +507,10 @@ class GradientReduction(FusedSteps, ReplicatedModel):
     def idle(self, *, stop: bool = False) -> None:
         """Take part in a step without data: contribute nothing, and get the agreed gradients.
 
-        For a site that has run out of batches while others have not. The optimizer's step follows it. What
-        is left in ``.grad`` of earlier steps does not count, and is replaced. Inside `no_sync` it stands
-        for one micro-batch. With `privacy` it is a step with an empty batch, whose noise is sent and counted: others
-        cannot tell whether a batch was empty.
+        For a site that has run out of batches while others have not. The optimizer's step follows it. Gradients of
+        earlier steps that are still in ``.grad`` do not count, and are replaced. Inside `no_sync` it stands for one
+        micro-batch. With `privacy` it is a step with an empty batch, whose noise is sent and counted, so that it looks
+        like any other step.
 
         Args:
             stop: whether to ask all sites to stop, as in `synchronize`.

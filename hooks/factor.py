@@ -57,7 +57,7 @@ class Form:
 
     @property
     def unfolding(self) -> int:
-        """Cost of a row that `unfold` returns, where one of those that make the gradient costs 1."""
+        """Cost of a row that `unfold` returns, relative to a row from which the gradient is computed."""
         return 1
 
     def gradient(self, deltas: Tensor, activations: Tensor) -> Tensor:

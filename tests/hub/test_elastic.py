@@ -316,10 +316,15 @@ def test_a_site_reports_how_much_of_a_state_has_arrived(monkeypatch, capsys):
     monkeypatch.setattr(rounds_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     rounds = rounds_of(1)
     rounds._link.post_control = sent.append
-    report = rounds._report(688_000_000)
-    for seconds, received in ((4, 1_000_000), (6, 6_000_000), (10, 7_000_000), (600, 400_000_000), (611, 688_000_000)):
-        now[0] = 100.0 + seconds
-        report(received)
+    monkeypatch.setattr(rounds_module, "PART_BYTES", 1_000_000)
+    arrivals = {1: 104.0, 6: 106.0, 7: 110.0, 400: 700.0, 688: 711.0}  # in seconds, by part
+
+    def receive(request, number, part, timeout):
+        now[0] = arrivals.get(number, now[0])
+        return True
+
+    rounds._receive_part = receive
+    assert rounds._receive_parts(SendState(3, 1, 5, 1), range(688_000_000), 1.0)  # its parts have lengths, as bytes do
     assert [each.received for each in sent] == [6_000_000, 400_000_000]
     assert str(sent[0]) == "receives the state: 6 of 688 MB, 11.4 min left"
     assert str(sent[1]) == "receives the state: 400 of 688 MB, 7.2 min left"

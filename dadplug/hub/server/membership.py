@@ -273,10 +273,10 @@ class Membership:
         if site.phase is not Phase.MEMBER or not site.ended < step <= self.open_step:
             self._drop(slot, f"it has ended step {step}, which it does not take part in")
         else:
-            if step == self.open_step and not self._ended(self.open_step):
-                self._first_end = now
+            if step == self.open_step:
+                self._first_end = self._first_end if self._ended(step) else now
+                self._last_end = now
             site.ended, site.idle, site.awaited = step, idle, True
-            self._last_end = now
             if step >= self.step:
                 site.until, site.held = 0, False
         return self._advance(now)
@@ -509,7 +509,7 @@ class Membership:
         return None
 
     def _is_awaited_long(self, slot: int, now: float) -> bool:
-        """Return whether others wait for the state of a site for so long that they are told."""
+        """Return whether others have waited for the state of a site long enough to announce a pause."""
         site = self._sites[slot]
         needed = site.held or (site.answered and self.round is RoundKind.COLLECTIVE)
         needed |= not self._enough(self._in_phase(Phase.MEMBER))

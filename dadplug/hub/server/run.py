@@ -730,11 +730,9 @@ class Recovery:
         self._sending.intersection_update(live)
         if self._sending:
             return  # also after a loss: what the others still send again must not be taken for the open round
-        winner = self._repeated
-        at = [each.position for each in self._reports.values()]
-        if (
-            winner is not None and winner.position in at
-        ):  # otherwise all that knew the end of the round are lost: for the others it is still open
+        winner, at = self._repeated, {each.position for each in self._reports.values()}
+        # Otherwise all sites for which the round was closed are lost, and for the others it is still open.
+        if winner is not None and winner.position in at:
             for session in self._reports.keys() & self._behind:
                 if self._lost_sender:
                     del self._reports[session]  # it joins again

@@ -40,7 +40,7 @@ class Donation:
         self.window = _FIRST_WINDOW
         self._announced = ANNOUNCED.pack(len(content), step, digest)
         self._content = memoryview(content)
-        self._count = 1 + parts_of(len(content))
+        self._count = 1 - (-len(content) // PART_BYTES)
         self._next = 0
         self._sent: dict[int, float] = {}  # when the parts on the way were sent, by number
         self._shortest = float("inf")  # seconds until the report of a part
@@ -72,8 +72,3 @@ class Donation:
         self._shortest = min(self._shortest, delay)
         waits = delay - self._shortest > max(_WAIT, _WAIT_SHARE * self._shortest)
         self.window = max(1, self.window - 1) if waits else min(_MOST_WINDOW, self.window + 1)
-
-
-def parts_of(nbytes: int) -> int:
-    """Return the number of parts of a state, without the first one, which announces it."""
-    return -(-nbytes // PART_BYTES)

@@ -24,7 +24,7 @@ from ..secure.epochs import DIGEST_BYTES
 
 _KEPT = 8  # rounds
 _MOST_EARLY = 1 << 16  # marks: of the rounds by which a late site may be behind
-_NO_MARK = -1
+_NO_MARK = -1  # of a sender with two marks for one round: it differs from every mark
 _MARKS = 0xFFFF  # the tag of a frame has 16 bits; 0 is none
 _CLOSE = struct.Struct("<QHH")  # step, number of contributors, number of those that have joined
 
@@ -134,7 +134,7 @@ class RoundHistory:
             different = True
         else:
             if mark and self._early.setdefault((slot, step), mark) != mark:
-                self._early[slot, step] = _NO_MARK  # it may be left out of the rounds before, which is not known yet
+                self._early[slot, step] = _NO_MARK  # this site may still leave the sender out of an earlier round
             different = len(self._early) > _MOST_EARLY
         if different and slot in self._suspects:
             self.apart.add((slot, step))

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...errors import DadplugError, DroppedError, MismatchError, SiteError
+from ...errors import DadplugError, DroppedError, MismatchError, SealingError, SiteError
 from ...exchange.calls import ASK_SECONDS
 from ...exchange.fields import NUMBER
 from ...exchange.handshake import Deadline
@@ -17,7 +17,7 @@ from ...support.structs import MOST_MS
 from ..wire.messages import IDLE, Arrived, Close, Exclude, Head, Joined, Kind, Position, Receiving, RoundKind, SendState
 from ..wire.streams import ELASTIC_HUB_TIMEOUT
 from .calls import check_calls, mismatch
-from .donation import ANNOUNCED, PART_BYTES, Donation, parts_of
+from .donation import ANNOUNCED, PART_BYTES, Donation
 from .history import RoundHistory
 from .inbox import CALLS, Incoming, StateRequests
 
@@ -372,8 +372,11 @@ class RoundClient:
 
     def _send_parts(self, donation: Donation) -> None:
         joiner, number = donation.request.joiner, donation.request.number
-        for part, content in donation.due(time.monotonic()):
-            self._link._frames.send_message(Head(Kind.STATE, joiner, donation.step, part, tag=number), content)
+        try:
+            for part, content in donation.due(time.monotonic()):
+                self._link._frames.send_message(Head(Kind.STATE, joiner, donation.step, part, tag=number), content)
+        except SealingError:  # this site has refused it as a member: it gets no state from here
+            self.states.withdraw(joiner)
 
     def take_arrived(self, message: Arrived) -> None:
         """Take a joiner's report on a part of this site's state. To be called with the link's lock held."""
@@ -390,7 +393,7 @@ class RoundClient:
         """Whether what arrives is to be read without delay, though the program waits for nothing."""
         return self.skips or self.joins or self.behind or bool(self.states.donations)
 
-    def receive_state(self, timeout: float, most: int) -> bytes:
+    def receive_state(self, timeout: float, most: int) -> bytearray:
         """Receive the state of another site, of so many bytes at most; from the beginning where it leaves meanwhile.
 
         Raises:
@@ -412,12 +415,8 @@ class RoundClient:
                 )
             if not request.step <= step <= NUMBER:
                 raise SiteError(f"{donor} announces a state of step {step}, and was asked for one of {request.step}")
-            content, report = memoryview(bytearray(nbytes)), self._report(nbytes)
-            done = all(
-                self._receive_part(request, number + 1, content[number * PART_BYTES :][:PART_BYTES], timeout)
-                and report((number + 1) * PART_BYTES)
-                for number in range(parts_of(nbytes))
-            )
+            content = bytearray(nbytes)
+            done = self._receive_parts(request, memoryview(content), timeout)
             with self._link.lock:
                 self.states.awaits &= not done or self.states.own is not request  # another hub sends a newer one
             if done and not self.states.awaits:
@@ -426,7 +425,7 @@ class RoundClient:
                 with self._link.lock:
                     self._begin_after(step, digest)
                     self._check_history()
-                return bytes(content)
+                return content
 
     def _begin_after(self, step: int, digest: bytes) -> None:
         """Go on after a closed step: this site has its state. To be called with the link's lock held."""
@@ -438,29 +437,22 @@ class RoundClient:
         if self._position is not None:
             self._position = self._position._replace(step=step)
 
-    def _report(self, nbytes: int) -> Callable[[int], bool]:
-        """Return a function of the bytes of a state that have arrived, which prints them, and reports them to the hub.
-
-        It returns true.
-
-        Args:
-            nbytes: bytes of the state.
-        """
-        began = time.monotonic()
-        due = [began + _REPORT_SECONDS]  # when next
-
-        def report(received: int) -> bool:
-            received, now = min(received, nbytes), time.monotonic()
-            if now < due[0]:
-                return True
-            due[0] = now + max(_REPORT_SECONDS, _REPORT_SHARE * (now - began))
-            left = (nbytes - received) * (now - began) / received
-            found = Receiving(received, nbytes, min(round(1e3 * left), MOST_MS))
-            print(f"dadplug: {found}", file=sys.stderr, flush=True)
-            self._link.post_control(found)
-            return True
-
-        return report
+    def _receive_parts(self, request: SendState, content: memoryview, timeout: float) -> bool:
+        """Receive a state, and report to the user and the hub how much has arrived; return whether it is complete."""
+        nbytes, began = len(content), time.monotonic()
+        due = began + _REPORT_SECONDS
+        for begin in range(0, nbytes, PART_BYTES):
+            part = content[begin : begin + PART_BYTES]
+            if not self._receive_part(request, 1 + begin // PART_BYTES, part, timeout):
+                return False
+            received, now = begin + len(part), time.monotonic()
+            if now >= due:
+                due = now + max(_REPORT_SECONDS, _REPORT_SHARE * (now - began))
+                left = (nbytes - received) * (now - began) / received
+                found = Receiving(received, nbytes, min(round(1e3 * left), MOST_MS))
+                print(f"dadplug: {found}", file=sys.stderr, flush=True)
+                self._link.post_control(found)
+        return True
 
     def _receive_part(self, request: SendState, number: int, buffer: memoryview, timeout: float) -> bool:
         """Receive a part of a state, and report it to the donor; return whether it is not void meanwhile."""

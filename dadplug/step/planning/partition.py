@@ -117,7 +117,7 @@ def partition_parameters(
 
 
 def show_inputs(method: Method, units: Sequence[Unit]) -> None:
-    """Let a method know the layers of each weight, which say whether they are fed by data.
+    """Give a method the layers of each weight, which it asks whether they are fed by data.
 
     Args:
         method: the method.

@@ -4,8 +4,9 @@ With the norm n_s of what site s sends in a step, and ``clip_sites=c``, the site
 ``min(1, c m / n_s)``, where m is the median of the norms of the sites that have data, the lower one of two. All sites
 compute it from the same numbers, and so get the same bits.
 
-Each site states its norm in its step header. Where what it sends arrives at every site, these compute the norm of it,
-too, and use that where it is larger. An owner does so for the layers that it merges.
+Each site states its norm in its step header, without ``clip_sites`` in every eighth step. Where what it sends arrives
+at every site, these compute the norm of it, too, and use that where it is larger. An owner does so for the layers that
+it merges.
 """
 
 from __future__ import annotations
@@ -20,18 +21,20 @@ from torch import Tensor
 from ...exchange import Transport
 from ...exchange.factor_buckets import FactorPayload
 from ...hooks.factor import Form
+from ...lowrank.compress import squared_norm
 from ...support.logs import get_logger
 from ..methods import decode, is_product
 
 _log = get_logger(__name__)
 OUTSIZED = 1000.0
 """Multiple of the median from which on a gradient is named, where none is clipped."""
+MEASURED_EVERY = 8  # steps, where norms are only compared: they cost time, and on a GPU a wait
 TRUSTED = 1.05
 """A statement holds where what arrives is up to this many times as large: it is rounded on the wire."""
 _OVER = 10  # steps without it that end an occurrence
 
 
-def squared_norm(payload: FactorPayload, form: Form, with_bias: bool, exact: bool) -> Tensor:
+def square_of(payload: FactorPayload, form: Form, with_bias: bool, exact: bool) -> Tensor:
     """Return the squared norm of the gradients of a weight and its bias that a payload stands for.
 
     Args:
@@ -48,14 +51,11 @@ def squared_norm(payload: FactorPayload, form: Form, with_bias: bool, exact: boo
     if not exact:
         first, second, *rest = torch._foreach_norm([left, right, *further])
         return (first * second) ** 2 + (rest[0] ** 2 if rest else 0.0)
-    if is_product(form) and payload.rows <= min(left.shape[1], right.shape[1]):
-        grams = [wide @ wide.T for wide in (left.double(), right.double())]
-        total = (grams[0] * grams[1]).sum()
-        if with_bias and bias is None:
-            total = total + grams[0].sum()
-    else:
-        total = sum_of_squares(decode([payload], [1.0], with_bias and bias is None, site_by_site=True, form=form))
-    return total if bias is None else total + sum_of_squares([bias])
+    if is_product(form):
+        sums = [left.double().sum(0)] if with_bias and bias is None else further
+        return sum_of_squares(sums) + squared_norm(left.double(), right.double())
+    formed = decode([payload], [1.0], with_bias and bias is None, site_by_site=True, form=form)
+    return sum_of_squares([*formed, *further])
 
 
 def sum_of_squares(gradients: Iterable[Tensor | None], exact: bool = True) -> Tensor:
@@ -68,7 +68,9 @@ def sum_of_squares(gradients: Iterable[Tensor | None], exact: bool = True) -> Te
     plain = [each.coalesce()._values() if each.is_sparse else each for each in gradients if each is not None]
     real = [torch.view_as_real(each.detach()) if each.is_complex() else each.detach() for each in plain]
     wide = exact or torch.float64 in [each.dtype for each in real]
-    norms = torch._foreach_norm(real, 2, torch.float64 if wide else torch.float32) if real else [torch.zeros(())]
+    if not real:
+        return torch.zeros((), dtype=torch.float64)
+    norms = torch._foreach_norm(real, 2, torch.float64 if wide else torch.float32)
     return torch.stack([each.to(norms[0].device) for each in norms]).square().sum()
 
 

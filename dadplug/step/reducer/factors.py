@@ -34,7 +34,7 @@ from ..methods import Method, decode, decode_bias, is_product
 from ..methods.base import GradientPath
 from ..units.base import Unit, add_gradient
 from ..units.factor import ChainedUnit, FactorUnit, LowrankUnit
-from .clipping import squared_norm
+from .clipping import square_of
 from .handler import BucketHandler, Fault, HandlerContext, StepHeader, register_handler
 
 _NAME, _PRESENT, _SAMPLES = map(attrgetter, ("name", "present", "samples"))
@@ -180,7 +180,7 @@ class GatheredHandler(BucketHandler):
 
     def _square(self, unit: FactorUnit, payload: FactorPayload) -> Tensor:
         assert unit.form is not None
-        return squared_norm(payload, unit.form, unit.bias is not None, self.context.options.clip_sites is not None)
+        return square_of(payload, unit.form, unit.bias is not None, self.context.options.clip_sites is not None)
 
     def weigh_again(self) -> None:
         self._samples = []  # so that all is decoded at the end of the step
@@ -346,6 +346,8 @@ class SiteFactorHandler(GatheredHandler):
         measured = payload
         if isinstance(unit, ChainedUnit):
             measured, unit.unsent = payload._replace(left=unit.unsent), unit.unsent[:0]
+        if not self.context.measures:
+            return payload
         square, before = self._square(unit, measured), self._squares.get(unit.name)
         self._squares[unit.name] = square if before is None else (square.sqrt() + before.sqrt()) ** 2
         return payload

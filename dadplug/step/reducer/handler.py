@@ -385,6 +385,7 @@ class HandlerContext:
         headers: the headers of all sites, by rank, where they are known before anything is received.
         norms: the norms of all sites' gradients in the step, by rank, where they are clipped.
         limit: the norm to which they are clipped; infinity for none.
+        measures: whether the norm of what this site sends in the step is stated in its header.
         weighed_in: number of the backward pass in which the method has been given its weight; -1 for none.
     """
 
@@ -408,6 +409,7 @@ class HandlerContext:
     headers: Sequence[StepHeader] = ()
     norms: Sequence[float] = ()
     limit: float = math.inf
+    measures: bool = True
     weighed_in: int = -1
 
     def __post_init__(self) -> None:

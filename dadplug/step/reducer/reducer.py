@@ -28,7 +28,7 @@ from ..methods import Method
 from ..methods.feedback import ErrorFeedback
 from ..units.base import Unit
 from ..units.factor import FactorUnit
-from .clipping import TRUSTED, limit_of, sum_of_squares, total_of
+from .clipping import MEASURED_EVERY, TRUSTED, limit_of, sum_of_squares, total_of
 from .handler import (
     BucketHandler,
     Fault,
@@ -264,6 +264,7 @@ class Reducer:
         if keep:
             context.follow(headers, context.transport.rank)
         self._launched = 0
+        context.measures = context.options.clip_sites is not None or (request.step + 1) % MEASURED_EVERY == 0
         self._deal()
         context.transport.end_step()
         context.complete_payloads.clear()
@@ -387,7 +388,7 @@ class Reducer:
         if self._context.deferral is not None:
             header.deferred = self._context.deferral.digest((unit.name, unit.lead) for unit in self._units)
         header.finite = not faults.entries
-        if header.samples and header.finite and self._context.transport.world_size > 1:
+        if header.samples and header.finite and self._context.transport.world_size > 1 and self._context.measures:
             late = [unit for unit in self._units if unit.dense and not self._handler_of[unit.name].repeats]
             squares = [square for handler in self._handlers for square in handler.own_squares()]
             squares += [sum_of_squares([each.grad for each in unit.parameters.values()]) for unit in late]
