@@ -624,10 +624,6 @@ _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl
 
 def main() -> None:
     """Serve the socket that is standard input until it is closed."""
-    import torch
-
-    from . import loading  # noqa: F401  # processes of models have it then
-
     torch.set_num_threads(1)  # threads would not survive a fork
     control = socket.socket(fileno=os.dup(0))
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -686,10 +682,6 @@ def serve(connection: socket.socket, description: dict[str, Any]) -> None:
         connection: connection to the server.
         description: `Model.description`, and the number of ``threads``.
     """
-    import torch
-
-    from .loading import load
-
     torch.set_num_threads(description["threads"])
     try:
         loaded = load(description)

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import KitError, SiteError
-from ...hub.pki.project import AUTHORITY, HUB, Project
+from ...hub.pki.files import CERTIFICATE, REVOKED, VARIABLE, first_line, read_file
+from ...hub.pki.project import AUTHORITY, HUB, Project, split_address
 from ...support.refusals import refuse
 from ...support.registry import import_named
 from ...support.signature import named_value
@@ -233,7 +234,6 @@ def request(arguments: argparse.Namespace) -> int:
 )
 def sign(arguments: argparse.Namespace) -> int:
     """Make a kit for a site that has made its key itself, and print what to send back."""
-    from ...hub.pki.files import CERTIFICATE, read_file
     from ...hub.pki.provision import sign
 
     pem = read_file(arguments.request)
@@ -257,7 +257,6 @@ def sign(arguments: argparse.Namespace) -> int:
 )
 def renew(arguments: argparse.Namespace) -> int:
     """Renew the certificate of one kit, and print what to send."""
-    from ...hub.pki.files import CERTIFICATE
     from ...hub.pki.provision import renew
 
     folder = renew(arguments.out, arguments.name, arguments.days, tuple(arguments.hub_name), with_key=arguments.new_key)
@@ -276,7 +275,6 @@ def renew(arguments: argparse.Namespace) -> int:
 )
 def revoke(arguments: argparse.Namespace) -> int:
     """Revoke certificates, and print where the list of revoked ones has to go."""
-    from ...hub.pki.files import REVOKED
     from ...hub.pki.provision import revoke
 
     revoked = revoke(arguments.out, arguments.name, arguments.serial)
@@ -299,7 +297,6 @@ def passphrase(arguments: argparse.Namespace) -> int:
     """Encrypt a key with another passphrase; the present one is found as at all times."""
     import getpass
 
-    from ...hub.pki.files import VARIABLE, first_line
     from ...hub.pki.provision import protect
 
     if arguments.remove:
@@ -333,7 +330,6 @@ def passphrase(arguments: argparse.Namespace) -> int:
 def check(arguments: argparse.Namespace) -> int:
     """Print the findings as they are made; return an `Exit` status."""
     from ...hub.check import check_kit
-    from ...hub.pki.project import split_address
 
     address = None if arguments.address is None else split_address(arguments.address, "--address")
     failed = 0
@@ -412,7 +408,6 @@ def check(arguments: argparse.Namespace) -> int:
 def hub(arguments: argparse.Namespace) -> int:
     """Run the hub until SIGTERM or SIGINT."""
     from ...hub.pki.kits import Kit
-    from ...hub.pki.project import split_address
     from ...hub.server.hub import Hub
     from ...hub.server.status import Outputs
     from ...parameter_server.service import SequencerHost
@@ -466,7 +461,6 @@ def hub(arguments: argparse.Namespace) -> int:
 def status(arguments: argparse.Namespace) -> int:
     """Print the hub's status."""
     from ...hub.check import ask_status
-    from ...hub.pki.project import split_address
     from ...hub.server.status import table
 
     address = None if arguments.address is None else split_address(arguments.address, "--address")
