@@ -36,6 +36,7 @@ from dadplug.step.planning.merging import LinkCosts
 from dadplug.step.reducer.handler import StepHeader
 
 LIE = 4
+HELD_UP = 8.0  # longer than the 5 s after which the hub asks another site
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,8 @@ class Case:
             "restores" likewise, where it writes the file "restored", and goes on once there is one "goes on";
             "set-up" after it has connected, where it writes the file "restored", and goes on once there is one "goes
             on", or is killed where `leave` is 0;
-            "hesitates" when it is asked for its state: it does not end, but is held up for 20 s; "raise" for an error
-            before the forward pass.
+            "hesitates" when it is asked for its state: it does not end, but is held up for `HELD_UP` seconds; "raise"
+            for an error before the forward pass.
         idle: steps in which the site calls `idle`.
         aside: steps in which the compressor is put aside, so that an idle site sends nothing of its error memory.
         cold: steps before which the compressor is reset.
@@ -216,7 +217,7 @@ def die_inside(case: Case, current: Callable[[], int]) -> None:
     if case.how in ("header", "late"):
         ElasticTransport.close_round = closing
     elif case.how == "hesitates":
-        ElasticTransport._answer = lambda transport: time.sleep(20) or answer(transport)
+        ElasticTransport._answer = lambda transport: time.sleep(HELD_UP) or answer(transport)
     elif case.how == "donates":
         ElasticTransport._answer = lambda transport: die(case.how)
     elif case.how in ("sends", "stops"):

@@ -88,10 +88,10 @@ def test_what_takes_longer_than_the_timeout_is_waited_for_while_frames_arrive(tm
     with links(tmp_path) as opened:
         b = transports(opened)[1]
         a = opened[0]
-        sender = threading.Thread(target=lambda: [(time.sleep(0.4), exchange(b, size=1)) for _ in range(15)])
+        sender = threading.Thread(target=lambda: [(time.sleep(0.2), exchange(b, size=1)) for _ in range(15)])
         sender.start()
         assert not a.converse(lambda: int(a.inbox.early_bytes < 60), 0.1)
-        assert a.converse(lambda: int(a.inbox.early_bytes < 60), 4.0, any_frame=True)
+        assert a.converse(lambda: int(a.inbox.early_bytes < 60), 2.0, any_frame=True)
         sender.join()
 
 
@@ -136,8 +136,8 @@ def test_payloads_of_different_sizes_end_the_link(tmp_path):
 
 def test_training_waits_for_all_sites_and_names_those_that_are_missing(tmp_path):
     with running_hub(tmp_path / "kits", NAMES[:3]) as hub:
-        with pytest.raises(SiteError, match=r"has not started within 2 s: .*waiting for b, c"):
-            open_link(hub.kits, "a", timeout=2)
+        with pytest.raises(SiteError, match=r"has not started within 1 s: .*waiting for b, c"):
+            open_link(hub.kits, "a", timeout=1)
         for link in link_all(hub, 3):  # the site that has given up can come again
             link.close()
 
