@@ -27,8 +27,9 @@ from .exchange.fields import checked
 from .hub import current_connection
 from .options import Options
 from .reduction import GradientReduction
-from .runners._lightning import elastic
-from .runners.patches import SharedPatch, gather, metrics_of_present_sites, metrics_transport, repeating
+from .runners import present
+from .runners.patches import SharedPatch, metrics_of_present_sites
+from .runners.present import gather, metrics_transport, repeating
 from .step.model_sync.replicated_model import Stateful
 from .support.refusals import refuse
 from .support.signature import takes_keywords_of
@@ -73,7 +74,7 @@ class SiteModel(_NativeDistModel):
         transport = metrics_transport.get()
         if transport is None or group is not None:
             return super()._do_all_reduce(tensor, op, group)
-        return elastic.reduce(transport, tensor, op).to(tensor.dtype)
+        return present.reduce(transport, tensor, op).to(tensor.dtype)
 
     def _do_all_gather(self, tensor: Tensor, group: Any = None) -> Any:
         transport = metrics_transport.get()
@@ -91,7 +92,7 @@ class SiteModel(_NativeDistModel):
         transport = metrics_transport.get()
         if transport is None:
             return super()._do_broadcast(tensor, src)
-        return elastic.broadcast(transport, tensor.detach(), src).to(tensor.device)
+        return present.broadcast(transport, tensor.detach(), src).to(tensor.device)
 
     def barrier(self) -> None:
         transport = metrics_transport.get()

@@ -1,28 +1,17 @@
-"""Scoped patches of trainers' libraries: metrics over the sites that are present, between which sites may leave."""
+"""Scoped patches of trainers' libraries, and metrics of all sites from those of each."""
 
 from __future__ import annotations
 
-import copy
-import functools
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
 from typing import Any
 
-from torch import Tensor
-
-from ..errors import MismatchError
 from ..exchange import PeerNames, Transport
-from ..exchange.fields import checked
-from ..exchange.restrictions import METRICS, declared
+from .present import metrics_transport
 
 METRICS_KIND = tuple[dict[str, float], int]  # means over samples, and the number of these
-
-metrics_transport: ContextVar[Transport | None] = ContextVar("metrics_transport", default=None)
-"""Transport over which metrics are computed; None outside of a run."""
-_seen: ContextVar[dict[str, list[int]] | None] = ContextVar("seen", default=None)  # sites of a metric's first gather
 
 
 class SharedPatch:
@@ -63,55 +52,6 @@ class SharedPatch:
 
     __enter__ = open
     __exit__ = close
-
-
-class _Lost(Exception):
-    """Loss or return of a site between the gathers of one metric; raised at all sites that are present."""
-
-
-def gather(transport: Transport, item: Any, alike: int | None = None) -> list[Any]:
-    """Gather an object from each site that is present; within one metric always from the same sites.
-
-    Args:
-        transport: the transport.
-        item: this site's object; where it is a tensor, those of the other sites have to be tensors, too.
-        alike: first dimension from which on all tensors need the same shape; None where they may differ.
-
-    Raises:
-        MismatchError: if the tensors do not have it.
-    """
-    kind = Tensor if isinstance(item, Tensor) else Any
-    with declared(METRICS):
-        every = checked(transport.gather_present(item), kind, "value", transport)
-    shapes = {rank: [] if alike is None else [*each.shape[alike:]] for rank, each in every.items()}
-    if len(set(map(tuple, shapes.values()))) > 1:
-        where = ", ".join(f"{shape} at {transport.sites[rank]}" for rank, shape in shapes.items())
-        raise MismatchError(f"the sites gather tensors of different shapes: {where}")
-    seen = _seen.get()
-    if seen is not None and seen.setdefault("present", [*every]) != [*every]:
-        raise _Lost
-    return [*every.values()]
-
-
-def repeating(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a metric's method that gathers several times, so that all its gathers hold the same sites."""
-
-    @functools.wraps(original)
-    def compute(metric: Any, *args: Any, **kwargs: Any) -> Any:
-        if metrics_transport.get() is None or _seen.get() is not None:
-            return original(metric, *args, **kwargs)
-        own = copy.deepcopy(getattr(metric, "statistics", None))  # which Catalyst's replace by sums over sites
-        while True:
-            token = _seen.set({})
-            try:
-                return original(metric, *args, **kwargs)
-            except _Lost:
-                if own is not None:
-                    metric.statistics = copy.deepcopy(own)
-            finally:
-                _seen.reset(token)
-
-    return compute
 
 
 @contextmanager

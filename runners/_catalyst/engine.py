@@ -30,15 +30,8 @@ from ...support.environment import assign, environment
 from ...support.files import replacing
 from ...support.loaders import settings_of, with_batches
 from ..loaders import DelegatingLoader, SiteSampler, data_to_split
-from ..patches import (
-    METRICS_KIND,
-    SharedPatch,
-    gather,
-    merge_metrics,
-    metrics_of_present_sites,
-    metrics_transport,
-    repeating,
-)
+from ..patches import METRICS_KIND, SharedPatch, merge_metrics, metrics_of_present_sites
+from ..present import gather, metrics_transport, repeating
 
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PMI_", "OMPI_", "MV2_", "MPI_")
 

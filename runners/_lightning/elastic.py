@@ -1,4 +1,4 @@
-"""A run of Lightning in which sites leave and return: its checks, the state of a site that joins, and collectives."""
+"""A run of Lightning in which sites leave and return: its checks, the state of a site that joins, and its metrics."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ...errors import SiteError
 from ...exchange import Transport, codec
 from ...exchange.fields import checked
 from ...exchange.restrictions import METRICS, declared
 from ...support.refusals import refuse
 from ..joining import TrainerState
 from ..loaders import known_length
-from ..patches import SharedPatch, gather, metrics_of_present_sites, metrics_transport, repeating
+from ..patches import SharedPatch, metrics_of_present_sites
+from ..present import gather, metrics_transport, repeating
 
 _AVERAGING = "StochasticWeightAveraging"
 _RANKS = "lightning_utilities.core.rank_zero"  # module with the rank by which Lightning decides who prints and logs
@@ -274,59 +273,7 @@ def _set(count: Any, value: int) -> None:
         setattr(count, name, value)
 
 
-# Collectives and metrics over the sites that are present
-
-
-def reduce(transport: Transport, tensor: Tensor, operation: Any) -> Tensor:
-    """Reduce a tensor over the sites that are present, as a new tensor.
-
-    Args:
-        transport: the transport.
-        tensor: this site's tensor.
-        operation: a name as in Lightning, or a ``ReduceOp``; the mean of whole numbers is a floating-point number.
-
-    Raises:
-        ValueError: if the operation is unknown.
-    """
-    ops, is_floating = dist.ReduceOp, tensor.is_floating_point() or tensor.is_complex()
-    functions: dict[Any, Callable[[Tensor], Tensor]] = {
-        ("mean", "avg", ops.AVG): lambda parts: (parts if is_floating else parts.double()).mean(0),
-        ("sum", ops.SUM): lambda parts: parts.sum(0),
-        ("min", ops.MIN): lambda parts: parts.amin(0),
-        ("max", ops.MAX): lambda parts: parts.amax(0),
-        ("prod", "product", ops.PRODUCT): lambda parts: parts.prod(0),
-    }
-    wanted = operation.lower() if isinstance(operation, str) else ops.SUM if operation is None else operation
-    for names, function in functions.items():
-        if any(wanted == name for name in names):
-            return function(torch.stack(gather(transport, tensor.detach(), 0)).to(tensor.device))
-    raise ValueError(f"unknown reduction {operation!r}: there are mean, sum, min, max and prod where sites may leave")
-
-
-def all_gather(transport: Transport, tensor: Tensor, sync_grads: bool) -> Tensor:
-    """Gather tensors of one shape from the sites that are present.
-
-    Returns:
-        The tensors, stacked in the order of sites.
-
-    Raises:
-        ValueError: if gradients are to flow through it.
-    """
-    if sync_grads:
-        raise ValueError("all_gather(sync_grads=True) needs all sites: leave min_sites out")
-    return torch.stack(gather(transport, tensor.detach(), 0)).to(tensor.device)
-
-
-def broadcast(transport: Transport, item: Any, source: int) -> Any:
-    """Return one site's object: that of the first site that is present, where it is to be that of site 0.
-
-    Raises:
-        SiteError: at all sites, if it is to be that of another site, which is absent.
-    """
-    every = transport.gather_present(item)
-    if source and source not in every and not transport.joins:
-        raise SiteError(f"{transport.sites[source]} is gone, and broadcast(src={source}) needs its object")
-    return every.get(source, next(iter(every.values())))
+# Metrics over the sites that are present
 
 
 def _gathering(original: Callable[..., None]) -> Callable[..., None]:

@@ -31,11 +31,10 @@ from ...support.files import check_archive, replacing
 from ...support.processes import free_port
 from ...support.refusals import first_reason, refuse
 from ...support.signature import split_keywords
+from .. import present
 from ..exchanges import Exchange
 from ..loaders import UnevenLoader, compare_lengths
-from ..patches import gather
-from . import elastic
-from .elastic import ElasticFit
+from .elastic import SYNC, ElasticFit
 
 if TYPE_CHECKING:
     from pytorch_lightning.strategies import DDPStrategy as _DDPStrategy
@@ -251,7 +250,7 @@ class SiteStrategy(Exchange, _DDPStrategy):
         if self.world_size > 1:
             before = self._transport
             self._transport = self._open_transport(self.root_device)
-            self._run.enter_context(elastic.SYNC)
+            self._run.enter_context(SYNC)
             if before is not None:
                 before.close()
 
@@ -550,7 +549,7 @@ class SiteStrategy(Exchange, _DDPStrategy):
             return super().broadcast(obj, src) if self._transport is None else obj
         with declared(OBJECTS):
             if self._elastic_transport is not None:
-                return elastic.broadcast(self._elastic_transport, obj, src)
+                return present.broadcast(self._elastic_transport, obj, src)
             return self._transport.gather_objects(obj if src == self.global_rank else None)[src]
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -559,7 +558,7 @@ class SiteStrategy(Exchange, _DDPStrategy):
             return tensor
         self._begin_collective("reduce")
         if self._elastic_transport is not None and isinstance(tensor, Tensor):
-            return elastic.reduce(self._elastic_transport, tensor, reduce_op)
+            return present.reduce(self._elastic_transport, tensor, reduce_op)
         with self._naming_sites():
             return super().reduce(tensor, self._own_group(group), reduce_op)
 
@@ -568,14 +567,14 @@ class SiteStrategy(Exchange, _DDPStrategy):
         self._begin_collective("reduce_boolean_decision")
         if self._elastic_transport is None:
             return bool(super().reduce_boolean_decision(decision, all))
-        votes = gather(self._elastic_transport, bool(decision))
+        votes = present.gather(self._elastic_transport, bool(decision))
         return False not in votes if all else True in votes
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Gather a tensor from all sites, or from those that are present where some may have left."""
         self._begin_collective("all_gather")
         if self._elastic_transport is not None:
-            return elastic.all_gather(self._elastic_transport, tensor, sync_grads)
+            return present.all_gather(self._elastic_transport, tensor, sync_grads)
         with self._naming_sites():
             gathered: Tensor = super().all_gather(tensor, self._own_group(group), sync_grads)
             return gathered

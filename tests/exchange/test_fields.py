@@ -8,7 +8,7 @@ import pytest
 import support
 import torch
 import torch.distributed as dist
-from dadplug.runners import loaders, patches
+from dadplug.runners import loaders, patches, present
 from numpy.typing import NDArray
 from torch import nn
 
@@ -128,8 +128,8 @@ def agree_on_fused(transport: Any) -> None:
 
 GATHERS = {
     "own type": lambda each: each.gather_objects(1.5, float, "loss"),
-    "tensors of metrics": lambda each: patches.gather(each, torch.zeros(2)),
-    "tensors of one shape": lambda each: patches.gather(each, torch.zeros(2), 0),
+    "tensors of metrics": lambda each: present.gather(each, torch.zeros(2)),
+    "tensors of one shape": lambda each: present.gather(each, torch.zeros(2), 0),
     "lengths": lambda each: loaders.compare_lengths([1, 2], each),
     "split data": lambda each: loaders.data_to_split([1, 2], True, "train", each.gather_objects),
     "nodes": lambda each: reachable_address(each.gather_objects),
