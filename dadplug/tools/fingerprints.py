@@ -48,6 +48,7 @@ def merge(fingerprints: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """
     for name, each in fingerprints.items():
         _check(name, each)
+        refuse((_SITES in each, f"{name} has been merged already: give the sites' own fingerprints"))
     first, *others = fingerprints
     channels = fingerprints[first][_CHANNELS].keys()
     for name in others:
@@ -72,17 +73,17 @@ def merge(fingerprints: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _check(name: str, fingerprint: Mapping[str, Any]) -> None:
-    """Raise ValueError for what is no fingerprint of one site."""
+    """Raise ValueError for what is no fingerprint."""
     try:
         values = [each[what] for each in fingerprint[_CHANNELS].values() for what in (*_SHARES, "mean", "std")]
         sizes = len(fingerprint["spacings"]), len(fingerprint["shapes_after_crop"])
         fits = all(map(math.isfinite, [*values, fingerprint[_CROPPED]])) and sizes[0] == sizes[1] > 0
     except (KeyError, TypeError, AttributeError):
         fits = False
-    refuse(
-        (not fits, f"{name} is no fingerprint: give the dataset_fingerprint.json of nnUNetv2_extract_fingerprint"),
-        (_SITES in fingerprint, f"{name} has been merged already: give the sites' own fingerprints"),
+    remedy = (
+        "copy the dataset_fingerprint.json of nnUNetv2_extract_fingerprint here again, or for `plan` the merged file"
     )
+    refuse((not fits, f"{name} is no complete fingerprint: {remedy}"))
 
 
 def _merge_channel(channels: Sequence[Mapping[str, float]], weights: Sequence[float]) -> dict[str, float]:
@@ -116,12 +117,13 @@ def merge_files(paths: Sequence[Path], out: Path) -> int:
     """Merge the fingerprints in some files into a new file; return the number of cases.
 
     Raises:
-        ValueError: as in `merge`, or if a file is named twice or is no JSON.
+        ValueError: as in `merge`, or if a file is named twice, cannot be read, or is no JSON.
     """
     refuse(
         (len({path.resolve() for path in paths}) < len(paths), "a fingerprint is named twice: name each site's once")
     )
     merged = merge({str(path): _read(path) for path in paths})
+    out.parent.mkdir(parents=True, exist_ok=True)
     write_file(out, json.dumps(merged, indent=2).encode())
     return len(merged["spacings"])
 
@@ -129,8 +131,10 @@ def merge_files(paths: Sequence[Path], out: Path) -> int:
 def _read(path: Path) -> Any:
     try:
         return json.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"cannot read {path} ({error.strerror}): check its name, or copy it here again") from error
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON ({error}): copy it once more") from error
+        raise ValueError(f"{path} is no JSON ({error}): copy it here again") from error
 
 
 def plan(dataset: int, agreed: Path, planner: str, memory: float | None, name: str | None) -> None:
@@ -157,6 +161,7 @@ def plan(dataset: int, agreed: Path, planner: str, memory: float | None, name: s
     except ImportError as error:
         raise ImportError(f"planning needs nnU-Net ({error}): pip install 'dadplug[nnunet]'") from error
     fingerprint = _read(agreed)
+    _check(str(agreed), fingerprint)
     refuse(
         (
             _SITES not in fingerprint,

@@ -74,57 +74,60 @@ def files(tmp_path):
 
 
 def test_the_command_writes_a_file_for_all_sites(files, tmp_path, capsys):
-    out = tmp_path / "agreed.json"
+    out = tmp_path / "new" / "agreed.json"
     assert main(["nnunet", "merge", *map(str, files), "--out", str(out)]) == 0
     assert "10 cases of 2 sites" in capsys.readouterr().out
     assert json.loads(out.read_text())["merged_from"] == 2
 
 
-def _without_shapes(content):
-    del content["shapes_after_crop"]
+def _content(change):
+    """Return a function that changes a file's content in place."""
+
+    def damage(path):
+        content = json.loads(path.read_text())
+        change(content)
+        path.write_text(json.dumps(content))
+
+    return damage
 
 
-def _other_channel(content):
-    content[CHANNELS]["1"] = content[CHANNELS]["0"]
+def _unlink_and_make_folder(path):
+    path.unlink()
+    path.mkdir()
 
 
-def _merged(content):
-    content["merged_from"] = 2
+DAMAGES = {
+    "missing": (lambda path: path.unlink(), "cannot read"),
+    "a folder": (_unlink_and_make_folder, "cannot read"),
+    "empty": (lambda path: path.write_text(""), "no JSON"),
+    "cut off": (lambda path: path.write_text(path.read_text()[:-20]), "no JSON"),
+    "binary": (lambda path: path.write_bytes(b"\x80\x00"), "no JSON"),
+    "a list": (lambda path: path.write_text("[1]"), "no complete fingerprint"),
+    "a part": (_content(lambda content: content.pop("shapes_after_crop")), "no complete fingerprint"),
+    "no number": (
+        _content(lambda content: content[CHANNELS]["0"].update(mean=float("nan"))),
+        "no complete fingerprint",
+    ),
+    "channels": (_content(lambda content: content[CHANNELS].update({"1": content[CHANNELS]["0"]})), "channel_names"),
+    "merged": (_content(lambda content: content.update(merged_from=2)), "sites' own"),
+}
 
 
-def _not_a_number(content):
-    content[CHANNELS]["0"]["mean"] = float("nan")
-
-
-@pytest.mark.parametrize(
-    ("change", "word"),
-    [
-        (_without_shapes, "no fingerprint"),
-        (_not_a_number, "no fingerprint"),
-        (_other_channel, "channel"),
-        (_merged, "merged already"),
-    ],
-)
-def test_what_cannot_be_merged_is_named(files, tmp_path, capsys, change, word):
-    content = json.loads(files[1].read_text())
-    change(content)
-    files[1].write_text(json.dumps(content))
+@pytest.mark.parametrize(("damage", "remedy"), DAMAGES.values(), ids=DAMAGES)
+def test_what_cannot_be_merged_is_named_with_its_remedy(files, tmp_path, capsys, damage, remedy):
+    damage(files[1])
     out = tmp_path / "agreed.json"
     with pytest.raises(SystemExit) as error:
         main(["nnunet", "merge", *map(str, files), "--out", str(out)])
     assert error.value.code == 1
     text = capsys.readouterr().err
     assert "b.json" in text
-    assert word in text
+    assert remedy in text
+    assert "Errno" not in text
     assert not out.exists()
 
 
-def test_files_that_are_no_json_or_named_twice_are_refused(files, tmp_path, capsys):
-    for given, word in (([files[0], files[0]], "twice"), ([files[0], tmp_path / "none.json"], "none.json")):
-        with pytest.raises(SystemExit):
-            main(["nnunet", "merge", *map(str, given), "--out", str(tmp_path / "agreed.json")])
-        assert word in capsys.readouterr().err
-    files[1].write_text("{")
+def test_a_file_that_is_named_twice_is_refused(files, tmp_path, capsys):
     with pytest.raises(SystemExit):
-        main(["nnunet", "merge", *map(str, files), "--out", str(tmp_path / "agreed.json")])
-    assert "no JSON" in capsys.readouterr().err
+        main(["nnunet", "merge", str(files[0]), str(files[0]), "--out", str(tmp_path / "agreed.json")])
+    assert "twice" in capsys.readouterr().err
