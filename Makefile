@@ -98,10 +98,10 @@ $(OLDEST)/ready $(NEWEST)/ready: setup.cfg setup.py pyproject.toml
 
 $(TRAINERS)/ready: setup.cfg setup.py pyproject.toml
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/pip install --quiet --disable-pip-version-check "setuptools>=64,<81" wheel
+	$(@D)/bin/pip install --quiet --disable-pip-version-check "setuptools>=77,<81" wheel
 	$(@D)/bin/pip install --quiet --disable-pip-version-check --no-build-isolation \
-		--editable ".[lightning,hub,transformers,ray,nnunet,examples]" \
-		hypothesis lightning mlflow monai peft pytest pytest-timeout pytest-xdist tensorboard timm trl wandb
+		--editable ".[lightning,hub,transformers,ray,nnunet,monai,examples]" \
+		fire hypothesis lightning mlflow peft pytest pytest-timeout pytest-xdist tensorboard timm trl wandb
 	touch $@
 
 # The documentation site, in docs/_build/html; -n: every reference has to lead somewhere, -W: warnings are errors.

@@ -25,6 +25,7 @@ from .errors import MismatchError
 from .exchange import Traffic, Transport, open_transport
 from .exchange.fields import checked
 from .hub import current_connection
+from .hub.connect import connect
 from .options import Options
 from .reduction import GradientReduction
 from .runners import present
@@ -178,6 +179,8 @@ class SiteHandler:
         network: the network; that of the engine (``engine.network``) where None.
         optimizer: its optimizer, which a site needs to join; that of the engine (``engine.optimizer``) where None.
         state: further objects that a site needs to join, such as a learning rate scheduler, by name.
+        kit: folder of this site's kit, by which it connects to a hub. None: the present connection, or processes that a
+            launcher such as torchrun has started. See `dadplug.connect`.
         options: the other options, see `dadplug.options.Options`. ``check_finite`` is False under a MONAI trainer with
             ``amp=True``, whose GradScaler looks for Inf.
 
@@ -200,10 +203,12 @@ class SiteHandler:
         network: nn.Module | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         state: Mapping[str, Stateful] | None = None,
+        kit: str | Path | None = None,
         **options: Any,
     ) -> None:
         self.options = Options.create(mode=mode, **options)
         self._keywords = {"mode": mode, **options}
+        connect(kit=kit, timeout=self.options.timeout)
         self._network, self._optimizer, self._state = network, optimizer, dict(state or {})
         self._place: _EnginePlace | None = None
         self._metrics, self._accumulation = ExitStack(), ExitStack()

@@ -14,7 +14,7 @@ pytest.importorskip("nbclient")
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "tutorials"
-NAMES = ("two-sites-notebook", "fine-tune-text-notebook", "audit-and-privacy-notebook")
+NAMES = ("two-sites-notebook", "fine-tune-text-notebook", "audit-and-privacy-notebook", "segmentation-notebook")
 
 
 def cells(notebook: dict, kind: str) -> list[dict]:
@@ -91,6 +91,19 @@ def test_an_audit_recovers_data_until_noise_is_added(execute):
     assert all(0.9 * float(name) < epsilon <= float(name) for name, epsilon in spent.items())
     assert len(spent) == 2
     assert_committed("audit-and-privacy-notebook", notebook)
+
+
+def test_hospitals_segment_volumes_with_a_fraction_of_the_bytes(execute):
+    pytest.importorskip("ignite")
+    pytest.importorskip("monai")
+    notebook = execute("segmentation-notebook")
+    text = text_of(notebook)
+    assert text.count("first difference: None") == 2
+    dice = figures(r"(\w+): Dice (0\.\d+)", text)
+    sent = figures(r"(\w+): Dice .*?, ([\d.]+) MB sent", text)
+    assert dice["rankdad"] > dice["dsgd"] - 0.1 > 0.4
+    assert sent["dsgd"] > 4 * sent["rankdad"] > 0
+    assert_committed("segmentation-notebook", notebook)
 
 
 def assert_committed(name: str, executed: dict) -> None:
