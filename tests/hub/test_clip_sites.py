@@ -102,3 +102,18 @@ def test_a_false_statement_does_not_get_past_those_that_see_what_is_sent(tmp_pat
     nn.utils.vector_to_parameters(gradient, model.parameters())
     sent = [each.detach().norm() for each in model.parameters() if each.dim() == 2]
     assert 0 < math.hypot(*map(float, sent)) < 2 * limit < 0.01 * float(found[2][1].norm())
+
+
+@pytest.mark.parametrize("merge", ["all", "owner"])
+def test_a_gradient_whose_norm_is_out_of_range_has_no_weight(tmp_path, merge):
+    with running_hub(tmp_path / "kits", ("a", "b", "c")) as hub:
+        run = Run(
+            tmp_path, hub, mode="rankdad", exact=True, clip_sites=MULTIPLE, merge=merge, steps=LIE + 1, stops=False
+        )
+        run.start("ab")
+        run.start("c", loud=1e160)
+        run.end("abc")
+    lines = run.lines("a")
+    for name in "bc":
+        same_bits(lines, run.lines(name))
+    assert 0 < max(map(abs, lines[LIE]["gradient"])) < 1e3

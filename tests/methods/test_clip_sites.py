@@ -9,10 +9,12 @@ import support
 import torch
 import torch.distributed as dist
 from comparison import descend, off_by
+from dadplug.hooks.factor import LINEAR
 from divided_network import SMALL, network
 
 import dadplug
-from dadplug.step.reducer.clipping import MEASURED_EVERY, OUTSIZED, OutsizedGradients
+from dadplug.exchange.factor_buckets import FactorPayload
+from dadplug.step.reducer.clipping import MEASURED_EVERY, OUTSIZED, OutsizedGradients, square_of
 
 LOUD, TIMES, MULTIPLE = 1, 1e4, 3.0
 FROM = 2  # first step in which a site is loud
@@ -170,3 +172,19 @@ def test_what_shows_no_norm_of_a_site_is_refused(other):
         other = other | {"privacy": dadplug.DifferentialPrivacy(1.0, 1.0, 0.1, 8, secure_sum=True)}
     with pytest.raises(ValueError, match="clip_sites"):
         dadplug.GradientReduction(network(widths=SMALL), clip_sites=10.0, **other)
+
+
+def crafted(kind: str) -> FactorPayload:
+    """Return rows that are not finite, or cancel each other but for rounding errors."""
+    left, right = torch.randn(6, 8).sign(), torch.ones(6, 9)
+    if kind == "cancels":
+        return FactorPayload(torch.tensor([1.0, 2.0, -3.0] * 2)[:, None] * 2.0**50 * left[:1], 1e10 * right)
+    if kind == "bias":
+        return FactorPayload(torch.tensor([1.0, 2.0, -3.0] * 2)[:, None] * 2.0**50 * left[:1], 0 * right)
+    return FactorPayload(left.fill_(float(kind)), right)
+
+
+@pytest.mark.parametrize(("kind", "least"), [("cancels", 1e18), ("bias", 1e8), ("inf", 1e300), ("nan", 1e300)])
+def test_no_rows_get_past_the_limit(kind, least):
+    """Each site multiplies them by its factor first, so that other rounding errors are left."""
+    assert math.sqrt(square_of(crafted(kind), LINEAR, True, True)) > least

@@ -32,10 +32,13 @@ MEASURED_EVERY = 8  # steps, where norms are only compared: they cost time, and 
 TRUSTED = 1.05
 """A statement holds where what arrives is up to this many times as large: it is rounded on the wire."""
 _OVER = 10  # steps without it that end an occurrence
+_NOISE = 2.0**-20  # of the product of the factors' norms: what rounding may leave of rows that cancel each other
 
 
 def square_of(payload: FactorPayload, form: Form, with_bias: bool, exact: bool) -> Tensor:
     """Return the squared norm of the gradients of a weight and its bias that a payload stands for.
+
+    If it is exact, it is infinity where it is out of range, and never below what rounding may leave of the rows.
 
     Args:
         payload: the rows.
@@ -51,11 +54,19 @@ def square_of(payload: FactorPayload, form: Form, with_bias: bool, exact: bool) 
     if not exact:
         first, second, *rest = torch._foreach_norm([left, right, *further])
         return (first * second) ** 2 + (rest[0] ** 2 if rest else 0.0)
-    if is_product(form):
-        sums = [left.double().sum(0)] if with_bias and bias is None else further
-        return sum_of_squares(sums) + squared_norm(left.double(), right.double())
-    formed = decode([payload], [1.0], with_bias and bias is None, site_by_site=True, form=form)
-    return sum_of_squares([*formed, *further])
+    summed, wide = with_bias and bias is None, left.double()
+    width = right.double() if right.is_floating_point() else torch.ones_like(right, dtype=torch.float64)
+    if summed:  # the gradient of the bias is that of an input of ones
+        width = torch.nn.functional.pad(width, (0, 1), value=1.0)
+    least = _NOISE**2 * float(wide.square().sum() * width.square().sum())
+    if not math.isfinite(least):
+        found = math.inf
+    elif is_product(form):
+        found = squared_norm(wide, width) + float(sum_of_squares(further))
+    else:
+        formed = decode([payload], [1.0], summed, site_by_site=True, form=form)
+        found = float(sum_of_squares([*formed, *further]))
+    return torch.tensor(max(found, least) if math.isfinite(found) else math.inf, dtype=torch.float64)
 
 
 def sum_of_squares(gradients: Iterable[Tensor | None], exact: bool = True) -> Tensor:

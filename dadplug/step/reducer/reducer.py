@@ -312,7 +312,7 @@ class Reducer:
         found = [
             math.sqrt(sum(each)) if header.samples else 0.0 for each, header in zip(squares, headers, strict=False)
         ]
-        larger = [rank for rank, norm in enumerate(found) if TRUSTED * context.norms[rank] < norm < math.inf]
+        larger = [rank for rank, norm in enumerate(found) if not norm <= TRUSTED * context.norms[rank]]
         if not larger:
             return
         for rank in larger:
@@ -338,9 +338,9 @@ class Reducer:
         if found and not _counts(headers):
             return
         if spoilt := [name for handler in self._handlers for name in handler.spoilt(headers)]:
-            first = next(header for header in headers if header.samples)
-            first.fault, first.finite = Fault.MERGED, False
-            first.culprit = min(self._context.positions[name] for name in spoilt)
+            position = min(self._context.positions[name] for name in spoilt)
+            merged = headers[self._context.owners[self._units[position].name].rank]
+            merged.fault, merged.finite, merged.culprit = Fault.MERGED, False, position
 
     def _clear_own(self, headers: Sequence[StepHeader]) -> None:
         """Clear the gradients of units of which only this site has one, where it has no part in the step."""
