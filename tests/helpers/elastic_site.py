@@ -87,8 +87,8 @@ class Case:
         saves: step after which the site writes that file, and ends.
         lies: from step `LIE` on, integers of its step header that the site replaces, by place.
         harm: from step `LIE` on, the change of the site's first payload: one of `HARM`, or "samples" or "rows" for
-            wrong numbers in the head of a payload of factors, "weight" or "unsent" for what owners get; empty for
-            none.
+            wrong numbers in the head of a payload of factors, "weight", "unsent" or "nan" for what owners get; empty
+            for none.
         merge: option of the reduction.
         exact: whether the model is in double precision, with layers that are large enough to be compressed; the lines
             have gradients then.
@@ -281,7 +281,7 @@ def harm(case: Case, current: Callable[[], int]) -> None:
             bucket._rows[0] = 1000
         launch(bucket, -1 if current() >= LIE and case.harm == "samples" else samples)
 
-    if case.harm in ("weight", "unsent"):
+    if case.harm in ("weight", "unsent", "nan"):
         harm_owners(case, current)
         return
     if case.harm not in HARM:
@@ -297,7 +297,7 @@ def harm(case: Case, current: Callable[[], int]) -> None:
 
 
 def harm_owners(case: Case, current: Callable[[], int]) -> None:
-    """Let the site state a weight to owners that it does not have, or send them nothing."""
+    """Let the site state a weight to owners that it does not have, or send them NaN or nothing."""
     send, launch = HubLink.send, ContributionBucket.launch
 
     def sent(link: HubLink, exchange: int, content: memoryview, *args: Any, to: int = 0, **rest: Any) -> None:
@@ -305,6 +305,8 @@ def harm_owners(case: Case, current: Callable[[], int]) -> None:
             send(link, exchange, content, *args, to=to, **rest)
 
     def launched(bucket: ContributionBucket, samples: int) -> None:
+        for part in bucket._own.values() if current() >= LIE and case.harm == "nan" else ():
+            part.left.fill_(torch.nan)
         launch(bucket, samples * (1000 if current() >= LIE and case.harm == "weight" else 1))
 
     HubLink.send, ContributionBucket.launch = sent, launched

@@ -43,7 +43,7 @@ def test_sealed_messages_to_owners_are_exact(tmp_path, how):
     assert present[max(present)] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("harm", ["weight", "unsent"])
+@pytest.mark.parametrize("harm", ["weight", "unsent", "nan"])
 def test_a_lie_to_owners_changes_nothing(tmp_path, harm):
     """All sites add up what they have sent to all, once an owner has got something else than the header states."""
     with running_hub(tmp_path / "kits", ("a", "b", "c")) as hub:

@@ -12,6 +12,7 @@ from torch import nn
 
 import dadplug
 from dadplug.exchange.factor_buckets import FactorBucket
+from dadplug.exchange.owned_buckets import ContributionBucket
 from dadplug.exchange.summed_buckets import SparseBucket, SummedBucket
 from dadplug.exchange.wire import wire_format
 from dadplug.lowrank import dispatch, portable
@@ -302,10 +303,10 @@ def test_the_form_that_the_user_has_stated_holds_for_a_loaded_state():
 
 def spoil(handler, launch) -> None:
     """Launch a bucket with NaN in it, after it was found to be finite."""
-    bucket = next(
-        each for each in vars(handler).values() if isinstance(each, (SummedBucket, FactorBucket, SparseBucket))
-    )
-    if isinstance(bucket, FactorBucket):
+    kinds = (SummedBucket, FactorBucket, SparseBucket)
+    bucket = next(each for each in vars(handler).values() if isinstance(each, kinds))
+    bucket = getattr(handler, "_contributions", bucket)  # what goes to owners
+    if isinstance(bucket, FactorBucket | ContributionBucket):
         left = bucket._own[0].left
         left[0, -4:] = torch.tensor([torch.nan]).view(torch.int8) if left.dtype == torch.int8 else torch.nan
     elif isinstance(bucket, SparseBucket):
@@ -324,6 +325,9 @@ def test_nan_under_a_header_that_states_finite_is_found_in_every_mode() -> None:
     for mode, options, told in (
         ("dad", {}, NAMED),
         ("dad", {"wire": "int8"}, NAMED),
+        ("dad", {"clip_sites": 3.0}, NAMED),
+        ("rankdad", {"merge": "owner", "rank": 4, "wire": "fp32"}, NAMED),
+        ("rankdad", {"merge": "owner", "rank": 4, "wire": "fp32", "clip_sites": 3.0}, NAMED),
         ("edad", {}, NAMED),
         ("dsgd", {}, SUMMED),
         ("dsgd", {"wire": "int8"}, NAMED),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from dadplug import NonFiniteError
+from dadplug import MismatchError, NonFiniteError
 from dadplug.step.reducer.handler import Fault, FaultLog, StepHeader, raise_fault
 from dadplug.step.units.base import DenseUnit
 
@@ -54,7 +54,7 @@ def test_gradients_are_checked(value, faults):
         (Fault.DELTAS, NonFiniteError, "the loss's gradient at the output of the layer of 'b'"),
         (Fault.GRADIENT, NonFiniteError, "in the gradient of 'b', the first that backward reached"),
         (Fault.ATTACHED, NonFiniteError, "in the gradient of 'table'"),
-        (Fault.CHAIN_BROKEN, RuntimeError, "cannot recompute the gradient of 'b' of site 1"),
+        (Fault.CHAIN_BROKEN, MismatchError, "cannot recompute the gradient of 'b' of site 1"),
     ],
 )
 def test_each_fault_has_its_message(fault, error, message):

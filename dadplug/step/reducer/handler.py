@@ -325,14 +325,14 @@ def raise_fault(
 
     Raises:
         NonFiniteError: if some site's gradients hold NaN or Inf.
-        RuntimeError: if a layer's deltas cannot be recomputed.
+        MismatchError: if a layer's deltas cannot be recomputed.
     """
     for rank, header in enumerate(headers):
         if not header.fault:
             continue
         name = (others if header.fault == Fault.ATTACHED else units)[header.culprit]
         if header.fault == Fault.CHAIN_BROKEN:
-            raise RuntimeError(
+            raise MismatchError(
                 f"step {header.step}: mode 'edad' cannot recompute the gradient of {name!r} of {sites[rank]}: the "
                 "layer behind it had its weight changed, or its gradient alone cleared, between backward() and "
                 "synchronize(). Use mode='dad'. No gradient has been changed by this step"
@@ -345,8 +345,10 @@ def raise_fault(
             )
         if header.fault == Fault.MERGED:
             raise NonFiniteError(
-                f"step {header.step}: the gradients of all sites are finite, but merging those of {name!r} leaves the "
-                "range of its type. No parameter has been changed by this step. Scale the loss, or pass merge='all'"
+                f"step {header.step}: NaN or Inf in the gradient of {name!r} that {sites[rank]} has merged, though all "
+                "step headers state that those of the sites are finite: a site has sent another one, or the merged one "
+                "leaves the range of its type. No parameter has been changed by this step. Scale the loss, or pass "
+                "merge='all'"
             )
         raise NonFiniteError(
             f"step {header.step}: NaN or Inf at {sites[rank]}, in {_MESSAGES[header.fault].format(name)}. No parameter "

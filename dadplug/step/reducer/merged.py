@@ -35,6 +35,8 @@ from .factors import KeptPayloadsHandler, SiteFactorHandler
 from .handler import HandlerContext, StepHeader, register_handler
 from .owners import coefficients, gram_numbers, stacked_rows
 
+_SPOILT = 2  # statement of an owner on what it has got: 0 for incomplete, 1 for complete, or this plus a site's rank
+
 
 class MergedHandler(KeptPayloadsHandler, SiteFactorHandler):
     """Exchange of every site's factors with those that merge them, and of their results with all sites.
@@ -58,6 +60,7 @@ class MergedHandler(KeptPayloadsHandler, SiteFactorHandler):
         self._merger.max_rank = context.method.largest_rank
         self._owners = [context.owners[unit.name] for unit in units]
         self._results: list[FactorPayload] = []  # of this step, by slot
+        self._stated: Sequence[int] = ()  # by those that merge, with the results
         super().__init__(units, context, senders)
 
     def _rank(self, unit: FactorUnit) -> int:
@@ -122,7 +125,7 @@ class MergedHandler(KeptPayloadsHandler, SiteFactorHandler):
         """Wait for the merged factors of this step, and return them by slot."""
         if not self._results:
             self.timed("wait", None, self.bucket.wait)
-            _, payloads = self.bucket.receive()
+            self._stated, payloads = self.bucket.receive()
             self._results = [self._result(slot, by_sender) for slot, by_sender in enumerate(payloads)]
         return self._results
 
@@ -204,13 +207,15 @@ class OwnerHandler(MergedHandler):
     def receive(self) -> None:
         """Merge what has arrived of the layers that this site owns, and send the results."""
         samples, contributions = self.timed("wait", None, self._contributions.wait)
+        self._spoiler: int | None = None  # site that has sent NaN or Inf
         self._merger.weight = self.context.reference / max(1, sum(samples))
         weights = self._clipped_weights(samples, contributions)
         for slot, payloads in contributions.items():
             self.timed("encode", self.units[slot], self._merge, slot, payloads, weights)
         stated = zip(samples, self.context.headers, strict=False)
         honest = all(count <= header.samples for count, header in stated)
-        self.bucket.launch(int(self._contributions.complete and honest))
+        complete = int(self._contributions.complete and honest)
+        self.bucket.launch(complete if self._spoiler is None else _SPOILT + self._spoiler)
 
     def _clipped_weights(
         self, samples: Sequence[int], contributions: Mapping[int, Sequence[FactorPayload | None]]
@@ -251,6 +256,9 @@ class OwnerHandler(MergedHandler):
             merged = self._merger.encode(unit.name, factor, bool(self._bias_size(unit)))
         except FloatingPointError:  # the header of the site that has NaN or Inf says so
             merged = self._not_finite(unit)
+        if not merged.finite():
+            spoilt = (rank for rank, each in enumerate(payloads) if each is not None and not each.finite())
+            self._spoiler = next(spoilt, self._spoiler)
         self.bucket.fill(slot, merged.to(self.context.transport.device, self.dtype))
 
     def _result(self, slot: int, payloads: Sequence[FactorPayload]) -> FactorPayload:
@@ -287,15 +295,24 @@ class OwnerHandler(MergedHandler):
     def confirm(self) -> bool:
         if not self.launches_results:
             return True
-        self.timed("wait", None, self.bucket.wait)
         if self._again is not None:
+            self.timed("wait", None, self.bucket.wait)
             self._again.inspect()
             self._sent_again, self._payloads = self._again.receive()
             return True
         self.bucket.inspect()
-        complete, payloads = self.bucket.receive()
-        self._results = [self._result(slot, by_sender) for slot, by_sender in enumerate(payloads)]
-        return all(complete[rank] for rank in self._ranks)
+        self._receive_results()
+        return all(self._stated[rank] == 1 for rank in self._ranks)
+
+    def not_finite(self) -> list[tuple[int | None, str]]:
+        if self._again is not None:
+            return super().not_finite()
+        found: list[tuple[int | None, str]] = []
+        for unit, owner, merged in zip(self.units, self._ranks, self._receive_results(), strict=True):
+            spoiler = self._stated[self.senders.index(owner)] - _SPOILT
+            if 0 <= spoiler < self.context.transport.world_size and not merged.finite():
+                found.append((spoiler, unit.name))
+        return found
 
     def spoilt(self, headers: Sequence[StepHeader]) -> list[str]:
         return super().spoilt(headers) if self._again is None else []
