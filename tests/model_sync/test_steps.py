@@ -265,6 +265,11 @@ def set_data(parameter: nn.Parameter, values: Tensor) -> None:
     parameter.grad.data = values
 
 
+def write_by_dlpack(parameter: nn.Parameter, values: Tensor) -> None:
+    torch.from_dlpack(parameter.grad).copy_(values)
+    parameter.grad = parameter.grad.clone()  # torch does not count the change
+
+
 def write_in_place(parameter: nn.Parameter, values: Tensor) -> None:
     if parameter.grad is None:
         parameter.grad = values
@@ -307,6 +312,7 @@ def write_zeros_at_one_site(model: nn.Module, step: int, site: int) -> None:
 WRITTEN: dict[str, tuple[bool, Callable[[nn.Module, int, int], None]]] = {  # whether gradients are cleared before
     "replaced": (True, rewrite(lambda each, values: setattr(each, "grad", values))),
     "by data": (True, rewrite(set_data)),
+    "by DLPack": (True, rewrite(write_by_dlpack)),
     "in hooks": (True, multiply_in_hooks),
     "without backward": (False, evolve),
     "zeros": (True, write_zeros_at_one_site),  # a site whose gradients are zero counts in the mean

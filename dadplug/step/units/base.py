@@ -88,6 +88,9 @@ class LazyGradient(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self.read().clone()
 
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._own().__dlpack__(**options)
+
     @property
     def data(self) -> Tensor:
         """The values; setting them replaces the gradient, since this tensor has no memory to hold them."""
