@@ -117,3 +117,14 @@ def test_a_gradient_whose_norm_is_out_of_range_has_no_weight(tmp_path, merge):
     for name in "bc":
         same_bits(lines, run.lines(name))
     assert 0 < max(map(abs, lines[LIE]["gradient"])) < 1e3
+
+
+def test_sums_that_are_exchanged_again_are_those_of_the_step(tmp_path):
+    """From a step on, the header of a site states that its gradient has changed since it was sent."""
+    with running_hub(tmp_path / "kits", ("a", "b", "c")) as hub:
+        run = Run(tmp_path, hub, mode="dsgd", clip_sites=MULTIPLE, min_sites=None, steps=STEPS, stops=False)
+        run.start("ab")
+        run.start("c", lies={NORM + 1: 3})
+        run.end("abc")
+    for name in "bc":
+        same_bits(run.lines("a"), run.lines(name))

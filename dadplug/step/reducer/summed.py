@@ -196,6 +196,10 @@ class DenseHandler(SummedHandler):
         if self.blind or self.context.options.clip_sites is None:
             self._receive_sums()
 
+    def repeat(self) -> None:
+        self._receive_sums()  # otherwise what has been sent first would arrive in place of what follows
+        super().repeat()
+
     def _receive_sums(self) -> Sequence[Tensor]:
         if not self._sums:
             self._sums = self.timed("wait", None, self.bucket.wait, () if self.blind else self._shares)
