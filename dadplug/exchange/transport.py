@@ -271,7 +271,7 @@ class Transport(ABC):
         absent: ranks of the sites that are not part of the last round, the same at all sites; what they have sent does
             not count, and gathers return zeros for them. Always empty unless `elastic`.
         joins: whether this site joins others in mid-training, and `receive_state` returns a state.
-        listens: whether this site joins in this step, so that nothing that it sends counts.
+        listens: whether this site has begun this step with the state of another one, since it joins.
         more_follows: whether another gather is launched soon, with which a small payload that is launched now may
             leave; set by the exchange.
     """

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from elastic_site import last_step
+from elastic_site import hesitate, last_step
 from torch import Tensor, nn
 
 import dadplug
@@ -39,7 +39,8 @@ class Case:
         stop: file that contains the least number of steps, once it exists; empty for none.
         leave: step in which the process is killed; -1 for never.
         how: "step" before it, "agreement" before the end of the hub's round, "sent" in the step after an agreement;
-            "lies" to send NaN in place of finite deltas in the agreement that `spoils` numbers.
+            "lies" to send NaN in place of finite deltas in the agreement that `spoils` numbers; "hesitates" to be held
+            up when it is asked for its state.
         late: agreement at which the site waits until another one has reached two more; -1 for none.
         other: folder of the other site.
         spoils: agreement before which a parameter gets NaN; -1 for none.
@@ -148,6 +149,9 @@ def disturb(case: Case) -> None:
                 for each in self._model.buffers():
                     each.fill_(float("nan") if each.is_floating_point() else 1)
         return reach(self, step, weight, finished)
+
+    if case.how == "hesitates":
+        hesitate()
 
     ElasticAgreement._exchange, ElasticAgreement.reach = exchanging, reaching
 

@@ -200,6 +200,12 @@ def die(how: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def hesitate() -> None:
+    """Let the process be held up when it is asked for its state."""
+    answer = ElasticTransport._answer
+    ElasticTransport._answer = lambda transport: time.sleep(HELD_UP) or answer(transport)
+
+
 def die_inside(case: Case, current: Callable[[], int]) -> None:
     """Let the process end in an exchange of the step in which it leaves.
 
@@ -207,7 +213,7 @@ def die_inside(case: Case, current: Callable[[], int]) -> None:
         case: the case.
         current: returns the number of the step.
     """
-    close_round, answer = ElasticTransport.close_round, ElasticTransport._answer
+    close_round = ElasticTransport.close_round
 
     def closing(transport: ElasticTransport, admits: bool = False, idle: bool = False) -> None:
         if current() == case.leave and case.how == ("header" if admits else "late"):
@@ -217,7 +223,7 @@ def die_inside(case: Case, current: Callable[[], int]) -> None:
     if case.how in ("header", "late"):
         ElasticTransport.close_round = closing
     elif case.how == "hesitates":
-        ElasticTransport._answer = lambda transport: time.sleep(HELD_UP) or answer(transport)
+        hesitate()
     elif case.how == "donates":
         ElasticTransport._answer = lambda transport: die(case.how)
     elif case.how in ("sends", "stops"):

@@ -223,8 +223,10 @@ def test_another_site_gives_its_state_if_one_is_held_up(tmp_path):
         run.lose("c", leave=LEAVES)
         hub.await_line("a is asked for its state, for c", ENDED)
         hub.await_line("b is asked for its state, for c", ENDED)
+        run.await_step("c", max(run.lines("b")) + 2)
         run.stop(5, "b")
         run.end("abc")
+        assert not any(" has left: 2 sites refuse it" in line for line in hub.log)
         assert not any("a has left" in line for line in hub.log if "training is complete" not in line)
         for name in "bc":
             same_bits(run.lines("a"), run.lines(name))

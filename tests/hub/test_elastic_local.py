@@ -317,6 +317,23 @@ def test_a_site_that_was_stopped_joins_again_in_its_process(tmp_path):
     assert present[-1] == [0, 1, 2]
 
 
+@pytest.mark.parametrize(("options", "lost"), [(AT_ONCE, 2), pytest.param(AHEAD, 4, marks=pytest.mark.extensive)])
+def test_a_state_that_comes_late_is_that_of_an_open_round(tmp_path, options, lost):
+    """The site asked first is held up; the round in which c joined is closed when another one sends its state."""
+    with running_hub(tmp_path / "kits", tuple("abc")) as hub:
+        run = sites_of(tmp_path, hub, {**options, "site_timeout": 4.0}, counts=True)
+        run.start("a", how="hesitates")
+        run.start("b")
+        run.lose("c", leave=6)
+        hub.await_line("b is asked for its state, for c", ENDED)
+        hub.await_line("c takes part again", ENDED)
+        await_agreement(run, "c", max(agreements(run, "b")) + 3)
+        every = ends(run, "abc")
+        assert not any(" has left: 2 sites refuse it" in line for line in hub.log)
+    counts(run, "abc", every, {"c": lost})
+    assert every[max(every)]["present"] == [0, 1, 2]
+
+
 def test_a_site_that_is_new_in_the_roster_takes_part(tmp_path):
     with running_hub(tmp_path / "kits", tuple("ab")) as hub:
         run = sites_of(tmp_path, hub, counts=True)

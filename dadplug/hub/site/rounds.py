@@ -474,7 +474,7 @@ class RoundClient:
             if (position := self._position) is None or self.states.awaits:
                 return False
             self.joins, self._fresh, self._position = False, True, None
-            self.listens = self.closed < self._link.step
+            self.listens = self._link.rank in self.joined  # else the others count on it from its first round on
         self._link.post_control(Joined(position))
         return True
 

@@ -8,7 +8,8 @@ provisional. A site that is absent counts as one that sends zeros.
 
 A step of a reduction begins with a round that admits sites: all sites have the same parameters then, and no site
 changes them until it is closed. A site that joins gets the state of another one, and all that has been sent in the
-round. It listens to this one step, in which nothing that it sends counts, and takes part from the next one on.
+round. It listens to this one step, in which nothing that it sends counts, and takes part from the next one on. If its
+state is of a later step, since it came late, the others count on it at once.
 
 With ``late="skip"``, the hub closes a round of a step without a site that is late. When that site ends its own part of
 the round it learns that it is absent, and goes through the rest of the step as one that listens.
@@ -550,7 +551,7 @@ class ElasticTransport(HubTransport):
     @property
     def silent(self) -> bool:
         """Whether nothing that this site sends counts: it has no part in the step, or is late."""
-        return self.listens or self.rank in self.left_out or self.link.rounds.behind
+        return self.link.rounds.listens or self.rank in self.left_out or self.link.rounds.behind
 
     def _answer(self) -> bytes:
         """Return the state of this site, for one that joins."""
@@ -621,7 +622,7 @@ class ElasticGather(HubGather):
         self.collect()
         if transport.link.rounds.closed >= self._round:
             self.finish()
-        self._blank(transport.absent | {transport.rank} if transport.listens else transport.absent)
+        self._blank(transport.absent | {transport.rank} if transport.link.rounds.listens else transport.absent)
         return self.payloads
 
     def collect(self) -> list[Tensor]:
