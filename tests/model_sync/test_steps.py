@@ -341,6 +341,26 @@ def test_what_stands_in_grad_is_agreed() -> None:
 
 
 @support.at_sites(SITES)
+def test_a_gradient_that_has_been_sent_is_read_and_not_changed() -> None:
+    model = nn.Linear(300, 300)
+    reduction = dadplug.GradientReduction(model, mode="dad")
+    for _ in range(3):  # more rows than are held once they are sent
+        model.zero_grad()
+        model(torch.randn(700, 300)).square().mean().backward()
+        gradient = model.weight.grad
+        assert gradient is not None
+        if reduction.step == 2:
+            view = gradient.view(-1)
+            assert bool(view.sum() != 0)
+            for change in (lambda view=view: view.add_(1), *(partial(torch.from_dlpack, e) for e in (gradient, view))):
+                with pytest.raises(RuntimeError, match="on its way to the other sites"):
+                    change()
+        reduction.synchronize()
+    assert reduction.first_difference() is None
+    reduction.detach()
+
+
+@support.at_sites(SITES)
 def test_a_weight_frozen_within_a_step_has_no_gradient_of_one_site() -> None:
     for options in ({"mode": "dsgd"}, {"mode": "dad"}, {"mode": "rankdad", "rank": 2}):
         for frozen in (0, 2):

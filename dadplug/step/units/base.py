@@ -190,6 +190,10 @@ class ReadOnlyGradient(Tensor):
         wrap = (lambda each: ReadOnlyGradient(each, first._gradient)) if _keeps(func) else (lambda each: each)
         return tree_map_only(Tensor, wrap, result)
 
+    def __dlpack__(self, **options: Any) -> Any:
+        self._gradient._own()  # others may write into what they get
+        return self._value.__dlpack__(**options)
+
 
 def _value(tensor: ReadOnlyGradient) -> Tensor:
     return tensor._value
