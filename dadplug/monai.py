@@ -30,7 +30,6 @@ from .options import Options
 from .reduction import GradientReduction
 from .runners import present
 from .runners.patches import SharedPatch, metrics_of_present_sites
-from .runners.present import gather, metrics_transport, repeating
 from .step.model_sync.replicated_model import Stateful
 from .support.refusals import refuse
 from .support.signature import takes_keywords_of
@@ -72,35 +71,35 @@ class SiteModel(_NativeDistModel):
         self._node = dist.get_rank() // self._nproc_per_node
 
     def _do_all_reduce(self, tensor: Tensor, op: str = "SUM", group: Any = None) -> Any:
-        transport = metrics_transport.get()
+        transport = present.metrics_transport.get()
         if transport is None or group is not None:
             return super()._do_all_reduce(tensor, op, group)
         return present.reduce(transport, tensor, op).to(tensor.dtype)
 
     def _do_all_gather(self, tensor: Tensor, group: Any = None) -> Any:
-        transport = metrics_transport.get()
+        transport = present.metrics_transport.get()
         if transport is None or group is not None:
             return super()._do_all_gather(tensor, group)
-        return torch.cat(gather(transport, torch.atleast_1d(tensor.detach()), 0)).to(tensor.device)
+        return torch.cat(present.gather(transport, torch.atleast_1d(tensor.detach()), 0)).to(tensor.device)
 
     def _do_all_gather_object(self, tensor: Any, group: Any = None) -> Any:
-        transport = metrics_transport.get()
+        transport = present.metrics_transport.get()
         if transport is None or group is not None:
             return super()._do_all_gather_object(tensor, group)
-        return gather(transport, tensor)
+        return present.gather(transport, tensor)
 
     def _do_broadcast(self, tensor: Tensor, src: int) -> Any:
-        transport = metrics_transport.get()
+        transport = present.metrics_transport.get()
         if transport is None:
             return super()._do_broadcast(tensor, src)
         return present.broadcast(transport, tensor.detach(), src).to(tensor.device)
 
     def barrier(self) -> None:
-        transport = metrics_transport.get()
+        transport = present.metrics_transport.get()
         if transport is None:
             super().barrier()
         else:
-            gather(transport, 0)
+            present.gather(transport, 0)
 
 
 def _register() -> None:
@@ -137,9 +136,9 @@ def _metrics_of_monai() -> Any:
     return importlib.import_module("monai.metrics.metric").Cumulative
 
 
-_PATCHES = [SharedPatch(_metrics_of_ignite, "completed", lambda original: repeating(_restoring(original)))]
+_PATCHES = [SharedPatch(_metrics_of_ignite, "completed", lambda original: present.repeating(_restoring(original)))]
 if importlib.util.find_spec("monai") is not None:
-    _PATCHES.append(SharedPatch(_metrics_of_monai, "_sync", repeating))
+    _PATCHES.append(SharedPatch(_metrics_of_monai, "_sync", present.repeating))
 
 
 class _EnginePlace:
@@ -188,7 +187,7 @@ class SiteHandler:
         reduction: the reduction; None before the first run.
 
     Raises:
-        ValueError: if an option is unknown or not valid.
+        ValueError: if an option is unknown or not valid; further errors are those of `dadplug.connect`.
 
     Example:
         >>> trainer = SupervisedTrainer(..., train_handlers=[SiteHandler(mode="rankdad"), validation])

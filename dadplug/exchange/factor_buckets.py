@@ -142,7 +142,7 @@ def finite(tensor: Tensor) -> bool:
 def squared_norm(tensor: Tensor) -> float:
     """Return the squared norm of a tensor, in double precision."""
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return float(torch.linalg.vector_norm(real, dtype=torch.float64).square())
+    return float(torch.linalg.vector_norm(real, dtype=torch.float64).square())  # "**" of floats may overflow
 
 
 def multiplies(tensor: Tensor) -> bool:

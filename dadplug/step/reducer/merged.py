@@ -185,6 +185,7 @@ class OwnerHandler(MergedHandler):
         self._contributions = ContributionBucket(slots, ranks, transport, self.dtype, wire)
         self._again: FactorBucket | None = None  # factors of all sites, in place of merged ones
         self._sent_again: list[int] = []  # samples of each site, as it has sent them with these
+        self._spoiler: int | None = None  # a site that has sent this one NaN or Inf in this step
         self._forget_others()
         self._merger.forget_divided(unit.name for unit in self.units)
 
@@ -207,7 +208,7 @@ class OwnerHandler(MergedHandler):
     def receive(self) -> None:
         """Merge what has arrived of the layers that this site owns, and send the results."""
         samples, contributions = self.timed("wait", None, self._contributions.wait)
-        self._spoiler: int | None = None  # site that has sent NaN or Inf
+        self._spoiler = None
         self._merger.weight = self.context.reference / max(1, sum(samples))
         weights = self._clipped_weights(samples, contributions)
         for slot, payloads in contributions.items():
@@ -254,7 +255,7 @@ class OwnerHandler(MergedHandler):
         factor = Factor(whole.right, whole.left, bias=whole.bias)
         try:
             merged = self._merger.encode(unit.name, factor, bool(self._bias_size(unit)))
-        except FloatingPointError:  # the header of the site that has NaN or Inf says so
+        except FloatingPointError:
             merged = self._not_finite(unit)
         if not merged.finite():
             spoilt = (rank for rank, each in enumerate(payloads) if each is not None and not each.finite())
