@@ -145,7 +145,7 @@ class Options(OptionSet):
     check_finite: bool = option(True, "NaN or Inf in a gradient is an error; switch off under a GradScaler")
     bucket_mb: float | None = option(
         None,
-        "payload of a bucket in MB; None: 0.03 for factors, else 0.06 to 4",
+        "payload of a bucket in MB; None: 0.03 for factors, else 0.1 to 4",
         number("a positive number or None", lambda value: value > 0, optional=True),
     )
     hierarchy: Hierarchy = option(  # noqa: RUF009

@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from itertools import islice
+from itertools import filterfalse, islice
 from typing import Any
 
 import torch
@@ -213,7 +213,10 @@ class Message:
         return True
 
 
-_MOVED_AT = operator.attrgetter("connection.moved_at")
+_MOVED_AT, _CONNECTION, _IS_SENT, _IS_EXPECTING = map(
+    operator.attrgetter, ("connection.moved_at", "connection", "is_sent", "is_expecting")
+)
+_LEAD, _READ = map(operator.methodcaller, ("lead", "read"))
 
 
 def wait_together(
@@ -251,12 +254,11 @@ def wait_together(
                 check()
                 checked = time.monotonic()
             limit = min(deadline - now, ASK_SECONDS)
-            needed = {message.connection for message in undone if not message.is_sent}.difference(led)
-            led += [connection for connection in needed if connection.lead()]
-            arrived = [connection.read() for connection in led]
-            if any(arrived):
+            needed = set(map(_CONNECTION, filterfalse(_IS_SENT, undone))).difference(led)
+            led += filter(_LEAD, needed)
+            if any([*map(_READ, led)]):
                 continue
-            readable = [connection for connection in led if connection.is_expecting]
+            readable = [*filter(_IS_EXPECTING, led)]
             if not readable:
                 undone[0].connection.await_change(undone[0], limit + 0.001)
                 continue
@@ -354,7 +356,7 @@ class FramedConnection:
                     message.left -= self.socket.sendmsg(message.parts())
                     self.moved_at = time.monotonic()
                     if not message.left:
-                        message.finish()
+                        message.done = True
                         self._outgoing.popleft()
         except BlockingIOError:
             return False
@@ -366,8 +368,7 @@ class FramedConnection:
         """Start to receive a message."""
         message = Message(self, room, tag, is_sent=False)
         with self._changed:
-            waiting = (each for each in self._early if each.tag == tag and each.expected is None)
-            early = next(waiting, None) if self._early else None
+            early = self._early_of(tag) if self._early else None
             if early is not None and early.complete:
                 self._early.remove(early)
                 self._deliver(early, message)
@@ -381,6 +382,10 @@ class FramedConnection:
         if self.reads_ahead:
             self._has_backlog()
         return message
+
+    def _early_of(self, tag: int) -> _EarlyMessage | None:
+        """Return the first message with a tag that has arrived, and is not expected yet."""
+        return next((each for each in self._early if each.tag == tag and each.expected is None), None)
 
     @property
     def is_expecting(self) -> bool:
@@ -414,7 +419,7 @@ class FramedConnection:
     def read(self) -> bool:
         """Read what has arrived of a header or a body; return whether there was anything, or the connection failed."""
         try:
-            return self.is_expecting and self._read()
+            return (bool(self._expected) or self._incoming is not None) and self._read()
         except (OSError, ValueError, MismatchError) as error:
             self.fail(error)
             return True
@@ -427,7 +432,8 @@ class FramedConnection:
             rooms = [memoryview(bytearray(min(self._left, _CHUNK_BYTES)))]
         else:
             rooms = [memoryview(self._header)[_HEADER.size - self._left :]]
-            rooms += [message.body for message in self._expected[:1] if self._in_order]
+            if self._in_order and self._expected:
+                rooms.append(self._expected[0].body)
         try:
             count = self.socket.recvmsg_into(rooms)[0]
         except BlockingIOError:
@@ -453,8 +459,11 @@ class FramedConnection:
         """Take the message whose header has arrived as the one that is received."""
         magic, tag, self._left = _HEADER.unpack(self._header)
         with self._changed:
-            due = self._expected[:1] if self._in_order else self._expected
-            expected = next((message for message in due if message.tag == tag), None)
+            expected = None
+            for message in self._expected[:1] if self._in_order else self._expected:
+                if message.tag == tag:
+                    expected = message
+                    break
             differs = self._in_order if expected is None else len(expected.body) != self._left
             if magic != _MAGIC or differs:
                 raise MismatchError
@@ -473,7 +482,7 @@ class FramedConnection:
             self._incoming = None
             self._left = _HEADER.size
             if isinstance(message, Message):
-                message.finish()
+                message.done = True
             elif message.expected is None:
                 message.complete = True
             else:
@@ -537,18 +546,6 @@ class PeerSockets:
             for rank, connected in sorted(sockets.items())
         }
         close_in_children(self)
-
-    def start(self, body: memoryview, rank: int, tag: int, sends: bool) -> Message:
-        """Start to send a message, or to receive one.
-
-        Args:
-            body: the bytes to send, or room for those received; must not change before the message is done.
-            rank: rank of the other process.
-            tag: tag of the message; messages with the same tag are received in the order in which they are sent.
-            sends: whether it is sent.
-        """
-        connection = self.connections[rank]
-        return (connection.send if sends else connection.expect)(body, tag)
 
     def _wake_helper(self) -> None:
         """Have the helper thread move what the kernel has no room for."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from .wire import lasting
 _FEW_BYTES = 1 << 20  # of which receiving a copy costs next to nothing
 _PACKET_BYTES = 1 << 14  # that cost less than a few latencies
 MAX_TAGS = 2**30  # tags have 32 bits, and are reused
+_FIRST = itemgetter(0)
 
 Work = dist.Work | Message
 
@@ -115,13 +117,20 @@ class GroupTransport(Transport):
         return self._last_payload.number % MAX_TAGS
 
     def start(self, body: memoryview, rank: int, tag: int, sends: bool) -> Work:
-        """Start to send a message, or to receive one, see `PeerSockets.start`.
+        """Start to send a message, or to receive one.
+
+        Args:
+            body: the bytes to send, or room for those received; must not change before the message is done.
+            rank: rank of the other process.
+            tag: tag of the message; messages with the same tag are received in the order in which they are sent.
+            sends: whether it is sent.
 
         Raises:
             RuntimeError: if the connection is closed.
         """
         if self._sockets is not None:
-            return self._sockets.start(body, rank, tag, sends)
+            connection = self._sockets.connections[rank]
+            return (connection.send if sends else connection.expect)(body, tag)
         start: Any = dist.isend if sends else dist.irecv
         work: Work = start(torch.frombuffer(body, dtype=torch.uint8), self._global[rank], group=self.group, tag=tag)
         return work
@@ -195,7 +204,7 @@ class GroupTransport(Transport):
         if self._sockets is not None:  # connections are read side by side
             with self.traffic.waiting():
                 check = partial(self.sites.check_calls, self._last_payload)
-                failed = wait_together([work for work, _ in works if isinstance(work, Message)], self.timeout, check)
+                failed = wait_together([*map(_FIRST, works)], self.timeout, check)
             own_place.wait = None
             waited = [] if failed is None else [(work, peer) for work, peer in works if work is failed]
         for work, peer in waited:

@@ -265,7 +265,8 @@ def content(size: int, seed: int) -> torch.Tensor:
 
 
 def start(end: PeerSockets, tensor: torch.Tensor, rank: int, tag: int, sends: bool) -> framing.Message:
-    return end.start(bytes_of(tensor), rank, tag, sends)
+    connection = end.connections[rank]
+    return (connection.send if sends else connection.expect)(bytes_of(tensor), tag)
 
 
 def test_messages_arrive_by_tag_in_any_order(ends):

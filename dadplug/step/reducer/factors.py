@@ -142,8 +142,7 @@ class GatheredHandler(BucketHandler):
 
     def _wanted(self, headers: Sequence[StepHeader]) -> list[bool]:
         """Return, by slot, whether there are rows to make a gradient of."""
-        present = [*map(any, zip(*map(_PRESENT, headers), strict=True))]
-        return [*map(present.__getitem__, self.positions)]
+        return [*map(self.context.present.__getitem__, self.positions)]
 
     # A step
 
@@ -440,6 +439,8 @@ class FactorHandler(SiteFactorHandler):
 
     def _weights(self, samples: Sequence[int]) -> list[float]:
         total = sum(samples)
+        if not self.context.norms:
+            return [count / total for count in samples]
         return [count / total * self.context.factor(rank) for rank, count in enumerate(samples)]
 
 

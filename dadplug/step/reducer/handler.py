@@ -384,6 +384,8 @@ class HandlerContext:
         scale: what sums were multiplied by to make means in the last steps, at most, about; of a site's own state.
         checks_finite: whether gradients are checked for NaN and Inf, since these are an error or would damage state.
         as_launched: whether what all sites have launched in this step is all of it, as the headers say.
+        present: by unit, whether a site has a gradient, as the headers that count say.
+        total: samples of all sites, as they say.
         headers: the headers of all sites, by rank, where they are known before anything is received.
         norms: the norms of all sites' gradients in the step, by rank, where they are clipped.
         limit: the norm to which they are clipped; infinity for none.
@@ -408,6 +410,8 @@ class HandlerContext:
     scale: float = 1.0
     checks_finite: bool = field(init=False)
     as_launched: bool = False
+    present: Sequence[bool] = ()
+    total: int = 0
     headers: Sequence[StepHeader] = ()
     norms: Sequence[float] = ()
     limit: float = math.inf
@@ -490,25 +494,27 @@ class BucketHandler(ABC):
             kind: ``"encode"``, ``"decode"`` or ``"wait"``.
             unit: the only unit; None for all.
         """
-        units, start, name = self.units if unit is None else (unit,), time.perf_counter(), f"{kind}_seconds"
+        units, start = self.units if unit is None else (unit,), time.perf_counter()
         profiled = torch.autograd._profiler_enabled()
         with torch.profiler.record_function(f"dadplug {kind} {units[0].name}") if profiled else nullcontext():
             yield
-        seconds = (time.perf_counter() - start) / len(units)
-        for each in units:
-            layer = self.context.transport.traffic.present[each.name]
-            setattr(layer, name, getattr(layer, name) + seconds)
+        self._count(kind, units, time.perf_counter() - start)
 
     def timed(self, kind: str, unit: Unit | None, function: Callable[..., _Result], *args: Any) -> _Result:
-        """Call a function, and count its time as `timing` does, for one unit by fewer calls."""
-        if unit is None or torch.autograd._profiler_enabled():
+        """Call a function, and count its time as `timing` does, by fewer calls."""
+        if torch.autograd._profiler_enabled():
             with self.timing(kind, unit):
                 return function(*args)
-        start, name = time.perf_counter(), f"{kind}_seconds"
+        start = time.perf_counter()
         result = function(*args)
-        layer = self.context.transport.traffic.present[unit.name]
-        setattr(layer, name, getattr(layer, name) + time.perf_counter() - start)
+        self._count(kind, self.units if unit is None else (unit,), time.perf_counter() - start)
         return result
+
+    def _count(self, kind: str, units: Sequence[Unit], seconds: float) -> None:
+        present, name = self.context.transport.traffic.present, f"{kind}_seconds"
+        for unit in units:
+            layer = present[unit.name]
+            setattr(layer, name, getattr(layer, name) + seconds / len(units))
 
     # Payload sizes
 

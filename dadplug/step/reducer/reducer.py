@@ -45,7 +45,7 @@ from .owners import Owners, deal
 
 _log = get_logger(__name__)
 _NOTHING = nullcontext()
-_SAMPLES, _FAULT, _FINITE = map(attrgetter, ("samples", "fault", "finite"))
+_SAMPLES, _FAULT, _FINITE, _PRESENT = map(attrgetter, ("samples", "fault", "finite", "present"))
 _Late = tuple[str, torch.nn.Parameter, Tensor]
 """The name of a unit, one of its parameters, and the agreed gradient of that, which no bucket carries."""
 
@@ -255,6 +255,8 @@ class Reducer:
         digests = [each.deferred for rank, each in enumerate(headers) if rank not in context.transport.absent]
         compare_digests(request.deferral, header.deferred, digests)
         keep = write and all(map(_FINITE, headers)) and not absent
+        context.present = [*map(any, zip(*map(_PRESENT, headers), strict=True))]
+        context.total = sum(map(_SAMPLES, headers))
         for handler in self._handlers:
             handler.finish(headers, write, keep)
             handler.missing = len(handler.units)

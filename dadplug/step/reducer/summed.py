@@ -9,6 +9,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 from torch import Tensor
@@ -19,9 +20,12 @@ from ...exchange.summed_buckets import AllReducedBucket, GatheredBucket, SparseB
 from ...exchange.wire import WireFormat, wire_format
 from ..methods import Method, powersgd, topk
 from ..methods.base import GradientPath
-from ..units.base import Unit, version_of
+from ..units.base import Unit, versions_of
 from .clipping import sum_of_squares
 from .handler import BucketHandler, Fault, HandlerContext, StepHeader, gradient_room, register_handler, write_gradients
+
+
+_FIRST, _GRADIENT, _ARRIVALS = itemgetter(0), attrgetter("lead.grad"), attrgetter("arrivals")
 
 
 class SummedHandler(BucketHandler):
@@ -91,9 +95,8 @@ class SummedHandler(BucketHandler):
         self._samples = self.context.samples()
         for unit in self._put_all(self._samples / self.context.reference):
             self.context.faults.record(Fault.GRADIENT, unit)
-        gradients = [unit.lead.grad for unit in self.units]
-        arrivals = [unit.arrivals for unit in self.units]
-        self._filled = [*zip(gradients, map(version_of, gradients), arrivals, strict=True)]
+        gradients = [*map(_GRADIENT, self.units)]
+        self._filled = [*zip(gradients, versions_of(gradients), map(_ARRIVALS, self.units), strict=True)]
 
     def _put_all(self, weight: float) -> list[Unit]:
         """Put all gradients into their buckets; return the units whose gradients are not finite, if that is checked."""
@@ -105,8 +108,9 @@ class SummedHandler(BucketHandler):
     def add_late(self) -> None:
         context = self.context
         other_samples = context.samples() != self._samples
-        for unit, (gradient, version, arrivals) in zip(self.units, self._filled, strict=True):
-            same = unit.lead.grad is gradient and unit.arrivals == arrivals and version_of(gradient) == version
+        versions = versions_of(map(_FIRST, self._filled))
+        for unit, now, (gradient, version, arrivals) in zip(self.units, versions, self._filled, strict=True):
+            same = unit.lead.grad is gradient and unit.arrivals == arrivals and now == version
             unit.dense = other_samples or not same
             if unit.dense:
                 context.faults.drop(unit)
@@ -123,7 +127,7 @@ class SummedHandler(BucketHandler):
         self.receive()
 
     def present(self) -> list[bool]:
-        return [unit.lead.grad is not None for unit in self.units]
+        return [gradient is not None for gradient in map(_GRADIENT, self.units)]
 
     def own_squares(self) -> Sequence[Tensor]:
         return [sum_of_squares([unit.lead.grad for unit in self.units], self.context.options.clip_sites is not None)]
@@ -140,9 +144,9 @@ class SummedHandler(BucketHandler):
         return [self.context.factor(rank) for rank in range(self.context.transport.world_size)]
 
     def finish(self, headers: Sequence[StepHeader], write: bool, keep: bool) -> None:
-        scale = self.context.reference / max(1, sum(header.samples for header in headers))
-        present = [*map(any, zip(*[header.present for header in headers], strict=True))]
-        self._write([write and present[position] for position in self.positions], scale, keep)
+        scale = self.context.reference / max(1, self.context.total)
+        wanted = [*map(self.context.present.__getitem__, self.positions)] if write else [False] * len(self.units)
+        self._write(wanted, scale, keep)
         self._filled.clear()
 
 
@@ -154,7 +158,7 @@ def gradient_matrix(unit: Unit) -> Tensor | None:
     return (gradient.to_dense() if gradient.is_sparse else gradient).reshape(unit.shape)
 
 
-_SMALL_MB = 0.06
+_SMALL_MB = 0.25  # with fewer bytes, the calls of a bucket take longer than its passes over memory
 
 
 @register_handler(GradientPath.ALLREDUCE)
@@ -202,7 +206,8 @@ class DenseHandler(SummedHandler):
 
     def _receive_sums(self) -> Sequence[Tensor]:
         if not self._sums:
-            self._sums = self.timed("wait", None, self.bucket.wait, () if self.blind else self._shares)
+            shares = self._shares if self.context.norms and not self.blind else ()
+            self._sums = self.timed("wait", None, self.bucket.wait, shares)
         return self._sums
 
     def squares(self) -> Sequence[float]:

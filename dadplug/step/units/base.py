@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -24,6 +25,7 @@ _ATEN = torch.ops.aten
 # Attribute of a gradient: number of the reduction that has synchronized it, and its version then; empty for a cleared
 # placeholder.
 _AGREED = "_dadplug_agreed"
+_FIRST = itemgetter(0)
 _CLEARING = (_ATEN.zero_.default, _ATEN._foreach_zero_.default)
 
 
@@ -347,19 +349,29 @@ def unmark_agreed(gradient: Tensor) -> None:
 
 def version_of(gradient: Tensor | None) -> tuple[int, int]:
     """Return numbers that change where a program writes into a gradient, or gives it other memory."""
-    if gradient is None or gradient.is_inference():
-        return 0, 0
-    return gradient._version, gradient.data_ptr() if gradient.layout == torch.strided else 0
+    return versions_of((gradient,))[0]
+
+
+def versions_of(gradients: Iterable[Tensor | None]) -> list[tuple[int, int]]:
+    """Return what `version_of` returns of each gradient."""
+    versions = []
+    for gradient in gradients:
+        if gradient is None or gradient.is_inference():
+            versions.append((0, 0))
+        else:
+            versions.append((gradient._version, gradient.data_ptr() if gradient.layout is torch.strided else 0))
+    return versions
 
 
 def mark_agreed(units: Iterable[Unit]) -> None:
     """Mark what is in ``.grad`` as agreed on, at the end of a step."""
+    found = []
     for unit in units:
         for parameter in unit.parameters.values():
             if (gradient := parameter.grad) is not None:
-                plain = gradient.layout is torch.strided and not gradient.is_inference()
-                version = (gradient._version, gradient.data_ptr()) if plain else version_of(gradient)
-                setattr(gradient, _AGREED, (unit.reduction, version))
+                found.append((gradient, unit.reduction))
+    for (gradient, reduction), version in zip(found, versions_of(map(_FIRST, found)), strict=True):
+        setattr(gradient, _AGREED, (reduction, version))
 
 
 Arrived = Callable[[], "Callable[[Unit], None] | None"]
@@ -485,13 +497,17 @@ class DenseUnit(Unit):
 
     def _arrive(self, on_arrival: Arrived, parameter: Tensor) -> None:
         if (gradient := parameter.grad) is not None:
-            self._version = version_of(gradient)
-            super()._arrive(on_arrival, parameter)
+            (self._version,) = versions_of((gradient,))
+            if (arrived := on_arrival()) is not None:
+                arrived(self)
 
     def drop_cleared(self) -> bool:
+        if not self.arrivals:
+            self.changed = False
+            return False
         gradient = self.lead.grad
-        self.changed = bool(self.arrivals) and gradient is not None and version_of(gradient) != self._version
-        if self.arrivals and (gradient is None or (self.changed and is_zero(gradient))):
+        self.changed = gradient is not None and versions_of((gradient,)) != [self._version]
+        if gradient is None or (self.changed and is_zero(gradient)):
             self.discard()
             self.changed = False
             return True
