@@ -37,7 +37,7 @@ from .step.planning.plan import Plan
 from .step.planning.planner import Planner
 from .step.reducer.handler import StepHeader
 from .step.reducer.reducer import AttachedGradients, StepRequest
-from .step.units.base import Unit
+from .step.units.base import Unit, drop_cleared
 from .support.logs import get_logger
 from .support.signature import check_choice, takes_keywords_of, whole_number
 
@@ -231,10 +231,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
 
     def _drop_cleared(self) -> None:
         """Discard what has arrived for parameters whose gradients the program has cleared since."""
-        cleared = []
-        for unit in self._planner.units:
-            if unit.arrivals:
-                cleared.append(unit.drop_cleared())
+        cleared = drop_cleared(self._planner.units)
         if self._private is not None and self._private.holds_gradients:
             cleared.append(self._private.drop_cleared())
         if self._attached is not None and self._attached.arrived:

@@ -18,7 +18,7 @@ from .factor import LINEAR, Form
 from .products import linear, product, thread
 from .registry import LayerFamily, Recorder, gradient_use, register_family
 
-_LARGE = 1 << 22  # multiplications for the gradient of an input; they take about a tenth of a millisecond
+_LARGE = 1 << 26  # multiplications for the gradient of an input; they take about a millisecond
 
 
 class _LinearWithFactors(torch.autograd.Function):

@@ -18,7 +18,7 @@ from ..step.fused import Deferral, GradientProduct, reasons_against
 from ..step.methods import is_product, make_method
 from ..step.model_sync.structure import ModelStructure
 from ..step.planning.partition import partition_parameters
-from ..step.units.base import Unit, add_gradient
+from ..step.units.base import Unit, add_gradient, begin_step
 from ..step.units.factor import FactorUnit
 from ..support.schedules import current
 
@@ -131,7 +131,7 @@ class CapturedGradients:
             factor = unit.take()
             if factor is not None:
                 self._hand_over(unit, factor, deferral)
-            unit.begin_step()
+        begin_step(self._units)
         released = any(unit.name in self._found for unit in self._units)
         if released or (deferral is not None and any(map(deferral.has, self._excluded))):
             self._begin_anew()  # fewer gradients are captured from now on, or more

@@ -33,7 +33,7 @@ from ..step.model_sync.samples import SampleCounter, warn_of_unequal
 from ..step.model_sync.structure import ModelStructure
 from ..step.planning.partition import partition_parameters, show_inputs
 from ..step.planning.planner import FirstStepReport, merge_reports
-from ..step.units.base import Unit
+from ..step.units.base import Unit, begin_step, drop_cleared
 from ..step.units.factor import FactorUnit
 
 # Batch normalisation
@@ -387,7 +387,7 @@ class ModelGradients:
 
     def _drop_cleared(self, *, begins: bool = False) -> None:
         """Discard passes whose gradients have been cleared, except one whose backward begins."""
-        cleared = [unit.drop_cleared() for unit in self.units if unit.arrivals]
+        cleared = drop_cleared(self.units)
         if cleared and all(cleared):
             self.counter.discard()
             self.pending = False
@@ -458,7 +458,7 @@ class ModelGradients:
                 parameter.grad = None
             if factor is not None or dense:
                 taken[unit.name] = UnitGradient(factor, dense)
-            unit.begin_step()
+        begin_step(self.units)
         return taken
 
     def merge(self, reports: Sequence[FirstStepReport]) -> None:

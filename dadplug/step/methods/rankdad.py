@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...exchange.factor_buckets import FactorPayload
 from ...exchange.wire import WireFormat, lasting, wire_format
-from ...hooks import Factor
+from ...hooks import LINEAR, Factor
 from ...lowrank import Carry, Compressed, compress, compress_matrix, squared_norm
 from ...lowrank.algorithms import columns_for
 from ...lowrank.compress import squared_norm_of
@@ -163,7 +163,7 @@ class RankDAD(Method):
     def __init__(self, options: MethodOptions) -> None:
         super().__init__(options)
         self.max_rank: int = options.largest_rank
-        self.largest_rank = options.largest_rank
+        self.largest_rank = self._largest = options.largest_rank
         self.merger = self._make_merger(options)
         self._iterations = options.iterations
         self._keeps_rows = options.error_feedback is None
@@ -201,7 +201,7 @@ class RankDAD(Method):
         return min(rows, self.rank_of(self._room, out, width))
 
     def rank_of(self, rank: int, out: int, width: int) -> int:
-        most = most_worth(self.options.largest_rank, out, width, self._wire) if self._caps else min(out, width)
+        most = most_worth(self._largest, out, width, self._wire) if self._caps else min(out, width)
         return min(rank, most)
 
     @property
@@ -223,7 +223,7 @@ class RankDAD(Method):
         deltas, (rows, out), width = factor.deltas, factor.deltas.shape, factor.activations.shape[1]
         bias = factor.bias if with_bias else None
         if with_bias and bias is None:
-            bias = factor.form.bias_gradient(deltas)
+            bias = deltas.sum(0) if factor.form is LINEAR else factor.form.bias_gradient(deltas)
         shape = out, width, deltas.dtype, 0 if bias is None else bias.shape[0]
         if state.fits != shape:
             state = _fitting(state, factor, bias)._replace(fits=shape)
@@ -233,7 +233,8 @@ class RankDAD(Method):
             most = min(self.rank_of(self._room, out, width), self.most_sent(name, rows))
             left, right = compress(deltas, factor.activations, most, **self._how(name, state))
             return FactorPayload(left.T, right.T, bias)
-        wire, found = wire_format(self._wire, deltas.dtype), self.rank_of(self._room, out, width)
+        room = self.max_rank if self.merger is None else self._room
+        wire, found = wire_format(self._wire, deltas.dtype), self.rank_of(room, out, width)
         # Rounding to int8 leaves small parts of all components, which need not make a batch of few rows as large again.
         if wire.quantised and self._keeps_rows:
             found = min(found, max(rows, _FEW))

@@ -30,7 +30,7 @@ from ..model_sync.structure import ModelStructure, is_managed, without_managed
 from ..reducer.clipping import OutsizedGradients
 from ..reducer.handler import StepHeader
 from ..reducer.reducer import Reducer, StepRequest
-from ..units.base import Arrived, Unit, mark_agreed
+from ..units.base import Arrived, Unit, begin_step, mark_agreed
 from ..units.factor import ChainedUnit, FactorUnit, LowrankUnit
 from .chains import (
     ChainReports,
@@ -539,8 +539,7 @@ class Planner:
 
     def end_step(self) -> None:
         """Forget the step that is over."""
-        for unit in self.units:
-            unit.begin_step()
+        begin_step(self.units)
 
     def choose(self, step: int) -> None:
         """Choose the rank where it is time for it; all sites call it after the same steps.

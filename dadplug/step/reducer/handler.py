@@ -472,6 +472,8 @@ class BucketHandler(ABC):
     """Payload at which a bucket is full by default, in MB."""
     repeats: ClassVar[bool] = False
     """Whether `repeat` can exchange anew what is void in a payload that has been sent."""
+    fills: ClassVar[bool] = True
+    """Whether `fill` puts each unit in as its gradient arrives; otherwise `on_filled` puts in all, and counts bytes."""
     rounds: ClassVar[int] = 0
     """Number of calls of `proceed` in a step."""
     resends_as_gradients: ClassVar[bool] = False
@@ -588,9 +590,9 @@ class BucketHandler(ABC):
     def post(self) -> None:  # noqa: B027  (not all receive in the background)
         """Prepare to receive."""
 
-    @abstractmethod
     def fill(self, unit: Unit) -> int:
         """Put a unit's gradient, or its absence, into the bucket; return the bytes that are sent of it."""
+        raise NotImplementedError  # `on_filled` puts in those of all units
 
     def on_filled(self) -> None:  # noqa: B027  (most wait for the launch)
         """Called when all units have been filled."""

@@ -187,11 +187,13 @@ class Reducer:
 
     def arrive(self, unit: Unit, launches: bool = True) -> None:
         """Put a unit whose gradient is complete into its bucket, and launch the buckets that can leave."""
-        handler, layer = self._handler_of[unit.name], self._context.transport.traffic.present[unit.name]
-        profiled, start = torch.autograd._profiler_enabled(), time.perf_counter()
-        with torch.profiler.record_function(f"dadplug encode {unit.name}") if profiled else _NOTHING:
-            layer.bytes += handler.fill(unit)
-        layer.encode_seconds += time.perf_counter() - start
+        handler = self._handler_of[unit.name]
+        if handler.fills:
+            layer, start = self._context.transport.traffic.present[unit.name], time.perf_counter()
+            profiled = torch.autograd._profiler_enabled()
+            with torch.profiler.record_function(f"dadplug encode {unit.name}") if profiled else _NOTHING:
+                layer.bytes += handler.fill(unit)
+            layer.encode_seconds += time.perf_counter() - start
         handler.missing -= 1
         unit.sent = True
         if not handler.missing:

@@ -24,7 +24,6 @@ from ..units.base import Unit, versions_of
 from .clipping import sum_of_squares
 from .handler import BucketHandler, Fault, HandlerContext, StepHeader, gradient_room, register_handler, write_gradients
 
-
 _FIRST, _GRADIENT, _ARRIVALS = itemgetter(0), attrgetter("lead.grad"), attrgetter("arrivals")
 
 
@@ -39,6 +38,7 @@ class SummedHandler(BucketHandler):
         context: what the handlers of a reducer share.
     """
 
+    fills = False
     repeats = True
     blind = True
     gathers: bool
@@ -87,16 +87,15 @@ class SummedHandler(BucketHandler):
             keep: whether the step counts for state.
         """
 
-    def fill(self, unit: Unit) -> int:
-        """Leave the gradient in ``.grad`` until those of all units are there: they are put in together."""
-        return self._sent_bytes[unit.name]
-
     def on_filled(self) -> None:
         self._samples = self.context.samples()
         for unit in self._put_all(self._samples / self.context.reference):
             self.context.faults.record(Fault.GRADIENT, unit)
         gradients = [*map(_GRADIENT, self.units)]
         self._filled = [*zip(gradients, versions_of(gradients), map(_ARRIVALS, self.units), strict=True)]
+        layers = self.context.transport.traffic.present
+        for name, nbytes in self._sent_bytes.items():
+            layers[name].bytes += nbytes
 
     def _put_all(self, weight: float) -> list[Unit]:
         """Put all gradients into their buckets; return the units whose gradients are not finite, if that is checked."""

@@ -9,8 +9,9 @@ changing it in place turns it into one that autograd might have formed.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from operator import itemgetter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter, itemgetter
+from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -25,7 +26,7 @@ _ATEN = torch.ops.aten
 # Attribute of a gradient: number of the reduction that has synchronized it, and its version then; empty for a cleared
 # placeholder.
 _AGREED = "_dadplug_agreed"
-_FIRST = itemgetter(0)
+_FIRST, _GRADIENT = itemgetter(0), attrgetter("lead.grad")
 _CLEARING = (_ATEN.zero_.default, _ATEN._foreach_zero_.default)
 
 
@@ -356,7 +357,9 @@ def versions_of(gradients: Iterable[Tensor | None]) -> list[tuple[int, int]]:
     """Return what `version_of` returns of each gradient."""
     versions = []
     for gradient in gradients:
-        if gradient is None or gradient.is_inference():
+        if gradient is None:
+            versions.append((-1, 0))
+        elif gradient.is_inference():
             versions.append((0, 0))
         else:
             versions.append((gradient._version, gradient.data_ptr() if gradient.layout is torch.strided else 0))
@@ -401,9 +404,13 @@ class Unit:
         broken: whether its payload cannot be used, since the payload that it depends on has been discarded.
         path: the path of its gradient, for which a bucket handler is registered.
         reduction: number of the reduction that it belongs to.
+        version: of the gradient, see `version_of`, when it arrived; None where placeholders stand for it.
+        placed: the placeholders in ``.grad``, by name of the parameter.
     """
 
     reduction = -1
+    version: tuple[int, int] | None = None
+    placed: Mapping[str, LazyGradient] = MappingProxyType({})
     changed = broken = False
     path: str = GradientPath.ALLREDUCE
     _at_first: ClassVar[dict[str, Any]] = dict.fromkeys(("arrivals", "discards"), 0) | dict.fromkeys(
@@ -457,15 +464,6 @@ class Unit:
         self.discards += 1
         self.dense = False
 
-    def begin_step(self) -> None:
-        """Reset what counts within a step."""
-        if self.arrivals > self.expected:
-            self.expected = self.arrivals
-        self.expected_discards = self.discards
-        vars(self).update(self._at_first)
-        for each in self._of_step:
-            each.clear()
-
     def release(self) -> None:
         """Remove the hooks."""
         for hook in self._hooks:
@@ -481,6 +479,36 @@ class Unit:
         self.release()
 
 
+def begin_step(units: Iterable[Unit]) -> None:
+    """Reset what counts within a step."""
+    for unit in units:
+        if unit.arrivals > unit.expected:
+            unit.expected = unit.arrivals
+        unit.expected_discards = unit.discards
+        vars(unit).update(unit._at_first)
+        for each in unit._of_step:
+            each.clear()
+
+
+def drop_cleared(units: Iterable[Unit]) -> list[bool]:
+    """Discard what has arrived and the program has cleared since; return, by unit with arrivals, whether that was all.
+
+    It calls `Unit.drop_cleared` where there may be something to discard.
+    """
+    known, cleared = [], []
+    for unit in units:
+        if unit.arrivals and unit.version is not None:
+            known.append(unit)
+        elif unit.arrivals:
+            intact = True
+            for name, lazy in unit.placed.items():
+                intact = intact and unit.parameters[name].grad is lazy
+            cleared.append(not intact and unit.drop_cleared())
+    for unit, version in zip(known, versions_of(map(_GRADIENT, known)), strict=True):
+        cleared.append(version != unit.version and unit.drop_cleared())
+    return cleared
+
+
 class DenseUnit(Unit):
     """A parameter whose gradient autograd forms.
 
@@ -493,21 +521,18 @@ class DenseUnit(Unit):
     def __init__(self, name: str, parameter: nn.Parameter, path: str = GradientPath.ALLREDUCE) -> None:
         super().__init__(name, {name: parameter})
         self.path = path
-        self._version = 0, 0  # of the gradient, when it arrived
+        self.version = 0, 0
 
     def _arrive(self, on_arrival: Arrived, parameter: Tensor) -> None:
         if (gradient := parameter.grad) is not None:
-            (self._version,) = versions_of((gradient,))
+            (self.version,), self.changed = versions_of((gradient,)), False
             if (arrived := on_arrival()) is not None:
                 arrived(self)
 
     def drop_cleared(self) -> bool:
-        if not self.arrivals:
-            self.changed = False
-            return False
         gradient = self.lead.grad
-        self.changed = gradient is not None and versions_of((gradient,)) != [self._version]
-        if gradient is None or (self.changed and is_zero(gradient)):
+        self.changed = bool(self.arrivals) and gradient is not None and version_of(gradient) != self.version
+        if self.arrivals and (gradient is None or (self.changed and is_zero(gradient))):
             self.discard()
             self.changed = False
             return True

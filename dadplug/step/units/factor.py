@@ -77,6 +77,7 @@ class FactorUnit(Unit):
         self.sent_factors: Sequence[Factor] = ()
         self._weights_then: set[tuple[int, int]] = set()  # version and address of the weight when gradients arrived
         self.placeholders = Placeholders(parameters, self)
+        self.placed = self.placeholders.active
         self._last_pass = -1  # number of the last backward pass that has reached a parameter
         self._room = max(self.lead.numel(), _SMALL)
         self._of_step = self.placeholders, self._formed, self._taken_keys, self._weights_then
@@ -112,11 +113,6 @@ class FactorUnit(Unit):
             self.placeholders.put()
 
     def drop_cleared(self) -> bool:
-        for name, lazy in self.placeholders.active.items():
-            if self.parameters[name].grad is not lazy:
-                break
-        else:
-            return False
         gone = self.placeholders.gone()
         if not gone:
             return False
