@@ -99,7 +99,7 @@ $(OLDEST)/ready $(NEWEST)/ready: setup.cfg setup.py pyproject.toml
 $(TRAINERS)/ready: setup.cfg setup.py pyproject.toml
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install --quiet --disable-pip-version-check "setuptools>=77,<81" wheel
-	$(@D)/bin/pip install --quiet --disable-pip-version-check --no-build-isolation \
+	$(@D)/bin/pip install --quiet --disable-pip-version-check --no-compile --no-build-isolation \
 		--editable ".[lightning,hub,transformers,ray,nnunet,monai,examples]" \
 		fire hypothesis lightning mlflow peft pytest pytest-timeout pytest-xdist tensorboard timm trl wandb
 	touch $@

@@ -27,7 +27,7 @@ from command import parser_of
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-SECONDS = 40  # for a test
+SECONDS = 120  # for a test; most take two on an idle machine
 _NEEDS = (  # decorators of tests that skip them without GPUs
     *("skip_if_lt_x_gpu", "nccl_skip_if_lt_x_gpu", "require_n_gpus_for_nccl_backend", "skip_if_small_worldsize"),
     *("skip_if_no_gpu", "skip_if_rocm_multiprocess"),
@@ -90,6 +90,8 @@ def replace_class(mode: str | None) -> None:
             kept = {name: value for name, value in kwargs.items() if name not in ("device_ids", "output_device")}
             super().__init__(module, *args, **(own | kept))
 
+    DistributedDataParallel.__module__ = ddp_module.__name__  # with the name, for pickle
+    DistributedDataParallel.__qualname__ = base.__name__
     ddp_module.DistributedDataParallel = nn.parallel.DistributedDataParallel = DistributedDataParallel
 
 
