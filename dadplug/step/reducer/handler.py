@@ -34,6 +34,7 @@ from ..fused import Deferral
 from ..methods import Method
 from ..methods.base import GradientPath
 from ..units.base import Unit
+from .clipping import MEASURED_EVERY
 from .owners import Owners, Ownership
 
 _Result = TypeVar("_Result")
@@ -441,11 +442,16 @@ class HandlerContext:
         samples = self.samples()
         return min(1.0, max(samples / self.reference, self.share)) if samples else 0.0
 
+    def take(self, headers: Sequence[StepHeader]) -> None:
+        """Take what the headers that count say to all handlers, for the end of the step and the next one."""
+        self.present = [*map(any, zip(*map(attrgetter("present"), headers), strict=True))]
+        self.total = sum(map(attrgetter("samples"), headers))
+        self.measures = self.options.clip_sites is not None or (headers[0].step + 1) % MEASURED_EVERY == 0
+
     def follow(self, headers: Sequence[StepHeader], rank: int) -> None:
         """Follow the weights of the sites, at the end of a step that some site has a weight in."""
-        total = sum(map(attrgetter("samples"), headers))
-        self.share = max(headers[rank].samples / total, _FORGET * self.share)
-        self.scale = max(self.reference / total, _FORGET * self.scale)
+        self.share = max(headers[rank].samples / self.total, _FORGET * self.share)
+        self.scale = max(self.reference / self.total, _FORGET * self.scale)
 
     def wire(self, unit: Unit) -> WireFormat:
         """Return the format in which a unit's gradients are sent."""

@@ -28,7 +28,7 @@ from ..methods import Method
 from ..methods.feedback import ErrorFeedback
 from ..units.base import Unit
 from ..units.factor import FactorUnit
-from .clipping import MEASURED_EVERY, TRUSTED, limit_of, sum_of_squares, total_of
+from .clipping import TRUSTED, limit_of, sum_of_squares, total_of
 from .handler import (
     BucketHandler,
     Fault,
@@ -45,7 +45,7 @@ from .owners import Owners, deal
 
 _log = get_logger(__name__)
 _NOTHING = nullcontext()
-_SAMPLES, _FAULT, _FINITE, _PRESENT = map(attrgetter, ("samples", "fault", "finite", "present"))
+_SAMPLES, _FAULT, _FINITE = map(attrgetter, ("samples", "fault", "finite"))
 _Late = tuple[str, torch.nn.Parameter, Tensor]
 """The name of a unit, one of its parameters, and the agreed gradient of that, which no bucket carries."""
 
@@ -257,8 +257,7 @@ class Reducer:
         digests = [each.deferred for rank, each in enumerate(headers) if rank not in context.transport.absent]
         compare_digests(request.deferral, header.deferred, digests)
         keep = write and all(map(_FINITE, headers)) and not absent
-        context.present = [*map(any, zip(*map(_PRESENT, headers), strict=True))]
-        context.total = sum(map(_SAMPLES, headers))
+        context.take(headers)
         for handler in self._handlers:
             handler.finish(headers, write, keep)
             handler.missing = len(handler.units)
@@ -268,7 +267,6 @@ class Reducer:
         if keep:
             context.follow(headers, context.transport.rank)
         self._launched = 0
-        context.measures = context.options.clip_sites is not None or (request.step + 1) % MEASURED_EVERY == 0
         self._deal()
         context.transport.end_step()
         context.complete_payloads.clear()
