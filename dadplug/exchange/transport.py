@@ -178,11 +178,13 @@ class StreamToHub(NamedTuple):
     Attributes:
         connected: the socket.
         hub: name of the hub.
+        folder: the kit by which this site is connected to it.
         check: raises the error with which the connection to the hub has failed, if it has.
     """
 
     connected: socket.socket
     hub: str
+    folder: str
     check: Callable[[], None]
 
 
@@ -551,18 +553,6 @@ class Transport(ABC):
         """
         return None
 
-    def accept_streams(self, take: Callable[[int | None, socket.socket], None], timeout: float) -> bool:
-        """Accept byte streams over this transport's network from processes that replace lost sites, from now on.
-
-        Args:
-            take: called with the rank of the site and a connected socket; it must not block.
-            timeout: seconds to connect.
-
-        Returns:
-            Whether they can be accepted.
-        """
-        return False
-
     def open_hub_stream(self, timeout: float) -> StreamToHub | None:
         """Open a byte stream to the hub itself.
 
@@ -573,11 +563,6 @@ class Transport(ABC):
             The stream; None where there is no hub, or it may not read what the sites send.
         """
         return None
-
-    @property
-    def dialed_by(self) -> str:
-        """Folder of the kit by which this site is connected to a hub; empty where it has not."""
-        return ""
 
     def lost(self, error: BaseException, peer: int | None = None) -> SiteError | MismatchError:
         """Convert a connection's error into one that names the site that is gone.

@@ -7,9 +7,9 @@ definition of their names, types, defaults and help texts.
 from __future__ import annotations
 
 import dataclasses
+import math
 import secrets
 import socket
-import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
@@ -22,7 +22,7 @@ from ..errors import SiteError
 from ..exchange import Traffic, Transport, codec
 from ..exchange.dialers import DIALERS
 from ..exchange.fields import checked
-from ..exchange.handshake import connect_sites, write_all
+from ..exchange.handshake import connect_sites
 from ..exchange.status import PeerNames
 from ..exchange.transport import StreamToHub
 from ..options import Options
@@ -32,15 +32,14 @@ from ..support.signature import OptionSet, check_choice, option
 from .dealing import DEALS
 from .sequencer import Rules, make_rules
 from .service import (
-    HELLO,
     KEY_CHARACTERS,
     MOST_NAMES,
     VERDICTS,
     VERSION,
     Greeting,
-    ReturnAcceptor,
-    SequencerService,
+    SequencerHost,
     Settings,
+    Verdict,
     read_message,
     write_message,
 )
@@ -150,8 +149,7 @@ class ServerOptions(OptionSet):
 
 _LEAST_LIMIT = 1 << 26  # bytes of a message that are possible in any case
 _ANSWER_SECONDS = 30.0
-_SEQUENCER_AT_HUB = "hub:"  # before the folder of the kit, in addresses of sequencers at a hub
-_OVER_HUB = "kit:"  # before the folder of the kit, in addresses of sequencers at a site that is reached over a hub
+_AT_HUB = "hub:"  # before the folder of the kit, in addresses of sequencers at a hub
 _ALONE = "this site has returned into a training: only step() and finish() of the ParameterServer involve other sites"
 
 
@@ -187,7 +185,7 @@ def largest_message(model: nn.Module) -> int:
 
 def open_log(
     transport: Transport, options: ServerOptions, workers: Sequence[int], limit: int, traffic: Traffic, in_trainer: bool
-) -> tuple[Log, SequencerService | None, str]:
+) -> tuple[Log, SequencerHost | None, str]:
     """Start the sequencer, and connect this site to it; all sites must call it together.
 
     The hub has it where there is one that may read what sites send; else site 0.
@@ -206,51 +204,55 @@ def open_log(
 
     Raises:
         SiteError: if a site does not connect.
-        ValueError: at all sites, if the hub does not start it.
+        ValueError: at all sites, if the sequencer does not start.
     """
     sites, silence, timeout = transport.sites, options.site_timeout, options.timeout
     settings = Settings(tuple(workers), options.rules, options.deal, in_trainer, limit, silence, timeout)
     if (stream := transport.open_hub_stream(timeout)) is not None:
-        key = start_at_hub(transport, stream, settings)
+        key = start_sequencer(transport, stream.connected, stream.hub, settings)
         log = Log(stream.connected, sites, limit, silence, timeout, traffic, hub=stream)
-        return log, None, f"{_SEQUENCER_AT_HUB}{transport.dialed_by}/{key}"
+        return log, None, f"{_AT_HUB}{stream.folder}/{key}"
     own, served = _connect_star(transport, timeout)
-    service, address = None, ("", "")
+    host = None
     if served:
-        service = SequencerService(served, settings, traffic, transport.rank)
-        address = _accept_returning(transport, service, timeout)
-    addresses = transport.gather_present(address)
-    place, token = checked(addresses, tuple[str, str], "address", transport)[0]
-    place = f"{_OVER_HUB}{transport.dialed_by}" if transport.dialed_by else place
-    delayed = service.blocks_others if service else bool
+        names = [sites.name(rank) for rank in range(transport.world_size)]
+        host = SequencerHost(names, math.inf, transport.rank, traffic)
+        for rank, connected in served.items():
+            host.accept(rank, connected)
+    key = start_sequencer(transport, own, sites[0], settings)
+    can_return = transport.is_direct and transport.world_size > 1
+    places = transport.gather_present(host.listen() if host and can_return else "")
+    place = checked(places, str, "address", transport)[0]
+    delayed = host.service(key).blocks_others if host else bool
     log = Log(own, sites, limit, silence, timeout, traffic, delayed=delayed)
-    return log, service, f"{place}/{token}" if token else ""
+    return log, host, f"{place}/{key}" if place else ""
 
 
-def start_at_hub(transport: Transport, stream: StreamToHub, settings: Settings) -> str:
-    """Start the sequencer at the hub; all sites must call it together.
+def start_sequencer(transport: Transport, connected: socket.socket, place: str, settings: Settings) -> str:
+    """Start the sequencer; all sites must call it together.
 
     Args:
         transport: the transport.
-        stream: this site's stream to the hub.
+        connected: this site's stream to the service that is to run it.
+        place: name of the place that has the service.
         settings: the settings.
 
     Returns:
         The key of the training.
 
     Raises:
-        ValueError: at all sites, if the hub does not start it.
+        ValueError: at all sites, if it does not start.
         SiteError: if the hub or a site is lost.
     """
     keys = transport.gather_present(secrets.token_hex(KEY_CHARACTERS // 2))
     key: str = checked(keys, str, "key", transport)[0]
     try:
-        stream.connected.settimeout(settings.timeout)
-        write_message(stream.connected, Greeting(VERSION, key, encode(settings)))
+        connected.settimeout(settings.timeout)
+        write_message(connected, Greeting(VERSION, key, encode(settings)))
         transport.gather_objects(None)  # a site that is lost here is named at once
-        problem = read_message(stream.connected, VERDICTS).problem
+        problem = read_message(connected, VERDICTS, MOST_NAMES).problem
     except OSError as error:
-        problem = f"{stream.hub} has no sequencer for parameter servers, or is lost: {error}"
+        problem = f"{place} has no sequencer for parameter servers, or is lost: {error}"
     raise_problems(problem, transport)
     return key
 
@@ -281,23 +283,6 @@ def _connect_star(transport: Transport, timeout: float) -> tuple[socket.socket, 
     for each in sockets.values():
         each.close()
     return own, {}
-
-
-def _accept_returning(transport: Transport, service: SequencerService, timeout: float) -> tuple[str, str]:
-    """Accept sites that return, from now on, at the site that has the sequencer.
-
-    Returns:
-        Host and port, where they connect to this site itself; and their secret, empty where none can return.
-    """
-    names = [transport.sites.name(rank) for rank in range(transport.world_size)]
-    acceptor = ReturnAcceptor(names, service.adopt)
-    if transport.accept_streams(acceptor.take, timeout):
-        return "", acceptor.token
-    if not transport.is_direct or transport.world_size == 1:
-        return "", ""
-    service.acceptor = acceptor
-    place = acceptor.listen()
-    return place, acceptor.token if place else ""
 
 
 # Return
@@ -375,55 +360,35 @@ def return_to_log(
 
 
 def _dial(address: str, timeout: float) -> tuple[socket.socket, ReturnedSites, StreamToHub | None]:
-    """Connect to the site that has the sequencer, directly or over the hub, or to the hub that has it.
+    """Connect to the site or the hub that has the sequencer.
 
     Returns:
         The socket, the sites by name, and the stream where the hub has the sequencer.
     """
     try:
-        place, token, last = address.rsplit("/", 2)
+        place, key, last = address.rsplit("/", 2)
         rank = int(last)
-        hello = HELLO.pack(token.encode(), rank)
-        over_hub = place.startswith((_OVER_HUB, _SEQUENCER_AT_HUB))
-        host, port = ("", "0") if over_hub else place.rsplit(":", 1)
+        host, port = ("", "0") if place.startswith(_AT_HUB) else place.rsplit(":", 1)
         number = int(port)
-    except (ValueError, struct.error) as error:
+    except ValueError as error:
         raise ValueError(f"rejoin should be the return_address of a ParameterServer, got {address!r}") from error
+    stream = None
     try:
-        if place.startswith(_SEQUENCER_AT_HUB):
-            stream, sites = _return_to_hub(place.removeprefix(_SEQUENCER_AT_HUB), rank, token, timeout)
-            return stream.connected, sites, stream
-        if place.startswith(_OVER_HUB):
-            connected = DIALERS["kit"](place.removeprefix(_OVER_HUB), timeout).dial(0)
-        else:
+        if host:
             connected = socket.create_connection((host, number), timeout)
+        else:
+            folder = place.removeprefix(_AT_HUB)
+            own, stream = DIALERS["kit"](folder, timeout)
+            if own != rank:
+                raise ValueError(
+                    f"rejoin is the return_address of site {rank}, and the kit {folder} that of site {own}"
+                )
+            connected, place = stream.connected, stream.hub
         connected.settimeout(min(timeout, _ANSWER_SECONDS))
-        write_all(connected, hello)
-        sites = ReturnedSites(rank, read_message(connected, VERDICTS, MOST_NAMES).names)
+        write_message(connected, Greeting(VERSION, key, rank=rank))
+        verdict: Verdict = read_message(connected, VERDICTS, MOST_NAMES)
     except OSError as error:
         raise SiteError(f"the training at {place} cannot be reached, it may have ended: {error}") from error
-    return connected, sites, None
-
-
-def _return_to_hub(folder: str, rank: int, key: str, timeout: float) -> tuple[StreamToHub, ReturnedSites]:
-    """Connect to the hub that has the sequencer.
-
-    Returns:
-        The stream, and the sites by name.
-
-    Raises:
-        SiteError: if there is no such training.
-        OSError: if the hub does not answer.
-    """
-    tunnel = DIALERS["kit"](folder, timeout)
-    if tunnel.rank != rank:
-        raise ValueError(
-            f"rejoin is the return_address of site {rank}, and the kit {folder} that of site {tunnel.rank}"
-        )
-    stream = tunnel.dial_hub()
-    stream.connected.settimeout(min(timeout, _ANSWER_SECONDS))
-    write_message(stream.connected, Greeting(VERSION, key))
-    verdict = read_message(stream.connected, VERDICTS)
     if verdict.problem:
-        raise SiteError(f"the training at {stream.hub} cannot be reached: {verdict.problem}")
-    return stream, ReturnedSites(rank, verdict.names)
+        raise SiteError(f"the training at {place} cannot be reached: {verdict.problem}")
+    return connected, ReturnedSites(rank, verdict.names), stream

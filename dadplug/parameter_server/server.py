@@ -36,8 +36,8 @@ from .connect import (
 from .dealing import LogLink, OwnLoader, SharedLoader, SiteLoader
 from .gradients import ContributionCodec, ModelGradients, UnsentGradients
 from .replica import ANY_STATE, LoggedOptimizer, check_site_model
-from .service import SequencerService
-from .streams import Commit, FrameKind
+from .service import SequencerHost
+from .streams import Commit, Frame, FrameKind
 
 _log = get_logger(__name__)
 _DETACHED = "it has called detach()"
@@ -107,7 +107,7 @@ class ParameterServer(ReplicatedModel):
         self._rejoin, self._in_trainer = rejoin, in_trainer
         self._workers: list[int] = []
         self._limit = largest_message(model)
-        self._service: SequencerService | None = None
+        self._service: SequencerHost | None = None
         try:
             check_choice("role", role, ("worker", "server") if rejoin is None else ("worker",))
             self.server_options = ServerOptions.create(mode=mode, **options)
@@ -455,8 +455,8 @@ class ParameterServer(ReplicatedModel):
 
     # Sites that return
 
-    def _send_state(self, site: int) -> None:
-        """Send the state of this site to one that returns."""
+    def _send_state(self, request: Frame) -> None:
+        """Send the state of this site to one that returns, which a frame asks for."""
         objects = {name: each.state_dict() for name, each in self._further.items()}
         further = {"earlier": self._earlier, "phases": self.phases, "epochs": self._log.epochs, "objects": objects}
         further |= {"optimizer": self._optimizer.optimizer.state_dict(), "fused": self._optimizer.kind}
@@ -464,7 +464,7 @@ class ParameterServer(ReplicatedModel):
         state = JoinState(
             self._described, tensors_of(self.model), self._version, reports, further | self._shared_state()
         )
-        self._log.send(FrameKind.SNAPSHOT, site, body=codec.encode(state))
+        self._log.send(FrameKind.SNAPSHOT, request.number, base=request.base, body=codec.encode(state))
 
     def _take_over(self, state: JoinState) -> None:
         """Go on from the state of another site: apply what has been committed since, and take part.

@@ -1,13 +1,13 @@
 """Service of the sequencer: receives contributions, passes them on to the other sites, and sends them the log.
 
 It runs at site 0, or at the hub: there one sequencer runs for each parameter server, to which each site opens a stream.
+Sites start and return in the same way at both, see `SequencerHost`.
 """
 
 from __future__ import annotations
 
 import hmac
 import math
-import secrets
 import socket
 import struct
 import threading
@@ -25,21 +25,22 @@ from msgspec.structs import replace
 from ..errors import MessageError, SequenceError, escaped
 from ..exchange import Traffic
 from ..exchange.handshake import listen, read_exactly, write_all
-from ..support.structs import LONGEST_TEXT, Decoded, Slots, Texts, decode
+from ..support.structs import LONGEST_TEXT, Decoded, Slot, Slots, Texts, decode
 from .dealing import DEALS, Answer, OwnDealer, SharedDealer
 from .sequencer import Rules, Sequencer
 from .streams import HUB, Frame, FrameKind, FrameLoop
 
-VERSION = 2  # of the messages between a site and the hub, and of the frames that follow them
+VERSION = 2  # of the messages between a site and the service, and of the frames that follow them
 KEY_CHARACTERS = 32
-HELLO = struct.Struct("<32sH")  # token and rank of a site that returns
 MEMORY = 1 << 30  # bytes of a sequencer's messages at the hub
 MOST_NAMES = 1 << 24  # bytes
 _HEAD = struct.Struct("<4sI")
 _MAGIC = b"DSEQ"
 _MOST = 1 << 16  # bytes of a message
+_MOST_OF_STRANGERS = 256  # the same where the process at the other end is not known yet
 _MOST_SEQUENCERS = 8
-_RETURN_SECONDS, _HELLO_SECONDS = 5.0, 10.0  # for the first message of a site
+_HELLO_SECONDS = 10.0  # for the first message of a site
+_MOST_EVENTS = 1000  # that are kept
 _START_SECONDS = 60.0  # for the other sites, if the settings of the first one are not valid
 
 
@@ -70,29 +71,31 @@ class Settings(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Greeting(Struct, frozen=True):
-    """First message of a site to the hub.
+    """First message of a site to the service.
 
     Attributes:
         version: `VERSION` of the site.
         key: name of the parameter server, which only its sites have.
         settings: the settings, encoded; empty if the site returns.
+        rank: the site, if it returns; a hub takes the one in its certificate.
     """
 
     version: int
     key: Annotated[str, Meta(min_length=KEY_CHARACTERS, max_length=KEY_CHARACTERS)]
     settings: bytes = b""
+    rank: Slot = 0
 
 
 class Verdict(Struct, frozen=True, forbid_unknown_fields=True):
-    """Answer to a site that starts or returns: the hub's to a `Greeting`, or that of the site with the sequencer.
+    """Answer to a `Greeting`.
 
     Attributes:
         problem: why the site cannot take part; empty if it can.
-        names: names of the sites, by rank.
+        names: names of the sites, by rank; none if it cannot.
     """
 
     problem: str
-    names: Texts
+    names: Texts = ()
 
 
 _SETTINGS, _GREETINGS, VERDICTS = Decoder(Settings), Decoder(Greeting), Decoder(Verdict)
@@ -144,70 +147,17 @@ def read_message(connected: socket.socket, decoder: Decoder[Decoded], most: int 
     return decode(decoder, read_exactly(connected, size), "message of a sequencer's service", MessageError)
 
 
-class ReturnAcceptor:
-    """Acceptor of sites that return: it answers those that have the training's secret, each in a thread.
-
-    Args:
-        names: names of the sites, by rank.
-        admit: called with the rank and the socket of such a site.
+class StateRequest(NamedTuple):
+    """Request for a state.
 
     Attributes:
-        token: the secret.
+        number: its number among all requests, from 1.
+        donor: the site that is asked.
+        since: time of the request.
+        patience: seconds until another site is asked.
     """
 
-    def __init__(self, names: Sequence[str], admit: Callable[[int, socket.socket], None]) -> None:
-        self.token = secrets.token_hex(16)
-        self._names = tuple(names)
-        self._admit = admit
-        self._socket: socket.socket | None = None
-
-    def listen(self) -> str:
-        """Listen from now on; return ``HOST:PORT``, or nothing where no socket can listen."""
-        self._socket = listen()
-        if self._socket is None:
-            return ""
-        threading.Thread(target=self._accept, args=(self._socket,), name="dadplug-returning", daemon=True).start()
-        host, port = self._socket.getsockname()[:2]
-        return f"{host}:{port}"
-
-    def close(self) -> None:
-        """Stop to listen."""
-        if self._socket is not None:
-            with suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)  # ends the thread's wait
-            self._socket.close()
-
-    def _accept(self, listener: socket.socket) -> None:
-        with suppress(OSError):
-            while True:
-                self.take(None, listener.accept()[0])
-
-    def take(self, rank: int | None, connected: socket.socket) -> None:
-        """Answer a process that has connected; return at once.
-
-        Args:
-            rank: its rank, where its certificate has shown that; else None.
-            connected: the socket.
-        """
-        threading.Thread(target=self._greet, args=(rank, connected), name="dadplug-greeting", daemon=True).start()
-
-    def _greet(self, known: int | None, connected: socket.socket) -> None:
-        try:
-            connected.settimeout(_RETURN_SECONDS)
-            token, rank = HELLO.unpack(read_exactly(connected, HELLO.size))
-            is_site = rank < len(self._names) and known in (None, rank)
-            if not hmac.compare_digest(token, self.token.encode()) or not is_site:
-                raise ConnectionError("it is no site")
-            write_message(connected, Verdict("", self._names))
-        except OSError:
-            connected.close()
-            return
-        self._admit(rank, connected)
-
-
-class _StateRequest(NamedTuple):
-    """Request for a state: the site that is asked, since when, and the seconds until another one is asked."""
-
+    number: int
     donor: int
     since: float
     patience: float
@@ -227,32 +177,28 @@ class Donors:
 
     def __init__(self, choose: Callable[[list[int]], int], patience: float) -> None:
         self._choose, self._patience = choose, patience
-        self._requests: dict[int, _StateRequest] = {}  # by receiver
+        self._requests: dict[int, StateRequest] = {}  # unanswered ones, by receiver
         self._returning: set[int] = set()  # sites that have no state yet
-        self._asked: dict[int, list[int | None]] = {}  # receivers of unanswered requests; None if of no use any more
+        self._count = 0
 
-    def ask(self, receiver: int, present: Iterable[int], now: float) -> int | None:
-        """Choose the site that is asked for its state.
+    def ask(self, receiver: int, present: Iterable[int], now: float) -> StateRequest | None:
+        """Return the request for the state of a site that is chosen; None if there is none.
 
         Args:
             receiver: the site that returns.
             present: the connected sites.
             now: the time.
-
-        Returns:
-            The site, which is to be sent the request; None if there is none.
         """
         self._returning.add(receiver)
-        self._withdraw(receiver)
+        last = self._requests.pop(receiver, None)
         able = sorted(set(present) - self._returning)
         if not able:
             return None
-        last = self._requests.get(receiver)
+        self._count += 1
         donor = self._choose([each for each in able if last is None or each != last.donor] or able)
         patience = self._patience if last is None else 2 * last.patience
-        self._requests[receiver] = _StateRequest(donor, now, patience)
-        self._asked.setdefault(donor, []).append(receiver)
-        return donor
+        self._requests[receiver] = StateRequest(self._count, donor, now, patience)
+        return self._requests[receiver]
 
     def overdue(self, now: float, present: Iterable[int], sends: Callable[[int], bool]) -> list[int]:
         """Return the receivers for which another site is to be asked.
@@ -266,21 +212,18 @@ class Donors:
         late = [receiver for receiver, each in self._requests.items() if now > each.since + each.patience]
         return [receiver for receiver in late if able - {donor := self._requests[receiver].donor} and not sends(donor)]
 
-    def _withdraw(self, receiver: int) -> None:
-        for requests in self._asked.values():
-            requests[:] = [None if each == receiver else each for each in requests]
-
-    def answer(self, donor: int, receiver: int) -> bool:
-        """Record an answer; return whether it is to be passed on to its receiver.
+    def answer(self, donor: int, receiver: int, number: int) -> bool:
+        """Record an answer to the request of a number; return whether it is to be passed on to its receiver.
 
         Raises:
             ValueError: if the site was not asked.
         """
-        if not self._asked.get(donor):
+        if not 0 < number <= self._count:
             raise ValueError("it has sent its state, and was not asked for it")
-        valid = self._asked[donor].pop(0) == receiver
+        request = self._requests.get(receiver)
+        valid = request is not None and (request.donor, request.number) == (donor, number)
         if valid:
-            self._requests.pop(receiver, None)
+            del self._requests[receiver]
         return valid
 
     def ready(self, site: int) -> None:
@@ -291,8 +234,7 @@ class Donors:
         """Record that a site has left; return the sites that wait for its state."""
         self._returning.discard(site)
         self._requests.pop(site, None)
-        self._withdraw(site)
-        return [receiver for receiver in self._asked.pop(site, []) if receiver is not None]
+        return [receiver for receiver, each in self._requests.items() if each.donor == site]
 
 
 class SequencerService(FrameLoop):
@@ -309,9 +251,6 @@ class SequencerService(FrameLoop):
             has it: the first site that contributes does then.
         memory: bytes that messages may take here; beyond it the sites with the most of them are dropped.
         on_end: called once all sites have left.
-
-    Attributes:
-        acceptor: acceptor of sites that return, which is closed with the service.
     """
 
     def __init__(
@@ -336,17 +275,10 @@ class SequencerService(FrameLoop):
         self._in_trainer = settings.in_trainer
         self._trains = False  # whether a site has begun the steps of the phase; of interest in trainers
         self._waiting: list[int] = []  # sites that are to return in the next phase of steps
-        self.acceptor: ReturnAcceptor | None = None
         self._open: dict[tuple[int, int], Frame] = {}  # contributions that are not decided on
         self._ends: dict[int, Frame] = {}  # of sites that have ended the phase
         self._left: dict[int, Frame] = {}
         self.start()
-
-    def close(self) -> None:
-        """Close the connections after sending the last frames."""
-        if self.acceptor is not None:
-            self.acceptor.close()
-        super().close()
 
     # Calls of the thread
 
@@ -401,7 +333,7 @@ class SequencerService(FrameLoop):
             case FrameKind.BYE:
                 self._leave(site, escaped(bytes(frame.body[:LONGEST_TEXT]).decode(errors="replace")))
             case FrameKind.SNAPSHOT:
-                if self._donors.answer(site, number) and number in self._connected:
+                if self._donors.answer(site, number, frame.base) and number in self._connected:
                     self.post(number, frame)
             case FrameKind.EPOCHS:
                 self._resume(number)
@@ -521,14 +453,14 @@ class SequencerService(FrameLoop):
 
     def _send_state(self, site: int) -> None:
         """Let a site that returns begin with the present place of the log, and with the state of another one there."""
-        donor = self._donors.ask(site, self._connected, time.monotonic())
-        if donor is None:
+        request = self._donors.ask(site, self._connected, time.monotonic())
+        if request is None:
             self._leave(site, "it has returned, and no other site is left whose state it could take over")
             return
         self.post(site, Frame(FrameKind.RETURNED, site))
         for frame in [*self._open.values(), *self._ends.values(), *self._left.values()]:
             self.post(site, frame)
-        self.post(donor, Frame(FrameKind.SNAPSHOT, donor, site))
+        self.post(request.donor, Frame(FrameKind.SNAPSHOT, request.donor, site, request.number))
 
     def _sends_state(self, site: int) -> bool:
         frame = self.arriving(site)
@@ -556,30 +488,61 @@ class _Start:
 
 
 class SequencerHost:
-    """Service of a hub that runs sequencers; see `dadplug.hub.server.session.StreamService`.
+    """Service that runs sequencers, at a hub (`dadplug.hub.server.session.StreamService`) or at a site.
 
     The first message on a stream names the parameter server by a key that only its sites have. If it is a start, the
     sequencer starts once each site has sent one with the same settings; otherwise all sites get the same error. If it
-    is a return, the stream replaces that of a lost process of the same site. A site's rank is what its certificate
-    says. A sequencer ends with the last site that leaves. Types and ranges of all that a site sends are checked.
+    is a return, the stream replaces that of a lost process of the same site. At a hub, a site's rank is what its
+    certificate says. A sequencer ends with the last site that leaves. Types and ranges of all that a site sends are
+    checked.
 
     Args:
         names: names of the sites, by rank.
         memory: bytes that the messages of one sequencer may take.
+        own: rank of the site that has the sequencers; `HUB` where a hub has them.
+        traffic: meter of the bytes that sequencers send; by default one of its own for each.
     """
 
-    def __init__(self, names: Sequence[str], memory: int = MEMORY) -> None:
+    def __init__(
+        self, names: Sequence[str], memory: float = MEMORY, own: int = HUB, traffic: Traffic | None = None
+    ) -> None:
         self._names = tuple(names)
-        self._memory = memory
+        self._memory, self._own, self._traffic = memory, own, traffic
+        self._place = "the hub" if own == HUB else f"site {own}"
+        self._listener: socket.socket | None = None
         self._changed = threading.Condition()
         self._starts: dict[str, _Start] = {}
         self._running: dict[str, SequencerService] = {}
-        self._events: deque[str] = deque()
+        self._events: deque[str] = deque(maxlen=_MOST_EVENTS)
         self._closed = False
 
-    def accept(self, slot: int, connected: socket.socket) -> None:
-        """Take a stream that a site has opened; return at once."""
+    def accept(self, slot: int | None, connected: socket.socket) -> None:
+        """Take a stream that a site has opened; return at once.
+
+        Args:
+            slot: rank of the site; None for a process that has to show by the key that it is one, and returns.
+            connected: the stream.
+        """
         threading.Thread(target=self._greet, args=(slot, connected), name="dadplug-start", daemon=True).start()
+
+    def listen(self) -> str:
+        """Take sites that return on a port from now on; return its ``HOST:PORT``, or nothing where none can listen."""
+        self._listener = listen()
+        if self._listener is None:
+            return ""
+        threading.Thread(target=self._listen, args=(self._listener,), name="dadplug-returning", daemon=True).start()
+        host, port = self._listener.getsockname()[:2]
+        return f"{host}:{port}"
+
+    def _listen(self, listener: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                self.accept(None, listener.accept()[0])
+
+    def service(self, key: str) -> SequencerService:
+        """Return the service of a sequencer that has started."""
+        with self._changed:
+            return self._running[key]
 
     def begin(self, names: Sequence[str]) -> None:
         """Take the names of the sites of the next run, by rank."""
@@ -597,45 +560,53 @@ class SequencerHost:
             yield self._events.popleft()
 
     def close(self) -> None:
-        """End all sequencers: the hub ends, and the streams are closed."""
+        """End all sequencers: the hub ends, or the site leaves, and the streams are closed."""
         with self._changed:
             self._closed = True
             services = [*self._running.values()]
             self._changed.notify_all()
+        if self._listener is not None:
+            with suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)  # ends the thread's wait
+            self._listener.close()
         for service in services:
             service.close()
 
-    def _greet(self, slot: int, connected: socket.socket) -> None:
+    def _greet(self, slot: int | None, connected: socket.socket) -> None:
+        known = slot is not None
+        name = "a process" if slot is None else self._names[slot]
         try:
             connected.settimeout(_HELLO_SECONDS)
-            greeting = read_message(connected, _GREETINGS)
+            greeting = read_message(connected, _GREETINGS, _MOST if known else _MOST_OF_STRANGERS)
             if greeting.version != VERSION:
                 raise MessageError(
-                    f"this site speaks version {greeting.version} of the protocol of parameter servers, the hub "
+                    f"this site speaks version {greeting.version} of the protocol of parameter servers, {self._place} "
                     f"version {VERSION}: upgrade one"
                 )
-            if greeting.settings:
-                self._take(slot, greeting.key, greeting.settings, connected)
+            rank = greeting.rank if slot is None else slot
+            if greeting.settings and known:
+                self._take(rank, greeting.key, greeting.settings, connected)
             else:
-                self._take_back(slot, greeting.key, connected)
+                self._take_back(rank, greeting.key, connected)
         except MessageError as error:
-            self._refuse({slot: connected}, str(error), f"{self._names[slot]}: no sequencer: {error}")
+            self._refuse([connected], str(error), f"{name}: no sequencer: {error}")
         except OSError:
             connected.close()
         except Exception as error:  # a fault while one site is served ends its stream
             for line in traceback.format_exception(error):
-                self._events.append(f"fault of the hub: {self._names[slot]}: {line.rstrip()}")
+                self._events.append(f"fault of the hub: {name}: {line.rstrip()}")
             connected.close()
 
-    def _take_back(self, slot: int, key: str, connected: socket.socket) -> None:
+    def _take_back(self, rank: int, key: str, connected: socket.socket) -> None:
         """Take a site that returns."""
         with self._changed:
-            service = self._running.get(key)
-        if service is None:
-            raise MessageError("there is no such training at the hub, it may have ended")
+            same = (each for known, each in self._running.items() if hmac.compare_digest(known.encode(), key.encode()))
+            service = next(same, None)
+        if service is None or rank >= len(self._names):
+            raise MessageError(f"there is no such training at {self._place}, it may have ended")
         write_message(connected, Verdict("", self._names))
-        self._events.append(f"{self._names[slot]} returns to its parameter server")
-        service.adopt(slot, connected)
+        self._events.append(f"{self._names[rank]} returns to its parameter server")
+        service.adopt(rank, connected)
 
     def _take(self, slot: int, key: str, settings: bytes, connected: socket.socket) -> None:
         """Take a site that starts; the first one waits for the others, and starts the sequencer."""
@@ -667,7 +638,7 @@ class SequencerHost:
             if not start.problem:
                 self._running[key] = self._begin(key, start)
         if start.problem:
-            self._refuse(start.sockets, start.problem, f"no sequencer: {start.problem}")
+            self._refuse(start.sockets.values(), start.problem, f"no sequencer: {start.problem}")
 
     def _begin(self, key: str, start: _Start) -> SequencerService:
         for connected in start.sockets.values():
@@ -677,7 +648,8 @@ class SequencerHost:
         names = ", ".join(self._names[rank] for rank in settings.workers)
         self._events.append(f"a sequencer orders the contributions of {names}")
         settings = replace(settings, limit=min(settings.limit, self._memory))
-        return SequencerService(start.sockets, settings, Traffic(), HUB, self._memory, lambda: self._end(key))
+        traffic = self._traffic or Traffic()
+        return SequencerService(start.sockets, settings, traffic, self._own, self._memory, lambda: self._end(key))
 
     def _difference(self, settings: dict[int, Settings]) -> str:
         """Return the first setting in which two sites differ; empty if none does."""
@@ -697,10 +669,10 @@ class SequencerHost:
         self._events.append("a sequencer has ended: all of its sites have left")
         service.close()
 
-    def _refuse(self, sockets: Mapping[int, socket.socket], problem: str, event: str) -> None:
+    def _refuse(self, sockets: Iterable[socket.socket], problem: str, event: str) -> None:
         """Send sites the reason why there is no sequencer, and close their streams."""
         self._events.append(event)
-        for connected in sockets.values():
+        for connected in sockets:
             with suppress(OSError):
-                write_message(connected, Verdict(problem[:LONGEST_TEXT], self._names))
+                write_message(connected, Verdict(problem[:LONGEST_TEXT]))
             connected.close()

@@ -62,7 +62,9 @@ class FrameKind(IntEnum):
     RETURNED = 14
     """A site is back; to that site: the place of the log that its state will belong to."""
     SNAPSHOT = 15
-    """The state of a site, for one that returns, whose rank is `number`; without a body the request for it."""
+    """The state of a site, for one that returns, whose rank is `number`; without a body the request for it.
+
+    `base` is the number of the request."""
     READY = 16
     """A site that returns has loaded the state; in the answer, `number` is that of its next contribution."""
     TRAINS = 17
@@ -481,13 +483,13 @@ class Commit(NamedTuple):
         decision: the entry.
         bodies: the contributions' content, in the entry's order.
         ended: if the phase is over, what each site has sent at its end, by rank in ascending order; else empty.
-        asks: rank of a site that returns, which needs this site's state at this place of the log; None without one.
+        asks: request for this site's state at this place of the log, for a site that returns; None without one.
     """
 
     decision: Decision
     bodies: tuple[bytes | bytearray, ...]
     ended: dict[int, bytes | bytearray]
-    asks: int | None = None
+    asks: Frame | None = None
 
 
 class Log(FrameLoop):
@@ -720,7 +722,7 @@ class Log(FrameLoop):
             case FrameKind.SNAPSHOT if frame.body:
                 self.snapshot = frame.body
             case FrameKind.SNAPSHOT:
-                self._commits.append(Commit(Decision(0), (), {}, frame.number))
+                self._commits.append(Commit(Decision(0), (), {}, frame))
             case FrameKind.READY:
                 self.first = self._count = frame.number
             case FrameKind.RETURNED if frame.site == self._own:  # the log of this site begins here

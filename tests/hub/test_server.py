@@ -44,7 +44,6 @@ from dadplug.hub.wire.messages import (
     pack_control,
     read_control,
 )
-from dadplug.hub.wire.streams import HUB_SLOT
 from dadplug.parameter_server import streams
 from dadplug.parameter_server.service import SequencerHost
 
@@ -737,7 +736,7 @@ def test_a_fault_of_a_stream_at_the_hub_ends_the_session_of_its_site(tmp_path, m
         a, b = together(hub)
         tunnel = Tunnel(hub.kit("a"), hub.address)
         tunnel.start(SECONDS)
-        opened = tunnel.dial(HUB_SLOT)
+        opened = tunnel.dial_hub().connected
         opened.send(b"no key")
         opened.close()
         hub.await_line("fault of the hub: a (parameters) cannot be served: ZeroDivisionError")
@@ -749,7 +748,7 @@ def test_a_fault_in_the_thread_of_a_tunnel_ends_its_streams_with_the_reason(tmp_
     with running_hub(tmp_path / "kits") as hub:
         tunnel = Tunnel(hub.kit("a"), hub.address)
         tunnel.start(SECONDS)
-        opened = tunnel.dial(1)
+        opened = tunnel.dial_hub().connected
         monkeypatch.setattr(tunnel, "serve", _fails(lambda *_: True)(Tunnel.serve))
         tunnel._pipe.wake()
         opened.setblocking(True)

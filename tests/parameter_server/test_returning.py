@@ -151,22 +151,22 @@ def test_each_site_sends_its_contribution_once_and_the_hub_sends_it_to_the_other
 
 def starts_differently(change: str) -> str:
     """Start with settings that differ at the last site; return the error."""
-    original, version = connect.start_at_hub, connect.VERSION
+    original, version = connect.start_sequencer, connect.VERSION
     if change == "version":
         connect.VERSION = 99
 
-    def start(transport, stream, settings):
+    def start(transport, connected, place, settings):
         workers = (0, 1, 7) if change == "workers" else settings.workers
         limit = settings.limit + int(change == "limit" and transport.rank == 2)
-        return original(transport, stream, replace(settings, workers=workers, limit=limit))
+        return original(transport, connected, place, replace(settings, workers=workers, limit=limit))
 
-    connect.start_at_hub = start
+    connect.start_sequencer = start
     try:
         made()
     except ValueError as error:
         return str(error)
     finally:
-        connect.start_at_hub, connect.VERSION = original, version
+        connect.start_sequencer, connect.VERSION = original, version
     return ""
 
 

@@ -14,7 +14,19 @@ from dadplug.errors import MessageError
 from dadplug.exchange import Traffic
 from dadplug.parameter_server.connect import ReturnedSites
 from dadplug.parameter_server.sequencer import Decision, Rules
-from dadplug.parameter_server.service import Donors, SequencerService, Settings, check_settings
+from dadplug.parameter_server.service import (
+    VERDICTS,
+    VERSION,
+    Donors,
+    Greeting,
+    SequencerHost,
+    SequencerService,
+    Settings,
+    Verdict,
+    check_settings,
+    read_message,
+    write_message,
+)
 from dadplug.parameter_server.streams import HUB, Frame, FrameKind, Log, _Stream
 
 SECONDS = 60.0
@@ -103,7 +115,7 @@ def test_a_site_of_a_trainer_returns_in_a_phase_of_steps_which_waits_for_it(serv
     assert first.wait_for(FrameKind.RETURNED).site == 1
     assert first.wait_for(FrameKind.SNAPSHOT).number == 1
     assert not first.over()
-    first.send(FrameKind.SNAPSHOT, number=1, body=b"state")
+    first.send(FrameKind.SNAPSHOT, number=1, base=1, body=b"state")
     assert back.wait_for(FrameKind.CONTRIBUTION).body == b"gradient"
     back.send(FrameKind.READY)
     assert back.wait_for(FrameKind.READY).number == 1  # the one of before counts
@@ -126,13 +138,13 @@ def test_another_site_is_asked_for_its_state_if_the_first_one_is_lost(serve, pee
     assert first.wait_for(FrameKind.SNAPSHOT).number == 2
     assert back.wait_for(FrameKind.RETURNED).site == 2
     first.send(FrameKind.BYE, body=b"it was killed, too")
-    assert second.wait_for(FrameKind.SNAPSHOT).number == 2
+    assert second.wait_for(FrameKind.SNAPSHOT)[2:4] == (2, 2)  # the second request, for site 2
     assert back.wait_for(FrameKind.RETURNED).site == 2  # its log begins anew, after the loss
-    second.send(FrameKind.SNAPSHOT, number=2, body=b"state")
+    second.send(FrameKind.SNAPSHOT, number=2, base=2, body=b"state")
     assert back.wait_for(FrameKind.SNAPSHOT).body == b"state"
     back.send(FrameKind.READY)
     assert back.wait_for(FrameKind.READY).number == 1
-    second.send(FrameKind.SNAPSHOT, number=2, body=b"not asked for")
+    second.send(FrameKind.SNAPSHOT, number=2, base=3, body=b"not asked for")
     while (left := back.wait_for(FrameKind.LEFT)).site == 0:  # before its log began anew, and in it
         pass
     assert b"was not asked for it" in left.body
@@ -157,8 +169,8 @@ def test_another_site_is_asked_for_its_state_if_the_first_one_does_not_answer(se
             each.send(FrameKind.ALIVE)
         time.sleep(0.05)
     assert back.wait_for(FrameKind.RETURNED).site == 2  # its log begins anew
-    second.send(FrameKind.SNAPSHOT, number=2, body=b"state")
-    first.send(FrameKind.SNAPSHOT, number=2, body=b"late state")
+    second.send(FrameKind.SNAPSHOT, number=2, base=2, body=b"state")
+    first.send(FrameKind.SNAPSHOT, number=2, base=1, body=b"late state")
     assert back.wait_for(FrameKind.SNAPSHOT).body == b"state"
     back.send(FrameKind.READY)
     assert back.wait_for(FrameKind.READY).number == 0
@@ -166,21 +178,32 @@ def test_another_site_is_asked_for_its_state_if_the_first_one_does_not_answer(se
     assert [each.site for each in second.frames if each.kind is FrameKind.LEFT] == [2]
 
 
+def asked(donors, receiver, present, now=0.0):
+    """Return number and donor of a request."""
+    return donors.ask(receiver, present, now)[:2]
+
+
 def test_a_late_answer_to_an_earlier_request_is_of_no_use():
     donors = Donors(min, 10.0)
-    assert donors.ask(2, [0, 1, 2], 0.0) == 0
+    assert asked(donors, 2, [0, 1, 2]) == (1, 0)
     assert donors.leave(2) == []
-    assert donors.ask(2, [0, 1, 2], 0.0) == 0
-    assert not donors.answer(0, 2)  # the first request's: the log of the second process begins later
-    assert donors.answer(0, 2)
+    assert asked(donors, 2, [0, 1, 2]) == (2, 0)
+    assert not donors.answer(0, 2, 1)  # the log of the second process begins later
+    assert not donors.answer(1, 2, 2)  # of another site
+    assert donors.answer(0, 2, 2)
+    assert not donors.answer(0, 2, 2)
     assert donors.ask(1, [1, 2], 0.0) is None  # site 2 has not loaded its state
     donors.ready(2)
-    assert donors.ask(1, [1, 2], 0.0) == 2
+    assert asked(donors, 1, [1, 2]) == (3, 2)
+    assert donors.leave(2) == [1]
+    for number in (0, 4):
+        with pytest.raises(ValueError, match="was not asked for it"):
+            donors.answer(0, 1, number)
 
 
 def test_requests_are_overdue_after_longer_and_longer_times():
     donors, present, sending = Donors(min, 10.0), [0, 1, 2], set()
-    assert donors.ask(2, present, 100.0) == 0
+    assert asked(donors, 2, present, 100.0) == (1, 0)
 
     def overdue(now):
         return donors.overdue(now, present, sending.__contains__)
@@ -190,15 +213,51 @@ def test_requests_are_overdue_after_longer_and_longer_times():
     sending.add(0)  # a part of its state has arrived
     assert overdue(200.0) == []
     sending.clear()
-    assert donors.ask(2, present, 200.0) == 1
+    assert asked(donors, 2, present, 200.0) == (2, 1)
     assert overdue(219.0) == []
     assert overdue(220.1) == [2]
-    assert donors.ask(2, present, 220.1) == 0
-    assert not donors.answer(0, 2)  # to the first request
+    assert asked(donors, 2, present, 220.1) == (3, 0)
+    assert not donors.answer(0, 2, 1)
     assert overdue(261.0) == [2]
     assert donors.overdue(261.0, [0, 2], sending.__contains__) == []  # there is no other one
-    assert donors.answer(0, 2)
+    assert donors.answer(0, 2, 3)
     assert overdue(1000.0) == []
+
+
+def test_the_port_of_a_site_takes_those_that_return_with_the_key():
+    key, settings = "k" * 32, Settings((0, 1), Rules(1, 1, "keep"), "own", False, 1 << 16, SECONDS, SECONDS)
+    host = SequencerHost(["a", "b"], own=0)
+    host_address = host.listen().split(":")
+    pairs = [socket.socketpair() for _ in range(2)]
+
+    def answer(connected: socket.socket, *greeting, **fields) -> Verdict:
+        connected.settimeout(SECONDS)
+        write_message(connected, Greeting(VERSION, *greeting, **fields))
+        return read_message(connected, VERDICTS)
+
+    def dial(*greeting, **fields) -> tuple[str, tuple[str, ...]]:
+        with socket.create_connection((host_address[0], int(host_address[1]))) as connected:
+            verdict = answer(connected, *greeting, **fields)
+            return verdict.problem, verdict.names
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(host.close)
+        for each in pairs:
+            stack.enter_context(each[0])
+        for rank, (ours, theirs) in enumerate(pairs):
+            host.accept(rank, theirs)
+            write_message(ours, Greeting(VERSION, key, msgspec.msgpack.encode(settings)))
+        for ours, _ in pairs:
+            assert read_message(ours, VERDICTS).names == ("a", "b")
+        assert host.service(key) is not None
+        none = "there is no such training at site 0, it may have ended", ()
+        assert dial("x" * 32, rank=1) == none
+        assert dial("x" * 32, msgspec.msgpack.encode(settings), 1) == none  # no stranger starts one
+        assert dial(key, rank=2) == none
+        assert dial(key, rank=1) == ("", ("a", "b"))
+        with socket.create_connection((host_address[0], int(host_address[1]))) as connected:
+            connected.sendall(b"DSEQ" + bytes([0, 2, 0, 0]))  # of 512 bytes
+            assert "is no message" in read_message(connected, VERDICTS).problem
 
 
 def test_beyond_the_memory_the_site_that_does_not_read_is_dropped(serve, peer):

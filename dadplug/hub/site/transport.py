@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import socket
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from contextlib import suppress
 from typing import Any
 
@@ -314,12 +314,6 @@ class HubTransport(CollectiveTransport):
     def open_streams(self, timeout: float) -> dict[int, socket.socket]:
         return tunnel_of(self.link, timeout).open(self.gather_objects)
 
-    def accept_streams(self, take: Callable[[int | None, socket.socket], None], timeout: float) -> bool:
-        if self.link.sealing.required:  # the sites agree on their keys when a run starts
-            return False
-        tunnel_of(self.link, timeout).accept(take)
-        return True
-
     def open_hub_stream(self, timeout: float) -> StreamToHub | None:
         if self.link.sealing.required:  # the hub cannot read what it would have to order
             return None
@@ -333,10 +327,6 @@ class HubTransport(CollectiveTransport):
     def left_out(self) -> frozenset[int]:
         """Ranks of the sites that have no part in the rest of the step, since they were absent in its first round."""
         return frozenset()
-
-    @property
-    def dialed_by(self) -> str:
-        return str(self.link.kit.folder.resolve())
 
     def prefers_gather(self, nbytes: int) -> bool:
         peers = self.world_size - 1  # one other site sends as much as the hub would

@@ -32,8 +32,7 @@ from .link import HubLink
 
 _MOST_KEPT = 32 << 20  # bytes that the hub has not acknowledged, beyond which streams are held up
 _NONCE_BYTES = 16
-_MOST_STREAMS = 64  # that another site may open by itself at a time; each takes two descriptors
-_LATER = 1 << 31  # bit of the channels of streams that one site opens by itself
+_LATER = 1 << 31  # bit of the channels of streams to the hub, which a site opens by itself
 
 
 class TunnelSocket(socket.socket):
@@ -92,7 +91,6 @@ class Tunnel(HubConnection):
         self._keys = keys
         self._streams: dict[tuple[int, int], PeerStream] = {}  # by channel and slot
         self._reached: set[PeerStream] = set()  # by messages that have just arrived
-        self._take: Callable[[int, socket.socket], None] | None = None  # takes a stream that another site has opened
         self._next = 0
         self._process = os.getpid()
 
@@ -125,29 +123,13 @@ class Tunnel(HubConnection):
         self._pipe.wake()
         return opened
 
-    def accept(self, take: Callable[[int, socket.socket], None]) -> None:
-        """Accept streams that processes open by `dial` from now on, such as one that replaces a lost site.
-
-        Args:
-            take: called with the slot of the other site and a non-blocking socket; it must not block.
-        """
-        self._take = take
-
-    def dial(self, slot: int) -> socket.socket:
-        """Open a stream to a site that accepts such, or to the hub; return a non-blocking socket.
-
-        Args:
-            slot: slot of the site; `HUB_SLOT` for the hub.
-        """
-        with self.lock:
-            self.check()
-            opened = self._begin(_LATER | int.from_bytes(os.urandom(4), "little"), slot)
-        self._pipe.wake()
-        return opened
-
     def dial_hub(self) -> StreamToHub:
         """Open a stream to the hub itself."""
-        return StreamToHub(self.dial(HUB_SLOT), self.hub, self.check)
+        with self.lock:
+            self.check()
+            opened = self._begin(_LATER | int.from_bytes(os.urandom(4), "little"), HUB_SLOT)
+        self._pipe.wake()
+        return StreamToHub(opened, self.hub, str(self.kit.folder.resolve()), self.check)
 
     def _begin(self, channel: int, slot: int, keys: tuple[Sealer, Opener] | None = None) -> TunnelSocket:
         stream = self._streams[channel, slot] = PeerStream(channel, slot, self._frames, _MOST_KEPT, keys)
@@ -224,11 +206,6 @@ class Tunnel(HubConnection):
 
     def complete(self, head: Head, body: memoryview) -> None:
         """Take a frame; those of a stream that is closed here are of no use."""
-        begins = head.exchange & _LATER and head.tag == Tag.DATA and not head.offset
-        if begins and self._take is not None and (head.exchange, head.slot) not in self._streams:
-            if sum(slot == head.slot for _, slot in self._streams) >= _MOST_STREAMS:
-                return
-            self._take(head.slot, self._begin(head.exchange, head.slot))
         stream = self._streams.get((head.exchange, head.slot))
         if stream is None:
             return
@@ -322,12 +299,17 @@ def _open_alone(kit: Kit, timeout: float) -> Tunnel:
         return tunnel
 
 
-def dial_kit(folder: str, timeout: float) -> Tunnel:
-    """Connect to the hub of a kit, and put the restrictions of the kit into force; see `dadplug.exchange.dialers`."""
+def dial_kit(folder: str, timeout: float) -> tuple[int, StreamToHub]:
+    """Open a stream to the hub of a kit, whose restrictions are put into force; see `dadplug.exchange.dialers`.
+
+    Returns:
+        The rank of the kit's site, and the stream.
+    """
     kit = Kit.load(folder)
     kit.check_dates()
     impose_restrictions(KitRestrictions(kit.policy, kit.roster))
-    return _open_alone(kit, timeout)
+    tunnel = _open_alone(kit, timeout)
+    return tunnel.rank, tunnel.dial_hub()
 
 
 def check_tunnel(link: HubLink) -> None:
