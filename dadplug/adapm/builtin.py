@@ -25,11 +25,10 @@ from typing import Any
 
 import numpy as np
 import torch.distributed as dist
-from numpy.typing import NDArray
 
 from ..errors import ProtocolError, SiteError
 from ..exchange import Traffic
-from ..exchange.framing import Outgoing, WakePipe
+from ..exchange.framing import MessageStream, WakePipe
 from ..exchange.handshake import close_in_children, connect_sites
 from .backends import Backend, Done, TableSpec
 from .engine import TECHNIQUES, Engine
@@ -40,103 +39,15 @@ from .store import Keys, Store
 
 LENDABLE = hasattr(select, "epoll")  # its descriptor can be polled
 
-_CHUNK = 1 << 16  # bytes read at a time, from which small messages are extracted
-_BATCH = 64  # messages read from a connection before the next one
 _CLOSE = 1.0  # seconds to send the last messages
 _HEARTBEATS = 4  # heartbeats within the timeout
 
 Ready = list[tuple[int, int]]  # descriptors of sockets and their events
 
 
-class Connection:
-    """Connection to another site. Any thread may use `outgoing`; the methods are called from one at a time.
-
-    Args:
-        rank: the other site.
-        connected: the connected socket.
-        head: function that parses the head of a message at an offset of a buffer.
-
-    Attributes:
-        outgoing: messages on their way to the site.
-        heard: time of the last received data, on the clock of `time.monotonic`.
-        watched: whether `Network` polls for room to send.
-    """
-
-    def __init__(self, rank: int, connected: socket.socket, head: Callable[[Any, int], Head]) -> None:
-        connected.setblocking(False)
-        if connected.family in (socket.AF_INET, socket.AF_INET6):
-            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.rank = rank
-        self.socket = connected
-        self.outgoing = Outgoing(connected)
-        self.heard = time.monotonic()
-        self.watched = False
-        self._head = head
-        self._buffer = bytearray(_CHUNK)
-        self._view = memoryview(self._buffer)
-        self._filled = 0
-        self._partial: tuple[Head, NDArray[np.uint8]] | None = None  # a message of which a part has arrived
-        self._missing = memoryview(b"")  # the part that has not arrived
-
-    def read(self, messages: list[tuple[int, Message]]) -> None:
-        """Read the messages that have arrived.
-
-        Args:
-            messages: list to append to, pairs of sender and message.
-
-        Raises:
-            ConnectionError: if the connection is closed.
-            ProtocolError: if the data does not follow the protocol.
-        """
-        last = len(messages) + _BATCH
-        while len(messages) < last:
-            if self._partial is not None:
-                target = self._missing
-            else:
-                target = self._view[self._filled :] if self._filled else self._view
-            try:
-                count = self.socket.recv_into(target)
-            except BlockingIOError:
-                return
-            if not count:
-                raise ConnectionError("connection closed by the other site")
-            self.heard = time.monotonic()
-            if self._partial is None:
-                self._filled += count
-                self._extract(messages)
-            else:
-                self._missing = self._missing[count:]
-                if not self._missing.nbytes:
-                    head, body = self._partial
-                    self._partial = None
-                    messages.append((self.rank, head.message(body)))
-            if count < target.nbytes:
-                return
-
-    def _extract(self, messages: list[tuple[int, Message]]) -> None:
-        """Extract messages from the buffer; the last one may be incomplete."""
-        start = 0
-        while self._filled - start >= HEAD_SIZE:
-            head = self._head(self._buffer, start)
-            start += HEAD_SIZE
-            end = start + head.nbytes
-            if end > self._filled:
-                body = np.empty(head.nbytes, np.uint8)
-                here = self._filled - start
-                body.data[:here] = self._view[start : self._filled]
-                self._partial, self._missing = (head, body), body.data[here:]
-                start = self._filled
-                break
-            messages.append((self.rank, head.message(self._buffer[start:end])))
-            start = end
-        if start < self._filled:
-            self._buffer[: self._filled - start] = self._buffer[start : self._filled]
-        self._filled -= start
-
-    def close(self) -> None:
-        """Close the connection; the kernel still delivers data that it has."""
-        self.outgoing.clear()
-        self.socket.close()
+def _room(nbytes: int) -> Any:
+    """Allocate memory for the arrays of a message, without clearing it."""
+    return np.empty(nbytes, np.uint8)
 
 
 def _make_poller() -> Any:
@@ -173,8 +84,11 @@ class Network:
         self._poller: Any = _make_poller()
         self._idle_poller: Any = _make_poller() if LENDABLE else self._poller
         self._watch_lock = threading.Lock()
+        self._watched: set[int] = set()  # sites whose sockets are polled for room to send
         self.connections = {
-            peer: Connection(peer, connected, lambda buffer, offset: Head(buffer, offset, widths, sites))
+            peer: MessageStream(
+                peer, connected, HEAD_SIZE, lambda buffer, offset: Head(buffer, offset, widths, sites), _room
+            )
             for peer, connected in sorted(sockets.items())
         }
         self._peers = {each.socket.fileno(): each for each in self.connections.values()}
@@ -232,7 +146,7 @@ class Network:
                 try:
                     connection.read(messages)
                 except (OSError, ProtocolError) as error:
-                    lost[connection.rank] = error
+                    lost[connection.peer] = error
                     self._forget(connection)
         return messages, lost
 
@@ -241,11 +155,11 @@ class Network:
         with self._watch_lock:
             for connection in self._peers.values():
                 blocked = connection.outgoing.blocked
-                if blocked is not connection.watched:
+                if blocked is not (connection.peer in self._watched):
                     self._poller.modify(connection.socket, select.POLLIN | select.POLLOUT * blocked)
-                    connection.watched = blocked
+                    self._watched ^= {connection.peer}
 
-    def _forget(self, connection: Connection) -> None:
+    def _forget(self, connection: MessageStream[Head]) -> None:
         with self._watch_lock:
             self._poller.unregister(connection.socket)
             self._peers = {number: each for number, each in self._peers.items() if each is not connection}
@@ -264,9 +178,9 @@ class Network:
         self._last_check = now
         for connection in list(self._peers.values()):
             if now - connection.outgoing.sent > step / 2:
-                self.send(connection.rank, Message(MessageKind.ALIVE))
+                self.send(connection.peer, Message(MessageKind.ALIVE))
             if now - connection.heard > self._timeout:
-                lost[connection.rank] = TimeoutError("timed out")
+                lost[connection.peer] = TimeoutError("timed out")
                 self._forget(connection)
         return lost
 
@@ -274,7 +188,7 @@ class Network:
     def silent(self) -> int | None:
         """The site whose heartbeat is most overdue; None if all are on time."""
         step = self._timeout / _HEARTBEATS
-        heard, peer = min((each.heard, each.rank) for each in self.connections.values())
+        heard, peer = min((each.heard, each.peer) for each in self.connections.values())
         return peer if time.monotonic() - heard > 2 * step else None
 
     def wake(self) -> None:

@@ -12,14 +12,14 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from msgspec.msgpack import Decoder
 
 from ..errors import MismatchError, SiteError, StreamError, escaped
 from ..exchange import Traffic
 from ..exchange.calls import ASK_SECONDS
-from ..exchange.framing import Outgoing, WakePipe
+from ..exchange.framing import MessageStream, WakePipe
 from ..exchange.handshake import Deadline, close_in_children
 from ..exchange.status import PeerNames
 from ..exchange.transport import StreamToHub
@@ -113,36 +113,53 @@ class Frame(NamedTuple):
 _log = get_logger(__name__)
 _HEAD = struct.Struct("<BxHxxxxQQQQQQ")  # kind, site, number, base, reached, samples, used, bytes of the body
 _LARGEST = 1 << 62  # number in a head, so that the next one can be sent
-_CHUNK = 1 << 18  # bytes read at a time
 _WAKE = 1 << 15  # bytes of a body at which the thread wakes up; without it, at each packet
 _UNSENT = 1 << 17  # bytes that the kernel holds unsent: more would hide that contributions do not get away
 _BEATS = 6  # heartbeats within the time after which a silent site counts as lost
 _CLOSE_SECONDS = 5.0  # to send the last frames, and for the other end to close
 
 
-class _Stream:
-    """Frames over one socket. `send` may be called from any thread, `read` from one.
+class _FrameHead:
+    """Head of a frame.
 
     Args:
-        connected: the socket.
+        buffer: at least the bytes of a head, from `offset` on.
+        offset: position of the head in the buffer.
         limit: bytes of the largest body.
 
     Attributes:
-        outgoing: frames on their way to the other end.
-        heard: time of the last received bytes, on the clock of `time.monotonic`.
-        arriving: frame whose head has arrived, and a part of its body at most.
+        frame: the frame, without its body.
+        nbytes: bytes of the body.
+
+    Raises:
+        StreamError: if it is none.
     """
 
-    def __init__(self, connected: socket.socket, limit: int) -> None:
-        connected.setblocking(False)
+    def __init__(self, buffer: Any, offset: int, limit: int) -> None:
+        kind, *fields, self.nbytes = _HEAD.unpack_from(buffer, offset)
+        if kind not in FrameKind._value2member_map_ or self.nbytes > limit:
+            raise StreamError(f"a frame of kind {kind} with {self.nbytes} bytes: at most {limit} are possible")
+        if max(fields) > _LARGEST:
+            raise StreamError(f"a frame of kind {kind} with a number above {_LARGEST}")
+        self.frame = Frame(FrameKind(kind), *fields)
+
+    def message(self, body: bytearray) -> Frame:
+        """Return the frame with its body."""
+        return self.frame._replace(body=body)
+
+
+class _Stream(MessageStream[_FrameHead]):
+    """Frames over one socket. `send` may be called from any thread, `read` from one.
+
+    Args:
+        peer: rank of the site at the other end.
+        connected: the socket.
+        limit: bytes of the largest body.
+    """
+
+    def __init__(self, peer: int, connected: socket.socket, limit: int) -> None:
+        super().__init__(peer, connected, _HEAD.size, lambda buffer, offset: _FrameHead(buffer, offset, limit))
         _limit_unsent(connected)
-        self.socket = connected
-        self.outgoing = Outgoing(connected)
-        self.heard = time.monotonic()
-        self._limit = limit
-        self._head = bytearray(_HEAD.size)
-        self.arriving: Frame | None = None
-        self._missing = memoryview(self._head)
         self._wakes_at = 1
 
     @property
@@ -153,7 +170,7 @@ class _Stream:
     @property
     def nbytes(self) -> int:
         """Bytes of messages that are to be sent, or of which a part has arrived."""
-        arrived = 0 if self.arriving is None else len(self.arriving.body) - self._missing.nbytes
+        arrived = 0 if self.partial is None else self.partial[0].nbytes - self.missing.nbytes
         return arrived + self.outgoing.nbytes
 
     def send(self, frame: Frame) -> int:
@@ -162,63 +179,22 @@ class _Stream:
         self.outgoing.send([head, frame.body] if frame.body else [head])
         return len(head) + len(frame.body)
 
-    def read(self) -> list[Frame]:
-        """Return the frames that have arrived.
-
-        Raises:
-            ConnectionError: if the connection is closed, or the data is no frame.
-        """
-        frames: list[Frame] = []
-        left = _CHUNK  # then others have their turn
-        while left > 0:
-            try:
-                count = self.socket.recv_into(self._missing)
-            except BlockingIOError:
-                break
-            if not count:
-                if frames:  # the next call raises the error
-                    break
-                raise ConnectionError("the connection was closed")
-            self.heard = time.monotonic()
-            left -= count
-            self._missing = self._missing[count:]
-            if not self._missing.nbytes:
-                self._advance(frames)
-        self._set_wake()
-        return frames
-
-    def _set_wake(self) -> None:
-        """Let the socket count as readable when a part of the body is there that is worth waking up for."""
-        count = 1 if self.arriving is None else min(_WAKE, self._missing.nbytes)
+    def read(self, messages: list[tuple[int, Any]]) -> None:
+        """Read the frames that have arrived, and wake up next when a part of a body is there that is worth it."""
+        super().read(messages)
+        count = 1 if self.partial is None else min(_WAKE, self.missing.nbytes)
         if count != self._wakes_at and self.socket.family in (socket.AF_INET, socket.AF_INET6):
             self._wakes_at = count
             with suppress(OSError):  # where the system has no such option
                 self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
 
-    def _advance(self, frames: list[Frame]) -> None:
-        """Go on after the head or the body of a frame has arrived."""
-        if self.arriving is None:
-            kind, site, number, base, reached, samples, used, size = _HEAD.unpack(self._head)
-            if kind not in FrameKind._value2member_map_ or size > self._limit:
-                raise StreamError(f"a frame of kind {kind} with {size} bytes: at most {self._limit} are possible")
-            if max(number, base, reached, samples, used) > _LARGEST:
-                raise StreamError(f"a frame of kind {kind} with a number above {_LARGEST}")
-            self.arriving = Frame(FrameKind(kind), site, number, base, reached, samples, used, bytearray(size))
-            if size:
-                self._missing = memoryview(self.arriving.body)
-                return
-        frames.append(self.arriving)
-        self.arriving, self._missing = None, memoryview(self._head)
-
 
 def _limit_unsent(connected: socket.socket) -> None:
     """Let the kernel hold few bytes that have not left; those that are on their way over a long link do not count."""
-    if connected.family in (socket.AF_INET, socket.AF_INET6):
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if hasattr(socket, "TCP_NOTSENT_LOWAT"):
-            with suppress(OSError):
-                connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT)
-                return
+    if connected.family in (socket.AF_INET, socket.AF_INET6) and hasattr(socket, "TCP_NOTSENT_LOWAT"):
+        with suppress(OSError):
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT)
+            return
     with suppress(OSError):
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNSENT)
 
@@ -296,7 +272,7 @@ class FrameLoop:
     # Connections
 
     def _add(self, peer: int, connected: socket.socket) -> None:
-        self._streams[peer] = _Stream(connected, self._limit)
+        self._streams[peer] = _Stream(peer, connected, self._limit)
         self._selector.register(connected, selectors.EVENT_READ, peer)
 
     def start(self) -> None:
@@ -347,7 +323,7 @@ class FrameLoop:
     def arriving(self, peer: int) -> Frame | None:
         """Return the frame of a site whose head has arrived, and a part of its body at most."""
         stream = self._streams.get(peer)
-        return None if stream is None else stream.arriving
+        return None if stream is None or stream.partial is None else stream.partial[0].frame
 
     def blocks_others(self) -> bool:
         """Return whether a frame for each of the other sites still waits to be sent; False if there are none."""
@@ -434,7 +410,7 @@ class FrameLoop:
                 stream.outgoing.flush()
             if events & selectors.EVENT_READ:
                 try:
-                    arrived += [(key.data, frame) for frame in stream.read()]
+                    stream.read(arrived)
                 except Exception as error:  # also a fault of this end: the others go on
                     if not isinstance(error, OSError):
                         _log.exception("the connection to site %s cannot be served", key.data)

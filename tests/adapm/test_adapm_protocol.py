@@ -21,13 +21,14 @@ from hypothesis import strategies as st
 from dadplug import SiteError
 from dadplug.adapm import ParameterManager, messages
 from dadplug.adapm.backends import Done
-from dadplug.adapm.builtin import Connection, Network
+from dadplug.adapm.builtin import Network
 from dadplug.adapm.engine import TECHNIQUES, Engine
 from dadplug.adapm.kernels import SAME, VALUE
 from dadplug.adapm.messages import HEAD_SIZE, MOST_BYTES, Head, Message, MessageKind, most_keys
 from dadplug.adapm.store import Constant, Store
 from dadplug.errors import ProtocolError
 from dadplug.exchange import Traffic, handshake
+from dadplug.exchange.framing import MessageStream
 from dadplug.exchange.handshake import connect_sites
 
 
@@ -233,7 +234,10 @@ def pair():
     made = socket.socketpair()
     for each in made:
         each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
-    ends = [Connection(rank, each, lambda buffer, at: Head(buffer, at, WIDTHS, 2)) for rank, each in enumerate(made)]
+    ends = [
+        MessageStream(rank, each, HEAD_SIZE, lambda buffer, at: Head(buffer, at, WIDTHS, 2))
+        for rank, each in enumerate(made)
+    ]
     yield ends
     for each in ends:
         each.close()

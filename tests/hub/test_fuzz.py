@@ -183,9 +183,9 @@ def of_stream_frame():
     def take(body):
         here, there = socket.socketpair()
         with here, there:
-            stream = streams._Stream(here, 1 << 16)
+            stream = streams._Stream(0, here, 1 << 16)
             there.sendall(body)
-            stream.read()
+            stream.read([])
 
     return content, take
 

@@ -38,14 +38,16 @@ class Peer:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         ours, self.theirs = socket.socketpair()
-        self.stream = _Stream(ours, 1 << 16)
+        self.stream = _Stream(rank, ours, 1 << 16)
         self.frames: list[Frame] = []
 
     def send(self, kind: FrameKind, **fields) -> None:
         self.stream.send(Frame(kind, self.rank, **fields))
 
     def kinds(self) -> list[FrameKind]:
-        self.frames += [each for each in self.stream.read() if each.kind is not FrameKind.ALIVE]
+        arrived = []
+        self.stream.read(arrived)
+        self.frames += [each for _, each in arrived if each.kind is not FrameKind.ALIVE]
         return [each.kind for each in self.frames]
 
     def wait_for(self, kind: FrameKind) -> Frame:
@@ -280,7 +282,7 @@ def test_a_site_that_there_is_not_is_refused():
     sites = ReturnedSites(1, ["a", "b"])
     log = Log(ours, sites, 1 << 16, SECONDS, SECONDS, Traffic())
     with theirs:
-        _Stream(theirs, 1 << 16).send(Frame(FrameKind.LEFT, 2))
+        _Stream(0, theirs, 1 << 16).send(Frame(FrameKind.LEFT, 2))
         with pytest.raises(MismatchError, match="has sent a LEFT that does not fit: there is no site 2"):
             log.wait()
         assert not log.left
