@@ -2,11 +2,8 @@
 
 The background thread replies to other sites, runs rounds, and detects lost sites. The thread that has a message writes
 it to the socket. Only data that the kernel has no room for is left to the background thread, since a switch between
-threads takes longer than sending a small message.
-
-There are two pollers: one has all connections; the other has the first poller and a wake-up pipe, and the background
-thread waits for it. A worker that waits for a reply removes the first poller from the second and receives messages
-itself, so that messages wake up no other thread.
+threads takes longer than sending a small message. For the same reason a worker that waits for a reply receives messages
+itself, see `dadplug.exchange.network`.
 """
 
 from __future__ import annotations
@@ -14,7 +11,6 @@ from __future__ import annotations
 import atexit
 import math
 import os
-import select
 import socket
 import threading
 import time
@@ -27,191 +23,36 @@ import numpy as np
 import torch.distributed as dist
 
 from ..errors import ProtocolError, SiteError
-from ..exchange import Traffic
-from ..exchange.framing import MessageStream, WakePipe
-from ..exchange.handshake import close_in_children, connect_sites
+from ..exchange.handshake import connect_sites
+from ..exchange.network import LENDABLE, MessageStream, Network, Ready
 from .backends import Backend, Done, TableSpec
 from .engine import TECHNIQUES, Engine
 from .messages import HEAD_SIZE, Head, Message, MessageKind
 from .store import Keys, Store
 
-# Connections
-
-LENDABLE = hasattr(select, "epoll")  # its descriptor can be polled
-
-_CLOSE = 1.0  # seconds to send the last messages
-_HEARTBEATS = 4  # heartbeats within the timeout
-
-Ready = list[tuple[int, int]]  # descriptors of sockets and their events
+_ALIVE = Message(MessageKind.ALIVE).encode()
 
 
-def _room(nbytes: int) -> Any:
-    """Allocate memory for the arrays of a message, without clearing it."""
-    return np.empty(nbytes, np.uint8)
-
-
-def _make_poller() -> Any:
-    return select.epoll() if LENDABLE else select.poll()  # both have the same numbers of events
-
-
-def _poll(poller: Any, timeout: float) -> Ready:
-    ready: Ready = poller.poll(timeout if LENDABLE else math.ceil(1000 * timeout))
-    return ready
-
-
-class Network:
-    """Connections from this site to all others.
-
-    `send` and `wake` may be called from any thread, `wait` from one thread only. `poll`, `read` and `send_heartbeats`
-    may be called from any thread, but not concurrently.
+def open_network(
+    sockets: Mapping[int, socket.socket], timeout: float, widths: Sequence[int]
+) -> Network[MessageStream[Head]]:
+    """Return the connections from this site to all others.
 
     Args:
         sockets: connected sockets by rank, of `handshake.connect_sites` or of a hub.
         timeout: seconds without a heartbeat after which a connection counts as lost.
-        traffic: meter of sent bytes.
         widths: width of each table; the caller appends to it when tables are added.
-
-    Attributes:
-        connections: connections by rank.
     """
+    sites = len(sockets) + 1
 
-    def __init__(
-        self, sockets: Mapping[int, socket.socket], timeout: float, traffic: Traffic, widths: Sequence[int]
-    ) -> None:
-        sites = len(sockets) + 1
-        self._traffic = traffic
-        self._timeout = timeout
-        self._poller: Any = _make_poller()
-        self._idle_poller: Any = _make_poller() if LENDABLE else self._poller
-        self._watch_lock = threading.Lock()
-        self._watched: set[int] = set()  # sites whose sockets are polled for room to send
-        self.connections = {
-            peer: MessageStream(
-                peer, connected, HEAD_SIZE, lambda buffer, offset: Head(buffer, offset, widths, sites), _room
-            )
-            for peer, connected in sorted(sockets.items())
-        }
-        self._peers = {each.socket.fileno(): each for each in self.connections.values()}
-        self._pipe = WakePipe()
-        self._idle_poller.register(self._pipe, select.POLLIN)
-        if LENDABLE:
-            self._idle_poller.register(self._poller, select.POLLIN)
-        for connection in self.connections.values():
-            self._poller.register(connection.socket, select.POLLIN)
-        self._last_poll = self._last_check = time.monotonic()
-        close_in_children(self)
+    def head(buffer: Any, offset: int) -> Head:
+        return Head(buffer, offset, widths, sites)
 
-    def send(self, peer: int, message: Message) -> None:
-        """Send a message without blocking; its arrays must not change afterwards."""
-        buffers = message.encode()
-        self._traffic.add(sum(map(len, buffers)))
-        if not self.connections[peer].outgoing.send(buffers):
-            self.wake()
+    def room(nbytes: int) -> Any:
+        return np.empty(nbytes, np.uint8)
 
-    def lend(self, lent: bool) -> None:
-        """Set whether another thread receives messages, so that `wait` ignores them; from any thread."""
-        self._idle_poller.modify(self._poller, 0 if lent else select.POLLIN)
-
-    def wait(self, timeout: float) -> None:
-        """Wait until data has arrived or `wake` is called, at most for a number of seconds."""
-        self._watch()
-        timeout = min(max(timeout, 0.0), self._timeout / _HEARTBEATS)
-        for descriptor, _ in _poll(self._idle_poller, timeout):
-            if descriptor == self._pipe.fileno():
-                self._pipe.clear()
-
-    def poll(self, timeout: float) -> Ready:
-        """Wait until data has arrived, at most for a number of seconds; return the sockets for `read`."""
-        return _poll(self._poller, timeout)
-
-    def read(self, ready: Ready) -> tuple[list[tuple[int, Message]], dict[int, Exception]]:
-        """Receive messages, and send data that the kernel had no room for before.
-
-        Args:
-            ready: result of `poll`.
-
-        Returns:
-            Messages with their senders, and the reason by site for lost connections.
-        """
-        messages: list[tuple[int, Message]] = []
-        lost: dict[int, Exception] = {}
-        for descriptor, events in ready:
-            connection = self._peers.get(descriptor)
-            if connection is None:  # the wake-up pipe
-                continue
-            if events & select.POLLOUT:
-                connection.outgoing.flush()
-                self._watch()
-            if events & ~select.POLLOUT:
-                try:
-                    connection.read(messages)
-                except (OSError, ProtocolError) as error:
-                    lost[connection.peer] = error
-                    self._forget(connection)
-        return messages, lost
-
-    def _watch(self) -> None:
-        """Poll for room on connections that have unsent data."""
-        with self._watch_lock:
-            for connection in self._peers.values():
-                blocked = connection.outgoing.blocked
-                if blocked is not (connection.peer in self._watched):
-                    self._poller.modify(connection.socket, select.POLLIN | select.POLLOUT * blocked)
-                    self._watched ^= {connection.peer}
-
-    def _forget(self, connection: MessageStream[Head]) -> None:
-        with self._watch_lock:
-            self._poller.unregister(connection.socket)
-            self._peers = {number: each for number, each in self._peers.items() if each is not connection}
-
-    def send_heartbeats(self) -> dict[int, Exception]:
-        """Send heartbeats that are due; return the reason by site for sites whose heartbeats are missing, once."""
-        lost: dict[int, Exception] = {}
-        now = time.monotonic()
-        step = self._timeout / _HEARTBEATS
-        if now - self._last_poll > 2 * step:  # this process was suspended
-            for connection in self._peers.values():
-                connection.heard = now
-        self._last_poll = now
-        if now - self._last_check < step / 2:
-            return lost
-        self._last_check = now
-        for connection in list(self._peers.values()):
-            if now - connection.outgoing.sent > step / 2:
-                self.send(connection.peer, Message(MessageKind.ALIVE))
-            if now - connection.heard > self._timeout:
-                lost[connection.peer] = TimeoutError("timed out")
-                self._forget(connection)
-        return lost
-
-    @property
-    def silent(self) -> int | None:
-        """The site whose heartbeat is most overdue; None if all are on time."""
-        step = self._timeout / _HEARTBEATS
-        heard, peer = min((each.heard, each.peer) for each in self.connections.values())
-        return peer if time.monotonic() - heard > 2 * step else None
-
-    def wake(self) -> None:
-        """End `wait`; from any thread."""
-        self._pipe.wake()
-
-    def close_descriptors(self) -> None:
-        """Close the sockets alone, in a forked child."""
-        for connection in self.connections.values():
-            connection.socket.close()
-
-    def close(self) -> None:
-        """Close all connections after sending the last messages; no other thread may receive."""
-        deadline = time.monotonic() + _CLOSE
-        while any(not each.outgoing.flush() for each in self._peers.values()) and time.monotonic() < deadline:
-            self._watch()
-            self.poll(0.05)
-        for connection in self.connections.values():
-            connection.close()
-        self._pipe.close()
-        if LENDABLE:
-            self._poller.close()
-            self._idle_poller.close()
+    streams = [MessageStream(peer, connected, HEAD_SIZE, head, room) for peer, connected in sorted(sockets.items())]
+    return Network(streams, timeout, lambda: _ALIVE)
 
 
 # The backend
@@ -261,7 +102,10 @@ class SyncTiming:
 
 
 def _serve(
-    reference: Callable[[], BuiltinBackend | None], network: Network, receiving: threading.Lock, rank: int
+    reference: Callable[[], BuiltinBackend | None],
+    network: Network[MessageStream[Head]],
+    receiving: threading.Lock,
+    rank: int,
 ) -> None:
     """Run the background thread of a backend, until it is closed or nothing refers to it any more."""
     pause: float | None = 0.0
@@ -272,9 +116,9 @@ def _serve(
         dropped = backend is None
         del backend
     with receiving:
-        for peer in network.connections if dropped else ():
+        for peer in network.streams if dropped else ():
             with suppress(OSError):
-                network.send(peer, Message(MessageKind.BYE, 0, rank))
+                network.send(peer, Message(MessageKind.BYE, 0, rank).encode())
         network.close()
 
 
@@ -286,7 +130,7 @@ class BuiltinBackend(Backend):
 
     techniques = tuple(TECHNIQUES)
     engine: Engine
-    _network: Network
+    _network: Network[MessageStream[Head]]
 
     def __init__(
         self, technique: str, process_group: dist.ProcessGroup | None, timeout: float, interval: float
@@ -318,7 +162,7 @@ class BuiltinBackend(Backend):
         if self._others:
             gather, name = self.transport.gather_objects, self.transport.sites.__getitem__
             sockets = self.transport.open_streams(timeout) or connect_sites(self.rank, gather, timeout, name)
-            self._network = Network(sockets, timeout, self.traffic, self._widths)
+            self._network = open_network(sockets, timeout, self._widths)
             gather(None)  # all sites are connected
             self.transport.sites.watch(self)
             arguments = weakref.ref(self), self._network, self._receiving, self.rank
@@ -525,7 +369,7 @@ class BuiltinBackend(Backend):
     def _send(self, peer: int, message: Message) -> None:
         """Send a message, unless the site has left or the manager has failed."""
         if peer not in self._left and self._failure is None:
-            self._network.send(peer, message)
+            self.traffic.add(self._network.send(peer, message.encode()))
 
     def _handle_all(self, ready: Ready) -> None:
         messages, lost = self._network.read(ready)

@@ -10,8 +10,7 @@ threads forward messages while the main thread computes, so that those of a conn
 know: a message that arrives before it is expected is kept until it is. A thread that waits for messages reads their
 connections; others that wait on the same connection are notified by it.
 
-Other connections use parts of this: a pipe that ends a wait, the bytes that a socket had no room for, and messages that
-nobody has announced, whose heads say how long they are.
+Other connections use parts of this: a pipe that ends a wait, and the bytes that a socket had no room for.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from itertools import filterfalse, islice
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,8 +36,6 @@ from .calls import ASK_SECONDS
 from .handshake import KERNEL_BYTES, close_in_children
 
 _MOST_PARTS = 64  # of a system call
-_CHUNK_BYTES = 1 << 16  # read at once where it is not known what arrives
-_BATCH = 64  # messages that are read from a connection before the next one
 
 
 class WakePipe:
@@ -156,129 +153,10 @@ class Outgoing:
         return True
 
 
-class MessageHead(Protocol):
-    """Head of a message that arrives, with its fields checked.
-
-    Attributes:
-        nbytes: bytes of the body that follows.
-    """
-
-    nbytes: int
-
-    def message(self, body: Any) -> Any:
-        """Return the message with a body of `nbytes` bytes."""
-
-
-Head = TypeVar("Head", bound=MessageHead)
-
-
-class MessageStream(Generic[Head]):
-    """Messages in both directions over one socket, each of which consists of a head of fixed size and a body.
-
-    Any thread may use `outgoing`; the methods are called from one at a time. Several small messages are read by one
-    system call, a large body without a copy. Memory for a body is allocated once its head has been checked.
-
-    Args:
-        peer: number of the process at the other end.
-        connected: the socket.
-        head_size: bytes of a head.
-        head: function that parses and checks the head at an offset of a buffer.
-        room: allocates memory for a body.
-
-    Attributes:
-        outgoing: messages on their way to the other end.
-        heard: time of the last received bytes, on the clock of `time.monotonic`.
-        partial: head and body of a message of which a part has arrived; None if there is none.
-        missing: part of that body that has not arrived.
-    """
-
-    def __init__(
-        self,
-        peer: int,
-        connected: socket.socket,
-        head_size: int,
-        head: Callable[[Any, int], Head],
-        room: Callable[[int], Any] = bytearray,
-    ) -> None:
-        connected.setblocking(False)
-        if connected.family in (socket.AF_INET, socket.AF_INET6):
-            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.peer = peer
-        self.socket = connected
-        self.outgoing = Outgoing(connected)
-        self.heard = time.monotonic()
-        self.partial: tuple[Head, Any] | None = None
-        self.missing = memoryview(b"")
-        self._head_size, self._head, self._room = head_size, head, room
-        self._buffer = bytearray(_CHUNK_BYTES)
-        self._view = memoryview(self._buffer)
-        self._filled = 0
-
-    def read(self, messages: list[tuple[int, Any]]) -> None:
-        """Read the messages that have arrived.
-
-        Args:
-            messages: list to append to, pairs of the other process and a message.
-
-        Raises:
-            ConnectionError: if the connection is closed.
-            DadplugError: if a head is not valid.
-        """
-        last = len(messages) + _BATCH
-        while len(messages) < last:
-            if self.partial is not None:
-                target = self.missing
-            else:
-                target = self._view[self._filled :] if self._filled else self._view
-            try:
-                count = self.socket.recv_into(target)
-            except BlockingIOError:
-                return
-            if not count:
-                raise ConnectionError("the connection was closed")
-            self.heard = time.monotonic()
-            if self.partial is None:
-                self._filled += count
-                self._extract(messages)
-            else:
-                self.missing = self.missing[count:]
-                if not self.missing.nbytes:
-                    head, body = self.partial
-                    self.partial = None
-                    messages.append((self.peer, head.message(body)))
-            if count < target.nbytes:
-                return
-
-    def _extract(self, messages: list[tuple[int, Any]]) -> None:
-        """Extract messages from the buffer; the last one may be incomplete."""
-        start = 0
-        while self._filled - start >= self._head_size:
-            head = self._head(self._buffer, start)
-            start += self._head_size
-            end = start + head.nbytes
-            if end > self._filled:
-                body = self._room(head.nbytes)
-                here = self._filled - start
-                view = memoryview(body)
-                view[:here] = self._view[start : self._filled]
-                self.partial, self.missing = (head, body), view[here:]
-                start = self._filled
-                break
-            messages.append((self.peer, head.message(self._buffer[start:end])))
-            start = end
-        if start < self._filled:
-            self._buffer[: self._filled - start] = self._buffer[start : self._filled]
-        self._filled -= start
-
-    def close(self) -> None:
-        """Close the connection; the kernel still delivers data that it has."""
-        self.outgoing.clear()
-        self.socket.close()
-
-
 _HEADER = struct.Struct("<IIQ")  # magic number, tag of the message, bytes of its body
 _MAGIC = 0x64616474
 _POLL_SECONDS = 0.02  # of a poll while another thread reads a connection that this one waits for, too
+_CHUNK_BYTES = 1 << 16  # read at once of a message that is not expected yet
 
 
 class Message:

@@ -313,7 +313,7 @@ class SequencerService(FrameLoop):
     def on_adopted(self, site: int) -> None:
         """Let a site return now, or in the next phase of steps."""
         if site not in self._contributors:
-            self.drop(site)
+            self.network.drop(site)
             return
         self._waiting.append(site)
         if self._trains or not self._in_trainer:
@@ -420,7 +420,7 @@ class SequencerService(FrameLoop):
         self._left[site] = Frame(FrameKind.LEFT, site, body=reason.encode())
         self._send_all(self._left[site])  # to that site, too, if it can be reached
         self._connected.discard(site)
-        self.drop(site)
+        self.network.drop(site)
         if site in self._contributors:
             self._sequencer.leave(site)
             self._answer(site, self._dealer.finish(site))
@@ -428,7 +428,7 @@ class SequencerService(FrameLoop):
             self._send_state(receiver)
         if not self._connected:
             for each in self._waiting:
-                self.drop(each)
+                self.network.drop(each)
             self._waiting.clear()
             on_end, self._on_end = self._on_end, lambda: None
             on_end()
@@ -552,7 +552,7 @@ class SequencerHost:
     def hold(self, held: bool) -> None:
         """Let no silence of sites count while none can be heard, or they are on their way back."""
         for service in list(self._running.values()):
-            service.held = held
+            service.network.held = held
 
     def events(self) -> Iterator[str]:
         """Yield what has happened since the last call."""

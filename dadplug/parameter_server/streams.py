@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import selectors
 import socket
 import struct
 import threading
@@ -19,14 +18,15 @@ from msgspec.msgpack import Decoder
 from ..errors import MismatchError, SiteError, StreamError, escaped
 from ..exchange import Traffic
 from ..exchange.calls import ASK_SECONDS
-from ..exchange.framing import MessageStream, WakePipe
-from ..exchange.handshake import Deadline, close_in_children
+from ..exchange.handshake import Deadline
+from ..exchange.network import MessageStream, Network
 from ..exchange.status import PeerNames
 from ..exchange.transport import StreamToHub
 from ..support.logs import get_logger
 from ..support.structs import LONGEST_TEXT, Slots, decode
 from .sequencer import Decision
 
+_log = get_logger(__name__)
 _DECISIONS, _AWAITED = Decoder(Decision), Decoder(Slots)
 
 
@@ -109,13 +109,16 @@ class Frame(NamedTuple):
     used: int = 0
     body: bytes | bytearray = b""
 
+    def encode(self) -> list[bytes | bytearray]:
+        """Return the frame as consecutive buffers."""
+        head = _HEAD.pack(*self[:-1], len(self.body))
+        return [head, self.body] if self.body else [head]
 
-_log = get_logger(__name__)
+
 _HEAD = struct.Struct("<BxHxxxxQQQQQQ")  # kind, site, number, base, reached, samples, used, bytes of the body
 _LARGEST = 1 << 62  # number in a head, so that the next one can be sent
 _WAKE = 1 << 15  # bytes of a body at which the thread wakes up; without it, at each packet
 _UNSENT = 1 << 17  # bytes that the kernel holds unsent: more would hide that contributions do not get away
-_BEATS = 6  # heartbeats within the time after which a silent site counts as lost
 _CLOSE_SECONDS = 5.0  # to send the last frames, and for the other end to close
 
 
@@ -149,7 +152,7 @@ class _FrameHead:
 
 
 class _Stream(MessageStream[_FrameHead]):
-    """Frames over one socket. `send` may be called from any thread, `read` from one.
+    """Frames over one socket.
 
     Args:
         peer: rank of the site at the other end.
@@ -163,21 +166,10 @@ class _Stream(MessageStream[_FrameHead]):
         self._wakes_at = 1
 
     @property
-    def is_away(self) -> bool:
-        """Whether the socket is a stream over a hub that cannot be reached at present, and is waited for."""
-        return bool(getattr(self.socket, "is_away", False))
-
-    @property
     def nbytes(self) -> int:
         """Bytes of messages that are to be sent, or of which a part has arrived."""
         arrived = 0 if self.partial is None else self.partial[0].nbytes - self.missing.nbytes
         return arrived + self.outgoing.nbytes
-
-    def send(self, frame: Frame) -> int:
-        """Send a frame without blocking; return its bytes."""
-        head = _HEAD.pack(*frame[:-1], len(frame.body))
-        self.outgoing.send([head, frame.body] if frame.body else [head])
-        return len(head) + len(frame.body)
 
     def read(self, messages: list[tuple[int, Any]]) -> None:
         """Read the frames that have arrived, and wake up next when a part of a body is there that is worth it."""
@@ -215,10 +207,8 @@ class FrameLoop:
         memory: bytes that messages may take; beyond it the connections with the most of them are given up.
 
     Attributes:
-        held: whether no silence counts, since the other ends cannot be heard at present.
+        network: the connections.
     """
-
-    held = False
 
     def __init__(
         self,
@@ -230,21 +220,15 @@ class FrameLoop:
         own: int,
         memory: float = math.inf,
     ) -> None:
-        self._silence = silence
         self._traffic = traffic
         self._own = own
         self._memory = memory
         self._limit = limit
         self._adopted: deque[tuple[int, socket.socket]] = deque()
-        self._streams: dict[int, _Stream] = {}
-        self._selector = selectors.DefaultSelector()
-        self._pipe = WakePipe()
-        self._selector.register(self._pipe, selectors.EVENT_READ, None)
-        for peer, connected in sockets.items():
-            self._add(peer, connected)
+        streams = [_Stream(peer, connected, limit) for peer, connected in sockets.items()]
+        self.network = Network(streams, silence, lambda: Frame(FrameKind.ALIVE, body=self.heartbeat()).encode())
         self._stopping = self._stopped = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        close_in_children(self)
 
     # What a subclass does
 
@@ -271,28 +255,20 @@ class FrameLoop:
 
     # Connections
 
-    def _add(self, peer: int, connected: socket.socket) -> None:
-        self._streams[peer] = _Stream(peer, connected, self._limit)
-        self._selector.register(connected, selectors.EVENT_READ, peer)
-
     def start(self) -> None:
         """Begin to send and receive."""
         self._thread.start()
 
     def post(self, peer: int, frame: Frame) -> None:
         """Send a frame to a site without blocking; nothing happens if the connection is lost."""
-        stream = self._streams.get(peer)
-        if stream is not None:
-            count = stream.send(frame)
-            if peer != self._own:
-                self._traffic.add(count)
-            if stream.outgoing.blocked and threading.current_thread() is not self._thread:
-                self._pipe.wake()
+        count = self.network.send(peer, frame.encode())
+        if peer != self._own:
+            self._traffic.add(count)
 
     def adopt(self, peer: int, connected: socket.socket) -> None:
         """Take over a new connection to a site; may be called from any thread."""
         self._adopted.append((peer, connected))
-        self._pipe.wake()
+        self.network.wake()
         if self._stopped:
             self._close_adopted()
 
@@ -304,146 +280,85 @@ class FrameLoop:
     def _take_adopted(self) -> None:
         while self._adopted:
             peer, connected = self._adopted.popleft()
-            if peer in self._streams:
-                self.drop(peer)
-                self.on_lost(peer, ConnectionError("it has connected anew"))
-            self._add(peer, connected)
+            if peer in self.network.streams:
+                self._lose({peer: ConnectionError("it has connected anew")})
+            self.network.add(_Stream(peer, connected, self._limit))
             self.on_adopted(peer)
 
     def is_blocked(self, peer: int) -> bool:
         """Return whether a frame to a site has not left yet."""
-        stream = self._streams.get(peer)
+        stream = self.network.streams.get(peer)
         return stream is not None and stream.outgoing.blocked
 
     @property
     def is_away(self) -> bool:
         """Whether connections go over a hub that cannot be reached at present, and is waited for."""
-        return any(stream.is_away for stream in list(self._streams.values()))
+        return any(stream.is_away for stream in list(self.network.streams.values()))
 
     def arriving(self, peer: int) -> Frame | None:
         """Return the frame of a site whose head has arrived, and a part of its body at most."""
-        stream = self._streams.get(peer)
+        stream = self.network.streams.get(peer)
         return None if stream is None or stream.partial is None else stream.partial[0].frame
 
     def blocks_others(self) -> bool:
         """Return whether a frame for each of the other sites still waits to be sent; False if there are none."""
-        others = [stream.outgoing.blocked for peer, stream in list(self._streams.items()) if peer != self._own]
+        others = [stream.outgoing.blocked for peer, stream in list(self.network.streams.items()) if peer != self._own]
         return bool(others) and all(others)
-
-    def drop(self, peer: int) -> None:
-        """Close the connection to a site; called in the thread."""
-        stream = self._streams.pop(peer, None)
-        if stream is not None:
-            self._selector.unregister(stream.socket)
-            stream.socket.close()
 
     def close(self) -> None:
         """Close all connections after sending the last frames. May be called twice."""
         self._stopping = True
-        self._pipe.wake()
+        self.network.wake()
         if threading.current_thread() is not self._thread:
             self._thread.join(2 * _CLOSE_SECONDS)
 
-    def close_descriptors(self) -> None:
-        """Close the sockets alone, in a forked child."""
-        for stream in self._streams.values():
-            stream.socket.close()
-
     def _run(self) -> None:
+        network = self.network
         try:
             self._serve()
         except Exception:  # close all connections, since waiting peers would block
             _log.exception("the thread %s has failed", self._thread.name)
-            for peer in list(self._streams):
+            for peer in list(network.streams):
                 with suppress(Exception):
-                    self.drop(peer)
+                    network.drop(peer)
         with suppress(Exception):
-            self._shut_down(time.monotonic() + _CLOSE_SECONDS)
+            network.shut_down(time.monotonic() + _CLOSE_SECONDS)
         self._stopped = True
         self._close_adopted()
-        for peer in list(self._streams):
-            self.drop(peer)
-        self._selector.close()
-        self._pipe.close()
+        for peer in list(network.streams):
+            network.drop(peer)
+        network.close()
 
     def _serve(self) -> None:
-        last = time.monotonic()
+        network = self.network
         while not self._stopping:
-            due, wait = self.on_due(), self._silence / _BEATS
-            self._poll(wait if due is None else min(wait, max(0.0, due - time.monotonic())))
+            due = self.on_due()
+            network.wait(math.inf if due is None else due - time.monotonic())
+            arrived, lost = network.read(network.poll(0.0))
+            if arrived:
+                self.on_frames(arrived)
+            if self._memory < math.inf:
+                lost |= self._free_memory()
+            self._lose(lost)
             self._take_adopted()
-            now = time.monotonic()
-            if now - last > self._silence / 2:  # this process was suspended
-                for stream in self._streams.values():
-                    stream.heard = now
-            last = now
-            self._beat(now)
+            self._lose(network.send_heartbeats())
 
-    def _shut_down(self, deadline: float) -> None:
-        """Send the last frames, and wait until the other ends have closed.
-
-        What has not been read when a socket is closed makes the kernel drop what the other end has not read.
-        """
-        shut: set[int] = set()
-        while self._streams and time.monotonic() < deadline:
-            for peer, stream in self._streams.items():
-                if peer not in shut and not stream.outgoing.blocked:
-                    shut.add(peer)
-                    with suppress(OSError):
-                        stream.socket.shutdown(socket.SHUT_WR)
-            self._poll(0.05, deliver=False)
-
-    def _poll(self, timeout: float, deliver: bool = True) -> None:
-        """Send and receive what can be, after waiting for it."""
-        for peer, stream in self._streams.items():
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if stream.outgoing.blocked else 0)
-            if self._selector.get_key(stream.socket).events != events:
-                self._selector.modify(stream.socket, events, peer)
-        arrived: list[tuple[int, Frame]] = []
-        lost: dict[int, Exception] = {}
-        for key, events in self._selector.select(timeout):
-            if key.data is None:
-                self._pipe.clear()
-                continue
-            stream = self._streams[key.data]
-            if events & selectors.EVENT_WRITE:
-                stream.outgoing.flush()
-            if events & selectors.EVENT_READ:
-                try:
-                    stream.read(arrived)
-                except Exception as error:  # also a fault of this end: the others go on
-                    if not isinstance(error, OSError):
-                        _log.exception("the connection to site %s cannot be served", key.data)
-                    lost[key.data] = error
-                    self.drop(key.data)
-        if arrived and deliver:
-            self.on_frames(arrived)
-        if self._memory < math.inf:
-            lost |= self._free_memory()
-        for peer, reason in lost.items():
-            if deliver:
-                self.on_lost(peer, reason)
+    def _lose(self, lost: Mapping[int, Exception]) -> None:
+        """Close connections that are lost, for the reasons given."""
+        for peer in lost:
+            self.network.drop(peer)
+        for peer, error in lost.items():
+            self.on_lost(peer, error)
 
     def _free_memory(self) -> dict[int, Exception]:
-        """Close the connections with the most bytes until the rest are within the limit; return their errors."""
+        """Return errors of the connections with the most bytes, without which the rest are within the limit."""
         lost: dict[int, Exception] = {}
-        held = {peer: stream.nbytes for peer, stream in self._streams.items()}
+        held = {peer: stream.nbytes for peer, stream in self.network.streams.items()}
         while held and sum(held.values()) + self.held_bytes() > self._memory:
             peer = max(held, key=lambda each: held[each])
             reason = f"{held.pop(peer)} bytes wait for it or came from it, and messages take more than {self._memory:g}"
             lost[peer] = MemoryError(reason)
-            self.drop(peer)
         return lost
-
-    def _beat(self, now: float) -> None:
-        for peer, stream in list(self._streams.items()):
-            if now - stream.outgoing.sent > self._silence / (2 * _BEATS) and not stream.outgoing.blocked:
-                stream.send(Frame(FrameKind.ALIVE, body=self.heartbeat()))
-            if self.held or stream.is_away:
-                stream.heard = now
-            if now - stream.heard > self._silence:
-                self.drop(peer)
-                self.on_lost(peer, TimeoutError(f"nothing was heard of it for {self._silence:g} s"))
 
 
 # The log as one site sees it: contributions that it sends, and commits that arrive

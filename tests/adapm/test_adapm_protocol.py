@@ -21,15 +21,15 @@ from hypothesis import strategies as st
 from dadplug import SiteError
 from dadplug.adapm import ParameterManager, messages
 from dadplug.adapm.backends import Done
-from dadplug.adapm.builtin import Network
+from dadplug.adapm.builtin import open_network
 from dadplug.adapm.engine import TECHNIQUES, Engine
 from dadplug.adapm.kernels import SAME, VALUE
 from dadplug.adapm.messages import HEAD_SIZE, MOST_BYTES, Head, Message, MessageKind, most_keys
 from dadplug.adapm.store import Constant, Store
 from dadplug.errors import ProtocolError
-from dadplug.exchange import Traffic, handshake
-from dadplug.exchange.framing import MessageStream
+from dadplug.exchange import handshake
 from dadplug.exchange.handshake import connect_sites
+from dadplug.exchange.network import MessageStream
 
 
 @settings(max_examples=60, deadline=None)
@@ -353,7 +353,7 @@ def networks(timeout):
 
     def connect(rank):
         sockets = connect_sites(rank, meeting.at(rank), timeout, "site {}".format)
-        return Network(sockets, timeout, Traffic(), WIDTHS)
+        return open_network(sockets, timeout, WIDTHS)
 
     return together(2, connect)
 

@@ -42,7 +42,7 @@ class Peer:
         self.frames: list[Frame] = []
 
     def send(self, kind: FrameKind, **fields) -> None:
-        self.stream.send(Frame(kind, self.rank, **fields))
+        self.stream.outgoing.send(Frame(kind, self.rank, **fields).encode())
 
     def kinds(self) -> list[FrameKind]:
         arrived = []
@@ -282,7 +282,7 @@ def test_a_site_that_there_is_not_is_refused():
     sites = ReturnedSites(1, ["a", "b"])
     log = Log(ours, sites, 1 << 16, SECONDS, SECONDS, Traffic())
     with theirs:
-        _Stream(0, theirs, 1 << 16).send(Frame(FrameKind.LEFT, 2))
+        theirs.sendall(b"".join(Frame(FrameKind.LEFT, 2).encode()))
         with pytest.raises(MismatchError, match="has sent a LEFT that does not fit: there is no site 2"):
             log.wait()
         assert not log.left

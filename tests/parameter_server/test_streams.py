@@ -83,7 +83,7 @@ def test_bytes_on_a_long_link_may_be_many_but_unsent_ones_are_few():
     frames = []
     with sender, receiver:
         assert sender.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == room  # as much as is on its way
-        stream.send(Frame(FrameKind.CONTRIBUTION, body=body))
+        stream.outgoing.send(Frame(FrameKind.CONTRIBUTION, body=body).encode())
         assert stream.outgoing.blocked
         unsent = struct.unpack("i", fcntl.ioctl(sender, _SIOCOUTQNSD, bytes(4)))[0]
         assert unsent <= 2 * _UNSENT  # the kernel takes whole packets, of 64 KiB here
