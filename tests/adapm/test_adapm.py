@@ -47,9 +47,7 @@ def follows_intent():
         first = table.pull(keys)
         table.intent(keys, 0, 10)
         table.intent(torch.tensor([999]), 0, 10)  # both sites want it
-        deadline = time.monotonic() + 200
-        while manager.counts["rows"] < 101 and time.monotonic() < deadline:
-            time.sleep(0.01)
+        support.until(lambda: manager.counts["rows"] >= 101, timeout=200.0)
         manager.wait_sync(everywhere=True)
         before = manager.counts["pulled_remotely"]
         again = table.pull(keys)

@@ -15,7 +15,7 @@ import support
 import torch
 from elastic_site import batch, make_model
 from json_lines import last_number, read_lines
-from running_hub import RunningHub, running_hub, until
+from running_hub import HubLog, RunningHub, running_hub, until
 from support import free_port
 from torch import nn
 
@@ -23,7 +23,7 @@ ENDED = 200.0  # seconds for a process, on a busy machine
 _ENVIRONMENT = os.environ | support.ONE_THREAD
 
 
-class MortalHub:
+class MortalHub(HubLog):
     """Process of a hub that can be killed and started again.
 
     Args:
@@ -101,12 +101,12 @@ class Run:
         """Return a site's lines of steps, by their number."""
         return {line[self._key]: line for line in self.written(name) if self._key in line}
 
-    def await_step(self, name: str, step: int) -> None:
-        """Wait until a site has made a step."""
+    def await_step(self, name: str, step: int, key: str = "") -> None:
+        """Wait until a site has made a step, or has written another number with some other key."""
 
         def made() -> bool:
             assert self.processes[name].poll() is None, self.state()
-            return last_number(self.folder / name / "log.jsonl", self._key) >= step
+            return last_number(self.folder / name / "log.jsonl", key or self._key) >= step
 
         until(made, self.state, ENDED)
 

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from json_lines import last_number
+from support import until
 from torch import nn
 
 import dadplug
@@ -237,8 +238,7 @@ def die_inside(case: Case, current: Callable[[], int]) -> None:
 def wait_for_file(folder: Path) -> None:
     """Write the file "restored", and wait for another one."""
     (folder / "restored").touch()
-    while not (folder / "goes on").exists():
-        time.sleep(0.02)
+    until((folder / "goes on").exists, timeout=300.0)
 
 
 def restore_slowly(transport: ElasticTransport, folder: Path, take_part: Callable[[ElasticTransport], bool]) -> bool:

@@ -7,13 +7,13 @@ import hashlib
 import json
 import os
 import signal
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from support import until
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -82,10 +82,7 @@ class Case:
         (Path(self.folder) / name).touch()
 
     def wait_for(self, name: str) -> None:
-        deadline = time.monotonic() + SECONDS
-        while not (Path(self.folder) / name).exists():
-            assert time.monotonic() < deadline, name
-            time.sleep(0.02)
+        until((Path(self.folder) / name).exists, lambda: name, SECONDS)
 
 
 def samples(first: int, last: int) -> TensorDataset:

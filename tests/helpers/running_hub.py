@@ -13,7 +13,7 @@ from typing import Any
 import hub_kits
 from frame_parts import Frame, Reader
 from msgspec.structs import replace
-from support import free_port
+from support import free_port, until
 
 from dadplug.hub.pki.kits import Kit
 from dadplug.hub.secure import tls
@@ -40,22 +40,14 @@ TIMEOUT = 60.0  # seconds, for a busy machine
 _INSTANCES = itertools.count(1)
 
 
-class RunningHub:
-    """A hub that runs.
+class HubLog:
+    """Hub whose journal is read.
 
     Attributes:
-        hub: the hub.
-        kits: folder of the kits.
-        address: host and port of the hub.
         log: lines of its journal.
     """
 
-    def __init__(self, hub: Hub, kits: Path, log: list[str]) -> None:
-        self.hub, self.kits, self.address, self.log = hub, kits, hub.address, log
-
-    def kit(self, name: str) -> Kit:
-        """Load the kit of a site."""
-        return Kit.load(self.kits / name)
+    log: list[str]
 
     def await_line(self, text: str, timeout: float = TIMEOUT) -> str:
         """Wait for a line of the journal that contains a text, and return it."""
@@ -67,6 +59,23 @@ class RunningHub:
 
         until(look, lambda: f"no line with {text!r} in {self.log}", timeout)
         return found[0]
+
+
+class RunningHub(HubLog):
+    """A hub that runs.
+
+    Attributes:
+        hub: the hub.
+        kits: folder of the kits.
+        address: host and port of the hub.
+    """
+
+    def __init__(self, hub: Hub, kits: Path, log: list[str]) -> None:
+        self.hub, self.kits, self.address, self.log = hub, kits, hub.address, log
+
+    def kit(self, name: str) -> Kit:
+        """Load the kit of a site."""
+        return Kit.load(self.kits / name)
 
 
 @contextmanager
@@ -119,15 +128,6 @@ def add_site(hub: RunningHub, names: str, **entries: Any) -> None:
     address = "{}:{}".format(*hub.address)
     hub_kits.make(hub.kits, **{"hub": address, "hub_names": [], "sites": list(names), "hub_at": names[0]} | entries)
     hub.await_line(f"the roster has new sites: {names[-1]}")
-
-
-def until(condition: Any, message: Any = lambda: "the condition has not come true", timeout: float = TIMEOUT) -> None:
-    """Wait until a condition is true; what takes long is looked at less often."""
-    begin = time.monotonic()
-    while not condition():
-        waited = time.monotonic() - begin
-        assert waited < timeout, message()
-        time.sleep(min(0.002 + waited / 20, 0.02))
 
 
 class TestSite:

@@ -320,6 +320,15 @@ class Sites:
             pipe.close()
 
 
+def until(condition: Any, message: Any = lambda: "the condition has not come true", timeout: float = 60.0) -> None:
+    """Wait until a condition is true; what takes long is looked at less often."""
+    begin = time.monotonic()
+    while not condition():
+        waited = time.monotonic() - begin
+        assert waited < timeout, message()
+        time.sleep(min(0.002 + waited / 20, 0.02))
+
+
 def local_place(kits: Sequence[Path], rank: int, port: int) -> dict[str, str]:
     """Return the environment of a process among those with the same kit, as torchrun sets it.
 

@@ -33,14 +33,6 @@ def stop(run: Run, name: str = "a", more: int = 12) -> None:
     (run.folder / "stop").write_text(str(max(line["step"] for line in agreements(run, name).values()) + more))
 
 
-def await_agreement(run: Run, name: str, number: int) -> None:
-    def reached() -> bool:
-        assert run.processes[name].poll() is None, run.state()
-        return max(agreements(run, name), default=0) >= number
-
-    until(reached, run.state, ENDED)
-
-
 def check(run: Run, names: str, fragments: int = 1) -> dict[int, dict]:
     """Check that the agreed models of all sites are equal to the bit; return the agreements of all sites by number.
 
@@ -84,9 +76,9 @@ def returns(run: Run, settings: dict, agreed: int = 4, later: int = 8) -> dict[i
     run.start("ab")
     run.start("c", **settings)
     run.end("c", -9)
-    await_agreement(run, "a", agreed)
+    run.await_step("a", agreed, "agreement")
     run.start("c")
-    await_agreement(run, "c", later)
+    run.await_step("c", later, "agreement")
     return ends(run, "abc")
 
 
@@ -186,9 +178,9 @@ def test_sparse_deltas_of_sites_that_leave_and_are_late(tmp_path, options):
         run.start("b", late=6, other=str(tmp_path / "a"))
         run.start("c", leave=10)
         run.end("c", -9)
-        await_agreement(run, "a", 4)
+        run.await_step("a", 4, "agreement")
         run.start("c")
-        await_agreement(run, "c", 10)
+        run.await_step("c", 10, "agreement")
         every = ends(run, "abc")
     present = [every[number]["present"] for number in sorted(every)]
     assert [0, 1] in present
@@ -205,7 +197,7 @@ def test_the_steps_of_a_late_site_count_later(tmp_path, options):
         run = sites_of(tmp_path, hub, options, counts=True)
         run.start("ab")
         run.start("c", late=2, other=str(tmp_path / "a"))
-        await_agreement(run, "c", 8)
+        run.await_step("c", 8, "agreement")
         every = ends(run, "abc")
         assert any("it has missed" in line for line in hub.log), hub.log
     assert [0, 1] in [line["present"] for line in every.values()]
@@ -304,13 +296,13 @@ def test_a_site_that_was_stopped_joins_again_in_its_process(tmp_path):
     with running_hub(tmp_path / "kits", tuple("abc")) as hub:
         run = sites_of(tmp_path, hub, {"site_timeout": 2.0})
         run.start("abc")
-        await_agreement(run, "a", 2)
+        run.await_step("a", 2, "agreement")
         run.processes["b"].send_signal(signal.SIGSTOP)
         hub.await_line("b has left: silent for 2 s", ENDED)
-        await_agreement(run, "a", max(agreements(run, "a")) + 2)
+        run.await_step("a", max(agreements(run, "a")) + 2, "agreement")
         run.processes["b"].send_signal(signal.SIGCONT)
         hub.await_line("b joins", ENDED)
-        await_agreement(run, "b", max(agreements(run, "a")) + 3)
+        run.await_step("b", max(agreements(run, "a")) + 3, "agreement")
         every = ends(run, "abc")
     present = [every[number]["present"] for number in sorted(every)]
     assert [0, 2] in present
@@ -327,7 +319,7 @@ def test_a_state_that_comes_late_is_that_of_an_open_round(tmp_path, options, los
         run.lose("c", leave=6)
         hub.await_line("b is asked for its state, for c", ENDED)
         hub.await_line("c takes part again", ENDED)
-        await_agreement(run, "c", max(agreements(run, "b")) + 3)
+        run.await_step("c", max(agreements(run, "b")) + 3, "agreement")
         every = ends(run, "abc")
         assert not any(" has left: 2 sites refuse it" in line for line in hub.log)
     counts(run, "abc", every, {"c": lost})
@@ -338,10 +330,10 @@ def test_a_site_that_is_new_in_the_roster_takes_part(tmp_path):
     with running_hub(tmp_path / "kits", tuple("ab")) as hub:
         run = sites_of(tmp_path, hub, counts=True)
         run.start("ab")
-        await_agreement(run, "a", 3)
+        run.await_step("a", 3, "agreement")
         add_site(hub, "abc")
         run.start("c")
-        await_agreement(run, "c", 6)
+        run.await_step("c", 6, "agreement")
         every = ends(run, "abc")
         assert "it has had no part in it so far" in run.processes["c"].read()[1]
     counts(run, "abc", every)
@@ -352,11 +344,11 @@ def test_a_hub_that_is_killed_costs_nothing(tmp_path):
     process = hub.start()
     run = sites_of(tmp_path, hub, {"overlap": True}, counts=True, pause=0.02)
     run.start("ab")
-    await_agreement(run, "a", 3)
+    run.await_step("a", 3, "agreement")
     process.kill()
     process.wait(ENDED)
     hub.start()
-    await_agreement(run, "b", max(agreements(run, "a")) + 3)
+    run.await_step("b", max(agreements(run, "a")) + 3, "agreement")
     every = ends(run, "ab")
     hub.process.kill()
     assert {tuple(line["present"]) for line in every.values()} == {(0, 1)}
@@ -411,7 +403,7 @@ def test_local_steps_go_on_while_the_hub_is_away_and_count_in_the_next_agreement
     run = sites_of(tmp_path, hub, {"overlap": overlap, "every": 60}, counts=True, pause=0.02)
     run.start("ab")
     for name in "ab":
-        await_agreement(run, name, 2)
+        run.await_step(name, 2, "agreement")
     hub.process.kill()
     hub.process.wait(ENDED)
     before = {name: sum("batch" in line for line in run.written(name)) for name in "ab"}
@@ -422,7 +414,7 @@ def test_local_steps_go_on_while_the_hub_is_away_and_count_in_the_next_agreement
     until(have_stepped, run.state, ENDED)
     assert max(agreements(run, "a")) == 2
     hub.start()
-    await_agreement(run, "a", 4)
+    run.await_step("a", 4, "agreement")
     counts(run, "ab", ends(run, "ab"))
     hub.process.kill()
     assert "the hub is away: local steps go on" in run.processes["a"].read()[1]

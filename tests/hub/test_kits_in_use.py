@@ -12,7 +12,7 @@ import pytest
 import support
 from data_files import photo_files
 from elastic_runs import ENDED, Run, same_bits
-from running_hub import TestSite, free_port, running_hub, until
+from running_hub import HubLog, TestSite, free_port, running_hub, until
 
 from dadplug.data import load_dataset
 from dadplug.errors import KitError, RefusedError
@@ -29,7 +29,7 @@ def command(folder: Path, *arguments: str) -> support.Finished:
     return support.run_programs([["-m", "dadplug", *arguments]], ENDED, folder=folder)[0]
 
 
-class Project:
+class Project(HubLog):
     """A project with a hub that runs by its command, from a copy of its kit.
 
     Args:
@@ -66,9 +66,6 @@ class Project:
     @property
     def log(self) -> list[str]:
         return (self.folder / "journal").read_text().splitlines()
-
-    def await_line(self, text: str) -> None:
-        until(lambda: any(text in line for line in self.log), lambda: str(self.log), ENDED)
 
     def status(self) -> dict:
         return json.loads((self.folder / "status.json").read_text())

@@ -85,10 +85,6 @@ def agreed(run: Run, name: str) -> dict[int, str]:
     return {line["agreement"]: line["agreed"] for line in run.written(name) if "agreement" in line}
 
 
-def await_agreement(run: Run, name: str, number: int) -> None:
-    until(lambda: max(agreed(run, name), default=0) >= number, run.state, ENDED)
-
-
 def stop_local(run: Run, names: str) -> None:
     """Let a run of local steps end, and check that the sites agree on each model, and on the last one."""
     steps = max(line["step"] for line in run.written(names[0]) if "agreement" in line)
@@ -109,13 +105,13 @@ def test_local_steps_go_on_while_a_site_is_killed_and_the_hub_restarts(tmp_path,
     run.start("ab")
     run.start("c", leave=10)
     run.end("c", -9)
-    await_agreement(run, "a", 4)
+    run.await_step("a", 4, "agreement")
     run.start("c")
-    await_agreement(run, "c", 6)
+    run.await_step("c", 6, "agreement")
     hub.process.kill()
     hub.process.wait(ENDED)
     hub.start()
-    await_agreement(run, "b", max(agreed(run, "a")) + 3)
+    run.await_step("b", max(agreed(run, "a")) + 3, "agreement")
     stop_local(run, "abc")
     hub.process.kill()
     present = [line["present"] for line in run.written("a") if "agreement" in line]

@@ -1,6 +1,5 @@
 """Fragments of a round, and headers that travel beside the next steps, held against a simulation in one process."""
 
-import time
 from pathlib import Path
 
 import pytest
@@ -200,10 +199,7 @@ def no_step_waits_for_a_site_that_is_late(folder: Path, options: dict, passed: i
     dist.barrier()
     if site == 1:
         train(local, range(8, 11), site)
-        deadline = time.monotonic() + 20
-        while not file.exists():
-            assert time.monotonic() < deadline, "site 0 waits"
-            time.sleep(0.01)
+        support.until(file.exists, lambda: "site 0 waits", 20.0)
         train(local, range(11, 20), site)
     else:
         train(local, range(8, 12 + passed), site)

@@ -362,10 +362,7 @@ def train(model: nn.Module, server: dadplug.ParameterServer, folder: Path, proce
 
 
 def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 100
-    while not path.exists():
-        assert time.monotonic() < deadline, path
-        time.sleep(0.02)
+    until(path.exists, lambda: path, 100.0)
 
 
 def summary(model: nn.Module, server: dadplug.ParameterServer) -> tuple:

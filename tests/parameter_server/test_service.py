@@ -8,6 +8,7 @@ import time
 
 import msgspec
 import pytest
+from support import until
 
 from dadplug import MismatchError
 from dadplug.errors import MessageError
@@ -52,10 +53,7 @@ class Peer:
 
     def wait_for(self, kind: FrameKind) -> Frame:
         """Take the first frame of a kind."""
-        deadline = time.monotonic() + SECONDS
-        while kind not in self.kinds():
-            assert time.monotonic() < deadline, (kind, self.frames)
-            time.sleep(0.005)
+        until(lambda: kind in self.kinds(), lambda: (kind, self.frames))
         number = self.kinds().index(kind)
         found = self.frames[number]
         del self.frames[number]

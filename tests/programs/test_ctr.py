@@ -3,7 +3,6 @@
 import os
 import re
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -141,10 +140,7 @@ def watches_keys():
         for wants, wanted in ((0, [0, 1]), (1, [0])):  # site 0 wants key 1 for itself, and then both want key 0
             if rank == wants:
                 table.intent(torch.tensor(wanted), 0, 9)
-                deadline = time.monotonic() + 200
-                while not table.here(np.array(wanted)).all():
-                    assert time.monotonic() < deadline
-                    time.sleep(0.005)
+                support.until(lambda wanted=wanted: table.here(np.array(wanted)).all(), timeout=200.0)
             manager.barrier()
         manager.advance_clock()
         table.pull(keys)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
+import support
 import torch
 from torch import nn
 
@@ -91,10 +90,7 @@ def test_wandb_writes_a_run_of_its_own_without_a_network(tmp_path, monkeypatch):
     trained("wandb", project="two-sites", mode="offline", dir=str(tmp_path))
     assert wandb.run is None  # its own run has ended
     (folder,) = (tmp_path / "wandb").glob("offline-run-*")
-    deadline = time.monotonic() + 60  # W&B's own process writes the file
-    while b"residual/mean" not in next(folder.glob("*.wandb")).read_bytes():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    support.until(lambda: b"residual/mean" in next(folder.glob("*.wandb")).read_bytes())  # W&B's own process writes it
     assert [row["dadplug/step"] for row in values if "traffic/mb" in row] == [2, 4, 6]
     assert [(row["dadplug/step"], row["loss"]) for row in values if "loss" in row] == [
         (step + 1, float(step)) for step in range(6)
