@@ -65,6 +65,16 @@ class FactorPayload(NamedTuple):
         """Return whether the payload holds neither NaN nor Inf."""
         return all(finite(part) for part in self[:3] if part is not None)
 
+    def bound(self) -> float:
+        """Return a bound of the norm of the gradient, in one pass; not finite where that may leave its type's range."""
+        if not (self.rows and self.right.is_floating_point()):
+            return math.hypot(*(extent(part) for part in self[:3] if part is not None))
+        wide = torch.float32 if self.left.dtype == torch.float16 else None
+        norms = torch._foreach_norm([part for part in self[:3] if part is not None], 2, wide)
+        left, right, *bias = [float(norm) for norm in norms]
+        found = math.hypot(left * right, *bias)
+        return found if found < torch.finfo(self.left.dtype).max else math.inf
+
 
 class StackedShares(list[FactorPayload]):
     """Decoded rows of all senders of a slot, as many of each, which lie one behind the other.
@@ -125,18 +135,24 @@ class StackedSlots:
                 own.append([source, start + sender * rows * width, rows, width])
             self._parts.append(torch.tensor(own).numpy())
 
-    def decode(self, payloads: Sequence[Tensor]) -> bool:
-        """Decode the rows of all senders in their payloads; return whether all of them are finite."""
-        kernel, finite = cpu_kernels().compiled.dequantise_parts, True
-        for payload, parts in zip(payloads, self._parts, strict=True):
-            finite &= kernel(payload.numpy(), parts, self._values)
-        return finite
+    def decode(self, payloads: Sequence[Tensor]) -> float:
+        """Decode the rows of all senders in their payloads; return the sum of the sizes of their scales."""
+        kernel = cpu_kernels().compiled.dequantise_parts
+        return sum(
+            kernel(payload.numpy(), parts, self._values) for payload, parts in zip(payloads, self._parts, strict=True)
+        )
+
+
+def extent(tensor: Tensor) -> float:
+    """Return the size of a tensor's sum, in one pass; NaN or infinity only where the tensor holds such a value."""
+    tensor = tensor._values() if tensor.is_sparse else tensor
+    total: float = abs(tensor.sum().item())
+    return total if math.isfinite(total) or not bool(torch.isfinite(tensor).all()) else _HUGE  # sums may overflow
 
 
 def finite(tensor: Tensor) -> bool:
-    """Return whether a tensor holds neither NaN nor Inf. A finite sum proves it in one pass; sums may overflow."""
-    tensor = tensor._values() if tensor.is_sparse else tensor
-    return math.isfinite(abs(tensor.sum().item())) or bool(torch.isfinite(tensor).all())
+    """Return whether a tensor holds neither NaN nor Inf."""
+    return math.isfinite(extent(tensor))
 
 
 def squared_norm(tensor: Tensor) -> float:
@@ -151,6 +167,7 @@ def multiplies(tensor: Tensor) -> bool:
     return float(torch.linalg.vector_norm(tensor, dtype=dtype)) < math.sqrt(torch.finfo(dtype).max)
 
 
+_HUGE = 1e300
 _ALIGNMENT = 16  # elements; every part of a payload begins on a cache line
 _CAPACITY = attrgetter("capacity")
 _STACKS = 4  # selections of the slots of a bucket for which memory is kept
@@ -323,7 +340,7 @@ class FactorBucket:
     Attributes:
         extra_rows: by slot, number of this site's rows that go in a second round.
         received_rows: by slot and site, number of rows that `receive` has found.
-        finite: whether `receive` has found that no row holds NaN or Inf; False where it has not looked at all of them.
+        extent: sum of the sizes of all rows' scales, as `receive` has found; NaN where it has not read all of them.
         stacked: slots that are decoded together; None for none.
         slot_bytes: by slot, bytes in this site's payload.
     """
@@ -349,7 +366,7 @@ class FactorBucket:
         self._keeps = wire.quantised and dtype == torch.float32 and on_cpu and plain  # memory for decoded rows
         self._rows = [0] * len(self.slots)
         self._overflow: dict[int, FactorPayload] = {}
-        self.finite = False
+        self.extent = math.nan
         self.extra_rows = [0] * len(self.slots)
         self.received_rows: list[tuple[int, ...]] = []
         self._learnt: Sequence[Sequence[int]] = ()  # rows of the last step
@@ -531,10 +548,11 @@ class FactorBucket:
         if self.received_rows != self._stacked_rows:
             self._stack(shares, payloads)
         known: Mapping[int, StackedShares] = {}
-        self.finite = False
+        self.extent = math.nan
         if self.stacked is not None:
             known = self.stacked.shares
-            self.finite = self.stacked.decode(payloads) and len(known) == len(shares)
+            decoded = self.stacked.decode(payloads)
+            self.extent = decoded if len(known) == len(shares) else math.nan
         found = [known[index] if index in known else self._decoded(index, each) for index, each in enumerate(shares)]
         return list(samples), found
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MismatchError
-from .factor_buckets import finite, squared_norm
+from .factor_buckets import extent, finite, squared_norm
 from .fields import check_all
 from .transport import Gather, PendingSum, Transport
 from .wire import BLOCK, WireFormat, rescale
@@ -88,9 +88,9 @@ class SummedBucket(ABC):
         """Return whether a filled part holds neither NaN nor Inf; None for all parts, which takes one pass."""
         return finite(self._flat[: sum(self._sizes)] if index is None else self._parts[index])
 
-    def finite_sum(self) -> bool:
-        """Return whether the sums hold neither NaN nor Inf."""
-        return self.finite()
+    def extent(self) -> float:
+        """Return the size of the sum of all sums; NaN or infinity only where these hold such a value."""
+        return extent(self._flat[: sum(self._sizes)])
 
     def culprit(self) -> int | None:
         """Return the rank of a site that has sent NaN or Inf, as all sites find; None where the sum does not tell."""
@@ -109,7 +109,7 @@ class SummedBucket(ABC):
         """
 
     def squares(self) -> list[float]:
-        """Return the squared norms of the payloads, by rank, before `wait`; empty where they are not gathered."""
+        """Return the squared norms of the payloads, by rank; empty where they are not gathered."""
         return []
 
     def commit(self, kept: Sequence[bool], scale: float, expected: float) -> None:  # noqa: B027  (most buckets keep nothing)
@@ -162,8 +162,10 @@ class GatheredBucket(SummedBucket):
         wide = torch.promote_types(dtype, torch.float32)
         self._total = None if wide == dtype else torch.empty(sum(sizes), dtype=wide, device=transport.device)
         self._summed = self._flat
+        self._replaces = False  # whether the sum stands in place of rank 0's payload
 
     def launch(self) -> None:
+        self._replaces = False
         self._gather.launch()
 
     def wait(self, shares: Sequence[float] = ()) -> Sequence[Tensor]:
@@ -174,14 +176,17 @@ class GatheredBucket(SummedBucket):
             total.mul_(own)
         for payload, factor in zip(others, factors, strict=True):
             total.add_(payload, alpha=factor)
-        self._summed = total
+        self._summed, self._replaces = total, self._total is None
         return self._split(total)
 
     def squares(self) -> list[float]:
-        return [squared_norm(payload) for payload in self._gather.wait()]
+        first, *others = self._gather.wait()
+        if self._replaces:  # without weights: norms are not asked for after `wait` where it has got some
+            first = first.double() - torch.stack([*others]).double().sum(0)
+        return [squared_norm(payload) for payload in (first, *others)]
 
-    def finite_sum(self) -> bool:
-        return finite(self._summed)
+    def extent(self) -> float:
+        return extent(self._summed)
 
     def culprit(self) -> int | None:
         _, *others = self._gather.wait()  # the sum has replaced the first one

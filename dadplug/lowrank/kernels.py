@@ -591,33 +591,33 @@ def quantise_factors(
 
 
 @njit(nogil=True)
-def dequantise(payload: NDArray[np.int8], rows: NDArray[np.float32]) -> bool:
-    """Multiply the multiples of each row of a payload by the scale behind them; return whether scales are finite."""
+def dequantise(payload: NDArray[np.int8], rows: NDArray[np.float32]) -> float:
+    """Multiply the multiples of each row of a payload by the scale behind them; return the sum of the scales' sizes."""
     scale, total = np.empty(1, np.float32), 0.0
     scale_bytes = scale.view(np.int8)
     for i in range(rows.shape[0]):
         scale_bytes[:] = payload[i, rows.shape[1] :]
-        total += scale[0]
+        total += abs(scale[0])
         for x in range(rows.shape[1]):
             rows[i, x] = np.float32(payload[i, x]) * scale[0]
-    return bool(np.isfinite(total))
+    return total
 
 
 @njit(nogil=True)
-def dequantise_parts(payload: NDArray[np.int8], parts: NDArray[np.int64], values: NDArray[np.float32]) -> bool:
-    """Do what `dequantise` does for parts of a payload; return whether the scales of all of them are finite.
+def dequantise_parts(payload: NDArray[np.int8], parts: NDArray[np.int64], values: NDArray[np.float32]) -> float:
+    """Do what `dequantise` does for parts of a payload; return the sum of the sizes of all scales.
 
     Args:
         payload: the payload, flat.
         parts: a row a part: its first element in the payload, that of its values, number of rows, and their width.
         values: filled with the values of the parts, flat.
     """
-    finite = True
+    total = 0.0
     for i in range(parts.shape[0]):
         source, place, rows, width = parts[i, 0], parts[i, 1], parts[i, 2], parts[i, 3]
         encoded = payload[source : source + rows * (width + 4)].reshape((rows, width + 4))
-        finite &= dequantise(encoded, values[place : place + rows * width].reshape((rows, width)))
-    return finite
+        total += dequantise(encoded, values[place : place + rows * width].reshape((rows, width)))
+    return total
 
 
 @njit(nogil=True)

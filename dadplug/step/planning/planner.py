@@ -511,6 +511,7 @@ class Planner:
             self._merging.owners(self.units),
             merged.decoding,
             self._given,
+            self._outsized,
         )
         self._reducer.add_rounding(self._rounding)
         self._reducer.expected = self._expected
@@ -531,7 +532,6 @@ class Planner:
         """
         assert self._reducer is not None
         headers = self._reducer.finish(request)
-        self._outsized.follow([header.norm for header in headers], request.step)
         if not self.is_complete:
             self._reducer = None  # no site has had any data yet
         mark_agreed(self.units)

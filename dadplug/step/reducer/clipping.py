@@ -86,11 +86,8 @@ def sum_of_squares(gradients: Iterable[Tensor | None], exact: bool = True) -> Te
 
 
 def total_of(squares: Sequence[Tensor]) -> float:
-    """Return the sum of numbers, which is read from their device at once; 0.0 where it is not finite."""
-    if not squares:
-        return 0.0
-    total = float(torch.stack([each.to(squares[0].device, torch.float64) for each in squares]).sum())
-    return total if math.isfinite(total) else 0.0
+    """Return the sum of numbers, which is read from their device at once."""
+    return float(torch.stack([each.to(squares[0].device, torch.float64) for each in squares]).sum()) if squares else 0.0
 
 
 def limit_of(norms: Sequence[float], multiple: float) -> float:
@@ -115,7 +112,7 @@ class OutsizedGradients:
     def __init__(self, transport: Transport, multiple: float | None) -> None:
         self._transport = transport
         self._multiple = multiple
-        self._last: dict[int, int] = {}  # by rank, the last step in which it was above the limit
+        self._last: dict[int, tuple[int, float]] = {}  # by rank, the last step above the limit, and how far
 
     def follow(self, norms: Sequence[float], step: int) -> None:
         """Name the sites whose norms are above the limit, and were not in the steps before.
@@ -130,10 +127,10 @@ class OutsizedGradients:
         for rank, norm in enumerate(norms):
             if norm <= limit:
                 continue
-            last, self._last[rank] = self._last.get(rank), step
-            if last is not None and step - last <= _OVER:
-                continue
             times, transport = norm / limit * (self._multiple or OUTSIZED), self._transport
+            last, self._last[rank] = self._last.get(rank), (step, times)
+            if last is not None and step - last[0] <= _OVER:
+                continue
             done = "" if self._multiple is None else f", and clipped to {self._multiple:g} times the median"
             _log.warning(
                 "step %d: the norm of the gradient of %s is %.3g times the median of all sites%s. Look at the scale of "
@@ -145,3 +142,12 @@ class OutsizedGradients:
             )
             if transport.rank == min(other for other, each in enumerate(norms) if each and other != rank):
                 transport.show_outsized(rank, step, times)
+
+    def explain(self, step: int) -> str:
+        """Return what explains NaN or Inf in a step: sites that were above the limit in it, or shortly before."""
+        recent = [(rank, *last) for rank, last in self._last.items() if step - last[0] <= _OVER]
+        return "".join(
+            f"in step {last} the norm of the gradient of {self._transport.sites[rank]} was {times:.3g} times the "
+            "median of all sites, which explains this: "
+            for rank, last, times in recent
+        )

@@ -24,6 +24,7 @@ from ...exchange.factor_buckets import (
     FactorPayload,
     IndexSlot,
     Slot,
+    extent,
     finite,
 )
 from ...exchange.hierarchy import NodeGather, NodeMessage, NodeMessages
@@ -179,7 +180,7 @@ class GatheredHandler(BucketHandler):
 
     def _square(self, unit: FactorUnit, payload: FactorPayload) -> Tensor:
         assert unit.form is not None
-        return square_of(payload, unit.form, unit.bias is not None, self.context.options.clip_sites is not None)
+        return square_of(payload, unit.form, unit.bias is not None, self.context.precise)
 
     def weigh_again(self) -> None:
         self._samples = []  # so that all is decoded at the end of the step
@@ -198,17 +199,32 @@ class GatheredHandler(BucketHandler):
         self._decode(payloads, self._samples)
 
     def not_finite(self) -> list[tuple[int | None, str]]:
-        if self.bucket.finite and not self._late:  # of all in one pass
+        self.extent = self.bucket.extent
+        if math.isfinite(self.extent) and not self._late:  # of all in one pass
             return []
-        late = [(slot, sender) for (slot, sender), payload in self._late.items() if not payload.finite()]
-        found = [(self.senders[sender], self.units[slot].name) for slot, sender in late]
+        every = [(sender, self.units[slot].name, payload) for (slot, sender), payload in self._late.items()]
+        self.extent = 0.0
         for unit, by_sender in zip(self.units, self._payloads, strict=False):  # none where others merge
             formed = None if unit.path == GradientPath.LOWRANK else self._gradients.get(unit.name)  # else few rows
-            if formed is None or not all(finite(each) for each in formed if each is not None):
-                found += [
-                    (self.senders[sender], unit.name) for sender, each in enumerate(by_sender) if not each.finite()
-                ]
-        return [*found]
+            total = math.nan if formed is None else sum(extent(each) for each in formed if each is not None)
+            if formed is not None:
+                self.extent += total
+            if not math.isfinite(total):
+                every += [(sender, unit.name, payload) for sender, payload in enumerate(by_sender)]
+        found: list[tuple[int | None, str]] = []
+        for sender, name, payload in every:
+            bound = payload.bound()
+            self.extent += bound
+            if not math.isfinite(bound) and not payload.finite():
+                found.append((self.senders[sender], name))
+        return found
+
+    def overflown(self) -> list[str]:
+        formed = dict(self._gradients)
+        for unit in self.units:
+            if unit.name in self._deferred:
+                formed[unit.name] = self._formed(*self._deferred[unit.name], unit.bias is not None, form=unit.form)
+        return [name for name, parts in formed.items() if not all(finite(each) for each in parts if each is not None)]
 
     def _decode(self, payloads: Sequence[list[FactorPayload]], samples: Sequence[int]) -> None:
         """Form the gradients of what has arrived, but for units of which there are no rows: these may still come.

@@ -144,7 +144,8 @@ class StepHeader:
         settings: digest of the optimizers' settings in the last step; 0 for none.
         digest: of the first batch, or of the weights, see `dadplug.step.model_sync.sameness`; 0 for none.
         batch: samples of the site in the step; 0 where they are not known.
-        norm: norm of the gradient that the site sends, see `clipping`; 0.0 for none.
+        norm: norm of the gradient that the site sends, see `clipping`; 0.0 for none. In a step in which that is not
+            finite, the norm in the last step, where the agreed gradient of that was out of all proportion.
         present: by unit, whether the site has a gradient for it.
         dense: by unit, whether the site has a gradient for it that its bucket does not carry; with a handler that can
             repeat its exchange, whether the unit's payload is void, since its gradient has changed.
@@ -311,10 +312,15 @@ _MESSAGES = {
     Fault.ATTACHED: "the gradient of {!r}",
     Fault.SENT: "what it has sent of {!r}, although its step header states that all is finite",
 }
+_EVERYWHERE = "All sites that have data find some: their parameters may be out of range since an earlier step. "
 
 
 def raise_fault(
-    headers: Sequence[StepHeader], units: Sequence[str], sites: PeerNames, others: Sequence[str] = ()
+    headers: Sequence[StepHeader],
+    units: Sequence[str],
+    sites: PeerNames,
+    others: Sequence[str] = (),
+    explanation: str = "",
 ) -> None:
     """Raise the error that a step header reports, the same on every site.
 
@@ -323,6 +329,7 @@ def raise_fault(
         units: names of the units.
         sites: the sites by name.
         others: names of attached parameters, which no unit sends.
+        explanation: what may explain NaN and Inf, see `clipping.OutsizedGradients.explain`.
 
     Raises:
         NonFiniteError: if some site's gradients hold NaN or Inf.
@@ -340,24 +347,26 @@ def raise_fault(
             )
         if header.fault == Fault.SUMMED:
             raise NonFiniteError(
-                f"step {header.step}: NaN or Inf in the sum of the sites' gradients of {name!r}, although the step "
-                "headers of all sites state that each is finite: a site has sent another one, or the sum leaves the "
+                f"step {header.step}: {explanation}NaN or Inf in the sum of the sites' gradients of {name!r}, although "
+                "all step headers state that these are finite: a site has sent another one, or the sum leaves the "
                 "range of its type. No parameter has been changed by this step. Scale the loss, or pass wire='fp32'"
             )
         if header.fault == Fault.MERGED:
             raise NonFiniteError(
-                f"step {header.step}: NaN or Inf in the gradient of {name!r} that {sites[rank]} has merged, though all "
-                "step headers state that those of the sites are finite: a site has sent another one, or the merged one "
-                "leaves the range of its type. No parameter has been changed by this step. Scale the loss, or pass "
+                f"step {header.step}: {explanation}NaN or Inf in the gradient of {name!r} that {sites[rank]} has "
+                "merged, though all step headers state that those of the sites are finite: a site has sent another one, "
+                "or the merged one leaves the range of its type. No parameter has been changed by this step. Scale the loss, or pass "
                 "merge='all'"
             )
+        everywhere = len(headers) > 1 and all(each.fault or not each.samples for each in headers)
         raise NonFiniteError(
-            f"step {header.step}: NaN or Inf at {sites[rank]}, in {_MESSAGES[header.fault].format(name)}. No parameter "
-            "has been changed by this step. (Under a GradScaler this is normal: pass check_finite=False.)"
+            f"step {header.step}: {explanation}NaN or Inf at {sites[rank]}, in {_MESSAGES[header.fault].format(name)}. "
+            f"{_EVERYWHERE if everywhere else ''}No parameter has been changed by this step. (Under a GradScaler this "
+            "is normal: pass check_finite=False.)"
         )
 
 
-_FORGET = 0.9  # in each step, of the largest weights so far
+FORGET = 0.9  # in each step, of the largest weights so far
 
 
 @dataclass
@@ -391,6 +400,8 @@ class HandlerContext:
         norms: the norms of all sites' gradients in the step, by rank, where they are clipped.
         limit: the norm to which they are clipped; infinity for none.
         measures: whether the norm of what this site sends in the step is stated in its header.
+        extent: size of the agreed gradients of the last steps, see `BucketHandler.extent`; 0.0 before the first.
+        precise: whether norms are computed in double precision.
         weighed_in: number of the backward pass in which the method has been given its weight; -1 for none.
     """
 
@@ -417,10 +428,13 @@ class HandlerContext:
     norms: Sequence[float] = ()
     limit: float = math.inf
     measures: bool = True
+    extent: float = 0.0
+    precise: bool = field(init=False)
     weighed_in: int = -1
 
     def __post_init__(self) -> None:
         keeps_rest = wire_format(self.options.wire_of(GradientPath.LOWRANK)).quantised
+        self.precise = self.options.clip_sites is not None
         self.checks_finite = self.options.check_finite or self.method.traits.keeps_state or keeps_rest
 
     def factor(self, rank: int, found: float = 0.0) -> float:
@@ -450,8 +464,8 @@ class HandlerContext:
 
     def follow(self, headers: Sequence[StepHeader], rank: int) -> None:
         """Follow the weights of the sites, at the end of a step that some site has a weight in."""
-        self.share = max(headers[rank].samples / self.total, _FORGET * self.share)
-        self.scale = max(self.reference / self.total, _FORGET * self.scale)
+        self.share = max(headers[rank].samples / self.total, FORGET * self.share)
+        self.scale = max(self.reference / self.total, FORGET * self.scale)
 
     def wire(self, unit: Unit) -> WireFormat:
         """Return the format in which a unit's gradients are sent."""
@@ -568,6 +582,9 @@ class BucketHandler(ABC):
 
     # Norms
 
+    extent = 0.0
+    """Size of what has arrived in this step, as `not_finite` has found by the pass that it takes: to be compared with
+    that of other steps, and NaN or infinite for values that may not be finite."""
     blind = False
     """Whether only sums over sites arrive, so that a site has to clip its gradient itself, when the exchange is
     repeated."""
@@ -582,6 +599,14 @@ class BucketHandler(ABC):
         The same at all sites.
         """
         return ()
+
+    def measured(self) -> Sequence[float]:
+        """Return what `squares` does, as far as this site can find it; the sites may find different numbers."""
+        return self.squares()
+
+    def overflown(self) -> list[str]:
+        """Return the names of units whose agreed gradients are not finite though all of which they are made is so."""
+        return []
 
     def weigh_again(self) -> None:  # noqa: B027  (for those with `squares`)
         """Let what has arrived have the weights that the context has now."""

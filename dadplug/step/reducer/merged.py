@@ -22,7 +22,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ...exchange.factor_buckets import FactorBucket, FactorPayload, Slot
+from ...exchange.factor_buckets import FactorBucket, FactorPayload, Slot, finite
 from ...exchange.owned_buckets import ContributionBucket, OwnedSlot
 from ...hooks import Factor
 from ...lowrank.dispatch import divide_columns, merge_coefficients, part_size
@@ -31,11 +31,14 @@ from ..methods.feedback import PartPlace
 from ..methods.rankdad import RankDAD
 from ..units.base import Unit
 from ..units.factor import FactorUnit
-from .factors import KeptPayloadsHandler, SiteFactorHandler
+from .clipping import OUTSIZED, limit_of, square_of
+from .factors import GatheredHandler, KeptPayloadsHandler, SiteFactorHandler
 from .handler import HandlerContext, StepHeader, register_handler
 from .owners import coefficients, gram_numbers, stacked_rows
 
-_SPOILT = 2  # statement of an owner on what it has got: 0 for incomplete, 1 for complete, or this plus a site's rank
+_SPOILT = 2
+"""Statement of an owner on what it has got: 0 for incomplete, 1 for complete, or this plus the rank of a site that has
+sent NaN, Inf or numbers out of all proportion."""
 
 
 class MergedHandler(KeptPayloadsHandler, SiteFactorHandler):
@@ -60,6 +63,7 @@ class MergedHandler(KeptPayloadsHandler, SiteFactorHandler):
         self._merger.max_rank = context.method.largest_rank
         self._owners = [context.owners[unit.name] for unit in units]
         self._results: list[FactorPayload] = []  # of this step, by slot
+        self._bounds: list[float] = []  # of their norms
         self._stated: Sequence[int] = ()  # by those that merge, with the results
         super().__init__(units, context, senders)
 
@@ -117,9 +121,8 @@ class MergedHandler(KeptPayloadsHandler, SiteFactorHandler):
         return ()
 
     def spoilt(self, headers: Sequence[StepHeader]) -> list[str]:
-        results = self._receive_results()
-        wanted = zip(self.units, results, self._wanted(headers), strict=True)
-        return [unit.name for unit, merged, want in wanted if want and not merged.finite()]
+        wanted = zip(self.units, self._receive_results(), self._bounds, self._wanted(headers), strict=True)
+        return [unit.name for unit, merged, bound, want in wanted if want and not (bound < math.inf or merged.finite())]
 
     def _receive_results(self) -> list[FactorPayload]:
         """Wait for the merged factors of this step, and return them by slot."""
@@ -127,7 +130,22 @@ class MergedHandler(KeptPayloadsHandler, SiteFactorHandler):
             self.timed("wait", None, self.bucket.wait)
             self._stated, payloads = self.bucket.receive()
             self._results = [self._result(slot, by_sender) for slot, by_sender in enumerate(payloads)]
+            self._bounds = [merged.bound() for merged in self._results]
         return self._results
+
+    def not_finite(self) -> list[tuple[int | None, str]]:
+        self._receive_results()
+        self.extent = sum(self._bounds)
+        return []
+
+    def overflown(self) -> list[str]:
+        found = []
+        for unit, payloads in zip(self.units, self._merged(), strict=True):
+            if all(map(FactorPayload.finite, payloads)):
+                equal = [1 / len(payloads)] * len(payloads)
+                formed = self._formed(payloads, equal, unit.bias is not None, form=unit.form)
+                found += [] if all(finite(each) for each in formed if each is not None) else [unit.name]
+        return found
 
     def finish(self, headers: Sequence[StepHeader], write: bool, keep: bool) -> None:
         samples, void, wanted = self._samples_of(headers), self._void(headers), self._wanted(headers)
@@ -185,7 +203,8 @@ class OwnerHandler(MergedHandler):
         self._contributions = ContributionBucket(slots, ranks, transport, self.dtype, wire)
         self._again: FactorBucket | None = None  # factors of all sites, in place of merged ones
         self._sent_again: list[int] = []  # samples of each site, as it has sent them with these
-        self._spoiler: int | None = None  # a site that has sent this one NaN or Inf in this step
+        self._spoiler: int | None = None  # a site that has sent this one values out of all proportion in this step
+        self._arrived: Mapping[int, Sequence[FactorPayload | None]] = {}  # in this step, by slot that this site owns
         self._forget_others()
         self._merger.forget_divided(unit.name for unit in self.units)
 
@@ -208,7 +227,7 @@ class OwnerHandler(MergedHandler):
     def receive(self) -> None:
         """Merge what has arrived of the layers that this site owns, and send the results."""
         samples, contributions = self.timed("wait", None, self._contributions.wait)
-        self._spoiler = None
+        self._spoiler, self._arrived = None, contributions
         self._merger.weight = self.context.reference / max(1, sum(samples))
         weights = self._clipped_weights(samples, contributions)
         for slot, payloads in contributions.items():
@@ -257,10 +276,36 @@ class OwnerHandler(MergedHandler):
             merged = self._merger.encode(unit.name, factor, bool(self._bias_size(unit)))
         except FloatingPointError:
             merged = self._not_finite(unit)
-        if not merged.finite():
-            spoilt = (rank for rank, each in enumerate(payloads) if each is not None and not each.finite())
-            self._spoiler = next(spoilt, self._spoiler)
+        if not merged.bound() <= OUTSIZED * self.context.extent:
+            self._spoiler = self._find_spoiler(unit, payloads, self._spoiler)
         self.bucket.fill(slot, merged.to(self.context.transport.device, self.dtype))
+
+    def _find_spoiler(
+        self, unit: FactorUnit, payloads: Sequence[FactorPayload | None], known: int | None
+    ) -> int | None:
+        """Return the site that has sent NaN or Inf, or numbers out of all proportion to those of others."""
+        spoilt = next((rank for rank, each in enumerate(payloads) if each is not None and not each.finite()), None)
+        norms = [0.0 if each is None else self._norm(unit, each) for each in payloads]
+        if spoilt is None and max(norms) > limit_of(norms, OUTSIZED):
+            spoilt = norms.index(max(norms))
+        return known if spoilt is None else spoilt
+
+    def _norm(self, unit: FactorUnit, payload: FactorPayload) -> float:
+        assert unit.form is not None
+        return math.sqrt(square_of(payload, unit.form, unit.bias is not None, exact=True))
+
+    def measured(self) -> Sequence[float]:
+        if self._again is not None:
+            return self.squares()
+        totals = [0.0] * self.context.transport.world_size
+        for slot, (unit, owner, bound) in enumerate(zip(self.units, self._ranks, self._bounds, strict=True)):
+            found = dict(enumerate(self._arrived.get(slot, ())))
+            spoiler = self._stated[self.senders.index(owner)] - _SPOILT
+            if not found and 0 <= spoiler < len(totals):  # as the owner states
+                found, totals[spoiler] = {self.context.transport.rank: self._own[slot]}, totals[spoiler] + bound**2
+            for rank, payload in found.items():
+                totals[rank] += 0.0 if payload is None else self._norm(unit, payload) ** 2
+        return totals
 
     def _result(self, slot: int, payloads: Sequence[FactorPayload]) -> FactorPayload:
         return payloads[self.senders.index(self._ranks[slot])]
@@ -307,11 +352,11 @@ class OwnerHandler(MergedHandler):
 
     def not_finite(self) -> list[tuple[int | None, str]]:
         if self._again is not None:
-            return super().not_finite()
-        found: list[tuple[int | None, str]] = []
-        for unit, owner, merged in zip(self.units, self._ranks, self._receive_results(), strict=True):
+            return GatheredHandler.not_finite(self)
+        found = super().not_finite()
+        for unit, owner, merged, bound in zip(self.units, self._ranks, self._results, self._bounds, strict=True):
             spoiler = self._stated[self.senders.index(owner)] - _SPOILT
-            if 0 <= spoiler < self.context.transport.world_size and not merged.finite():
+            if 0 <= spoiler < self.context.transport.world_size and not (bound < math.inf or merged.finite()):
                 found.append((spoiler, unit.name))
         return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from ...errors import MismatchError
 from ...exchange import Transport
-from ...exchange.factor_buckets import finite
+from ...exchange.factor_buckets import extent
 from ...exchange.summed_buckets import AllReducedBucket
 from ...exchange.wire import WireFormat
 from ...options import Options
@@ -28,8 +29,9 @@ from ..methods import Method
 from ..methods.feedback import ErrorFeedback
 from ..units.base import Unit
 from ..units.factor import FactorUnit
-from .clipping import TRUSTED, limit_of, sum_of_squares, total_of
+from .clipping import OUTSIZED, TRUSTED, OutsizedGradients, limit_of, sum_of_squares, total_of
 from .handler import (
+    FORGET,
     BucketHandler,
     Fault,
     HandlerContext,
@@ -126,6 +128,7 @@ class Reducer:
         owners: the sites that merge each unit that has an owner, by its name.
         decoding: sizes of the blocks in which gradients are formed, the same at all sites.
         given: see `HandlerContext`.
+        outsized: log of the sites whose gradients are out of all proportion.
     """
 
     def __init__(
@@ -141,9 +144,11 @@ class Reducer:
         owners: Owners,
         decoding: Decoding,
         given: Mapping[str, Any],
+        outsized: OutsizedGradients,
     ) -> None:
         self._units = list(units)
         self._version = version
+        self._outsized = outsized
         positions = {unit.name: position for position, unit in enumerate(units)}
         transport.begin_plan()
         reference = max(reference, 1)
@@ -160,6 +165,7 @@ class Reducer:
         self._launched = 0
         self._asks_to_stop = False  # in a step in which this site had no part
         self._headers = HeaderExchange(len(self._units), transport, reference)
+        self._norm = 0.0  # of this site's gradient in the last step, if the agreed one was out of all proportion
 
     def _make_handlers(self, rows: dict[str, int]) -> list[BucketHandler]:
         """Group neighbouring units of one kind into buckets; a bucket's place in the order is that of its last unit.
@@ -271,8 +277,12 @@ class Reducer:
         context.transport.end_step()
         context.complete_payloads.clear()
         context.faults.clear()
-        if any(map(_FAULT, headers)):
-            raise_fault(headers, [unit.name for unit in self._units], context.transport.sites, attached)
+        faults = [*map(_FAULT, headers)]
+        earlier = 0 < max(faults) <= Fault.ATTACHED  # stated in headers, as are the norms of the step before then
+        self._outsized.follow([header.norm for header in headers], request.step - earlier)
+        if any(faults):
+            names, explanation = [unit.name for unit in self._units], self._outsized.explain(request.step)
+            raise_fault(headers, names, context.transport.sites, attached, explanation)
         if request.admits and not any(map(_SAMPLES, headers)):  # not in an exchange that ends a plan
             self._write_zeros(headers)
         return headers
@@ -331,7 +341,15 @@ class Reducer:
             return
         counted = next(rank for rank, header in enumerate(headers) if header.samples)
         found = [each for handler in self._handlers for each in handler.not_finite()]
-        found += [(None, name) for name, _, value in late if not finite(value)]
+        extents = [extent(value) for *_, value in late]
+        found += [(None, name) for (name, *_), each in zip(late, extents, strict=True) if not math.isfinite(each)]
+        size = sum(extents) + sum(handler.extent for handler in self._handlers)
+        self._norm = 0.0
+        if not size <= OUTSIZED * self._context.extent:
+            self._measure_again(headers)
+            found += [(None, name) for handler in self._handlers for name in handler.overflown()]
+        if math.isfinite(size):
+            self._context.extent = max(size, FORGET * self._context.extent)
         for rank, name in sorted(found, key=lambda each: each[0] is None):  # those that are named first
             header = headers[counted if rank is None else rank]
             if header.samples and header.finite and _counts(headers):
@@ -343,6 +361,21 @@ class Reducer:
             position = min(self._context.positions[name] for name in spoilt)
             merged = headers[self._context.owners[self._units[position].name].rank]
             merged.fault, merged.finite, merged.culprit = Fault.MERGED, False, position
+
+    def _measure_again(self, headers: Sequence[StepHeader]) -> None:
+        """State in the headers the norms that have arrived, where the agreed gradient is out of all proportion."""
+        context, own = self._context, self._context.transport.rank
+        if context.norms:
+            return
+        context.headers, context.precise = headers, True
+        found = [0.0] * len(headers)
+        for handler in self._handlers:
+            squares = handler.measured()
+            found = [one + other for one, other in zip_longest(found, squares, fillvalue=0.0)]
+            self._norm += squares[own] if squares else total_of(handler.own_squares())
+        self._norm, context.precise = _norm_of(self._norm), False
+        for header, square in zip(headers, found, strict=True):
+            header.norm = max(header.norm, _norm_of(square) if header.samples else 0.0)
 
     def _clear_own(self, headers: Sequence[StepHeader]) -> None:
         """Clear the gradients of units of which only this site has one, where it has no part in the step."""
@@ -394,7 +427,7 @@ class Reducer:
             late = [unit for unit in self._units if unit.dense and not self._handler_of[unit.name].repeats]
             squares = [square for handler in self._handlers for square in handler.own_squares()]
             squares += [sum_of_squares([each.grad for each in unit.parameters.values()]) for unit in late]
-            header.norm = math.sqrt(total_of(squares))
+            header.norm = _norm_of(total_of(squares))
         broken = [(Fault.CHAIN_BROKEN, unit.name) for unit in self._units if unit.broken]
         if broken or (faults.entries and check_finite):
             header.fault, name = broken[0] if broken else faults.first
@@ -403,6 +436,8 @@ class Reducer:
             header.finite = False
             if check_finite:
                 header.fault, header.culprit = Fault.ATTACHED, culprit
+        if not header.finite:
+            header.norm = self._norm
         for handler in self._handlers:
             found = zip(handler.units, handler.positions, handler.present(), handler.extra_rows(), strict=True)
             for unit, position, present, extra in found:
@@ -567,6 +602,11 @@ class Reducer:
         for handler in self._handlers:
             for name, lost in handler.rounding().items():
                 lost.copy_(kept.of(name, lost))
+
+
+def _norm_of(square: float) -> float:
+    """Return a norm as step headers state it: that of values out of range is the largest number."""
+    return min(sys.float_info.max, math.sqrt(square))
 
 
 def _counts(headers: Sequence[StepHeader]) -> bool:

@@ -12,10 +12,11 @@ from functools import cached_property
 from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ...exchange import Transport
-from ...exchange.factor_buckets import finite, squared_norm
+from ...exchange.factor_buckets import extent, finite, squared_norm
 from ...exchange.summed_buckets import AllReducedBucket, GatheredBucket, SparseBucket, element_size, summed_bucket
 from ...exchange.wire import WireFormat, wire_format
 from ..methods import Method, powersgd, topk
@@ -129,7 +130,7 @@ class SummedHandler(BucketHandler):
         return [gradient is not None for gradient in map(_GRADIENT, self.units)]
 
     def own_squares(self) -> Sequence[Tensor]:
-        return [sum_of_squares([unit.lead.grad for unit in self.units], self.context.options.clip_sites is not None)]
+        return [sum_of_squares([unit.lead.grad for unit in self.units], self.context.precise)]
 
     def _without_weights(self, squares: Sequence[float]) -> list[float]:
         """Return squared norms of gradients, by rank, from those of weighted ones."""
@@ -214,7 +215,8 @@ class DenseHandler(SummedHandler):
 
     def not_finite(self) -> list[tuple[int | None, str]]:
         sums = self._receive_sums()
-        if self.bucket.finite_sum():  # of all in one pass
+        self.extent = self.bucket.extent()
+        if math.isfinite(self.extent):  # of all in one pass
             return []
         culprit = self.bucket.culprit()
         return [(culprit, unit.name) for unit, value in zip(self.units, sums, strict=True) if not finite(value)]
@@ -299,8 +301,13 @@ class PowerSGDHandler(SummedHandler):
         super().repeat()
 
     def not_finite(self) -> list[tuple[int | None, str]]:
-        rights = zip(self.units, self._bases, self._receive_right(), strict=True)
-        return [(None, unit.name) for unit, basis, right in rights if basis is None or not finite(right)]
+        found = zip(self._bases, self._receive_right(), strict=True)
+        extents = [math.nan if basis is None else extent(right) for basis, right in found]
+        self.extent = sum(extents)
+        return [(None, unit.name) for unit, each in zip(self.units, extents, strict=True) if not math.isfinite(each)]
+
+    def measured(self) -> Sequence[float]:
+        return self._without_weights(self._right.squares())  # each is of P_s^T M_s, with the same P at all sites
 
     def _receive_right(self) -> Sequence[Tensor]:
         if not self._rights:
@@ -409,9 +416,13 @@ class TopKHandler(SummedHandler):
 
     def not_finite(self) -> list[tuple[int | None, str]]:
         found: list[tuple[int | None, str]] = []
+        self.extent = 0.0
         for slot, unit in enumerate(self.units):
-            every = enumerate(self._bucket.received(slot, unit.lead.numel()))
-            found += [(rank, unit.name) for rank, (_, values) in every if not finite(values)]
+            extents = [extent(values) for _, values in self._bucket.received(slot, unit.lead.numel())]
+            found += [(rank, unit.name) for rank, each in enumerate(extents) if not math.isfinite(each)]
+            if not sum(extents) < torch.finfo(self.dtype).max and not found:
+                found.append((None, unit.name))  # their sum may leave the range
+            self.extent += sum(extents)
         return found
 
     def _write(self, wanted: Sequence[bool], scale: float, keep: bool) -> None:
