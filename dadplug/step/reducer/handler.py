@@ -354,9 +354,9 @@ def raise_fault(
         if header.fault == Fault.MERGED:
             raise NonFiniteError(
                 f"step {header.step}: {explanation}NaN or Inf in the gradient of {name!r} that {sites[rank]} has "
-                "merged, though all step headers state that those of the sites are finite: a site has sent another one, "
-                "or the merged one leaves the range of its type. No parameter has been changed by this step. Scale the loss, or pass "
-                "merge='all'"
+                "merged, though all step headers state that the sites' own are finite: a site has sent another one, or "
+                "the merged one leaves the range of its type. No parameter has been changed by this step. Scale the "
+                "loss, or pass merge='all'"
             )
         everywhere = len(headers) > 1 and all(each.fault or not each.samples for each in headers)
         raise NonFiniteError(
