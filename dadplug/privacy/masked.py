@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..errors import MismatchError, PrivacyError
+from ..errors import MismatchError
 from ..exchange import Transport
 from ..exchange.transport import Gather, PendingSum
 from ..exchange.wire import WireFormat
@@ -80,12 +80,9 @@ class MaskedHandler(SummedHandler):
     def inspect(self) -> None:
         transport = self.context.transport
         names = {rank: transport.sites[rank] for rank in range(transport.world_size)}
-        for rank, announced in enumerate(self._hear()):
-            try:
-                if rank not in transport.absent:
-                    self._secure.read(rank, announced, names)
-            except PrivacyError as error:
-                transport.leave_out(rank, MismatchError(str(error)))
+        announced = {rank: each for rank, each in enumerate(self._hear()) if rank not in transport.absent}
+        for rank, error in self._secure.invalid(announced, names).items():
+            transport.leave_out(rank, MismatchError(str(error)))
 
     def receive(self) -> None:
         self._add_up()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PrivacyError
-from ..exchange.fields import NUMBER
+from ..exchange.fields import COUNT, NUMBER
 from .masks import KEY_BYTES, RESOLUTION, PairwiseKeys, add_mask, encode, members_digest
 from .mechanism import LEAST_SITES, DifferentialPrivacy, Ledger
 
@@ -142,6 +142,23 @@ class SecureSum:
             self._keys.derive(rank, names[rank], public, names[self._rank])
         return number, digest
 
+    def invalid(self, announced: Mapping[int, bytes], names: Mapping[int, str]) -> dict[int, PrivacyError]:
+        """Return by rank the errors of the sites whose announcements are not valid; arguments as of `hear`."""
+        numbers: dict[int, int] = {}
+        found: dict[int, PrivacyError] = {}
+        for rank, each in announced.items():
+            try:
+                numbers[rank], _ = self.read(rank, each, names)
+            except PrivacyError as error:
+                found[rank] = error
+        for rank, number in numbers.items():  # all go on after the largest one, which has to stay in its range
+            others = max((each for other, each in numbers.items() if other != rank), default=number)
+            if number - others > COUNT:
+                found[rank] = PrivacyError(
+                    f"{names[rank]} announces exchange {number}, and all others {others} at most"
+                )
+        return found
+
     def hear(self, announced: Mapping[int, bytes], names: Mapping[int, str]) -> bool:
         """Take the announcements of a round; return whether its sum counts.
 
@@ -153,6 +170,8 @@ class SecureSum:
             PrivacyError: if a site announces what is not valid.
         """
         members, digests, numbers = tuple(sorted(announced)), set(), []
+        for error in self.invalid(announced, names).values():
+            raise error
         for rank, each in announced.items():
             number, digest = self.read(rank, each, names)
             digests.add((number, digest))
