@@ -344,19 +344,16 @@ def merge_coefficients(
 
     Returns:
         X and Y, of shape (k, r), in double precision; columns beyond the rank of the product are zero, and all are NaN
-        where a Gram matrix has NaN or Inf, or numbers with which the decomposition fails.
+        where a Gram matrix has NaN or Inf.
     """
     size = left.shape[0]
-    nothing = left.new_full((size, rank), torch.nan, dtype=torch.float64)
     if not bool(left.isfinite().all() and right.isfinite().all()):
+        nothing = left.new_full((size, rank), torch.nan, dtype=torch.float64)
         return nothing, nothing
     cutoff = _CUTOFF[precision or left.dtype]
-    try:
-        root_left, inverse_left = _roots(left, cutoff)
-        root_right, inverse_right = _roots(right, cutoff)
-        heads, values, tails = torch.linalg.svd(root_left @ root_right.T)
-    except torch.linalg.LinAlgError:  # numbers that no site computes
-        return nothing, nothing
+    root_left, inverse_left = _roots(left, cutoff)
+    root_right, inverse_right = _roots(right, cutoff)
+    heads, values, tails = torch.linalg.svd(root_left @ root_right.T)
     scales = values[:rank].sqrt()
     found = min(rank, len(scales))
     x, y = left.new_zeros(2, size, rank, dtype=torch.float64)
