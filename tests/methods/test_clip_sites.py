@@ -13,7 +13,9 @@ from dadplug.hooks.factor import LINEAR
 from divided_network import SMALL, network
 
 import dadplug
-from dadplug.exchange.factor_buckets import FactorPayload
+from dadplug.exchange.factor_buckets import FactorBucket, FactorPayload
+from dadplug.exchange.owned_buckets import ContributionBucket
+from dadplug.exchange.summed_buckets import SparseBucket, SummedBucket
 from dadplug.step.reducer.clipping import MEASURED_EVERY, OUTSIZED, OutsizedGradients, square_of
 
 LOUD, TIMES, MULTIPLE = 1, 1e4, 3.0
@@ -158,6 +160,79 @@ def test_a_loud_site_is_named_without_clipping() -> None:
         reduction.synchronize()
     assert found == ([(LOUD, MEASURED_EVERY)] if dist.get_rank() == 0 else [])  # once
     reduction.detach()
+
+
+def enlarge(bucket, factor: float) -> None:
+    """Multiply what a bucket is about to send; only the left factors of rows, but for a negative number."""
+    if isinstance(bucket, FactorBucket | ContributionBucket):
+        own = bucket._own if isinstance(bucket, FactorBucket) else bucket._own.values()
+        parts = [part for payload in own for part in payload[: 1 if factor > 0 else 2]]
+    elif isinstance(bucket, SparseBucket):
+        parts = [bucket._views(bucket._gather.payload, slot)[1] for slot in range(len(bucket._counts))]
+    else:
+        parts = [bucket._flat]
+    for part in parts:
+        if part.dtype == torch.int8:  # the scales are behind the rows
+            part[:, -4:] = (part[:, -4:].contiguous().view(torch.float32) * abs(factor)).view(torch.int8)
+        else:
+            part *= abs(factor)
+
+
+def lie(reduction, factor: float):
+    """Let this site send other values than its step header is about; return what ends that."""
+    kinds = FactorBucket, ContributionBucket, SparseBucket, SummedBucket
+    handlers = reduction._planner._reducer._handlers
+    buckets = [each for handler in handlers for each in vars(handler).values() if isinstance(each, kinds)]
+    for bucket in buckets:
+        bucket.launch = lambda *samples, to=bucket: enlarge(to, factor) or type(to).launch(to, *samples)
+    return lambda: [vars(bucket).pop("launch") for bucket in buckets]
+
+
+EXPLAINED = r"norm of the gradient of site 2 .* times the median of all sites, which explains this: NaN or Inf"
+OVERFLOWS = -1e30  # products of factors, in the step itself
+TOLD_LIES = [
+    ({"mode": "dad"}, 1e30),
+    ({"mode": "dad"}, OVERFLOWS),
+    ({"mode": "dad", "wire": "int8"}, OVERFLOWS),
+    ({"mode": "edad"}, 1e30),
+    ({"mode": "rankdad", "rank": 4, "wire": "fp32", "merge": "all"}, 1e30),
+    ({"mode": "rankdad", "rank": 4, "wire": "fp32", "merge": "all"}, OVERFLOWS),
+    ({"mode": "rankdad", "rank": 4, "wire": "int8", "merge": "all"}, OVERFLOWS),
+    ({"mode": "rankdad", "rank": 4, "wire": "fp32", "merge": "owner"}, 1e15),
+    ({"mode": "rankdad", "rank": 4, "wire": "int8", "merge": "owner"}, OVERFLOWS),
+    ({"mode": "dsgd", "wire": "int8"}, 1e30),
+    ({"mode": "topk"}, 1e30),
+    ({"mode": "powersgd", "rank": 2}, 1e20),
+    ({"mode": "dsgd"}, None),  # only sums arrive: the site states its norm
+    ({"mode": "rankdad", "rank": 4, "merge": "owner"}, None),
+]
+
+
+def train(model, reduction, factor: float | None) -> None:
+    """Train, with a lie of site 2 in a step in which no norms are stated; None for a loss that is too large."""
+    optimizer, rank = torch.optim.SGD(model.parameters(), 0.1), dist.get_rank()
+    for step in range(2 * MEASURED_EVERY - 1):
+        optimizer.zero_grad()
+        lies = rank == 2 and step == MEASURED_EVERY + 1
+        end = lie(reduction, factor) if lies and factor else list
+        inputs = torch.randn(16, 40, generator=torch.Generator().manual_seed(10 * step + rank))
+        ((1e30 if lies and not factor else 1.0) * model(inputs).square().mean()).backward()
+        try:
+            reduction.synchronize()
+        finally:
+            end()
+        optimizer.step()
+
+
+@support.at_sites(3)
+def test_a_site_out_of_all_proportion_is_named_where_nan_follows() -> None:
+    for options, factor in TOLD_LIES:
+        model = network(widths=(40, 48, 32)).float()
+        reduction = dadplug.GradientReduction(model, **options)
+        with pytest.raises(dadplug.NonFiniteError, match=EXPLAINED):
+            train(model, reduction, factor)
+        assert all(bool(each.isfinite().all()) for each in model.parameters()), options
+        reduction.detach()
 
 
 @pytest.mark.parametrize("value", [0.5, -1, math.inf, math.nan, True, "10"])
