@@ -111,6 +111,20 @@ class Sites:
         return self.sums[rank].masked(members, 0, [self.parameter], torch.device("cpu"))
 
 
+@pytest.mark.parametrize("number", [1 << 41, 1 << 62, (1 << 64) - 1])
+def test_one_site_cannot_use_up_the_numbers_of_exchanges(number):
+    """The others would go on after it, and refuse each other."""
+    sites = Sites(3, CLIPPED)
+    announced = {rank: secure.announcement(()) for rank, secure in enumerate(sites.sums)}
+    announced[1] = announced[1][:33] + number.to_bytes(8, "big") + announced[1][41:]
+    for secure in sites.sums:
+        assert [*secure.invalid(announced, NAMES)] == [1]
+        with pytest.raises(PrivacyError, match=f"{NAMES[1]} announces exchange {number}"):
+            secure.hear(announced, NAMES)
+        assert secure.hear({rank: each for rank, each in announced.items() if rank != 1}, NAMES) is not None
+        assert secure._next < 10
+
+
 def test_a_site_that_leaves_or_comes_leads_to_new_masks_and_parts_of_the_noise():
     sites = Sites(4, CLIPPED)
     values = [torch.randn(50) for _ in range(4)]
