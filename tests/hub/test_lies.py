@@ -34,6 +34,7 @@ from dadplug.hub.wire.messages import (
     Leave,
     Pause,
     Refuse,
+    RoundKind,
     StartTerms,
     pack_control,
     read_control,
@@ -254,6 +255,32 @@ def test_a_site_that_hears_late_of_a_round_leaves_out_the_same_member(tmp_path):
         first, second, _ = together(lambda rank: exchange(links[rank]), 3)
     assert first[2]
     assert first[:2] == second[:2] == ([[1.0] * 4, [2.0] * 4, [0.0] * 4], [0, 1])
+
+
+def test_a_payload_of_the_next_round_does_not_stand_for_one_that_is_missing(tmp_path):
+    """It may arrive before a site goes on after the close, so that only this one would take it."""
+
+    def exchange(link):
+        transport = ElasticTransport(link, Traffic(), TIMEOUT, Requirements(1, 60_000))
+        gather, wait = transport.gather([4] * 3, torch.float32), link.rounds._wait_until
+        if link.rank == 2:
+            link.rounds.end(TIMEOUT, None, RoundKind.FIRST)
+            link.send(gather.exchange, memoryview(bytes(16)))
+            return None
+
+        def hear_more(*arguments):
+            wait(*arguments)
+            link.converse(lambda: int(link.rank == 0 and not link.inbox.early_bytes), TIMEOUT)
+
+        link.rounds._wait_until = hear_more
+        gather.payload.fill_(link.rank + 1)
+        gather.launch()
+        transport.close_round(admits=True)
+        return [each.tolist() for each in gather.wait()], transport.present
+
+    with sealed_hub(tmp_path) as hub, linked(hub, 3) as links:
+        found = together(lambda rank: exchange(links[rank]), 3)
+    assert found[:2] == [([[1.0] * 4, [2.0] * 4, [0.0] * 4], [0, 1])] * 2
 
 
 def test_a_member_that_sends_nothing_that_others_wait_for_is_dropped(tmp_path):

@@ -195,6 +195,7 @@ class RoundClient:
         answer: Callable[[], bytes] | None,
         kind: RoundKind = RoundKind.COLLECTIVE,
         idle: bool = False,
+        counted: Sequence[Incoming] = (),
     ) -> frozenset[int]:
         """End this site's part of the open round, and wait until all others have ended theirs, left, or are late.
 
@@ -203,6 +204,8 @@ class RoundClient:
             answer: returns this site's state for one that joins; None where the round admits none.
             kind: kind of the round.
             idle: whether this site contributes nothing.
+            counted: messages that count in this round: what has not arrived when it is closed is not taken from what
+                the sender sends in the next one.
 
         Returns:
             The slots of the sites that are not among the contributors.
@@ -233,6 +236,9 @@ class RoundClient:
             self.absent, contributors, joined = self._closes.pop(number)
             self.history.close(number, contributors, joined)
             self._check_history()
+            for each in counted:
+                if not each.done:
+                    link.inbox.cancel(each)
             link.step = number + 1
             for slot in self.absent:
                 link.inbox.forget(slot, last=number)
@@ -296,7 +302,7 @@ class RoundClient:
         others = [(slot, buffer) for slot, buffer in enumerate(buffers) if slot != link.rank and len(buffer)]
         incoming = [link.expect(slot, exchange, buffer, Kind.PAYLOAD) for slot, buffer in others]
         link.send(exchange, buffers[link.rank], Kind.PAYLOAD, 0, None)
-        absent = self.end(timeout, None)
+        absent = self.end(timeout, None, counted=incoming)
         lacking = {each.key[1] for each in link.cancel(incoming)} - absent
         if lacking and 2 * len(lacking) >= link.world_size - len(absent):
             raise mismatch(link)

@@ -460,7 +460,7 @@ class ElasticTransport(HubTransport):
         group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(link, traffic, timeout, group)
-        self.launched: list[ElasticGather] = []  # gathers that are not settled
+        self.launched: list[ElasticGather | ElasticAllToAll] = []  # exchanges that are not settled
         self._requirements = requirements
         self.joins = self.listens = link.rounds.joins
         if not self.joins:
@@ -492,9 +492,16 @@ class ElasticTransport(HubTransport):
 
     def close_round(self, admits: bool = False, idle: bool = False) -> None:
         kind = RoundKind.FIRST if admits else RoundKind.FURTHER if self._in_step else RoundKind.COLLECTIVE
-        number = self.link.step
+        number, in_step = self.link.step, self._in_step or admits
+        launched, self.launched = self.launched, []
+        for each in launched:  # payloads may be launched in a collective's round, and counted in that of the step
+            if not (in_step or each.exchange & _COLLECTIVES):
+                self.launched.append(each)
+        ended = [each for each in launched if each not in self.launched]
+        counted = [incoming for each in ended for incoming in each._incoming]
+        answer = self._answer if admits else None
         with self.traffic.waiting():
-            absent = self._of_run(self.link.rounds.end(self.timeout, self._answer if admits else None, kind, idle))
+            absent = self._of_run(self.link.rounds.end(self.timeout, answer, kind, idle, counted))
         self.absent = absent | self.absent if self._in_step else absent
         if admits:
             self._in_step = True
@@ -502,12 +509,8 @@ class ElasticTransport(HubTransport):
             self._collectives = 0
         for rank in self.link.rounds.apart & {*self.present}:
             self.leave_out(rank, MismatchError(f"{self.sites[rank]} goes on, though it was left out of a round before"))
-        launched, self.launched = self.launched, []
-        for gather in launched:  # payloads may be launched in a collective's round, and counted in that of the step
-            if self._in_step or gather.exchange & _COLLECTIVES:
-                gather.finish(ended=True)
-            else:
-                self.launched.append(gather)
+        for each in ended:
+            each.finish(ended=True)
 
     def leave_out(self, rank: int, error: Exception) -> None:
         self.absent |= {rank}
@@ -667,9 +670,11 @@ class ElasticAllToAll(HubAllToAll):
 
     _transport: ElasticTransport
     _round = 0
+    _lost: Set[int] = frozenset()
 
     def launch(self) -> None:
-        self._round = self._transport.link.step
+        self._round, self._lost = self._transport.link.step, set()
+        self._transport.launched.append(self)
         if self._transport.silent:
             self._transport.link.rounds.mark()  # as at the sites that send
             self.post()
@@ -677,13 +682,17 @@ class ElasticAllToAll(HubAllToAll):
             super().launch()
 
     def wait(self) -> list[Tensor]:
-        transport, lost = self._transport, set[int]()
+        self.finish()
+        self.missing = self._lost | self._transport.absent
+        return self._received
+
+    def finish(self, *, ended: bool = False) -> None:
+        """Wait for the payloads, which have come once the round is closed."""
+        transport = self._transport
         if self._incoming:
             with transport.traffic.waiting():
-                lost = transport.link.rounds.wait_for(self._incoming, self._round, transport.timeout)
+                self._lost = transport.link.rounds.wait_for(self._incoming, self._round, transport.timeout)
             self._incoming = []
-        self.missing = lost | transport.absent
-        return self._received
 
 
 class TrainerTransport(ElasticTransport):
