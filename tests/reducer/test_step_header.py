@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from dadplug import MismatchError, NonFiniteError
-from dadplug.step.reducer.handler import Fault, FaultLog, StepHeader, raise_fault
+from dadplug.step.reducer.faults import Fault, FaultLog, raise_fault
+from dadplug.step.reducer.handler import StepHeader
 from dadplug.step.units.base import DenseUnit
 
 SITES = ["site 0 (here)", "site 1 (there)"]

@@ -36,7 +36,8 @@ from ..methods.base import GradientPath
 from ..units.base import Unit, add_gradient
 from ..units.factor import ChainedUnit, FactorUnit, LowrankUnit
 from .clipping import square_of
-from .handler import BucketHandler, Fault, HandlerContext, StepHeader, register_handler
+from .faults import Fault
+from .handler import BucketHandler, HandlerContext, StepHeader, register_handler
 
 _NAME, _PRESENT, _SAMPLES = map(attrgetter, ("name", "present", "samples"))
 

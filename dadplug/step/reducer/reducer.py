@@ -30,17 +30,16 @@ from ..methods.feedback import ErrorFeedback
 from ..units.base import Unit
 from ..units.factor import FactorUnit
 from .clipping import OUTSIZED, TRUSTED, OutsizedGradients, limit_of, sum_of_squares, total_of
+from .faults import Fault, raise_fault
 from .handler import (
     FORGET,
     BucketHandler,
-    Fault,
     HandlerContext,
     HeaderExchange,
     StepHeader,
     as_launched,
     gradient_room,
     handler_type,
-    raise_fault,
     write_gradients,
 )
 from .owners import Owners, deal

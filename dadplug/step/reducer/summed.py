@@ -23,7 +23,8 @@ from ..methods import Method, powersgd, topk
 from ..methods.base import GradientPath
 from ..units.base import Unit, versions_of
 from .clipping import sum_of_squares
-from .handler import BucketHandler, Fault, HandlerContext, StepHeader, gradient_room, register_handler, write_gradients
+from .faults import Fault
+from .handler import BucketHandler, HandlerContext, StepHeader, gradient_room, register_handler, write_gradients
 
 _FIRST, _GRADIENT, _ARRIVALS = itemgetter(0), attrgetter("lead.grad"), attrgetter("arrivals")
 
