@@ -208,8 +208,8 @@ TOLD_LIES = [
 ]
 
 
-def train(model, reduction, factor: float | None) -> None:
-    """Train, with a lie of site 2 in a step in which no norms are stated; None for a loss that is too large."""
+def train(model, reduction, factor: float | None) -> bool:
+    """Train, with a lie of site 2 in a step without stated norms, None for a loss that is too large; return False."""
     optimizer, rank = torch.optim.SGD(model.parameters(), 0.1), dist.get_rank()
     for step in range(2 * MEASURED_EVERY - 1):
         optimizer.zero_grad()
@@ -222,15 +222,16 @@ def train(model, reduction, factor: float | None) -> None:
         finally:
             end()
         optimizer.step()
+    return False
 
 
 @support.at_sites(3)
 def test_a_site_out_of_all_proportion_is_named_where_nan_follows() -> None:
     for options, factor in TOLD_LIES:
-        model = network(widths=(40, 48, 32)).float()
+        model = network(torch.float32, (40, 48, 56, 32))
         reduction = dadplug.GradientReduction(model, **options)
         with pytest.raises(dadplug.NonFiniteError, match=EXPLAINED):
-            train(model, reduction, factor)
+            assert train(model, reduction, factor), options
         assert all(bool(each.isfinite().all()) for each in model.parameters()), options
         reduction.detach()
 
