@@ -138,9 +138,10 @@ class StackedSlots:
     def decode(self, payloads: Sequence[Tensor]) -> float:
         """Decode the rows of all senders in their payloads; return the sum of the sizes of their scales."""
         kernel = cpu_kernels().compiled.dequantise_parts
-        return sum(
-            kernel(payload.numpy(), parts, self._values) for payload, parts in zip(payloads, self._parts, strict=True)
-        )
+        total = 0.0
+        for payload, parts in zip(payloads, self._parts, strict=True):
+            total += kernel(payload.numpy(), parts, self._values)
+        return total
 
 
 def extent(tensor: Tensor) -> float:

@@ -223,7 +223,7 @@ class GatheredHandler(BucketHandler):
     def overflown(self) -> list[str]:
         formed = dict(self._gradients)
         for unit in self.units:
-            if unit.name in self._deferred:
+            if unit.name in self._deferred and unit.form is not None:
                 formed[unit.name] = self._formed(*self._deferred[unit.name], unit.bias is not None, form=unit.form)
         return [name for name, parts in formed.items() if not all(finite(each) for each in parts if each is not None)]
 

@@ -141,7 +141,7 @@ class MergedHandler(KeptPayloadsHandler, SiteFactorHandler):
     def overflown(self) -> list[str]:
         found = []
         for unit, payloads in zip(self.units, self._merged(), strict=True):
-            if all(map(FactorPayload.finite, payloads)):
+            if unit.form is not None and all(map(FactorPayload.finite, payloads)):
                 equal = [1 / len(payloads)] * len(payloads)
                 formed = self._formed(payloads, equal, unit.bias is not None, form=unit.form)
                 found += [] if all(finite(each) for each in formed if each is not None) else [unit.name]
