@@ -7,6 +7,7 @@ import pytest
 import torch
 import zoo
 from dadplug.hooks import Factor, LayerCapture, OwnHook, capturable_layers, overridden
+from dadplug.hooks import linear as linear_layers
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -174,7 +175,8 @@ class _Products(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("traced", "rows"), [(False, 8), (True, 8), (False, 2)])
-def test_factors_before_the_gradient_of_the_input(traced, rows):
+def test_factors_before_the_gradient_of_the_input(traced, rows, monkeypatch):
+    monkeypatch.setattr(linear_layers, "_LARGE", 8 * WIDTHS[0] * WIDTHS[1])
     layer = nn.Linear(*WIDTHS)
     events: list[str] = []
     with LayerCapture(layer, weight_gradients=False, trace_chains=traced) as capture:
@@ -189,7 +191,8 @@ def test_factors_before_the_gradient_of_the_input(traced, rows):
 
 
 @pytest.mark.parametrize("leading", [(8,), (2, 3, 4)])
-def test_gradients_of_large_layers(leading):
+def test_gradients_of_large_layers(leading, monkeypatch):
+    monkeypatch.setattr(linear_layers, "_LARGE", 8 * WIDTHS[0] * WIDTHS[1])
     plain = nn.Sequential(nn.Linear(*WIDTHS), nn.Tanh(), nn.Linear(*WIDTHS[::-1], bias=False)).double()
     model = copy.deepcopy(plain)
     inputs = torch.randn(*leading, WIDTHS[0], dtype=torch.float64)

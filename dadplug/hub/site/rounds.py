@@ -233,16 +233,7 @@ class RoundClient:
         self._wait_until(over, timeout, f"{what}: another site is stopped or busy")
         with link.lock:
             self.check()
-            self.absent, contributors, joined = self._closes.pop(number)
-            self.history.close(number, contributors, joined)
-            self._check_history()
-            for each in counted:
-                if not each.done:
-                    link.inbox.cancel(each)
-            link.step = number + 1
-            for slot in self.absent:
-                link.inbox.forget(slot, last=number)
-            link.inbox.open_step()
+            contributors = self._close(number, counted)
         count, needed = len(contributors), self.requirements.min_sites if self.requirements else 0
         if kind is RoundKind.FIRST and count < needed:
             raise MismatchError(
@@ -250,6 +241,21 @@ class RoundClient:
                 "who controls it, is at fault"
             )
         return self.absent
+
+    def _close(self, number: int, counted: Sequence[Incoming]) -> set[int]:
+        """Take the close of a round, and open the next one; return the contributors. The link's lock is held."""
+        link = self._link
+        self.absent, contributors, joined = self._closes.pop(number)
+        self.history.close(number, contributors, joined)
+        self._check_history()
+        for each in counted:
+            if not each.done:
+                link.inbox.cancel(each)
+        link.step = number + 1
+        for slot in self.absent:
+            link.inbox.forget(slot, last=number)
+        link.inbox.open_step()
+        return contributors
 
     @property
     def apart(self) -> set[int]:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from ...errors import MismatchError, NonFiniteError
 from ...exchange import PeerNames
 from ...exchange.factor_buckets import finite
 from ..units.base import Unit
-
-if TYPE_CHECKING:
-    from .handler import StepHeader
 
 
 class Fault(IntEnum):
@@ -76,6 +73,15 @@ class FaultLog:
         return activations[-1] if activations else self.entries[0]
 
 
+class Stated(Protocol):
+    """Part of a step header about a fault, see `dadplug.step.reducer.handler.StepHeader`."""
+
+    step: int
+    samples: int
+    fault: Fault
+    culprit: int
+
+
 _MESSAGES = {
     Fault.ACTIVATIONS: "the input of the layer of {!r}, the first in the forward pass: look at the data, or at a layer "
     "before it that has no factors",
@@ -89,7 +95,7 @@ _EVERYWHERE = "All sites that have data find some: their parameters may be out o
 
 
 def raise_fault(
-    headers: Sequence[StepHeader],
+    headers: Sequence[Stated],
     units: Sequence[str],
     sites: PeerNames,
     others: Sequence[str] = (),

@@ -276,15 +276,19 @@ class Reducer:
         context.transport.end_step()
         context.complete_payloads.clear()
         context.faults.clear()
-        faults = [*map(_FAULT, headers)]
-        earlier = 0 < max(faults) <= Fault.ATTACHED  # stated in headers, as are the norms of the step before then
-        self._outsized.follow([header.norm for header in headers], request.step - earlier)
-        if any(faults):
-            names, explanation = [unit.name for unit in self._units], self._outsized.explain(request.step)
-            raise_fault(headers, names, context.transport.sites, attached, explanation)
+        self._raise_faults(headers, request.step, attached)
         if request.admits and not any(map(_SAMPLES, headers)):  # not in an exchange that ends a plan
             self._write_zeros(headers)
         return headers
+
+    def _raise_faults(self, headers: Sequence[StepHeader], step: int, attached: Sequence[str]) -> None:
+        """Follow the norms that the headers state, and raise the error of a fault in one of them."""
+        faults = [*map(_FAULT, headers)]
+        earlier = 0 < max(faults) <= Fault.ATTACHED  # stated in headers, as are the norms of the step before then
+        self._outsized.follow([header.norm for header in headers], step - earlier)
+        if any(faults):
+            names, explanation = [unit.name for unit in self._units], self._outsized.explain(step)
+            raise_fault(headers, names, self._context.transport.sites, attached, explanation)
 
     def _deal(self) -> None:
         """Let sites that are present own the layers of absent ones, from the next step on."""
