@@ -419,7 +419,7 @@ class FramedConnection:
     def read(self) -> bool:
         """Read what has arrived of a header or a body; return whether there was anything, or the connection failed."""
         try:
-            return (bool(self._expected) or self._incoming is not None) and self._read()
+            return self.is_expecting and self._read()
         except (OSError, ValueError, MismatchError) as error:
             self.fail(error)
             return True

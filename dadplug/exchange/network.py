@@ -1,4 +1,4 @@
-"""Connections whose messages nobody has announced: their heads say what they are, and how long.
+"""Connections on which any message may come next: the head of each says what it is, and how long.
 
 The parameter manager and the parameter server use them. A thread that has a message writes it to the socket; only what
 the kernel has no room for is left to the thread that waits.

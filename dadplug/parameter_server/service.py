@@ -37,7 +37,7 @@ MOST_NAMES = 1 << 24  # bytes
 _HEAD = struct.Struct("<4sI")
 _MAGIC = b"DSEQ"
 _MOST = 1 << 16  # bytes of a message
-_MOST_OF_STRANGERS = 256  # the same where the process at the other end is not known yet
+_MOST_OF_UNKNOWN = 256  # the same where the process at the other end is not known yet
 _MOST_SEQUENCERS = 8
 _HELLO_SECONDS = 10.0  # for the first message of a site
 _MOST_EVENTS = 1000  # that are kept
@@ -577,7 +577,7 @@ class SequencerHost:
         name = "a process" if slot is None else self._names[slot]
         try:
             connected.settimeout(_HELLO_SECONDS)
-            greeting = read_message(connected, _GREETINGS, _MOST if known else _MOST_OF_STRANGERS)
+            greeting = read_message(connected, _GREETINGS, _MOST if known else _MOST_OF_UNKNOWN)
             if greeting.version != VERSION:
                 raise MessageError(
                     f"this site speaks version {greeting.version} of the protocol of parameter servers, {self._place} "

@@ -252,7 +252,7 @@ def test_the_port_of_a_site_takes_those_that_return_with_the_key():
         assert host.service(key) is not None
         none = "there is no such training at site 0, it may have ended", ()
         assert dial("x" * 32, rank=1) == none
-        assert dial("x" * 32, msgspec.msgpack.encode(settings), 1) == none  # no stranger starts one
+        assert dial("x" * 32, msgspec.msgpack.encode(settings), 1) == none  # no unknown process starts one
         assert dial(key, rank=2) == none
         assert dial(key, rank=1) == ("", ("a", "b"))
         with socket.create_connection((host_address[0], int(host_address[1]))) as connected:

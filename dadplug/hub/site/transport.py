@@ -493,11 +493,9 @@ class ElasticTransport(HubTransport):
     def close_round(self, admits: bool = False, idle: bool = False) -> None:
         kind = RoundKind.FIRST if admits else RoundKind.FURTHER if self._in_step else RoundKind.COLLECTIVE
         number, in_step = self.link.step, self._in_step or admits
-        launched, self.launched = self.launched, []
-        for each in launched:  # payloads may be launched in a collective's round, and counted in that of the step
-            if not (in_step or each.exchange & _COLLECTIVES):
-                self.launched.append(each)
-        ended = [each for each in launched if each not in self.launched]
+        # Payloads may be launched in a collective's round, and counted in that of the step.
+        ended = [each for each in self.launched if in_step or each.exchange & _COLLECTIVES]
+        self.launched = [each for each in self.launched if each not in ended]
         counted = [incoming for each in ended for incoming in each._incoming]
         answer = self._answer if admits else None
         with self.traffic.waiting():
