@@ -229,6 +229,7 @@ def main() -> int:
         model={"choices": ("bytes", "bert"), "default": "bytes"},
         methods=(METHODS, "as benchmarks/local_ways.py names them; ddp is the measure"),
         rates="10mbit,100mbit,1gbit",
+        round_trip=(0.0, "milliseconds of the link's round trip"),
         seeds=3,
         steps=(192, "steps of DDP whose loss is the target"),
         most=(2.5, "times as many steps for the others, at most"),
@@ -273,7 +274,7 @@ def measure(arguments: argparse.Namespace, results: Path, loopback: bool) -> Non
             program += [f"--{name}", str(getattr(arguments, name))]
         program += ["--keep"] if arguments.keep or number else []  # the weights that the first one has trained
         program += ["--loopback"] if loopback else []
-        if reason := run_sites(program, loopback, results, arguments.limit):
+        if reason := run_sites(program, loopback, results, arguments.limit, arguments.round_trip):
             print(f"{method} failed: {reason}", flush=True)
             append(results, {"model": arguments.model, "method": method, "error": reason})
 
