@@ -77,6 +77,17 @@ def test_a_relu_gives_the_rows_of_a_formed_gradient(digits, mode, options):
     assert (spear.pictures - batch[0]).abs().max() < 1e-2
 
 
+def test_descent_separates_more_rows_than_draws_can():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(100, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
+    batch = torch.randn(32, 100), torch.randint(0, 10, (32,))
+    shown = of(audit(batch, "dsgd", model, attacks=("spear",), seconds=300), "spear")
+    assert shown.recovered == 1.0
+    assert shown.similarity > 0.9999
+    few = of(audit(batch, "rankdad", model, attacks=("spear",), rank=8, seconds=20), "spear")
+    assert few.recovered == 0.0
+
+
 def test_one_sample_is_a_row_of_its_gradient(digits):
     report = audit((digits[0][:1], digits[1][:1]), "dsgd", make(activation=nn.Tanh), attacks=("spear", "labels"))
     assert report.recovered == 1.0

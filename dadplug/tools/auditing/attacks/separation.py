@@ -5,6 +5,10 @@ ReLU the columns of D^T have zeros, one for each inactive neuron. So: draw b - 1
 are orthogonal to, and keep it if L q has many more zeros than these. It is a column of Q then, up to its scale, which
 does not change a picture; with a bias, ``grad b = D^T 1`` gives the scale.
 
+The draws that this takes double with each row of the batch. SPEAR++ (arXiv:2510.24200) searches by dictionary learning
+instead, at ten times as many rows: a vector q with many zeros in L q has a small sum of absolute values, which descent
+finds from random starts. Both searches run here in turns, since the draws need no distribution of the deltas.
+
 Cocktail Party (arXiv:2209.05578): the rows that are seen are mixtures ``R = M A`` of the samples. Pictures have
 distributions of values that are far from normal, their mixtures are closer to it: the fixed-point iteration of FastICA
 finds the combinations that are least so.
@@ -13,6 +17,7 @@ finds the combinations that are least so.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -21,15 +26,21 @@ from ..capture import LayerView, Observation
 from .base import Attack, Budget, Result, matched, register_attack
 from .rows import basis_of, chance_of_rows, row_result, singular, why_no_mixed_data
 
-MOST_ROWS = 24
-"""Rows up to which the attack is tried: the draws that it takes double with each row."""
+MOST_ROWS = 256
+"""Rows up to which the attack is tried."""
 
 _DRAWS = 4096  # at a time
+_MOST_DRAWN = 24  # rows up to which vectors are drawn, too
+_STARTS, _STEPS, _AT_ONCE = 128, 200, 16
+_SMOOTHED = (0.4, 0.2, 0.8)  # value, of the root mean square, up to which the absolute value is smoothed, by round
+_FALL = 0.99  # of the step length by step
 _ZERO = 1e-3  # cosine up to which a neuron counts as inactive
 _SURPLUS = 0.05  # of the neurons: zeros beyond those that were drawn
+_SURE, _TRIMS = 0.7, 3  # share of the inactive neurons, those with least values, that determine a vector at last
 _KEPT = 32  # draws of each round that are looked at, those with most zeros
 _SAME = 0.9999  # cosine of equal directions
 _AGREES = 0.97  # share of neurons whose activity recovered inputs explain
+_OTHERS = 4  # times as many vectors as columns are tried in place of those that do not fit
 _ROUNDS = 400
 _UNIQUE = 1e-5  # least eigenvalue, of the largest, from which a direction is determined
 
@@ -55,11 +66,11 @@ class Spear(Attack):
         u, values, v = singular(view)
         truth = view.rows_of_truth()
         mixed = values[:, None] * v
-        directions, exact = find_directions(u, budget, lambda found: _agreement(view, u, mixed, found) >= _AGREES)
+        directions, exact = find_directions(u, budget, partial(_agreements, view, u, mixed))
         note = (
             "" if exact else f"{len(directions)} of {len(v)} directions found, which do not explain the layer's outputs"
         )
-        found = rows_of(view, u, mixed, directions) if len(directions) == len(v) else v[:0]
+        found = rows_of(view, u, mixed, directions) if len(directions) else v[:0]
         best, scores = matched(found, truth)
         result = row_result(self.name, seen, view, best, scores, chance_of_rows(len(v), truth.shape[1]), note)
         if not len(found):
@@ -68,16 +79,16 @@ class Spear(Attack):
 
 
 def rows_of(view: LayerView, u: Tensor, mixed: Tensor, directions: Tensor) -> Tensor:
-    """Return the rows of the layer's inputs that follow from all directions, in the right scale if there is a bias.
+    """Return the rows of the layer's inputs that follow from directions, in the right scale if there is a bias.
+
+    They are exact where all directions are known, else the nearest ones.
 
     Args:
         view: the layer.
         u: L of shape (out, b).
         mixed: R of shape (b, in).
-        directions: the columns of Q, as rows of shape (b, b).
+        directions: columns of Q, as rows of shape (up to b, b).
     """
-    if not len(directions):
-        return mixed
     found: Tensor = torch.linalg.lstsq(directions.T, mixed).solution
     if view.bias is None:
         return found
@@ -86,8 +97,8 @@ def rows_of(view: LayerView, u: Tensor, mixed: Tensor, directions: Tensor) -> Te
     return scaled
 
 
-def _agreement(view: LayerView, u: Tensor, mixed: Tensor, directions: Tensor) -> float:
-    """Return the share of neurons whose activity by recovered inputs fits recovered deltas, of the worst sample."""
+def _agreements(view: LayerView, u: Tensor, mixed: Tensor, directions: Tensor) -> Tensor:
+    """Return by sample the share of neurons whose activity by recovered inputs fits recovered deltas."""
     weight = view.weight.double()
     bias = getattr(view.module, "bias", None)
     found = rows_of(view, u, mixed, directions)
@@ -99,7 +110,7 @@ def _agreement(view: LayerView, u: Tensor, mixed: Tensor, directions: Tensor) ->
     alike = ((outputs > 0) == active).double().mean(1)
     if view.bias is None:  # the sign is not known
         alike = torch.maximum(alike, ((outputs < 0) == active).double().mean(1))
-    return float(alike.min())
+    return alike
 
 
 def uses_function(model: nn.Module) -> bool:
@@ -108,18 +119,18 @@ def uses_function(model: nn.Module) -> bool:
 
 
 def find_directions(
-    mixtures: Tensor, budget: Budget, accept: Callable[[Tensor], bool], seed: int = 0
+    mixtures: Tensor, budget: Budget, agreements: Callable[[Tensor], Tensor], seed: int = 0
 ) -> tuple[Tensor, bool]:
     """Find the vectors q for which ``mixtures @ q`` has many zeros.
 
     Args:
         mixtures: L of shape (out, b).
         budget: time limit.
-        accept: returns whether b vectors explain what else is known.
+        agreements: returns for each of b vectors the share of what else is known that fits.
         seed: seed of the draws.
 
     Returns:
-        Independent vectors, of shape (up to b, b), and whether they were accepted.
+        Independent vectors, of shape (up to b, b), and whether they fit what else is known.
     """
     norms = mixtures.norm(dim=1)
     rows = mixtures[norms > 1e-9 * norms.max().clamp_min(1e-300)]
@@ -134,10 +145,9 @@ def find_directions(
     if len(rows) < least:
         return chosen, False
     for number in budget.rounds():
-        drawn = torch.rand(_DRAWS, len(rows), generator=generator).topk(count - 1, 1).indices.to(rows.device)
-        systems = rows[drawn]
-        solution = torch.linalg.solve_ex(systems[:, :, :-1], -systems[:, :, -1:])[0][:, :, 0]
-        candidates = torch.cat([solution, torch.ones_like(solution[:, :1])], 1)
+        draws = number % 2 == 0 and count <= _MOST_DRAWN
+        smoothed = _SMOOTHED[number // 2 % len(_SMOOTHED)]
+        candidates = _drawn(rows, generator) if draws else _descended(rows, smoothed, generator)
         candidates = candidates[candidates.isfinite().all(1)]
         candidates = candidates / candidates.norm(dim=1, keepdim=True)
         zeros = ((candidates @ rows.T).abs() < _ZERO).sum(1)
@@ -159,11 +169,53 @@ def find_directions(
         if len(found) > before:
             found = sorted(found, key=lambda each: -each[0])[: _KEPT * count]
             chosen = _independent(found, count)
-            if len(chosen) == count and accept(chosen):
-                return chosen, True
+            if len(chosen) == count:
+                chosen = _exchanged(chosen, [each for _, each in found], agreements)
+                if bool((agreements(chosen) >= _AGREES).all()):
+                    return chosen, True
         if number >= _ROUNDS:
             break
     return chosen, False
+
+
+def _drawn(rows: Tensor, generator: torch.Generator) -> Tensor:
+    """Return vectors to each of which as many drawn rows are orthogonal as determine it."""
+    drawn = torch.rand(_DRAWS, len(rows), generator=generator).topk(rows.shape[1] - 1, 1).indices.to(rows.device)
+    systems = rows[drawn]
+    solution = torch.linalg.solve_ex(systems[:, :, :-1], -systems[:, :, -1:])[0][:, :, 0]
+    return torch.cat([solution, torch.ones_like(solution[:, :1])], 1)
+
+
+def _descended(rows: Tensor, smoothed: float, generator: torch.Generator) -> Tensor:
+    """Return vectors with small sums of absolute products with rows, found from random starts.
+
+    Args:
+        rows: of shape (n, b), of length 1.
+        smoothed: products up to which the absolute value is smoothed, as a share of the root mean square.
+        generator: draws the starts.
+    """
+    count, size = rows.shape
+    values, vectors = torch.linalg.eigh(rows.T @ rows / count)
+    whitening = (vectors / values.clamp_min(_UNIQUE * float(values[-1])).sqrt()) @ vectors.T
+    white = rows @ whitening
+    starts = torch.randn(_STARTS, size, generator=generator, dtype=torch.float64).to(rows)
+    found = starts / starts.norm(dim=1, keepdim=True)
+    for step in range(_STEPS):
+        slope = torch.tanh(found @ white.T / smoothed) @ white / count
+        slope -= (slope * found).sum(1, keepdim=True) * found
+        found = found - 0.5 * _FALL**step * slope
+        found /= found.norm(dim=1, keepdim=True)
+    for few in (count // share for share in (2, 4, 8) if count // share > 2 * size):
+        for _ in range(6):  # towards what the rows with the least products are orthogonal to
+            found = torch.cat([_orthogonal(white, part, few) for part in found.split(_AT_ONCE)])
+    return found @ whitening
+
+
+def _orthogonal(rows: Tensor, directions: Tensor, few: int) -> Tensor:
+    """Return for each direction the one with the least sum of squares over the rows with its `few` least products."""
+    nearest = rows[(directions @ rows.T).abs().topk(few, 1, largest=False).indices]
+    vectors: Tensor = torch.linalg.eigh(nearest.mT @ nearest)[1]
+    return vectors[:, :, 0]
 
 
 def _refined(rows: Tensor, direction: Tensor) -> tuple[int, Tensor] | None:
@@ -172,8 +224,11 @@ def _refined(rows: Tensor, direction: Tensor) -> tuple[int, Tensor] | None:
     values, vectors = torch.linalg.eigh(inactive.T @ inactive)
     if float(values[1]) < _UNIQUE * float(values[-1]):  # also mixtures of two columns are orthogonal to them
         return None
-    direction = vectors[:, 0]
-    return int(((rows @ direction).abs() < _ZERO).sum()), direction
+    few = max(min(len(inactive), rows.shape[1] + 1), int(_SURE * len(inactive)))
+    found = vectors[:, :1].T
+    for _ in range(_TRIMS):  # without rows that are nearly orthogonal by chance, and turn the vector a little
+        found = _orthogonal(rows, found, few)
+    return int(((rows @ found[0]).abs() < _ZERO).sum()), found[0]
 
 
 def _independent(found: list[tuple[int, Tensor]], count: int) -> Tensor:
@@ -190,6 +245,22 @@ def _independent(found: list[tuple[int, Tensor]], count: int) -> Tensor:
         if len(chosen) == count:
             break
     return torch.stack(chosen) if chosen else torch.empty(0, count)
+
+
+def _exchanged(chosen: Tensor, others: list[Tensor], agreements: Callable[[Tensor], Tensor]) -> Tensor:
+    """Exchange vectors that fit least, while that helps: a mixture of two columns can have as many zeros as one."""
+    fits = agreements(chosen)
+    for other in others[: _OTHERS * len(chosen)]:
+        if bool((fits >= _AGREES).all()):
+            break
+        for place in fits.argsort()[:2].tolist():
+            changed = chosen.clone()
+            changed[place] = other
+            now = agreements(changed)
+            if float(now.sum()) > float(fits.sum()):
+                chosen, fits = changed, now
+                break
+    return chosen
 
 
 _ITERATIONS = 300
