@@ -237,12 +237,16 @@ class Slot:
         """Restore what `layout` returned at another site, which may have been for the first sites alone.
 
         Raises:
-            MismatchError: if it is of more sites.
+            MismatchError: if it is of more sites, or of more rows than can be sent.
         """
         known, rest = divmod(len(layout), 3)
         new = len(self.capacity) - known
-        if rest or new < 0 or min(layout) < 0:
+        if rest or new < 0 or min(layout, default=-1) < 0:
             raise MismatchError("the other sites have laid out their payloads for another number of sites")
+        if sum(self.sizes(max(layout))) * self.wire.itemsize > MAX_BYTES:
+            raise MismatchError(
+                f"the other sites have laid out {max(layout)} rows of a layer: do all run the same model?"
+            )
         self.capacity = [*layout[:known], *[0] * new]
         self._fewer = [*zip(layout[known::2], layout[known + 1 :: 2], strict=True), *[(0, 0)] * new]
 

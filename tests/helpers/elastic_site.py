@@ -407,6 +407,7 @@ def line_of(case: Case, model: nn.Module, reduction: dadplug.GradientReduction) 
     step = reduction.step - 1  # that of the others, where this site has joined again
     digest = hashlib.sha256(values.numpy().tobytes()).hexdigest()[:16]
     line = {"step": step, "present": reduction.present_sites, "digest": digest, "time": time.monotonic()}
+    line["extent"] = reduction._planner._reducer.extent
     if case.shows:
         line["parameters"] = values.tolist()
     if case.exact:

@@ -72,6 +72,7 @@ def test_a_site_that_is_lost_and_returns_counts_as_an_idle_one(tmp_path, mode, n
     assert present[max(present)] == list(range(len(names)))
     for lines in every:
         same_bits(first, lines)
+        assert [lines[step]["extent"] for step in lines] == [first[step]["extent"] for step in lines]
     assert max(every[last]) == max(first)  # the site that has returned
     same_bits(first, idles(tmp_path / "idle", names, present, mode=mode, link=LINK))
 

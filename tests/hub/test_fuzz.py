@@ -3,6 +3,10 @@
 `DADPLUG_FUZZ` sets how many of each type are sent; a release is tested with 10,000.
 """
 
+import contextlib
+import copy
+import dataclasses
+import math
 import os
 import random
 import resource
@@ -12,12 +16,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import support
 import torch
 from msgspec.msgpack import encode
 from msgspec.structs import replace
 from running_hub import TestSite, close_step, running_hub, together
 from sealed_sites import make_kits
 
+import dadplug
 from dadplug.adapm import messages as adapm
 from dadplug.errors import DadplugError, FrameError, MismatchError
 from dadplug.exchange import codec
@@ -613,6 +619,42 @@ def test_a_site_that_joins_refuses_what_is_no_state_of_its_model(lie):
     joiner._transport = SimpleNamespace(joins=True, receive_state=receive, sites=SITES, world_size=3)
     with pytest.raises(DadplugError, match="another site"):
         joiner._receive_state()
+
+
+# Plans of other sites
+
+
+def altered_item(item, chance: random.Random):
+    """Return an object with one of its parts replaced by another value, which may be of another type."""
+    fields = [each.name for each in dataclasses.fields(item)] if dataclasses.is_dataclass(item) else []
+    places = fields or ([*item] if isinstance(item, dict) else [*range(len(item))] if isinstance(item, list) else [])
+    if not places or chance.random() < 0.1:
+        rest = item[1:] if isinstance(item, list) else item
+        return chance.choice([None, -1, 0, 3, 1 << 20, 1 << 40, 1 << 62, 0.5, math.nan, math.inf, "x", [], {}, rest])
+    made, place = copy.copy(item), chance.choice(places)
+    if fields:
+        object.__setattr__(made, place, altered_item(getattr(item, place), chance))
+    else:
+        made[place] = altered_item(item[place], chance)
+    return made
+
+
+@support.at_sites(2)
+def test_a_plan_of_another_site_is_followed_or_refused() -> None:
+    for number, options in enumerate(({"mode": "dad"}, {"mode": "rankdad", "rank": 4, "merge": "owner"})):
+        model = torch.nn.Sequential(torch.nn.Linear(12, 24), torch.nn.LayerNorm(24), torch.nn.Linear(24, 24))
+        reduction = dadplug.GradientReduction(model, **options)
+        for _ in range(2):
+            model(torch.randn(4, 12)).square().mean().backward()
+            reduction.synchronize()
+        planner, chance = reduction._planner, random.Random(number)
+        own = planner.plan_state()
+        for _ in range(COUNT):
+            with contextlib.suppress(DadplugError):
+                planner.adopt(codec.decode(codec.encode(altered_item(own, chance))))
+        planner.adopt(own)
+        assert planner.plan_state() == own
+        reduction.detach()
 
 
 # Fields that are out of range: the error names the site

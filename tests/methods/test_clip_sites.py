@@ -236,6 +236,31 @@ def test_a_site_out_of_all_proportion_is_named_where_nan_follows() -> None:
         reduction.detach()
 
 
+GROWING = [30.0**step for step in range(12)] + [2e17 * 1.3**step for step in range(20)]
+
+
+def grow(model, reduction) -> bool:
+    """Train on rows whose sizes grow; return whether all agreed gradients were finite."""
+    for size in GROWING:
+        model.zero_grad()
+        outputs = model(torch.full((4, 24), size))
+        outputs.backward(torch.full_like(outputs, size))
+        reduction.synchronize()
+        if not bool(model.weight.grad.isfinite().all()):
+            return False
+    return True
+
+
+@support.at_sites(2)
+def test_products_that_leave_their_range_by_small_steps_end_the_step() -> None:
+    for options in ({"mode": "dad"}, {"mode": "dad", "wire": "int8"}, {"mode": "dad", "wire": "bf16"}):
+        model = torch.nn.Linear(24, 24, bias=False)
+        reduction = dadplug.GradientReduction(model, **options)
+        with pytest.raises(dadplug.NonFiniteError, match="although all step headers state that these are finite"):
+            assert grow(model, reduction), options
+        reduction.detach()
+
+
 @pytest.mark.parametrize("value", [0.5, -1, math.inf, math.nan, True, "10"])
 def test_other_multiples_are_refused(value):
     with pytest.raises(ValueError, match="a number of 1 or more"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -14,7 +15,7 @@ from torch import nn
 
 from ...exchange import Transport
 from ...exchange.codec import register, register_family
-from ...exchange.fields import checked
+from ...exchange.fields import COUNT, check_all, checked, fits, invalid
 from ...hooks import Factor, Form
 from ...hooks.convolution import Geometry
 from ...hooks.factor import Write
@@ -236,6 +237,7 @@ class PlanState:
         reference: samples of all sites in a step, about.
         planned_for: samples of the site that had most in the first step.
         off_plan: steps in succession with batches of another size.
+        extent: size of the agreed gradients of the last steps, see `HandlerContext`.
         layout: room in the buckets, by handler and slot.
     """
 
@@ -247,7 +249,21 @@ class PlanState:
     reference: int
     planned_for: int
     off_plan: int
+    extent: float
     layout: Layout
+
+    def check(self, sites: int) -> None:
+        """Raise MismatchError if the state, of another site, has a field that no site has; `sites` is their number."""
+        if not fits(self, PlanState):
+            raise invalid("plan", "another site", f"{self!r:.100} is not of the type PlanState")
+        check_all("plan", "another site", [self.sites], 1, sites)
+        merged = self.merged
+        numbers = [self.version, self.reference, self.planned_for, self.off_plan, merged.samples, merged.largest]
+        numbers += [merged.room, *merged.batches, *merged.rows.values(), *merged.positions.values()]
+        numbers += [each for rooms in self.layout for slot in rooms for each in slot]
+        check_all("plan", "another site", numbers, 0, COUNT)
+        if not 0 <= self.extent < math.inf:
+            raise invalid("plan", "another site", f"its gradients have the size {self.extent}")
 
 
 _OTHER_SIZE = 1.5  # times as many samples, or as few, make a batch another size
@@ -578,11 +594,13 @@ class Planner:
             reference=self._reference,
             planned_for=self._planned_for,
             off_plan=self._off_plan,
+            extent=self._reducer.extent,
             layout=self._reducer.layout(),
         )
 
     def adopt(self, state: PlanState) -> None:
         """Make the plan that other sites have; raise MismatchError if this site's model leads to another one."""
+        PlanState.check(state, self._transport.world_size)
         self.release(discard=True)
         self._follow(state)
 
@@ -609,6 +627,7 @@ class Planner:
         assert self._reducer is not None
         self.outgrown = state.sites != self._transport.world_size
         self._reducer.restore(state.layout)
+        self._reducer.extent = state.extent
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the plan carries from step to step: reference samples, kept rounding errors, the chosen rank."""

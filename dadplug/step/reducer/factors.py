@@ -201,8 +201,8 @@ class GatheredHandler(BucketHandler):
 
     def not_finite(self) -> list[tuple[int | None, str]]:
         self.extent = self.bucket.extent
-        if math.isfinite(self.extent) and not self._late:  # of all in one pass
-            return []
+        if 127 * self.extent < math.sqrt(torch.finfo(self.dtype).max) and not self._late:  # of all in one pass
+            return []  # no product of rows leaves the range of its type
         every = [(sender, self.units[slot].name, payload) for (slot, sender), payload in self._late.items()]
         self.extent = 0.0
         for unit, by_sender in zip(self.units, self._payloads, strict=False):  # none where others merge

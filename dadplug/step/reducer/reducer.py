@@ -571,6 +571,15 @@ class Reducer:
     def expected(self, values: tuple[float, float]) -> None:
         self._context.share, self._context.scale = values
 
+    @property
+    def extent(self) -> float:
+        """Size of the agreed gradients of the last steps; the same at all sites."""
+        return self._context.extent
+
+    @extent.setter
+    def extent(self, value: float) -> None:
+        self._context.extent = value
+
     def layout(self) -> list[list[list[int]]]:
         """Return the room in the buckets, by handler and slot; the same at all sites."""
         return [handler.layout() for handler in self._handlers]
