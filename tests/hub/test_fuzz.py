@@ -6,19 +6,26 @@
 import contextlib
 import copy
 import dataclasses
+import enum
+import importlib
 import math
 import os
+import pkgutil
 import random
 import resource
 import selectors
 import socket
+import types
+import typing
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import support
 import torch
-from msgspec.msgpack import encode
+from dadplug.hooks.factor import LINEAR, Form
+from msgspec.msgpack import Decoder, encode
 from msgspec.structs import replace
 from running_hub import TestSite, close_step, running_hub, together
 from sealed_sites import make_kits
@@ -28,26 +35,31 @@ from dadplug.adapm import messages as adapm
 from dadplug.errors import DadplugError, FrameError, MismatchError
 from dadplug.exchange import codec
 from dadplug.exchange.factor_buckets import FactorBucket, IndexSlot, Slot
+from dadplug.exchange.fields import fits
 from dadplug.exchange.owned_buckets import ContributionBucket, OwnedSlot
 from dadplug.exchange.summed_buckets import SparseBucket
 from dadplug.exchange.transport import Requirements
 from dadplug.exchange.wire import wire_format
 from dadplug.hub import check
 from dadplug.hub.pki.kits import Kit
+from dadplug.hub.secure import epochs
 from dadplug.hub.secure.key_agreement import Offers
 from dadplug.hub.secure.sealing import Opener, Sealer
 from dadplug.hub.server.journal import Journal
 from dadplug.hub.server.relay import Relay
 from dadplug.hub.server.session import HubStreams
-from dadplug.hub.server.store import REPLIES, Request, Store
+from dadplug.hub.server.store import _REQUESTS as REQUESTS
+from dadplug.hub.server.store import REPLIES, Reply, Request, Store
 from dadplug.hub.site.inbox import CALLS
 from dadplug.hub.site.link import HubLink
 from dadplug.hub.site.tunnel import Tunnel
+from dadplug.hub.wire import messages
 from dadplug.hub.wire.messages import (
     FRESH,
     HEAD_BYTES,
     VERSION,
     Accept,
+    Arrived,
     Close,
     Continue,
     Contribution,
@@ -89,6 +101,7 @@ from dadplug.privacy.secure_sum import _ANNOUNCEMENT, SecureSum
 from dadplug.step.model_sync import sameness
 from dadplug.step.model_sync.buffers import average_packed, pack_buffers
 from dadplug.step.model_sync.replicated_model import JoinState, ReplicatedModel
+from dadplug.step.planning.planner import PlanState
 from dadplug.step.reducer.handler import StepHeader
 from dadplug.support.structs import decode
 
@@ -183,8 +196,8 @@ def of_announcement():
     return other, take
 
 
-def of_stream_frame():
-    content = streams._HEAD.pack(streams.FrameKind.CONTRIBUTION, 1, 2, 3, 4, 5, 6, 10) + bytes(10)
+def of_stream_frame(kind):
+    content = streams._HEAD.pack(kind, 1, 2, 3, 4, 5, 6, 10) + bytes(10)
 
     def take(body):
         here, there = socket.socketpair()
@@ -196,8 +209,10 @@ def of_stream_frame():
     return content, take
 
 
-def of_adapm():
-    message = adapm.Message(adapm.MessageKind.PULL, origin=1, arrays=[np.arange(4)])
+def of_adapm(kind):
+    shapes = [(4, 4) if each is adapm._VALUES else 4 for each in adapm.ARRAYS[kind]]
+    arrays = [np.zeros(shape, dtype) for shape, dtype in zip(shapes, adapm.ARRAYS[kind], strict=True)]
+    message = adapm.Message(kind, origin=1, arrays=arrays)
     content = b"".join(bytes(each) for each in message.encode())
 
     def take(body):
@@ -207,7 +222,7 @@ def of_adapm():
     return content, take
 
 
-class Arrived:
+class Received:
     """Gather whose payloads a test has put there."""
 
     def __init__(self, payloads):
@@ -227,7 +242,7 @@ class Arrives:
 
     def gather(self, sizes, dtype):
         self.payloads = [torch.zeros(size, dtype=dtype) for size in sizes]
-        return Arrived(self.payloads)
+        return Received(self.payloads)
 
     gather_resized = gather_again = lambda self, first, sizes, dtype: self.gather(sizes, dtype)
     elastic, absent = False, frozenset()
@@ -364,14 +379,7 @@ MESSAGES = {
     "state for a site that joins": of_join_state,
     "buffers": of_buffers,
     "announcement of secure sums": of_announcement,
-    "frame of the parameter server": of_stream_frame,
     "settings of a parameter server": of_settings,
-    "greeting of a parameter server": lambda: of_struct(service._GREETINGS, service.Greeting(2, "k" * 32, b"settings")),
-    "verdict of a parameter server": lambda: of_struct(service.VERDICTS, service.Verdict("", NAMES)),
-    "decision of a parameter server": lambda: of_struct(
-        streams._DECISIONS, Decision(3, (Entry(0, 1, 2, 32, 0.5), Entry(1, 0, 2, 32, 0.5)), ((2, 0),), True)
-    ),
-    "message of the parameter manager": of_adapm,
     "factors": lambda: of_factors(lambda wire: Slot(4, 6, 4, 3, wire), wire_format("fp32"), None),
     "factors in int8": lambda: of_factors(lambda wire: Slot(4, 6, 4, 3, wire), wire_format("int8"), None),
     "rows of a table": lambda: of_factors(lambda wire: IndexSlot(4, 20, wire, 3), wire_format("fp32"), 20),
@@ -382,12 +390,88 @@ MESSAGES = {
     "sparse": of_sparse,
     "sparse deltas": of_sparse_deltas,
     "sealed frame": of_sealed,
+    **{f"frame {kind.name}": partial(of_stream_frame, kind) for kind in streams.FrameKind},
+    **{f"message {kind.name} of the parameter manager": partial(of_adapm, kind) for kind in adapm.MessageKind},
 }
 
 
 @pytest.mark.parametrize("name", MESSAGES)
 def test_a_message_of_a_site_is_read_or_refused(name):
     fuzz(*MESSAGES[name](), name)
+
+
+# Everything that is decoded is in this file
+
+ROOMS = ("adapm", "adaptive", "exchange", "hub", "local_steps", "parameter_server", "privacy", "step")
+DECODED = {  # one message of each msgspec decoder, besides control messages
+    service._SETTINGS: Settings((0, 2), Rules(8, 2, "scale", 0.5), "own", True, 1 << 20, 10.0, 60.0),
+    service._GREETINGS: service.Greeting(2, "k" * 32, b"settings"),
+    service.VERDICTS: service.Verdict("", NAMES),
+    streams._DECISIONS: Decision(3, (Entry(0, 1, 2, 32, 0.5), Entry(1, 0, 2, 32, 0.5)), ((2, 0),), True),
+    streams._AWAITED: (0, 2),
+    epochs._REKEYS: (1, bytes(32), {1: bytes(56)}),
+    epochs._WELCOMES: (1, {1: bytes(32)}, {1: bytes(32)}),
+    REQUESTS: Request(1, "set", ("key",), (b"value",)),
+    REPLIES: Reply(1, (b"value",)),
+}
+
+
+def modules():
+    """Return all modules of the rooms that decode messages."""
+    for room in (importlib.import_module(f"dadplug.{name}") for name in ROOMS):
+        yield from (
+            importlib.import_module(each.name) for each in pkgutil.walk_packages(room.__path__, f"{room.__name__}.")
+        )
+
+
+def example(kind):
+    """Return an object of a type."""
+    origin, of = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return example(of[0])
+    if kind is Form:
+        return LINEAR
+    if isinstance(kind, enum.EnumType):
+        return next(iter(kind))
+    if hasattr(kind, "_fields"):
+        return kind(*(example(each) for each in typing.get_type_hints(kind).values()))
+    if dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        made = object.__new__(kind)
+        for each in dataclasses.fields(kind):
+            defaults = each.default is not dataclasses.MISSING
+            object.__setattr__(made, each.name, each.default if defaults else example(hints[each.name]))
+        return made
+    if origin is tuple:
+        return tuple(example(each) for each in of if each is not ...)
+    if origin is dict:
+        return {example(of[0]): example(of[1])}
+    if origin in (list, set):
+        return origin([example(of[0])])
+    values = {torch.Tensor: torch.zeros(2), typing.Any: None, object: None, np.ndarray: np.zeros(2), bytes: b"x"}
+    return values[origin or kind] if (origin or kind) in values else kind(3)
+
+
+def test_every_decoder_reads_or_refuses():
+    found = {each for module in modules() for each in vars(module).values() if isinstance(each, Decoder)}
+    assert found - {messages._DECODER} == DECODED.keys(), "add a message of the decoder to DECODED"
+    for number, (decoder, message) in enumerate(DECODED.items()):
+        fuzz(*of_struct(decoder, message), f"decoder {number}")
+
+
+def test_every_registered_class_is_read_or_refused():
+    list(modules())
+    registered = [codec._registered[name] for name in codec._registered if name.startswith("dadplug.")]
+    assert {JoinState, PlanState} <= {*registered}
+    for kind in registered:
+        content = codec.encode(example(kind))
+        fuzz(content, lambda body, kind=kind: fits(codec.decode(body), kind), kind.__name__)
+
+
+def test_every_control_message_and_kind_of_frame_is_sent():
+    names = {each.__name__ for each in typing.get_args(messages._DECODER.type)}
+    assert names <= {*TO_HUB, *TO_SITE}
+    assert {*Kind} == {Head.unpack(each[:HEAD_BYTES]).kind for each in (*TO_HUB.values(), *TO_SITE.values())}
 
 
 # Between sites and the hub
@@ -400,6 +484,7 @@ TO_HUB = {
     "PAYLOAD to a site": Head(Kind.PAYLOAD, 2, 1, 4, length=100, to=1).pack() + bytes(100),
     "SUMMAND": Head(Kind.SUMMAND, 2, 1, 4, length=100).pack() + bytes(100),
     "END": Head(Kind.END, 2, 1, RoundKind.FIRST).pack(),
+    "PING": Head(Kind.PING, 2).pack(),
     "STATE": Head(Kind.STATE, 1, 1, 1, length=100, tag=1).pack() + bytes(100),
     "MESSAGE": Head(Kind.MESSAGE, 1, 1, 1, length=100).pack() + bytes(100),
 } | {
@@ -407,7 +492,7 @@ TO_HUB = {
     for each in (
         Joined(Position(1, 0)), Leave("x"), Spent(1.0, 1e-5), REPORT, KeyMessage(1, b"W" + bytes(80)),
         Exclude(1, "x"), Requirements(1, 60_000), Hello(VERSION, 7, FRESH, "training"), Receiving(1, 2, 3),
-        Contribution(1, 2, 3, 0.5), Outsized(1, 2, 3.0),
+        Contribution(1, 2, 3, 0.5), Outsized(1, 2, 3.0), Arrived(1, 1, 2),
     )
 }  # fmt: skip
 TO_SITE = {name: TO_HUB[name] for name in ("PAYLOAD", "STATE")} | {
