@@ -11,10 +11,11 @@ from comparison import descend, off_by
 from divided_network import backward, batch, divided_layers, fail_to_merge, mean_of_sites, network, reduce
 from torch import nn
 
-from dadplug.errors import NonFiniteError
+from dadplug.errors import MismatchError, NonFiniteError
 from dadplug.lowrank.dispatch import merge_coefficients
 from dadplug.step.planning.merging import LinkCosts, predict_seconds
 from dadplug.step.reducer import merged as merging
+from dadplug.step.reducer.merged import DividedHandler
 from dadplug.step.reducer.owners import OwnedLayer, assign_owners, busiest_numbers, numbers_sent
 
 MNISTNET = [(2048, 784), (1024, 2048), (512, 1024), (256, 512), (10, 256)]
@@ -79,6 +80,29 @@ def test_zeros_or_twice_the_gradient_would_fail() -> None:
                 is_exact({}, 1e-7)
         finally:
             merging.merge_coefficients = merge_coefficients
+
+
+def is_told_of_missing_rows(streams: str) -> None:
+    os.environ["DADPLUG_STREAMS"] = streams
+    model, rank = network(), dist.get_rank()
+    reduction = reduce(model, rank=10)
+    for step in range(2):
+        backward(model, rank, step)
+        reduction.synchronize()
+    gather = next(
+        each for each in reduction._planner._reducer._handlers if isinstance(each, DividedHandler)
+    ).bucket._gather
+    if rank == 3:
+        gather.launch = lambda: gather.payload.zero_() is None or type(gather).launch(gather)
+    backward(model, rank, 2)
+    with pytest.raises(MismatchError, match=r"site 3 .* has sent an invalid payload: 0 rows instead of 10"):
+        reduction.synchronize()
+    reduction.detach()
+
+
+def test_a_site_that_sends_a_part_without_rows_is_named(sites):
+    for streams in "01":
+        sites(4).run(is_told_of_missing_rows, streams)
 
 
 def spectrum(kind: str, count: int) -> torch.Tensor:

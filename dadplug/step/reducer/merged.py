@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ...exchange.factor_buckets import FactorBucket, FactorPayload, Slot, finite
+from ...exchange.fields import invalid
 from ...exchange.owned_buckets import ContributionBucket, OwnedSlot
 from ...hooks import Factor
 from ...lowrank.dispatch import divide_columns, merge_coefficients, part_size
@@ -577,7 +578,10 @@ class DividedHandler(MergedHandler):
 
     def _result(self, slot: int, payloads: Sequence[FactorPayload]) -> FactorPayload:
         out, width = self.units[slot].widths
-        size = self._bias_size(self.units[slot])
+        size, rank = self._bias_size(self.units[slot]), self._rank(self.units[slot])
+        for sender, payload in zip(self.senders, payloads, strict=True):
+            if payload.rows != rank:
+                raise invalid("payload", self.context.transport.sites[sender], f"{payload.rows} rows instead of {rank}")
         left = torch.cat([payload.left for payload in payloads], 1)
         right = torch.cat([payload.right for payload in payloads], 1)
         bias = torch.cat([payload.bias for payload in payloads if payload.bias is not None])[:size] if size else None
