@@ -14,7 +14,7 @@ import support
 import torch
 import torch.distributed as dist
 from comparison import off_by
-from support import forget_accelerators
+from support import forget_accelerators, refuses
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -388,10 +388,13 @@ def test_local_steps_need_one_optimizer_and_no_synchronous_steps(monkeypatch):
     with pytest.raises(ValueError, match="prepare both in one call"):
         accelerator.prepare(build())
     model = build()
-    with pytest.raises(ValueError, match="Leave warm_up out"):
-        fresh(warm_up=2, **LOCAL).prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-    with pytest.raises(ValueError, match="bucket_mb"):
-        fresh(bucket_mb=1.0, **LOCAL)
+    refuses(
+        (
+            lambda: fresh(warm_up=2, **LOCAL).prepare(model, torch.optim.SGD(model.parameters(), 0.1)),
+            "Leave warm_up out",
+        ),
+        (lambda: fresh(bucket_mb=1.0, **LOCAL), "bucket_mb"),
+    )
 
 
 @support.at_sites(2)
@@ -519,10 +522,10 @@ def test_an_accelerator_that_exists_uses_a_mode() -> None:
     accelerator.free_memory()
     other = accelerate.Accelerator(cpu=True)
     wrapped = other.prepare(build())
-    with pytest.raises(ValueError, match=r"use\(\) before prepare"):
-        use(other)
-    with pytest.raises(ValueError, match=r"wrapped in DistributedDataParallel already.*\.module"):
-        Accelerator(cpu=True).prepare(wrapped)
+    refuses(
+        (lambda: use(other), r"use\(\) before prepare"),
+        (lambda: Accelerator(cpu=True).prepare(wrapped), r"wrapped in DistributedDataParallel already.*\.module"),
+    )
 
 
 @support.at_sites(2)
@@ -562,12 +565,14 @@ def test_one_process_trains_alone(monkeypatch):
     assert_equal(model, alone, 1e-8)
     frozen = build().requires_grad_(False)
     assert accelerator.prepare(frozen) is frozen
-    with pytest.raises(ValueError, match=r"none of the parameters.*model.parameters"):
-        accelerator.prepare(build(), torch.optim.SGD(build().parameters(), 0.1))
-    with pytest.raises(ValueError, match=r"already.*module"):
-        accelerator.prepare(nn.DataParallel(build()))
-    with pytest.raises(ValueError, match="is prepared already"):
-        accelerator.prepare(model.module)
+    refuses(
+        (
+            lambda: accelerator.prepare(build(), torch.optim.SGD(build().parameters(), 0.1)),
+            r"none of the parameters.*model.parameters",
+        ),
+        (lambda: accelerator.prepare(nn.DataParallel(build())), r"already.*module"),
+        (lambda: accelerator.prepare(model.module), "is prepared already"),
+    )
     with torch.device("meta"), pytest.raises(ValueError, match="meta device"):
         accelerator.prepare(nn.Linear(2, 2))
     accelerator.free_memory()

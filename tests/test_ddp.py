@@ -10,6 +10,7 @@ import support
 import torch
 import torch.distributed as dist
 from comparison import off_by
+from support import refuses
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
@@ -159,15 +160,20 @@ def test_gradients_are_final_when_backward_returns() -> None:
 
 def test_what_cannot_work_is_refused():
     model = dadplug.DistributedDataParallel(build(), mode="rankdad", weighting="samples")
-    with pytest.raises(RuntimeError, match="mode='powersgd'"):
-        model.register_comm_hook(None, None)
-    with pytest.raises(ValueError, match="in DistributedDataParallel already: use it"):
-        dadplug.DistributedDataParallel(model, weighting="samples")
+    refuses(
+        (lambda: model.register_comm_hook(None, None), "mode='powersgd'"),
+        (
+            lambda: dadplug.DistributedDataParallel(model, weighting="samples"),
+            "in DistributedDataParallel already: use it",
+            ValueError,
+        ),
+        error=RuntimeError,
+    )
     model.reduction.detach()
-    with pytest.raises(ValueError, match=r"unknown option 'rnk'.*'rank'"):
-        dadplug.DistributedDataParallel(build(), rnk=3, weighting="samples")
-    with pytest.raises(ValueError, match="device_ids"):
-        dadplug.DistributedDataParallel(build(), device_ids=[0, 1], weighting="samples")
+    refuses(
+        (lambda: dadplug.DistributedDataParallel(build(), rnk=3, weighting="samples"), r"unknown option 'rnk'.*'rank'"),
+        (lambda: dadplug.DistributedDataParallel(build(), device_ids=[0, 1], weighting="samples"), "device_ids"),
+    )
     frozen = build().requires_grad_(False)
     with pytest.raises(RuntimeError, match="requires gradients"):
         dadplug.DistributedDataParallel(frozen, weighting="samples")

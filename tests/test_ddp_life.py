@@ -14,6 +14,7 @@ import support
 import torch
 import torch.distributed as dist
 from comparison import off_by
+from support import refuses
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
@@ -426,12 +427,12 @@ def test_arguments_in_the_order_of_torch() -> None:
     for message, given in refused.items():
         with pytest.raises(ValueError, match=message):
             dadplug.DistributedDataParallel(build(), **given)
-    with pytest.raises(ValueError, match="leave them out"):
-        dadplug.DistributedDataParallel(build(), [rank])
-    with pytest.raises(TypeError, match="'mode' twice"):
-        dadplug.DistributedDataParallel(build(), "dad", mode="dsgd")
-    with pytest.raises(TypeError, match="have to be named"):
-        dadplug.DistributedDataParallel(build(), "dad", [0])
+    refuses(
+        (lambda: dadplug.DistributedDataParallel(build(), [rank]), "leave them out", ValueError),
+        (lambda: dadplug.DistributedDataParallel(build(), "dad", mode="dsgd"), "'mode' twice"),
+        (lambda: dadplug.DistributedDataParallel(build(), "dad", [0]), "have to be named"),
+        error=TypeError,
+    )
 
 
 class Normalised(nn.Module):

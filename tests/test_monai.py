@@ -9,6 +9,7 @@ import support
 import torch
 import torch.distributed as dist
 from comparison import off_by
+from support import refuses
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -202,7 +203,7 @@ def test_what_does_not_fit_is_refused_before_training():
         SiteHandler(rnk=3)
     engine = Engine(lambda engine, batch: None)
     SiteHandler("dsgd").attach(engine)
-    with pytest.raises(ValueError, match=r"SiteHandler\(network=model, optimizer=optimizer\)"):
-        engine.run([0])
-    with pytest.raises(ValueError, match="unknown mode 'none'"):
-        SiteHandler("none")
+    refuses(
+        (lambda: engine.run([0]), r"SiteHandler\(network=model, optimizer=optimizer\)"),
+        (lambda: SiteHandler("none"), "unknown mode 'none'"),
+    )

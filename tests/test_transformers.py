@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import support
 import torch
+from support import refuses
 from torch import nn
 
 support.need("transformers")
@@ -461,12 +462,11 @@ def test_what_is_no_trainer_and_what_is_no_option_are_refused(tmp_path):
     with pytest.raises(TypeError, match=r"takes a Trainer of transformers.*got Linear"):
         attach(nn.Linear(2, 2))
     trainer = make("classes", tmp_path)
-    with pytest.raises(ValueError, match="did you mean 'rank'"):
-        attach(trainer, mode="rankdad", rnak=4)
-    with pytest.raises(ValueError, match="unknown split_data 'never'"):
-        attach(trainer, split_data="never")
-    with pytest.raises(ValueError, match="min_sites needs a hub"):
-        attach(trainer, min_sites=1)
+    refuses(
+        (lambda: attach(trainer, mode="rankdad", rnak=4), "did you mean 'rank'"),
+        (lambda: attach(trainer, split_data="never"), "unknown split_data 'never'"),
+        (lambda: attach(trainer, min_sites=1), "min_sites needs a hub"),
+    )
 
 
 def test_processes_whose_trainers_work_alone_are_refused(tmp_path, monkeypatch):

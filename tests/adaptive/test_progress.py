@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import refuses
 from torch.utils.data import ChainDataset, DataLoader, TensorDataset
 
 import dadplug
@@ -396,10 +397,11 @@ def test_tensors_and_arrays_are_added_and_not_kept():
 def test_values_are_read_and_set_in_synchronized_blocks_only(read):
     stats = dadplug.Accumulator(loss=1)
     stats["loss"] += 1
-    with pytest.raises(RuntimeError, match=r"with stats\.synchronized\(\)"):
-        read(stats)
-    with pytest.raises(TypeError, match="UnsynchronizedSum"):
-        stats["loss"] / 2
+    refuses(
+        (lambda: read(stats), r"with stats\.synchronized\(\)"),
+        (lambda: stats["loss"] / 2, "UnsynchronizedSum", TypeError),
+        error=RuntimeError,
+    )
     assert str(stats) == "Accumulator(not synchronized)"
     with stats.synchronized():
         assert dict(stats) == {"loss": 2}

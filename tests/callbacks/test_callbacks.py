@@ -6,6 +6,7 @@ import pytest
 import support
 import torch
 from dadplug.callbacks import monitors
+from support import refuses
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -59,10 +60,10 @@ def test_a_rank_schedule_keeps_to_a_residual(sites):
 
 
 def test_a_rank_schedule_says_what_it_needs(sites):
-    with pytest.raises(ValueError, match="give one of them"):
-        monitors.RankSchedule()
-    with pytest.raises(ValueError, match="residual must lie between 0 and 1"):
-        monitors.RankSchedule(residual=2.0)
+    refuses(
+        (lambda: monitors.RankSchedule(), "give one of them"),
+        (lambda: monitors.RankSchedule(residual=2.0), "residual must lie between 0 and 1"),
+    )
     reduction = dadplug.GradientReduction(nn.Linear(3, 3), "dad")
     with pytest.raises(ValueError, match="mode 'dad' has no rank"):
         reduction.max_rank = 3
@@ -334,10 +335,10 @@ def test_data_of_each_sites_own_are_refused_in_catalyst(sites, tmp_path):
 def test_only_a_data_loader_with_a_batch_size_is_converted():
     from dadplug.adaptive.adaptive_loader import adaptive_loader
 
-    with pytest.raises(ValueError, match="not that of a list"):
-        adaptive_loader([1, 2], 2, 0)
-    with pytest.raises(ValueError, match="give its DataLoader a batch_size"):
-        adaptive_loader(DataLoader(data(), batch_sampler=[[0, 1]]), 2, 0)
+    refuses(
+        (lambda: adaptive_loader([1, 2], 2, 0), "not that of a list"),
+        (lambda: adaptive_loader(DataLoader(data(), batch_sampler=[[0, 1]]), 2, 0), "give its DataLoader a batch_size"),
+    )
     found = adaptive_loader(DataLoader(data(), 5, shuffle=True, drop_last=True), 2, 0)
     assert found.current_batch_size == 10
     assert next(iter(found))[0].tolist() != list(range(10))

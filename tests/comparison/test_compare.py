@@ -9,6 +9,7 @@ import threading
 import pytest
 import support
 import torch
+from support import refuses
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -327,10 +328,16 @@ def test_a_link_is_a_rate_and_a_round_trip(monkeypatch):
     for text in ("20mbit", "20,60", "0mbit,60ms", "20mbit,60ms,1", "1.2.3mbit,60ms", ""):
         with pytest.raises(ValueError, match="a rate and a round trip, such as 20mbit,60ms"):
             links.Link.parse(text)
-    with pytest.raises(ValueError, match="processes must be a whole number of at least 2, got 1"):
-        dadplug.compare(build, samples(), link="20mbit,60ms", processes=1)
-    with pytest.raises(ValueError, match="'Hogwild!' has nothing to compare"):
-        dadplug.compare(build, samples(), link="20mbit,60ms", processes=2, ways=["hogwild"])
+    refuses(
+        (
+            lambda: dadplug.compare(build, samples(), link="20mbit,60ms", processes=1),
+            "processes must be a whole number of at least 2, got 1",
+        ),
+        (
+            lambda: dadplug.compare(build, samples(), link="20mbit,60ms", processes=2, ways=["hogwild"]),
+            "'Hogwild!' has nothing to compare",
+        ),
+    )
     monkeypatch.setattr(links.os, "geteuid", lambda: 1000)
     with pytest.raises(ValueError, match="needs network namespaces of Linux, and root"):
         dadplug.compare(build, samples(), link="20mbit,60ms")

@@ -26,6 +26,7 @@ from dadplug.examples.zoo.transforms import (
 from data_files import clicks_sample, idx, photo_files, write_mnist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import refuses
 
 from dadplug import data as data_sets
 from dadplug.data import (
@@ -109,10 +110,11 @@ def test_damaged_and_foreign_files_are_told(tmp_path, content, message):
 
 
 def test_a_missing_file_is_told(tmp_path):
-    with pytest.raises(DataError, match="nothing is missing"):
-        read_idx(tmp_path / "nothing", 1)
-    with pytest.raises(DataError, match="pass download=True"):
-        MNIST(tmp_path)
+    refuses(
+        (lambda: read_idx(tmp_path / "nothing", 1), "nothing is missing"),
+        (lambda: MNIST(tmp_path), "pass download=True"),
+        error=DataError,
+    )
 
 
 def test_labels_out_of_range_and_files_that_do_not_fit_are_told(tmp_path):
@@ -190,10 +192,16 @@ def test_an_unknown_data_set_is_told():
 
 
 def test_images_and_labels_must_fit():
-    with pytest.raises(DataError, match="3 images, but 2 labels"):
-        Images(torch.zeros(3, 1, 2, 2), torch.zeros(2))
-    with pytest.raises(DataError, match="label -1 of training sample 0"):
-        DataPair(Images(torch.zeros(1, 1), torch.tensor([-1])), Images(torch.zeros(1, 1), torch.tensor([0])), 2)
+    refuses(
+        (lambda: Images(torch.zeros(3, 1, 2, 2), torch.zeros(2)), "3 images, but 2 labels"),
+        (
+            lambda: DataPair(
+                Images(torch.zeros(1, 1), torch.tensor([-1])), Images(torch.zeros(1, 1), torch.tensor([0])), 2
+            ),
+            "label -1 of training sample 0",
+        ),
+        error=DataError,
+    )
 
 
 @pytest.mark.parametrize("sites", [1, 2, 3])
@@ -211,10 +219,10 @@ def test_sites_share_all_samples_without_overlap(sites, split):
 
 
 def test_splits_that_cannot_be_are_told():
-    with pytest.raises(ValueError, match="unknown split 'random'; valid ones are iid, by-class"):
-        site_indices(torch.zeros(4), 0, 2, "random")
-    with pytest.raises(ValueError, match="site 1 of 2 gets no samples"):
-        site_indices(torch.zeros(4), 1, 2, "by-class")
+    refuses(
+        (lambda: site_indices(torch.zeros(4), 0, 2, "random"), "unknown split 'random'; valid ones are iid, by-class"),
+        (lambda: site_indices(torch.zeros(4), 1, 2, "by-class"), "site 1 of 2 gets no samples"),
+    )
 
 
 def test_folds_divide_the_samples():
@@ -376,10 +384,11 @@ def test_damaged_samples_are_told(tmp_path, change, message):
 
 
 def test_missing_foreign_and_cut_samples_are_told(tmp_path):
-    with pytest.raises(DataError, match=r"there is no .*give train.txt"):
-        load_dataset("criteo", tmp_path / "nowhere")
-    with pytest.raises(DataError, match=r"neither train\.txt nor a \.npz"):
-        load_dataset("criteo", tmp_path)
+    refuses(
+        (lambda: load_dataset("criteo", tmp_path / "nowhere"), r"there is no .*give train.txt"),
+        (lambda: load_dataset("criteo", tmp_path), r"neither train\.txt nor a \.npz"),
+        error=DataError,
+    )
     path = tmp_path / "a.npz"
     np.savez_compressed(path, **clicks_sample(200))
     whole = path.read_bytes()
@@ -392,10 +401,11 @@ def test_missing_foreign_and_cut_samples_are_told(tmp_path):
     with pytest.raises(DataError, match="one array"):
         read_criteo(path)
     (tmp_path / "b.npz").write_bytes(whole)
-    with pytest.raises(DataError, match="several files"):
-        read_criteo(tmp_path)
-    with pytest.raises(ValueError, match="limit and rows must be at least 1"):
-        read_criteo(path, limit=0)
+    refuses(
+        (lambda: read_criteo(tmp_path), "several files"),
+        (lambda: read_criteo(path, limit=0), "limit and rows must be at least 1", ValueError),
+        error=DataError,
+    )
 
 
 def test_generated_clicks_are_skewed_seeded_and_can_be_learnt():
@@ -436,14 +446,20 @@ def test_wide_and_deep_adds_its_two_parts():
 
 
 def test_clicks_and_models_for_images_do_not_mix():
-    with pytest.raises(DataError, match="not images: they are for the model wide_deep"):
-        build_for(load_dataset("clicks"), "MNISTNet")
-    with pytest.raises(ValueError, match="'wide_deep' does not take these arguments"):
-        build_for(load_dataset("digits"), "wide_deep")
-    with pytest.raises(DataError, match="a row of ids and a label each"):
-        Clicks(torch.zeros(2, 13), torch.zeros(3, 26, dtype=torch.long), torch.zeros(2))
-    with pytest.raises(DataError, match="ids must lie in 0 to 4"):
-        Clicks(torch.zeros(1, 13), torch.full((1, 26), 5), torch.zeros(1), rows=5)
+    refuses(
+        (lambda: build_for(load_dataset("clicks"), "MNISTNet"), "not images: they are for the model wide_deep"),
+        (
+            lambda: build_for(load_dataset("digits"), "wide_deep"),
+            "'wide_deep' does not take these arguments",
+            ValueError,
+        ),
+        (
+            lambda: Clicks(torch.zeros(2, 13), torch.zeros(3, 26, dtype=torch.long), torch.zeros(2)),
+            "a row of ids and a label each",
+        ),
+        (lambda: Clicks(torch.zeros(1, 13), torch.full((1, 26), 5), torch.zeros(1), rows=5), "ids must lie in 0 to 4"),
+        error=DataError,
+    )
 
 
 # Photos of dogs and cats, in the challenge's layout; the data here are drawn, the real ones are a user's own
@@ -556,10 +572,10 @@ def test_the_vit_has_the_seeds_sizes_and_a_small_preset(archive):
     assert resized.train.shape == (3, 64, 64)
     images = torch.stack([resized.test[index][0] for index in range(2)])
     assert small(images).shape == (2, 2)
-    with pytest.raises(ValueError, match="images of 64 pixels, got 32 x 32"):
-        small(images[:, :, :32, :32])
-    with pytest.raises(ValueError, match="patches of 30 pixels do not fill"):
-        build_model("vit", patch_size=30)
+    refuses(
+        (lambda: small(images[:, :, :32, :32]), "images of 64 pixels, got 32 x 32"),
+        (lambda: build_model("vit", patch_size=30), "patches of 30 pixels do not fill"),
+    )
     digits, pair = build_for(load_dataset("digits"), "vit-small", image_size=28, patch_size=7)
     assert digits(pair.test.images[:3]).shape == (3, 10)
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support import refuses
 
 from dadplug.exchange import codec
 from dadplug.exchange.wire import FORMATS, wire_format
@@ -182,10 +183,11 @@ def test_classes_are_made_only_where_they_are_registered():
     class Unknown:
         size: int
 
-    with pytest.raises(TypeError, match=r"codec\.register"):
-        codec.encode(Unknown(1))
-    with pytest.raises(TypeError, match="only dataclasses"):
-        codec.register(object)
+    refuses(
+        (lambda: codec.encode(Unknown(1)), r"codec\.register"),
+        (lambda: codec.register(object), "only dataclasses"),
+        error=TypeError,
+    )
     name = b"builtins.exec"
     with pytest.raises(ValueError, match="not registered here"):
         codec.decode(b"dadplug1R" + len(name).to_bytes(8, "little") + name + bytes(8))

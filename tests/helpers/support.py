@@ -329,6 +329,25 @@ def until(condition: Any, message: Any = lambda: "the condition has not come tru
         time.sleep(min(0.002 + waited / 20, 0.02))
 
 
+def refuses(*cases: tuple[Any, ...], error: type[BaseException] = ValueError) -> None:
+    """Check that calls are refused.
+
+    Args:
+        cases: a call without arguments and a pattern of its error, for each; and the type of the error, where it is
+            another one.
+        error: type of the errors.
+    """
+    for call, words, *kind in cases:
+        with pytest.raises(kind[0] if kind else error, match=words):
+            _call(call, words)
+
+
+def _call(call: Callable[[], Any], words: str) -> None:
+    """Make a call that is to raise an error; fail where it returns."""
+    call()
+    pytest.fail(f"not refused: {words}")
+
+
 def local_place(kits: Sequence[Path], rank: int, port: int) -> dict[str, str]:
     """Return the environment of a process among those with the same kit, as torchrun sets it.
 

@@ -3,6 +3,7 @@
 import hub_kits
 import pytest
 from key_groups import Group, opened
+from support import refuses
 
 from dadplug.errors import SealingError
 from dadplug.hub.pki.kits import Kit
@@ -45,10 +46,11 @@ def test_a_site_that_has_left_opens_nothing_that_came_after(kits):
     left = group.leave(2)
     rekey, frame = group.seal(0, 2)
     assert rekey.head.exchange == REKEY
-    with pytest.raises(SealingError, match=r"site 0 \(a\): it has been shown other members than this site"):
-        left.open(rekey.head, rekey.body)
-    with pytest.raises(SealingError, match="is not what it has sent at this place"):
-        left.open(frame.head, frame.body)
+    refuses(
+        (lambda: left.open(rekey.head, rekey.body), r"site 0 \(a\): it has been shown other members than this site"),
+        (lambda: left.open(frame.head, frame.body), "is not what it has sent at this place"),
+        error=SealingError,
+    )
     # Nor by the keys that it has: those of the sender's last chain give other ciphers.
     assert left._receptions[0].opener._chain.at(2).key != group.sites[0]._sealer.chain.key
 

@@ -12,6 +12,7 @@ import support
 import torch
 import torch.distributed as dist
 from running_hub import RunningHub, TestSite, close_step, running_hub, together, until
+from support import refuses
 from torch import nn
 
 import dadplug
@@ -145,12 +146,14 @@ def uses_the_store() -> None:
     assert wrapped.delete_key(f"a{rank}")
     assert not wrapped.check([f"a{rank}"])
     assert wrapped.num_keys() >= 4
-    with pytest.raises(
-        dist.DistStoreError, match=r"wait of .*prefix/nothing at the store of the hub at .* has timed out"
-    ):
-        wrapped.wait(["nothing"], timedelta(seconds=0.05))
-    with pytest.raises(dist.DistStoreError, match=f"takes {PIECE_BYTES // 2} at most"):
-        store.set("large", "x" * (PIECE_BYTES // 2 + 1))
+    refuses(
+        (
+            lambda: wrapped.wait(["nothing"], timedelta(seconds=0.05)),
+            r"wait of .*prefix/nothing at the store of the hub at .* has timed out",
+        ),
+        (lambda: store.set("large", "x" * (PIECE_BYTES // 2 + 1)), f"takes {PIECE_BYTES // 2} at most"),
+        error=dist.DistStoreError,
+    )
     dist.barrier()
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from running_hub import TestSite, close_step, running_hub, together, until
+from support import refuses
 
 import dadplug
 from dadplug.errors import FrameError, KitError
@@ -81,12 +82,12 @@ def test_the_hub_is_healthy_while_it_gives_a_status(server, monkeypatch):
     assert read(server.address, "/healthz") == "ok\n"
     assert read(server.address) == ""
     monkeypatch.setattr(hub_status, "_HEALTHY_SECONDS", 0.0)
-    with pytest.raises(urllib.error.HTTPError, match="503"):
-        read(server.address, "/healthz")
-    with pytest.raises(urllib.error.HTTPError, match="404"):
-        read(server.address, "/status")
-    with pytest.raises(KitError, match=r"cannot serve metrics at 127\.0\.0\.1"):
-        MetricsServer(server.address)
+    refuses(
+        (lambda: read(server.address, "/healthz"), "503"),
+        (lambda: read(server.address, "/status"), "404"),
+        (lambda: MetricsServer(server.address), r"cannot serve metrics at 127\.0\.0\.1", KitError),
+        error=urllib.error.HTTPError,
+    )
 
 
 def test_slow_readers_of_metrics_are_few_and_end(monkeypatch):

@@ -16,6 +16,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding
 from hub_kits import PUBLIC, connects, contents, dial, meet
+from support import refuses
 
 from dadplug.errors import KitError
 from dadplug.hub import Policy, Project, Roster
@@ -218,10 +219,17 @@ def test_a_second_request_for_a_name_is_not_signed_unasked(requested, tmp_path):
     kits, path, _ = requested
     provision.sign(kits, "b", path.read_bytes())
     before = contents(kits)
-    with pytest.raises(KitError, match="b has a valid certificate already"):
-        provision.sign(kits, "b", to_pem(make_request("b", "study", new_key())))
-    with pytest.raises(KitError, match="holds another key"):
-        provision.sign(kits, "a", to_pem(make_request("a", "study", new_key())), again=True)
+    refuses(
+        (
+            lambda: provision.sign(kits, "b", to_pem(make_request("b", "study", new_key()))),
+            "b has a valid certificate already",
+        ),
+        (
+            lambda: provision.sign(kits, "a", to_pem(make_request("a", "study", new_key())), again=True),
+            "holds another key",
+        ),
+        error=KitError,
+    )
     assert contents(kits) == before
 
 
@@ -289,12 +297,12 @@ def test_a_kit_that_was_sent_away_is_renewed_without_its_key_and_with_its_policy
 
 
 def test_renewal_of_what_does_not_exist_is_an_error(kits, tmp_path):
-    with pytest.raises(KitError, match="has no site 'c'"):
-        provision.renew(kits, "c")
-    with pytest.raises(KitError, match="host names are those of the hub"):
-        provision.renew(kits, "a", hub_names=("a.example.org",))
-    with pytest.raises(KitError, match="the authority's folder is needed"):
-        provision.renew(tmp_path, "a")
+    refuses(
+        (lambda: provision.renew(kits, "c"), "has no site 'c'"),
+        (lambda: provision.renew(kits, "a", hub_names=("a.example.org",)), "host names are those of the hub"),
+        (lambda: provision.renew(tmp_path, "a"), "the authority's folder is needed"),
+        error=KitError,
+    )
     others = hub_kits.make(tmp_path / "others")
     (kits / "a").rename(tmp_path / "a")
     (others / "a").rename(kits / "a")
@@ -314,10 +322,11 @@ def test_revocation_is_by_serial_number_and_lasts(kits):
     assert provision.revoke(kits, "a") == []
     assert Kit.load(kits / "hub").revoked == {first, second}
     assert not connects(kits)
-    with pytest.raises(KitError, match="is revoked: renew it with a new key"):
-        provision.renew(kits, "a")
-    with pytest.raises(KitError, match="no such certificate"):
-        provision.revoke(kits, "b", first)
+    refuses(
+        (lambda: provision.renew(kits, "a"), "is revoked: renew it with a new key"),
+        (lambda: provision.revoke(kits, "b", first), "no such certificate"),
+        error=KitError,
+    )
     (kits / "a" / "revoked.pem").write_bytes((kits / "hub" / "revoked.pem").read_bytes())
     with pytest.raises(KitError, match="has been revoked"):
         Kit.load(kits / "a").check_dates()
@@ -360,10 +369,11 @@ def test_parts_of_different_kits_do_not_make_one(kits, tmp_path):
         write_file(kits / "a" / name, content, 0o600)
     others = hub_kits.make(tmp_path / "others")
     (kits / "a" / "ca.pem").write_bytes((others / "a" / "ca.pem").read_bytes())
-    with pytest.raises(KitError, match=r"certificate.pem is not signed by the authority"):
-        Kit.load(kits / "a")
-    with pytest.raises(KitError, match="is not a folder"):
-        Kit.load(kits / "c")
+    refuses(
+        (lambda: Kit.load(kits / "a"), r"certificate.pem is not signed by the authority"),
+        (lambda: Kit.load(kits / "c"), "is not a folder"),
+        error=KitError,
+    )
     assert b"PRIVATE" in key_to_pem(new_key())
 
 

@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from running_hub import TIMEOUT, exchange, running_hub, together, until
-from support import free_port
+from support import free_port, refuses
 
 from dadplug.errors import KitError, ProxyError, RefusedError
 from dadplug.hub import Policy, Project, check
@@ -72,10 +72,11 @@ def test_addresses_of_proxies(text, expected):
     ],
 )
 def test_addresses_that_cannot_be_used(text):
-    with pytest.raises(KitError, match="HTTPS_PROXY: proxy must be http://HOST:PORT"):
-        Proxy.parse(text, "HTTPS_PROXY")
-    with pytest.raises(KitError, match="proxy must be"):
-        Policy.parse({"proxy": text}, "policy.toml")
+    refuses(
+        (lambda: Proxy.parse(text, "HTTPS_PROXY"), "HTTPS_PROXY: proxy must be http://HOST:PORT"),
+        (lambda: Policy.parse({"proxy": text}, "policy.toml"), "proxy must be"),
+        error=KitError,
+    )
 
 
 @pytest.mark.parametrize(

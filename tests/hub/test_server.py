@@ -13,6 +13,7 @@ import pytest
 from cutting_relay import CuttingRelay
 from msgspec.msgpack import encode
 from running_hub import TIMEOUT, TestSite, close_step, exchange, running_hub, together, until
+from support import refuses
 
 from dadplug.errors import KitError, RefusedError, SiteError
 from dadplug.exchange import Traffic
@@ -218,12 +219,18 @@ def test_both_ends_acknowledge_what_they_have_received(hub):
 
 def test_the_kit_of_a_site_and_foreign_addresses_are_refused(tmp_path):
     kits, service = hub_kits.make(tmp_path / "kits", hub="192.0.2.1:8470"), SequencerHost("ab")
-    with pytest.raises(KitError, match="is the kit of the site a"):
-        Hub(Kit.load(kits / "a"), service=service)
-    with pytest.raises(KitError, match=r"cannot listen at 192.0.2.1:8470: .*--listen HOST:PORT"):
-        Hub(Kit.load(kits / "hub"), service=service)
-    with pytest.raises(KitError, match=r"cannot listen at 192.0.2.1:0: [^;]*$"):
-        Hub(Kit.load(kits / "hub"), listen=("192.0.2.1", 0), service=service)
+    refuses(
+        (lambda: Hub(Kit.load(kits / "a"), service=service), "is the kit of the site a"),
+        (
+            lambda: Hub(Kit.load(kits / "hub"), service=service),
+            r"cannot listen at 192.0.2.1:8470: .*--listen HOST:PORT",
+        ),
+        (
+            lambda: Hub(Kit.load(kits / "hub"), listen=("192.0.2.1", 0), service=service),
+            r"cannot listen at 192.0.2.1:0: [^;]*$",
+        ),
+        error=KitError,
+    )
 
 
 # Flow of frames through the hub: back-pressure, messages between two sites, the store

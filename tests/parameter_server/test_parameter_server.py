@@ -20,6 +20,7 @@ import zoo
 from local_reference import ends_equal
 from running_hub import running_hub
 from server_log import keys, recorded
+from support import refuses
 from torch import Tensor, nn
 
 import dadplug
@@ -230,23 +231,31 @@ def backward(model: nn.Module, step: int = 0, factor: float = 1.0) -> None:
 
 def what_is_not_possible_is_an_error_at_every_site() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    with pytest.raises(ValueError, match=f"quorum=9 needs as many sites, and there are {world_size}"):
-        made(quorum=9)
-    with pytest.raises(ValueError, match="has no option 'merge'"):
-        made(merge="owner")
-    with pytest.raises(dadplug.MismatchError, match=r"option staleness is 2 at site 0 .* and 3 at site 1"):
-        made(staleness=2 + rank)
+    refuses(
+        (lambda: made(quorum=9), f"quorum=9 needs as many sites, and there are {world_size}"),
+        (lambda: made(merge="owner"), "has no option 'merge'"),
+        (
+            lambda: made(staleness=2 + rank),
+            r"option staleness is 2 at site 0 .* and 3 at site 1",
+            dadplug.MismatchError,
+        ),
+    )
     model = network()
     groups = [{"params": model[0].parameters()}, {"params": model[1:].parameters(), "lr": 0.1 + 0.1 * rank}]
     with pytest.raises(dadplug.MismatchError, match=r"lr of parameter group 1 is 0.1 at site 0 .* and 0.2 at site 1"):
         dadplug.ParameterServer(model, torch.optim.SGD(groups, lr=0.1), weighting="samples")
     table = nn.Embedding(4, 4, max_norm=1.0)
-    with pytest.raises(ValueError, match="max_norm"):
-        dadplug.ParameterServer(table, torch.optim.SGD(table.parameters(), lr=0.1), weighting="samples")
-    with pytest.raises(ValueError, match="LBFGS"):
-        dadplug.ParameterServer(model, torch.optim.LBFGS(model.parameters()), weighting="samples")
-    with pytest.raises(ValueError, match="not the model's"):
-        dadplug.ParameterServer(model[0], torch.optim.SGD(model.parameters(), lr=0.1), weighting="samples")
+    refuses(
+        (
+            lambda: dadplug.ParameterServer(table, torch.optim.SGD(table.parameters(), lr=0.1), weighting="samples"),
+            "max_norm",
+        ),
+        (lambda: dadplug.ParameterServer(model, torch.optim.LBFGS(model.parameters()), weighting="samples"), "LBFGS"),
+        (
+            lambda: dadplug.ParameterServer(model[0], torch.optim.SGD(model.parameters(), lr=0.1), weighting="samples"),
+            "not the model's",
+        ),
+    )
     model, optimizer, server = made(model)
     with pytest.raises(RuntimeError, match=r"server.step\(\) makes the optimizer's steps"):
         optimizer.step()
@@ -340,12 +349,11 @@ def test_a_process_may_order_and_evaluate_only() -> None:
     """Process 0 only orders and evaluates: late, when the workers have ended two further phases."""
     rank = dist.get_rank()
     role = "worker" if rank else "server"
-    with pytest.raises(ValueError, match="quorum=3 needs as many sites, and there are 2"):
-        made(quorum=3, role=role)
-    with pytest.raises(ValueError, match="no process has role='worker'"):
-        made(role="server")
-    with pytest.raises(ValueError, match="unknown role 'boss'"):
-        made(role="boss")
+    refuses(
+        (lambda: made(quorum=3, role=role), "quorum=3 needs as many sites, and there are 2"),
+        (lambda: made(role="server"), "no process has role='worker'"),
+        (lambda: made(role="boss"), "unknown role 'boss'"),
+    )
     model, _, server = made(role=role, staleness=2)
     found = []
 

@@ -7,6 +7,7 @@ import pytest
 import support
 from dadplug.callbacks import monitors
 from running_hub import running_hub
+from support import refuses
 from torch import nn
 
 import dadplug
@@ -50,10 +51,10 @@ def test_a_monitor_has_the_epsilon_of_some_steps_and_means_do_not_reduce_it():
 
 
 def test_a_monitor_needs_privacy_and_a_delta():
-    with pytest.raises(ValueError, match="delta must be"):
-        monitors.PrivacyMonitor(0.0)
-    with pytest.raises(ValueError, match="every must be at least 1"):
-        monitors.PrivacyMonitor(DELTA, every=0)
+    refuses(
+        (lambda: monitors.PrivacyMonitor(0.0), "delta must be"),
+        (lambda: monitors.PrivacyMonitor(DELTA, every=0), "every must be at least 1"),
+    )
     reduction = dadplug.GradientReduction(nn.Linear(4, 2), mode="dsgd")
     reduction.idle()
     with pytest.raises(ValueError, match="needs privacy="):

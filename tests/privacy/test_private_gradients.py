@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from support import refuses
 from torch import nn
 
 import dadplug
@@ -391,10 +392,18 @@ def test_what_is_seen_only_in_a_step_is_refused():
     with pytest.raises(RuntimeError, match="cannot tell numbers of positions"):
         model(draw(5)[0])
     turned = dadplug.GradientReduction(Turns(), mode="dsgd", privacy=DifferentialPrivacy())
-    with pytest.raises(RuntimeError, match="samples along the first dimension: the batch has 4"):
-        turned.model(torch.randn(4, 5, 3)).sum().backward()
-    with pytest.raises(ValueError, match="epsilon\\(\\) needs privacy"):
-        dadplug.GradientReduction(nn.Linear(2, 2), mode="dsgd").epsilon(1e-5)
+    refuses(
+        (
+            lambda: turned.model(torch.randn(4, 5, 3)).sum().backward(),
+            "samples along the first dimension: the batch has 4",
+        ),
+        (
+            lambda: dadplug.GradientReduction(nn.Linear(2, 2), mode="dsgd").epsilon(1e-5),
+            "epsilon\\(\\) needs privacy",
+            ValueError,
+        ),
+        error=RuntimeError,
+    )
 
 
 class Turns(nn.Module):

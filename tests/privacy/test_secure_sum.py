@@ -9,6 +9,7 @@ import pytest
 import support
 import torch
 import torch.distributed as dist
+from support import refuses
 from torch import nn
 
 import dadplug
@@ -319,8 +320,8 @@ def test_what_does_not_go_with_masks(options, message):
 
 
 def test_bad_values_of_settings():
-    with pytest.raises(ValueError, match="secure_sum must be True or False"):
-        DifferentialPrivacy(secure_sum=1)
-    with pytest.raises(ValueError, match=r"secure_sum needs a noise_multiplier of at least 0\.1"):
-        DifferentialPrivacy(0.05, secure_sum=True)
+    refuses(
+        (lambda: DifferentialPrivacy(secure_sum=1), "secure_sum must be True or False"),
+        (lambda: DifferentialPrivacy(0.05, secure_sum=True), r"secure_sum needs a noise_multiplier of at least 0\.1"),
+    )
     assert DifferentialPrivacy.parse("secure_sum=True").secure_sum

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from support import refuses
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -50,10 +51,11 @@ def test_gradients_cannot_be_read_or_changed_before_they_are_private(mode):
     model = net()
     reduction = reduce(model, mode)
     backward(model)
-    with pytest.raises(PrivacyError, match=r"not private yet: read it after synchronize"):
-        model[0].weight.grad.norm()
-    with pytest.raises(PrivacyError, match="Clip and unscale after synchronize"):
-        model[0].weight.grad.mul_(100)
+    refuses(
+        (lambda: model[0].weight.grad.norm(), r"not private yet: read it after synchronize"),
+        (lambda: model[0].weight.grad.mul_(100), "Clip and unscale after synchronize"),
+        error=PrivacyError,
+    )
     model[2].bias.grad = torch.ones(4, dtype=torch.float64)
     with pytest.raises(PrivacyError, match=r"'2.bias' was changed between backward\(\) and synchronize\(\)"):
         reduction.synchronize()

@@ -14,6 +14,7 @@ from catalyst import dl
 from catalyst.core.callback import Callback
 from catalyst_training import data, net, run
 from dadplug.runners import DistributedRunner, HogwildRunner, HogwildStrategy
+from support import refuses
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -229,10 +230,10 @@ def test_refusals_come_before_the_training() -> None:
     lbfgs = Rows()
     lbfgs.configure_optimizers = lambda: torch.optim.LBFGS(lbfgs.parameters())
     refused("L-BFGS evaluates the loss several times", lbfgs)
-    with pytest.raises(ValueError, match="unknown state 'mine'"):
-        HogwildStrategy("mine")
-    with pytest.raises(ValueError, match="threads must be"):
-        HogwildStrategy(threads=0)
+    refuses(
+        (lambda: HogwildStrategy("mine"), "unknown state 'mine'"),
+        (lambda: HogwildStrategy(threads=0), "threads must be"),
+    )
     strategy = HogwildStrategy()
     strategy.parallel_devices = [torch.device("cuda")]
     with pytest.raises(ValueError, match="memory of CPU processes, and this trainer uses cuda"):

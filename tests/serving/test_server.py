@@ -19,6 +19,7 @@ import torch
 from dadplug.runners.serving import PredictionClient
 from prometheus_client.parser import text_string_to_metric_families
 from served import HeldModel, patient_predictor
+from support import refuses
 
 from dadplug.serving import FeedbackError, InputError, LoadError, ModelError, UnavailableError
 from dadplug.tools.cli.commands import named, seconds, shape
@@ -58,10 +59,11 @@ def test_a_checkpoint_is_served_by_the_command_until_sigterm(tmp_path):
         p = client.predict(x, context="ward")
         np.testing.assert_allclose(p.output, module(torch.from_numpy(x)).detach().numpy(), rtol=1e-5)
         client.feedback(p.id, p.label)
-        with pytest.raises(FeedbackError, match="has had its feedback"):
-            client.feedback(p.id, p.label)
-        with pytest.raises(InputError, match=r"expects \(3\)"):
-            client.predict([1.0], context="ward")
+        refuses(
+            (lambda: client.feedback(p.id, p.label), "has had its feedback"),
+            (lambda: client.predict([1.0], context="ward"), r"expects \(3\)", InputError),
+            error=FeedbackError,
+        )
         with socket.create_connection(("127.0.0.1", port)) as garbage:
             garbage.sendall(b"\x16\x03\x01 no HTTP at all\r\n\r\n")
             with socket.create_connection(("127.0.0.1", port)) as silent:
@@ -104,10 +106,11 @@ def test_the_extra_is_named_if_litserve_is_missing(monkeypatch):
     import dadplug
 
     monkeypatch.setitem(sys.modules, "litserve", None)
-    with pytest.raises(ImportError, match=r"pip install 'dadplug\[serve\]'"):
-        dadplug.serve({"m": lambda batch: batch})
-    with pytest.raises(ValueError, match="slo has to be positive"):
-        dadplug.serve({"m": lambda batch: batch}, slo=-1)
+    refuses(
+        (lambda: dadplug.serve({"m": lambda batch: batch}), r"pip install 'dadplug\[serve\]'"),
+        (lambda: dadplug.serve({"m": lambda batch: batch}, slo=-1), "slo has to be positive", ValueError),
+        error=ImportError,
+    )
 
 
 def test_a_client_needs_an_address():
