@@ -6,8 +6,13 @@ import json
 import selectors
 import socket
 import threading
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+
+import hub_kits
+from running_hub import RunningHub, running_hub
+from support import free_port
 
 _RESET = b"\1\0\0\0\0\0\0\0"  # SO_LINGER of 0 s
 
@@ -110,3 +115,24 @@ def goes_by_way_of(relay: CuttingRelay, kit: Path) -> None:
     roster = json.loads((kit / "roster.json").read_text())
     roster["hub"] = f"127.0.0.1:{relay.address[1]}"
     (kit / "roster.json").write_text(json.dumps(roster))
+
+
+@contextmanager
+def relayed_hub(folder: Path, names: Sequence[str], sealed: bool = False, **settings: object) -> Iterator[RunningHub]:
+    """Run a hub that each site reaches by a relay of its own; they are its attribute `relays`.
+
+    Args:
+        folder: folder for the kits.
+        names: names of the sites.
+        sealed: whether their messages are sealed.
+        settings: of the hub.
+    """
+    with ExitStack() as opened:
+        if sealed:
+            address = f"127.0.0.1:{free_port()}"
+            hub_kits.make(folder / "kits", hub=address, hub_names=[], sites=list(names), sealed=True, hub_at=None)
+        hub = opened.enter_context(running_hub(folder / "kits", tuple(names), **settings))
+        hub.relays = [opened.enter_context(CuttingRelay(hub.address)) for _ in names]
+        for name, relay in zip(names, hub.relays, strict=True):
+            goes_by_way_of(relay, hub.kits / name)
+        yield hub

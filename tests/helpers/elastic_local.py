@@ -341,6 +341,34 @@ def reference(
     return found
 
 
+def check(fleet: Any, names: str, fragments: int = 1) -> dict[int, dict]:
+    """Check that the agreed models of all sites are equal to the bit; return the agreements of all sites by number.
+
+    Statistics are equal once a round.
+    """
+    every: dict[int, dict] = {}
+    for name in names:
+        for number, line in fleet.lines(name).items():
+            known = every.setdefault(number, line)
+            same = ["agreed", "present", "step"] if line["here"] and known["here"] else ["agreed"]
+            if len(same) > 1 and number % fragments == 0:
+                same.append("buffers")
+            for what in same:
+                assert line[what] == known[what], (name, number, what, fleet.state())
+    finals = [fleet.written(name, "final")[-1] for name in names]
+    assert len({line["final"] for line in finals}) == 1, fleet.state()
+    assert {line["first"] for line in finals} == {None}
+    assert len({line["steps"] for line in finals}) == 1
+    return every
+
+
+def ends(fleet: Any, names: str) -> dict[int, dict]:
+    """Stop the sites of a fleet, and check them, see `check`."""
+    fleet.stop(12)
+    fleet.end(names)
+    return check(fleet, names)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     run(Case(**json.loads(sys.argv[1])))

@@ -68,6 +68,17 @@ def link_all(hub: RunningHub, world_size: int = 2, addresses: Sequence[tuple[str
 
 
 @contextmanager
+def linked_by(kits: Path, names: str = "ab") -> Iterator[list[HubLink]]:
+    """Link sites to the hub that their kits name."""
+    opened = together(lambda rank: open_link(kits, names[rank]), len(names))
+    try:
+        yield opened
+    finally:
+        for link in opened:
+            link.close(0.1)
+
+
+@contextmanager
 def over_hub(kits: Path) -> Iterator[HubLink]:
     """Link this process to a hub by the kit of its rank; transports of its default group go over that link."""
     link = open_link(kits, NAMES[dist.get_rank()], timeout=200.0)

@@ -6,9 +6,8 @@ from statistics import median_low
 
 import pytest
 import torch
-from elastic_runs import ENDED, Run, presence, same_bits
 from elastic_site import LIE, batch, make_model
-from running_hub import running_hub
+from fleet import ENDED, Fleet
 from sealed_sites import sealed_hub
 from torch import nn
 
@@ -42,41 +41,29 @@ def is_exact(lines: dict[int, dict], loud: int) -> None:
         nn.utils.vector_to_parameters(values, model.parameters())
 
 
-def trained(folder, hub, lost: str = "", **fields) -> tuple[Run, dict[int, dict]]:
-    """Train three sites, of which the last one is loud; return the run and the lines of the first."""
-    settings = {"mode": "rankdad", "exact": True, "clip_sites": MULTIPLE} | fields
-    run = Run(folder, hub, stops=bool(lost), **settings | ({"pause": 0.01} if lost else {"steps": STEPS}))
-    run.start("ab".replace(lost, ""))
-    run.start("c", loud=LOUD)
-    if lost:
-        run.lose(lost, leave=LIE + 1, how="late")
-        hub.await_line(f"{lost} joins", ENDED)
-        run.stop(10)
-    run.end("abc")
-    lines = run.lines("a")
-    for name in "bc":
-        same_bits(lines, run.lines(name))
-    return run, lines
+SETTINGS = {"mode": "rankdad", "exact": True, "clip_sites": MULTIPLE}
 
 
 @pytest.mark.parametrize("merge", ["all", "owner"])
 @pytest.mark.parametrize("min_sites", [1, None])
 def test_it_is_the_mean_of_clipped_gradients_and_named_once(tmp_path, merge, min_sites):
-    with running_hub(tmp_path / "kits", ("a", "b", "c")) as hub:
-        run, lines = trained(tmp_path, hub, merge=merge, min_sites=min_sites)
-        named = [line for line in hub.log if "times the median" in line]
+    with Fleet(tmp_path, "abc", merge=merge, min_sites=min_sites, steps=STEPS, **SETTINGS) as fleet:
+        lines, _ = fleet.train("ab", c={"loud": LOUD})
+        (named,) = [line for line in fleet.hub.log if "times the median" in line]
     is_exact(lines, 2)
-    assert len(named) == 1
-    assert f"c: in step {LIE} the norm of its gradient is " in named[0]
-    printed = run.processes["a"].read()[1]
-    assert printed.count("times the median of all sites, and clipped to 3 times the median") == 1
+    assert f"c: in step {LIE} the norm of its gradient is " in named
+    assert fleet.told("a").count("times the median of all sites, and clipped to 3 times the median") == 1
 
 
 @pytest.mark.parametrize("merge", ["all", "owner"])
 def test_sealed_and_where_a_site_leaves_in_the_same_step(tmp_path, merge):
-    with sealed_hub(tmp_path) as hub:
-        _, lines = trained(tmp_path, hub, lost="b", merge=merge)
-    assert presence(lines)[LIE + 1] == [0, 2]
+    with Fleet(tmp_path, sealed_hub(tmp_path), merge=merge, pause=0.01, **SETTINGS) as fleet:
+        fleet.start("a")
+        fleet.start("c", loud=LOUD)
+        fleet.lose("b", leave=LIE + 1, how="late")
+        fleet.hub.await_line("b joins", ENDED)
+        lines, present = fleet.finish("abc", 10)
+    assert present[LIE + 1] == [0, 2]
     is_exact(lines, 2)
 
 
@@ -84,16 +71,8 @@ def test_sealed_and_where_a_site_leaves_in_the_same_step(tmp_path, merge):
 def test_a_false_statement_does_not_get_past_those_that_see_what_is_sent(tmp_path, merge):
     """What is only summed is beyond them: it is left out of the comparison."""
     (tiny,) = struct.unpack(">q", struct.pack(">d", 0.01))
-    with running_hub(tmp_path / "kits", ("a", "b", "c")) as hub:
-        run = Run(
-            tmp_path, hub, mode="rankdad", exact=True, clip_sites=MULTIPLE, merge=merge, steps=LIE + 1, stops=False
-        )
-        run.start("ab")
-        run.start("c", loud=LOUD, lies={NORM: tiny})
-        run.end("abc")
-    lines = run.lines("a")
-    for name in "bc":
-        same_bits(lines, run.lines(name))
+    with Fleet(tmp_path, "abc", merge=merge, steps=LIE + 1, **SETTINGS) as fleet:
+        lines, _ = fleet.train("ab", c={"loud": LOUD, "lies": {NORM: tiny}})
     model = make_model(exact=True)
     nn.utils.vector_to_parameters(torch.tensor(lines[LIE - 1]["parameters"], dtype=torch.float64), model.parameters())
     found = parts(model, [0, 1, 2], LIE, loud=2)
@@ -106,25 +85,13 @@ def test_a_false_statement_does_not_get_past_those_that_see_what_is_sent(tmp_pat
 
 @pytest.mark.parametrize("merge", ["all", "owner"])
 def test_a_gradient_whose_norm_is_out_of_range_has_no_weight(tmp_path, merge):
-    with running_hub(tmp_path / "kits", ("a", "b", "c")) as hub:
-        run = Run(
-            tmp_path, hub, mode="rankdad", exact=True, clip_sites=MULTIPLE, merge=merge, steps=LIE + 1, stops=False
-        )
-        run.start("ab")
-        run.start("c", loud=1e160)
-        run.end("abc")
-    lines = run.lines("a")
-    for name in "bc":
-        same_bits(lines, run.lines(name))
+    with Fleet(tmp_path, "abc", merge=merge, steps=LIE + 1, **SETTINGS) as fleet:
+        lines, _ = fleet.train("ab", c={"loud": 1e160})
     assert 0 < max(map(abs, lines[LIE]["gradient"])) < 1e3
 
 
 def test_sums_that_are_exchanged_again_are_those_of_the_step(tmp_path):
     """From a step on, the header of a site states that its gradient has changed since it was sent."""
-    with running_hub(tmp_path / "kits", ("a", "b", "c")) as hub:
-        run = Run(tmp_path, hub, mode="dsgd", clip_sites=MULTIPLE, min_sites=None, steps=STEPS, stops=False)
-        run.start("ab")
-        run.start("c", lies={NORM + 1: 3})
-        run.end("abc")
-    for name in "bc":
-        same_bits(run.lines("a"), run.lines(name))
+    with Fleet(tmp_path, "abc", mode="dsgd", clip_sites=MULTIPLE, min_sites=None, steps=STEPS) as fleet:
+        lines, _ = fleet.train("ab", c={"lies": {NORM + 1: 3}})
+    assert len(lines) == STEPS

@@ -2,7 +2,6 @@
 
 import re
 import shutil
-import signal
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,9 +9,10 @@ from types import SimpleNamespace
 import pytest
 import support
 import torch
-from cutting_relay import CuttingRelay, goes_by_way_of
-from elastic_runs import ENDED, Run, idles, presence, same_bits
-from running_hub import RunningHub, TestSite, add_site, running_hub, until
+from cutting_relay import relayed_hub
+from fleet import ENDED, Fleet, idles, presence, same_bits
+from running_hub import RunningHub, TestSite, add_site, until
+from support import refuses
 from torch import nn
 
 import dadplug
@@ -43,15 +43,13 @@ LEAVES = 3  # step in which the batches are larger than before, so that there is
 
 def leaves_and_returns(folder: Path, names: str, **settings: object) -> tuple[dict, list[dict[int, dict]]]:
     """Train with a site that is killed and comes back; return the lines of the first site, and those of all."""
-    folder.mkdir()
-    with running_hub(folder / "kits", tuple(names)) as hub:
-        run = Run(folder, hub, pause=0.01, **settings)
-        run.start(names[:-1])
-        run.lose(names[-1], leave=LEAVES)
-        hub.await_line(f"{names[-1]} joins", ENDED)
-        run.stop(40)
-        run.end(names)
-        return run.lines("a"), [run.lines(name) for name in names]
+    with Fleet(folder, names, pause=0.01, **settings) as fleet:
+        fleet.start(names[:-1])
+        fleet.lose(names[-1], leave=LEAVES)
+        fleet.hub.await_line(f"{names[-1]} joins", ENDED)
+        fleet.stop(40)
+        fleet.end(names)
+        return fleet.lines("a"), [fleet.lines(name) for name in names]
 
 
 @pytest.mark.parametrize(
@@ -79,46 +77,43 @@ def test_a_site_that_is_lost_and_returns_counts_as_an_idle_one(tmp_path, mode, n
 
 def test_a_wrapped_model_is_updated_before_its_next_forward_pass(tmp_path):
     """A site is killed, and its new process gets model, optimizer and step; then it is stopped, and joins again."""
-    with running_hub(tmp_path / "kits", ("a", "b")) as hub:
-        run = Run(tmp_path, hub, mode="rankdad", site_timeout=5.0, pause=0.01, wraps=True)
-        run.start("a")
-        run.lose("b", leave=LEAVES, how="late")
-        hub.await_line("b joins", ENDED)
-        run.await_step("b", max(run.lines("a")) + 2)
-        run.processes["b"].send_signal(signal.SIGSTOP)
-        hub.await_line("b has left: silent for 5 s", ENDED)
-        run.await_step("a", max(run.lines("a")) + 3)
-        run.processes["b"].send_signal(signal.SIGCONT)
-        until(lambda: sum("b joins" in line for line in hub.log) == 2, timeout=ENDED)
-        lines, present = run.finish("ab")
+    with Fleet(tmp_path, "ab", mode="rankdad", site_timeout=5.0, pause=0.01, wraps=True) as fleet:
+        fleet.start("a")
+        fleet.lose("b", leave=LEAVES, how="late")
+        fleet.hub.await_line("b joins", ENDED)
+        fleet.await_more("b", 2, "a")
+        fleet.freeze("b")
+        fleet.hub.await_line("b has left: silent for 5 s", ENDED)
+        fleet.await_more("a", 3)
+        fleet.thaw("b")
+        fleet.await_joins("b", 2)
+        lines, present = fleet.finish("ab")
     assert list(present.values()).count([0]) >= 4
     same_bits(lines, idles(tmp_path / "idle", "ab", present, mode="rankdad"))
 
 
 def test_a_site_that_returns_knows_who_is_absent_in_a_collective(tmp_path):
-    with running_hub(tmp_path / "kits", ("a", "b", "c")) as hub:
-        run = Run(tmp_path, hub, meets=True, pause=0.01)
-        run.start("a")
-        run.start("b", leave=3)
-        run.start("c", leave=5)
+    with Fleet(tmp_path, "abc", meets=True, pause=0.01) as fleet:
+        fleet.start("a")
+        fleet.start("b", leave=3)
+        fleet.start("c", leave=5)
         for name in "bc":
-            run.end(name, -9)
-            hub.await_line(f"{name} has left", ENDED)
-        run.start("b")  # c has been away for longer
-        hub.await_line("b joins", ENDED)
-        run.stop()
-        run.end("ab")
-        assert run.lines("a")[max(run.lines("a"))]["present"] == [0, 1]
+            fleet.end(name, -9)
+            fleet.hub.await_line(f"{name} has left", ENDED)
+        fleet.start("b")  # c has been away for longer
+        fleet.hub.await_line("b joins", ENDED)
+        fleet.stop()
+        fleet.end("ab")
+        assert fleet.lines("a")[max(fleet.lines("a"))]["present"] == [0, 1]
 
 
 @pytest.mark.parametrize(("grace", "cuts"), [(20.0, 40), (0.0, 1)])
 def test_a_link_that_is_cut_anywhere_changes_nothing(tmp_path, monkeypatch, grace, cuts):
     monkeypatch.setattr(run_module, "SHORT_GRACE", grace)
-    with running_hub(tmp_path / "kits", ("a", "b")) as hub, CuttingRelay(hub.address) as relay:
-        goes_by_way_of(relay, tmp_path / "kits" / "b")
-        run = Run(tmp_path, hub, mode="rankdad", pause=0.01)
-        run.start("ab")
-        run.await_step("a", 2)
+    with Fleet(tmp_path, relayed_hub(tmp_path, "ab"), mode="rankdad", pause=0.01) as fleet:
+        hub, relay = fleet.hub, fleet.hub.relays[1]
+        fleet.start("ab")
+        fleet.await_step("a", 2)
         relay.refuse = not grace
         for number in range(cuts):
             relay.cut_after(number % 2, 1 + 211 * number)
@@ -130,14 +125,14 @@ def test_a_link_that_is_cut_anywhere_changes_nothing(tmp_path, monkeypatch, grac
             )
         if not grace:
             hub.await_line("b has left", ENDED)
-            run.await_step("a", max(run.lines("a")) + 3)
+            fleet.await_more("a", 3)
             relay.refuse = False
             hub.await_line("b joins", ENDED)
-        run.stop()
-        run.end("a")
-        assert ("it joins again" in run.end("b")) == (not grace)
-        lines, present = run.lines("a"), presence(run.lines("a"))
-        same_bits(lines, run.lines("b"))
+        fleet.stop()
+        fleet.end("a")
+        assert ("it joins again" in fleet.end("b")) == (not grace)
+        lines, present = fleet.lines("a"), presence(fleet.lines("a"))
+        same_bits(lines, fleet.lines("b"))
     assert present[max(present)] == [0, 1]
     assert ([0] in present.values()) is not bool(grace)
     same_bits(lines, idles(tmp_path / "idle", "ab", present, mode="rankdad"))
@@ -145,53 +140,49 @@ def test_a_link_that_is_cut_anywhere_changes_nothing(tmp_path, monkeypatch, grac
 
 @pytest.mark.parametrize("mode", ["dad", "rankdad"])
 def test_a_site_that_was_stopped_joins_again_in_its_process(tmp_path, mode):
-    with running_hub(tmp_path / "kits", ("a", "b", "c")) as hub:
-        run = Run(tmp_path, hub, mode=mode, site_timeout=1.0, pause=0.01)
-        run.start("abc")
-        run.await_step("a", 2)
-        run.processes["b"].send_signal(signal.SIGSTOP)
-        hub.await_line("b has left: silent for 1 s", ENDED)
-        run.await_step("a", max(run.lines("a")) + 3)
-        run.processes["b"].send_signal(signal.SIGCONT)
-        hub.await_line("b joins", ENDED)
-        lines, present = run.finish("abc")
+    with Fleet(tmp_path, "abc", mode=mode, site_timeout=1.0, pause=0.01) as fleet:
+        fleet.start("abc")
+        fleet.await_step("a", 2)
+        fleet.freeze("b")
+        fleet.hub.await_line("b has left: silent for 1 s", ENDED)
+        fleet.await_more("a", 3)
+        fleet.thaw("b")
+        fleet.hub.await_line("b joins", ENDED)
+        lines, present = fleet.finish("abc")
     assert [0, 2] in present.values()
     same_bits(lines, idles(tmp_path / "idle", "abc", present, mode=mode))
 
 
 def test_the_reason_is_told_and_training_goes_on(tmp_path):
-    with running_hub(tmp_path / "kits", ("a", "b")) as hub:
-        run = Run(tmp_path, hub, steps=12)
-        run.start("a")
-        run.start("b", leave=3, how="raise")
-        assert "the data are lost" in run.end("b", 1)
-        run.end("a")
-        assert [line["present"] for line in run.lines("a").values()] == [[0, 1]] * 3 + [[0]] * 9
-        assert hub.await_line("b has left: RuntimeError: the data are lost", ENDED)
+    with Fleet(tmp_path, "ab", steps=12) as fleet:
+        fleet.start("a")
+        fleet.start("b", leave=3, how="raise")
+        assert "the data are lost" in fleet.end("b", 1)
+        fleet.end("a")
+        assert [line["present"] for line in fleet.lines("a").values()] == [[0, 1]] * 3 + [[0]] * 9
+        assert fleet.hub.await_line("b has left: RuntimeError: the data are lost", ENDED)
 
 
 def test_a_round_of_its_own_between_backward_and_the_end_of_the_step_takes_nothing_away(tmp_path):
-    with running_hub(tmp_path / "kits", ("a", "b")) as hub:
-        run = Run(tmp_path, hub, mode="dad", steps=10, talks=True)
-        run.start("a")
-        run.start("b", leave=6, how="before")
-        run.end("b", -9)
-        run.end("a")
-        lines, present = run.lines("a"), presence(run.lines("a"))
+    with Fleet(tmp_path, "ab", mode="dad", steps=10, talks=True) as fleet:
+        fleet.start("a")
+        fleet.start("b", leave=6, how="before")
+        fleet.end("b", -9)
+        fleet.end("a")
+        lines, present = fleet.lines("a"), presence(fleet.lines("a"))
     assert list(present.values()) == [[0, 1]] * 6 + [[0]] * 4
     same_bits(lines, idles(tmp_path / "idle", "ab", present, mode="dad"))
 
 
 def test_below_min_sites_training_pauses_and_says_for_whom(tmp_path):
-    with running_hub(tmp_path / "kits", ("a", "b")) as hub:
-        run = Run(tmp_path, hub, min_sites=2, steps=12)
-        run.start("a")
-        run.start("b", leave=3)
-        run.end("b", -9)
-        hub.await_line("paused: 2 sites are needed and 1 is connected: waiting for b", ENDED)
-        assert max(run.lines("a")) == 2
-        run.start("b")
-        told = run.end("a")  # by logging, with the time
+    with Fleet(tmp_path, "ab", min_sites=2, steps=12) as fleet:
+        fleet.start("a")
+        fleet.start("b", leave=3)
+        fleet.end("b", -9)
+        fleet.hub.await_line("paused: 2 sites are needed and 1 is connected: waiting for b", ENDED)
+        assert max(fleet.lines("a")) == 2
+        fleet.start("b")
+        told = fleet.end("a")  # by logging, with the time
         for text in (
             r"training pauses: 2 sites are needed and 1 is connected: waiting for b\n",
             r"site 1 \(b\) is lost: .+\n",
@@ -199,50 +190,47 @@ def test_below_min_sites_training_pauses_and_says_for_whom(tmp_path):
             r"training goes on, after \d+ s\n",
         ):
             assert re.search(rf"\d\d:\d\d:\d\d dadplug: {text}", told), told
-        run.end("b")
-        assert max(run.lines("b")) == 11
+        fleet.end("b")
+        assert max(fleet.lines("b")) == 11
 
 
 def test_another_site_gives_its_state_if_one_is_lost_meanwhile(tmp_path):
-    with running_hub(tmp_path / "kits", ("a", "b", "c")) as hub:
-        run = Run(tmp_path, hub, pause=0.01)
-        run.start("a", how="donates")  # of members that have been asked equally often, the first one is asked
-        run.start("b")
-        run.lose("c", leave=LEAVES)
-        hub.await_line("c joins", ENDED)
-        hub.await_line("a has left", ENDED)
-        run.await_step("c", max(run.lines("b")) + 2)
-        run.finish("bc", 5)
+    with Fleet(tmp_path, "abc", pause=0.01) as fleet:
+        fleet.start("a", how="donates")  # of members that have been asked equally often, the first one is asked
+        fleet.start("b")
+        fleet.lose("c", leave=LEAVES)
+        fleet.hub.await_line("c joins", ENDED)
+        fleet.hub.await_line("a has left", ENDED)
+        fleet.await_more("c", 2, "b")
+        fleet.finish("bc", 5)
 
 
 def test_another_site_gives_its_state_if_one_is_held_up(tmp_path):
     """The donor is alive, and its program does not get on; its state comes when the round has been closed long ago."""
-    with running_hub(tmp_path / "kits", ("a", "b", "c")) as hub:
-        run = Run(tmp_path, hub, pause=0.01, site_timeout=4.0)
-        run.start("a", how="hesitates")
-        run.start("b")
-        run.lose("c", leave=LEAVES)
-        hub.await_line("a is asked for its state, for c", ENDED)
-        hub.await_line("b is asked for its state, for c", ENDED)
-        run.await_step("c", max(run.lines("b")) + 2)
-        run.stop(5, "b")
-        run.end("abc")
-        assert not any(" has left: 2 sites refuse it" in line for line in hub.log)
-        assert not any("a has left" in line for line in hub.log if "training is complete" not in line)
+    with Fleet(tmp_path, "abc", pause=0.01, site_timeout=4.0) as fleet:
+        fleet.start("a", how="hesitates")
+        fleet.start("b")
+        fleet.lose("c", leave=LEAVES)
+        fleet.hub.await_line("a is asked for its state, for c", ENDED)
+        fleet.hub.await_line("b is asked for its state, for c", ENDED)
+        fleet.await_more("c", 2, "b")
+        fleet.stop(5, "b")
+        fleet.end("abc")
+        assert not any(" has left: 2 sites refuse it" in line for line in fleet.hub.log)
+        assert not any("a has left" in line for line in fleet.hub.log if "training is complete" not in line)
         for name in "bc":
-            same_bits(run.lines("a"), run.lines(name))
+            same_bits(fleet.lines("a"), fleet.lines(name))
 
 
 def test_a_site_that_is_lost_while_it_joins_holds_up_nobody(tmp_path):
-    with running_hub(tmp_path / "kits", ("a", "b")) as hub:
-        run = Run(tmp_path, hub, pause=0.01)
-        run.start("a")
+    with Fleet(tmp_path, "ab", pause=0.01) as fleet:
+        fleet.start("a")
         for fields in ({"leave": LEAVES}, {"how": "joins"}):
-            run.start("b", **fields)
-            run.end("b", -9)
-        run.start("b")
-        run.await_step("b", max(run.lines("a")) + 2)
-        run.finish("ab", 5)
+            fleet.start("b", **fields)
+            fleet.end("b", -9)
+        fleet.start("b")
+        fleet.await_more("b", 2, "a")
+        fleet.finish("ab", 5)
 
 
 def test_what_needs_all_sites_is_refused():
@@ -365,19 +353,17 @@ def trains_with_a_late_site(folder: Path, returns: bool, **case: object) -> tupl
         returns: whether the late site takes part again.
         case: fields of the late site's case.
     """
-    folder.mkdir()
-    with running_hub(folder / "kits", ("a", "b", "c")) as hub:
-        settings = {name: case.pop(name) for name in ("mode", "bucket_mb", "link", "wire") if name in case}
-        run = Run(folder, hub, late="skip", pause=0.01, **settings)
-        run.start("ab")
-        run.start("c", other=str(folder / "a"), **case)
+    settings = {name: case.pop(name) for name in ("mode", "bucket_mb", "link", "wire") if name in case}
+    with Fleet(folder, "abc", late="skip", pause=0.01, **settings) as fleet:
+        fleet.start("ab")
+        fleet.start("c", other=str(folder / "a"), **case)
         if returns:
-            hub.await_line("c takes part again", ENDED)
+            fleet.hub.await_line("c takes part again", ENDED)
         else:
-            run.await_step("a", LATE + 10)
-        run.stop()
-        run.end("abc")
-        return [run.lines(name) for name in "abc"], list(hub.log)
+            fleet.await_step("a", LATE + 10)
+        fleet.stop()
+        fleet.end("abc")
+        return [fleet.lines(name) for name in "abc"], list(fleet.hub.log)
 
 
 @pytest.mark.parametrize(
@@ -413,12 +399,11 @@ def test_a_site_that_is_always_late_stays_a_member_and_its_data_are_not_used(tmp
 
 
 def test_options_of_late_sites_are_checked():
-    with pytest.raises(ValueError, match="late='skip' needs min_sites"):
-        Options.create(late="skip")
-    with pytest.raises(ValueError, match="unknown late 'drop'; valid ones are 'wait', 'skip'"):
-        Options.create(late="drop", min_sites=1)
-    with pytest.raises(ValueError, match="patience must be a number above 1"):
-        Options.create(late="skip", min_sites=1, patience=1.0)
+    refuses(
+        (lambda: Options.create(late="skip"), "late='skip' needs min_sites"),
+        (lambda: Options.create(late="drop", min_sites=1), "unknown late 'drop'; valid ones are 'wait', 'skip'"),
+        (lambda: Options.create(late="skip", min_sites=1, patience=1.0), "patience must be a number above 1"),
+    )
 
 
 # Runs that grow: a site that is new in the roster joins in the middle, and the bits are those of a run with it
@@ -446,54 +431,51 @@ def keep_kits(hub: RunningHub, names: str) -> Path:
 def test_a_site_that_is_new_counts_as_one_that_was_idle(tmp_path, mode, settings):
     """With long steps the site joins in the round in which the run grows; else the others have room for it before."""
     settings = {"pause": 0.02} | settings
-    with running_hub(tmp_path / "kits", ("a", "b")) as hub:
-        run = Run(tmp_path, hub, mode=mode, meets=True, **settings)
-        run.start("ab")
-        run.await_step("a", 3)
-        add_site(hub, "abc")
-        run.start("c")
-        hub.await_line("c joins", ENDED)
-        lines, present = run.finish("abc", 20 if settings["pause"] < 1 else 4)
+    with Fleet(tmp_path, "ab", mode=mode, meets=True, **settings) as fleet:
+        fleet.start("ab")
+        fleet.await_step("a", 3)
+        add_site(fleet.hub, "abc")
+        fleet.start("c")
+        fleet.hub.await_line("c joins", ENDED)
+        lines, present = fleet.finish("abc", 20 if settings["pause"] < 1 else 4)
     assert present[3] == [0, 1]
     same_bits(lines, idles(tmp_path / "idle", "abc", present, mode=mode, **settings | {"late": "wait", "pause": 0.0}))
 
 
 def test_a_site_with_an_old_kit_returns_to_a_run_that_has_grown_twice(tmp_path):
-    with running_hub(tmp_path / "kits", ("a", "b")) as hub:
-        kept = keep_kits(hub, "ab")
-        run = Run(tmp_path, hub, mode="rankdad", pause=0.02, meets=True)
-        run.start("a", kit=str(kept / "a"))
-        run.start("b", kit=str(kept / "b"), leave=3, how="late")
-        run.end("b", -9)
+    with Fleet(tmp_path, "ab", mode="rankdad", pause=0.02, meets=True) as fleet:
+        hub, kept = fleet.hub, keep_kits(fleet.hub, "ab")
+        fleet.start("a", kit=str(kept / "a"))
+        fleet.start("b", kit=str(kept / "b"), leave=3, how="late")
+        fleet.end("b", -9)
         add_site(hub, "abc")
-        run.start("c")
+        fleet.start("c")
         hub.await_line("c joins", ENDED)
         add_site(hub, "abcd")
-        run.start("d", leave=-1)
+        fleet.start("d", leave=-1)
         hub.await_line("the run grows: it is one of 4 sites now, with d", ENDED)
-        run.start("b", kit=str(kept / "b"))
+        fleet.start("b", kit=str(kept / "b"))
         hub.await_line("b joins", ENDED)
         hub.await_line("d joins", ENDED)
-        run.stop()
-        run.end("abcd")
-        lines, present = run.lines("a"), presence(run.lines("a"))
+        fleet.stop()
+        fleet.end("abcd")
+        lines, present = fleet.lines("a"), presence(fleet.lines("a"))
         for name in "bcd":
-            same_bits(lines, {step: line for step, line in run.lines(name).items() if step > 3})
+            same_bits(lines, {step: line for step, line in fleet.lines(name).items() if step > 3})
     assert present[max(present)] == [0, 1, 2, 3]
     same_bits(lines, idles(tmp_path / "idle", "abcd", present, mode="rankdad"))
 
 
 def test_a_run_that_needs_all_sites_goes_on_without_one_that_is_new(tmp_path):
-    with running_hub(tmp_path / "kits", ("a", "b")) as hub:
-        run = Run(tmp_path, hub, min_sites=None, pause=0.02)
-        run.start("ab")
-        run.await_step("a", 2)
-        add_site(hub, "abc")
-        c = TestSite(Kit.load(hub.kits / "c"), hub.address, sites=3, release=own_release())
+    with Fleet(tmp_path, "ab", min_sites=None, pause=0.02) as fleet:
+        fleet.start("ab")
+        fleet.await_step("a", 2)
+        add_site(fleet.hub, "abc")
+        c = TestSite(Kit.load(fleet.hub.kits / "c"), fleet.hub.address, sites=3, release=own_release())
         assert c.action(Pause).reason == "waiting for a, b to leave the last run"
-        run.stop(5)
-        run.end("ab")
-        assert all(present == [0, 1] for present in presence(run.lines("a")).values())
+        fleet.stop(5)
+        fleet.end("ab")
+        assert all(present == [0, 1] for present in presence(fleet.lines("a")).values())
         assert c.action(Pause).reason.endswith("waiting for a, b")  # to begin the next run
 
 

@@ -2,16 +2,17 @@
 
 import math
 import re
-import signal
 from pathlib import Path
+from typing import Any
 
 import elastic_local
 import pytest
 import support
 import torch
-from elastic_local import reference
-from elastic_runs import ENDED, MortalHub, Run
-from running_hub import RunningHub, add_site, running_hub, until
+from elastic_local import check, ends, reference
+from fleet import ENDED, Fleet, MortalHub
+from running_hub import add_site, running_hub
+from support import refuses
 
 import dadplug
 from dadplug.local_steps import LocalOptions
@@ -21,51 +22,16 @@ AT_ONCE, LATER, AHEAD = {"overlap": False}, {"overlap": True}, {"overlap": True,
 """Deltas are sent in the agreement that counts them, after the one before, or two steps ahead."""
 
 
-def sites_of(folder: Path, hub: RunningHub, options: dict | None = None, **settings: object) -> Run:
-    return Run(folder, hub, elastic_local.__file__, options=options or {}, **({"pause": 0.005} | settings))
+def sites_of(folder: Path, hub: Any, options: dict | None = None, **settings: object) -> Fleet:
+    settings = {"pause": 0.005, "key": "agreement"} | settings
+    return Fleet(folder, hub, elastic_local.__file__, options=options or {}, **settings)
 
 
-def agreements(run: Run, name: str) -> dict[int, dict]:
-    return {line["agreement"]: line for line in run.written(name) if "agreement" in line}
-
-
-def stop(run: Run, name: str = "a", more: int = 12) -> None:
-    (run.folder / "stop").write_text(str(max(line["step"] for line in agreements(run, name).values()) + more))
-
-
-def check(run: Run, names: str, fragments: int = 1) -> dict[int, dict]:
-    """Check that the agreed models of all sites are equal to the bit; return the agreements of all sites by number.
-
-    Statistics are equal once a round.
-    """
-    every: dict[int, dict] = {}
-    for name in names:
-        for number, line in agreements(run, name).items():
-            known = every.setdefault(number, line)
-            same = ["agreed", "present", "step"] if line["here"] and known["here"] else ["agreed"]
-            if len(same) > 1 and number % fragments == 0:
-                same.append("buffers")
-            for what in same:
-                assert line[what] == known[what], (name, number, what, run.state())
-    finals = [next(line for line in reversed(run.written(name)) if "final" in line) for name in names]
-    assert len({line["final"] for line in finals}) == 1, run.state()
-    assert {line["first"] for line in finals} == {None}
-    assert len({line["steps"] for line in finals}) == 1
-    return every
-
-
-def ends(run: Run, names: str) -> dict[int, dict]:
-    """Stop the sites, and check them; return the agreements by number."""
-    stop(run)
-    run.end(names)
-    return check(run, names)
-
-
-def returns(run: Run, settings: dict, agreed: int = 4, later: int = 8) -> dict[int, dict]:
+def returns(fleet: Fleet, settings: dict, agreed: int = 4, later: int = 8) -> dict[int, dict]:
     """Train at sites a, b and c; the last one is killed and returns.
 
     Args:
-        run: the run.
+        fleet: the sites.
         settings: when and how the site is killed.
         agreed: the agreement of the others after which it is started again.
         later: the agreement that it then takes part in before all stop.
@@ -73,27 +39,27 @@ def returns(run: Run, settings: dict, agreed: int = 4, later: int = 8) -> dict[i
     Returns:
         The agreements by number, as `check` does.
     """
-    run.start("ab")
-    run.start("c", **settings)
-    run.end("c", -9)
-    run.await_step("a", agreed, "agreement")
-    run.start("c")
-    run.await_step("c", later, "agreement")
-    return ends(run, "abc")
+    fleet.start("ab")
+    fleet.start("c", **settings)
+    fleet.end("c", -9)
+    fleet.await_step("a", agreed)
+    fleet.start("c")
+    fleet.await_step("c", later)
+    return ends(fleet, "abc")
 
 
-def none_twice(run: Run, names: str) -> None:
+def none_twice(fleet: Fleet, names: str) -> None:
     for name in names:
-        batches = [(line["pid"], line["batch"]) for line in run.written(name) if "batch" in line]
+        batches = [(line["pid"], line["batch"]) for line in fleet.written(name, "batch")]
         assert len(set(batches)) == len(batches)
 
 
-def equals_reference(run: Run, names: str, every: dict[int, dict], options: dict) -> None:
+def equals_reference(fleet: Fleet, names: str, every: dict[int, dict], options: dict) -> None:
     outer = options.get("outer_lr", 1.0), options.get("outer_momentum", 0.0)
-    found = reference([run.written(name) for name in names], outer, options.get("fragments", 1))
+    found = reference([fleet.written(name) for name in names], outer, options.get("fragments", 1))
     assert len(found) >= len(every) - 1
     for number, sums in found.items():
-        assert every[number]["sums"] == pytest.approx(sums, rel=1e-12, abs=1e-12), (number, run.state())
+        assert every[number]["sums"] == pytest.approx(sums, rel=1e-12, abs=1e-12), (number, fleet.state())
 
 
 @pytest.mark.parametrize(
@@ -108,33 +74,32 @@ def equals_reference(run: Run, names: str, every: dict[int, dict], options: dict
     ],
 )
 def test_a_killed_site_costs_its_part_and_returns(tmp_path, how, leave, options):
-    with running_hub(tmp_path / "kits", tuple("abc")) as hub:
-        run = sites_of(tmp_path, hub, options)
-        every = returns(run, {"leave": leave, "how": how})
-        none_twice(run, "abc")
-        equals_reference(run, "abc", every, options)
+    with sites_of(tmp_path, "abc", options) as fleet:
+        every = returns(fleet, {"leave": leave, "how": how})
+        none_twice(fleet, "abc")
+        equals_reference(fleet, "abc", every, options)
         present = [every[number]["present"] for number in sorted(every)]
         assert [0, 1, 2] in present
         assert [0, 1] in present
         assert present[-1] == [0, 1, 2]
-        told = run.processes["a"].read()[1]
+        told = fleet.told("a")
         assert re.search(r"site 2 \(c\) has left: what it had done since agreement \d+, and not sent, is lost", told), (
             told
         )
         assert re.search(r"site 2 \(c\) takes part from agreement \d+ on", told), told
-        told = run.processes["c"].read()[1]
+        told = fleet.told("c")
         assert re.search(r"its last contribution is that of agreement \d+, and what it had done since", told), told
-        joined = [line for line in run.written("c") if "joined" in line]
+        joined = fleet.written("c", "joined")
         part = EVERY // options.get("fragments", 1)
         assert (joined[1]["joined"] + 1) % part == 0  # one step before the agreement that the others are in
         assert joined[1]["schedule"] == joined[1]["joined"]
 
 
-def counts(run: Run, names: str, every: dict[int, dict], lost: dict[str, int] | None = None) -> None:
+def counts(fleet: Fleet, names: str, every: dict[int, dict], lost: dict[str, int] | None = None) -> None:
     """Check that each batch of the sites is part of the agreed model once, by the model's own elements.
 
     Args:
-        run: the run.
+        fleet: the sites.
         names: names of the sites.
         every: the agreements, by number.
         lost: number of batches that are not part of it, by name of the site.
@@ -153,56 +118,51 @@ def counts(run: Run, names: str, every: dict[int, dict], lost: dict[str, int] | 
                 assert moved * 64 * total / weight == pytest.approx(weight / elastic_local.ROWS[slot])
         before, values = now, every[number]["values"]
     for slot, name in enumerate(names):
-        trained = sum("batch" in line for line in run.written(name))
-        assert steps[slot] == pytest.approx(trained - (lost or {}).get(name, 0)), (name, run.state())
+        trained = len(fleet.written(name, "batch"))
+        assert steps[slot] == pytest.approx(trained - (lost or {}).get(name, 0)), (name, fleet.state())
 
 
 @pytest.mark.parametrize(("options", "lost"), [(AT_ONCE, 2), (LATER, 6), (AHEAD, 4)])
 @pytest.mark.parametrize("talks", [False, True])
 def test_no_step_is_lost_or_counts_twice(tmp_path, options, lost, talks):
     """A site is killed and returns; its process before has sent all but its last steps."""
-    with running_hub(tmp_path / "kits", tuple("abc")) as hub:
-        run = sites_of(tmp_path, hub, options, counts=True, talks=talks)
-        every = returns(run, {"leave": 10})
-    counts(run, "abc", every, {"c": lost})
+    with sites_of(tmp_path, "abc", options, counts=True, talks=talks) as fleet:
+        every = returns(fleet, {"leave": 10})
+    counts(fleet, "abc", every, {"c": lost})
 
 
 @pytest.mark.parametrize("options", [AT_ONCE, LATER, AHEAD | {"fragments": 2, "delay": 1}])
 def test_sparse_deltas_of_sites_that_leave_and_are_late(tmp_path, options):
     """Replicas are equal to the bit, and all that a site has done is in the model, or in its memory without decay."""
     sparse = {"density": 0.5, "wire": "int2", "memory_decay": 1.0}
-    with running_hub(tmp_path / "kits", tuple("abc")) as hub:
-        options = sparse | options | {"late": "skip", "site_timeout": 2.0}
-        run = sites_of(tmp_path, hub, options)
-        run.start("a")
-        run.start("b", late=6, other=str(tmp_path / "a"))
-        run.start("c", leave=10)
-        run.end("c", -9)
-        run.await_step("a", 4, "agreement")
-        run.start("c")
-        run.await_step("c", 10, "agreement")
-        every = ends(run, "abc")
+    with sites_of(tmp_path, "abc", sparse | options | {"late": "skip", "site_timeout": 2.0}) as fleet:
+        fleet.start("a")
+        fleet.start("b", late=6, other=str(tmp_path / "a"))
+        fleet.start("c", leave=10)
+        fleet.end("c", -9)
+        fleet.await_step("a", 4)
+        fleet.start("c")
+        fleet.await_step("c", 10)
+        every = ends(fleet, "abc")
     present = [every[number]["present"] for number in sorted(every)]
     assert [0, 1] in present
     assert any(1 not in each for each in present)
     assert present[-1] == [0, 1, 2]
-    trained = sum("batch" in line for line in run.written("b"))
+    trained = len(fleet.written("b", "batch"))
     assert every[max(every)]["contributions"]["1"] == trained * elastic_local.ROWS[1]
 
 
 @pytest.mark.parametrize("options", [AT_ONCE, LATER, AHEAD])
 def test_the_steps_of_a_late_site_count_later(tmp_path, options):
-    with running_hub(tmp_path / "kits", tuple("abc")) as hub:
-        options = options | {"late": "skip", "site_timeout": 2.0}
-        run = sites_of(tmp_path, hub, options, counts=True)
-        run.start("ab")
-        run.start("c", late=2, other=str(tmp_path / "a"))
-        run.await_step("c", 8, "agreement")
-        every = ends(run, "abc")
-        assert any("it has missed" in line for line in hub.log), hub.log
+    with sites_of(tmp_path, "abc", options | {"late": "skip", "site_timeout": 2.0}, counts=True) as fleet:
+        fleet.start("ab")
+        fleet.start("c", late=2, other=str(tmp_path / "a"))
+        fleet.await_step("c", 8)
+        every = ends(fleet, "abc")
+        assert any("it has missed" in line for line in fleet.hub.log), fleet.hub.log
     assert [0, 1] in [line["present"] for line in every.values()]
-    counts(run, "abc", every)
-    assert "this site is late: its steps count in a later agreement" in run.processes["c"].read()[1]
+    counts(fleet, "abc", every)
+    assert "this site is late: its steps count in a later agreement" in fleet.told("c")
 
 
 @pytest.mark.parametrize(
@@ -215,43 +175,40 @@ def test_the_steps_of_a_late_site_count_later(tmp_path, options):
     ],
 )
 def test_a_site_with_nan_is_left_out_and_named(tmp_path, options, batches):
-    with running_hub(tmp_path / "kits", tuple("abc")) as hub:
-        run = sites_of(tmp_path, hub, options, norm=True, steps=24)
-        run.start("ab")
-        run.start("c", spoils=2)
-        run.end("abc")
-        every = check(run, "abc", options.get("fragments", 1))
+    with sites_of(tmp_path, "abc", options, norm=True, steps=24) as fleet:
+        fleet.start("ab")
+        fleet.start("c", spoils=2)
+        fleet.end("abc")
+        every = check(fleet, "abc", options.get("fragments", 1))
     contributions = [every[number]["contributions"].get("2") for number in range(1, 1 + len(batches))]
     assert contributions == [each and each * elastic_local.ROWS[2] for each in batches]
     assert all(math.isfinite(value) for line in every.values() for value in [*line["sums"], *line["buffers"]])
     for name in "abc":
-        told = run.processes[name].read()[1]
+        told = fleet.told(name)
         assert re.search(r"parameter '0.weight' holds NaN or Inf at site 2 \(c\): its steps since the last", told), told
 
 
 def test_a_site_that_sends_other_than_finite_deltas_is_left_out_and_named(tmp_path):
-    with running_hub(tmp_path / "kits", tuple("abc")) as hub:
-        run = sites_of(tmp_path, hub, steps=16)
-        run.start("ab")
-        run.start("c", spoils=2, how="lies")
-        run.end("abc")
-        every = check(run, "abc")
+    with sites_of(tmp_path, "abc", steps=16) as fleet:
+        fleet.start("ab")
+        fleet.start("c", spoils=2, how="lies")
+        fleet.end("abc")
+        every = check(fleet, "abc")
     contributions = [every[number]["contributions"].get("2", 0) for number in sorted(every)]
     assert contributions[2] == contributions[1] < contributions[3]
     assert all(math.isfinite(value) for line in every.values() for value in line["sums"])
     for name in "abc":
-        told = run.processes[name].read()[1]
+        told = fleet.told(name)
         assert re.search(r"site 2 \(c\) states that its parameters are finite, and has sent NaN", told), told
 
 
 def test_statistics_are_those_of_the_sites_present(tmp_path):
     """Every agreement moves the running mean to the mean of the contributors' own, by samples."""
-    with running_hub(tmp_path / "kits", tuple("abc")) as hub:
-        run = sites_of(tmp_path, hub, norm=True, pause=0.01)
-        every = returns(run, {"leave": 9}, agreed=5)  # buffers and the final digest are compared
+    with sites_of(tmp_path, "abc", norm=True, pause=0.01) as fleet:
+        every = returns(fleet, {"leave": 9}, agreed=5)  # buffers and the final digest are compared
     compared = 0
     for number in sorted(every)[1:]:
-        lines = [agreements(run, name).get(number) for name in "abc"]
+        lines = [fleet.lines(name).get(number) for name in "abc"]
         own = {slot: line["own"] for slot, line in enumerate(lines) if line and line["here"]}
         total = sum(elastic_local.ROWS[slot] for slot in own)
         weights = {slot: elastic_local.ROWS[slot] / total for slot in own}
@@ -267,43 +224,40 @@ def test_statistics_are_those_of_the_sites_present(tmp_path):
 
 def test_a_site_returns_into_the_first_agreement(tmp_path):
     """The agreement pauses below min_sites, and has further rounds for buffers, in which the site only listens."""
-    with running_hub(tmp_path / "kits", tuple("ab")) as hub:
-        run = sites_of(tmp_path, hub, {"min_sites": 2}, norm=True, steps=13)
-        run.start("a")
-        run.start("b", leave=1)
-        run.end("b", -9)
-        hub.await_line("paused: 2 sites are needed and 1 is connected: waiting for b", ENDED)
-        run.start("b")
-        run.end("ab")
-        every = check(run, "ab")
+    with sites_of(tmp_path, "ab", {"min_sites": 2}, norm=True, steps=13) as fleet:
+        fleet.start("a")
+        fleet.start("b", leave=1)
+        fleet.end("b", -9)
+        fleet.hub.await_line("paused: 2 sites are needed and 1 is connected: waiting for b", ENDED)
+        fleet.start("b")
+        fleet.end("ab")
+        every = check(fleet, "ab")
     assert [every[number]["present"] for number in (1, 2)] == [[0], [0, 1]]
     assert all(line["buffers"][1] != 16.0 for line in every.values())  # variances that were 1 at the start
 
 
 def test_in_a_timed_round_each_site_takes_as_many_steps_as_it_can(tmp_path):
-    with running_hub(tmp_path / "kits", tuple("ab")) as hub:
-        run = sites_of(tmp_path, hub, {"round_seconds": 0.3}, counts=True, steps=60)
-        run.start("a", pause=0.01)
-        run.start("b", pause=0.05)
-        run.end("ab")
-        every = check(run, "ab")
-    counts(run, "ab", every)
+    with sites_of(tmp_path, "ab", {"round_seconds": 0.3}, counts=True, steps=60) as fleet:
+        fleet.start("a", pause=0.01)
+        fleet.start("b", pause=0.05)
+        fleet.end("ab")
+        every = check(fleet, "ab")
+    counts(fleet, "ab", every)
     last = every[max(every)]["contributions"]
     assert last["0"] / elastic_local.ROWS[0] > 1.5 * last["1"] / elastic_local.ROWS[1]
 
 
 def test_a_site_that_was_stopped_joins_again_in_its_process(tmp_path):
-    with running_hub(tmp_path / "kits", tuple("abc")) as hub:
-        run = sites_of(tmp_path, hub, {"site_timeout": 2.0})
-        run.start("abc")
-        run.await_step("a", 2, "agreement")
-        run.processes["b"].send_signal(signal.SIGSTOP)
-        hub.await_line("b has left: silent for 2 s", ENDED)
-        run.await_step("a", max(agreements(run, "a")) + 2, "agreement")
-        run.processes["b"].send_signal(signal.SIGCONT)
-        hub.await_line("b joins", ENDED)
-        run.await_step("b", max(agreements(run, "a")) + 3, "agreement")
-        every = ends(run, "abc")
+    with sites_of(tmp_path, "abc", {"site_timeout": 2.0}) as fleet:
+        fleet.start("abc")
+        fleet.await_step("a", 2)
+        fleet.freeze("b")
+        fleet.hub.await_line("b has left: silent for 2 s", ENDED)
+        fleet.await_more("a", 2, "a")
+        fleet.thaw("b")
+        fleet.hub.await_line("b joins", ENDED)
+        fleet.await_more("b", 3, "a")
+        every = ends(fleet, "abc")
     present = [every[number]["present"] for number in sorted(every)]
     assert [0, 2] in present
     assert present[-1] == [0, 1, 2]
@@ -312,47 +266,40 @@ def test_a_site_that_was_stopped_joins_again_in_its_process(tmp_path):
 @pytest.mark.parametrize(("options", "lost"), [(AT_ONCE, 2), pytest.param(AHEAD, 4, marks=pytest.mark.extensive)])
 def test_a_state_that_comes_late_is_that_of_an_open_round(tmp_path, options, lost):
     """The site asked first is held up; the round in which c joined is closed when another one sends its state."""
-    with running_hub(tmp_path / "kits", tuple("abc")) as hub:
-        run = sites_of(tmp_path, hub, {**options, "site_timeout": 4.0}, counts=True)
-        run.start("a", how="hesitates")
-        run.start("b")
-        run.lose("c", leave=6)
-        hub.await_line("b is asked for its state, for c", ENDED)
-        hub.await_line("c takes part again", ENDED)
-        run.await_step("c", max(agreements(run, "b")) + 3, "agreement")
-        every = ends(run, "abc")
-        assert not any(" has left: 2 sites refuse it" in line for line in hub.log)
-    counts(run, "abc", every, {"c": lost})
+    with sites_of(tmp_path, "abc", {**options, "site_timeout": 4.0}, counts=True) as fleet:
+        fleet.start("a", how="hesitates")
+        fleet.start("b")
+        fleet.lose("c", leave=6)
+        fleet.hub.await_line("b is asked for its state, for c", ENDED)
+        fleet.hub.await_line("c takes part again", ENDED)
+        fleet.await_more("c", 3, "b")
+        every = ends(fleet, "abc")
+        assert not any(" has left: 2 sites refuse it" in line for line in fleet.hub.log)
+    counts(fleet, "abc", every, {"c": lost})
     assert every[max(every)]["present"] == [0, 1, 2]
 
 
 def test_a_site_that_is_new_in_the_roster_takes_part(tmp_path):
-    with running_hub(tmp_path / "kits", tuple("ab")) as hub:
-        run = sites_of(tmp_path, hub, counts=True)
-        run.start("ab")
-        run.await_step("a", 3, "agreement")
-        add_site(hub, "abc")
-        run.start("c")
-        run.await_step("c", 6, "agreement")
-        every = ends(run, "abc")
-        assert "it has had no part in it so far" in run.processes["c"].read()[1]
-    counts(run, "abc", every)
+    with sites_of(tmp_path, "ab", counts=True) as fleet:
+        fleet.start("ab")
+        fleet.await_step("a", 3)
+        add_site(fleet.hub, "abc")
+        fleet.start("c")
+        fleet.await_step("c", 6)
+        every = ends(fleet, "abc")
+        assert "it has had no part in it so far" in fleet.told("c")
+    counts(fleet, "abc", every)
 
 
 def test_a_hub_that_is_killed_costs_nothing(tmp_path):
-    hub = MortalHub(tmp_path, "ab")
-    process = hub.start()
-    run = sites_of(tmp_path, hub, {"overlap": True}, counts=True, pause=0.02)
-    run.start("ab")
-    run.await_step("a", 3, "agreement")
-    process.kill()
-    process.wait(ENDED)
-    hub.start()
-    run.await_step("b", max(agreements(run, "a")) + 3, "agreement")
-    every = ends(run, "ab")
-    hub.process.kill()
+    with sites_of(tmp_path, MortalHub(tmp_path, "ab"), {"overlap": True}, counts=True, pause=0.02) as fleet:
+        fleet.start("ab")
+        fleet.await_step("a", 3)
+        fleet.hub.restart()
+        fleet.await_more("b", 3, "a")
+        every = ends(fleet, "ab")
     assert {tuple(line["present"]) for line in every.values()} == {(0, 1)}
-    counts(run, "ab", every)
+    counts(fleet, "ab", every)
 
 
 @pytest.mark.parametrize("options", [AT_ONCE, LATER, {"overlap": True, "delay": 3}, {"overlap": True, "fragments": 2}])
@@ -361,16 +308,14 @@ def test_training_resumes_in_the_midst_of_a_round(tmp_path, options):
     digests = {}
     for place, saves in (("whole", -1), ("parts", 10)):
         folder = tmp_path / place
-        folder.mkdir()
         options = options | {"outer_lr": 0.7, "outer_momentum": 0.9, "wire": "bf16"}
         for last in (saves, -1) if saves > 0 else (-1,):
-            with running_hub(folder / f"kits{last}", tuple("ab")) as hub:
-                run = sites_of(folder, hub, options, steps=26)
+            with sites_of(folder, running_hub(folder / f"kits{last}", tuple("ab")), options, steps=26) as fleet:
                 for name in "ab":
-                    run.start(name, saves=last, resumes=str(folder / f"{name}.pt"))
-                run.end("ab")
-        check(run, "ab")
-        digests[place] = {line["agreement"]: line["agreed"] for line in run.written("a") if "agreement" in line}
+                    fleet.start(name, saves=last, resumes=str(folder / f"{name}.pt"))
+                fleet.end("ab")
+        check(fleet, "ab")
+        digests[place] = {number: line["agreed"] for number, line in fleet.lines("a").items()}
     assert digests["whole"] == digests["parts"]
 
 
@@ -381,10 +326,13 @@ def test_what_needs_a_hub_or_all_sites_says_so():
     for options in ({"warm_up": 3}, {"sync_batchnorm": True}):
         with pytest.raises(ValueError, match="needs all sites in every step: leave min_sites out"):
             LocalOptions.create(min_sites=1, **options)
-    with pytest.raises(ValueError, match="delay=2 counts steps, and rounds of round_seconds=5 have no fixed number"):
-        LocalOptions.create(min_sites=1, delay=2, round_seconds=5.0)
-    with pytest.raises(ValueError, match="round_seconds must be a positive number or None"):
-        LocalOptions.create(min_sites=1, round_seconds=0)
+    refuses(
+        (
+            lambda: LocalOptions.create(min_sites=1, delay=2, round_seconds=5.0),
+            "delay=2 counts steps, and rounds of round_seconds=5 have no fixed number",
+        ),
+        (lambda: LocalOptions.create(min_sites=1, round_seconds=0), "round_seconds must be a positive number or None"),
+    )
 
 
 @support.at_sites(2)
@@ -399,22 +347,15 @@ def test_sites_without_a_hub_cannot_leave() -> None:
 def test_local_steps_go_on_while_the_hub_is_away_and_count_in_the_next_agreement(tmp_path, overlap):
     """The hub is killed between two agreements, and away for the time of several."""
     hub = MortalHub(tmp_path, "ab")
-    hub.start()
-    run = sites_of(tmp_path, hub, {"overlap": overlap, "every": 60}, counts=True, pause=0.02)
-    run.start("ab")
-    for name in "ab":
-        run.await_step(name, 2, "agreement")
-    hub.process.kill()
-    hub.process.wait(ENDED)
-    before = {name: sum("batch" in line for line in run.written(name)) for name in "ab"}
-
-    def have_stepped() -> bool:
-        return all(sum("batch" in line for line in run.written(name)) > before[name] + 150 for name in "ab")
-
-    until(have_stepped, run.state, ENDED)
-    assert max(agreements(run, "a")) == 2
-    hub.start()
-    run.await_step("a", 4, "agreement")
-    counts(run, "ab", ends(run, "ab"))
-    hub.process.kill()
-    assert "the hub is away: local steps go on" in run.processes["a"].read()[1]
+    with sites_of(tmp_path, hub, {"overlap": overlap, "every": 60}, counts=True, pause=0.02) as fleet:
+        fleet.start("ab")
+        for name in "ab":
+            fleet.await_step(name, 2)
+        hub.kill()
+        for name in "ab":
+            fleet.await_step(name, fleet.written(name, "batch")[-1]["batch"] + 150, "batch")
+        assert max(fleet.lines("a")) == 2
+        hub.start()
+        fleet.await_step("a", 4)
+        counts(fleet, "ab", ends(fleet, "ab"))
+    assert "the hub is away: local steps go on" in fleet.told("a")

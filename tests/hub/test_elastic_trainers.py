@@ -1,9 +1,9 @@
 """Trainers over a hub, where sites leave and return: equal replicas, and steps and metrics of the sites present."""
 
 import json
-import signal
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import elastic_catalyst
 import elastic_data
@@ -13,8 +13,8 @@ import torch
 from elastic_catalyst import BATCH, train_data, valid_data
 from elastic_catalyst import net as catalyst_net
 from elastic_data import batch_of, batches_of, net, scores, trained_in_one_process
-from elastic_runs import ENDED, MortalHub, Run
-from running_hub import RunningHub, add_site, running_hub, until
+from fleet import ENDED, Fleet, MortalHub
+from running_hub import add_site
 
 support.need("pytorch_lightning")
 
@@ -22,52 +22,50 @@ PROGRAM = str(Path(__file__).resolve().parents[1] / "helpers" / "elastic_lightni
 LEAVES, MORE = 3, 14  # steps
 
 
-def sites_of(folder: Path, hub: RunningHub, **settings: object) -> Run:
-    return Run(folder, hub, PROGRAM, ["pytorch_lightning"], key="number", **settings)
+def sites_of(folder: Path, hub: Any, **settings: object) -> Fleet:
+    return Fleet(folder, hub, PROGRAM, ["pytorch_lightning"], key="number", **settings)
 
 
-def steps(run: Run, name: str) -> dict[int, dict]:
+def steps(fleet: Fleet, name: str) -> dict[int, dict]:
     """Return the lines of training, by the number of the batch from 1."""
-    return {number + 1: line for number, line in run.lines(name).items()}
+    return {number + 1: line for number, line in fleet.lines(name).items()}
 
 
-def validations(run: Run, name: str) -> dict[int, dict]:
-    return {line["validation"]: line for line in run.written(name) if "validation" in line}
+def validations(fleet: Fleet, name: str) -> dict[int, dict]:
+    return {line["validation"]: line for line in fleet.written(name, "validation")}
 
 
-def leave_and_return(run: Run, names: str, lost: str, leave: int = LEAVES) -> None:
+def leave_and_return(fleet: Fleet, names: str, lost: str, leave: int = LEAVES) -> None:
     """Train with a site that is killed and comes back, for some more epochs."""
     for name in names:
-        run.start(name, leave=leave if name == lost else -1)
-    run.end(lost, -9)
-    before = len(run.lines(lost))
-    run.start(lost)
-    until(lambda: len(run.lines(lost)) >= before + MORE or run.processes[lost].poll() is not None, run.state, ENDED)
-    run.stop(name=lost)
-    run.end(names)
+        fleet.start(name, leave=leave if name == lost else -1)
+    fleet.end(lost, -9)
+    fleet.start(lost)
+    fleet.await_more(lost, MORE)
+    fleet.stop(name=lost)
+    fleet.end(names)
 
 
-def agree(run: Run, names: str) -> None:
+def agree(fleet: Fleet, names: str) -> None:
     """Check that replicas, progress and metrics are the same at all sites, the one that has returned included."""
-    first = steps(run, names[0])
+    first = steps(fleet, names[0])
     for name in names:
-        for step, line in steps(run, name).items():
+        for step, line in steps(fleet, name).items():
             for what in ("step", "digest", "epoch", "batch", "lr", "present", "sites"):
                 assert line[what] == first[step][what], (name, what, line)
-        assert max(steps(run, name)) == max(first)
-    results = [json.loads((run.folder / name / "result.json").read_text()) for name in names]
+        assert max(steps(fleet, name)) == max(first)
+    results = fleet.results(names)
     assert all(result == results[0] for result in results)
-    last = max(validations(run, names[0]))
+    last = max(validations(fleet, names[0]))
     for name in names:
-        assert validations(run, name)[last] == validations(run, names[0])[last]
+        assert validations(fleet, name)[last] == validations(fleet, names[0])[last]
 
 
 def test_a_site_that_returns_goes_on_where_the_others_are(tmp_path):
-    with running_hub(tmp_path / "kits", tuple("abc")) as hub:
-        run = sites_of(tmp_path, hub, epochs=10000, pause=0.01)
-        leave_and_return(run, "abc", "c")
-    agree(run, "abc")
-    lines, length = steps(run, "a"), len(batches_of(0))
+    with sites_of(tmp_path, "abc", epochs=10000, pause=0.01) as fleet:
+        leave_and_return(fleet, "abc", "c")
+    agree(fleet, "abc")
+    lines, length = steps(fleet, "a"), len(batches_of(0))
     assert [*lines] == [*range(1, max(lines) + 1)]
     assert [lines[LEAVES]["present"], lines[LEAVES + 1]["present"]] == [[0, 1, 2], [0, 1]]
     assert lines[max(lines)]["present"] == [0, 1, 2]
@@ -76,11 +74,11 @@ def test_a_site_that_returns_goes_on_where_the_others_are(tmp_path):
     reference = trained_in_one_process({step: (line["batch"], line["present"]) for step, line in lines.items()}, length)
     for step, line in lines.items():
         assert line["weights"] == pytest.approx(reference[step], rel=1e-9), step
-    for line in steps(run, "c").values():  # the position in its data, too
+    for line in steps(fleet, "c").values():  # the position in its data, too
         (inputs, _), _ = batch_of(2, line["batch"], length)
         assert line["first"] == float(inputs[0, 0])
-    returned = [number for number, line in steps(run, "c").items() if line["loaded"] >= 0]
-    assert steps(run, "c")[returned[0]]["loaded"] == returned[0] - 1  # what the module adds to a checkpoint
+    returned = [number for number, line in steps(fleet, "c").items() if line["loaded"] >= 0]
+    assert steps(fleet, "c")[returned[0]]["loaded"] == returned[0] - 1  # what the module adds to a checkpoint
     assert returned[0] > LEAVES
     model = net()
     model.load_state_dict(torch.load(tmp_path / "c" / "model.pth", weights_only=True))
@@ -94,53 +92,50 @@ def test_a_site_that_returns_goes_on_where_the_others_are(tmp_path):
 
 
 def test_a_site_that_is_new_in_the_roster_joins_in_the_run(tmp_path):
-    with running_hub(tmp_path / "kits", tuple("ab")) as hub:
-        run = sites_of(tmp_path, hub, epochs=10000, pause=0.01, mode="rankdad")
-        run.start("ab")
-        until(lambda: len(steps(run, "a")) > 3, run.state, ENDED)
-        add_site(hub, "abc")
-        run.start("c")
-        until(lambda: len(steps(run, "c")) > MORE, run.state, ENDED)
-        run.stop()
-        run.end("abc")
-    agree(run, "abc")
-    lines = steps(run, "a")
+    with sites_of(tmp_path, "ab", epochs=10000, pause=0.01, mode="rankdad") as fleet:
+        fleet.start("ab")
+        fleet.await_step("a", 3)
+        add_site(fleet.hub, "abc")
+        fleet.start("c")
+        fleet.await_more("c", MORE, "a")
+        fleet.stop()
+        fleet.end("abc")
+    agree(fleet, "abc")
+    lines = steps(fleet, "a")
     assert [lines[1]["present"], lines[max(lines)]["present"]] == [[0, 1], [0, 1, 2]]
 
 
 def test_the_first_site_hands_its_duties_on_and_gets_them_back(tmp_path):
-    with running_hub(tmp_path / "kits", tuple("ab")) as hub:
-        run = sites_of(tmp_path, hub, epochs=10000, pause=0.01, mode="rankdad", accumulate=2, bar=True)
-        leave_and_return(run, "ab", "a")
-    agree(run, "ba")
-    lines = steps(run, "b")
+    with sites_of(tmp_path, "ab", epochs=10000, pause=0.01, mode="rankdad", accumulate=2, bar=True) as fleet:
+        leave_and_return(fleet, "ab", "a")
+    agree(fleet, "ba")
+    lines = steps(fleet, "b")
     alone = [number for number, line in lines.items() if line["present"] == [1]]
     assert all(lines[number]["zero"] for number in alone[2:-2])  # rounds between two steps show who is there, too
     assert [lines[1]["zero"], lines[max(lines)]["zero"]] == [False, False]
-    assert steps(run, "a")[max(lines)]["zero"]
-    output = run.processes["b"].read()[0]
+    assert steps(fleet, "a")[max(lines)]["zero"]
+    output = fleet.processes["b"].read()[0]
     assert "sites: 1/2" in output or "sites=1/2" in output
-    again = run.processes["a"].read()[0]
+    again = fleet.processes["a"].read()[0]
     assert "sites: 2/2" in again or "sites=2/2" in again
 
 
 @pytest.mark.parametrize("leave", [3, 8])
 def test_a_validation_is_that_of_the_sites_that_are_left(tmp_path, leave):
-    with running_hub(tmp_path / "kits", tuple("ab")) as hub:
-        run = sites_of(tmp_path, hub, stops=False, epochs=3)
-        run.start("a", leave=leave, where="validation")
-        run.start("b")
-        run.end("a", -9)
-        run.end("b")
-    assert [*validations(run, "b")] == [0, 1, 2, 3]  # the last one after the fit
-    lines, measured = steps(run, "b"), validations(run, "b")[2]["metrics"]
+    with sites_of(tmp_path, "ab", stops=False, epochs=3) as fleet:
+        fleet.start("a", leave=leave, where="validation")
+        fleet.start("b")
+        fleet.end("a", -9)
+        fleet.end("b")
+    assert [*validations(fleet, "b")] == [0, 1, 2, 3]  # the last one after the fit
+    lines, measured = steps(fleet, "b"), validations(fleet, "b")[2]["metrics"]
     assert [line["present"] for line in lines.values()] == [[0, 1]] * 12 + [[1]] * 6
     model = net()
     model.load_state_dict(torch.load(tmp_path / "b" / "model.pth", weights_only=True))
     loss, accuracy = scores(model, [1])
     assert [measured["loss"], measured["metric_loss"]] == pytest.approx([loss, loss], rel=1e-6)
     assert measured["accuracy"] == pytest.approx(accuracy)
-    second = validations(run, "b")[1]["metrics"]
+    second = validations(fleet, "b")[1]["metrics"]
     assert second["loss"] == pytest.approx(second["metric_loss"], rel=1e-6)  # each over the same sites throughout
 
 
@@ -182,20 +177,19 @@ def test_what_a_site_cannot_return_into_is_refused(settings, reason):
 support.need("catalyst")
 
 
-def catalyst_sites_of(folder: Path, hub: RunningHub, **settings: object) -> Run:
-    return Run(folder, hub, elastic_catalyst.__file__, ["catalyst"], key="number", **settings)
+def catalyst_sites_of(folder: Path, hub: Any, **settings: object) -> Fleet:
+    return Fleet(folder, hub, elastic_catalyst.__file__, ["catalyst"], key="number", **settings)
 
 
 def trained(folder: Path, names: str, lost: str, **fields: object) -> dict[str, dict]:
     """Train with a site that is killed; return what the others have written, by name."""
     others = names.replace(lost, "")
-    with running_hub(folder / "kits", tuple(names)) as hub:
-        run = catalyst_sites_of(folder, hub, stops=False)
-        run.start(others)
-        run.start(lost, **fields)
-        run.end(lost, -9)
-        run.end(others)
-    return {name: json.loads((folder / name / "result.json").read_text()) for name in others}
+    with catalyst_sites_of(folder, names, stops=False) as fleet:
+        fleet.start(others)
+        fleet.start(lost, **fields)
+        fleet.end(lost, -9)
+        fleet.end(others)
+    return dict(zip(others, fleet.results(others)))
 
 
 def steps_of(slots: list[int]) -> int:
@@ -258,21 +252,19 @@ def test_the_others_go_on_and_measure_what_they_have(tmp_path, names, lost, fiel
 
 @pytest.mark.parametrize(("names", "lost", "needed"), [("abc", "c", 1), ("ab", "a", 2)])
 def test_a_site_that_returns_to_catalyst_goes_on_where_the_others_are(tmp_path, names, lost, needed):
-    with running_hub(tmp_path / "kits", tuple(names)) as hub:
-        run = catalyst_sites_of(tmp_path, hub, epochs=10000, returns=True, mode="dsgd", min_sites=needed)
+    with catalyst_sites_of(tmp_path, names, epochs=10000, returns=True, mode="dsgd", min_sites=needed) as fleet:
         for name in names:
-            run.start(name, bar=name == names[0], leave=9 if name == lost else -1)
-        run.end(lost, -9)
+            fleet.start(name, bar=name == names[0], leave=9 if name == lost else -1)
+        fleet.end(lost, -9)
         if needed == len(names):
-            hub.await_line(f"paused: 2 sites are needed and 1 is connected: waiting for {lost}", ENDED)
-        before = len(run.lines(lost))
-        run.start(lost, bar=True)
-        until(lambda: len(run.lines(lost)) > before + 10 or run.processes[lost].poll(), run.state, ENDED)
-        run.stop(name=lost)
-        run.end(names)
+            fleet.hub.await_line(f"paused: 2 sites are needed and 1 is connected: waiting for {lost}", ENDED)
+        fleet.start(lost, bar=True)
+        fleet.await_more(lost, 10)
+        fleet.stop(name=lost)
+        fleet.end(names)
     here = [slot for slot, name in enumerate(names) if name != lost]
     other = names[here[0]]
-    found, own = run.lines(other), run.lines(lost)
+    found, own = fleet.lines(other), fleet.lines(lost)
     assert max(found) == max(own)
     common = own.keys() & found.keys()  # not the steps in which a site has no batch
     assert len([number for number in common if number > 9]) > 5
@@ -290,8 +282,8 @@ def test_a_site_that_returns_to_catalyst_goes_on_where_the_others_are(tmp_path, 
         reference = elastic_data.trained_in_one_process(steps, 6, every=6)
         for number, line in found.items():
             assert line["weights"] == pytest.approx(reference[number], rel=1e-9), number
-    assert f"sites={len(names)}/{len(names)}" in run.processes["a"].read()[1]
-    results = [json.loads((tmp_path / name / "result.json").read_text()) for name in names]
+    assert f"sites={len(names)}/{len(names)}" in fleet.told("a")
+    results = fleet.results(names)
     assert all(result["digest"] == results[0]["digest"] for result in results)
     assert all(result["epochs"][-1]["metrics"] == results[0]["epochs"][-1]["metrics"] for result in results)
     assert results[0]["epochs"][-1]["metrics"]["train"]["sites"] == len(names)
@@ -319,10 +311,9 @@ def agree_after_rounds(lines: dict[str, dict[int, dict]]) -> list[list[int]]:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_local_steps_in_lightning_go_on_and_a_site_returns(tmp_path, overlap):
-    with running_hub(tmp_path / "kits", tuple("abc")) as hub:
-        run = sites_of(tmp_path, hub, epochs=10000, pause=0.01, every=4, overlap=overlap)
-        leave_and_return(run, "abc", "c", 7)
-    lines = {name: steps(run, name) for name in "abc"}
+    with sites_of(tmp_path, "abc", epochs=10000, pause=0.01, every=4, overlap=overlap) as fleet:
+        leave_and_return(fleet, "abc", "c", 7)
+    lines = {name: steps(fleet, name) for name in "abc"}
     for name in "bc":
         for number, line in lines[name].items():
             for what in ("step", "epoch", "batch", "lr"):
@@ -334,19 +325,18 @@ def test_local_steps_in_lightning_go_on_and_a_site_returns(tmp_path, overlap):
         present = agree_after_rounds(lines)
         assert [0, 1] in present
         assert [present[0], present[-1]] == [[0, 1, 2]] * 2
-    results = [json.loads((run.folder / name / "result.json").read_text()) for name in "abc"]
+    results = fleet.results("abc")
     assert all(result == results[0] for result in results)
-    last = max(validations(run, "a"))
-    assert validations(run, "c")[last] == validations(run, "a")[last]
+    last = max(validations(fleet, "a"))
+    assert validations(fleet, "c")[last] == validations(fleet, "a")[last]
     checkpoint = torch.load(tmp_path / "a" / "checkpoints" / "last.ckpt", weights_only=False)
     assert all(state["local"]["steps"] for state in checkpoint["dadplug"])
 
 
 def test_local_steps_in_catalyst_go_on_and_a_site_returns(tmp_path):
-    with running_hub(tmp_path / "kits", tuple("abc")) as hub:
-        run = catalyst_sites_of(tmp_path, hub, epochs=10000, returns=True, every=4)
-        leave_and_return(run, "abc", "c", 9)
-    lines = {name: run.lines(name) for name in "abc"}
+    with catalyst_sites_of(tmp_path, "abc", epochs=10000, returns=True, every=4) as fleet:
+        leave_and_return(fleet, "abc", "c", 9)
+    lines = {name: fleet.lines(name) for name in "abc"}
     for number, line in lines["c"].items():
         for what in ("epoch", "batch", "lr"):
             assert line[what] == lines["a"][number][what], (what, line)
@@ -355,7 +345,7 @@ def test_local_steps_in_catalyst_go_on_and_a_site_returns(tmp_path):
     present = agree_after_rounds(lines)
     assert [0, 1] in present
     assert present[-1] == [0, 1, 2]
-    results = [json.loads((tmp_path / name / "result.json").read_text()) for name in "abc"]
+    results = fleet.results("abc")
     assert all(result["digest"] == results[0]["digest"] for result in results)
     assert all(result["epochs"][-1]["metrics"] == results[0]["epochs"][-1]["metrics"] for result in results)
 
@@ -375,37 +365,35 @@ def test_a_trainer_goes_on_after_each_interruption(tmp_path, trainer):
     package, program, fields = TRAINERS[trainer]
     support.need(package)
     hub = MortalHub(tmp_path, "ab")
-    hub.start()
     settings = {"mode": "dad", "epochs": 10000, "late": "skip", "site_timeout": 3.0, **fields}
-    run = Run(tmp_path, hub, program, [package], key="number", **settings)
-    run.start("a")
-    run.start("b", hold=str(tmp_path / "hold"))
-    run.await_step("a", 4)
-    hub.process.kill()
-    hub.process.wait(ENDED)
-    hub.start()
-    hub.await_line("the run that began before the restart goes on", ENDED)
-    run.await_step("a", max(run.lines("a")) + KNOWN)
-    (tmp_path / "hold").touch()
-    hub.await_line("b is late: training goes on without it", ENDED)
-    (tmp_path / "hold").unlink()
-    hub.await_line("b takes part again", ENDED)
-    run.await_step("b", max(run.lines("b")) + 4)
-    run.processes["b"].send_signal(signal.SIGSTOP)
-    hub.await_line("b has left: silent for 3 s", ENDED)
-    run.processes["b"].send_signal(signal.SIGCONT)
-    errors = run.end("b", 1)
-    assert "SiteError" in errors
-    assert "has given this site up" in errors
-    assert "start its program again, and it joins the others" in errors
-    before = max(run.lines("b"))
-    run.start("b")
-    run.await_step("b", before + 1)
-    run.await_step("b", max(run.lines("b")) + 10)  # the other has gone on meanwhile, and b's first steps may be late
-    (tmp_path / "stop").touch()
-    run.end("ab")
-    hub.process.kill()
-    first, other = run.lines("a"), run.lines("b")
+    with Fleet(tmp_path, hub, program, [package], key="number", **settings) as fleet:
+        fleet.start("a")
+        fleet.start("b", hold=str(tmp_path / "hold"))
+        fleet.await_step("a", 4)
+        hub.restart()
+        hub.await_line("the run that began before the restart goes on", ENDED)
+        fleet.await_step("a", max(fleet.lines("a")) + KNOWN)
+        (tmp_path / "hold").touch()
+        hub.await_line("b is late: training goes on without it", ENDED)
+        (tmp_path / "hold").unlink()
+        hub.await_line("b takes part again", ENDED)
+        fleet.await_more("b", 4)
+        fleet.freeze("b")
+        hub.await_line("b has left: silent for 3 s", ENDED)
+        fleet.thaw("b")
+        errors = fleet.end("b", 1)
+        assert "SiteError" in errors
+        assert "has given this site up" in errors
+        assert "start its program again, and it joins the others" in errors
+        before = max(fleet.lines("b"))
+        fleet.start("b")
+        fleet.await_step("b", before + 1)
+        fleet.await_step(
+            "b", max(fleet.lines("b")) + 10
+        )  # the other has gone on meanwhile, and b's first steps may be late
+        (tmp_path / "stop").touch()
+        fleet.end("ab")
+    first, other = fleet.lines("a"), fleet.lines("b")
     common = first.keys() & other.keys()
     assert max(first) == max(other)
     assert all(first[number]["digest"] == other[number]["digest"] for number in common)

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 
 import forkserver
@@ -11,7 +12,7 @@ import hub_kits
 import pytest
 import support
 from data_files import photo_files
-from elastic_runs import ENDED, Run, same_bits
+from fleet import ENDED, Fleet
 from running_hub import HubLog, TestSite, free_port, running_hub, until
 
 from dadplug.data import load_dataset
@@ -124,23 +125,19 @@ def test_a_revocation_is_applied_though_other_parts_of_the_kit_are_of_no_use(pro
 
 
 def test_a_site_that_is_added_in_the_middle_of_a_run_trains_in_it(project, tmp_path):
-    run = Run(tmp_path, project, min_sites=1, pause=0.02, mode="rankdad")
-    run.start("ab")
-    run.await_step("a", 3)
-    project.provision("a", "b", "c")
-    project.copy("roster.json")
-    project.await_line("the roster has new sites: c")
-    run.start("c")
-    project.await_line("the run grows: it is one of 3 sites now, with c")
-    until(lambda: len(run.lines("c")) > 5, run.state, ENDED)
-    run.stop(1)
-    run.end("abc")
+    with Fleet(tmp_path, nullcontext(project), min_sites=1, pause=0.02, mode="rankdad") as fleet:
+        fleet.start("ab")
+        fleet.await_step("a", 3)
+        project.provision("a", "b", "c")
+        project.copy("roster.json")
+        project.await_line("the roster has new sites: c")
+        fleet.start("c")
+        project.await_line("the run grows: it is one of 3 sites now, with c")
+        fleet.await_more("c", 5, "b")
+        _, present = fleet.finish("abc", 1)
     for name in "ab":
-        assert "the project has new sites: c; 3 in all" in run.processes[name].read()[1]
-    first, new = run.lines("a"), run.lines("c")
-    assert first[min(first)]["present"] == [0, 1]
-    assert first[max(first)]["present"] == new[max(new)]["present"] == [0, 1, 2]
-    same_bits(first, new)
+        assert "the project has new sites: c; 3 in all" in fleet.told(name)
+    assert present[0] == [0, 1]
 
 
 def test_a_site_with_an_older_roster_is_told_the_remedy(project):

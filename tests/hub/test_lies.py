@@ -7,11 +7,10 @@ import time
 
 import pytest
 import torch
-from elastic_runs import Run, idles, same_bits
 from elastic_site import LIE as FIRST
+from fleet import Fleet, idles, same_bits
 from hub_sites import TIMEOUT, linked, together
 from msgspec.structs import astuple, replace
-from running_hub import running_hub
 from sealed_sites import sealed_hub
 
 from dadplug.errors import MismatchError, SealingError, SiteError, escaped
@@ -168,27 +167,22 @@ LIES = {
 }
 
 
-def check_left_out(tmp_path, hub, told, mode, steps=10, **attack):
+def check_left_out(tmp_path, told, mode, sealed=True, steps=10, **attack):
     """Check that two sites go on without a third one, from the step on in which it sends what is invalid."""
-    run = Run(tmp_path, hub, mode=mode, steps=steps)
-    run.start("ab")
-    run.start("c", **attack)
-    run.end("ab")
-    run.processes["c"].kill()  # it may wait for another run
-    lines = run.lines("a")
-    same_bits(lines, run.lines("b"))
-    present = {step: [0, 1, 2] if step < FIRST else [0, 1] for step in range(steps)}
+    with Fleet(tmp_path, sealed_hub(tmp_path, sealed=sealed), mode=mode, steps=steps) as fleet:
+        fleet.start("c", **attack)
+        lines, present = fleet.train("ab")
+    assert present == {step: [0, 1, 2] if step < FIRST else [0, 1] for step in range(steps)}
     same_bits(lines, idles(tmp_path / "idle", "abc", present, mode=mode))
-    assert told in run.processes["a"].read()[1], run.state()
-    assert any(f"a refuses c, which takes part already: {told}" in line for line in hub.log), hub.log
-    assert any("c has left: " in line for line in hub.log), hub.log
+    assert told in fleet.told("a"), fleet.state()
+    assert any(f"a refuses c, which takes part already: {told}" in line for line in fleet.hub.log), fleet.hub.log
+    assert any("c has left: " in line for line in fleet.hub.log), fleet.hub.log
 
 
 @pytest.mark.parametrize(("lies", "mode"), [*((each, "dad") for each in LIES), ("samples 10**9", "dsgd")])
 def test_others_go_on_without_a_member_whose_header_is_invalid(tmp_path, lies, mode):
     told = "site 2 (c) announces " if lies == "rows 2**40" else "site 2 (c) has sent an invalid step header: "
-    with sealed_hub(tmp_path) as hub:
-        check_left_out(tmp_path, hub, told, mode, lies=LIES[lies])
+    check_left_out(tmp_path, told, mode, lies=LIES[lies])
 
 
 @pytest.mark.parametrize("sealed", [True, False])
@@ -202,29 +196,23 @@ def test_others_go_on_without_a_member_whose_header_is_invalid(tmp_path, lies, m
 def test_others_go_on_without_a_member_whose_payload_is_invalid(tmp_path, harm, mode, sealed):
     lacks = "site 2 (c) has ended the round without its payload"
     told = lacks if harm in ("short", "long", "missing") else "site 2 (c) has sent an invalid payload"
-    with sealed_hub(tmp_path, sealed=sealed) as hub:
-        check_left_out(tmp_path, hub, told, mode, harm=harm)
+    check_left_out(tmp_path, told, mode, sealed, harm=harm)
 
 
 def test_what_a_member_sends_besides_is_ignored(tmp_path):
-    with sealed_hub(tmp_path) as hub:
-        run = Run(tmp_path, hub, mode="dad", steps=10)
-        run.start("ab")
-        run.start("c", harm="twice")
-        run.end("abc")
-    same_bits(run.lines("a"), run.lines("c"))
-    same_bits(run.lines("a"), idles(tmp_path / "idle", "abc", {step: [0, 1, 2] for step in range(10)}, mode="dad"))
+    with Fleet(tmp_path, sealed_hub(tmp_path), mode="dad", steps=10) as fleet:
+        lines, _ = fleet.train("ab", c={"harm": "twice"})
+    same_bits(lines, idles(tmp_path / "idle", "abc", {step: [0, 1, 2] for step in range(10)}, mode="dad"))
 
 
 @pytest.mark.parametrize("lies", ["samples -3", "fault 99"])
 def test_all_are_told_whose_header_is_invalid_where_all_have_to_stay(tmp_path, lies):
-    with running_hub(tmp_path / "kits", ("a", "b")) as hub:
-        run = Run(tmp_path, hub, steps=10, min_sites=None)
-        run.start("a")
-        run.start("b", lies=LIES[lies])
-        run.end("ab", 1)
+    with Fleet(tmp_path, "ab", steps=10, min_sites=None) as fleet:
+        fleet.start("a")
+        fleet.start("b", lies=LIES[lies])
+        fleet.end("ab", 1)
     for name in "ab":
-        assert "MismatchError: site 1 (b) has sent an invalid step header: " in run.processes[name].read()[1]
+        assert "MismatchError: site 1 (b) has sent an invalid step header: " in fleet.told(name)
 
 
 def test_a_site_that_hears_late_of_a_round_leaves_out_the_same_member(tmp_path):
@@ -340,13 +328,12 @@ def test_others_go_on_without_a_member_whose_part_of_a_collective_is_invalid(tmp
 
 
 def test_a_run_ends_where_too_few_sites_are_left(tmp_path):
-    with running_hub(tmp_path / "kits", ("a", "b")) as hub:
-        run = Run(tmp_path, hub, steps=10, min_sites=2)
-        run.start("a")
-        run.start("b", harm="short")
-        run.end("a", 1)
-        run.processes["b"].kill()
-    assert "1 of 2 sites are left, and this run needs 2" in run.processes["a"].read()[1]
+    with Fleet(tmp_path, "ab", steps=10, min_sites=2) as fleet:
+        fleet.start("a")
+        fleet.start("b", harm="short")
+        fleet.end("a", 1)
+        fleet.processes["b"].kill()
+    assert "1 of 2 sites are left, and this run needs 2" in fleet.told("a")
 
 
 # Texts that act on terminals, or look like other lines of a log

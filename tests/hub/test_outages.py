@@ -3,8 +3,6 @@
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -12,126 +10,90 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import forkserver
 import hub_kits
 import pytest
-from cutting_relay import CuttingRelay, goes_by_way_of
-from elastic_runs import ENDED, MortalHub, Run, presence, same_bits
-from hub_sites import open_link, together, transports
+from cutting_relay import relayed_hub
+from fleet import ENDED, Fleet, MortalHub, no_step_is_lost, presence, same_bits
+from hub_sites import linked_by, together, transports
 from running_hub import RunningHub, TestSite, exchange, running_hub, until
 from running_hub import together as sites_of
-from sealed_sites import make_kits
 from support import free_port
 
 from dadplug.hub.server.status import Meter, snapshot
 from dadplug.hub.site import connection
 from dadplug.hub.site.link import HubLink
 
-SEALED = {"sealed": True, "hub_at": None}
-
-
-def uninterrupted(folder: Path, names: str, steps: int, **settings: object) -> dict[int, dict]:
-    """Train over a hub that stays, where all sites have to stay; return the lines of the first site."""
-    folder.mkdir()
-    with running_hub(folder / "kits", tuple(names)) as hub:
-        run = Run(folder, hub, **(settings | {"steps": steps, "min_sites": None}))
-        run.start(names)
-        run.end(names)
-        return run.lines(names[0])
-
-
-def no_step_is_lost(run: Run, folder: Path, names: str, **settings: object) -> None:
-    """Check that all sites took part in all steps, with the bits of a training without an outage."""
-    lines = [run.lines(name) for name in names]
-    assert all(present == [*range(len(names))] for each in lines for present in presence(each).values()), run.state()
-    reference = uninterrupted(folder, names, len(lines[0]), **settings)
-    for each in lines:
-        assert len(each) == len(lines[0])
-        same_bits(reference, each)
-
-
 # A hub that is away, in the end with another process
 
 
-@pytest.mark.parametrize("entries", [{}, SEALED], ids=["plain", "sealed"])
-def test_a_hub_that_is_away_for_longer_than_all_timeouts_costs_no_step(tmp_path, entries):
+@pytest.mark.parametrize("sealed", [False, True], ids=["plain", "sealed"])
+def test_a_hub_that_is_away_for_longer_than_all_timeouts_costs_no_step(tmp_path, sealed):
     """The hub is away for longer than a site waits for it where all have to stay, and than the timeout of a wait."""
-    hub = MortalHub(tmp_path / "run", "abc", **entries)
-    hub.start()
-    run = Run(tmp_path / "run", hub, mode="rankdad", min_sites=2, site_timeout=3.0, timeout=4.0, gives_up=2.0)
-    run.start("abc")
-    run.await_step("a", 3)
-    hub.process.kill()
-    hub.process.wait(ENDED)
-    time.sleep(7.0)
-    assert all(process.poll() is None for process in run.processes.values()), run.state()
-    hub.start()
-    run.stop(5)
-    told = run.end("abc")
-    hub.process.kill()
+    hub = MortalHub(tmp_path / "run", "abc", sealed=sealed)
+    settings = {"min_sites": 2, "site_timeout": 3.0, "timeout": 4.0, "gives_up": 2.0}
+    with Fleet(tmp_path / "run", hub, mode="rankdad", **settings) as fleet:
+        fleet.start("abc")
+        fleet.await_step("a", 3)
+        hub.kill()
+        time.sleep(7.0)
+        assert all(process.poll() is None for process in fleet.processes.values()), fleet.state()
+        hub.start()
+        fleet.stop(5)
+        told = fleet.end("abc")
     assert told.count("connecting again, for 24 h at most") >= 1
     assert "is connected again, after" in told
-    no_step_is_lost(run, tmp_path / "reference", "abc", mode="rankdad")
+    no_step_is_lost(fleet, tmp_path / "reference", "abc", mode="rankdad")
+
+
+class CommandHub(MortalHub):
+    """Process of the command of a hub."""
+
+    def start(self, *_: object) -> None:
+        command = ["-m", "dadplug", "hub", str(self.kits / "hub"), "--journal", str(self.journal)]
+        self.process = forkserver.start(command)
 
 
 def test_a_hub_that_is_stopped_by_sigterm_is_waited_for(tmp_path):
     """As `systemctl restart` does it; Ctrl-C ends the training."""
-    hub = MortalHub(tmp_path / "run", "ab")
-    command = [sys.executable, "-m", "dadplug", "hub", str(hub.kits / "hub"), "--journal", str(hub.journal)]
-    run = Run(tmp_path / "run", hub, gives_up=1.0)
-    for number, end in enumerate((signal.SIGTERM, signal.SIGINT)):
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        if not number:
-            run.start("ab")
-        else:
-            time.sleep(2.0)
-        run.await_step("a", max(run.lines("a"), default=0) + 3)
-        process.send_signal(end)
-        said = process.communicate(timeout=ENDED)[0]
-        assert process.returncode == 0, said
-        assert ("sites wait for another one" in said) == (end == signal.SIGTERM)
-    told = run.end("ab", 1)
+    hub = CommandHub(tmp_path / "run", "ab")
+    with Fleet(tmp_path / "run", hub, gives_up=1.0) as fleet:
+        fleet.start("ab")
+        fleet.await_step("a", 3)
+        for end in (signal.SIGTERM, signal.SIGINT):
+            hub.process.send_signal(end)
+            assert hub.process.wait(ENDED) == 0, hub.process.read()
+            assert ("sites wait for another one" in "".join(hub.process.read())) == (end == signal.SIGTERM)
+            if end == signal.SIGTERM:
+                time.sleep(2.0)  # longer than a site waits where all have to stay
+                hub.start()
+                fleet.await_more("a", 3)
+        told = fleet.end("ab", 1)
     assert "training pauses: the hub has ended: it has received SIGTERM; waiting for it to be started again" in told
     assert "the hub ends: it has received SIGINT" in told
-    shared = min(map(len, map(run.lines, "ab")))
-    lines = run.lines("a")
-    same_bits(lines, {step: run.lines("b")[step] for step in range(shared)})
+    shared = min(map(len, map(fleet.lines, "ab")))
+    lines = fleet.lines("a")
+    same_bits(lines, {step: fleet.lines("b")[step] for step in range(shared)})
     assert all(present == [0, 1] for present in presence(lines).values())
 
 
 @pytest.mark.parametrize("stated", ["option", "kit"])
 def test_the_end_of_the_wait_for_a_hub_is_an_error(tmp_path, stated):
     hub = MortalHub(tmp_path / "run", "ab")
-    hub.start()
-    if stated == "kit":  # which a program cannot change
-        for name in "ab":
-            with (hub.kits / name / "policy.toml").open("a") as policy:
-                policy.write("hub_timeout = 2\n")
-    run = Run(tmp_path / "run", hub)
-    for name, seconds in {"a": 3.0, "b": 2.0}.items():  # they may differ
-        run.start(name, hub_timeout=seconds if stated == "option" else 1000.0)
-    run.await_step("a", 3)
-    hub.process.kill()
-    text = run.end("ab", 1)
+    for name in "ab" if stated == "kit" else "":  # which a program cannot change
+        with (hub.kits / name / "policy.toml").open("a") as policy:
+            policy.write("hub_timeout = 2\n")
+    with Fleet(tmp_path / "run", hub) as fleet:
+        for name, seconds in {"a": 3.0, "b": 2.0}.items():  # they may differ
+            fleet.start(name, hub_timeout=seconds if stated == "option" else 1000.0)
+        fleet.await_step("a", 3)
+        hub.kill()
+        text = fleet.end("ab", 1)
     assert "cannot be reached for 2 s" in text
     assert text.count("/dadplug/") <= 2 * 4, text  # frames of the traceback: what failed stands in its last line
 
 
 # Links that are all cut
-
-
-@contextmanager
-def relayed(
-    folder: Path, names: str, sealed: bool = False, **settings: object
-) -> Iterator[tuple[RunningHub, list[CuttingRelay]]]:
-    """Run a hub that each site reaches by a relay of its own."""
-    with ExitStack() as opened:
-        if sealed:
-            make_kits(folder / "kits", names)
-        hub = opened.enter_context(running_hub(folder / "kits", tuple(names), **settings))
-        relays = [opened.enter_context(CuttingRelay(hub.address)) for _ in names]
-        for name, relay in zip(names, relays, strict=True):
-            goes_by_way_of(relay, folder / "kits" / name)
-        yield hub, relays
 
 
 @pytest.mark.parametrize(
@@ -140,12 +102,12 @@ def relayed(
 )
 def test_a_cut_of_every_link_costs_no_step(tmp_path, how, min_sites, sealed):
     """All links are cut for much longer than a site may be silent; they are dead, or end, and nothing else happens."""
-    folder = tmp_path / "run"
-    folder.mkdir()
-    with relayed(folder, "abc", sealed, site_timeout=2.0) as (hub, relays):
-        run = Run(folder, hub, mode="rankdad", min_sites=min_sites, site_timeout=2.0, timeout=100.0, gives_up=100.0)
-        run.start("abc")
-        run.await_step("a", 3)
+    served = relayed_hub(tmp_path / "run", "abc", sealed, site_timeout=2.0)
+    settings = {"min_sites": min_sites, "site_timeout": 2.0, "timeout": 100.0, "gives_up": 100.0}
+    with Fleet(tmp_path / "run", served, mode="rankdad", **settings) as fleet:
+        hub, relays = fleet.hub, fleet.hub.relays
+        fleet.start("abc")
+        fleet.await_step("a", 3)
         for relay in relays:
             if how == "hold":
                 relay.hold = True
@@ -153,17 +115,19 @@ def test_a_cut_of_every_link_costs_no_step(tmp_path, how, min_sites, sealed):
                 relay.cut(refuse=True)
         hub.await_line("no site can be heard", ENDED)
         if how == "hold":  # the hub finds out, too
-            until(lambda: sum("lost: nothing has arrived for" in line for line in hub.log) >= 3, run.state, ENDED)
+            until(lambda: sum("lost: nothing has arrived for" in line for line in hub.log) >= 3, fleet.state, ENDED)
         time.sleep(6.0)
         assert snapshot(hub.hub, Meter())["waiting"].startswith("no site has been heard for ")
         for relay in relays:
             relay.hold = relay.refuse = False
         hub.await_line("sites can be heard again", ENDED)
-        run.await_step("a", max(run.lines("a")) + 2)
-        run.stop(5)
-        assert re.search(r"the connection to the hub at .* is lost: ", run.end("abc"))  # sites find out, too
-        assert not any("has left: silent" in line or "it has not reconnected" in line for line in hub.log), run.state()
-    no_step_is_lost(run, tmp_path / "reference", "abc", mode="rankdad")
+        fleet.await_more("a", 2)
+        fleet.stop(5)
+        assert re.search(r"the connection to the hub at .* is lost: ", fleet.end("abc"))  # sites find out, too
+        assert not any("has left: silent" in line or "it has not reconnected" in line for line in hub.log), (
+            fleet.state()
+        )
+    no_step_is_lost(fleet, tmp_path / "reference", "abc", mode="rankdad")
 
 
 def test_a_check_of_the_way_to_the_hub_ends_no_outage(tmp_path):
@@ -185,24 +149,21 @@ def test_a_check_of_the_way_to_the_hub_ends_no_outage(tmp_path):
 
 
 def test_a_site_that_does_not_come_back_from_a_cut_of_every_link_is_lost(tmp_path):
-    with relayed(tmp_path, "abc", site_timeout=2.0) as (hub, relays):
-        run = Run(tmp_path, hub, min_sites=2, site_timeout=2.0)
-        run.start("abc")
-        run.await_step("a", 3)
+    served = relayed_hub(tmp_path, "abc", site_timeout=2.0)
+    with Fleet(tmp_path, served, min_sites=2, site_timeout=2.0) as fleet:
+        hub, relays = fleet.hub, fleet.hub.relays
+        fleet.start("abc")
+        fleet.await_step("a", 3)
         for relay in relays:
             relay.hold = True
         hub.await_line("no site can be heard", ENDED)
-        run.processes["c"].kill()
+        fleet.processes["c"].kill()
         time.sleep(3.0)
         for relay in relays[:2]:
             relay.hold = False
         hub.await_line("c has left", ENDED)
-        run.await_step("a", max(run.lines("a")) + 3)
-        run.stop(5)
-        run.end("ab")
-        lines = run.lines("a")
-        assert presence(lines)[max(lines)] == [0, 1]
-        same_bits(lines, run.lines("b"))
+        fleet.await_more("a", 3)
+        fleet.finish("ab", 5)
 
 
 # The machine of the hub is replaced
@@ -253,24 +214,13 @@ def exchanges(links: Sequence[HubLink], number: int) -> None:
         assert found == [(number, rank) for rank in range(len(links))]
 
 
-@contextmanager
-def linked(kits: Path, names: str = "ab") -> Iterator[list[HubLink]]:
-    """Link sites to the hub that their kits name."""
-    links = together(lambda rank: open_link(kits, names[rank]), len(names))
-    try:
-        yield links
-    finally:
-        for link in links:
-            link.close(0.1)
-
-
 def test_a_hub_with_another_address_in_dns_goes_on(tmp_path, monkeypatch):
     """The name is resolved anew in each attempt, while it does not resolve, too; an address of IPv6 leads nowhere."""
     kits, port = named_kits(tmp_path / "kits")
     names = Names(monkeypatch, "hub.example.org", "127.0.0.1")
     with ExitStack() as opened:
         with elsewhere(kits, ("127.0.0.1", port)):
-            links = opened.enter_context(linked(kits))
+            links = opened.enter_context(linked_by(kits))
             exchanges(links, 0)
             names.found = []
         before = names.asked
@@ -290,7 +240,7 @@ def test_what_answers_at_an_address_of_the_hub_and_is_not_the_hub_ends_nothing(t
     monkeypatch.setattr(connection, "DIAL_SECONDS", 1.0)
     with ExitStack() as opened:
         with elsewhere(kits, ("127.0.0.1", port)):
-            links = opened.enter_context(linked(kits))
+            links = opened.enter_context(linked_by(kits))
             exchanges(links, 0)
         if impostor == "another project":
             other = hub_kits.make(tmp_path / "other", hub=f"hub.example.org:{port}", hub_names=["127.0.0.1"])
@@ -322,7 +272,7 @@ def test_a_hub_at_another_port_is_found_by_the_roster_that_is_copied_into_the_ki
     Names(monkeypatch, "hub.example.org", "127.0.0.1")
     with ExitStack() as opened:
         with elsewhere(kits, ("127.0.0.1", port)):
-            links = opened.enter_context(linked(kits))
+            links = opened.enter_context(linked_by(kits))
             exchanges(links, 0)
         other = free_port()
         for name in ("hub", "a", "b"):

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import support
 import torch
-from elastic_runs import ENDED, MortalHub, Run, idles, same_bits
 from elastic_site import batch, make_model
+from fleet import ENDED, Fleet, MortalHub, idles, same_bits
 from hub_sites import open_link
 from running_hub import TestSite, running_hub, until
 from torch import nn
@@ -34,49 +34,33 @@ def alone(present: dict[int, list[int]], steps: int) -> list[float]:
     return torch.cat([each.detach().reshape(-1) for each in model.parameters()]).tolist()
 
 
-def ends_with_all(run: Run, names: str) -> None:
-    """Let sites end together; check that all are present and have the bits of the first, which began with the run."""
-    run.stop(name=names[0])
-    run.end(names)
-    lines = run.lines(names[0])
-    for name in names[1:]:
-        same_bits(lines, run.lines(name))
-    assert lines[max(lines)]["present"] == [*range(len(names))]
-
-
 @pytest.mark.parametrize(("mode", "sealed"), [("dsgd", False), ("rankdad", True)])
 def test_a_run_starts_with_three_of_five_sites_and_the_others_join(tmp_path, mode, sealed):
     hub = MortalHub(tmp_path / "hub", NAMES, sealed=sealed)
-    served = hub.start()
-    try:
-        run = Run(tmp_path, hub, mode=mode, min_sites=2, pause=0.02, begins=[3, 0.5], shows=True, reports=0.25)
-        run.start("bcd")
-        run.await_step("b", 2)
+    settings = {"min_sites": 2, "pause": 0.02, "begins": [3, 0.5], "shows": True, "reports": 0.25}
+    with Fleet(tmp_path, hub, mode=mode, **settings) as fleet:
+        fleet.start("bcd")
+        fleet.await_step("b", 2)
         assert any("training starts after step 0 without a, e" in line for line in hub.log)
-        run.start("a")
-        run.await_step("a", 3)
-        run.start("e")
-        run.await_step("e", 3)
-        run.stop(name="b")
+        fleet.start("a")
+        fleet.await_step("a", 3)
+        fleet.start("e")
+        fleet.await_step("e", 3)
+        fleet.stop(name="b")
         for name in "bcdea":
-            printed = run.end(name)
+            printed = fleet.end(name)
             assert ("training goes on without site 4 (e), which has never connected" in printed) == (name in "bcd")
-        until(lambda: sum("has contributed" in line for line in hub.log) == 5, run.state, ENDED)
+        until(lambda: sum("has contributed" in line for line in hub.log) == 5, fleet.state, ENDED)
         table = {line.split()[3]: line for line in hub.log if "has contributed" in line}
-    finally:
-        served.kill()
     for slot, name in enumerate(NAMES):
-        done = run.lines(name)
+        done = fleet.lines(name)
         samples = sum(len(batch(slot, step)[0]) for step in done)
         assert f"{name} has contributed {samples:,} samples in {len(done)} steps, " in table[name]
         assert table[name].endswith(" of waiting, loss 0.25")
-    lines = run.lines("b")
-    present = {step: line["present"] for step, line in lines.items()}
+    lines, present = fleet.equal("bacde")
     assert present[0] == [1, 2, 3]
     assert [0, 1, 2, 3] in present.values()
     assert present[max(present)] == [0, 1, 2, 3, 4]
-    for name in "acde":
-        same_bits(lines, run.lines(name))
     same_bits(lines, idles(tmp_path / "idle", NAMES, present, mode=mode))
     if mode == "dsgd":
         expected = alone(present, 8)
@@ -89,56 +73,37 @@ def test_sites_and_hub_may_fail_in_the_set_up_and_before_the_start(tmp_path):
     Most of the sites are left, which do not wait for as long as all might need to come back.
     """
     hub = MortalHub(tmp_path / "hub", "abcde")
-
-    def restart(served):
-        served.kill()
-        served.wait(ENDED)
-        return hub.start()
-
-    def awaits(text):
-        until(lambda: any(text in line for line in hub.log), run.state, ENDED)
-
-    served = hub.start()
-    run = Run(tmp_path, hub, min_sites=1, site_timeout=3.0, pause=0.02, begins=[4, 0.2])
-    try:
-        run.start("cde", how="set-up")
-        awaits("; 4 sites are enough to start")
-        served = restart(served)
-        run.start("b", how="set-up", leave=0)
-        until(lambda: (tmp_path / "b" / "restored").exists(), run.state, ENDED)
-        run.start("a")
-        awaits("a is connected; it joins at the next step")
+    with Fleet(tmp_path, hub, min_sites=1, site_timeout=3.0, pause=0.02, begins=[4, 0.2]) as fleet:
+        fleet.start("cde", how="set-up")
+        hub.await_line("; 4 sites are enough to start", ENDED)
+        hub.restart()
+        fleet.start("b", how="set-up", leave=0)
+        until(lambda: (tmp_path / "b" / "restored").exists(), fleet.state, ENDED)
+        fleet.start("a")
+        hub.await_line("a is connected; it joins at the next step", ENDED)
         (tmp_path / "b" / "goes on").touch()
-        run.end("b", -9)
-        served = restart(served)
-        awaits("the run that began before the restart goes on")
+        fleet.end("b", -9)
+        hub.restart()
+        hub.await_line("the run that began before the restart goes on", ENDED)
         for name in "cde":
             (tmp_path / name / "goes on").touch()
-        run.await_step("a", 3)
-        served = restart(served)
-        run.start("b")
-        run.await_step("b", max(run.lines("c")) + 3)
-        ends_with_all(run, "cdeab")
-    finally:
-        served.kill()
-    assert run.lines("c")[0]["present"] == [2, 3, 4]
+        fleet.await_step("a", 3)
+        hub.restart()
+        fleet.start("b")
+        fleet.await_more("b", 3, "c")
+        assert fleet.finish("cdeab")[1][0] == [2, 3, 4]
 
 
 def test_a_hub_that_is_killed_while_sites_agree_on_keys_goes_on_with_them(tmp_path):
-    hub = MortalHub(tmp_path / "hub", "abc", sealed=True)
-    served = hub.start("frame", 2)
-    run = Run(tmp_path, hub, min_sites=1, pause=0.02, begins=[2, 0.2])
-    try:
-        run.start("bc")
-        assert served.wait(ENDED) == -9
-        served = hub.start()
-        run.await_step("b", 3)
-        run.start("a")
-        run.await_step("a", max(run.lines("b")) + 3)
-        ends_with_all(run, "bca")
-    finally:
-        served.kill()
-    assert run.lines("b")[0]["present"] == [1, 2]
+    hub = MortalHub(tmp_path / "hub", "abc", ("frame", 2), sealed=True)
+    with Fleet(tmp_path, hub, min_sites=1, pause=0.02, begins=[2, 0.2]) as fleet:
+        fleet.start("bc")
+        assert hub.process.wait(ENDED) == -9
+        hub.start()
+        fleet.await_step("b", 3)
+        fleet.start("a")
+        fleet.await_more("a", 3, "b")
+        assert fleet.finish("bca")[1][0] == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -188,14 +153,13 @@ def test_sites_that_state_different_starts_are_named(tmp_path):
 
 
 def test_a_run_that_may_start_without_all_sites_needs_min_sites(tmp_path):
-    with running_hub(tmp_path / "kits", ("a", "b")) as hub:
+    with Fleet(tmp_path, "ab", begins=[1, 0]) as fleet:
         for min_sites, message in ((None, "start_sites needs min_sites"), (2, "min_sites=2 exceeds start_sites=1")):
-            run = Run(tmp_path, hub, min_sites=min_sites, begins=[1, 0])
-            run.start("b")
-            assert f"ValueError: {message}" in run.end("b", 1)
+            fleet.start("b", min_sites=min_sites)
+            assert f"ValueError: {message}" in fleet.end("b", 1)
 
 
-def starts_without_the_first(run: Run, key: str, digest: str = "digest") -> None:
+def starts_without_the_first(fleet: Fleet, key: str, digest: str = "digest") -> None:
     """Train at b and c from the start, and at a later; check that all end with the same bits.
 
     Args:
@@ -205,19 +169,19 @@ def starts_without_the_first(run: Run, key: str, digest: str = "digest") -> None
     """
 
     def count(name):
-        return sum(key in line for line in run.written(name))
+        return sum(key in line for line in fleet.written(name))
 
-    run.start("bc")
-    until(lambda: min(count("b"), count("c")) > 2 or run.processes["b"].poll() is not None, run.state, ENDED)
-    run.start("a")
-    until(lambda: count("a") > 5 or run.processes["a"].poll() is not None, run.state, ENDED)
-    step = max(line["step"] for line in run.written("b") if "step" in line) if key == "agreement" else 0
-    (run.folder / "stop").write_text(str(step + 12))
-    run.end("abc")
-    ends = [[line for line in run.written(name) if key in line][-1] for name in "abc"]
+    fleet.start("bc")
+    until(lambda: min(count("b"), count("c")) > 2 or fleet.processes["b"].poll() is not None, fleet.state, ENDED)
+    fleet.start("a")
+    until(lambda: count("a") > 5 or fleet.processes["a"].poll() is not None, fleet.state, ENDED)
+    step = max(line["step"] for line in fleet.written("b") if "step" in line) if key == "agreement" else 0
+    (fleet.folder / "stop").write_text(str(step + 12))
+    fleet.end("abc")
+    ends = [[line for line in fleet.written(name) if key in line][-1] for name in "abc"]
     assert [end["present"] for end in ends] == [[0, 1, 2]] * 3
     assert len({(end[key], end[digest]) for end in ends}) == 1
-    first = next(line for line in run.written("b") if key in line)
+    first = next(line for line in fleet.written("b") if key in line)
     assert first["present"] == [1, 2]
 
 
@@ -233,10 +197,9 @@ def test_trainers_start_without_the_first_site(tmp_path, program, preload, key, 
     if preload:
         support.need(preload)
     path = str(Path(support.__file__).parent / f"{program}.py")
-    with running_hub(tmp_path / "kits", tuple("abc")) as hub:
-        settings |= {"pause": 0.01} if program != "elastic_catalyst" else {}
-        run = Run(tmp_path, hub, path, [preload] * bool(preload), begins=[2, 0.2], **settings)
-        starts_without_the_first(run, key, "agreed" if key == "agreement" else "digest")
+    settings |= {"pause": 0.01} if program != "elastic_catalyst" else {}
+    with Fleet(tmp_path, "abc", path, [preload] * bool(preload), key=key, begins=[2, 0.2], **settings) as fleet:
+        starts_without_the_first(fleet, key, "agreed" if key == "agreement" else "digest")
 
 
 @pytest.mark.parametrize(("stated", "lie"), [(ALL_SITES, StartTerms(1, 0)), (StartTerms(2, 0), StartTerms(1, 0))])

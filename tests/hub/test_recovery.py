@@ -3,8 +3,8 @@
 import time
 
 import pytest
-from elastic_runs import ENDED, MortalHub, Run, presence, same_bits
-from hub_sites import TIMEOUT, open_link, together, transports
+from fleet import ENDED, Fleet, MortalHub, no_step_is_lost
+from hub_sites import TIMEOUT, linked_by, together, transports
 from msgspec.structs import replace
 from running_hub import TestSite, running_hub, until
 
@@ -192,27 +192,15 @@ def test_few_sites_go_on_after_the_time_in_which_all_can_come_back(tmp_path, mon
 )
 @pytest.mark.parametrize("sealed", [False, True])
 def test_a_hub_that_is_killed_anywhere_costs_no_step(tmp_path, mode, names, min_sites, points, sealed):
-    hub = MortalHub(tmp_path / "run", names, sealed)
-    run = Run(tmp_path / "run", hub, mode=mode, min_sites=min_sites, keeps=1 if min_sites else 0)
-    for number, (point, count) in enumerate(points):
-        process = hub.start(point, count)
-        if not number:
-            run.start(names)
-        assert process.wait(ENDED) == -9, run.state()
-    hub.start()
-    run.stop(5, max(names, key=lambda name: max(run.lines(name), default=0)))
-    run.end(names)
-    hub.process.kill()
-    lines = [run.lines(name) for name in names]
-    assert all(present == [*range(len(names))] for each in lines for present in presence(each).values())
-    (tmp_path / "reference").mkdir()
-    with running_hub(tmp_path / "reference" / "kits", tuple(names)) as other:
-        reference = Run(tmp_path / "reference", other, mode=mode, steps=len(lines[0]), min_sites=None)
-        reference.start(names)
-        reference.end(names)
-    for each in lines:
-        same_bits(reference.lines(names[0]), each)
-        assert len(each) == len(lines[0])
+    hub = MortalHub(tmp_path / "run", names, points[0], sealed)
+    with Fleet(tmp_path / "run", hub, mode=mode, min_sites=min_sites, keeps=1 if min_sites else 0) as fleet:
+        fleet.start(names)
+        for point in (*points[1:], ()):
+            assert hub.process.wait(ENDED) == -9, fleet.state()
+            hub.start(*point)
+        fleet.stop(5, max(names, key=lambda name: max(fleet.lines(name), default=0)))
+        fleet.end(names)
+    no_step_is_lost(fleet, tmp_path / "reference", names, mode=mode)
 
 
 # Connections beside that of training over a hub that is killed and started again: they end with an error
@@ -222,20 +210,15 @@ RESTARTED = "has been restarted"
 
 
 def test_the_store_and_the_messages_of_parameters_end_and_training_goes_on(tmp_path):
-    hub = MortalHub(tmp_path, "ab")
-    hub.start()
-    links = together(lambda rank: open_link(hub.kits, "ab"[rank]))
-    sites = transports(links)
-    try:
+    with MortalHub(tmp_path, "ab") as hub, linked_by(hub.kits, "ab") as links:
+        sites = transports(links)
         stores = [HubStore(link.kit, TIMEOUT) for link in links]
         stores[0].set("key", b"value")
         assert stores[1].get("key") == b"value"
         streams = together(lambda rank: sites[rank].open_streams(TIMEOUT)[1 - rank])
         pass_on(*streams)
         tunnels = [tunnel_of(link, TIMEOUT) for link in links]
-        hub.process.kill()
-        hub.process.wait(TIMEOUT)
-        hub.start()
+        hub.restart()
         assert together(lambda rank: sites[rank].gather_objects(rank)) == [[0, 1]] * 2
         for store in stores:
             with pytest.raises(SiteError, match=RESTARTED):
@@ -252,10 +235,6 @@ def test_the_store_and_the_messages_of_parameters_end_and_training_goes_on(tmp_p
         for store in others:
             store.close()
         assert together(lambda rank: sites[rank].gather_objects(-rank)) == [[0, -1]] * 2
-    finally:
-        for link in links:
-            link.close(0.1)
-        hub.process.kill()
 
 
 def receive(stream) -> bytes:

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from elastic_runs import ENDED, MortalHub, Run, presence, same_bits
 from elastic_site import LIE, batch, make_model
-from running_hub import running_hub, until
+from fleet import ENDED, Fleet, MortalHub
+from running_hub import until
 from sealed_sites import sealed_hub
 from torch import nn
 
@@ -37,23 +37,23 @@ def check_sums(lines: dict[int, dict]) -> None:
             assert float(wanted.abs().max()) > 100 * UNIT / 16
 
 
-@pytest.mark.parametrize("hub_of", [running_hub, sealed_hub])
-def test_a_site_that_is_lost_and_returns(tmp_path, hub_of):
-    with hub_of(tmp_path / "kits" if hub_of is running_hub else tmp_path, tuple("abcd")) as hub:
-        run = Run(tmp_path, hub, min_sites=3, pause=0.02, privacy=PRIVACY)
-        run.start("abc")
-        run.start("d", leave=3, how="header")
-        run.end("d", -9)
-        run.start("d")
-        hub.await_line("d joins", ENDED)
-        run.stop()
-        run.end("abcd")
-        lines, present = run.lines("a"), presence(run.lines("a"))
-        for name in "bcd":
-            same_bits(lines, run.lines(name))
+@pytest.mark.parametrize("sealed", [False, True])
+def test_a_site_that_is_lost_and_returns(tmp_path, sealed):
+    with Fleet(
+        tmp_path,
+        sealed_hub(tmp_path, tuple("abcd"), sealed),
+        min_sites=3,
+        pause=0.02,
+        privacy=PRIVACY,
+    ) as fleet:
+        fleet.start("abc")
+        fleet.start("d", leave=3, how="header")
+        fleet.end("d", -9)
+        fleet.start("d")
+        fleet.hub.await_line("d joins", ENDED)
+        lines, present = fleet.finish("abcd")
     assert present[2] == [0, 1, 2, 3]
     assert present[3] == [0, 1, 2]
-    assert present[max(present)] == [0, 1, 2, 3]
     check_sums(lines)
     (_, _, before, _), (_, _, three, sites), (_, _, after, again) = lines[max(lines)]["spent"]
     assert (before, sites, again) == (4, 3, 4)  # the exchange in which it was lost counts, too
@@ -63,60 +63,48 @@ def test_a_site_that_is_lost_and_returns(tmp_path, hub_of):
 
 
 def test_a_site_whose_state_takes_long_follows_the_sums_of_the_others(tmp_path):
-    hub = MortalHub(tmp_path / "hub", "abcd", sealed=True)
-    for name in "abc":
-        (hub.kits / name / "policy.toml").write_text("rate_limit = 20\nencrypt_local = true\n")
-    served = hub.start()
-    try:
-        run = Run(tmp_path, hub, min_sites=3, pause=0.02, privacy=PRIVACY, ballast=4 << 20)
-        run.start("abc")
-        run.lose("d", leave=3)
-        until(lambda: any(3 in line["present"] for step, line in run.lines("a").items() if step > 3), run.state, ENDED)
-        lines, present = run.finish("abcd")
-    finally:
-        served.kill()
-    replayed = [step for step in run.lines("d") if step > 3 and 3 not in present[step]]
+    hub = MortalHub(tmp_path / "hub", "abcd", sealed=True, rate=dict.fromkeys("abc", 20))
+    with Fleet(tmp_path, hub, min_sites=3, pause=0.02, privacy=PRIVACY, ballast=4 << 20) as fleet:
+        fleet.start("abc")
+        fleet.lose("d", leave=3)
+        until(
+            lambda: any(3 in line["present"] for step, line in fleet.lines("a").items() if step > 3), fleet.state, ENDED
+        )
+        lines, present = fleet.finish("abcd")
+    replayed = [step for step in fleet.lines("d") if step > 3 and 3 not in present[step]]
     assert len(replayed) >= 5
     check_sums(lines)
 
 
 @pytest.mark.parametrize(("leave", "how"), [(0, "late"), (2, "sent"), (0, "header")])
 def test_a_site_that_leaves_between_its_key_and_its_sum(tmp_path, leave, how):
-    with sealed_hub(tmp_path, tuple("abcd")) as hub:
-        run = Run(tmp_path, hub, min_sites=3, steps=5, privacy=PRIVACY)
-        run.start("abc")
-        run.start("d", leave=leave, how=how)
-        run.end("abc")
-        lines = run.lines("a")
-        for name in "bc":
-            same_bits(lines, run.lines(name))
+    with Fleet(tmp_path, sealed_hub(tmp_path, tuple("abcd")), min_sites=3, steps=5, privacy=PRIVACY) as fleet:
+        fleet.start("d", leave=leave, how=how)
+        lines, _ = fleet.train("abc")
     assert [line["present"] for line in lines.values()][leave:] == [[0, 1, 2]] * (5 - leave)
     check_sums(lines)
 
 
 def test_sums_go_on_without_a_member_that_sends_no_key(tmp_path):
-    with sealed_hub(tmp_path, tuple("abcd")) as hub:
-        run = Run(tmp_path, hub, min_sites=3, steps=8, privacy=PRIVACY)
-        run.start("abc")
-        run.start("d", harm="missing")
-        run.end("abc")
-        run.processes["d"].kill()
-        lines = run.lines("a")
-        for name in "bc":
-            same_bits(lines, run.lines(name))
+    with Fleet(tmp_path, sealed_hub(tmp_path, tuple("abcd")), min_sites=3, steps=8, privacy=PRIVACY) as fleet:
+        fleet.start("d", harm="missing")
+        lines, _ = fleet.train("abc")
     assert [line["present"] for line in lines.values()][LIE:] == [[0, 1, 2]] * (8 - LIE)
     check_sums(lines)
 
 
-@pytest.mark.parametrize("hub_of", [running_hub, sealed_hub])
-def test_sites_that_stay(tmp_path, hub_of):
+@pytest.mark.parametrize("sealed", [False, True])
+def test_sites_that_stay(tmp_path, sealed):
     """The hub adds up masked numbers where it may read them."""
-    with hub_of(tmp_path / "kits" if hub_of is running_hub else tmp_path, tuple("abcd")) as hub:
-        run = Run(tmp_path, hub, min_sites=None, steps=5, bucket_mb=100.0, privacy=PRIVACY)
-        run.start("abcd")
-        run.end("abcd")
-        for name in "bcd":
-            same_bits(run.lines("a"), run.lines(name))
-        assert len(run.lines("a")) == 5
-        check_sums(run.lines("a"))
-        assert run.lines("c")[4]["spent"] == [[0.0, 0.01, 5, 4]]
+    with Fleet(
+        tmp_path,
+        sealed_hub(tmp_path, tuple("abcd"), sealed),
+        min_sites=None,
+        steps=5,
+        bucket_mb=100.0,
+        privacy=PRIVACY,
+    ) as fleet:
+        lines, _ = fleet.train("abcd")
+        assert len(lines) == 5
+        check_sums(lines)
+        assert fleet.lines("c")[4]["spent"] == [[0.0, 0.01, 5, 4]]

@@ -6,20 +6,19 @@ import signal
 import time
 import warnings
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
-import forkserver
-import hub_kits
 import pytest
 import support
 import torch
 import torch.distributed as dist
-from cutting_relay import CuttingRelay, goes_by_way_of
+from cutting_relay import relayed_hub
+from fleet import MortalHub
 from local_reference import ends_equal
 from msgspec.structs import replace
 from running_hub import RunningHub, running_hub, until
 from server_log import keys, recorded
+from support import refuses
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -205,22 +204,12 @@ def loses_the_hub(folder: str) -> str:
 
 
 def test_a_hub_that_is_killed_and_restarted_is_named_at_all_sites(tmp_path):
-    folder = tmp_path / "kits"
-    hub_kits.make(folder, hub=f"127.0.0.1:{support.free_port()}", hub_names=[], sites=["a", "b"], hub_at="a")
-    command = ["-m", "dadplug", "hub", str(folder / "hub")]
-    hub = forkserver.start(command)
-    try:
-        with support.Sites(2, kits=[folder / "a", folder / "b"]) as group:
-            group.start(loses_the_hub, str(tmp_path))
-            for rank in range(2):
-                RETURNING.wait_for(tmp_path / f"training{rank}")
-            hub.send_signal(signal.SIGKILL)
-            hub.wait()
-            hub = forkserver.start(command)
-            outcomes = group.outcomes()
-    finally:
-        hub.kill()
-        hub.wait()
+    with MortalHub(tmp_path, "ab") as hub, support.Sites(2, kits=[hub.kits / name for name in "ab"]) as group:
+        group.start(loses_the_hub, str(tmp_path))
+        for rank in range(2):
+            RETURNING.wait_for(tmp_path / f"training{rank}")
+        hub.restart()
+        outcomes = group.outcomes()
     for each in outcomes:
         assert each.kind == "ok", each.value
         assert each.value.startswith("the hub at 127.0.0.1:"), each.value
@@ -247,25 +236,17 @@ def trains_until(stop: str, sign: str) -> tuple:
 @pytest.mark.parametrize("sealed", [False, True])
 def test_a_cut_of_every_link_loses_no_site(tmp_path, sealed):
     """All links are dead for longer than a site may be silent, at the hub and at its sequencer, or that of site 0."""
-    with ExitStack() as opened:
-        if sealed:
-            from sealed_sites import make_kits
-
-            make_kits(tmp_path / "kits", NAMES)
-        hub = opened.enter_context(running_hub(tmp_path / "kits", NAMES, site_timeout=2.0))
-        relays = [opened.enter_context(CuttingRelay(hub.address)) for _ in NAMES]
-        for kit, relay in zip(kits(hub), relays, strict=True):
-            goes_by_way_of(relay, kit)
-        group = opened.enter_context(support.Sites(3, kits=kits(hub)))
+    served = relayed_hub(tmp_path, NAMES, sealed, site_timeout=2.0)
+    with served as hub, support.Sites(3, kits=kits(hub)) as group:
         stop = tmp_path / "stop"
         group.start(trains_until, str(stop), str(tmp_path / "training"))
         for rank in range(3):
             RETURNING.wait_for(tmp_path / f"training{rank}")
-        for relay in relays:
+        for relay in hub.relays:
             relay.hold = True
         hub.await_line("no site can be heard")
         time.sleep(7.0)  # longer than `site_timeout` of the parameter server, 5 s
-        for relay in relays:
+        for relay in hub.relays:
             relay.hold = False
         hub.await_line("sites can be heard again")
         time.sleep(2.0)
@@ -397,15 +378,23 @@ def returns(folder: str, options: dict, lost: int) -> tuple:
     folder = Path(folder)
     wait_for(folder / f"address{lost}")
     address = (folder / f"address{lost}").read_text()
-    with pytest.raises(ValueError, match="rejoin should be the return_address"):
-        made_server("nowhere")
-    with pytest.raises(ValueError, match="unknown role 'server'"):
-        dadplug.ParameterServer(*network(), role="server", rejoin=address, weighting="samples")
+    refuses(
+        (lambda: made_server("nowhere"), "rejoin should be the return_address"),
+        (
+            lambda: dadplug.ParameterServer(*network(), role="server", rejoin=address, weighting="samples"),
+            "unknown role 'server'",
+        ),
+    )
     wait_for(folder / "killed")
-    with pytest.raises(dadplug.SiteError, match="cannot be reached"):
-        made_server(f"{address.rsplit('/', 2)[0]}/{'0' * 32}/{lost}")
-    with pytest.raises(dadplug.MismatchError, match=f"option staleness is 3 at the other sites and 1 at site {lost}"):
-        made_server(address, **options | {"staleness": 1})
+    refuses(
+        (lambda: made_server(f"{address.rsplit('/', 2)[0]}/{'0' * 32}/{lost}"), "cannot be reached"),
+        (
+            lambda: made_server(address, **options | {"staleness": 1}),
+            f"option staleness is 3 at the other sites and 1 at site {lost}",
+            dadplug.MismatchError,
+        ),
+        error=dadplug.SiteError,
+    )
     model, server = made_server(address, **options)
     assert server.phases == 1
     assert server.version > 0

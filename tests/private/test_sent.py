@@ -4,25 +4,23 @@ import private_site
 import private_trainer
 import pytest
 import support
-from elastic_runs import ENDED, Run
-from running_hub import running_hub
+from fleet import ENDED, Fleet
 
 PRIVATE = ["head.*", "norm.*", "mark"]
 
 
-def joins(folder, **settings) -> Run:
+def joins(folder, **settings) -> Fleet:
     """Train at two sites, one of which ends and is started anew; return the run after its end."""
-    with running_hub(folder / "kits", ("a", "b")) as hub:
-        run = Run(folder, hub, private_site.__file__, **settings)
-        run.start("a")
-        run.start("b", leave=3)
-        run.end("b", 3)
-        hub.await_line("b has left", ENDED)
-        run.start("b")
-        hub.await_line("b joins", ENDED)
-        run.stop(10)
-        run.end("ab")
-    return run
+    with Fleet(folder, "ab", private_site.__file__, **settings) as fleet:
+        fleet.start("a")
+        fleet.start("b", leave=3)
+        fleet.end("b", 3)
+        fleet.hub.await_line("b has left", ENDED)
+        fleet.start("b")
+        fleet.hub.await_line("b joins", ENDED)
+        fleet.stop(10)
+        fleet.end("ab")
+    return fleet
 
 
 @pytest.mark.parametrize("way", ["dsgd", "rankdad", "ddp", "local"])
@@ -54,17 +52,16 @@ def test_a_site_that_joins_gets_adapters_and_not_the_frozen_model(tmp_path):
 
 
 def test_a_site_that_joins_with_another_frozen_model_is_refused(tmp_path):
-    with running_hub(tmp_path / "kits", ("a", "b")) as hub:
-        run = Run(tmp_path, hub, private_site.__file__, way="lora")
-        run.start("a")
-        run.start("b", leave=3)
-        run.end("b", 3)
-        hub.await_line("b has left", ENDED)
-        run.start("b", backbone=1)
-        run.end("b")
-        run.stop(10)
-        run.end("a")
-    error = run.written("b")[-1]["error"]
+    with Fleet(tmp_path, "ab", private_site.__file__, way="lora") as fleet:
+        fleet.start("a")
+        fleet.start("b", leave=3)
+        fleet.end("b", 3)
+        fleet.hub.await_line("b has left", ENDED)
+        fleet.start("b", backbone=1)
+        fleet.end("b")
+        fleet.stop(10)
+        fleet.end("a")
+    error = fleet.written("b")[-1]["error"]
     assert "'0.frozen.weight'" in error
     assert "weights with which the other sites have started" in error
 
@@ -83,17 +80,16 @@ def test_no_trainer_sends_a_private_layer_to_a_site_that_joins(tmp_path, program
     support.need(package.partition(".")[0])
     fields = fields | {"trainer": program, "private": patterns if private else [], "min_sites": 1}
     stops = "transformers" not in program
-    with running_hub(tmp_path / "kits", ("a", "b")) as hub:
-        run = Run(tmp_path, hub, private_trainer.__file__, [package], stops=stops, **fields)
-        run.start("a")
-        run.start("b", leave=6)
-        run.end("b", -9)
-        hub.await_line("b has left", ENDED)
+    with Fleet(tmp_path, "ab", private_trainer.__file__, [package], stops=stops, **fields) as fleet:
+        fleet.start("a")
+        fleet.start("b", leave=6)
+        fleet.end("b", -9)
+        fleet.hub.await_line("b has left", ENDED)
         before = int((tmp_path / "a" / "found").read_text().split()[0])
-        run.start("b")
-        hub.await_line("b joins", ENDED)
+        fleet.start("b")
+        fleet.hub.await_line("b joins", ENDED)
         if stops:
             (tmp_path / "stop").write_text("1")
-        run.end("ab")
+        fleet.end("ab")
     every = [int((tmp_path / name / "found").read_text().split()[0]) for name in "ab"]
     assert every == [0, 0] if private else every[0] > before

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from pathlib import Path
 
@@ -11,26 +10,23 @@ import pytest
 pytest.importorskip("transformers")
 
 import elastic_transformers
-from elastic_runs import Run
-from running_hub import running_hub
+from fleet import Fleet
 
 NAMES = "abcd"
 
 
-def trained(folder: Path, lost: str = "", **settings: object) -> tuple[Run, dict[str, dict]]:
+def trained(folder: Path, lost: str = "", **settings: object) -> tuple[Fleet, dict[str, dict]]:
     """Train at four sites, one of which may be killed at a third and started again; return what they have written."""
-    folder.mkdir(exist_ok=True)
-    with running_hub(folder / "kits", tuple(NAMES)) as hub:
-        run = Run(
-            folder, hub, elastic_transformers.__file__, ["transformers.trainer"], stops=False, min_sites=1, **settings
-        )
+    with Fleet(
+        folder, NAMES, elastic_transformers.__file__, ["transformers.trainer"], stops=False, min_sites=1, **settings
+    ) as fleet:
         for name in NAMES:
-            run.start(name, leave=11 if name == lost else -1, pause=0.15 if lost else 0.0)
+            fleet.start(name, leave=11 if name == lost else -1, pause=0.15 if lost else 0.0)
         if lost:
-            run.end(lost, -9)
-            run.start(lost)
-        run.end(NAMES)
-    return run, {name: json.loads((folder / name / "result.json").read_text()) for name in NAMES}
+            fleet.end(lost, -9)
+            fleet.start(lost)
+        fleet.end(NAMES)
+    return fleet, dict(zip(NAMES, fleet.results(NAMES)))
 
 
 def test_a_site_that_was_killed_returns_into_the_run(tmp_path):
@@ -86,26 +82,25 @@ def test_a_site_returns_into_local_steps(tmp_path):
 
 
 def test_training_starts_without_the_first_site(tmp_path):
-    with running_hub(tmp_path / "kits", tuple(NAMES)) as hub:
-        run = Run(
-            tmp_path,
-            hub,
-            elastic_transformers.__file__,
-            ["transformers.trainer"],
-            stops=False,
-            begins=[3, 0.2],
-            pause=0.15,
-        )
-        run.start("bcd")
-        run.await_step("b", 1)
-        run.start("a")
-        run.end(NAMES)
-    results = [json.loads((tmp_path / name / "result.json").read_text()) for name in NAMES]
+    with Fleet(
+        tmp_path,
+        NAMES,
+        elastic_transformers.__file__,
+        ["transformers.trainer"],
+        stops=False,
+        begins=[3, 0.2],
+        pause=0.15,
+    ) as fleet:
+        fleet.start("bcd")
+        fleet.await_step("b", 1)
+        fleet.start("a")
+        fleet.end(NAMES)
+    results = fleet.results(NAMES)
     assert len({(result["digest"], result["step"]) for result in results}) == 1
     assert [*results[0]["by_site"]] == [f"eval_loss/site {slot} ({name})" for slot, name in enumerate(NAMES)]
     assert len({*results[0]["by_site"].values()}) == 4  # of each site's own data
     assert all(result["by_site"] == results[0]["by_site"] for result in results)
-    lines, own = run.lines("b"), run.lines("a")
+    lines, own = fleet.lines("b"), fleet.lines("a")
     assert [lines[1]["present"], lines[32]["present"]] == [[1, 2, 3], [0, 1, 2, 3]]
     assert len(own) > 5
     for step, line in own.items():
