@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
 from pathlib import Path
 
-import forkserver
 import pytest
 import support
-from running_hub import running_hub
+from fleet import Fleet, presence
 
 pytest.importorskip("accelerate", minversion="1.1")
 SITE = str(Path(__file__).parent / "helpers" / "accelerate_site.py")
@@ -42,30 +39,22 @@ def test_processes_that_a_notebook_forks_are_sites():
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["rankdad", "localsgd"])
 def test_a_site_leaves_a_training_over_a_hub_and_joins_again(tmp_path, mode):
-    with running_hub(tmp_path / "kits", ("a", "b")) as hub:
-        command = [SITE, str(hub.kits / "a"), str(tmp_path), "-1", mode]
-        stays = forkserver.start(command, os.environ | support.ONE_THREAD, None, [])
-        try:
-            (lost,) = support.run_programs([[SITE, str(hub.kits / "b"), str(tmp_path), "4", mode]], timeout=ENDED)
-            assert lost.status == -9, lost.errors
-            hub.await_line("b has left", ENDED)
-            (returned,) = support.run_programs([[SITE, str(hub.kits / "b"), str(tmp_path), "-1", mode]], timeout=ENDED)
-            assert returned.status == 0, returned.errors
-            stays.wait(ENDED)
-            assert stays.returncode == 0, stays.read()[1]
-        finally:
-            stays.kill()
-    lines = {
-        path.stem: [json.loads(line) for line in path.read_text().splitlines()] for path in tmp_path.glob("*.jsonl")
-    }
-    first = {line["step"]: line for line in lines["0-0"]}
+    with Fleet(tmp_path, "ab", SITE, mode=mode, pause=0.02) as fleet:
+        fleet.start("a")
+        fleet.start("b", leave=4)
+        fleet.end("b", -9)
+        fleet.hub.await_line("b has left", ENDED)
+        fleet.start("b")
+        fleet.await_more("b", 8, "a")
+        fleet.stop(8)
+        fleet.end("ab")
+    first, other = fleet.lines("a"), fleet.lines("b")
     assert sorted(first) == list(range(1, max(first) + 1))  # site 0 has lost no step
-    assert [1] not in [line["present"] for line in first.values()]
-    assert [0] in [line["present"] for line in first.values()]
-    again = next(found for name, found in lines.items() if name.startswith("1-") and name != "1-0")
-    assert again[-1]["step"] == max(first)
-    for line in [*lines["1-0"], *again]:
-        other = first[line["step"]]
-        assert line["lr"] == other["lr"]
-        if mode == "rankdad" or (line["agreed"] and 1 in line["present"]):
-            assert line["digest"] == other["digest"]
+    assert [1] not in presence(first).values()
+    assert [0] in presence(first).values()
+    assert presence(first)[max(first)] == [0, 1]
+    assert max(other) == max(first)
+    for step, line in other.items():
+        assert line["lr"] == first[step]["lr"]
+        if mode == "rankdad" or (line["agreed"] and 1 in first[step]["present"]):
+            assert line["digest"] == first[step]["digest"]

@@ -1,8 +1,7 @@
 """Programs of the tests of Accelerate: a site that trains and compares itself with one process, and one over a hub.
 
 Run as ``accelerate_site.py`` by a launcher; as ``accelerate_site.py --fork``, which starts two processes; or as
-``accelerate_site.py KIT FOLDER LEAVES``: trains over a hub until the file ``end`` in the folder says so, and kills
-itself in step LEAVES unless that is negative.
+``accelerate_site.py CASE``: trains over a hub, where the case is JSON, see `elastic_site.Case`.
 """
 
 from __future__ import annotations
@@ -18,12 +17,11 @@ from pathlib import Path
 
 import accelerate
 import torch
+from elastic_site import Case, last_step
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dadplug.accelerate import Accelerator
-
-MORE = 8  # steps after the return of a site
 
 
 def build(seed: int = 0) -> nn.Module:
@@ -61,23 +59,22 @@ def compare() -> None:
     accelerator.end_training()
 
 
-def train_over_hub(kit: str, folder: Path, leaves: int, mode: str = "rankdad") -> None:
+def train_over_hub(case: Case) -> None:
     """Train on data of this site, and write a line for each step."""
-    local = {"every": 3, "overlap": False} if mode == "localsgd" else {}
-    accelerator = Accelerator(cpu=True, mode=mode, kit=kit, min_sites=1, timeout=200, **local)
+    local = {"every": 3, "overlap": False} if case.mode == "localsgd" else {}
+    accelerator = Accelerator(cpu=True, mode=case.mode, kit=case.kit, min_sites=1, timeout=200, **local)
     site, model = accelerator.process_index, build()
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9)
     loader = DataLoader(TensorDataset(rows(10 + 5 * site, seed=site)), 4, shuffle=True)
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
-    reduction, end = model.reduction, folder / "end"
+    reduction = model.reduction
     assert sum(len(inputs) for (inputs,) in loader) == 10 + 5 * site  # which is not divided
     batches = (inputs for _ in itertools.count() for (inputs,) in loader)
-    missed = False
-    with (folder / f"{site}-{model.steps}.jsonl").open("w") as file:
-        while not (end.exists() and model.steps >= int(end.read_text())):
+    with Path(case.folder, "log.jsonl").open("a", buffering=1) as file:
+        while model.steps < last_step(case, model.steps):
             before = getattr(reduction, "agreements", 0)
-            if model.steps == leaves:
+            if model.steps == case.leave:
                 os.kill(os.getpid(), signal.SIGKILL)
             accelerator.backward(model(next(batches)).square().mean())
             optimizer.step()
@@ -86,14 +83,8 @@ def train_over_hub(kit: str, folder: Path, leaves: int, mode: str = "rankdad") -
             content = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
             line = {"agreed": getattr(reduction, "agreements", 1) > before} if local else {}
             line |= {"step": model.steps, "present": reduction.present_sites, "lr": scheduler.get_last_lr()[0]}
-            print(json.dumps(line | {"digest": hashlib.sha256(content).hexdigest()}), file=file, flush=True)
-            missed |= len(reduction.present_sites) == 1
-            if len(reduction.present_sites) == 1:
-                time.sleep(0.05)
-            elif missed and not end.exists():
-                part = folder / f"part-{site}"  # both sites may come here in the same step
-                part.write_text(str(model.steps + MORE))
-                part.rename(end)
+            print(json.dumps(line | {"digest": hashlib.sha256(content).hexdigest()}), file=file)
+            time.sleep(case.pause)
         model.make_equal()
         assert reduction.first_difference() is None
 
@@ -103,6 +94,6 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["--fork"]:
         accelerate.debug_launcher(compare, num_processes=2)
     elif sys.argv[1:]:
-        train_over_hub(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])
+        train_over_hub(Case(**json.loads(sys.argv[1])))
     else:
         compare()

@@ -49,9 +49,7 @@ def run(case: Case) -> None:
         loaders={"train": case.loader(), "valid": valid},
         callbacks=[
             dl.AccuracyCallback(input_key="logits", target_key="targets", topk=(1,)),
-            dl.CheckpointCallback(
-                f"{case.folder}/checkpoints{case.rank}", "valid", "loss", minimize=True, mode="runner"
-            ),
+            dl.CheckpointCallback(f"{case.folder}/checkpoints", "valid", "loss", minimize=True, mode="runner"),
             Record(case),
         ],
         num_epochs=EPOCHS,

@@ -30,29 +30,31 @@ class Case:
     """One process of a site.
 
     Attributes:
-        folder: folder of all sites.
-        rank: the site.
-        process: name of the process.
+        folder: folder of the site, in that of all sites.
         kit: folder of its kit; empty where the sites connect directly.
         url: the meeting point where they do.
         deal: option of the server.
         ends: whether site 0 is killed, for good, in place of site 2.
         lost: the site that is killed otherwise.
+        back: whether the process returns.
     """
 
     folder: str
-    rank: int
-    process: str
     kit: str = ""
     url: str = ""
     deal: str = "shared"
     ends: bool = False
     lost: int = LOST
+    back: bool = False
+
+    @property
+    def rank(self) -> int:
+        return "abc".index(Path(self.folder).name)
 
     @property
     def returns(self) -> str:
         """File of the site's address."""
-        return f"{self.folder}/address{self.rank}"
+        return f"{self.folder}/address"
 
     def connect(self) -> None:
         """Connect to the other sites, unless this process returns."""
@@ -75,14 +77,14 @@ class Case:
 
     def write(self, **line: Any) -> None:
         """Append a line to what this process has written."""
-        with (Path(self.folder) / f"{self.process}.jsonl").open("a") as file:
+        with Path(self.folder, "back.jsonl" if self.back else "log.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
 
     def touch(self, name: str) -> None:
-        (Path(self.folder) / name).touch()
+        Path(self.folder).with_name(name).touch()
 
     def wait_for(self, name: str) -> None:
-        until((Path(self.folder) / name).exists, lambda: name, SECONDS)
+        until(Path(self.folder).with_name(name).exists, lambda: name, SECONDS)
 
 
 def samples(first: int, last: int) -> TensorDataset:
@@ -127,15 +129,15 @@ class Steps:
         case, epoch = self._case, self._epoch()
         number = self._numbers[epoch] = self._numbers.get(epoch, -1) + 1
         case.write(epoch=epoch, ids=inputs.argmax(1).tolist(), **line)
-        if case.process == "back":
+        if case.back:
             case.touch("working")
-        if epoch == 1 and number == 2 and case.process == ("0" if case.ends else str(case.lost)):
+        if epoch == 1 and number == 2 and case.rank == (0 if case.ends else case.lost) and not case.back:
             case.touch("killed")
             os.kill(os.getpid(), signal.SIGKILL)
-        if epoch == 1 and number == 1 and not case.ends and case.process not in ("back", str(case.lost)):
+        if epoch == 1 and number == 1 and not case.ends and case.rank != case.lost:
             case.wait_for("killed")
-            case.touch(f"works{case.process}")
+            case.touch(f"works{case.rank}")
             for rank in {0, 1, 2} - {case.lost}:  # one that is idle would not keep the other from using up the epoch
                 case.wait_for(f"works{rank}")
-            if case.process == str(2 - case.lost // 2):  # not the one whose state is taken
+            if case.rank == 2 - case.lost // 2:  # not the one whose state is taken
                 case.wait_for("working")

@@ -1,13 +1,12 @@
 """Asynchronous steps in Lightning and Catalyst: one model at every evaluation, checkpoints, sites that return."""
 
-import json
 import os
 import signal
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
-import forkserver
 import lightning_zoo as zoo
 import pytest
 import pytorch_lightning as pl
@@ -18,12 +17,15 @@ from catalyst import dl
 from catalyst.core.callback import Callback
 from catalyst_training import data, net, run
 from dadplug.runners import ParameterServerRunner, ParameterServerStrategy
+from fleet import Fleet
 from json_lines import read_lines
-from returning_steps import BATCH, EPOCHS, LOST, SAMPLES, Case
-from running_hub import running_hub
+from returning_steps import BATCH, EPOCHS, LOST, SAMPLES
+from support import refuses
 from torch.utils.data import DataLoader
 
 import dadplug
+
+HELPERS = Path(__file__).resolve().parents[1] / "helpers"
 
 
 class Watch(pl.Callback):
@@ -323,43 +325,21 @@ def test_unequal_sites_hold_one_model() -> None:
         assert watch.batches == 3 * (5 if rank else 9)
         assert 0 < runner.reduction.version <= 3 * 14  # contributions may be committed together
         assert runner.loader_metrics["loss"] < 1.3
-    with pytest.raises(ValueError, match="staleness must be"):
-        ParameterServerRunner(staleness=0.5)
-    with pytest.raises(ValueError, match="'edad' recomputes"):
-        ParameterServerRunner(mode="edad")
+    refuses(
+        (lambda: ParameterServerRunner(staleness=0.5), "staleness must be"),
+        (lambda: ParameterServerRunner(mode="edad"), "'edad' recomputes"),
+    )
 
 
 # Sites that are killed in a trainer with a parameter server, and return in the midst of an epoch
 
 
-HELPERS = Path(__file__).resolve().parents[1] / "helpers"
-ENDED = 170.0  # seconds for a process, on a busy machine
-
-
-def start(trainer: str, case: Case) -> forkserver.Program:
-    support.need({"lightning": "pytorch_lightning"}.get(trainer, trainer))
-    arguments = [str(HELPERS / f"returning_{trainer}.py"), json.dumps(vars(case))]
-    preload = [{"lightning": "pytorch_lightning"}.get(trainer, trainer)]
-    return forkserver.start(arguments, os.environ | support.ONE_THREAD, preload=preload)
-
-
-def end(process: forkserver.Program, status: int = 0) -> None:
-    assert process.wait(ENDED) == status, process.read()
-
-
-def train(folder: Path, trainer: str, deal: str, kits: Path | None, lost: int = LOST) -> dict[str, list[dict]]:
-    """Train with a site that is killed and comes back; return what the processes have written."""
-    url = f"tcp://127.0.0.1:{support.free_port()}"
-    places = [{"url": url} if kits is None else {"kit": str(kits / name)} for name in "abc"]
-    cases = [Case(str(folder), rank, str(rank), deal=deal, lost=lost, **place) for rank, place in enumerate(places)]
-    processes = [start(trainer, case) for case in cases]
-    end(processes[lost], -9)
-    assert Path(cases[lost].returns).exists()
-    back = start(trainer, Case(str(folder), lost, "back", deal=deal, lost=lost, **places[lost]))
-    for process in (*processes[:lost], *processes[lost + 1 :], back):
-        end(process)
-    assert not any(Path(case.returns).exists() for case in cases)
-    return {name: read_lines(folder / f"{name}.jsonl") for name in ("0", "1", "2", "back")}
+def sites_of(folder: Path, trainer: str, over_hub: bool = False, **settings: object) -> Fleet:
+    package = {"lightning": "pytorch_lightning"}.get(trainer, trainer)
+    support.need(package)
+    hub = "abc" if over_hub else nullcontext()
+    settings |= {} if over_hub else {"url": f"tcp://127.0.0.1:{support.free_port()}"}
+    return Fleet(folder, hub, str(HELPERS / f"returning_{trainer}.py"), [package], stops=False, **settings)
 
 
 def check(lines: dict[str, list[dict]], deal: str, lost: int = LOST) -> None:
@@ -413,18 +393,15 @@ def test_where_no_site_can_return_it_is_an_error(tmp_path, monkeypatch):
 
 def test_without_site_0_the_others_name_it_and_start_anew(tmp_path):
     """The trainer is Catalyst; its strategy for Lightning uses the same file and log."""
-    place = {"deal": "own", "url": f"tcp://127.0.0.1:{support.free_port()}", "ends": True}
-    cases = [Case(str(tmp_path), rank, str(rank), **place) for rank in range(3)]
-    processes = [start("catalyst", case) for case in cases]
-    end(processes[0], -9)
-    for process in processes[1:]:
-        end(process, 1)
-        assert "SiteError: site 0" in (errors := process.read()[1])
-        assert "it has the sequencer, without which training cannot go on" in errors
-    again = start("catalyst", cases[1])
-    end(again, 1)
-    assert "cannot be reached, it may have ended" in again.read()[1]
-    assert [Path(case.returns).exists() for case in cases] == [True, False, True]
+    with sites_of(tmp_path, "catalyst", deal="own", ends=True) as fleet:
+        fleet.start("abc")
+        fleet.end("a", -9)
+        for name in "bc":
+            assert "SiteError: site 0" in (errors := fleet.end(name, 1))
+            assert "it has the sequencer, without which training cannot go on" in errors
+        fleet.start("b")
+        assert "cannot be reached, it may have ended" in fleet.end("b", 1)
+    assert [(tmp_path / name / "address").exists() for name in "abc"] == [True, False, True]
 
 
 @pytest.mark.parametrize(
@@ -437,8 +414,12 @@ def test_without_site_0_the_others_name_it_and_start_anew(tmp_path):
     ],
 )
 def test_a_site_returns_into_the_midst_of_an_epoch(tmp_path, trainer, deal, hub, lost):
-    if not hub:
-        check(train(tmp_path, trainer, deal, None, lost), deal, lost)
-        return
-    with running_hub(tmp_path / "kits", tuple("abc")) as running:
-        check(train(tmp_path, trainer, deal, running.kits, lost), deal, lost)
+    with sites_of(tmp_path, trainer, hub, deal=deal, lost=lost) as fleet:
+        fleet.start("abc")
+        fleet.end("abc"[lost], -9)
+        assert (tmp_path / "abc"[lost] / "address").exists()
+        fleet.start("abc"[lost], back=True)
+        fleet.end("abc")
+    assert not [*tmp_path.glob("*/address")]
+    back = {"back": read_lines(tmp_path / "abc"[lost] / "back.jsonl")}
+    check({str(rank): fleet.written(name) for rank, name in enumerate("abc")} | back, deal, lost)
