@@ -4,6 +4,8 @@ import itertools
 import pickle
 import re
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -215,101 +217,101 @@ def test_all_are_told_whose_header_is_invalid_where_all_have_to_stay(tmp_path, l
         assert "MismatchError: site 1 (b) has sent an invalid step header: " in fleet.told(name)
 
 
-def test_a_site_that_hears_late_of_a_round_leaves_out_the_same_member(tmp_path):
-    """The member without a payload has left by then, which others did not know when they left it out."""
+def left_out(
+    tmp_path: Path, harm: Any, timeout: float = TIMEOUT, prepare: Any = lambda transport: None, collects: bool = False
+) -> list[str]:
+    """Let three sites gather numbers; check that the first two go on without the last one; return the hub's journal.
+
+    Args:
+        tmp_path: folder for the kits.
+        harm: what the last site does with its transport and the gather, in place of its part.
+        timeout: timeout of the sites.
+        prepare: what each site does with its transport before.
+        collects: whether the payloads are awaited before the round is closed, as those of a second round are.
+    """
 
     def exchange(link):
-        transport = ElasticTransport(link, Traffic(), 20.0, Requirements(1, 60_000))
+        transport = ElasticTransport(link, Traffic(), timeout, Requirements(1, 60_000))
         gather = transport.gather([4] * 3, torch.float32)
-        if link.rank != 2:
-            gather.payload.fill_(link.rank + 1)
-            gather.launch()
-        end = link.rounds.end
+        prepare(transport)
+        if link.rank == 2:
+            harm(transport, gather)
+            return None
+        gather.payload.fill_(link.rank + 1)
+        gather.launch()
+        if collects:
+            gather.collect()
+        transport.close_round(admits=not collects)
+        return [each.tolist() for each in gather.wait()], transport.present
+
+    with sealed_hub(tmp_path) as hub, linked(hub, 3) as links:
+        found = together(lambda rank: exchange(links[rank]), 3)
+        log = list(hub.log)
+    assert found[:2] == [([[1.0] * 4, [2.0] * 4, [0.0] * 4], [0, 1])] * 2
+    return log
+
+
+def test_a_site_that_hears_late_of_a_round_leaves_out_the_same_member(tmp_path):
+    """The member without a payload has left by then, which others did not know when they left it out."""
+    heard = []
+
+    def prepare(transport):
+        link, end = transport.link, transport.link.rounds.end
 
         def hear_late(*arguments):
             absent = end(*arguments)
             if link.rank == 0:
                 link.converse(lambda: int(2 not in link.gone), 10.0)
+                heard.append(2 in link.gone)
             return absent
 
         link.rounds.end = hear_late
-        transport.close_round(admits=True)
-        if link.rank == 2:
-            link.close()
-            return None
-        return [each.tolist() for each in gather.wait()], transport.present, 2 in link.gone
 
-    with sealed_hub(tmp_path) as hub, linked(hub, 3) as links:
-        first, second, _ = together(lambda rank: exchange(links[rank]), 3)
-    assert first[2]
-    assert first[:2] == second[:2] == ([[1.0] * 4, [2.0] * 4, [0.0] * 4], [0, 1])
+    def leave(transport, gather):
+        transport.close_round(admits=True)
+        transport.link.close()
+
+    left_out(tmp_path, leave, 20.0, prepare)
+    assert heard[-1]
 
 
 def test_a_payload_of_the_next_round_does_not_stand_for_one_that_is_missing(tmp_path):
     """It may arrive before a site goes on after the close, so that only this one would take it."""
 
-    def exchange(link):
-        transport = ElasticTransport(link, Traffic(), TIMEOUT, Requirements(1, 60_000))
-        gather, wait = transport.gather([4] * 3, torch.float32), link.rounds._wait_until
-        if link.rank == 2:
-            link.rounds.end(TIMEOUT, None, RoundKind.FIRST)
-            link.send(gather.exchange, memoryview(bytes(16)))
-            return None
+    def prepare(transport):
+        link, wait = transport.link, transport.link.rounds._wait_until
 
         def hear_more(*arguments):
             wait(*arguments)
             link.converse(lambda: int(link.rank == 0 and not link.inbox.early_bytes), TIMEOUT)
 
-        link.rounds._wait_until = hear_more
-        gather.payload.fill_(link.rank + 1)
-        gather.launch()
-        transport.close_round(admits=True)
-        return [each.tolist() for each in gather.wait()], transport.present
+        if link.rank < 2:
+            link.rounds._wait_until = hear_more
 
-    with sealed_hub(tmp_path) as hub, linked(hub, 3) as links:
-        found = together(lambda rank: exchange(links[rank]), 3)
-    assert found[:2] == [([[1.0] * 4, [2.0] * 4, [0.0] * 4], [0, 1])] * 2
+    def send_late(transport, gather):
+        transport.link.rounds.end(TIMEOUT, None, RoundKind.FIRST)
+        transport.link.send(gather.exchange, memoryview(bytes(16)))
+
+    left_out(tmp_path, send_late, prepare=prepare)
 
 
-def test_a_member_that_sends_nothing_that_others_wait_for_is_dropped(tmp_path):
+def make_other_calls(transport, gather):
+    transport.link.send(CALLS, memoryview(b"elsewhere"))
+    transport.link.converse(lambda: int(not transport.link.rounds.dropped), TIMEOUT)
+
+
+@pytest.mark.parametrize(
+    ("harm", "timeout", "reason"),
+    [
+        (lambda transport, gather: time.sleep(2.0), 1.0, "it has sent nothing in step 1 for 1 s"),
+        (make_other_calls, TIMEOUT, "it does not make the same calls"),
+    ],
+    ids=["nothing", "other calls"],
+)
+def test_a_member_that_others_wait_for_in_vain_is_dropped(tmp_path, harm, timeout, reason):
     """It is connected, and its payload is awaited before the round is closed, as that of a second round is."""
-
-    def exchange(link):
-        transport = ElasticTransport(link, Traffic(), 1.0, Requirements(1, 60_000))
-        gather = transport.gather([4] * 3, torch.float32)
-        if link.rank == 2:
-            time.sleep(2.0)
-            return None
-        gather.payload.fill_(link.rank + 1)
-        gather.launch()
-        gather.collect()
-        transport.close_round()
-        return [each.tolist() for each in gather.wait()], transport.present
-
-    with sealed_hub(tmp_path) as hub, linked(hub, 3) as links:
-        found = together(lambda rank: exchange(links[rank]), 3)
-        assert any("c has left: 2 sites refuse it: it has sent nothing in step 1 for 1 s" in each for each in hub.log)
-    assert found[:2] == [([[1.0] * 4, [2.0] * 4, [0.0] * 4], [0, 1])] * 2
-
-
-def test_a_member_that_states_that_it_makes_other_calls_is_dropped(tmp_path):
-    def exchange(link):
-        transport = ElasticTransport(link, Traffic(), TIMEOUT, Requirements(1, 60_000))
-        gather = transport.gather([4] * 3, torch.float32)
-        if link.rank == 2:
-            link.send(CALLS, memoryview(b"elsewhere"))
-            link.converse(lambda: int(not link.rounds.dropped), TIMEOUT)
-            return None
-        gather.payload.fill_(link.rank + 1)
-        gather.launch()
-        gather.collect()
-        transport.close_round()
-        return [each.tolist() for each in gather.wait()], transport.present
-
-    with sealed_hub(tmp_path) as hub, linked(hub, 3) as links:
-        found = together(lambda rank: exchange(links[rank]), 3)
-        assert any("c has left: 2 sites refuse it: it does not make the same calls" in each for each in hub.log)
-    assert found[:2] == [([[1.0] * 4, [2.0] * 4, [0.0] * 4], [0, 1])] * 2
+    log = left_out(tmp_path, harm, timeout, collects=True)
+    assert any(f"c has left: 2 sites refuse it: {reason}" in each for each in log)
 
 
 @pytest.mark.parametrize("size", [0, 3])

@@ -43,19 +43,6 @@ def test_a_lie_to_owners_changes_nothing(tmp_path, harm):
     is_exact(lines)
 
 
-def test_a_run_that_grows_stays_exact_with_the_merge_of_the_others(tmp_path):
-    with Fleet(tmp_path, "ab", mode="rankdad", merge="auto", exact=True, pause=0.01) as fleet:
-        fleet.start("ab")
-        fleet.await_step("a", 2)
-        add_site(fleet.hub, "abc")
-        fleet.start("c")
-        fleet.await_more("c", 3, "a")
-        lines, present = fleet.finish("abc")
-    assert present[0] == [0, 1]
-    assert all(line["measured"] for line in fleet.lines("c").values())  # else it would measure alone for the next plan
-    is_exact(lines)
-
-
 LATE = 8  # first step of which the median is known, with some more
 
 
@@ -82,9 +69,12 @@ def test_a_site_that_is_late_with_results_misses_the_step(tmp_path):
     is_exact(first)
 
 
-def test_a_run_that_grows_is_planned_anew_where_so_many_sites_have_owners(tmp_path):
-    """Two sites send their factors to each other. By the stated link, owners pay from three sites on."""
-    link = [1e-4, 1e-9, 1e-9, 1e-10]
+LINK = [1e-4, 1e-9, 1e-9, 1e-10]  # costs by which owners pay from three sites on
+
+
+@pytest.mark.parametrize("link", [[], LINK], ids=["measured", "stated"])
+def test_a_run_that_grows_stays_exact_and_is_planned_anew_where_so_many_sites_have_owners(tmp_path, link):
+    """Two sites send factors to each other. By a measured link a site that joins takes the merge of the others."""
     with Fleet(tmp_path, "ab", mode="rankdad", merge="auto", exact=True, pause=0.01, link=link) as fleet:
         fleet.start("ab")
         fleet.await_step("a", 2)
@@ -93,5 +83,8 @@ def test_a_run_that_grows_is_planned_anew_where_so_many_sites_have_owners(tmp_pa
         fleet.await_more("c", 3, "a")
         lines, present = fleet.finish("abc")
     assert present[0] == [0, 1]
-    assert lines[max(lines)]["bytes"][0] > 2 * lines[1]["bytes"][0]  # as the plan states them, of an owner
     is_exact(lines)
+    if link:
+        assert lines[max(lines)]["bytes"][0] > 2 * lines[1]["bytes"][0]  # as the plan states them, of an owner
+    else:
+        assert all(line["measured"] for line in fleet.lines("c").values())  # none measures alone
