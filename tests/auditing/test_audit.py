@@ -263,6 +263,7 @@ def test_private_gradients_are_at_chance(digits, mode, rank, monkeypatch):
     assert {layer.exposure for layer in report.layers} == {"private"}
     shown = audit(batch, mode, rank=20, attacks=("span", "spear"))
     assert {result.attack: result.recovered for result in shown.results} == {"span": 1.0, "spear": 1.0}
+    assert "do not explain" not in of(shown, "spear").note  # it has confirmed what it found
 
 
 def test_a_span_that_holds_strangers_confirms_nothing():

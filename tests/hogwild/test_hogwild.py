@@ -76,6 +76,9 @@ def every_sample_is_used_once_an_epoch_and_every_step_counts(folder: str) -> Non
             assert [state["step"].item() for state in optimizer.state.values()] == [updates] * 6
 
 
+LEARNT = 32  # epochs
+
+
 def several_processes_learn_one_model(folder: str) -> None:
     data = training.Numbered()
     for state in ("shared", "own"):
@@ -86,20 +89,20 @@ def several_processes_learn_one_model(folder: str) -> None:
         model.eval()
         with torch.no_grad():
             right = (model(data.inputs).argmax(1) == data.targets).float().mean().item()
-            assert right > 0.85, (state, right)  # 0.91 to 0.98, as updates fall together; a third by guessing
+            assert right > 0.85, (state, right)  # 0.96 to 1.0 in twelve trainings; a half by guessing
             # running statistics are those of the data
             hidden = model[0](data.inputs)
             torch.testing.assert_close(model[1].running_mean, hidden.mean(0), atol=0.25, rtol=0.25)
             torch.testing.assert_close(model[1].running_var, hidden.var(0), atol=0.3, rtol=0.4)
         steps = optimizer.state[model[0].weight]["step"].item()
-        assert steps == 60 * training.BATCHES if state == "shared" else 0 < steps < 60 * training.BATCHES
+        assert steps == LEARNT * training.BATCHES if state == "shared" else 0 < steps < LEARNT * training.BATCHES
         assert optimizer.param_groups[0]["lr"] == 1e-2 * 0.5**4
 
 
 def learn(hogwild: Hogwild) -> None:
     batches = hogwild.deal(training.loader())
-    schedule = torch.optim.lr_scheduler.StepLR(hogwild.optimizer, 15, 0.5)
-    for _ in range(60):
+    schedule = torch.optim.lr_scheduler.StepLR(hogwild.optimizer, LEARNT // 4, 0.5)
+    for _ in range(LEARNT):
         for batch in batches:
             training.update(hogwild.model, hogwild.optimizer, batch)
         schedule.step()

@@ -102,7 +102,7 @@ def test_the_end_of_the_wait_for_a_hub_is_an_error(tmp_path, stated):
 )
 def test_a_cut_of_every_link_costs_no_step(tmp_path, how, min_sites, sealed):
     """All links are cut for much longer than a site may be silent; they are dead, or end, and nothing else happens."""
-    served = relayed_hub(tmp_path / "run", "abc", sealed, site_timeout=2.0)
+    served = relayed_hub(tmp_path / "run", "abc", sealed, site_timeout=2.0, grace=2.0)
     settings = {"min_sites": min_sites, "site_timeout": 2.0, "timeout": 100.0, "gives_up": 100.0}
     with Fleet(tmp_path / "run", served, mode="rankdad", **settings) as fleet:
         hub, relays = fleet.hub, fleet.hub.relays
@@ -116,7 +116,7 @@ def test_a_cut_of_every_link_costs_no_step(tmp_path, how, min_sites, sealed):
         hub.await_line("no site can be heard", ENDED)
         if how == "hold":  # the hub finds out, too
             until(lambda: sum("lost: nothing has arrived for" in line for line in hub.log) >= 3, fleet.state, ENDED)
-        time.sleep(6.0)
+        time.sleep(4.0)
         assert snapshot(hub.hub, Meter())["waiting"].startswith("no site has been heard for ")
         for relay in relays:
             relay.hold = relay.refuse = False

@@ -217,15 +217,17 @@ def test_a_hub_that_is_killed_and_restarted_is_named_at_all_sites(tmp_path):
 
 
 def trains_until(stop: str, sign: str) -> tuple:
-    """Train until a file exists; return the bits of the model, and the sites that have left meanwhile."""
-    model, server = made(site_timeout=5.0, hub_timeout=100.0)
+    """Train until a file exists; return the bits of the model, and the sites that have left meanwhile.
+
+    The file `sign` of the site holds the number of its steps.
+    """
+    model, server = made(site_timeout=4.0, hub_timeout=100.0)
     step = 0
     while not Path(stop).exists():
         backward(model, step)
         server.step()
         step += 1
-        if step == 5:
-            Path(f"{sign}{dist.get_rank()}").touch()
+        Path(f"{sign}{dist.get_rank()}").write_text(str(step))
         time.sleep(0.02)
     server.finish()
     left = [reason for reason in server._log.left.values() if "detach()" not in reason]
@@ -240,16 +242,20 @@ def test_a_cut_of_every_link_loses_no_site(tmp_path, sealed):
     with served as hub, support.Sites(3, kits=kits(hub)) as group:
         stop = tmp_path / "stop"
         group.start(trains_until, str(stop), str(tmp_path / "training"))
-        for rank in range(3):
-            RETURNING.wait_for(tmp_path / f"training{rank}")
+
+        def steps() -> list[int]:
+            return [int(path.read_text() or 0) for path in sorted(tmp_path.glob("training*"))]
+
+        until(lambda: sum(step >= 5 for step in steps()) == 3, steps)
         for relay in hub.relays:
             relay.hold = True
         hub.await_line("no site can be heard")
-        time.sleep(7.0)  # longer than `site_timeout` of the parameter server, 5 s
+        time.sleep(5.5)  # longer than `site_timeout` of the parameter server
+        before = steps()
         for relay in hub.relays:
             relay.hold = False
         hub.await_line("sites can be heard again")
-        time.sleep(2.0)
+        until(lambda: all(now > step + 5 for now, step in zip(steps(), before, strict=True)), steps)
         stop.touch()
         outcomes = group.outcomes()
     for each in outcomes:
