@@ -266,6 +266,13 @@ def test_private_gradients_are_at_chance(digits, mode, rank, monkeypatch):
     assert "do not explain" not in of(shown, "spear").note  # it has confirmed what it found
 
 
+def test_directions_that_explain_nothing_are_stated(digits, monkeypatch):
+    monkeypatch.setattr(separation, "_ROUNDS", 30)  # too few for sixteen samples
+    found = of(audit(digits, rank=20, attacks=("spear",)), "spear")
+    assert found.recovered < 0.5
+    assert "which do not explain the layer's outputs" in found.note
+
+
 def test_a_span_that_holds_strangers_confirms_nothing():
     torch.manual_seed(0)
     batch = torch.randn(8, 3) @ torch.randn(3, 60), torch.randint(0, 10, (8,))
