@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -22,13 +22,14 @@ from .privacy.private_gradients import PrivateGradients
 from .step.fused import Deferral, FusedSteps
 from .step.methods import Quality, feedback, make_method
 from .step.methods.feedback import ErrorFeedback, LossScales
-from .step.model_sync.backward_end import BackwardEnd
+from .step.model_sync.backward_end import BackwardEnd, as_written
 from .step.model_sync.batchnorm import SyncedBatchNorms
 from .step.model_sync.comparisons import Comparisons
 from .step.model_sync.private import LocalGradients
 from .step.model_sync.replicated_model import JoinState, ReplicatedModel, Stateful
 from .step.model_sync.sameness import FirstBatch
 from .step.model_sync.samples import SampleCounter, warn_of_unequal
+from .step.model_sync.site_sum import add_up
 from .step.model_sync.step_guard import StepGuard
 from .step.model_sync.structure import ModelStructure, weak_hook
 from .step.planning.choice import Choice
@@ -204,7 +205,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         if self._remembers and LossScales.scaled:
             self._method.loss_scales.record(unit.name)
         if torch.is_autocast_enabled(unit.lead.device.type):
-            with _as_written(unit.lead.device.type):
+            with as_written(unit.lead.device.type):
                 self._planner.record_arrival(unit, self._syncing, counter.owned)
         else:
             self._planner.record_arrival(unit, self._syncing, counter.owned)
@@ -361,7 +362,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
             raise RuntimeError("backward() has synchronized: leave out synchronize(), apply() and clip_grad_norm_()")
         while True:
             try:
-                with _as_written(self._transport.device.type):
+                with as_written(self._transport.device.type):
                     self._synchronize(stop, deferral)
                 break
             except DroppedError:
@@ -391,7 +392,10 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         if not self._counter.pending and not self._idles and self._private is None:
             self._counter.pending = planner.holds_own_gradients
         self._counter.follow()
-        if self._private is None:
+        if self._transport.inside is not None:
+            counted = self._by_samples or self._counter.dealt is not None
+            stop = add_up(planner.units, stop, self._transport.inside, self._counter, counted)
+        elif self._private is None:
             self._counter.weight(provisional=self.world_size == 1)  # raises where it has to be stated
         batch = self._batch()
         if not planner.is_complete:
@@ -787,10 +791,3 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         if self._remembers:
             self._unwatch()
         self._guard.remove()
-
-
-def _as_written(device_type: str) -> AbstractContextManager[Any]:
-    """Compute in the types of the tensors also where a program calls ``backward()`` under `torch.autocast`."""
-    if not torch.is_autocast_enabled(device_type):
-        return nullcontext()
-    return torch.autocast(device_type, enabled=False)

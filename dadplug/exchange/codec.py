@@ -416,21 +416,22 @@ def encode_object(item: Any) -> tuple[bytes, Exception | None]:
         return encode(Refusal(str(error))), error
 
 
-def check_lengths(lengths: Iterable[int], name: Callable[[int], str] = "process {}".format) -> None:
+def check_lengths(
+    lengths: Iterable[int], name: Callable[[int], str] = "process {}".format, most: int = MAX_OBJECT_BYTES
+) -> None:
     """Check the sizes in bytes that processes announce, before memory is allocated by them.
 
     Args:
         lengths: the sizes, by rank.
         name: returns the name of a process, for messages.
+        most: largest size.
 
     Raises:
         DamagedError: if one is out of range.
     """
     for rank, length in enumerate(lengths):
-        if not 0 <= length <= MAX_OBJECT_BYTES:
-            raise DamagedError(
-                f"{name(rank)} announces an object of {length} bytes: there may be {MAX_OBJECT_BYTES} at most"
-            )
+        if not 0 <= length <= most:
+            raise DamagedError(f"{name(rank)} announces an object of {length} bytes: there may be {most} at most")
 
 
 def decode_objects(

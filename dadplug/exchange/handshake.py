@@ -58,7 +58,7 @@ class Deadline:
         return time.monotonic() >= self._end
 
 
-def within(seconds: float, call: Callable[[], Result], check: Callable[[], None] = lambda: None) -> Result:
+def within(seconds: float, call: Callable[[], Result], check: Callable[[], object] = lambda: None) -> Result:
     """Run a call in a thread of its own, and abandon it after the timeout; the thread may continue.
 
     Args:

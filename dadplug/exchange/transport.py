@@ -274,11 +274,13 @@ class Transport(ABC):
             not count, and gathers return zeros for them. Always empty unless `elastic`.
         joins: whether this site joins others in mid-training, and `receive_state` returns a state.
         listens: whether this site has begun this step with the state of another one, since it joins.
+        inside: transport between the processes of this site, where these act as one site; else None.
         more_follows: whether another gather is launched soon, with which a small payload that is launched now may
             leave; set by the exchange.
     """
 
     nodes: Nodes | None = None
+    inside: Transport | None = None
     is_direct: bool = True
     has_all_to_all: bool = False
     elastic = joins = listens = False

@@ -105,6 +105,9 @@ class ElasticAgreement(Agreement):
     """
 
     def __init__(self, model: nn.Module, options: LocalOptions, transport: Transport) -> None:
+        if transport.inside is not None:
+            transport.close()
+            raise ValueError("LocalSGD with min_sites goes with one process at each site: start one")
         super().__init__(model, options, transport)
         self.spoilt, self.admits = False, True
         self._is_alone = False  # since the hub is away

@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
@@ -100,6 +100,10 @@ class Case:
         ballast: bytes by which the state that a site needs to join is larger.
         clip_sites: option of the reduction.
         loud: factor of the site's loss from step `LIE` on.
+        processes: number of processes of the site, each of which has a part of its batches.
+        process: number of this one.
+        port: port at which they meet.
+        leaver: process that leaves; -1 for all of them.
     """
 
     kit: str
@@ -144,6 +148,10 @@ class Case:
     ballast: int = 0
     clip_sites: float | None = None
     loud: float = 1.0
+    processes: int = 1
+    process: int = 0
+    port: int = 0
+    leaver: int = 0
 
 
 class Ballast:
@@ -422,6 +430,10 @@ def line_of(case: Case, model: nn.Module, reduction: dadplug.GradientReduction) 
 
 
 def connect(case: Case) -> None:
+    if case.processes > 1:  # as torchrun sets them
+        place = {"LOCAL_RANK": case.process, "RANK": case.process, "MASTER_PORT": case.port}
+        place |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), case.processes)
+        os.environ.update({name: str(value) for name, value in place.items()})
     connection.HUB_TIMEOUT = case.gives_up
     if case.keeps:
         inbox.KeptFrames = partial(KeptFrames, case.keeps)
@@ -454,7 +466,7 @@ def train(case: Case) -> None:
     parts = {"model": model, "optimizer": optimizer, "reduction": reduction}
     restore(case, parts)
     criterion, rank = nn.CrossEntropyLoss(), reduction.site_rank
-    with (Path(case.folder) / "log.jsonl").open("a", buffering=1) as log:
+    with (Path(case.folder) / f"log{case.process or ''}.jsonl").open("a", buffering=1) as log:
         while (step := reduction.step) < last_step(case, reduction.step):
             if step in case.cold:
                 reduction.load_state_dict(cold | {"step": step})
@@ -463,7 +475,7 @@ def train(case: Case) -> None:
             optimizer.zero_grad()
             idle = step in case.idle or (case.catches_up and reduction.behind)
             if not idle:
-                inputs, targets = batch(rank, step, case.exact)
+                inputs, targets = (each[case.process :: case.processes] for each in batch(rank, step, case.exact))
                 loss = criterion(called(inputs.to(model[0].weight.dtype)), targets)
                 (loss * (case.loud if step >= LIE else 1.0)).backward()
             if step == case.leave and case.how == "sent":
@@ -496,4 +508,5 @@ def train(case: Case) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    train(Case(**json.loads(sys.argv[1])))
+    own = Case(**json.loads(sys.argv[1]))
+    train(own if own.leaver in (-1, own.process) else replace(own, leave=-1))

@@ -126,16 +126,20 @@ class Fleet:
         self._opened.close()
 
     def start(self, names: str, **fields: object) -> None:
-        """Start processes of some sites."""
+        """Start processes of some sites; where a site has several, those but the first are named as "a1"."""
         for name in names:
             own = self.folder / name
             own.mkdir(exist_ok=True)
             kit = {"kit": str(self.hub.kits / name)} if self.hub is not None else {}
-            case = {**kit, "folder": str(own), **self._settings, **fields}
-            command = [self._program, json.dumps(case)]
-            self.processes[name] = forkserver.start(command, ENVIRONMENT, preload=self._preload)
+            case: dict[str, Any] = {**kit, "folder": str(own), **self._settings, **fields}
+            count = case.get("processes", 1)
+            case |= {"port": free_port()} if count > 1 else {}
+            for process in range(count):
+                command = [self._program, json.dumps(case | ({"process": process} if process else {}))]
+                started = forkserver.start(command, ENVIRONMENT, preload=self._preload)
+                self.processes[f"{name}{process or ''}"] = started
 
-    def end(self, names: str, status: int = 0) -> str:
+    def end(self, names: Sequence[str], status: int = 0) -> str:
         """Wait for processes of some sites; return what the last one has printed to the standard error stream."""
         for name in names:
             if self.processes[name].wait(ENDED) != status:
@@ -169,8 +173,11 @@ class Fleet:
         self.processes[name].send_signal(signal.SIGCONT)
 
     def written(self, name: str, key: str = "") -> list[dict]:
-        """Return what a site has written: all, or the lines with a key."""
-        return [line for line in read_lines(self.folder / name / "log.jsonl") if not key or key in line]
+        """Return what a site, or one of its processes, has written: all, or the lines with a key."""
+        return [line for line in read_lines(self._log(name)) if not key or key in line]
+
+    def _log(self, name: str) -> Path:
+        return self.folder / name[0] / f"log{name[1:]}.jsonl"
 
     def lines(self, name: str) -> dict[int, dict]:
         """Return a site's lines of steps, by their number."""
@@ -185,7 +192,7 @@ class Fleet:
 
         def made() -> bool:
             assert self.processes[name].poll() is None, self.state()
-            return last_number(self.folder / name / "log.jsonl", key or self._key) >= step
+            return last_number(self._log(name), key or self._key) >= step
 
         until(made, self.state, ENDED)
 

@@ -38,7 +38,7 @@ from .link import HubLink
 from .transport import CollectiveTransport, HubGather, HubSites, HubTransport, SitesGather, add_up
 
 _POLL_SECONDS = 0.05  # between two looks for a message of the leader
-_ALIVE_SECONDS = 2.0  # between two questions whether the others are alive
+ALIVE_SECONDS = 2.0  # between two questions whether the others are alive
 _ASK_SECONDS = 1.0  # for answers to that
 _SLACK_SECONDS = 5.0  # grace period for the leader to report its own timeout
 _RELAYED = "relayed: "  # before a reason that the leader has from the hub
@@ -125,10 +125,16 @@ class LocalProcesses(ProcessSites):
         self.found = self._relayed() or (found if isinstance(found, SiteError) else None)
         return self.found or found
 
-    def check_alive(self) -> None:
-        """Raise SiteError if one of the other processes has ended."""
-        if Silence.REFUSED in self._ask().values():
+    def check_alive(self) -> bool:
+        """Return whether all of the other processes answer.
+
+        Raises:
+            SiteError: if one of them has ended.
+        """
+        answers = self._ask().values()
+        if Silence.REFUSED in answers:
             raise self.lost(ConnectionError("it has ended"), _ASK_SECONDS)
+        return Silence.UNANSWERED not in answers
 
     def _relayed(self) -> SiteError | None:
         """Return the error that the leader has told, if it has."""
@@ -204,7 +210,7 @@ class LocalSite:
             now = time.monotonic()
             if now > deadline:
                 raise self.processes.lost(TimeoutError("timed out"), timeout, 0)
-            if now > asked + _ALIVE_SECONDS:
+            if now > asked + ALIVE_SECONDS:
                 asked = now
                 self.processes.check_alive()
             time.sleep(_POLL_SECONDS)
@@ -216,13 +222,14 @@ class LocalSite:
         except (RuntimeError, TimeoutError) as error:
             raise self.processes.lost(error, timeout, 0) from error
 
-    def connect(self, timeout: float) -> Any:
+    def connect(self, timeout: float, patience: float | None = None) -> Any:
         """Open gloo connections on the loopback interface between all processes of the site.
 
         All of them must call it together.
 
         Args:
             timeout: seconds after which a silent process counts as lost.
+            patience: seconds that the leader may wait for other sites; None for `timeout`.
 
         Returns:
             A `dist.ProcessGroupGloo`.
@@ -237,7 +244,8 @@ class LocalSite:
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=LOOPBACK)]
         # What the leader sends to the others may have to wait for other sites, for as long.
-        options._timeout = timedelta(seconds=timeout if self.leads else 2 * timeout + _SLACK_SECONDS)
+        longest = timeout + (timeout if patience is None else patience) + _SLACK_SECONDS
+        options._timeout = timedelta(seconds=timeout if self.leads else longest)
         place = self.place
         try:
             return within(
@@ -310,6 +318,7 @@ class SiteTransport(CollectiveTransport, NodeMessages):
         traffic: the meter; what goes to other sites is counted at the leader, once for the site.
         timeout: seconds after which a silent process counts as lost.
         group: process group of all processes, if there is one.
+        patience: as in `LocalSite.connect`.
     """
 
     def __init__(
@@ -321,6 +330,7 @@ class SiteTransport(CollectiveTransport, NodeMessages):
         traffic: Traffic,
         timeout: float,
         group: dist.ProcessGroup | None = None,
+        patience: float | None = None,
     ) -> None:
         self.workers = WorkerThreads()
         self._process = os.getpid()
@@ -338,7 +348,7 @@ class SiteTransport(CollectiveTransport, NodeMessages):
         self.hub = None if link is None else HubTransport(link, Traffic(), timeout)
         self.sums = None if link is None else HubTransport(link, Traffic(), timeout)
         if local is not None:
-            self._gloo = local.connect(timeout)
+            self._gloo = local.connect(timeout, patience)
         sites.watch(self)
 
     @property
@@ -398,7 +408,8 @@ class SiteTransport(CollectiveTransport, NodeMessages):
         self._error = self._error or error
         if self._link is None or self._local is None:
             return error
-        if self._link.first_lost() is None and not self._link.closed:
+        others_end = not self._link.rounds.elastic and self._link.first_lost() is not None
+        if not (others_end or self._link.closed):
             self._link.leave(str(error))
         self._local.processes.relay(error)
         self._close_gloo()

@@ -28,6 +28,7 @@ from ..pki.project import KitRestrictions
 from ..pki.proxies import target
 from ..torch import BACKEND, Collectives, HubGroup, HubStore
 from ..wire.messages import ALL_SITES, StartTerms, own_release, wire_of
+from .led import InsideTransport, LedSites, LedTransport
 from .link import NEVER_CONNECTED, PROVISIONAL, HubLink
 from .processes import LocalPlace, LocalSite, SiteMembers, SiteTransport
 from .transport import ElasticTransport, HubSites, HubTransport, TrainerTransport
@@ -65,6 +66,7 @@ class SiteRuntime:
         self._groups = 0
         self._site = f"site {kit.slot} ({kit.name})"
         self._late = place is not None and place.late
+        self._may_leave = self._has_collectives = False  # whether sites may; whether torch's collectives were used
         self._local = None if place is None else LocalSite(place, self._site, timeout)
         self._restrictions = KitRestrictions(kit.policy, kit.roster)
         impose_restrictions(self._restrictions)
@@ -118,11 +120,9 @@ class SiteRuntime:
             self._hub = HubTransport(link, Traffic(), timeout)
         if not link.rounds.joins:
             return self._exchange_counts(count)
-        if count > 1:
-            raise SiteError(
-                "the other sites train with min_sites, which goes with one process at each site: start one here"
-            )
-        return [1] * link.world_size
+        counts = [1] * link.world_size  # those of the others are not known, nor needed
+        counts[self.kit.slot] = count
+        return counts
 
     def _exchange_counts(self, count: int) -> list[int]:
         assert self._hub is not None
@@ -201,7 +201,7 @@ class SiteRuntime:
     @property
     def elastic(self) -> bool:
         """Whether training goes on without a site that leaves."""
-        return self._link is not None and self._link.rounds.elastic
+        return self._may_leave or (self._link is not None and self._link.rounds.elastic)
 
     @property
     def is_lost(self) -> bool:
@@ -226,8 +226,18 @@ class SiteRuntime:
         if self.nodes is None:
             return HubGroup(self.link, ranks, rank, seconds)
         world_size = sum(map(len, self.nodes.members))
-        open_transport = partial(self._open_site_transport, Traffic(), seconds)
-        return Collectives(open_transport, ranks, rank, world_size, seconds, self.kit.policy)
+        if self._link is not None and len(ranks) > 1:
+            self._link.new_channel()  # as where each site has one process, which a site that joins may take for granted
+        return Collectives(partial(self._open_collectives, seconds), ranks, rank, world_size, seconds, self.kit.policy)
+
+    def _open_collectives(self, seconds: float) -> SiteTransport:
+        if self._may_leave:
+            raise ValueError(
+                "collectives of torch.distributed do not go with min_sites and several processes at a site: use "
+                "GradientReduction.gather_objects"
+            )
+        self._has_collectives = True
+        return self._open_site_transport(Traffic(), seconds)
 
     def _check_start(self, requirements: Requirements | None) -> None:
         """Raise ValueError if a run that may start without all sites requires all, or more than it may start with."""
@@ -252,20 +262,53 @@ class SiteRuntime:
     ) -> Transport:
         """Open a transport; see `dadplug.exchange.factory.open_transport`."""
         self._check_start(requirements)
-        if self.nodes is not None:
-            if requirements is not None:
-                counts = zip(self.kit.roster.sites, map(len, self.nodes.members), strict=True)
-                raise ValueError(
-                    "min_sites goes with one process at each site, and "
-                    + ", ".join(f"{name} has {count}" for name, count in counts)
-                    + ": start one process at each site, or leave min_sites out, so that all sites have to stay"
-                )
+        if requirements is None and self.nodes is not None:
             return self._open_site_transport(traffic, timeout, group)
         if requirements is None:
             return HubTransport(self.link, traffic, timeout, group)
-        self.link.rounds.rejoins &= not for_trainer  # it has to be started again to go on at another step
-        elastic = TrainerTransport if for_trainer else ElasticTransport
-        return elastic(self.link, traffic, timeout, requirements, group)
+        if self.nodes is not None:
+            self._check_united(for_trainer)
+        hub, link = None, self._link
+        if link is not None:
+            link.rounds.rejoins &= not for_trainer  # it has to be started again to go on at another step
+            elastic = TrainerTransport if for_trainer else ElasticTransport
+            hub = elastic(link, traffic, timeout, requirements, group)
+        return hub if self._local is None else self._unite(self._local, hub, traffic, timeout, group)
+
+    def _check_united(self, for_trainer: bool) -> None:
+        """Raise ValueError where sites with several processes cannot leave."""
+        if for_trainer:
+            assert self.nodes is not None
+            counts = zip(self.kit.roster.sites, map(len, self.nodes.members), strict=True)
+            raise ValueError(
+                "min_sites in trainers goes with one process at each site, and "
+                + ", ".join(f"{name} has {count}" for name, count in counts)
+                + ": start one process at each site, or leave min_sites out, so that all sites have to stay"
+            )
+        if self._has_collectives:
+            raise ValueError(
+                "min_sites with several processes at a site goes without collectives of torch.distributed, and some "
+                "have been used: leave them out, or use GradientReduction.gather_objects"
+            )
+
+    def _unite(
+        self,
+        local: LocalSite,
+        hub: ElasticTransport | None,
+        traffic: Traffic,
+        timeout: float,
+        group: dist.ProcessGroup | None,
+    ) -> LedTransport:
+        """Let the processes of this site act as one."""
+        self._may_leave, link = True, self._link
+        try:
+            inside = InsideTransport(local, link, traffic, timeout)
+            sites = LedSites(self.kit.slot, self.kit.roster.sites, local) if hub is None else hub.sites
+            return LedTransport(inside, hub, sites, traffic, timeout, group)
+        except SiteError as error:
+            if link is not None:
+                link.leave(str(error))
+            raise
 
     def _open_site_transport(
         self, traffic: Traffic, timeout: float, group: dist.ProcessGroup | None = None

@@ -98,7 +98,7 @@ _COLLECTIVES = 1 << 22  # first number of those that are used once, and their co
 _SINGLE = 1 << 16  # numbers of those, below some bits of their sizes
 _LAYOUTS = _COLLECTIVES // _SINGLE
 _PACKET_BYTES = 1 << 14  # that cost less than the hub's work
-_MOST_RECEIVERS = 254  # that the head of a frame can name
+MOST_RECEIVERS = 254  # that the head of a frame can name
 assert 2 * _COLLECTIVES == SECOND_ROUND < 1 << CHANNEL_BITS
 
 
@@ -223,7 +223,7 @@ class HubTransport(CollectiveTransport):
         self.link = link
         self.copies, self.ring = 1, 1.0  # the hub passes on what a site sends once
         self._group = group
-        self.has_all_to_all = self.world_size <= _MOST_RECEIVERS
+        self.has_all_to_all = self.world_size <= MOST_RECEIVERS
         self.channel = link.new_channel()
         self._gathers = self._collectives = 0
 
@@ -473,10 +473,15 @@ class ElasticTransport(HubTransport):
     def _resize(self, size: int) -> None:
         """Exchange with so many sites from now on."""
         self.world_size = size
-        self.has_all_to_all = size <= _MOST_RECEIVERS
+        self.has_all_to_all = size <= MOST_RECEIVERS
 
     def _of_run(self, slots: frozenset[int]) -> frozenset[int]:
         return frozenset(slot for slot in slots if slot < self.world_size)
+
+    @property
+    def least(self) -> int:
+        """Number of sites below which a step cannot go on."""
+        return self._requirements.min_sites
 
     @property
     def grows(self) -> bool:
@@ -513,7 +518,7 @@ class ElasticTransport(HubTransport):
     def leave_out(self, rank: int, error: Exception) -> None:
         self.absent |= {rank}
         self.link.rounds.leave_out(rank, str(error))
-        left, needed = len(self.present), self._requirements.min_sites
+        left, needed = len(self.present), self.least
         if self._in_step and left < needed:
             raise MismatchError(f"{error}. {left} of {self.world_size} sites are left, and this run needs {needed}")
 

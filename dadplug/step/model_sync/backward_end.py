@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -106,3 +107,10 @@ def _depends(outputs: Sequence[Tensor], parameters: Collection[int]) -> bool:
             return True
         waiting += [each for each, _ in node.next_functions]
     return False
+
+
+def as_written(device_type: str) -> AbstractContextManager[Any]:
+    """Compute in the types of the tensors also where a program calls ``backward()`` under `torch.autocast`."""
+    if not torch.is_autocast_enabled(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)

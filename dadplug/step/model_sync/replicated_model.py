@@ -127,6 +127,9 @@ class ReplicatedModel:
             warm_up(options, next((parameter.dtype for parameter in model.parameters()), torch.float32))
         self._joined: JoinState | None = self._receive_state()
         if self._joined is None:
+            if (inside := self._transport.inside) is not None:
+                sameness.check_alike(self._describe(), inside)
+                sameness.broadcast_model(self.shared, inside)
             sameness.check_alike(self._describe(), self._transport)
             self._make_equal()
 
@@ -315,6 +318,8 @@ class ReplicatedModel:
         """
         weight = float(self._epoch_samples) if self._by_samples else 1.0
         with self.traffic.apart(), suppress(DroppedError):  # this site gets the buffers of another one when it rejoins
+            if self._transport.inside is not None:
+                buffers.average_buffers(self.shared, self._transport.inside, 1.0)
             buffers.average_buffers(self.shared, self._transport, weight)
         self._epoch_samples = 0
 
@@ -328,7 +333,9 @@ class ReplicatedModel:
             SiteError: if a site is gone or does not answer.
         """
         with self.traffic.apart(), without_managed(self.model):
-            return sameness.first_difference(self.shared, self._transport)
+            inside = self._transport.inside
+            found = None if inside is None else sameness.first_difference(self.shared, inside)
+            return sameness.first_difference(self.shared, self._transport) or found
 
     def gather_objects(self, item: Any, kind: Any = Any, what: str = "object") -> list[Any]:
         """Gather an object from every site, by rank; all sites must call it.

@@ -58,6 +58,8 @@ class SampleCounter:
         stated: samples that the last `fixed` of the step has stated; None where there was none.
         dealt: samples of the step, as the loader that deals the batches of all sites states, which are the site's
             weight then; None without such a loader.
+        of_site: weight and samples of all processes of the site in this step, where these act as one; None before they
+            have added them up.
         owned: addresses of the memory of inputs since the last `reset`, which a program may overwrite.
         undelivered: passes that running backward passes have reached, which have delivered no gradient yet, with the
             numbers of those.
@@ -87,6 +89,7 @@ class SampleCounter:
         self.on_outputs: list[Callable[[list[Tensor], int, Any], None]] = []
         self.stated: int | None = None
         self.dealt: int | None = None
+        self.of_site: tuple[int, int] | None = None
         self._counted: set[_Passes] = set()  # whose gradients have arrived in this step
         self.undelivered: list[tuple[int, _Passes]] = []
         self._block: _Passes | None = None  # of the innermost `fixed` that is open
@@ -114,6 +117,8 @@ class SampleCounter:
     @property
     def count(self) -> int:
         """Samples of this step, as far as they are known."""
+        if self.of_site is not None:
+            return self.of_site[1]
         return self._known_of(self._counted) if self.dealt is None else self.dealt
 
     @property
@@ -159,6 +164,8 @@ class SampleCounter:
         Raises:
             ValueError: if samples are the weight, and the rule cannot count them.
         """
+        if self.of_site is not None:
+            return self.of_site[0]
         pending = self.pending if pending is None else pending
         if self.dealt is not None:
             return self.dealt if pending else 0
@@ -201,7 +208,7 @@ class SampleCounter:
         self._counted.clear()
         self.undelivered.clear()
         self.owned.clear()
-        self.stated = None
+        self.stated = self.of_site = None
         if self._block is not None:
             self._block = _Passes(self._block.samples, stated=True)
             self.stated = self._block.samples

@@ -132,11 +132,17 @@ _MARGIN = 0.005  # seconds of a step from which all sites merge in place of owne
 
 
 def check_merge(options: Options, transport: Transport) -> None:
-    """Check that a transport can do what the options ``merge`` and ``clip_sites`` ask for; close it if it cannot.
+    """Check that a transport can do what the options ask for; close it if it cannot.
 
     Raises:
         ValueError: if it cannot.
     """
+    if transport.inside is not None and (options.privacy is not None or options.private):
+        transport.close()
+        raise ValueError(
+            f"{'privacy' if options.privacy is not None else 'private'}= with min_sites goes with one process at each "
+            "site: start one, or leave it out"
+        )
     if options.clip_sites is not None and transport.nodes is not None:
         transport.close()
         raise ValueError("clip_sites= does not go with several processes at a site, which send as one: leave it out")

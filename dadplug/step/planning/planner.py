@@ -427,7 +427,8 @@ class Planner:
         if factored is not None and unit.sent and not (unit.void or self._method.traits.exact):
             factored.reclaim()  # what is compressed is the whole
         complete = unit.arrivals >= unit.expected > 0 and unit.discards >= unit.expected_discards
-        sends = complete and send and self.is_complete and not (unit.sent or self._changing)
+        may_send = send and self.is_complete and self._transport.inside is None  # else those of the site are added up
+        sends = complete and may_send and not (unit.sent or self._changing)
         if sends:
             assert self._reducer is not None
             self._reducer.arrive(unit)

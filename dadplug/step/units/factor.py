@@ -356,6 +356,14 @@ class FactorUnit(Unit):
             self.sent_factors = factors if room >= 0 else ()
         return factors
 
+    def take_held(self) -> list[Factor]:
+        """Return the factors that have arrived, in the weight's type, and hold them no longer."""
+        return self._collect()
+
+    def hold(self, factors: list[Factor]) -> None:
+        """Hold factors, where none are held."""
+        self._held = factors
+
     def _settle(self) -> None:
         """Form a gradient that is not formed yet."""
 

@@ -1,0 +1,412 @@
+"""Transport of a site with several processes, where sites may leave: they act as one site.
+
+All processes make the same calls. The leader alone exchanges with the other sites, over its link to the hub, and passes
+on to the processes of its site what each call returns or raises, and which sites are present. So all of them compute
+the same from the same numbers, as one process would. What a process itself would send is not sent: before gradients
+are encoded, those of all processes of the site are added up, see `dadplug.step.model_sync.site_sum`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence, Set
+from concurrent.futures import wait
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ... import errors
+from ...errors import DadplugError, MismatchError, SiteError
+from ...exchange import codec
+from ...exchange.framing import bytes_of
+from ...exchange.hierarchy import Job
+from ...exchange.status import PeerNames
+from ...exchange.traffic import Traffic
+from ...exchange.transport import AllToAll, Gather, Nodes, PendingSum, Transport
+from .link import HubLink
+from .processes import ALIVE_SECONDS, LocalSite, SiteTransport
+from .transport import MOST_RECEIVERS, ElasticTransport, SitesGather, add_up
+
+_PATIENCE = 1e6  # seconds; the leader may wait that long for other sites, and is asked meanwhile whether it is alive
+_Result = TypeVar("_Result")
+
+
+class InsideTransport(SiteTransport):
+    """Messages between the processes of one site.
+
+    Args:
+        local: the processes.
+        link: link to the hub, at the leader; None at the others.
+        traffic: the meter.
+        timeout: seconds after which a silent process counts as lost.
+    """
+
+    def __init__(self, local: LocalSite, link: HubLink | None, traffic: Traffic, timeout: float) -> None:
+        place = local.place
+        nodes = Nodes.of([range(place.processes)], place.local_rank)
+        super().__init__(local, None, local.processes, nodes, traffic, timeout, patience=_PATIENCE)
+        self._link = link  # which is left where a process of this site is lost
+
+    def wait_for(self, job: Job) -> None:
+        assert self._local is not None
+        heard = time.monotonic()
+        while not wait([job], ALIVE_SECONDS).done and self._error is None:
+            try:
+                if self._local.processes.check_alive():
+                    heard = time.monotonic()
+                elif time.monotonic() > heard + self.timeout:
+                    raise self.lost(TimeoutError("timed out"))
+            except (SiteError, MismatchError) as error:
+                raise self._failed(error) from error
+        super().wait_for(job)
+
+    def pass_on(self, content: bytes) -> bytes | memoryview:
+        """Send the leader's bytes to the other processes; the argument is ignored at these.
+
+        Raises:
+            SiteError: if a process of the site has ended or does not answer.
+        """
+        peers, leads = [0] * len(self.nodes.peers), self.nodes.index == 0
+        size = self.gather_once([1, *peers], torch.int64)
+        if leads:
+            size.payload[0] = len(content)
+        size.launch()
+        (count,) = size.wait()[0].tolist()
+        codec.check_lengths([count], self.sites.__getitem__, codec.MAX_BYTES)
+        body = self.gather_once([count, *peers], torch.uint8)
+        if leads:
+            body.payload.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+        body.launch()
+        received = body.wait()[0]
+        return content if leads else bytes_of(received)
+
+
+class LedSites(PeerNames):
+    """Sites of a hub, at a process that has no connection to it.
+
+    Args:
+        rank: this site.
+        names: names of the sites.
+        local: the processes of this site.
+    """
+
+    def __init__(self, rank: int, names: Sequence[str], local: LocalSite) -> None:
+        super().__init__(rank, names)
+        self._local = local.processes
+
+    def follow(self, names: Sequence[str]) -> None:
+        """Take the names that the leader has; a run may grow."""
+        self._names = list(names)
+
+    def lost(self, error: BaseException, timeout: float, peer: int | None = None) -> SiteError | MismatchError:
+        return self._local.lost(error, timeout, 0)
+
+
+class LedTransport(Transport):
+    """Messages between sites that may leave, at each process of a site with several.
+
+    Args:
+        inside: messages between the processes of this site.
+        hub: messages between the sites, at the leader; None at the others.
+        sites: the sites by name.
+        traffic: the meter; what goes to other sites is counted at the leader, once for the site.
+        timeout: seconds after which a silent site counts as lost.
+        group: process group of all processes.
+    """
+
+    is_direct = False
+    elastic = True
+    inside: InsideTransport
+
+    def __init__(
+        self,
+        inside: InsideTransport,
+        hub: ElasticTransport | None,
+        sites: PeerNames,
+        traffic: Traffic,
+        timeout: float,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self._hub: ElasticTransport | None = None
+        super().__init__(sites, traffic, sites.rank, torch.device("cpu"), timeout)
+        self.inside = inside
+        self._hub = hub
+        self.copies, self.ring = 1, 1.0
+        self._group = group
+        self._failure: DadplugError | None = None  # of a call that returns before the others are informed of it
+        self._in_step = self._grows = self._behind = self._is_away = False
+        self._gone: dict[int, str] = {}
+        self._position = 0
+        self._least = 1 if hub is None else hub.least
+        self.led(lambda _: None)
+
+    # What the leader sees, the same at all processes after each call
+
+    def _state(self, hub: ElasticTransport) -> tuple[Any, ...]:
+        absent, names = sorted(hub.absent), [hub.sites.name(rank) for rank in range(len(hub.sites))]
+        flags = hub.joins, hub.listens, hub.grows, hub.behind, hub.hub_is_away
+        return absent, hub.world_size, flags, dict(hub.gone), hub.position, names, hub.least
+
+    def _follow(self, state: tuple[Any, ...]) -> None:
+        absent, self.world_size, flags, self._gone, self._position, names, self._least = state
+        self.absent = frozenset(absent)
+        self.joins, self.listens, self._grows, self._behind, self._is_away = flags
+        self.has_all_to_all = self.world_size <= MOST_RECEIVERS
+        if isinstance(self.sites, LedSites):
+            self.sites.follow(names)
+
+    def led(self, call: Callable[[ElasticTransport], _Result]) -> _Result:
+        """Return what a call returns at the leader, at all processes of the site; raise what it raises there."""
+        hub = self._hub
+        if hub is None:
+            kind, text, result, state = codec.decode(self.inside.pass_on(b""))
+            self._follow(state)
+            if kind:
+                raise _error(kind, text)
+            return result  # type: ignore[no-any-return]
+        kept, failure = None, self._failure
+        self._failure = None
+        try:
+            kept = call(hub) if failure is None else None
+        except DadplugError as error:
+            failure = error
+        state = self._state(hub)
+        self._follow(state)
+        kind, text = ("", "") if failure is None else (type(failure).__name__, str(failure))
+        self.inside.pass_on(codec.encode((kind, text, kept, state)))
+        if failure is not None:
+            raise failure
+        return kept  # type: ignore[return-value]
+
+    def begin(self, call: Callable[[ElasticTransport], object]) -> None:
+        """Make a call at the leader that returns nothing; if it fails, the next one raises the error everywhere."""
+        if self._hub is None or self._failure is not None:
+            return
+        self._hub.more_follows = self.more_follows
+        try:
+            call(self._hub)
+        except DadplugError as error:
+            self._failure = error
+
+    def opened(self, call: Callable[[ElasticTransport], _Result]) -> _Result | None:
+        """Return what the leader opens; None at the other processes."""
+        return None if self._hub is None else call(self._hub)
+
+    @property  # type: ignore[override]
+    def donate(self) -> Callable[[], Any] | None:
+        """As in `Transport`; only the leader is asked."""
+        return None if self._hub is None else self._hub.donate
+
+    @donate.setter
+    def donate(self, function: Callable[[], Any] | None) -> None:
+        if self._hub is not None:
+            self._hub.donate = function
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        if self._group is None:
+            raise RuntimeError("this connection to a hub has no process group: connect by dadplug.connect(kit=...)")
+        return self._group
+
+    @property
+    def grows(self) -> bool:
+        return self._grows
+
+    def grow(self) -> None:
+        self.led(lambda hub: hub.grow())
+
+    @property
+    def behind(self) -> bool:
+        return self._behind
+
+    @property
+    def hub_is_away(self) -> bool:
+        return self._is_away
+
+    @property
+    def gone(self) -> Mapping[int, str]:
+        return self._gone
+
+    @property
+    def position(self) -> int:
+        return self._position
+
+    def close(self) -> None:
+        self.inside.close()
+
+    # Rounds
+
+    def close_round(self, admits: bool = False, idle: bool = False) -> None:
+        self.led(lambda hub: hub.close_round(admits, idle))
+        self._in_step |= admits
+
+    def leave_out(self, rank: int, error: Exception) -> None:
+        def leave(hub: ElasticTransport) -> None:
+            with suppress(MismatchError):  # raised below, at all processes
+                hub.leave_out(rank, error)
+
+        self.absent |= {rank}
+        self.begin(leave)
+        if self._in_step and len(self.present) < self._least:
+            raise MismatchError(f"{error}. {len(self.present)} of {self.world_size} sites are left, not {self._least}")
+
+    def end_step(self) -> None:
+        self._in_step = self.listens = False
+        self.begin(lambda hub: hub.end_step())
+
+    def rejoin(self) -> None:
+        self._in_step = False
+        self.led(lambda hub: hub.rejoin())
+
+    def receive_state(self, most: int) -> Any:
+        return self.led(lambda hub: hub.receive_state(most)) if self.joins else None
+
+    def take_part(self) -> bool:
+        return self.led(lambda hub: hub.take_part())
+
+    def begin_plan(self) -> None:
+        self.begin(lambda hub: hub.begin_plan())
+
+    # Exchanges
+
+    def gather(self, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
+        return _LedGather(self, self.opened(lambda hub: hub.gather(sizes, dtype)), sizes, dtype)
+
+    def gather_once(self, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
+        return _LedGather(self, self.opened(lambda hub: hub.gather_once(sizes, dtype)), sizes, dtype)
+
+    def gather_again(self, first: Gather, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
+        assert isinstance(first, _LedGather)
+        found = first.opened
+        opened = None if found is None else self.opened(lambda hub: hub.gather_again(found, sizes, dtype))
+        return _LedGather(self, opened, sizes, dtype)
+
+    def gather_resized(self, gather: Gather, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
+        assert isinstance(gather, _LedGather)
+        found = gather.opened
+        opened = None if found is None else self.opened(lambda hub: hub.gather_resized(found, sizes, dtype))
+        return _LedGather(self, opened, sizes, dtype)
+
+    def all_to_all(self, sizes: Sequence[int], dtype: torch.dtype, replaced: AllToAll | None = None) -> AllToAll:
+        before = replaced.opened if isinstance(replaced, _LedAllToAll) else None
+        return _LedAllToAll(self, self.opened(lambda hub: hub.all_to_all(sizes, dtype, before)), sizes, dtype)
+
+    def all_reduce(self, tensor: Tensor) -> PendingSum:
+        gather = self.gather_once([tensor.numel()] * self.world_size, tensor.dtype)
+        gather.payload.copy_(tensor.detach().reshape(-1))
+        gather.launch()
+        return PendingSum(lambda: tensor.detach().copy_(add_up(gather.wait()).view(tensor.shape)) and None)
+
+    def prefers_gather(self, nbytes: int) -> bool:
+        return True  # as where each site has one process
+
+    def broadcast(self, tensor: Tensor) -> None:
+        value = self.led(lambda hub: (hub.broadcast(tensor), tensor.detach().cpu())[1])
+        if self._hub is None:
+            tensor.detach().copy_(value)
+
+    def broadcast_bytes(self, content: bytes) -> bytes:
+        return self.led(lambda hub: hub.broadcast_bytes(content))
+
+    def gather_present(self, item: Any) -> dict[int, Any]:
+        return self.led(lambda hub: hub.gather_present(item))
+
+    def open_streams(self, timeout: float) -> None:
+        self.inside.open_streams(timeout)  # which raises ValueError
+
+    # What only the leader reports
+
+    def wait_for_hub(self, seconds: float) -> None:
+        self.begin(lambda hub: hub.wait_for_hub(seconds))
+
+    def show_contribution(self, samples: int, steps: int, waited: float, loss: float | None) -> None:
+        self.begin(lambda hub: hub.show_contribution(samples, steps, waited, loss))
+
+    def show_outsized(self, rank: int, step: int, times: float) -> None:
+        self.begin(lambda hub: hub.show_outsized(rank, step, times))
+
+
+class _LedGather(SitesGather):
+    """Gather of the sites' payloads, which the leader passes on.
+
+    Args:
+        transport: the transport.
+        opened: the gather over the hub, at the leader.
+        sizes: number of elements of each site's payload, by rank.
+        dtype: type of the elements.
+    """
+
+    def __init__(
+        self, transport: LedTransport, opened: Gather | None, sizes: Sequence[int], dtype: torch.dtype
+    ) -> None:
+        self.opened = opened
+        self._transport = transport
+        self._payloads = [] if opened is not None else [torch.zeros(size, dtype=dtype) for size in sizes]
+        self.payload = self._payloads[transport.rank] if opened is None else opened.payload
+
+    def post(self) -> None:
+        if (opened := self.opened) is not None:
+            self._transport.begin(lambda _: opened.post())
+
+    def launch(self) -> None:
+        if (opened := self.opened) is not None:
+            self._transport.begin(lambda _: opened.launch())
+
+    def wait(self) -> list[Tensor]:
+        payloads, self.missing = _received(self._transport, self.opened, self._payloads)
+        return payloads
+
+
+class _LedAllToAll(AllToAll):
+    """Exchange of different payloads for different sites; what comes to this site, the leader passes on.
+
+    Args:
+        transport: the transport.
+        opened: the exchange over the hub, at the leader.
+        sizes: number of elements that each site sends to the site of this rank, by rank of the receiver.
+        dtype: type of the elements.
+    """
+
+    def __init__(
+        self, transport: LedTransport, opened: AllToAll | None, sizes: Sequence[int], dtype: torch.dtype
+    ) -> None:
+        self.opened = opened
+        self._transport = transport
+        self.payloads = [torch.zeros(size, dtype=dtype) for size in sizes] if opened is None else opened.payloads
+        own = self.payloads[transport.rank]
+        self._received = [] if opened is not None else [torch.zeros_like(own) for _ in sizes]
+
+    def post(self) -> None:
+        if (opened := self.opened) is not None:
+            self._transport.begin(lambda _: opened.post())
+
+    def launch(self) -> None:
+        if (opened := self.opened) is not None:
+            self._transport.begin(lambda _: opened.launch())
+
+    def wait(self) -> list[Tensor]:
+        received, self.missing = _received(self._transport, self.opened, self._received)
+        return received
+
+
+def _received(transport: LedTransport, opened: Any, rooms: Sequence[Tensor]) -> tuple[list[Tensor], Set[int]]:
+    """Return what has arrived by sender, and the ranks of the sites of which nothing has.
+
+    Args:
+        transport: the transport.
+        opened: the exchange over the hub, at the leader.
+        rooms: room for what arrives, at the other processes.
+    """
+    payloads, missing = transport.led(lambda _: (opened.wait(), sorted(opened.missing)))
+    for room, payload in zip(rooms, payloads, strict=opened is None):
+        room.copy_(payload)
+    return (payloads if opened is not None else [*rooms]), frozenset(missing)
+
+
+def _error(kind: str, text: str) -> DadplugError:
+    """Return the error that the leader has had; a SiteError where its class takes more than a message."""
+    found = getattr(errors, kind, SiteError)
+    return found(text) if isinstance(found, type) and issubclass(found, DadplugError) else SiteError(text)
