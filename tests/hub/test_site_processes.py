@@ -12,11 +12,13 @@ import pytest
 import support
 import torch
 import torch.distributed as dist
+from elastic_runs import ENDED, Run, is_exact, presence, same_bits
 from running_hub import running_hub
+from sealed_sites import sealed_hub
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dadplug import GradientReduction, LocalSGD, NonFiniteError
+from dadplug import DifferentialPrivacy, GradientReduction, LocalSGD, NonFiniteError
 from dadplug.adapm import ParameterManager
 
 JOINED = Path(__file__).with_name("test_joined.py")
@@ -145,9 +147,8 @@ def speaks_by_collectives() -> list:
 def exchanges_by_the_reduction() -> list:
     rank = dist.get_rank()
     model = nn.Linear(3, 2)
-    for options in ({"min_sites": 1, "state": {}}, {"min_sites": 2, "mode": "dsgd"}):
-        with pytest.raises(ValueError, match=r"one process at each site, and bavaria has 2, saxony has"):
-            GradientReduction(model, **{"weighting": "samples"} | options)
+    with pytest.raises(ValueError, match=r"goes without collectives of torch\.distributed, and some"):
+        GradientReduction(model, weighting="samples", min_sites=1)
     reduction = GradientReduction(model, mode="dad", weighting="samples")
     weights = reduction.gather_objects(model.weight.detach())
     assert all(torch.equal(weights[0], each) for each in weights)
@@ -406,3 +407,145 @@ def test_the_others_learn_which_process_has_ended_and_why(tmp_path, mode, raises
         assert third.status == -9
         assert "SiteError: process 0 of site 1 (saxony) is gone" in fourth.errors
         assert all("SiteError: site 1 (saxony) is gone" in each.errors for each in (first, second))
+
+
+# Sites that may leave: the processes of each act as one site
+
+
+ALL = ["a", "a1", "b", "b1", "c", "c1"]
+
+
+def leaving(folder: Path, hub, **settings: object) -> Run:
+    """Return a run of three sites of two processes each, which trains with two sites, too."""
+    settings = {"mode": "rankdad", "merge": "owner", "exact": True} | settings
+    return Run(folder, hub, processes=2, min_sites=2, **settings)
+
+
+def is_one_process(run: Run, processes: list[str], exact: bool = True) -> dict[int, dict]:
+    """Check that all processes have the same bits, those of one process with the rows of all present sites."""
+    lines = run.lines(processes[0])
+    if exact:
+        is_exact(lines)
+    for name in processes:
+        same_bits(lines, run.lines(name))
+    return lines
+
+
+@pytest.mark.parametrize("sealed", [False, True], ids=["open", "sealed"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"mode": "dsgd", "talks": True},
+        {"mode": "dad", "merge": "all"},
+        {"merge": "all", "wraps": True},
+        {"merge": "owner"},
+        {"merge": "owner", "late": "skip", "meets": True},
+    ],
+    ids=["dsgd", "dad", "rankdad", "owner", "owner-skip"],
+)
+def test_processes_of_a_site_that_may_leave_are_as_one(tmp_path, settings, sealed):
+    with sealed_hub(tmp_path) if sealed else running_hub(tmp_path / "kits", ("a", "b", "c")) as hub:
+        run = leaving(tmp_path, hub, steps=7, stops=False, **settings)
+        run.start("ab")
+        run.start("c", processes=1)
+        run.end(ALL[:5])
+    is_one_process(run, ALL[:5])
+
+
+def test_a_site_sends_the_bytes_of_one_with_one_process(tmp_path):
+    sent = []
+    for count in (1, 2):
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        with running_hub(folder / "kits", ("a", "b", "c")) as hub:
+            run = leaving(folder, hub, steps=4, stops=False)
+            run.start("abc", processes=count)
+            run.end([name for name in ALL if name in run.processes])
+            sent.append([[line["bytes"] for line in run.lines(name).values()] for name in "abc"])
+    assert sent[0] == sent[1]
+    assert {nbytes for _, nbytes in (line["bytes"] for line in run.lines("b1").values())} == {0}
+
+
+def test_a_process_without_data_has_no_weight_in_its_site(tmp_path):
+    """Sites of two processes and one: process 1 calls idle() in a step, in which its site has the rows of process 0."""
+    with running_hub(tmp_path / "kits", NAMES) as hub:
+        kits = [hub.kits / NAMES[0], hub.kits / NAMES[0], hub.kits / NAMES[1]]
+        with support.Sites(3, kits=kits) as three:
+            for mode in ("dsgd", "auto", "rankdad"):
+                options = {name: value for name, value in EXACT[mode].items() if name != "sync_batchnorm"}
+                results = three.run(trains, mode, options | {"min_sites": 2})
+                assert max(worst for worst, _, _ in results) < 1e-9, (mode, results)
+                assert results[0][1] > 0 == results[1][1]
+
+
+@pytest.mark.parametrize(
+    ("how", "lost", "sealed"), [("header", "b", False), ("late", "a", False), ("sent", "b", True), ("late", "b", True)]
+)
+def test_a_site_with_several_processes_is_killed_in_mid_step_and_returns(tmp_path, how, lost, sealed):
+    others = "abc".replace(lost, "")
+    with sealed_hub(tmp_path) if sealed else running_hub(tmp_path / "kits", ("a", "b", "c")) as hub:
+        run = leaving(tmp_path, hub, pause=0.01)
+        run.start(others)
+        run.start(lost, leave=3, how=how, leaver=-1 if how == "sent" else 0)
+        run.end(lost, -9)
+        errors = run.end([f"{lost}1"], -9 if how == "sent" else 1)
+        assert how == "sent" or f"SiteError: process 0 of site {ord(lost) - ord('a')} ({lost}) is gone" in errors
+        run.start(lost)
+        hub.await_line(f"{lost} joins", ENDED)
+        run.stop(20, others[0])
+        run.end(ALL)
+    present = presence(is_one_process(run, sorted(ALL, key=lambda name: name.startswith(lost))))
+    assert present[3] == [ord(name) - ord("a") for name in others]
+    assert present[max(present)] == [0, 1, 2]
+
+
+def test_a_site_ends_with_one_of_its_processes_and_the_others_go_on(tmp_path):
+    with running_hub(tmp_path / "kits", ("a", "b", "c")) as hub:
+        run = leaving(tmp_path, hub, pause=0.01, steps=12, stops=False)
+        run.start("ac")
+        run.start("b", leave=3, leaver=1)
+        run.end(["b1"], -9)
+        lost = "process 1 of site 1 (b) is gone: its process has ended without a reason"
+        assert f"SiteError: {lost}" in run.end("b", 1)
+        run.end(["a", "a1", "c", "c1"])
+        assert any(f"b has left: {lost}" in line for line in hub.log)
+    present = presence(is_one_process(run, ["a", "a1", "c", "c1"]))
+    assert [present[step] for step in (2, 3, 11)] == [[0, 1, 2], [0, 2], [0, 2]]
+
+
+def test_processes_of_a_site_that_was_stopped_join_again(tmp_path):
+    with running_hub(tmp_path / "kits", ("a", "b", "c")) as hub:
+        run = leaving(tmp_path, hub, pause=0.01, site_timeout=1.0)
+        run.start("abc")
+        run.await_step("b", 2)
+        for signalled in (signal.SIGSTOP, signal.SIGCONT):
+            for name in ("b", "b1"):
+                run.processes[name].send_signal(signalled)
+            if signalled == signal.SIGSTOP:
+                run.await_step("a", max(run.lines("b")) + 4)
+        hub.await_line("b joins", ENDED)
+        run.stop(20)
+        run.end(ALL)
+    present = presence(is_one_process(run, ["a", "a1", "c", "c1", "b", "b1"]))
+    assert {len(each) for each in present.values()} == {2, 3}
+
+
+def refuses_what_one_process_can_do() -> None:
+    model = nn.Linear(3, 2)
+    private = DifferentialPrivacy(max_grad_norm=1.0, noise_multiplier=1.0, expected_batch=4)
+    for options in ({"privacy": private}, {"private": ("bias",)}):
+        with pytest.raises(
+            ValueError, match=f"{next(iter(options))}= with min_sites goes with one process at each site"
+        ):
+            GradientReduction(model, min_sites=1, **options)
+    with pytest.raises(ValueError, match="LocalSGD with min_sites goes with one process at each site"):
+        LocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.1), min_sites=1)
+    with pytest.raises(ValueError, match=r"collectives of torch\.distributed do not go with min_sites"):
+        dist.barrier()
+
+
+def test_what_needs_one_process_at_each_site_is_refused(tmp_path):
+    with running_hub(tmp_path / "kits", NAMES) as hub:
+        kits = [hub.kits / NAMES[rank // 2] for rank in range(4)]
+        with support.Sites(4, kits=kits) as four:
+            four.run(refuses_what_one_process_can_do)

@@ -17,8 +17,9 @@ from dadplug import (
     remaining_epochs_until,
 )
 from dadplug.errors import MismatchError, NonFiniteError
+from dadplug.exchange import codec
 from dadplug.step.model_sync.private import SharedPart, load_shared_state, private_state, shared_state
-from dadplug.step.model_sync.sameness import load_tensors, tensors_of
+from dadplug.step.model_sync.sameness import frozen_digests, load_tensors, tensors_of
 
 SITES = 2
 
@@ -333,4 +334,41 @@ def test_only_frozen_weights_that_differ_are_sent() -> None:
     with pytest.raises(MismatchError, match=r"the frozen parameter 'body\.3\.weight' \[20, 40\] is not that"):
         load_tensors(tensors_of(own), state.tensors, frozen=state.frozen)
     assert not own.head.weight.any()  # nothing has changed
+    reduction.detach()
+
+
+class Block(nn.Module):
+    """A block of a transformer's names and shapes, with adapters of rank 8."""
+
+    def __init__(self, width: int = 256) -> None:
+        super().__init__()
+        names = ("query", "key", "value", "attention_output", "intermediate", "output")
+        self.backbone = nn.ModuleDict({name: nn.Linear(width, width) for name in names}).requires_grad_(False)
+        self.lora_A = nn.ModuleDict({name: nn.Linear(width, 8, bias=False) for name in ("query", "value")})
+        self.lora_B = nn.ModuleDict({name: nn.Linear(8, width, bias=False) for name in ("query", "value")})
+
+    def forward(self, inputs):
+        for name, layer in self.backbone.items():
+            added = self.lora_B[name](self.lora_A[name](inputs)) if name in self.lora_A else 0.0
+            inputs = torch.tanh(layer(inputs) + added)
+        return inputs
+
+
+def test_the_state_of_adapters_is_adapters_and_their_optimizers_state():
+    """Names, digests of frozen parameters, plan and options take a hundredth of it or so."""
+    model = nn.Sequential(*(Block() for _ in range(12)))
+    trained = [each for each in model.parameters() if each.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-3)
+    reduction = GradientReduction(model, "rankdad", state={"optimizer": optimizer})
+    reduction._frozen = frozen_digests(model)  # as where all sites have had them
+    model(torch.randn(3, 256)).square().mean().backward()
+    reduction.synchronize()
+    optimizer.step()
+    state = reduction._donate()
+    content = codec.encode(state)
+    found = codec.decode(content)
+    assert found.description == state.description
+    assert found.frozen == state.frozen == frozen_digests(model)
+    assert found.plan == state.plan
+    assert 3.0 < len(content) / (4 * sum(map(torch.numel, trained))) < 3.06
     reduction.detach()

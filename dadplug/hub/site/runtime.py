@@ -226,9 +226,11 @@ class SiteRuntime:
         if self.nodes is None:
             return HubGroup(self.link, ranks, rank, seconds)
         world_size = sum(map(len, self.nodes.members))
+        opened = partial(self._open_collectives, seconds)
+        group = Collectives(opened, ranks, rank, world_size, seconds, self.kit.policy)
         if self._link is not None and len(ranks) > 1:
             self._link.new_channel()  # as where each site has one process, which a site that joins may take for granted
-        return Collectives(partial(self._open_collectives, seconds), ranks, rank, world_size, seconds, self.kit.policy)
+        return group
 
     def _open_collectives(self, seconds: float) -> SiteTransport:
         if self._may_leave:

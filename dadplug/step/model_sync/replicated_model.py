@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ...errors import DroppedError, MismatchError
 from ...exchange import Traffic, Transport, open_transport
-from ...exchange.codec import register
+from ...exchange.codec import COMPRESSED, register
 from ...exchange.fields import NUMBER
 from ...exchange.restrictions import OBJECTS, declared
 from ...exchange.transport import Requirements
@@ -57,13 +57,13 @@ class JoinState:
         frozen: digests by name of parameters that are not sent, since all sites have had them from the start.
     """
 
-    description: dict[str, str]
+    description: dict[str, str] = field(metadata=COMPRESSED)
     tensors: dict[str, Tensor]
     step: int
-    plan: Any
+    plan: Any = field(metadata=COMPRESSED)
     further: dict[str, Any]
     noise: dict[str, Any] | None = None
-    frozen: dict[str, int] = field(default_factory=dict)
+    frozen: dict[str, int] = field(default_factory=dict, metadata=COMPRESSED)
 
     def __post_init__(self) -> None:
         """Check the types, as the state may come from another site.
