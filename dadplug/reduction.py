@@ -392,11 +392,9 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         if not self._counter.pending and not self._idles and self._private is None:
             self._counter.pending = planner.holds_own_gradients
         self._counter.follow()
-        if self._transport.inside is not None:
-            counted = self._by_samples or self._counter.dealt is not None
-            stop = add_up(planner.units, stop, self._transport.inside, self._counter, counted)
-        elif self._private is None:
+        if self._private is None:
             self._counter.weight(provisional=self.world_size == 1)  # raises where it has to be stated
+        stop = add_up(planner.units, stop, self._transport.inside, self._counter)
         batch = self._batch()
         if not planner.is_complete:
             planner.complete_plan(self._step, batch)
@@ -404,7 +402,6 @@ class GradientReduction(FusedSteps, ReplicatedModel):
                 warn_of_unequal(planner.batches)
         try:
             wish = self._noise.wish if self._noise else 0
-            held = None if wish else deferral  # estimates read the gradients
             headers = planner.exchange(
                 StepRequest(
                     self._step,
@@ -414,7 +411,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
                     settings=self._comparisons.settings.take(),
                     digest=0 if self.world_size == 1 else self._comparisons.digest(self._step),
                     batch=batch,
-                    deferral=held,
+                    deferral=None if wish else deferral,  # estimates read the gradients
                     counts=self._by_samples or self._counter.dealt is not None or self.options.privacy is not None,
                 )
             )

@@ -435,7 +435,7 @@ def is_one_process(run: Run, processes: list[str], exact: bool = True) -> dict[i
 @pytest.mark.parametrize(
     "settings",
     [
-        {"mode": "dsgd", "talks": True},
+        {"mode": "dsgd", "merge": "all", "talks": True},
         {"mode": "dad", "merge": "all"},
         {"merge": "all", "wraps": True},
         {"merge": "owner"},
@@ -538,14 +538,19 @@ def refuses_what_one_process_can_do() -> None:
             ValueError, match=f"{next(iter(options))}= with min_sites goes with one process at each site"
         ):
             GradientReduction(model, min_sites=1, **options)
-    with pytest.raises(ValueError, match="LocalSGD with min_sites goes with one process at each site"):
-        LocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.1), min_sites=1)
     with pytest.raises(ValueError, match=r"collectives of torch\.distributed do not go with min_sites"):
         dist.barrier()
 
 
-def test_what_needs_one_process_at_each_site_is_refused(tmp_path):
+def refuses_local_steps() -> None:
+    model = nn.Linear(3, 2)
+    with pytest.raises(ValueError, match="LocalSGD with min_sites goes with one process at each site"):
+        LocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.1), min_sites=1)
+
+
+@pytest.mark.parametrize("refuses", [refuses_what_one_process_can_do, refuses_local_steps])
+def test_what_needs_one_process_at_each_site_is_refused(tmp_path, refuses):
     with running_hub(tmp_path / "kits", NAMES) as hub:
         kits = [hub.kits / NAMES[rank // 2] for rank in range(4)]
         with support.Sites(4, kits=kits) as four:
-            four.run(refuses_what_one_process_can_do)
+            four.run(refuses)

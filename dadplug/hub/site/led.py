@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import wait
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -166,8 +166,9 @@ class LedTransport(Transport):
             self._follow(state)
             if kind:
                 raise _error(kind, text)
-            return result  # type: ignore[no-any-return]
-        kept, failure = None, self._failure
+            return cast(_Result, result)
+        kept: Any = None
+        failure = self._failure
         self._failure = None
         try:
             kept = call(hub) if failure is None else None
@@ -179,7 +180,7 @@ class LedTransport(Transport):
         self.inside.pass_on(codec.encode((kind, text, kept, state)))
         if failure is not None:
             raise failure
-        return kept  # type: ignore[return-value]
+        return cast(_Result, kept)
 
     def begin(self, call: Callable[[ElasticTransport], object]) -> None:
         """Make a call at the leader that returns nothing; if it fails, the next one raises the error everywhere."""
@@ -195,7 +196,7 @@ class LedTransport(Transport):
         """Return what the leader opens; None at the other processes."""
         return None if self._hub is None else call(self._hub)
 
-    @property  # type: ignore[override]
+    @property
     def donate(self) -> Callable[[], Any] | None:
         """As in `Transport`; only the leader is asked."""
         return None if self._hub is None else self._hub.donate
@@ -298,15 +299,23 @@ class LedTransport(Transport):
         gather = self.gather_once([tensor.numel()] * self.world_size, tensor.dtype)
         gather.payload.copy_(tensor.detach().reshape(-1))
         gather.launch()
-        return PendingSum(lambda: tensor.detach().copy_(add_up(gather.wait()).view(tensor.shape)) and None)
+
+        def finish() -> None:
+            tensor.detach().copy_(add_up(gather.wait()).view(tensor.shape))
+
+        return PendingSum(finish)
 
     def prefers_gather(self, nbytes: int) -> bool:
         return True  # as where each site has one process
 
     def broadcast(self, tensor: Tensor) -> None:
-        value = self.led(lambda hub: (hub.broadcast(tensor), tensor.detach().cpu())[1])
+        def value(hub: ElasticTransport) -> Tensor:
+            hub.broadcast(tensor)
+            return tensor.detach().cpu()
+
+        agreed = self.led(value)
         if self._hub is None:
-            tensor.detach().copy_(value)
+            tensor.detach().copy_(agreed)
 
     def broadcast_bytes(self, content: bytes) -> bytes:
         return self.led(lambda hub: hub.broadcast_bytes(content))

@@ -325,7 +325,7 @@ class SiteTransport(CollectiveTransport, NodeMessages):
         self,
         local: LocalSite | None,
         link: HubLink | None,
-        sites: SiteMembers,
+        sites: PeerNames,
         nodes: Nodes,
         traffic: Traffic,
         timeout: float,

@@ -275,7 +275,10 @@ class SiteRuntime:
             link.rounds.rejoins &= not for_trainer  # it has to be started again to go on at another step
             elastic = TrainerTransport if for_trainer else ElasticTransport
             hub = elastic(link, traffic, timeout, requirements, group)
-        return hub if self._local is None else self._unite(self._local, hub, traffic, timeout, group)
+        if self._local is not None:
+            return self._unite(self._local, hub, traffic, timeout, group)
+        assert hub is not None
+        return hub
 
     def _check_united(self, for_trainer: bool) -> None:
         """Raise ValueError where sites with several processes cannot leave."""

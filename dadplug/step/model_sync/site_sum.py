@@ -48,7 +48,7 @@ class StepPart:
 @register
 @dataclass(frozen=True)
 class GradientPart:
-    """What a process has of a unit's gradients.
+    """Gradients of a unit at one process.
 
     Attributes:
         rows: factors: activations, deltas, form, the bias's gradient where it does not follow from the deltas, and
@@ -87,16 +87,17 @@ def _dense(unit: Unit) -> dict[str, Tensor]:
     return {name: each.to_dense() if each.is_sparse else each for name, each in found.items()}
 
 
-def add_up(units: Sequence[Unit], stop: bool, inside: Transport, counter: SampleCounter, by_samples: bool) -> bool:
+def add_up(units: Sequence[Unit], stop: bool, inside: Transport | None, counter: SampleCounter) -> bool:
     """Replace what the units have by the sum of the site's processes, and the counter's samples by those of the site.
+
+    Where samples are not counted, processes with gradients count the same in a site, and sites with gradients in the
+    mean.
 
     Args:
         units: the units, the same at all processes.
         stop: whether this process asks all sites to stop.
-        inside: messages between the processes.
+        inside: messages between the processes; None where the site has one.
         counter: counter of this process's samples.
-        by_samples: whether processes and sites are weighted by their samples; otherwise processes with gradients count
-            the same in a site, and sites with gradients in the mean.
 
     Returns:
         Whether one of the processes asks to stop.
@@ -104,6 +105,8 @@ def add_up(units: Sequence[Unit], stop: bool, inside: Transport, counter: Sample
     Raises:
         SiteError: if a process of the site has ended or does not answer.
     """
+    if inside is None:
+        return stop
     own = StepPart(counter.weight(provisional=False), counter.count, counter.pending, stop)
     parts = [*checked(inside.gather_present(own), StepPart, "part in a step", inside, StepPart.counts).values()]
     total = sum(part.weight for part in parts)
@@ -116,7 +119,8 @@ def add_up(units: Sequence[Unit], stop: bool, inside: Transport, counter: Sample
             _put(unit, of_unit, shares)
     counts = [part.samples for part in parts if part.has_gradients]
     counter.pending = any(part.has_gradients for part in parts)
-    counter.of_site = (total if by_samples else min(1, total)), sum(counts) if all(counts) else 0
+    counted = counter.by_samples or counter.dealt is not None
+    counter.of_site = (total if counted else min(1, total)), sum(counts) if all(counts) else 0
     return any(part.stop for part in parts)
 
 
