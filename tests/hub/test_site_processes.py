@@ -476,6 +476,12 @@ def test_a_process_without_data_has_no_weight_in_its_site(tmp_path):
                 results = three.run(trains, mode, options | {"min_sites": 2})
                 assert max(worst for worst, _, _ in results) < 1e-9, (mode, results)
                 assert results[0][1] > 0 == results[1][1]
+            assert all("NaN or Inf at site 0 (bavaria)" in text for text in three.run(finds_nan))
+
+
+def finds_nan() -> str:
+    model = nn.Linear(3, 2)
+    return nan_at(1, model, GradientReduction(model, mode="dad", min_sites=2))
 
 
 @pytest.mark.parametrize(
@@ -538,6 +544,8 @@ def refuses_what_one_process_can_do() -> None:
             ValueError, match=f"{next(iter(options))}= with min_sites goes with one process at each site"
         ):
             GradientReduction(model, min_sites=1, **options)
+    with pytest.raises(ValueError, match="embeddings with max_norm and min_sites go with one process"):
+        GradientReduction(nn.Sequential(nn.Embedding(3, 2, max_norm=1.0)), min_sites=1)
     with pytest.raises(ValueError, match=r"collectives of torch\.distributed do not go with min_sites"):
         dist.barrier()
 

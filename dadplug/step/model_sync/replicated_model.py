@@ -167,6 +167,12 @@ class ReplicatedModel:
         transport = open_transport(
             process_group, self.traffic, device, options.timeout, options.hierarchy, self._requirements
         )
+        if transport.inside is not None and sameness.tables_with_max_norm(self.shared):
+            transport.close()
+            raise ValueError(
+                "embeddings with max_norm and min_sites go with one process at each site: start one, or leave max_norm "
+                "out"
+            )
         if options.hub_timeout is not None:
             transport.wait_for_hub(options.hub_timeout)
         return transport
