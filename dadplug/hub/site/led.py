@@ -251,8 +251,9 @@ class LedTransport(Transport):
 
         self.absent |= {rank}
         self.begin(leave)
-        if self._in_step and len(self.present) < self._least:
-            raise MismatchError(f"{error}. {len(self.present)} of {self.world_size} sites are left, not {self._least}")
+        left, needed = len(self.present), self._least
+        if self._in_step and left < needed:
+            raise MismatchError(f"{error}. {left} of {self.world_size} sites are left, and this run needs {needed}")
 
     def end_step(self) -> None:
         self._in_step = self.listens = False
