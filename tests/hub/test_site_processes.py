@@ -12,7 +12,7 @@ import pytest
 import support
 import torch
 import torch.distributed as dist
-from elastic_runs import ENDED, Run, is_exact, presence, same_bits
+from fleet import ENDED, Fleet, is_exact, presence, same_bits
 from running_hub import running_hub
 from sealed_sites import sealed_hub
 from torch import nn
@@ -415,19 +415,19 @@ def test_the_others_learn_which_process_has_ended_and_why(tmp_path, mode, raises
 ALL = ["a", "a1", "b", "b1", "c", "c1"]
 
 
-def leaving(folder: Path, hub, **settings: object) -> Run:
-    """Return a run of three sites of two processes each, which trains with two sites, too."""
+def leaving(folder: Path, sealed: bool = False, **settings: object) -> Fleet:
+    """Return three sites of two processes each, which train with two sites, too."""
     settings = {"mode": "rankdad", "merge": "owner", "exact": True} | settings
-    return Run(folder, hub, processes=2, min_sites=2, **settings)
+    return Fleet(folder, sealed_hub(folder) if sealed else "abc", processes=2, min_sites=2, **settings)
 
 
-def is_one_process(run: Run, processes: list[str], exact: bool = True) -> dict[int, dict]:
+def is_one_process(fleet: Fleet, processes: list[str], exact: bool = True) -> dict[int, dict]:
     """Check that all processes have the same bits, those of one process with the rows of all present sites."""
-    lines = run.lines(processes[0])
+    lines = fleet.lines(processes[0])
     if exact:
         is_exact(lines)
     for name in processes:
-        same_bits(lines, run.lines(name))
+        same_bits(lines, fleet.lines(name))
     return lines
 
 
@@ -444,26 +444,22 @@ def is_one_process(run: Run, processes: list[str], exact: bool = True) -> dict[i
     ids=["dsgd", "dad", "rankdad", "owner", "owner-skip"],
 )
 def test_processes_of_a_site_that_may_leave_are_as_one(tmp_path, settings, sealed):
-    with sealed_hub(tmp_path) if sealed else running_hub(tmp_path / "kits", ("a", "b", "c")) as hub:
-        run = leaving(tmp_path, hub, steps=7, stops=False, **settings)
-        run.start("ab")
-        run.start("c", processes=1)
-        run.end(ALL[:5])
-    is_one_process(run, ALL[:5])
+    with leaving(tmp_path, sealed, steps=7, stops=False, **settings) as fleet:
+        fleet.start("ab")
+        fleet.start("c", processes=1)
+        fleet.end(ALL[:5])
+    is_one_process(fleet, ALL[:5])
 
 
 def test_a_site_sends_the_bytes_of_one_with_one_process(tmp_path):
     sent = []
     for count in (1, 2):
-        folder = tmp_path / str(count)
-        folder.mkdir()
-        with running_hub(folder / "kits", ("a", "b", "c")) as hub:
-            run = leaving(folder, hub, steps=4, stops=False)
-            run.start("abc", processes=count)
-            run.end([name for name in ALL if name in run.processes])
-            sent.append([[line["bytes"] for line in run.lines(name).values()] for name in "abc"])
+        with leaving(tmp_path / str(count), steps=4, stops=False) as fleet:
+            fleet.start("abc", processes=count)
+            fleet.end([name for name in ALL if name in fleet.processes])
+            sent.append([[line["bytes"] for line in fleet.lines(name).values()] for name in "abc"])
     assert sent[0] == sent[1]
-    assert {nbytes for _, nbytes in (line["bytes"] for line in run.lines("b1").values())} == {0}
+    assert {nbytes for _, nbytes in (line["bytes"] for line in fleet.lines("b1").values())} == {0}
 
 
 def test_a_process_without_data_has_no_weight_in_its_site(tmp_path):
@@ -489,50 +485,47 @@ def finds_nan() -> str:
 )
 def test_a_site_with_several_processes_is_killed_in_mid_step_and_returns(tmp_path, how, lost, sealed):
     others = "abc".replace(lost, "")
-    with sealed_hub(tmp_path) if sealed else running_hub(tmp_path / "kits", ("a", "b", "c")) as hub:
-        run = leaving(tmp_path, hub, pause=0.01)
-        run.start(others)
-        run.start(lost, leave=3, how=how, leaver=-1 if how == "sent" else 0)
-        run.end(lost, -9)
-        errors = run.end([f"{lost}1"], -9 if how == "sent" else 1)
+    with leaving(tmp_path, sealed, pause=0.01) as fleet:
+        fleet.start(others)
+        fleet.start(lost, leave=3, how=how, leaver=-1 if how == "sent" else 0)
+        fleet.end(lost, -9)
+        errors = fleet.end([f"{lost}1"], -9 if how == "sent" else 1)
         assert how == "sent" or f"SiteError: process 0 of site {ord(lost) - ord('a')} ({lost}) is gone" in errors
-        run.start(lost)
-        hub.await_line(f"{lost} joins", ENDED)
-        run.stop(20, others[0])
-        run.end(ALL)
-    present = presence(is_one_process(run, sorted(ALL, key=lambda name: name.startswith(lost))))
+        fleet.start(lost)
+        fleet.hub.await_line(f"{lost} joins", ENDED)
+        fleet.stop(20, others[0])
+        fleet.end(ALL)
+    present = presence(is_one_process(fleet, sorted(ALL, key=lambda name: name.startswith(lost))))
     assert present[3] == [ord(name) - ord("a") for name in others]
     assert present[max(present)] == [0, 1, 2]
 
 
 def test_a_site_ends_with_one_of_its_processes_and_the_others_go_on(tmp_path):
-    with running_hub(tmp_path / "kits", ("a", "b", "c")) as hub:
-        run = leaving(tmp_path, hub, pause=0.01, steps=12, stops=False)
-        run.start("ac")
-        run.start("b", leave=3, leaver=1)
-        run.end(["b1"], -9)
+    with leaving(tmp_path, pause=0.01, steps=12, stops=False) as fleet:
+        fleet.start("ac")
+        fleet.start("b", leave=3, leaver=1)
+        fleet.end(["b1"], -9)
         lost = "process 1 of site 1 (b) is gone: its process has ended without a reason"
-        assert f"SiteError: {lost}" in run.end("b", 1)
-        run.end(["a", "a1", "c", "c1"])
-        assert any(f"b has left: {lost}" in line for line in hub.log)
-    present = presence(is_one_process(run, ["a", "a1", "c", "c1"]))
+        assert f"SiteError: {lost}" in fleet.end("b", 1)
+        fleet.end(["a", "a1", "c", "c1"])
+        assert any(f"b has left: {lost}" in line for line in fleet.hub.log)
+    present = presence(is_one_process(fleet, ["a", "a1", "c", "c1"]))
     assert [present[step] for step in (2, 3, 11)] == [[0, 1, 2], [0, 2], [0, 2]]
 
 
 def test_processes_of_a_site_that_was_stopped_join_again(tmp_path):
-    with running_hub(tmp_path / "kits", ("a", "b", "c")) as hub:
-        run = leaving(tmp_path, hub, pause=0.01, site_timeout=1.0)
-        run.start("abc")
-        run.await_step("b", 2)
-        for signalled in (signal.SIGSTOP, signal.SIGCONT):
-            for name in ("b", "b1"):
-                run.processes[name].send_signal(signalled)
-            if signalled == signal.SIGSTOP:
-                run.await_step("a", max(run.lines("b")) + 4)
-        hub.await_line("b joins", ENDED)
-        run.stop(20)
-        run.end(ALL)
-    present = presence(is_one_process(run, ["a", "a1", "c", "c1", "b", "b1"]))
+    with leaving(tmp_path, pause=0.01, site_timeout=1.0) as fleet:
+        fleet.start("abc")
+        fleet.await_step("b", 2)
+        for name in ("b", "b1"):
+            fleet.freeze(name)
+        fleet.await_step("a", max(fleet.lines("b")) + 4)
+        for name in ("b", "b1"):
+            fleet.thaw(name)
+        fleet.hub.await_line("b joins", ENDED)
+        fleet.stop(20)
+        fleet.end(ALL)
+    present = presence(is_one_process(fleet, ["a", "a1", "c", "c1", "b", "b1"]))
     assert {len(each) for each in present.values()} == {2, 3}
 
 
