@@ -208,7 +208,8 @@ def _descended(rows: Tensor, smoothed: float, generator: torch.Generator) -> Ten
     for few in (count // share for share in (2, 4, 8) if count // share > 2 * size):
         for _ in range(6):  # towards what the rows with the least products are orthogonal to
             found = torch.cat([_orthogonal(white, part, few) for part in found.split(_AT_ONCE)])
-    return found @ whitening
+    candidates: Tensor = found @ whitening
+    return candidates
 
 
 def _orthogonal(rows: Tensor, directions: Tensor, few: int) -> Tensor:
