@@ -200,6 +200,17 @@ class Fleet:
         """Wait until a site has made so many steps more than it, or another site, has by now."""
         self.await_step(name, max(self.lines(of or name)) + steps)
 
+    def restart(self, name: str, lines: int, **fields: object) -> None:
+        """Start a process of a site again, and wait until it has written so many lines of steps."""
+        before = len(self.lines(name))
+        self.start(name, **fields)
+
+        def written() -> bool:
+            assert self.processes[name].poll() is None, self.state()
+            return len(self.lines(name)) >= before + lines
+
+        until(written, self.state, ENDED)
+
     def await_joins(self, name: str, count: int) -> None:
         """Wait until a site has joined so many times."""
         until(lambda: sum(f"{name} joins" in line for line in self.hub.log) >= count, self.state, ENDED)

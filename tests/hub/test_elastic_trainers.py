@@ -40,8 +40,7 @@ def leave_and_return(fleet: Fleet, names: str, lost: str, leave: int = LEAVES) -
     for name in names:
         fleet.start(name, leave=leave if name == lost else -1)
     fleet.end(lost, -9)
-    fleet.start(lost)
-    fleet.await_more(lost, MORE)
+    fleet.restart(lost, MORE)
     fleet.stop(name=lost)
     fleet.end(names)
 
@@ -258,8 +257,7 @@ def test_a_site_that_returns_to_catalyst_goes_on_where_the_others_are(tmp_path, 
         fleet.end(lost, -9)
         if needed == len(names):
             fleet.hub.await_line(f"paused: 2 sites are needed and 1 is connected: waiting for {lost}", ENDED)
-        fleet.start(lost, bar=True)
-        fleet.await_more(lost, 10)
+        fleet.restart(lost, 11, bar=True)
         fleet.stop(name=lost)
         fleet.end(names)
     here = [slot for slot, name in enumerate(names) if name != lost]

@@ -18,8 +18,7 @@ def test_a_site_is_killed_and_comes_back(tmp_path: Path) -> None:
         fleet.start("b", leave=LEAVES)
         fleet.end("b", -9)
         fleet.await_step("a", LEAVES + LENGTH)  # which validates alone meanwhile
-        fleet.start("b")
-        fleet.await_more("b", MORE, "a")
+        fleet.restart("b", MORE)
         first, present = fleet.finish("ab", 8)
     second = fleet.lines("b")
     assert max(first) == max(second)
