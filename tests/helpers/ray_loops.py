@@ -38,9 +38,9 @@ def plain(rank: int | None, wrapper: str = "") -> dict[str, Tensor]:
     module = build()
     model, reduction = module, None
     if wrapper == "reduction":
-        reduction = dadplug.GradientReduction(module, mode="dad")
+        reduction = dadplug.GradientReduction(module, mode="dad", weighting="samples")
     elif wrapper == "ddp":
-        model = dadplug.DistributedDataParallel(module, mode="dad")
+        model = dadplug.DistributedDataParallel(module, mode="dad", weighting="samples")
     optimizer = torch.optim.Adam(module.parameters(), lr=0.05)
     for step in range(STEPS):
         optimizer.zero_grad()
