@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import struct
-import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
@@ -26,7 +25,6 @@ from .restrictions import OBJECTS, declared
 _HEAD = b"dadplug1"
 _DEPTH = 64  # levels of containers in containers
 _SIZE = struct.Struct("<Q")
-_EXPANSION = 32  # times a compressed item may be larger, so that a message takes memory of the order of its size
 _FLOAT, _COMPLEX = struct.Struct("<d"), struct.Struct("<dd")
 _SHARED = "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128"
 _OWN = "bfloat16 complex32 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"  # torch's
@@ -34,23 +32,10 @@ _ARRAY_TYPES = {name: np.dtype(name) for name in _SHARED.split()}
 _TENSOR_TYPES = {name: getattr(torch, name) for name in f"{_SHARED} {_OWN}".split() if hasattr(torch, name)}
 _TENSOR_NAMES = {dtype: name for name, dtype in _TENSOR_TYPES.items()}
 
-COMPRESSED = {"compressed": True}
-"""Metadata of a dataclass's field that is compressed in messages, such as one with many names."""
-
 _registered: Registry[str, type] = Registry("class", exact=True)
 _families: list[type] = []
 
 Class = TypeVar("Class", bound=type)
-
-
-class _Compressed(NamedTuple):
-    """Item that is compressed in a message.
-
-    Attributes:
-        item: the item.
-    """
-
-    item: Any
 
 
 def register(cls: Class) -> Class:
@@ -131,8 +116,6 @@ def _encode(item: Any, parts: list[bytes], depth: int) -> None:
         parts.append(b"R")
         _write_bytes(name.encode(), parts)
         _encode_items(_fields_of(item), parts, depth)
-    elif kind is _Compressed:
-        _encode_compressed(item.item, parts, depth)
     else:
         raise TypeError(
             f"an object of type {name} cannot be sent to other sites. What can be sent: None, numbers, strings, "
@@ -145,23 +128,6 @@ def _encode_items(items: list[Any], parts: list[bytes], depth: int) -> None:
     parts.append(_SIZE.pack(len(items)))
     for each in items:
         _encode(each, parts, depth + 1)
-
-
-def _encode_compressed(item: Any, parts: list[bytes], depth: int) -> None:
-    plain: list[bytes] = []
-    _encode(item, plain, depth)
-    content = b"".join(plain)
-    compressed = zlib.compress(content)
-    if 4 * len(compressed) > 3 * len(content) or len(content) > _most_of(len(compressed)):
-        parts.append(content)
-        return
-    parts.append(b"Q")
-    _write_bytes(compressed, parts)
-
-
-def _most_of(compressed: int) -> int:
-    """Return how many bytes so many compressed ones may stand for."""
-    return _EXPANSION * compressed + 1024
 
 
 def _write_bytes(content: bytes, parts: list[bytes]) -> None:
@@ -202,10 +168,9 @@ def _write_shape(shape: Iterable[int], parts: list[bytes]) -> None:
 class _Reader:
     """A position in a message; nothing is read, and nothing allocated, past its end."""
 
-    def __init__(self, content: memoryview, *, is_inner: bool = False) -> None:
+    def __init__(self, content: memoryview) -> None:
         self._content = content
         self._place = 0
-        self.is_inner = is_inner  # whether the content was compressed
 
     @property
     def left(self) -> int:
@@ -288,17 +253,6 @@ def _read_array(reader: _Reader, depth: int) -> Any:
     return np.frombuffer(bytearray(content), dtype.newbyteorder("<")).astype(dtype, copy=False).reshape(shape)
 
 
-def _read_compressed(reader: _Reader, depth: int) -> Any:
-    if reader.is_inner:
-        raise ValueError("what is compressed holds nothing compressed")
-    content, decompression = reader.content(), zlib.decompressobj()
-    inner = _Reader(memoryview(decompression.decompress(content, _most_of(len(content)))), is_inner=True)
-    item = _decode(inner, depth)
-    if not decompression.eof or inner.left or decompression.unused_data:
-        raise ValueError("a compressed item has another size than it may have")
-    return item
-
-
 def _read_registered(reader: _Reader, depth: int) -> Any:
     name = reader.text()
     cls: Any = _registered_as(name)
@@ -315,12 +269,9 @@ def _sendable(cls: type) -> bool:
 
 
 def _fields_of(item: Any) -> list[Any]:
-    if dataclasses.is_dataclass(item):
-        fields = [field for field in dataclasses.fields(item) if field.init]
-        return [
-            _Compressed(value) if COMPRESSED.items() <= field.metadata.items() else value
-            for field, value in ((field, getattr(item, field.name)) for field in fields)
-        ]
+    names = _field_names(type(item))
+    if names is not None:
+        return [getattr(item, name) for name in names]
     return [item.value] if isinstance(item, enum.Enum) else list(item)
 
 
@@ -394,7 +345,6 @@ _READERS: dict[bytes, Callable[[_Reader, int], Any]] = {
     b"A": _read_array,
     b"G": lambda reader, depth: _read_array(reader, depth)[()],
     b"R": _read_registered,
-    b"Q": _read_compressed,
 }
 
 

@@ -355,7 +355,7 @@ class Block(nn.Module):
 
 
 def test_the_state_of_adapters_is_adapters_and_their_optimizers_state():
-    """Names, digests of frozen parameters, plan and options take a hundredth of it or so."""
+    """Names, digests of frozen parameters, plan and options take some hundredths of it."""
     model = nn.Sequential(*(Block() for _ in range(12)))
     trained = [each for each in model.parameters() if each.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3)
@@ -370,5 +370,5 @@ def test_the_state_of_adapters_is_adapters_and_their_optimizers_state():
     assert found.description == state.description
     assert found.frozen == state.frozen == frozen_digests(model)
     assert found.plan == state.plan
-    assert 3.0 < len(content) / (4 * sum(map(torch.numel, trained))) < 3.06
+    assert 3.0 < len(content) / (4 * sum(map(torch.numel, trained))) < 3.15
     reduction.detach()

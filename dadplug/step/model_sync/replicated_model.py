@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ...errors import DroppedError, MismatchError
 from ...exchange import Traffic, Transport, open_transport
-from ...exchange.codec import COMPRESSED, register
+from ...exchange.codec import register
 from ...exchange.fields import NUMBER
 from ...exchange.restrictions import OBJECTS, declared
 from ...exchange.transport import Requirements
@@ -57,13 +57,13 @@ class JoinState:
         frozen: digests by name of parameters that are not sent, since all sites have had them from the start.
     """
 
-    description: dict[str, str] = field(metadata=COMPRESSED)
+    description: dict[str, str]
     tensors: dict[str, Tensor]
     step: int
-    plan: Any = field(metadata=COMPRESSED)
+    plan: Any
     further: dict[str, Any]
     noise: dict[str, Any] | None = None
-    frozen: dict[str, int] = field(default_factory=dict, metadata=COMPRESSED)
+    frozen: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Check the types, as the state may come from another site.
