@@ -17,7 +17,6 @@ finds the combinations that are least so.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +39,6 @@ _SURE, _TRIMS = 0.7, 3  # share of the inactive neurons, those with least values
 _KEPT = 32  # draws of each round that are looked at, those with most zeros
 _SAME = 0.9999  # cosine of equal directions
 _AGREES = 0.97  # share of neurons whose activity recovered inputs explain
-_OTHERS = 4  # times as many vectors as columns are tried in place of those that do not fit
 _ROUNDS = 400
 _UNIQUE = 1e-5  # least eigenvalue, of the largest, from which a direction is determined
 
@@ -66,7 +64,7 @@ class Spear(Attack):
         u, values, v = singular(view)
         truth = view.rows_of_truth()
         mixed = values[:, None] * v
-        directions, exact = find_directions(u, budget, partial(_agreements, view, u, mixed))
+        directions, exact = find_directions(u, budget, lambda found: _agreement(view, u, mixed, found) >= _AGREES)
         note = (
             "" if exact else f"{len(directions)} of {len(v)} directions found, which do not explain the layer's outputs"
         )
@@ -97,8 +95,8 @@ def rows_of(view: LayerView, u: Tensor, mixed: Tensor, directions: Tensor) -> Te
     return scaled
 
 
-def _agreements(view: LayerView, u: Tensor, mixed: Tensor, directions: Tensor) -> Tensor:
-    """Return by sample the share of neurons whose activity by recovered inputs fits recovered deltas."""
+def _agreement(view: LayerView, u: Tensor, mixed: Tensor, directions: Tensor) -> float:
+    """Return the share of neurons whose activity by recovered inputs fits recovered deltas, of the worst sample."""
     weight = view.weight.double()
     bias = getattr(view.module, "bias", None)
     found = rows_of(view, u, mixed, directions)
@@ -110,7 +108,7 @@ def _agreements(view: LayerView, u: Tensor, mixed: Tensor, directions: Tensor) -
     alike = ((outputs > 0) == active).double().mean(1)
     if view.bias is None:  # the sign is not known
         alike = torch.maximum(alike, ((outputs < 0) == active).double().mean(1))
-    return alike
+    return float(alike.min())
 
 
 def uses_function(model: nn.Module) -> bool:
@@ -119,18 +117,18 @@ def uses_function(model: nn.Module) -> bool:
 
 
 def find_directions(
-    mixtures: Tensor, budget: Budget, agreements: Callable[[Tensor], Tensor], seed: int = 0
+    mixtures: Tensor, budget: Budget, accept: Callable[[Tensor], bool], seed: int = 0
 ) -> tuple[Tensor, bool]:
     """Find the vectors q for which ``mixtures @ q`` has many zeros.
 
     Args:
         mixtures: L of shape (out, b).
         budget: time limit.
-        agreements: returns for each of b vectors the share of what else is known that fits.
+        accept: returns whether b vectors explain what else is known.
         seed: seed of the draws.
 
     Returns:
-        Independent vectors, of shape (up to b, b), and whether they fit what else is known.
+        Independent vectors, of shape (up to b, b), and whether they were accepted.
     """
     norms = mixtures.norm(dim=1)
     rows = mixtures[norms > 1e-9 * norms.max().clamp_min(1e-300)]
@@ -147,7 +145,7 @@ def find_directions(
     for number in budget.rounds():
         draws = number % 2 == 0 and count <= _MOST_DRAWN
         smoothed = _SMOOTHED[number // 2 % len(_SMOOTHED)]
-        candidates = _drawn(rows, generator) if draws else _descended(rows, smoothed, generator)
+        candidates = _drawn(rows, generator) if draws else _descended(rows, smoothed, generator, budget)
         candidates = candidates[candidates.isfinite().all(1)]
         candidates = candidates / candidates.norm(dim=1, keepdim=True)
         zeros = ((candidates @ rows.T).abs() < _ZERO).sum(1)
@@ -169,10 +167,8 @@ def find_directions(
         if len(found) > before:
             found = sorted(found, key=lambda each: -each[0])[: _KEPT * count]
             chosen = _independent(found, count)
-            if len(chosen) == count:
-                chosen = _exchanged(chosen, [each for _, each in found], agreements)
-                if bool((agreements(chosen) >= _AGREES).all()):
-                    return chosen, True
+            if len(chosen) == count and accept(chosen):
+                return chosen, True
         if number >= _ROUNDS:
             break
     return chosen, False
@@ -186,13 +182,14 @@ def _drawn(rows: Tensor, generator: torch.Generator) -> Tensor:
     return torch.cat([solution, torch.ones_like(solution[:, :1])], 1)
 
 
-def _descended(rows: Tensor, smoothed: float, generator: torch.Generator) -> Tensor:
+def _descended(rows: Tensor, smoothed: float, generator: torch.Generator, budget: Budget) -> Tensor:
     """Return vectors with small sums of absolute products with rows, found from random starts.
 
     Args:
         rows: of shape (n, b), of length 1.
         smoothed: products up to which the absolute value is smoothed, as a share of the root mean square.
         generator: draws the starts.
+        budget: time limit, for the last part of the search.
     """
     count, size = rows.shape
     values, vectors = torch.linalg.eigh(rows.T @ rows / count)
@@ -207,6 +204,8 @@ def _descended(rows: Tensor, smoothed: float, generator: torch.Generator) -> Ten
         found /= found.norm(dim=1, keepdim=True)
     for few in (count // share for share in (2, 4, 8) if count // share > 2 * size):
         for _ in range(6):  # towards what the rows with the least products are orthogonal to
+            if not budget.left:
+                break
             found = torch.cat([_orthogonal(white, part, few) for part in found.split(_AT_ONCE)])
     candidates: Tensor = found @ whitening
     return candidates
@@ -246,22 +245,6 @@ def _independent(found: list[tuple[int, Tensor]], count: int) -> Tensor:
         if len(chosen) == count:
             break
     return torch.stack(chosen) if chosen else torch.empty(0, count)
-
-
-def _exchanged(chosen: Tensor, others: list[Tensor], agreements: Callable[[Tensor], Tensor]) -> Tensor:
-    """Exchange vectors that fit least, while that helps: a mixture of two columns can have as many zeros as one."""
-    fits = agreements(chosen)
-    for other in others[: _OTHERS * len(chosen)]:
-        if bool((fits >= _AGREES).all()):
-            break
-        for place in fits.argsort()[:2].tolist():
-            changed = chosen.clone()
-            changed[place] = other
-            now = agreements(changed)
-            if float(now.sum()) > float(fits.sum()):
-                chosen, fits = changed, now
-                break
-    return chosen
 
 
 _ITERATIONS = 300
