@@ -460,6 +460,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
 
     def _make_noise(self) -> GradientNoise:
         if self._noise is None:
+            if self._transport.inside is not None:
+                raise ValueError("estimates of the gradient's noise with min_sites go with one process at each site")
             from .adaptive.noise import GradientNoise  # it stands on the reduction, and few trainings need it
 
             self._noise = GradientNoise()

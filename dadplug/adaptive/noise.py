@@ -205,8 +205,6 @@ class GradientNoise:
         Raises:
             DroppedError: if the other sites have gone on without this one.
         """
-        if transport.inside is not None:
-            raise ValueError("the gradient's noise is estimated with one process at each site where sites may leave")
         weights = {rank: header.samples for rank, header in enumerate(headers) if header.samples}
         if weights:
             total, due = sum(weights.values()), step == self._next

@@ -25,7 +25,7 @@ from ...exchange.framing import bytes_of
 from ...exchange.hierarchy import Job
 from ...exchange.status import PeerNames
 from ...exchange.traffic import Traffic
-from ...exchange.transport import AllToAll, Gather, Nodes, PendingSum, Transport
+from ...exchange.transport import AllToAll, Exchange, Gather, Nodes, PendingSum, Transport
 from .link import HubLink
 from .processes import ALIVE_SECONDS, LocalSite, SiteTransport
 from .transport import MOST_RECEIVERS, ElasticTransport, SitesGather, add_up
@@ -339,7 +339,28 @@ class LedTransport(Transport):
         self.begin(lambda hub: hub.show_outsized(rank, step, times))
 
 
-class _LedGather(SitesGather):
+class _Led(Exchange):
+    """Exchange of which the leader makes each call.
+
+    Args:
+        transport: the transport.
+        opened: the exchange over the hub, at the leader.
+    """
+
+    def __init__(self, transport: LedTransport, opened: Exchange | None) -> None:
+        self.opened = opened
+        self._transport = transport
+
+    def post(self) -> None:
+        if (opened := self.opened) is not None:
+            self._transport.begin(lambda _: opened.post())
+
+    def launch(self) -> None:
+        if (opened := self.opened) is not None:
+            self._transport.begin(lambda _: opened.launch())
+
+
+class _LedGather(_Led, SitesGather):
     """Gather of the sites' payloads, which the leader passes on.
 
     Args:
@@ -349,28 +370,21 @@ class _LedGather(SitesGather):
         dtype: type of the elements.
     """
 
+    opened: Gather | None
+
     def __init__(
         self, transport: LedTransport, opened: Gather | None, sizes: Sequence[int], dtype: torch.dtype
     ) -> None:
-        self.opened = opened
-        self._transport = transport
+        super().__init__(transport, opened)
         self._payloads = [] if opened is not None else [torch.zeros(size, dtype=dtype) for size in sizes]
         self.payload = self._payloads[transport.rank] if opened is None else opened.payload
-
-    def post(self) -> None:
-        if (opened := self.opened) is not None:
-            self._transport.begin(lambda _: opened.post())
-
-    def launch(self) -> None:
-        if (opened := self.opened) is not None:
-            self._transport.begin(lambda _: opened.launch())
 
     def wait(self) -> list[Tensor]:
         payloads, self.missing = _received(self._transport, self.opened, self._payloads)
         return payloads
 
 
-class _LedAllToAll(AllToAll):
+class _LedAllToAll(_Led, AllToAll):
     """Exchange of different payloads for different sites; what comes to this site, the leader passes on.
 
     Args:
@@ -380,22 +394,15 @@ class _LedAllToAll(AllToAll):
         dtype: type of the elements.
     """
 
+    opened: AllToAll | None
+
     def __init__(
         self, transport: LedTransport, opened: AllToAll | None, sizes: Sequence[int], dtype: torch.dtype
     ) -> None:
-        self.opened = opened
-        self._transport = transport
+        super().__init__(transport, opened)
         self.payloads = [torch.zeros(size, dtype=dtype) for size in sizes] if opened is None else opened.payloads
         own = self.payloads[transport.rank]
         self._received = [] if opened is not None else [torch.zeros_like(own) for _ in sizes]
-
-    def post(self) -> None:
-        if (opened := self.opened) is not None:
-            self._transport.begin(lambda _: opened.post())
-
-    def launch(self) -> None:
-        if (opened := self.opened) is not None:
-            self._transport.begin(lambda _: opened.launch())
 
     def wait(self) -> list[Tensor]:
         received, self.missing = _received(self._transport, self.opened, self._received)
