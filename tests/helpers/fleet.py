@@ -144,7 +144,7 @@ class Fleet:
         for name in names:
             if self.processes[name].wait(ENDED) != status:
                 pytest.fail(f"{name} has ended with another status than {status}:\n{self.state()}", pytrace=False)
-        return self.told(name)
+        return self.printed(name)
 
     def train(self, names: str, **others: dict[str, object]) -> tuple[dict[int, dict], dict[int, list[int]]]:
         """Train to the end at some sites, and others with fields of their own, by name; check bits, see `equal`."""
@@ -155,14 +155,14 @@ class Fleet:
         self.end(every)
         return self.equal(every)
 
-    def told(self, name: str) -> str:
+    def printed(self, name: str) -> str:
         """Return what a site has printed to the standard error stream."""
         return self.processes[name].read()[1]
 
     def state(self) -> str:
         """Return what the sites have printed, and the hub's journal."""
         log = [] if self.hub is None else self.hub.log
-        return "\n".join([*(f"{name}: {self.told(name)}" for name in self.processes), *log])
+        return "\n".join([*(f"{name}: {self.printed(name)}" for name in self.processes), *log])
 
     def freeze(self, name: str) -> None:
         """Stop the process of a site (SIGSTOP)."""

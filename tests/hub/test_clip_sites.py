@@ -52,7 +52,7 @@ def test_it_is_the_mean_of_clipped_gradients_and_named_once(tmp_path, merge, min
         (named,) = [line for line in fleet.hub.log if "times the median" in line]
     is_exact(lines, 2)
     assert f"c: in step {LIE} the norm of its gradient is " in named
-    assert fleet.told("a").count("times the median of all sites, and clipped to 3 times the median") == 1
+    assert fleet.printed("a").count("times the median of all sites, and clipped to 3 times the median") == 1
 
 
 @pytest.mark.parametrize("merge", ["all", "owner"])

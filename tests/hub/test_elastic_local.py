@@ -82,12 +82,12 @@ def test_a_killed_site_costs_its_part_and_returns(tmp_path, how, leave, options)
         assert [0, 1, 2] in present
         assert [0, 1] in present
         assert present[-1] == [0, 1, 2]
-        told = fleet.told("a")
+        told = fleet.printed("a")
         assert re.search(r"site 2 \(c\) has left: what it had done since agreement \d+, and not sent, is lost", told), (
             told
         )
         assert re.search(r"site 2 \(c\) takes part from agreement \d+ on", told), told
-        told = fleet.told("c")
+        told = fleet.printed("c")
         assert re.search(r"its last contribution is that of agreement \d+, and what it had done since", told), told
         joined = fleet.written("c", "joined")
         part = EVERY // options.get("fragments", 1)
@@ -162,7 +162,7 @@ def test_the_steps_of_a_late_site_count_later(tmp_path, options):
         assert any("it has missed" in line for line in fleet.hub.log), fleet.hub.log
     assert [0, 1] in [line["present"] for line in every.values()]
     counts(fleet, "abc", every)
-    assert "this site is late: its steps count in a later agreement" in fleet.told("c")
+    assert "this site is late: its steps count in a later agreement" in fleet.printed("c")
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_a_site_with_nan_is_left_out_and_named(tmp_path, options, batches):
     assert contributions == [each and each * elastic_local.ROWS[2] for each in batches]
     assert all(math.isfinite(value) for line in every.values() for value in [*line["sums"], *line["buffers"]])
     for name in "abc":
-        told = fleet.told(name)
+        told = fleet.printed(name)
         assert re.search(r"parameter '0.weight' holds NaN or Inf at site 2 \(c\): its steps since the last", told), told
 
 
@@ -198,7 +198,7 @@ def test_a_site_that_sends_other_than_finite_deltas_is_left_out_and_named(tmp_pa
     assert contributions[2] == contributions[1] < contributions[3]
     assert all(math.isfinite(value) for line in every.values() for value in line["sums"])
     for name in "abc":
-        told = fleet.told(name)
+        told = fleet.printed(name)
         assert re.search(r"site 2 \(c\) states that its parameters are finite, and has sent NaN", told), told
 
 
@@ -287,7 +287,7 @@ def test_a_site_that_is_new_in_the_roster_takes_part(tmp_path):
         fleet.start("c")
         fleet.await_step("c", 6)
         every = ends(fleet, "abc")
-        assert "it has had no part in it so far" in fleet.told("c")
+        assert "it has had no part in it so far" in fleet.printed("c")
     counts(fleet, "abc", every)
 
 
@@ -358,4 +358,4 @@ def test_local_steps_go_on_while_the_hub_is_away_and_count_in_the_next_agreement
         hub.start()
         fleet.await_step("a", 4)
         counts(fleet, "ab", ends(fleet, "ab"))
-    assert "the hub is away: local steps go on" in fleet.told("a")
+    assert "the hub is away: local steps go on" in fleet.printed("a")

@@ -280,7 +280,7 @@ def test_a_site_that_returns_to_catalyst_goes_on_where_the_others_are(tmp_path, 
         reference = elastic_data.trained_in_one_process(steps, 6, every=6)
         for number, line in found.items():
             assert line["weights"] == pytest.approx(reference[number], rel=1e-9), number
-    assert f"sites={len(names)}/{len(names)}" in fleet.told("a")
+    assert f"sites={len(names)}/{len(names)}" in fleet.printed("a")
     results = fleet.results(names)
     assert all(result["digest"] == results[0]["digest"] for result in results)
     assert all(result["epochs"][-1]["metrics"] == results[0]["epochs"][-1]["metrics"] for result in results)

@@ -136,7 +136,7 @@ def test_a_site_that_is_added_in_the_middle_of_a_run_trains_in_it(project, tmp_p
         fleet.await_more("c", 5, "b")
         _, present = fleet.finish("abc", 1)
     for name in "ab":
-        assert "the project has new sites: c; 3 in all" in fleet.told(name)
+        assert "the project has new sites: c; 3 in all" in fleet.printed(name)
     assert present[0] == [0, 1]
 
 

@@ -176,7 +176,7 @@ def check_left_out(tmp_path, told, mode, sealed=True, steps=10, **attack):
         lines, present = fleet.train("ab")
     assert present == {step: [0, 1, 2] if step < FIRST else [0, 1] for step in range(steps)}
     same_bits(lines, idles(tmp_path / "idle", "abc", present, mode=mode))
-    assert told in fleet.told("a"), fleet.state()
+    assert told in fleet.printed("a"), fleet.state()
     assert any(f"a refuses c, which takes part already: {told}" in line for line in fleet.hub.log), fleet.hub.log
     assert any("c has left: " in line for line in fleet.hub.log), fleet.hub.log
 
@@ -214,7 +214,7 @@ def test_all_are_told_whose_header_is_invalid_where_all_have_to_stay(tmp_path, l
         fleet.start("b", lies=LIES[lies])
         fleet.end("ab", 1)
     for name in "ab":
-        assert "MismatchError: site 1 (b) has sent an invalid step header: " in fleet.told(name)
+        assert "MismatchError: site 1 (b) has sent an invalid step header: " in fleet.printed(name)
 
 
 def left_out(
@@ -335,7 +335,7 @@ def test_a_run_ends_where_too_few_sites_are_left(tmp_path):
         fleet.start("b", harm="short")
         fleet.end("a", 1)
         fleet.processes["b"].kill()
-    assert "1 of 2 sites are left, and this run needs 2" in fleet.told("a")
+    assert "1 of 2 sites are left, and this run needs 2" in fleet.printed("a")
 
 
 # Texts that act on terminals, or look like other lines of a log
