@@ -539,6 +539,9 @@ def refuses_what_one_process_can_do() -> None:
             GradientReduction(model, min_sites=1, **options)
     with pytest.raises(ValueError, match="embeddings with max_norm and min_sites go with one process"):
         GradientReduction(nn.Sequential(nn.Embedding(3, 2, max_norm=1.0)), min_sites=1)
+    reduction = GradientReduction(model, min_sites=1)
+    with pytest.raises(ValueError, match="noise with min_sites go with one process at each site"):
+        _ = reduction.noise
     with pytest.raises(ValueError, match=r"collectives of torch\.distributed do not go with min_sites"):
         dist.barrier()
 
