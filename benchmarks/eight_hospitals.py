@@ -343,6 +343,8 @@ def show(scenario: Scenario, arguments: argparse.Namespace) -> None:
     """Print what has been found."""
     *steps, last = scenario.lines(0)
     seconds = [line["seconds"] for line in steps[1:]]
+    if not seconds:
+        raise SystemExit(f"the sites have not trained in {arguments.minutes:g} minutes: start more --minutes")
     median = statistics.median(seconds)
     lost = sum(max(0.0, each - 3 * median) for each in seconds) / sum(seconds)
     ends = [scenario.lines(rank)[-1] for rank in range(arguments.sites)]
