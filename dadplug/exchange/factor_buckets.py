@@ -345,7 +345,8 @@ class FactorBucket:
     Attributes:
         extra_rows: by slot, number of this site's rows that go in a second round.
         received_rows: by slot and site, number of rows that `receive` has found.
-        extent: sum of the sizes of all rows' scales, as `receive` has found; NaN where it has not read all of them.
+        extent: sum of the sizes of the scales of rows that are decoded together, as `receive` has found.
+        apart: slots of which `receive` has not read the scales; all of them before it.
         stacked: slots that are decoded together; None for none.
         slot_bytes: by slot, bytes in this site's payload.
     """
@@ -371,7 +372,7 @@ class FactorBucket:
         self._keeps = wire.quantised and dtype == torch.float32 and on_cpu and plain  # memory for decoded rows
         self._rows = [0] * len(self.slots)
         self._overflow: dict[int, FactorPayload] = {}
-        self.extent = math.nan
+        self.extent, self.apart = 0.0, list(range(len(self.slots)))
         self.extra_rows = [0] * len(self.slots)
         self.received_rows: list[tuple[int, ...]] = []
         self._learnt: Sequence[Sequence[int]] = ()  # rows of the last step
@@ -552,12 +553,9 @@ class FactorBucket:
         shares = [*zip(*views, strict=True)]
         if self.received_rows != self._stacked_rows:
             self._stack(shares, payloads)
-        known: Mapping[int, StackedShares] = {}
-        self.extent = math.nan
-        if self.stacked is not None:
-            known = self.stacked.shares
-            decoded = self.stacked.decode(payloads)
-            self.extent = decoded if len(known) == len(shares) else math.nan
+        known: Mapping[int, StackedShares] = {} if self.stacked is None else self.stacked.shares
+        self.extent = 0.0 if self.stacked is None else self.stacked.decode(payloads)
+        self.apart = [index for index in range(len(shares)) if index not in known]
         found = [known[index] if index in known else self._decoded(index, each) for index, each in enumerate(shares)]
         return list(samples), found
 

@@ -70,6 +70,7 @@ class GatheredHandler(BucketHandler):
         self._samples: list[int] = []  # of each sender, as its payload says
         self._rows: list[list[int]] = []  # that have arrived, by slot and sender
         self._payloads: list[list[FactorPayload]] = []  # that have arrived, by slot and sender
+        self._apart: Sequence[int] = ()  # slots whose payloads have not been measured as they were decoded
         self._late: dict[tuple[int, int], FactorPayload] = {}  # of the second round, by slot and sender
         self._gradients: dict[str, tuple[Tensor, Tensor | None]] = {}
         self._deferred: dict[str, tuple[list[FactorPayload], list[float]]] = {}  # payloads and weights by unit
@@ -194,18 +195,25 @@ class GatheredHandler(BucketHandler):
 
     def receive(self) -> None:
         self.timed("wait", None, self.bucket.wait)
-        self._samples, payloads = self.bucket.receive()
+        self._samples = self._receive_of(self.bucket)
         self._rows = [*map(list, self.bucket.received_rows)]
-        self._payloads = payloads
-        self._decode(payloads, self._samples)
+        self._decode(self._payloads, self._samples)
+
+    def _receive_of(self, bucket: FactorBucket) -> list[int]:
+        """Take the payloads of all senders from a bucket, and return the samples that they state."""
+        samples, self._payloads = bucket.receive()
+        self.extent, self._apart = bucket.extent, bucket.apart
+        return samples
 
     def not_finite(self) -> list[tuple[int | None, str]]:
-        self.extent = self.bucket.extent
-        if 127 * self.extent < math.sqrt(torch.finfo(self.dtype).max) and not self._late:  # of all in one pass
-            return []  # no product of rows leaves the range of its type
+        self.extent, slots = self.bucket.extent, self.bucket.apart
+        if not 127 * self.extent < math.sqrt(
+            torch.finfo(self.dtype).max
+        ):  # products of rows may leave their type's range
+            self.extent, slots = 0.0, list(range(len(self.units)))
         every = [(sender, self.units[slot].name, payload) for (slot, sender), payload in self._late.items()]
-        self.extent = 0.0
-        for unit, by_sender in zip(self.units, self._payloads, strict=False):  # none where others merge
+        for slot in slots:
+            unit, by_sender = self.units[slot], self._payloads[slot]
             formed = None if unit.path == GradientPath.LOWRANK else self._gradients.get(unit.name)  # else few rows
             total = math.nan if formed is None else sum(extent(each) for each in formed if each is not None)
             if formed is not None:

@@ -345,7 +345,7 @@ class OwnerHandler(MergedHandler):
         if self._again is not None:
             self.timed("wait", None, self.bucket.wait)
             self._again.inspect()
-            self._sent_again, self._payloads = self._again.receive()
+            self._sent_again = self._receive_of(self._again)
             return True
         self.bucket.inspect()
         self._receive_results()
