@@ -18,12 +18,10 @@ from .exchange import Transport
 from .exchange.calls import own_place
 from .hooks.factor import Write
 from .options import Options
-from .privacy.private_gradients import PrivateGradients
 from .step.fused import Deferral, FusedSteps
 from .step.methods import Quality, feedback, make_method
 from .step.methods.feedback import ErrorFeedback, LossScales
 from .step.model_sync.backward_end import BackwardEnd, as_written
-from .step.model_sync.batchnorm import SyncedBatchNorms
 from .step.model_sync.comparisons import Comparisons
 from .step.model_sync.private import LocalGradients
 from .step.model_sync.replicated_model import JoinState, ReplicatedModel, Stateful
@@ -44,6 +42,8 @@ from .support.signature import check_choice, takes_keywords_of, whole_number
 
 if TYPE_CHECKING:
     from .adaptive.noise import GradientNoise
+    from .privacy.private_gradients import PrivateGradients
+    from .step.model_sync.batchnorm import SyncedBatchNorms
 
 _log = get_logger(__name__)
 SYNCHRONIZES = ("call", "backward")
@@ -127,6 +127,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self._abstains = False  # in a step without data that is not to be a private one
         self._norms: SyncedBatchNorms | None = None
         if self.options.sync_batchnorm:
+            from .step.model_sync.batchnorm import SyncedBatchNorms
+
             transport = self._open_transport(process_group)
             self._norms = SyncedBatchNorms(self.shared, transport, self._counter, announces=True)
         self._syncing = True
@@ -171,6 +173,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
     def _make_private(self) -> PrivateGradients | None:
         if self.options.privacy is None:
             return None
+        from .privacy.private_gradients import PrivateGradients  # which most runs do not need
+
         this = weakref.proxy(self)
         private = PrivateGradients(
             self.model,

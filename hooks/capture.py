@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Container, Iterable
 from dataclasses import replace
 from functools import partial
 from inspect import signature
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 from weakref import WeakMethod
 
 import torch
@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from . import products
-from .chain import ChainTracer
 from .factor import LINEAR, Factor, Form, Trace, stack_by_form
 from .registry import LayerFamily, Recorder, capturable_layers, family_of, is_dense
+
+if TYPE_CHECKING:
+    from .chain import ChainTracer
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _CALL = "_compiled_call_impl"  # attribute of a module, which torch leaves out of copies
@@ -434,7 +436,11 @@ class LayerCapture:
         for name in wanted:
             if name not in capturable:
                 raise ValueError(f"no layer named {name!r} can be captured; those that can: {', '.join(capturable)}")
-        self.tracer = ChainTracer(model) if trace_chains else None
+        self.tracer: ChainTracer | None = None
+        if trace_chains:
+            from .chain import ChainTracer  # which one method needs
+
+            self.tracer = ChainTracer(model)
         self.layers: dict[str, CapturedLayer] = {}
         faster = fastest and products.has_faster_kernels()
         for name in wanted:

@@ -18,7 +18,6 @@ from ..support.logs import get_logger
 from .codec import gather_objects
 from .group_transport import GroupTransport, wait_patiently
 from .handshake import gloo_interface, within
-from .hierarchy import HierarchicalTransport
 from .status import Member, PeerNames, ProcessSites, introduce, own_name
 from .traffic import Traffic
 from .transport import Gather, Hierarchy, Nodes, PendingSum, Requirements, Transport, members_of, node_id
@@ -162,6 +161,8 @@ def open_transport(
     if hierarchy is not None:
         nodes = Nodes.of(members_of(hierarchy, ids), dist.get_rank(parent))
         if 1 < nodes.count < len(ranks):
+            from .hierarchy import HierarchicalTransport  # which most runs do not need
+
             # Messages between pairs are gloo's; from a GPU they go by way of the CPU.
             own = _new_group(sites, ranks, timeout, "gloo", local)
             return HierarchicalTransport(own, sites, traffic, timeout, nodes)

@@ -7,7 +7,7 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import torch
@@ -19,8 +19,10 @@ from ..support.logs import get_logger
 from ..support.signature import valid
 from ..support.structs import Count, Milliseconds
 from .fields import checked
-from .status import PeerNames
 from .traffic import Traffic
+
+if TYPE_CHECKING:
+    from .status import PeerNames
 
 _log = get_logger(__name__)
 

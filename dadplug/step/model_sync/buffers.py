@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -10,8 +11,10 @@ from torch import Tensor, nn
 from ...errors import DamagedError, MismatchError
 from ...exchange import Transport, codec
 from ...exchange.fields import COUNT, checked
-from ...exchange.status import PeerNames
 from .sameness import as_bytes, dense_buffers, flattened, write
+
+if TYPE_CHECKING:
+    from ...exchange.status import PeerNames
 
 
 def agreed_value(values: Sequence[Tensor], shares: Sequence[float]) -> Tensor:

@@ -24,7 +24,6 @@ from ...support.logs import get_logger
 from ..methods import check_allowed
 from ..methods.base import warm_up
 from . import buffers, sameness
-from .batchnorm import batch_norms
 from .private import SharedPart, load_shared_state, shared_part, shared_state
 from .structure import ATTACHED, check_elastic, check_model, collection, without_managed
 
@@ -111,6 +110,8 @@ class ReplicatedModel:
         check_model(model)
         self.shared = shared_part(model, options.private)
         if options.sync_batchnorm:
+            from .batchnorm import batch_norms
+
             batch_norms(self.shared)  # raises where one cannot be synchronised
         if options.min_sites is not None:
             check_elastic(model)

@@ -6,6 +6,7 @@ Faults are reported in it.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import math
 import struct
@@ -666,7 +667,7 @@ def gradient_room(parameter: torch.nn.Parameter, shape: tuple[int, ...]) -> Tens
 
 
 _HANDLERS: Registry[tuple[str, str], type[BucketHandler]] = Registry("handler")
-"""Handlers by path and variant."""
+"""Handlers by path and variant; those of variants are imported when they are first needed."""
 
 
 def register_handler(*paths: str, variant: str = "") -> Callable[[type[BucketHandler]], type[BucketHandler]]:
@@ -695,6 +696,10 @@ def handler_type(path: str, transport: Transport, owner: Ownership | None = None
         owner: the sites that merge the unit; None for units without an owner.
     """
     if owner is not None:
+        importlib.import_module(".merged", __package__)
         return _HANDLERS[path, "divided" if owner.divided else "owner"]
-    variant = "" if transport.nodes is None else "nodes"
+    variant = ""
+    if transport.nodes is not None:
+        importlib.import_module(".nodes", __package__)
+        variant = "nodes"
     return _HANDLERS[(path, variant) if (path, variant) in _HANDLERS else (path, "")]
