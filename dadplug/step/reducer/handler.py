@@ -667,7 +667,9 @@ def gradient_room(parameter: torch.nn.Parameter, shape: tuple[int, ...]) -> Tens
 
 
 _HANDLERS: Registry[tuple[str, str], type[BucketHandler]] = Registry("handler")
-"""Handlers by path and variant; those of variants are imported when they are first needed."""
+"""Handlers by path and variant."""
+_MODULES = {"nodes": ".nodes", "owner": ".merged", "divided": ".merged"}
+"""Modules that register the handlers of variants, which few runs need; by variant."""
 
 
 def register_handler(*paths: str, variant: str = "") -> Callable[[type[BucketHandler]], type[BucketHandler]]:
@@ -695,11 +697,9 @@ def handler_type(path: str, transport: Transport, owner: Ownership | None = None
         transport: the transport.
         owner: the sites that merge the unit; None for units without an owner.
     """
+    variant = "" if transport.nodes is None else "nodes"
     if owner is not None:
-        importlib.import_module(".merged", __package__)
-        return _HANDLERS[path, "divided" if owner.divided else "owner"]
-    variant = ""
-    if transport.nodes is not None:
-        importlib.import_module(".nodes", __package__)
-        variant = "nodes"
+        variant = "divided" if owner.divided else "owner"
+    if variant and (path, variant) not in _HANDLERS:
+        importlib.import_module(_MODULES[variant], __package__)
     return _HANDLERS[(path, variant) if (path, variant) in _HANDLERS else (path, "")]
