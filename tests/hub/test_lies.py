@@ -101,8 +101,19 @@ OMITS = r"has closed round 3 without what is present: site 1 \(b\)"
         ),
         ({0: lambda close: [Drop(1, LIE, "a lie"), close]}, True, r"with what has left: site 1 \(b\)"),
         ({0: lambda close: [Join(1, LIE), close]}, True, DIFFERS),
+        (dict.fromkeys(range(3), lambda close: [Join(1, LIE), close]), False, OMITS),
+        (dict.fromkeys(range(3), lambda close: [Join(1, LIE), without(1)(close)]), False, OMITS),
     ],
-    ids=["omits", "splits", "omits a member", "drops", "counts what has left", "joins"],
+    ids=[
+        "omits",
+        "splits",
+        "omits a member",
+        "drops",
+        "counts what has left",
+        "joins",
+        "counts a member that joins",
+        "omits a member that joins",
+    ],
 )
 def test_sites_that_were_told_different_things_all_end(tmp_path, lies, skips, first, sealed):
     with sealed_hub(tmp_path, sealed=sealed) as hub, linked(hub, 3) as links:

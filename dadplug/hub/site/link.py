@@ -237,6 +237,8 @@ class HubLink(HubConnection):
                 for pair in opened:
                     self._take_opened(*pair)
             case Join(slot=slot):
+                if slot in self.gone:
+                    rounds._settled.discard(slot)
                 is_new = self.gone.pop(slot, "") == NEVER_CONNECTED
                 self._troubles.end(slot, f"{self.name(slot)} {'has joined' if is_new else 'is back'}")
                 rounds.joined.add(slot)

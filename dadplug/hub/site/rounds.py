@@ -124,9 +124,10 @@ class RoundClient:
         absent = frozenset(range(link.world_size)) - contributors | self.joined
         self.closed, self._closes[message.step] = message.step, (absent, contributors, {*self.joined})
         self._accused -= self.joined
-        self._settled = (self._settled & present) - self.joined
-        omitted = set() if self.skips else self._settled - contributors
-        self._settled |= contributors - self.joined
+        self._settled &= present
+        # A member may not join either, by which the hub would leave it out of each round.
+        omitted = set() if self.skips else self._settled - contributors | self._settled & self.joined
+        self._settled = (self._settled | contributors) - self.joined
         self.joined.clear()
         self.listens = False
         if message.step == link.step:
