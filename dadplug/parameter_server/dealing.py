@@ -182,7 +182,8 @@ class SharedDealer(OwnDealer):
             return [Answer(site, Deal.NONE)]
         if self._dealt.get(site):
             raise ValueError("it waits for further batches, and has some")
-        self._waiting.append(site)
+        if site not in self._waiting:
+            self._waiting.append(site)
         return self._progress()
 
     def use(self, site: int, count: int) -> list[Answer]:

@@ -56,6 +56,7 @@ from ..support.structs import Count, Slot
 
 LATE = ("scale", "drop", "keep")
 _MOST = 64  # times what the largest other site states, as much as samples and data of a site count for
+_AHEAD = 8  # contributions above `staleness` + 1 that may be pending: a loader sends some without a wait
 _INTERVALS = 5  # of which the median is taken
 _KEPT = 64  # versions that a site may be behind with late="drop": the sequencer holds what it has not received
 _OVERDUE = 0.5  # part of its interval after which an expected contribution is not waited for any more
@@ -151,6 +152,7 @@ class _Site:
     Attributes:
         reached: version that its next contribution is computed at, at least.
         count: contributions so far.
+        before: contributions before it returned.
         pending: contributions that are not committed yet.
         finished: whether it has no further contribution in this phase.
         here: whether it has not left.
@@ -165,6 +167,7 @@ class _Site:
 
     reached: int = 0
     count: int = 0
+    before: int = 0
     pending: list[Entry] = field(default_factory=list)
     finished: bool = False
     here: bool = True
@@ -238,6 +241,8 @@ class Sequencer:
             raise SequenceError("other sites train on loaders of server.loader(...), and this one does not")
         if not 1 <= samples <= COUNT:
             raise SequenceError(f"contribution {number} has {samples} samples")
+        if sum(each.number >= state.before for each in state.pending) > self._rules.staleness + _AHEAD:
+            raise SequenceError(f"contribution {number} follows {len(state.pending)} that are not committed")
         if reached < base:
             raise SequenceError(f"contribution {number} of version {base} is followed by work at version {reached}")
         self.reach(site, reached)
@@ -283,7 +288,7 @@ class Sequencer:
             The number of its next contribution.
         """
         state = self._sites[site]
-        state.here, state.finished = True, False
+        state.here, state.finished, state.before = True, False, state.count
         self.resume(site)
         state.intervals.clear()  # a process that takes its place may have another speed
         return state.count

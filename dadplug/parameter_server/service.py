@@ -227,7 +227,13 @@ class Donors:
         return valid
 
     def ready(self, site: int) -> None:
-        """Record that a site that has returned has loaded the state."""
+        """Record that a site that has returned has loaded the state.
+
+        Raises:
+            ValueError: if it has not returned.
+        """
+        if site not in self._returning:
+            raise ValueError("it has not returned")
         self._returning.discard(site)
 
     def leave(self, site: int) -> list[int]:

@@ -502,6 +502,16 @@ def test_an_epoch_waits_for_batches_that_a_site_has_and_deals_them_again():
             wrong()
 
 
+def test_a_site_that_asks_twice_and_leaves_is_dealt_nothing():
+    dealer = SharedDealer(range(3))
+    for site in range(3):
+        dealer.begin(site, 0, 2)
+    assert [answer.deal for site in (0, 1) for answer in dealer.draw(site, False)] == [Deal.BATCH] * 2
+    assert dealer.draw(2, True) == dealer.draw(2, True) == dealer.finish(2) == []
+    assert dealer.use(0, 1) == dealer.draw(0, True) == []
+    assert dealer.finish(1) == [Answer(0, Deal.BATCH, 1, True)]
+
+
 def test_epochs_of_own_data_end_when_every_site_has_passed_over_its_own():
     dealer = OwnDealer(range(3))
     for site in range(3):
@@ -532,7 +542,8 @@ def test_summed_step_sizes_are_the_shares_of_the_data_whatever_the_speeds(speeds
     numbers, bases, spent, total = [0] * count, [0] * count, [0.0] * count, 0.0
     for _ in range(50):
         site = random.choices(range(count), speeds[:count])[0]
-        if site in sequencer.awaited or sequencer.version - bases[site] < 2:
+        recent = sequencer.version - bases[site] < 2 and len(sequencer._sites[site].pending) <= 3
+        if site in sequencer.awaited or recent:
             samples = random.randint(1, 5)
             sequencer.contribute(site, numbers[site], bases[site], sequencer.version, samples)
             numbers[site] += 1

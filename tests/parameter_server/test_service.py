@@ -275,6 +275,33 @@ def test_beyond_the_memory_the_site_that_does_not_read_is_dropped(serve, peer):
     assert b"and messages take more than 262144" in left.body
 
 
+def test_a_site_that_sends_more_than_it_may_leaves_alone(serve, peer):
+    """Nothing is committed without the other site; what has arrived would take its memory, too."""
+    first, second = peer(0), peer(1)
+    service = serve([first, second], staleness=2, memory=1 << 20)
+    for number in range(30):
+        first.send(FrameKind.CONTRIBUTION, number=number, samples=1, body=bytes(60000))
+
+    def refused() -> bool:
+        first.stream.outgoing.flush()
+        return FrameKind.LEFT in second.kinds()
+
+    until(refused)
+    left = second.wait_for(FrameKind.LEFT)
+    assert (left.site, b"follows 11 that are not committed" in left.body) == (0, True)
+    second.send(FrameKind.FINISH)
+    assert not second.over()  # a commit of what it has sent before
+    assert service._connected == {1}
+
+
+def test_a_site_that_has_not_returned_cannot_say_that_it_has(serve, peer):
+    peers = [peer(0), peer(1)]
+    serve(peers)
+    peers[0].send(FrameKind.READY)
+    left = peers[1].wait_for(FrameKind.LEFT)
+    assert (left.site, b"it has not returned" in left.body) == (0, True)
+
+
 def test_a_site_that_there_is_not_is_refused():
     ours, theirs = socket.socketpair()
     sites = ReturnedSites(1, ["a", "b"])
