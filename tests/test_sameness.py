@@ -100,6 +100,24 @@ def test_edited_weights_are_found_and_rounding_is_not(edit, every, raises) -> No
     reduction.detach()
 
 
+@support.at_sites(2)
+def test_a_site_that_is_late_in_the_compared_step_is_compared_in_the_next_one() -> None:
+    """The header of a late site does not count, as one with 0."""
+    model, rank = network(), dist.get_rank()
+    reduction = dadplug.GradientReduction(model, mode="rankdad", compare_every=4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    weights = reduction._comparisons.weights
+    stated = weights.last_digest
+    weights.last_digest = lambda step: stated(step) * (rank == 0 or step != 4)
+    train(reduction, optimizer, 3)
+    with torch.no_grad():
+        model[2].bias[1] += 1e-3 * rank
+    train(reduction, optimizer, 2)
+    with pytest.raises(MismatchError, match=r"differ before step 5: '2\.bias' is the first"):
+        train(reduction, optimizer, 1)
+    reduction.detach()
+
+
 def test_digests_see_every_bit():
     model = network().double()
     before = sameness.Weights(model, 1).digest()
