@@ -766,13 +766,16 @@ class Recovery:
         slots = [each.slot for each in members]
         step = winner.position.step + 1
         announcements: list[Any] = [Continue(self._run.membership.life, winner.position)]
-        announcements += [Drop(slot, step, _AWAY) for slot in range(len(self._run.names)) if slot not in slots]
         joined = [each.slot for each in members if reports[each].listens]
+        # A site that has missed that one left takes a member that joins for a lie.
+        absent = {*range(len(self._run.names))} - {*slots} | {*joined}
+        announcements += [Drop(slot, step, _AWAY) for slot in sorted(absent)]
         announcements += [Join(slot, step) for slot in joined]
         for session in members:
             session.waits, session.ready = False, True
             for announcement in announcements:
-                session.send(pack_control(announcement, 0))
+                if not (isinstance(announcement, Drop) and announcement.slot == session.slot):
+                    session.send(pack_control(announcement, 0))
         names = ", ".join(each.name for each in members)
         self._journal.write(
             f"the run that began before the restart goes on after step {winner.position.step} with {names}"
