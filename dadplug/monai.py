@@ -256,7 +256,7 @@ class SiteHandler:
             network, synchronize="backward", state=state if elastic_run else None, **finite
         )
         if transport is not None:
-            self.reduction.after_step.append(transport.end_step)
+            self.reduction.after_step.append(transport.rounds.end_step)
             self._metrics.enter_context(metrics_of_present_sites(transport, _PATCHES))
         self._compare(engine, transport)
 

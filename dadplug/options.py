@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from .exchange import DEFAULT_TIMEOUT, Hierarchy
-from .exchange.transport import Requirements, check_hierarchy
+from .exchange.rounds import Requirements
+from .exchange.transport import check_hierarchy
 from .exchange.wire import FORMATS
 from .privacy.mechanism import LEAST_SITES, DifferentialPrivacy
 from .step.methods import METHODS, method_names

@@ -152,7 +152,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         if self._joined is not None:
             self._adopt(self._joined)
         self.backward_end = self._make_backward_end() if synchronize == "backward" else None
-        self._transport.donate = weak_hook(self._donate)
+        self._transport.rounds.donate = weak_hook(self._donate)
         self._attach()
 
     def _make_backward_end(self) -> BackwardEnd:
@@ -307,7 +307,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
             raise ValueError("epsilon() needs privacy=DifferentialPrivacy(...)")
         epsilon = self._private.ledger.epsilon(delta, insiders)
         if not insiders:
-            self._transport.show_epsilon(epsilon, delta)
+            self._transport.rounds.show_epsilon(epsilon, delta)
         return epsilon
 
     @property
@@ -419,7 +419,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
                     counts=self._by_samples or self._counter.dealt is not None or self.options.privacy is not None,
                 )
             )
-            if self.site_rank not in self._transport.absent:
+            if self.site_rank not in self._transport.rounds.absent:
                 with self.traffic.apart():
                     self._comparisons.compare(headers, self._step, self._transport)
             self.stopped = any(map(attrgetter("stop"), headers))
@@ -503,8 +503,8 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self._step += 1
         self._guard.agreements += 1
         own_place.step = self._step
-        if self._transport.grows or self._planner.outgrown:
-            self._transport.grow()
+        if self._transport.rounds.grows or self._planner.outgrown:
+            self._transport.rounds.grow()
             self.world_size = self._transport.world_size
             self._planner.grow()
 
@@ -737,7 +737,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         Raises:
             SiteError: if the others do not let it join.
         """
-        self._transport.rejoin()
+        self._transport.rounds.rejoin()
         if self._private is not None:
             self._private.forget()
         self._planner.release(discard=True)

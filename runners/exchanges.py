@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ..errors import SiteError
 from ..exchange import Traffic, Transport, open_transport
-from ..exchange.transport import Requirements
+from ..exchange.rounds import Requirements
 from ..hogwild import Hogwild
 from ..hogwild.training import HogwildOptions
 from ..local_steps import LocalOptions, LocalSGD
@@ -231,7 +231,7 @@ class ReturnFile:
             raise
         if self._path is None or transport is None:
             return server
-        transport.server = server
+        transport.rounds.server = server
         if transport.world_size == 1:
             return server
         if not server.return_address:

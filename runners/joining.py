@@ -42,7 +42,7 @@ class TrainerState:
     def _place(self) -> Any:
         """Place in the program, which is the same at all sites."""
         assert self._transport is not None
-        return self._transport.place
+        return self._transport.rounds.place
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the trainer at the beginning of a step, besides the model."""

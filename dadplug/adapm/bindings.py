@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..exchange.fields import checked
 from ..exchange.handshake import reachable_address
-from ..exchange.transport import Transport
+from ..exchange.transport import Streams, Transport
 from ..lowrank.rows import first_outside
 from ..support.processes import free_port
 from .backends import Backend, Done, TableEngine, TableSpec
@@ -164,7 +164,7 @@ class BindingsBackend(Backend, TableEngine):
         if technique not in self.techniques:
             raise ValueError(f"technique {technique!r} is not one of AdaPM's: {', '.join(map(repr, self.techniques))}")
         super().__init__(technique, process_group, timeout, interval)
-        if not self.transport.is_direct:
+        if isinstance(self.transport, Streams):
             raise ValueError(
                 'backend="adapm" opens connections between the sites, in the clear, which a hub does not carry: leave '
                 "backend out"

@@ -23,8 +23,7 @@ import numpy as np
 import torch.distributed as dist
 
 from ..errors import ProtocolError, SiteError
-from ..exchange.handshake import connect_sites
-from ..exchange.network import LENDABLE, MessageStream, Network, Ready
+from ..exchange.network import LENDABLE, MessageStream, Network, Ready, connect_pairs
 from .backends import Backend, Done, TableSpec
 from .engine import TECHNIQUES, Engine
 from .messages import HEAD_SIZE, Head, Message, MessageKind
@@ -39,7 +38,7 @@ def open_network(
     """Return the connections from this site to all others.
 
     Args:
-        sockets: connected sockets by rank, of `handshake.connect_sites` or of a hub.
+        sockets: connected sockets by rank, of `network.connect_pairs`.
         timeout: seconds without a heartbeat after which a connection counts as lost.
         widths: width of each table; the caller appends to it when tables are added.
     """
@@ -160,10 +159,8 @@ class BuiltinBackend(Backend):
         self._receiving = threading.Lock()
         self._next_check, self._syncing = 0.0, False
         if self._others:
-            gather, name = self.transport.gather_objects, self.transport.sites.__getitem__
-            sockets = self.transport.open_streams(timeout) or connect_sites(self.rank, gather, timeout, name)
-            self._network = open_network(sockets, timeout, self._widths)
-            gather(None)  # all sites are connected
+            self._network = open_network(connect_pairs(self.transport, timeout), timeout, self._widths)
+            self.transport.gather_objects(None)  # all sites are connected
             self.transport.sites.watch(self)
             arguments = weakref.ref(self), self._network, self._receiving, self.rank
             self._thread = threading.Thread(target=_serve, args=arguments, name="dadplug-adapm", daemon=True)

@@ -376,8 +376,7 @@ class FactorBucket:
         self.extra_rows = [0] * len(self.slots)
         self.received_rows: list[tuple[int, ...]] = []
         self._learnt: Sequence[Sequence[int]] = ()  # rows of the last step
-        gather = transport.gather_once if once else transport.gather
-        self._gather: Gather = gather(self._sizes(), wire.dtype)
+        self._gather: Gather = transport.gather(self._sizes(), wire.dtype, once=once)
         self._make_views()
 
     def lay_out(self) -> None:
@@ -386,7 +385,7 @@ class FactorBucket:
         Not when they are first needed: sites that use other layers need buckets in another order, but messages are
         matched by the order in which gathers were made.
         """
-        self._gather = self._transport.gather_resized(self._gather, self._sizes(), self._wire.dtype)
+        self._gather = self._transport.gather(self._sizes(), self._wire.dtype, replaced=self._gather)
         self._make_views()
         self._rows = [0] * len(self.slots)
 
@@ -532,14 +531,14 @@ class FactorBucket:
         return count, rows, views
 
     def inspect(self) -> None:
-        """Leave out the senders whose payloads are invalid, see `Transport.leave_out`."""
+        """Leave out the senders whose payloads are invalid, see `Rounds.leave_out`."""
         for site, payload in enumerate(self._arrived(self._gather)):
             try:
                 _, rows, views = self._read(payload, site)
                 for slot, number, view in zip(self.slots, rows, views, strict=True):
                     slot.check(view.part(0, number), self._sender(site))
             except MismatchError as error:
-                self._transport.leave_out(self._senders[site], error)
+                self._transport.rounds.leave_out(self._senders[site], error)
 
     def receive(self) -> tuple[list[int], list[list[FactorPayload]]]:
         """Wait for every site's payload, if that has not been done, and read them.
@@ -605,9 +604,9 @@ class FactorBucket:
                     f"{self._sender(site)} announces {size} more values than its payload had "
                     f"room for: there may be 0 to {MAX_BYTES // self._wire.itemsize}. Do all sites run the same model?"
                 )
-                self._transport.leave_out(self._senders[site], error)
+                self._transport.rounds.leave_out(self._senders[site], error)
                 late[site], sizes[site] = [], 0
-        gather = self._transport.gather_again(self._gather, self._by_rank(sizes), self._wire.dtype)
+        gather = self._transport.gather(self._by_rank(sizes), self._wire.dtype, first=self._gather)
 
         def cut(payload: Tensor, site: int) -> Iterator[tuple[int, FactorPayload]]:
             layout = [(self.slots[index], extra[index][site]) for index in late[site]]
@@ -624,7 +623,7 @@ class FactorBucket:
                     found = self.slots[index].unpack(share, self._sender(site))
                     shares[index, site] = found.to(payload.device, self._dtype)
             except MismatchError as error:
-                self._transport.leave_out(self._senders[site], error)
+                self._transport.rounds.leave_out(self._senders[site], error)
         return shares
 
     def end_step(self, rows: Sequence[Sequence[int]]) -> None:

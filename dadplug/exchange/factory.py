@@ -18,9 +18,10 @@ from ..support.logs import get_logger
 from .codec import gather_objects
 from .group_transport import GroupTransport, wait_patiently
 from .handshake import gloo_interface, within
+from .rounds import Requirements
 from .status import Member, PeerNames, ProcessSites, introduce, own_name
 from .traffic import Traffic
-from .transport import Gather, Hierarchy, Nodes, PendingSum, Requirements, Transport, members_of, node_id
+from .transport import Gather, Hierarchy, Nodes, PendingSum, Transport, members_of, node_id
 
 _log = get_logger(__name__)
 _reported: list[int] = []  # processes that have reported, not the parents that they were forked from
@@ -64,7 +65,7 @@ class SingleSite(Transport):
     def close(self) -> None:
         pass
 
-    def gather(self, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
+    def gather(self, sizes: Sequence[int], dtype: torch.dtype, **use: Any) -> Gather:
         return _OwnGather(sizes[0], dtype, self.device)
 
     def all_reduce(self, tensor: Tensor) -> PendingSum:

@@ -100,7 +100,7 @@ def checked(
         counts: returns the numbers in an object that may not be negative.
 
     Returns:
-        The objects of the sites that the run goes on with, see `Transport.leave_out`.
+        The objects of the sites that the run goes on with, see `Rounds.leave_out`.
 
     Raises:
         MismatchError: if one is not of the type, or a count is not possible; where all sites have to stay.
@@ -114,5 +114,5 @@ def checked(
             check_all(what, site, counts(item), 0, COUNT)
             found[rank] = item
         except MismatchError as error:
-            transport.leave_out(rank, error)
+            transport.rounds.leave_out(rank, error)
     return found

@@ -59,7 +59,6 @@ class GroupTransport(Transport):
         self._last_payload = Wait(group.group_name, "payloads", 0)
         self._global = dist.get_process_group_ranks(group)
         self._peer_to_peer = device.type == "cpu" or "nccl" not in str(dist.get_backend(group))
-        self.has_all_to_all = self._peer_to_peer
         buffers = torch.device("cpu") if self._peer_to_peer else device
         super().__init__(sites, traffic, dist.get_rank(group), buffers, timeout)
         sites.watch(self)
@@ -84,7 +83,11 @@ class GroupTransport(Transport):
             raise RuntimeError("this process has left the other sites: its process group has been closed")
         return self._group
 
-    def gather(self, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
+    @property
+    def has_all_to_all(self) -> bool:
+        return self._peer_to_peer
+
+    def gather(self, sizes: Sequence[int], dtype: torch.dtype, **use: Any) -> Gather:
         if not self._peer_to_peer:
             return CollectiveGather(self, sizes, dtype)
         payloads = [lasting(size, dtype) for size in sizes]

@@ -17,6 +17,7 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
 from queue import SimpleQueue
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -386,13 +387,14 @@ class HierarchicalTransport(GroupTransport, NodeMessages):
         nodes: the processes of each node.
     """
 
+    has_all_to_all = False  # payloads are forwarded to all processes of a node
+
     def __init__(
         self, group: dist.ProcessGroup, sites: PeerNames, traffic: Traffic, timeout: float, nodes: Nodes
     ) -> None:
         self.workers = WorkerThreads()
         super().__init__(group, sites, traffic, torch.device("cpu"), timeout)
         self.nodes = nodes
-        self.has_all_to_all = False  # payloads are forwarded to all processes of a node
         self.copies = nodes.count - 1
         works = nodes.index < nodes.owners
         self.ring = 2 * (nodes.count - 1) / nodes.count / nodes.owners if works else 0.0
@@ -409,7 +411,7 @@ class HierarchicalTransport(GroupTransport, NodeMessages):
         else:
             self._sockets.shut_down()
 
-    def gather(self, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
+    def gather(self, sizes: Sequence[int], dtype: torch.dtype, **use: Any) -> Gather:
         return _HierarchicalGather(self, sizes, dtype, self.tags(self.world_size))
 
     def all_reduce(self, tensor: Tensor) -> PendingSum:

@@ -15,14 +15,15 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Generic, Protocol, TypeVar
 
 from ..errors import DadplugError
 from ..support.logs import get_logger
 from .framing import Outgoing, WakePipe
-from .handshake import close_in_children
+from .handshake import close_in_children, connect_sites
+from .transport import Streams, Transport
 
 LENDABLE = hasattr(select, "epoll")  # its descriptor can be polled
 
@@ -34,6 +35,26 @@ _CLOSE_SECONDS = 1.0  # to send the last messages
 Ready = list[tuple[int, int]]  # descriptors of sockets and their events
 
 _log = get_logger(__name__)
+
+
+def connect_pairs(transport: Transport, timeout: float) -> Mapping[int, socket.socket]:
+    """Connect each pair of sites, over a transport's network or by addresses; all sites must call it together.
+
+    Nothing may be sent before all sites have exchanged something else afterwards.
+
+    Args:
+        transport: the transport.
+        timeout: seconds that it may take.
+
+    Returns:
+        Connected sockets by rank.
+
+    Raises:
+        SiteError: if a site does not connect.
+    """
+    if isinstance(transport, Streams):
+        return transport.open_streams(timeout)
+    return connect_sites(transport.rank, transport.gather_objects, timeout, transport.sites.__getitem__)
 
 
 class MessageHead(Protocol):

@@ -157,7 +157,7 @@ class ContributionBucket:
         samples: list[int] = []
         found: dict[int, list[FactorPayload | None]] = {index: [] for index in self.owned}
         received = self._exchange.wait()
-        self.complete = not self.owned or self._exchange.missing <= self._transport.absent
+        self.complete = not self.owned or self._exchange.missing <= self._transport.rounds.absent
         for sender, payload in enumerate(received if self.owned else ()):
             if sender in self._exchange.missing:
                 count, shares = 0, dict.fromkeys(self.owned)
@@ -165,7 +165,7 @@ class ContributionBucket:
                 try:
                     count, shares = self._read(sender, payload)
                 except MismatchError:
-                    if not self._transport.elastic:
+                    if not self._transport.rounds.elastic:
                         raise
                     self.complete, count, shares = False, 0, dict.fromkeys(self.owned)
             samples.append(count)

@@ -363,7 +363,7 @@ class SparseBucket:
         return found
 
     def inspect(self, numels: Sequence[int]) -> None:
-        """Leave out the sites whose indices are out of range, see `Transport.leave_out`.
+        """Leave out the sites whose indices are out of range, see `Rounds.leave_out`.
 
         Args:
             numels: number of elements of each gradient.
@@ -373,7 +373,7 @@ class SparseBucket:
                 for index, numel in enumerate(numels):
                     self._check(rank, self._views(payload, index)[0], numel)
             except MismatchError as error:
-                self._transport.leave_out(rank, error)
+                self._transport.rounds.leave_out(rank, error)
 
     def _check(self, rank: int, indices: Tensor, numel: int) -> None:
         check_all("payload", self._transport.sites[rank], map(int, indices.aminmax()), 0, numel - 1)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -17,8 +16,8 @@ from torch import Tensor
 from ..errors import MismatchError, SiteError
 from ..support.logs import get_logger
 from ..support.signature import valid
-from ..support.structs import Count, Milliseconds
 from .fields import checked
+from .rounds import Rounds
 from .traffic import Traffic
 
 if TYPE_CHECKING:
@@ -139,41 +138,6 @@ def members_of(hierarchy: Hierarchy, ids: Sequence[Any]) -> list[list[int]]:
     return members
 
 
-class Requirements(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Requirements, the same at all sites, which a hub gets as a control message.
-
-    Attributes:
-        min_sites: number of sites below which training pauses.
-        timeout_ms: milliseconds of silence after which a site counts as lost.
-        skips: whether a late site misses a step, and is not waited for.
-        patience_percent: time after which a site is late, in hundredths of the median step; 0: so many milliseconds as
-            `timeout_ms` after the first site.
-        provisional: whether they hold only until a site states others, in a run that may start without all sites.
-    """
-
-    min_sites: Count
-    timeout_ms: Milliseconds
-    skips: bool = False
-    patience_percent: Count = 300
-    provisional: bool = False
-
-    @classmethod
-    def of(
-        cls, min_sites: int | None, site_timeout: float, late: str = "wait", patience: float = 3.0
-    ) -> Requirements | None:
-        """Return the requirements that options state.
-
-        Args:
-            min_sites: number of sites below which training pauses; None where all must stay.
-            site_timeout: seconds of silence after which a site counts as lost.
-            late: "wait" for late sites, or "skip" them.
-            patience: time after which a site is late, in median steps; 0: `site_timeout` after the first site.
-        """
-        if min_sites is None:
-            return None
-        return cls(min_sites, round(1e3 * site_timeout), late == "skip", round(100 * patience))
-
-
 class StreamToHub(NamedTuple):
     """Byte stream of a site to the hub itself.
 
@@ -235,6 +199,37 @@ class AllToAll(Exchange):
     missing: Set[int] = frozenset()
 
 
+class Streams(ABC):
+    """Byte streams over the network of a transport, where sites do not reach each other by themselves."""
+
+    @abstractmethod
+    def open_streams(self, timeout: float) -> dict[int, socket.socket]:
+        """Open a byte stream to each other site; all sites must call it together.
+
+        Nothing may be sent on a stream before all sites have exchanged something else afterwards.
+
+        Args:
+            timeout: seconds to connect.
+
+        Returns:
+            Connected sockets by rank.
+
+        Raises:
+            SiteError: if the network cannot be reached.
+        """
+
+    @abstractmethod
+    def open_hub_stream(self, timeout: float) -> StreamToHub | None:
+        """Open a byte stream to the hub itself.
+
+        Args:
+            timeout: seconds to connect.
+
+        Returns:
+            The stream; None where the hub may not read what the sites send.
+        """
+
+
 class PendingSum:
     """Sum over sites that is in progress.
 
@@ -255,7 +250,7 @@ class PendingSum:
 
 
 class Transport(ABC):
-    """Messages between the sites of a group.
+    """Collectives of the sites of a group.
 
     Args:
         sites: the sites by name.
@@ -263,19 +258,13 @@ class Transport(ABC):
         rank: rank of this site.
         device: device of the tensors that are exchanged.
         timeout: seconds after which a silent site counts as lost.
+        rounds: which sites take part; by default all of them.
 
     Attributes:
-        world_size: number of sites.
+        rounds: which sites take part.
         copies: how many times this site sends a gathered payload to other nodes.
         ring: how many times its own size this site sends of a sum to other nodes.
         nodes: the processes of each node; None where each process counts as a node.
-        is_direct: whether sites can open connections to each other.
-        has_all_to_all: whether `all_to_all` is supported.
-        elastic: whether training goes on without a site that leaves.
-        absent: ranks of the sites that are not part of the last round, the same at all sites; what they have sent does
-            not count, and gathers return zeros for them. Always empty unless `elastic`.
-        joins: whether this site joins others in mid-training, and `receive_state` returns a state.
-        listens: whether this site has begun this step with the state of another one, since it joins.
         inside: transport between the processes of this site, where these act as one site; else None.
         more_follows: whether another gather is launched soon, with which a small payload that is launched now may
             leave; set by the exchange.
@@ -283,72 +272,37 @@ class Transport(ABC):
 
     nodes: Nodes | None = None
     inside: Transport | None = None
-    is_direct: bool = True
-    has_all_to_all: bool = False
-    elastic = joins = listens = False
     more_follows = False
-    absent: frozenset[int] = frozenset()
     observe: Callable[[str, list[Any]], None] | None = None
     """Called with the name of a unit and the rows of all senders as they were decoded, for audits; None for none."""
-    donate: Callable[[], Any] | None = None
-    """Returns what a site that joins in mid-training needs; called while this site waits for the end of a round that
-    admits sites."""
 
-    def __init__(self, sites: PeerNames, traffic: Traffic, rank: int, device: torch.device, timeout: float) -> None:
+    def __init__(
+        self,
+        sites: PeerNames,
+        traffic: Traffic,
+        rank: int,
+        device: torch.device,
+        timeout: float,
+        rounds: Rounds | None = None,
+    ) -> None:
         self.sites = sites
         self.traffic = traffic
         self.rank = rank
-        self.world_size = len(sites)
+        self.rounds = Rounds(len(sites)) if rounds is None else rounds
         self.device = device
         self.timeout = timeout
         self.copies = self.world_size - 1
         self.ring = 2 * (self.world_size - 1) / self.world_size
 
     @property
-    def grows(self) -> bool:
-        """Whether there are further sites, for which `grow` is due."""
+    def world_size(self) -> int:
+        """Number of sites."""
+        return self.rounds.size
+
+    @property
+    def has_all_to_all(self) -> bool:
+        """Whether `all_to_all` is supported."""
         return False
-
-    def grow(self) -> None:  # noqa: B027  (of elastic ones only)
-        """Take further sites, where `grows`; all sites do so at the end of the same step."""
-
-    @property
-    def behind(self) -> bool:
-        """Whether the others have ended the open step already, without this site."""
-        return False
-
-    @property
-    def hub_is_away(self) -> bool:
-        """Whether nothing can be exchanged, since the hub is away, and perhaps for long."""
-        return False
-
-    @property
-    def gone(self) -> Mapping[int, str]:
-        """Reasons of the sites that have left and are not back, by rank."""
-        return {}
-
-    @property
-    def position(self) -> int:
-        """Number of the open round, where sites may leave."""
-        return 0
-
-    @property
-    def present(self) -> list[int]:
-        """Ranks of the sites that took part in the last round; all of them unless `elastic`."""
-        return [rank for rank in range(self.world_size) if rank not in self.absent]
-
-    @property
-    def lowest(self) -> int:
-        """Rank of the first site that is present, the same at all sites."""
-        return self.present[0]
-
-    @property
-    def place(self) -> int:
-        """Number of this transport among those of the process, where sites may return.
-
-        It is the same at all sites at the same place of a program.
-        """
-        return 0
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -364,12 +318,24 @@ class Transport(ABC):
         """Close the connections; nothing can be exchanged afterwards. May be called twice."""
 
     @abstractmethod
-    def gather(self, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
+    def gather(
+        self,
+        sizes: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        once: bool = False,
+        replaced: Gather | None = None,
+        first: Gather | None = None,
+    ) -> Gather:
         """Prepare an all-gather; all sites must prepare theirs in the same order.
 
         Args:
             sizes: number of elements of each site's payload, by rank.
             dtype: type of the elements.
+            once: whether it takes place once.
+            replaced: the gather that this one replaces from the next step on; None for none.
+            first: the gather whose second round it is, in a step that turns out to need one; a gather may have one in
+                each step. None where it is a first round.
         """
 
     def all_to_all(self, sizes: Sequence[int], dtype: torch.dtype, replaced: AllToAll | None = None) -> AllToAll:
@@ -384,66 +350,6 @@ class Transport(ABC):
             NotImplementedError: unless `has_all_to_all`.
         """
         raise NotImplementedError(f"{type(self).__name__} sends one payload to all sites")
-
-    def gather_again(self, first: Gather, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
-        """Prepare a second all-gather of a step, which only the steps have that turn out to need it.
-
-        Args:
-            first: the gather whose second round it is; a gather may have one in each step.
-            sizes: number of elements of each site's payload, by rank.
-            dtype: type of the elements.
-        """
-        return self.gather(sizes, dtype)
-
-    def leave_out(self, rank: int, error: Exception) -> None:
-        """Go on without a site that has sent what is invalid, where sites may be absent; all sites must find the same.
-
-        Args:
-            rank: the site, which is absent until the end of the step.
-            error: the error that names it.
-
-        Raises:
-            Exception: the error, where all sites have to stay.
-            MismatchError: if too few sites are left.
-        """
-        raise error
-
-    def end_step(self) -> None:  # noqa: B027  (most networks need not know)
-        """End a training step, whose exchanges are over at this site."""
-
-    def show_epsilon(self, epsilon: float, delta: float) -> None:  # noqa: B027  (only hubs have a status)
-        """Show in the status of a hub what training has cost the records of this site.
-
-        Args:
-            epsilon: the epsilon of differential privacy.
-            delta: the delta.
-        """
-
-    def show_contribution(self, samples: int, steps: int, waited: float, loss: float | None) -> None:  # noqa: B027
-        """Show in the status of a hub what this site has contributed.
-
-        Args:
-            samples: number of samples; 0 where they are not counted.
-            steps: number of steps.
-            waited: seconds in which it has waited for others in them.
-            loss: loss of its own validation; None without one.
-        """
-
-    def show_outsized(self, rank: int, step: int, times: float) -> None:  # noqa: B027  (only hubs have a status)
-        """Show in the status of a hub that a site's gradient is out of all proportion.
-
-        Args:
-            rank: the site.
-            step: number of the step.
-            times: its norm over the median of the sites' norms.
-        """
-
-    def wait_for_hub(self, seconds: float) -> None:  # noqa: B027  (only some networks have a hub)
-        """Wait for a hub that is away, from now on.
-
-        Args:
-            seconds: time after which it is given up.
-        """
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor) -> PendingSum:
@@ -483,90 +389,9 @@ class Transport(ABC):
             The objects by rank, in ascending order.
         """
 
-    def gather_once(self, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
-        """Prepare an all-gather that takes place once; see `gather`."""
-        return self.gather(sizes, dtype)
-
-    def gather_resized(self, gather: Gather, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
-        """Prepare an all-gather that replaces another one from the next step on; see `gather`."""
-        return self.gather(sizes, dtype)
-
-    def begin_plan(self) -> None:  # noqa: B027  (most number nothing)
-        """Begin a plan, whose gathers follow; all sites call it together, with no exchange in progress."""
-
-    def receive_state(self, most: int) -> Any:
-        """Return what `donate` has returned at another site, where this site joins in mid-training; else None.
-
-        Until it is called, the others do not wait for this site.
-
-        Args:
-            most: largest size of a state in bytes; one that is announced as larger is refused.
-
-        Raises:
-            SiteError: if it does not arrive.
-        """
-        return None
-
-    def rejoin(self) -> None:  # noqa: B027  (only elastic transports drop sites)
-        """Prepare this site, which has been dropped, for `receive_state` and `take_part`; its open step is lost.
-
-        Raises:
-            SiteError: if the others do not let it join.
-        """
-
-    def take_part(self) -> bool:
-        """Confirm that the state has been restored: from the next round on this site takes part.
-
-        In the first round it only listens: nothing that it sends counts.
-
-        Returns:
-            Whether it takes part; otherwise the state has become outdated, and `receive_state` returns another one.
-        """
-        return True
-
-    def close_round(self, admits: bool = False, idle: bool = False) -> None:  # noqa: B027  (only elastic ones have)
-        """End a round of gathers: wait until all sites have ended it or left, and update `absent`.
-
-        What arrived before is provisional, where sites may leave. All sites must call it together.
-
-        Args:
-            admits: whether the state of this site is that of the beginning of a step, so that others may join.
-            idle: whether this site contributes nothing to the step.
-
-        Raises:
-            SiteError: if training cannot go on.
-        """
-
     @abstractmethod
     def prefers_gather(self, nbytes: int) -> bool:
         """Return whether each site sums tensors of `nbytes` bytes sooner by itself than an all-reduce does."""
-
-    def open_streams(self, timeout: float) -> dict[int, socket.socket] | None:
-        """Open a byte stream to each other site over this transport's network; all sites must call it together.
-
-        Nothing may be sent on a stream before all sites have exchanged something else afterwards.
-
-        Args:
-            timeout: seconds to connect.
-
-        Returns:
-            Connected sockets by rank; None where the sites reach each other by themselves.
-
-        Raises:
-            SiteError: if the network cannot be reached.
-        """
-        return None
-
-    def open_hub_stream(self, timeout: float) -> StreamToHub | None:
-        """Open a byte stream to the hub itself.
-
-        Args:
-            timeout: seconds to connect.
-
-        Returns:
-            The stream; None where there is no hub, or it may not read what the sites send.
-        """
-        return None
 
     def lost(self, error: BaseException, peer: int | None = None) -> SiteError | MismatchError:
         """Convert a connection's error into one that names the site that is gone.

@@ -345,7 +345,7 @@ class Collectives(_ProcessGroup):
             kept = own.clone()
             return lambda seconds: [kept]
         transport = self._opened()
-        gather = transport.gather_once(sizes, own.dtype)
+        gather = transport.gather(sizes, own.dtype, once=True)
         gather.payload.copy_(own)
         gather.launch()
 
@@ -510,7 +510,7 @@ class HubGroup(Collectives):
         parts = [torch.empty(size, dtype=own.dtype) for size in sizes]
         parts[link.rank] = own.clone()
         # Numbers are those of rounds, which a site that joins learns, as it has no part in earlier collectives.
-        exchange = transport.channel + link.step % _NUMBERS
+        exchange = transport.rounds.channel + link.step % _NUMBERS
         absent = link.rounds.gather(exchange, [bytes_of(part) for part in parts], self.seconds)
         if needs_all and (missing := [slot for slot, part in enumerate(parts) if slot in absent and len(part)]):
             names = ", ".join(map(link.name, missing))

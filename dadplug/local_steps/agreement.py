@@ -640,7 +640,7 @@ class Agreement:
             fragment.launch()
 
         self._transit = _Transit(fragment, header.layout, headers)
-        if overlap and apart and not self._transport.elastic:
+        if overlap and apart and not self._transport.rounds.elastic:
             beside = ThreadPoolExecutor(1, "dadplug-round")
             self._transit.sending = beside.submit(send)
             beside.shutdown(wait=False)

@@ -118,7 +118,7 @@ class ElasticAgreement(Agreement):
         self._of_buffers: list[Gather] = []
         self._counted: list[dict[int, int]] = [{} for _ in self._fragments]  # weights by rank, for each fragment
         self._last: dict[int, int] = {}  # number of the last agreement with a contribution of each site
-        self._present = set(range(transport.world_size)) - transport.absent
+        self._present = set(range(transport.world_size)) - transport.rounds.absent
 
     @property
     def contributions(self) -> dict[int, int]:
@@ -157,7 +157,7 @@ class ElasticAgreement(Agreement):
         self._offered, self._planned, self._added = None, (), []
         self._counted, self._last = [dict(each) for each in plan["contributions"]], dict(plan["last"])
         rank = self._transport.rank
-        self._present = set(range(self._transport.world_size)) - self._transport.absent - {rank}
+        self._present = set(range(self._transport.world_size)) - self._transport.rounds.absent - {rank}
         last = self._last.get(rank)
         before = (
             "it has had no part in it so far"
@@ -170,7 +170,7 @@ class ElasticAgreement(Agreement):
     # An agreement
 
     def postpones(self) -> bool:
-        away = self._transport.hub_is_away
+        away = self._transport.rounds.hub_is_away
         if away and not self._is_alone:
             _log.warning("the hub is away: local steps go on, and count in the agreement after its return")
         self._is_alone = away
@@ -206,7 +206,7 @@ class ElasticAgreement(Agreement):
         self._drop_spoilt_buffers()
         if self._offered is None:
             self._offer(empty=options.overlap and self._delay is None)
-        elif self._offered.position != transport.position:  # other rounds have been closed since: it is sent again
+        elif self._offered.position != transport.rounds.position:  # rounds have been closed since: it is sent again
             self._fragment.receive()
             self._launch_payloads()
         unsent = any(each.weight for each in self._fragments)
@@ -215,7 +215,7 @@ class ElasticAgreement(Agreement):
         self._move(headers, counted)
         self._announce(headers)
         self.count += 1
-        transport.end_step()  # what is sent from now on belongs to the next round
+        transport.rounds.end_step()  # what is sent from now on belongs to the next round
         last = max(header.step for header in headers.values())
         self._delay = options.delay_at(last)
         if options.overlap and (self._delay is None or self._delay >= options.part_of_interval(last, self.count)):
@@ -223,16 +223,15 @@ class ElasticAgreement(Agreement):
         if not any(each.weight for each in self._fragments) and not (self._offered and self._offered.weight):
             for table in self._tables:  # as lookups do, since sites look up different rows
                 renormalise(table)
-        if transport.grows:
-            transport.grow()
+        transport.rounds.grow()
         self._report(headers, counted, names)
         return [*headers.values()]
 
     def end_step(self, step: int, left: int = 0, weight: int = 0) -> bool:
         """Send what this site has done if the next agreement is ``delay`` steps away."""
-        transport = self._transport
+        rounds = self._transport.rounds
         due = self._delay is not None and left <= self._delay and self._offered is None
-        if not due or transport.hub_is_away or transport.behind or not all(self._are_finite(self._fragment.names)):
+        if not due or rounds.hub_is_away or rounds.behind or not all(self._are_finite(self._fragment.names)):
             return False
         self._count(weight)
         self._offer()
@@ -259,7 +258,8 @@ class ElasticAgreement(Agreement):
             empty: whether to send nothing, but zeros without weight.
         """
         fragment, weight, before = self._fragment, 0, None
-        ends_round = not (empty or self._transport.listens)  # a site that joins has the donor's, which has ended it
+        # A site that joins has the state of the donor, which has ended the round.
+        ends_round = not (empty or self._transport.rounds.listens)
         self.agreed.drop_untrained(self._model, fragment.names if ends_round else ())
         divide(self._fragments, self.agreed.values)
         self._plan()
@@ -272,7 +272,7 @@ class ElasticAgreement(Agreement):
 
     def _launch_payloads(self) -> None:
         assert self._offered is not None
-        self._offered = self._offered._replace(position=self._transport.position)
+        self._offered = self._offered._replace(position=self._transport.rounds.position)
         self._fragment.launch()
 
     def _plan(self) -> None:
@@ -287,7 +287,7 @@ class ElasticAgreement(Agreement):
         if planned == self._planned:
             return
         self._planned = planned
-        transport.begin_plan()
+        transport.rounds.begin_plan()
         self._headers = transport.gather([len(Header._fields)] * count, torch.int64)
         for each in self._fragments:
             sizes = each.form.layout({name: values[name] for name in each.names})
@@ -308,14 +308,14 @@ class ElasticAgreement(Agreement):
             for gather, (flat, _) in zip(self._of_buffers, sameness.flattened(self._buffers.known()), strict=True):
                 gather.payload.copy_(flat.view(torch.uint8))
                 gather.launch()
-        transport.close_round(self.admits, idle=not offered.weight)
+        transport.rounds.close(self.admits, idle=not offered.weight)
         rows = self._headers.wait()
         headers: dict[int, Header] = {}
-        for rank in transport.present:
+        for rank in transport.rounds.present:
             try:
                 headers[rank] = Header.read(rows[rank], transport.sites[rank], len(self.agreed.values))
             except MismatchError as error:  # all sites find it, and go on without the site
-                transport.leave_out(rank, error)
+                transport.rounds.leave_out(rank, error)
         if not headers:
             raise MismatchError("no site has sent a valid header")
         layouts = {header.layout for header in headers.values()}
@@ -406,7 +406,7 @@ class ElasticAgreement(Agreement):
         sites, number = transport.sites, self.count
         for rank in sorted(self._present - here - {transport.rank}):
             last = f"agreement {self._last[rank]}" if rank in self._last else "the start"
-            if rank in transport.gone:
+            if rank in transport.rounds.gone:
                 _log.warning(
                     "%s has left: what it had done since %s, and not sent, is lost. Agreement %d is one of %d sites",
                     *(sites[rank], last, number, len(here)),

@@ -15,7 +15,7 @@ from ..errors import DroppedError
 from ..exchange import Gather, Transport
 from ..exchange.calls import own_place
 from ..exchange.restrictions import check_restrictions
-from ..exchange.transport import Requirements
+from ..exchange.rounds import Requirements
 from ..reduction import GradientReduction
 from ..step.fused import Deferral, GradientProduct, HeldGradients, clip_norm, reasons_against
 from ..step.model_sync import sameness
@@ -180,7 +180,7 @@ class LocalSGD(HeldGradients, ReplicatedModel):
 
     def _open_transport(self, process_group: dist.ProcessGroup | None) -> Transport:
         transport = super()._open_transport(process_group)
-        if not transport.joins:
+        if not transport.rounds.joins:
             raise_problems(self._problem, transport)
         elif self._problem:
             raise ValueError(self._problem)
@@ -217,7 +217,7 @@ class LocalSGD(HeldGradients, ReplicatedModel):
             self._active = transport.gather([1] * self.world_size, torch.int64)
         self._agreement.begin()
         if isinstance(self._agreement, ElasticAgreement):
-            self._transport.donate = weak_hook(self._donate)
+            self._transport.rounds.donate = weak_hook(self._donate)
         if self.world_size > 1 and not self.local_options.warm_up:  # whose reduction compares them
             self._counter.first_batch = self._agreement.first_batch
         self._next = self._step_of_next()
@@ -470,7 +470,7 @@ class LocalSGD(HeldGradients, ReplicatedModel):
             self._agree(finished)
         elif self._agreement.end_step(self.steps, self._next - self.steps, self._weight):
             self._epoch_samples, self._weight = self._epoch_samples + self._weight, 0
-        self._transport.end_step()
+        self._transport.rounds.end_step()
         self.traffic.end_step()
 
     def _step_of_next(self) -> int:
@@ -517,7 +517,7 @@ class LocalSGD(HeldGradients, ReplicatedModel):
                 self.world_size = self._transport.world_size
                 if agreement.spoilt:
                     self._reset_optimizer()
-            if self._in_trainer or not self._transport.behind:
+            if self._in_trainer or not self._transport.rounds.behind:
                 return headers
 
     def _reset_optimizer(self) -> None:
@@ -561,7 +561,7 @@ class LocalSGD(HeldGradients, ReplicatedModel):
         Raises:
             SiteError: if the others do not let it join.
         """
-        self._transport.rejoin()
+        self._transport.rounds.rejoin()
         joined = self._receive_state()
         assert joined is not None
         self._epoch_samples = 0

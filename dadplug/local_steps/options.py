@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..exchange import DEFAULT_TIMEOUT
-from ..exchange.transport import Requirements
+from ..exchange.rounds import Requirements
 from ..options import WEIGHTINGS, WIRES, Options, as_patterns, check_mode, check_patterns, check_setting_names
 from ..support.signature import OptionSet, check_hub_timeout, check_seconds, number, option, whole_number
 

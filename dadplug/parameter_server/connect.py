@@ -10,7 +10,7 @@ import dataclasses
 import math
 import secrets
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
@@ -22,9 +22,10 @@ from ..errors import SiteError
 from ..exchange import Traffic, Transport, codec
 from ..exchange.dialers import DIALERS
 from ..exchange.fields import checked
-from ..exchange.handshake import connect_sites
+from ..exchange.network import connect_pairs
+from ..exchange.rounds import Rounds
 from ..exchange.status import PeerNames
-from ..exchange.transport import StreamToHub
+from ..exchange.transport import Streams, StreamToHub
 from ..options import Options
 from ..step.methods import check_allowed
 from ..step.model_sync.sameness import raise_problems
@@ -208,7 +209,8 @@ def open_log(
     """
     sites, silence, timeout = transport.sites, options.site_timeout, options.timeout
     settings = Settings(tuple(workers), options.rules, options.deal, in_trainer, limit, silence, timeout)
-    if (stream := transport.open_hub_stream(timeout)) is not None:
+    stream = transport.open_hub_stream(timeout) if isinstance(transport, Streams) else None
+    if stream is not None:
         key = start_sequencer(transport, stream.connected, stream.hub, settings)
         log = Log(stream.connected, sites, limit, silence, timeout, traffic, hub=stream)
         return log, None, f"{_AT_HUB}{stream.folder}/{key}"
@@ -220,7 +222,7 @@ def open_log(
         for rank, connected in served.items():
             host.accept(rank, connected)
     key = start_sequencer(transport, own, sites[0], settings)
-    can_return = transport.is_direct and transport.world_size > 1
+    can_return = transport.world_size > 1 and not isinstance(transport, Streams)
     places = transport.gather_present(host.listen() if host and can_return else "")
     place = checked(places, str, "address", transport)[0]
     delayed = host.service(key).blocks_others if host else bool
@@ -270,11 +272,9 @@ def _connect_star(transport: Transport, timeout: float) -> tuple[socket.socket, 
     Raises:
         SiteError: if a site does not connect.
     """
-    gather: Callable[..., list[Any]] = transport.gather_objects
     sockets: dict[int, socket.socket] = {}
     if transport.world_size > 1:
-        streams = transport.open_streams(timeout)
-        sockets = dict(streams or connect_sites(transport.rank, gather, timeout, transport.sites.__getitem__))
+        sockets = dict(connect_pairs(transport, timeout))
         transport.gather_objects(None)  # before it, nothing may be sent on a stream
     if transport.rank == 0:
         inner, outer = socket.socketpair()
@@ -295,24 +295,18 @@ class ReturnedSites(PeerNames):
         return SiteError(f"{self[peer or 0]} is gone: {error}")
 
 
-class ReturnedTransport(Transport):
-    """Transport of a site that has returned: it gets the state of another one, and has no connections but the log's.
+class ReturnedRounds(Rounds):
+    """Steps of a site that has returned: it gets the state of another one.
 
     Args:
-        sites: the sites by name.
-        traffic: the meter.
-        device: device of the model.
-        timeout: seconds that a wait may take.
+        size: number of sites.
         log: the log; None for a trainer's transport, which gets no state.
     """
 
-    is_direct = False
     joins = True
 
-    def __init__(
-        self, sites: PeerNames, traffic: Traffic, device: torch.device, timeout: float, log: Log | None = None
-    ) -> None:
-        super().__init__(sites, traffic, sites.rank, device, timeout)
+    def __init__(self, size: int, log: Log | None = None) -> None:
+        super().__init__(size)
         self._log = log
 
     def receive_state(self, most: int) -> Any:
@@ -320,6 +314,10 @@ class ReturnedTransport(Transport):
         assert log is not None
         log.wait(lambda: log.snapshot is not None, entries=False)
         return codec.decode(log.snapshot or b"")
+
+
+class ReturnedTransport(Transport):
+    """Transport of a site that has returned, which has no connections but the log's."""
 
     def close(self) -> None:
         """Do nothing: the parameter server closes the log."""
@@ -356,7 +354,8 @@ def return_to_log(
     check_allowed(options.of_reduction())  # a kit restricts it
     log = Log(connected, sites, limit, options.site_timeout, timeout, traffic, hub=hub, returns=True)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    return log, ReturnedTransport(sites, traffic, device, timeout, log)
+    rounds = ReturnedRounds(len(sites), log)
+    return log, ReturnedTransport(sites, traffic, sites.rank, device, timeout, rounds)
 
 
 def _dial(address: str, timeout: float) -> tuple[socket.socket, ReturnedSites, StreamToHub | None]:

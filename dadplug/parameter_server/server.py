@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..errors import MismatchError, SiteError
 from ..exchange import Traffic, Transport, codec
 from ..exchange.codec import decode_objects, encode_object
+from ..exchange.rounds import Rounds
 from ..exchange.status import add_announcer, remove_announcer
 from ..exchange.transport import Gather, PendingSum
 from ..step.methods import Quality, make_method
@@ -25,6 +26,7 @@ from ..step.model_sync.structure import weak_hook
 from ..support.logs import get_logger
 from ..support.signature import check_choice, takes_keywords_of
 from .connect import (
+    ReturnedRounds,
     ReturnedSites,
     ReturnedTransport,
     ServerOptions,
@@ -597,33 +599,54 @@ class ParameterServer(ReplicatedModel):
 _places = itertools.count()
 
 
+class ServerRounds(Rounds):
+    """Steps of a trainer's messages besides those of its parameter server; see `ServerTransport`.
+
+    Args:
+        size: number of sites.
+        joins: whether this site returns.
+
+    Attributes:
+        server: the parameter server, once there is one.
+        lowest: rank of the first of the sites that took part in the last exchange.
+    """
+
+    elastic = True
+    place = lowest = 0
+
+    def __init__(self, size: int, joins: bool) -> None:
+        super().__init__(size)
+        self.server: ParameterServer | None = None
+        self.joins = joins
+        self.place = next(_places)
+
+    @property
+    def present(self) -> list[int]:
+        return super().present if self.server is None else self.server.present_sites
+
+    def end_step(self) -> None:
+        self.joins = False
+
+
 class ServerTransport(Transport):
     """Messages of a trainer besides those of its parameter server.
 
     Before the first step they go over another transport, which needs all sites. From then on they go over the log,
     between its phases, so that sites that have left are not waited for. A site that returns runs the program from its
     beginning, and comes to exchanges that the others had long ago. Up to its first step it therefore exchanges nothing:
-    it is alone in every exchange, and `joins` is true. The trainer calls `end_step` after each step.
+    it is alone in every exchange, and `rounds.joins` is true. The trainer calls `rounds.end_step` after each step.
 
     Args:
         first: the transport for the beginning; at a site that returns a `ReturnedTransport`.
         device: device of the model.
         timeout: seconds that a wait may take.
-
-    Attributes:
-        server: the parameter server, once there is one.
     """
 
-    elastic = True
-    is_direct = False
-    place = 0
-    lowest = 0  # of those that took part in the last exchange
+    rounds: ServerRounds
 
     def __init__(self, first: Transport, device: torch.device, timeout: float) -> None:
-        super().__init__(first.sites, Traffic(), first.sites.rank, device, timeout)
-        self.server: ParameterServer | None = None
-        self.joins = isinstance(first, ReturnedTransport)
-        self.place = next(_places)
+        rounds = ServerRounds(len(first.sites), isinstance(first, ReturnedTransport))
+        super().__init__(first.sites, Traffic(), first.sites.rank, device, timeout, rounds)
         self._first = first
 
     @classmethod
@@ -637,45 +660,40 @@ class ServerTransport(Transport):
             timeout: seconds that a wait may take.
         """
         sites = ReturnedSites(rank, names)
-        return cls(ReturnedTransport(sites, Traffic(), device, timeout), device, timeout)
-
-    @property
-    def present(self) -> list[int]:
-        return list(range(self.world_size)) if self.server is None else self.server.present_sites
-
-    def end_step(self) -> None:
-        self.joins = False
+        first = ReturnedTransport(sites, Traffic(), rank, device, timeout, ReturnedRounds(len(sites)))
+        return cls(first, device, timeout)
 
     def close(self) -> None:
         self._first.close()
 
     def gather_present(self, item: Any) -> dict[int, Any]:
-        if self.joins:
+        if self.rounds.joins:
             return {self.rank: item}
-        if self.server is not None and self.server.gathers:
-            every = self.server.gather_present(item)
-            self.lowest = min(every)
-            return every
-        return dict(enumerate(self._first.gather_objects(item)))
+        server = self.rounds.server
+        if server is None or not server.gathers:
+            return dict(enumerate(self._first.gather_objects(item)))
+        every = server.gather_present(item)
+        self.rounds.lowest = min(every)
+        return every
 
     def broadcast_bytes(self, content: bytes) -> bytes:
-        while not self.joins:
-            source = self.lowest
+        while not self.rounds.joins:
+            source = self.rounds.lowest
             every = self.gather_present(content if self.rank == source else b"")
             if source in every:
                 return bytes(every[source])
         return content
 
     def broadcast(self, tensor: Tensor) -> None:
-        if not self.joins:
+        if not self.rounds.joins:
             self._first.broadcast(tensor)
 
     @property
     def group(self) -> Any:
         return self._first.group
 
-    def gather(self, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
-        return self._first.gather(sizes, dtype)
+    def gather(self, sizes: Sequence[int], dtype: torch.dtype, **use: Any) -> Gather:
+        return self._first.gather(sizes, dtype, **use)
 
     def all_reduce(self, tensor: Tensor) -> PendingSum:
         return self._first.all_reduce(tensor)

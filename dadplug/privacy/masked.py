@@ -60,7 +60,7 @@ class MaskedHandler(SummedHandler):
     def launch(self) -> None:
         transport, secure = self.context.transport, self._secure
         closes = not self.context.samples() and not secure.abstains  # the last exchange of a plan, which is empty
-        members = () if closes else secure.planned(transport.present)
+        members = () if closes else secure.planned(transport.rounds.present)
         self._send(members)
         if self._announcements is not None:
             announced = bytearray(secure.announcement(members))
@@ -80,9 +80,9 @@ class MaskedHandler(SummedHandler):
     def inspect(self) -> None:
         transport = self.context.transport
         names = {rank: transport.sites[rank] for rank in range(transport.world_size)}
-        announced = {rank: each for rank, each in enumerate(self._hear()) if rank not in transport.absent}
+        announced = {rank: each for rank, each in enumerate(self._hear()) if rank not in transport.rounds.absent}
         for rank, error in self._secure.invalid(announced, names).items():
-            transport.leave_out(rank, MismatchError(str(error)))
+            transport.rounds.leave_out(rank, MismatchError(str(error)))
 
     def receive(self) -> None:
         self._add_up()
@@ -108,11 +108,11 @@ class MaskedHandler(SummedHandler):
         if self._announcements is None:
             return False
         transport = self.context.transport
-        announced = {rank: self._heard[rank] for rank in transport.present}
+        announced = {rank: self._heard[rank] for rank in transport.rounds.present}
         return not self._secure.hear(announced, {rank: transport.sites[rank] for rank in range(transport.world_size)})
 
     def repeat(self) -> None:
-        self._send(tuple(self.context.transport.present))
+        self._send(tuple(self.context.transport.rounds.present))
         self._add_up()
 
     def _write(self, wanted: Sequence[bool], scale: float, keep: bool) -> None:

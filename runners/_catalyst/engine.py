@@ -123,14 +123,14 @@ class SiteEngine(Engine):
     @property
     def is_main_process(self) -> bool:
         """Whether this site prints: the first one that is present."""
-        return self.num_processes == 1 or self.process_index == self.transport.lowest
+        return self.num_processes == 1 or self.process_index == self.transport.rounds.lowest
 
     is_local_main_process = is_main_process
 
     @property
     def writes(self) -> bool:
         """Whether this site writes checkpoints: the first one, or all where any of them may leave."""
-        return self.is_main_process or self.transport.elastic
+        return self.is_main_process or self.transport.rounds.elastic
 
     def local_main_process_first(self) -> Any:
         """Return an empty context: all sites run at the same time."""
@@ -211,13 +211,13 @@ class SiteEngine(Engine):
 
     def end_step(self) -> None:
         """Count a step of the reduction, where sites may leave and return."""
-        if self.transport.elastic:
-            self.transport.end_step()
+        if self.transport.rounds.elastic:
+            self.transport.rounds.end_step()
 
     @property
     def sites(self) -> str:
         """Number of sites that are present, and of all; empty where all of them stay."""
-        return f"{len(self.transport.present)}/{self.num_processes}" if self.transport.elastic else ""
+        return f"{len(self.transport.rounds.present)}/{self.num_processes}" if self.transport.rounds.elastic else ""
 
     def save(self, obj: Any, f: Any, **kwargs: Any) -> None:
         """Write a file atomically, at the sites that write."""

@@ -170,7 +170,7 @@ class FixedCheckpoint(CheckpointCallback):
         resume_model: str | None = None,
         resume_runner: str | None = None,
     ) -> None:
-        if runner.engine.transport.joins:  # the others' state is newer
+        if runner.engine.transport.rounds.joins:  # the others' state is newer
             return
         for path in (resume_logpath, resume_model):
             if path is not None:

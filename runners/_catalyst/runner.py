@@ -180,7 +180,7 @@ class BaseRunner(Exchange, SupervisedRunner):
     @property
     def _joined(self) -> dict[str, Any] | None:
         """State of the other sites that this one joins in mid-training, up to the end of its first step; else None."""
-        return None if self._elastic is None or not self._transport.joins else self._elastic.joined
+        return None if self._elastic is None or not self._transport.rounds.joins else self._elastic.joined
 
     def _end_step(self) -> None:
         self.engine.end_step()
@@ -339,7 +339,7 @@ class BaseRunner(Exchange, SupervisedRunner):
         if self._trains:
             self.engine.steps_in_backward = self._steps_in_backward
             state = ElasticTraining(self, self._transport, self._sends_optimizer)
-            self._elastic = state if self._transport.elastic else None
+            self._elastic = state if self._transport.rounds.elastic else None
             scaled = getattr(self.engine, "scaler", None) is not None
             self._trained = model
             self.reduction = self.engine.reduction = self._exchange = self._build_exchange(model, scaled)
@@ -405,7 +405,7 @@ class BaseRunner(Exchange, SupervisedRunner):
     def on_epoch_start(self, runner: Any) -> None:
         """Open the loggers if the site that has printed so far is gone."""
         super().on_epoch_start(runner)
-        if self.engine.is_main_process and not self.loggers and self._transport.elastic:
+        if self.engine.is_main_process and not self.loggers and self._transport.rounds.elastic:
             self.loggers = self.get_loggers()
 
     def _run_epoch(self) -> None:

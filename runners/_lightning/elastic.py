@@ -246,15 +246,15 @@ class ElasticFit(TrainerState):
 
     def end_step(self) -> None:
         """Count a step of the exchange, and show the sites that are present."""
-        self._transport.end_step()
+        self._transport.rounds.end_step()
         self._show()
 
     def _show(self) -> None:
         """Show the sites that are present, and print and log at the first of them."""
-        present = self._transport.present
+        present = self._transport.rounds.present
         self._trainer._logger_connector._progress_bar_metrics["sites"] = f"{len(present)}/{self._transport.world_size}"
         rank = self._transport.rank
-        is_first = rank == self._transport.lowest
+        is_first = rank == self._transport.rounds.lowest
         ranks = sys.modules[_RANKS].rank_zero_only
         if (ranks.rank == 0) == is_first:
             return

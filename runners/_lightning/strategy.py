@@ -517,7 +517,7 @@ class SiteStrategy(Exchange, _DDPStrategy):
     @property
     def _elastic_transport(self) -> Transport | None:
         """The transport where sites may leave and return."""
-        return self._transport if self._transport is not None and self._transport.elastic else None
+        return self._transport if self._transport is not None and self._transport.rounds.elastic else None
 
     @property
     def _alone(self) -> bool:
@@ -721,7 +721,7 @@ class HubStrategy(SiteStrategy):
     def is_global_zero(self) -> bool:
         """Whether this site prints and logs: site 0, or the first one that is present where sites may leave."""
         transport = self._elastic_transport
-        return bool(self.global_rank == (0 if transport is None else transport.lowest))
+        return bool(self.global_rank == (0 if transport is None else transport.rounds.lowest))
 
     # Checkpoints
 

@@ -17,6 +17,7 @@ from dadplug.errors import DadplugError
 from dadplug.exchange import group_transport
 from dadplug.exchange.fields import fits, minority
 from dadplug.exchange.handshake import reachable_address
+from dadplug.exchange.rounds import Rounds
 from dadplug.exchange.transport import Transport
 from dadplug.parameter_server.replica import LoggedOptimizer
 from dadplug.step.model_sync import sameness
@@ -109,16 +110,13 @@ class OneLies:
     """Transport of two sites, of which the other one sends what a test has set."""
 
     sites, world_size, rank, site_rank = ("site 0 (a)", "site 1 (b)"), 2, 0, 0
-    gather_objects = Transport.gather_objects
+    gather_objects, rounds = Transport.gather_objects, Rounds(2)
 
     def __init__(self, lie: Any) -> None:
         self.lie = lie
 
     def gather_present(self, item: Any) -> dict[int, Any]:
         return {0: item, 1: self.lie}
-
-    def leave_out(self, rank: int, error: Exception) -> None:
-        raise error
 
 
 def agree_on_fused(transport: Any) -> None:

@@ -27,9 +27,9 @@ from dadplug.exchange.factor_buckets import FactorBucket
 from dadplug.exchange.owned_buckets import ContributionBucket
 from dadplug.hub.site import connection, inbox
 from dadplug.hub.site.donation import ANNOUNCED, PART_BYTES
+from dadplug.hub.site.elastic import ElasticRounds
 from dadplug.hub.site.link import HubLink
 from dadplug.hub.site.rounds import RoundClient
-from dadplug.hub.site.transport import ElasticTransport
 from dadplug.hub.wire.messages import Kind, SendState
 from dadplug.hub.wire.streams import KeptFrames
 from dadplug.step.planning import planner
@@ -211,8 +211,8 @@ def die(how: str) -> None:
 
 def hesitate() -> None:
     """Let the process be held up when it is asked for its state."""
-    answer = ElasticTransport._answer
-    ElasticTransport._answer = lambda transport: time.sleep(HELD_UP) or answer(transport)
+    answer = ElasticRounds._answer
+    ElasticRounds._answer = lambda rounds: time.sleep(HELD_UP) or answer(rounds)
 
 
 def die_inside(case: Case, current: Callable[[], int]) -> None:
@@ -222,25 +222,25 @@ def die_inside(case: Case, current: Callable[[], int]) -> None:
         case: the case.
         current: returns the number of the step.
     """
-    close_round = ElasticTransport.close_round
+    close_round = ElasticRounds.close
 
-    def closing(transport: ElasticTransport, admits: bool = False, idle: bool = False) -> None:
+    def closing(rounds: ElasticRounds, admits: bool = False, idle: bool = False) -> None:
         if current() == case.leave and case.how == ("header" if admits else "late"):
             die(case.how)
-        close_round(transport, admits, idle)
+        close_round(rounds, admits, idle)
 
     if case.how in ("header", "late"):
-        ElasticTransport.close_round = closing
+        ElasticRounds.close = closing
     elif case.how == "hesitates":
         hesitate()
     elif case.how == "donates":
-        ElasticTransport._answer = lambda transport: die(case.how)
+        ElasticRounds._answer = lambda rounds: die(case.how)
     elif case.how in ("sends", "stops"):
         RoundClient._send_state = partialmethod(send_half, how=case.how)
     elif case.how == "joins":
-        ElasticTransport.take_part = lambda transport: die(case.how)
+        ElasticRounds.take_part = lambda rounds: die(case.how)
     elif case.how == "restores":
-        ElasticTransport.take_part = partialmethod(restore_slowly, Path(case.folder), ElasticTransport.take_part)
+        ElasticRounds.take_part = partialmethod(restore_slowly, Path(case.folder), ElasticRounds.take_part)
 
 
 def wait_for_file(folder: Path) -> None:
@@ -249,10 +249,10 @@ def wait_for_file(folder: Path) -> None:
     until((folder / "goes on").exists, timeout=300.0)
 
 
-def restore_slowly(transport: ElasticTransport, folder: Path, take_part: Callable[[ElasticTransport], bool]) -> bool:
+def restore_slowly(rounds: ElasticRounds, folder: Path, take_part: Callable[[ElasticRounds], bool]) -> bool:
     """Wait for a file before this site confirms that it has a state."""
     wait_for_file(folder)
-    return take_part(transport)
+    return take_part(rounds)
 
 
 def send_half(rounds: RoundClient, request: SendState, step: int, content: bytes, how: str) -> None:
@@ -340,7 +340,7 @@ def be_late(case: Case, model: nn.Module, current: Callable[[], int]) -> None:
         model: the model.
         current: returns the number of the step.
     """
-    close_round = ElasticTransport.close_round
+    close_round = ElasticRounds.close
 
     def applies() -> bool:
         last = max(case.late_steps, default=-1)
@@ -350,17 +350,17 @@ def be_late(case: Case, model: nn.Module, current: Callable[[], int]) -> None:
         if applies():
             await_other(case, current())
 
-    def closing(transport: ElasticTransport, admits: bool = False, idle: bool = False) -> None:
+    def closing(rounds: ElasticRounds, admits: bool = False, idle: bool = False) -> None:
         if applies() and not admits:
             time.sleep(2.0)
-        close_round(transport, admits, idle)
+        close_round(rounds, admits, idle)
 
     if case.late_in == "forward":
         model.register_forward_pre_hook(wait)
     elif case.late_in == "backward":
         model[2].register_forward_hook(lambda module, inputs, output: output.register_hook(wait) and None)
     else:
-        ElasticTransport.close_round = closing
+        ElasticRounds.close = closing
 
 
 def refuses_what_needs_all_sites() -> None:
@@ -450,7 +450,7 @@ def connect(case: Case) -> None:
 def train(case: Case) -> None:
     connect(case)
     if case.link:
-        planner.measure_link = lambda transport: LinkCosts(*case.link)
+        planner.measure_link = lambda rounds: LinkCosts(*case.link)
     model = make_model(case.exact)
     if case.how in ("joins", "restores"):
         die_inside(case, lambda: 0)

@@ -17,10 +17,11 @@ from torch import nn
 
 from dadplug import GradientReduction
 from dadplug.exchange import Traffic, factory
-from dadplug.exchange.transport import Requirements
+from dadplug.exchange.rounds import Requirements
 from dadplug.hub.pki.kits import Kit
+from dadplug.hub.site.elastic import ElasticTransport
 from dadplug.hub.site.link import HubLink
-from dadplug.hub.site.transport import ElasticTransport, HubTransport
+from dadplug.hub.site.transport import HubTransport
 
 TIMEOUT = 60.0
 NAMES = ("a", "b", "c", "d")

@@ -37,8 +37,8 @@ from dadplug.exchange import codec
 from dadplug.exchange.factor_buckets import FactorBucket, IndexSlot, Slot
 from dadplug.exchange.fields import fits
 from dadplug.exchange.owned_buckets import ContributionBucket, OwnedSlot
+from dadplug.exchange.rounds import Requirements, Rounds
 from dadplug.exchange.summed_buckets import SparseBucket
-from dadplug.exchange.transport import Requirements
 from dadplug.exchange.wire import wire_format
 from dadplug.hub import check
 from dadplug.hub.pki.kits import Kit
@@ -240,12 +240,11 @@ class Arrives:
 
     sites, world_size, rank, device = SITES, 3, 0, torch.device("cpu")
 
-    def gather(self, sizes, dtype):
+    rounds = Rounds(3)
+
+    def gather(self, sizes, dtype, **use):
         self.payloads = [torch.zeros(size, dtype=dtype) for size in sizes]
         return Received(self.payloads)
-
-    gather_resized = gather_again = lambda self, first, sizes, dtype: self.gather(sizes, dtype)
-    elastic, absent = False, frozenset()
 
     def all_to_all(self, sizes, dtype, replaced=None):
         found = self.gather([sizes[0]] * 3, dtype)
@@ -255,9 +254,6 @@ class Arrives:
     def take(self, body):
         target = self.payloads[1].view(torch.uint8)
         target.copy_(torch.frombuffer(bytearray(as_long(body, len(target))), dtype=torch.uint8))
-
-    def leave_out(self, rank, error):
-        raise error
 
 
 def of_factors(slot, wire, right):
@@ -701,7 +697,9 @@ def test_a_site_that_joins_refuses_what_is_no_state_of_its_model(lie):
         object.__setattr__(state, "tensors", tensors)
         return state
 
-    joiner._transport = SimpleNamespace(joins=True, receive_state=receive, sites=SITES, world_size=3)
+    joiner._transport = SimpleNamespace(
+        rounds=SimpleNamespace(joins=True, receive_state=receive), sites=SITES, world_size=3
+    )
     with pytest.raises(DadplugError, match="another site"):
         joiner._receive_state()
 

@@ -18,7 +18,7 @@ from torch import nn
 import dadplug
 from dadplug import GradientReduction, SiteError
 from dadplug.errors import KitError, RefusedError, TryAgainError
-from dadplug.exchange.transport import Requirements
+from dadplug.exchange.rounds import Requirements
 from dadplug.hub.server.journal import Journal
 from dadplug.hub.server.membership import Phase
 from dadplug.hub.server.relay import Relay

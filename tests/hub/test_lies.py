@@ -17,9 +17,9 @@ from sealed_sites import sealed_hub
 
 from dadplug.errors import MismatchError, SealingError, SiteError, escaped
 from dadplug.exchange import Traffic
-from dadplug.exchange.transport import Requirements
+from dadplug.exchange.rounds import Requirements
+from dadplug.hub.site.elastic import ElasticTransport
 from dadplug.hub.site.inbox import CALLS
-from dadplug.hub.site.transport import ElasticTransport
 from dadplug.hub.wire.messages import (
     FRESH,
     HEAD_BYTES,
@@ -73,9 +73,9 @@ def run_rounds(link, required, rounds=LIE + 2):
             gather = transport.gather([4] * 3, torch.float32)
             gather.payload.fill_(link.rank + 1)
             gather.launch()
-            transport.close_round(admits=True)
+            transport.rounds.close(admits=True)
             gather.wait()
-            transport.end_step()
+            transport.rounds.end_step()
             made = number + 1
     except (MismatchError, SiteError) as error:
         link.leave(f"{type(error).__name__}: {error}")
@@ -252,8 +252,8 @@ def left_out(
         gather.launch()
         if collects:
             gather.collect()
-        transport.close_round(admits=not collects)
-        return [each.tolist() for each in gather.wait()], transport.present
+        transport.rounds.close(admits=not collects)
+        return [each.tolist() for each in gather.wait()], transport.rounds.present
 
     with sealed_hub(tmp_path) as hub, linked(hub, 3) as links:
         found = together(lambda rank: exchange(links[rank]), 3)
@@ -279,7 +279,7 @@ def test_a_site_that_hears_late_of_a_round_leaves_out_the_same_member(tmp_path):
         link.rounds.end = hear_late
 
     def leave(transport, gather):
-        transport.close_round(admits=True)
+        transport.rounds.close(admits=True)
         transport.link.close()
 
     left_out(tmp_path, leave, 20.0, prepare)

@@ -262,7 +262,7 @@ def test_frames_that_have_arrived_are_not_kept(tmp_path):
             for _ in range(60):
                 gather.launch()
                 gather.wait()
-                transport.end_step()
+                transport.rounds.end_step()
                 most = max(most, transport.link._frames.queue.nbytes)
             return most
 
@@ -315,14 +315,14 @@ class Step:
         total = torch.arange(30_000, dtype=torch.float32) * (rank + 1) + number
         reduction = transport.all_reduce(total)
         found = [payload.clone() for gather in (self.large, self.small) for payload in gather.wait()]
-        second = transport.gather_again(self.large, [0, 20_000, 3], torch.float32)
+        second = transport.gather([0, 20_000, 3], torch.float32, first=self.large)
         second.payload.fill_(number + rank)
         second.launch()
         found += [payload.clone() for payload in second.wait()]
         reduction.wait()
         found.append(total)
         found.append(torch.tensor(transport.gather_objects([rank, number])))
-        transport.end_step()
+        transport.rounds.end_step()
         return found
 
 
@@ -472,7 +472,7 @@ def test_a_gather_returns_every_payload_step_after_step(tmp_path, world_size):
             gather.payload.copy_(torch.arange(sizes[transport.rank]) + 1000.0 * transport.rank + step)
             gather.launch()
             found.append([payload.clone() for payload in gather.wait()])
-            transport.end_step()
+            transport.rounds.end_step()
         return found
 
     results = everywhere(tmp_path, world_size, use)
@@ -522,9 +522,9 @@ def test_a_link_knows_for_how_long_nothing_has_arrived_without_reading(tmp_path)
     ):
         held, other = transports(opened)
         time.sleep(3.0)
-        until(lambda: not (held.hub_is_away or other.hub_is_away))  # the hub sends a ping every second
+        until(lambda: not (held.rounds.hub_is_away or other.rounds.hub_is_away))  # the hub sends a ping every second
         relay.hold = True
-        until(lambda: held.hub_is_away)
+        until(lambda: held.rounds.hub_is_away)
         assert not opened[0].is_away  # the connection is not lost yet
         relay.hold = False
-        until(lambda: not held.hub_is_away)
+        until(lambda: not held.rounds.hub_is_away)

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from running_hub import TestSite, running_hub, until
 
 from dadplug.errors import SiteError
-from dadplug.exchange.transport import Requirements
+from dadplug.exchange.rounds import Requirements
 from dadplug.hub.server import run
 from dadplug.hub.site.tunnel import check_tunnel, tunnel_of
 from dadplug.hub.torch import HubStore

@@ -7,7 +7,7 @@ from fleet import ENDED, Fleet, idles, same_bits
 from running_hub import TestSite, add_site, running_hub, together, until
 from sealed_sites import sealed_hub
 
-from dadplug.exchange.transport import Requirements
+from dadplug.exchange.rounds import Requirements
 from dadplug.hub.wire.messages import Drop, Exclude, Join, KeyMessage, Kind, RoundKind
 
 

@@ -455,7 +455,7 @@ def test_a_hub_finds_a_sentinel_only_where_messages_are_not_sealed(tmp_path, rea
             assert transport.broadcast_bytes(SENTINEL) == SENTINEL
             found = transport.gather_objects({"text": SENTINEL.decode(), "rank": transport.rank})
             assert [each["rank"] for each in found] == [0, 1, 2]
-            transport.end_step()
+            transport.rounds.end_step()
 
         made = transports(links)
         together(lambda rank: exchange(made[rank]), 3)

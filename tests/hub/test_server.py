@@ -17,7 +17,7 @@ from support import refuses
 
 from dadplug.errors import KitError, RefusedError, SiteError
 from dadplug.exchange import Traffic
-from dadplug.exchange.transport import Requirements
+from dadplug.exchange.rounds import Requirements
 from dadplug.hub.pki import provision
 from dadplug.hub.pki.kits import Kit
 from dadplug.hub.secure import tls

@@ -19,7 +19,7 @@ from support import free_port
 
 from dadplug.errors import SiteError
 from dadplug.exchange import rendezvous
-from dadplug.exchange.transport import Requirements
+from dadplug.exchange.rounds import Requirements
 from dadplug.hub.pki.kits import Kit
 from dadplug.hub.server import journal, status
 from dadplug.hub.server.journal import Journal

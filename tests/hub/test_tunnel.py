@@ -20,8 +20,9 @@ from cutting_relay import CuttingRelay
 from hub_sites import TIMEOUT, link_all, receive, send, transports
 from running_hub import TestSite, running_hub, together, until
 
-from dadplug.adapm import ParameterManager, backends, builtin
+from dadplug.adapm import ParameterManager, backends
 from dadplug.errors import SiteError
+from dadplug.exchange import network
 from dadplug.hub.server.session import HubStreams
 from dadplug.hub.site import tunnel as tunnels
 from dadplug.hub.site.tunnel import Tunnel
@@ -378,7 +379,7 @@ def run(monkeypatch):
     """Function that runs another one at each site of a group of links, in threads; returns the results by rank."""
     of_thread = threading.local()
     monkeypatch.setattr(backends, "open_transport", lambda *args: of_thread.transport)
-    monkeypatch.setattr(builtin, "connect_sites", None)  # no site opens a port
+    monkeypatch.setattr(network, "connect_sites", None)  # no site opens a port
 
     def at_all(links, function, *args):
         def at(rank):

@@ -279,6 +279,10 @@ def test_a_site_that_joins_describes_itself_before_the_others_wait_for_it(monkey
     class Waiting:
         joins = True
 
+        @property
+        def rounds(self) -> "Waiting":
+            return self
+
         def receive_state(self, most: int) -> None:
             done.append("the others wait")
 

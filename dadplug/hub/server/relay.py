@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...errors import FrameError, RefusedError
-from ...exchange.transport import Requirements
+from ...exchange.rounds import Requirements
 from ..secure.epochs import answers
 from ..wire.messages import (
     Accept,

@@ -44,7 +44,7 @@ import torch
 from msgspec.structs import replace
 
 from ...errors import FrameError
-from ...exchange.transport import Requirements
+from ...exchange.rounds import Requirements
 from ...support.logs import span
 from ..wire.messages import (
     DTYPES,

@@ -23,12 +23,14 @@ from ...errors import DadplugError, MismatchError, SiteError
 from ...exchange import codec
 from ...exchange.framing import bytes_of
 from ...exchange.hierarchy import Job
+from ...exchange.rounds import Rounds
 from ...exchange.status import PeerNames
 from ...exchange.traffic import Traffic
-from ...exchange.transport import AllToAll, Exchange, Gather, Nodes, PendingSum, Transport
+from ...exchange.transport import AllToAll, Exchange, Gather, Nodes
+from .elastic import ElasticTransport, check_left
 from .link import HubLink
-from .processes import ALIVE_SECONDS, LocalSite, SiteTransport
-from .transport import MOST_RECEIVERS, ElasticTransport, SitesGather, add_up
+from .processes import ALIVE_SECONDS, LocalSite, NoStreams, SiteTransport
+from .transport import MOST_RECEIVERS, CollectiveTransport, SitesGather
 
 _PATIENCE = 1e6  # seconds; the leader may wait that long for other sites, and is asked meanwhile whether it is alive
 _Result = TypeVar("_Result")
@@ -70,13 +72,13 @@ class InsideTransport(SiteTransport):
             SiteError: if a process of the site has ended or does not answer.
         """
         peers, leads = [0] * len(self.nodes.peers), self.nodes.index == 0
-        size = self.gather_once([1, *peers], torch.int64)
+        size = self.gather([1, *peers], torch.int64, once=True)
         if leads:
             size.payload[0] = len(content)
         size.launch()
         (count,) = size.wait()[0].tolist()
         codec.check_lengths([count], self.sites.__getitem__, codec.MAX_BYTES)
-        body = self.gather_once([count, *peers], torch.uint8)
+        body = self.gather([count, *peers], torch.uint8, once=True)
         if leads:
             body.payload.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
         body.launch()
@@ -105,64 +107,48 @@ class LedSites(PeerNames):
         return self._local.lost(error, timeout, 0)
 
 
-class LedTransport(Transport):
-    """Messages between sites that may leave, at each process of a site with several.
+class LedRounds(Rounds):
+    """Rounds in which the leader of a site takes part for all its processes.
 
     Args:
         inside: messages between the processes of this site.
         hub: messages between the sites, at the leader; None at the others.
         sites: the sites by name.
-        traffic: the meter; what goes to other sites is counted at the leader, once for the site.
-        timeout: seconds after which a silent site counts as lost.
-        group: process group of all processes.
     """
 
-    is_direct = False
     elastic = True
-    inside: InsideTransport
+    grows = behind = hub_is_away = False
+    gone: Mapping[int, str] = {}
+    position = 0
 
-    def __init__(
-        self,
-        inside: InsideTransport,
-        hub: ElasticTransport | None,
-        sites: PeerNames,
-        traffic: Traffic,
-        timeout: float,
-        group: dist.ProcessGroup | None,
-    ) -> None:
-        self._hub: ElasticTransport | None = None
-        super().__init__(sites, traffic, sites.rank, torch.device("cpu"), timeout)
-        self.inside = inside
+    def __init__(self, inside: InsideTransport, hub: ElasticTransport | None, sites: PeerNames) -> None:
+        super().__init__(len(sites))
+        self._inside = inside
         self._hub = hub
-        self.copies, self.ring = 1, 1.0
-        self._group = group
+        self._sites = sites
         self._failure: DadplugError | None = None  # of a call that returns before the others are informed of it
-        self._in_step = self._grows = self._behind = self._is_away = False
-        self._gone: dict[int, str] = {}
-        self._position = 0
-        self._least = 1 if hub is None else hub.least
+        self._least = 1 if hub is None else hub.rounds.least
         self.led(lambda _: None)
 
     # What the leader sees, the same at all processes after each call
 
     def _state(self, hub: ElasticTransport) -> tuple[Any, ...]:
-        absent, names = sorted(hub.absent), [hub.sites.name(rank) for rank in range(len(hub.sites))]
-        flags = hub.joins, hub.listens, hub.grows, hub.behind, hub.hub_is_away
-        return absent, hub.world_size, flags, dict(hub.gone), hub.position, names, hub.least
+        rounds, names = hub.rounds, [hub.sites.name(rank) for rank in range(len(hub.sites))]
+        flags = rounds.joins, rounds.listens, rounds.grows, rounds.behind, rounds.hub_is_away
+        return sorted(rounds.absent), rounds.size, flags, dict(rounds.gone), rounds.position, names, rounds.least
 
     def _follow(self, state: tuple[Any, ...]) -> None:
-        absent, self.world_size, flags, self._gone, self._position, names, self._least = state
+        absent, self.size, flags, self.gone, self.position, names, self._least = state
         self.absent = frozenset(absent)
-        self.joins, self.listens, self._grows, self._behind, self._is_away = flags
-        self.has_all_to_all = self.world_size <= MOST_RECEIVERS
-        if isinstance(self.sites, LedSites):
-            self.sites.follow(names)
+        self.joins, self.listens, self.grows, self.behind, self.hub_is_away = flags
+        if isinstance(self._sites, LedSites):
+            self._sites.follow(names)
 
     def led(self, call: Callable[[ElasticTransport], _Result]) -> _Result:
         """Return what a call returns at the leader, at all processes of the site; raise what it raises there."""
         hub = self._hub
         if hub is None:
-            kind, text, result, state = codec.decode(self.inside.pass_on(b""))
+            kind, text, result, state = codec.decode(self._inside.pass_on(b""))
             self._follow(state)
             if kind:
                 raise _error(kind, text)
@@ -177,7 +163,7 @@ class LedTransport(Transport):
         state = self._state(hub)
         self._follow(state)
         kind, text = ("", "") if failure is None else (type(failure).__name__, str(failure))
-        self.inside.pass_on(codec.encode((kind, text, kept, state)))
+        self._inside.pass_on(codec.encode((kind, text, kept, state)))
         if failure is not None:
             raise failure
         return cast(_Result, kept)
@@ -186,125 +172,112 @@ class LedTransport(Transport):
         """Make a call at the leader that returns nothing; if it fails, the next one raises the error everywhere."""
         if self._hub is None or self._failure is not None:
             return
-        self._hub.more_follows = self.more_follows
         try:
             call(self._hub)
         except DadplugError as error:
             self._failure = error
 
-    def opened(self, call: Callable[[ElasticTransport], _Result]) -> _Result | None:
-        """Return what the leader opens; None at the other processes."""
-        return None if self._hub is None else call(self._hub)
-
-    @property
-    def donate(self) -> Callable[[], Any] | None:
-        """As in `Transport`; only the leader is asked."""
-        return None if self._hub is None else self._hub.donate
-
-    @donate.setter
-    def donate(self, function: Callable[[], Any] | None) -> None:
-        if self._hub is not None:
-            self._hub.donate = function
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        if self._group is None:
-            raise RuntimeError("this connection to a hub has no process group: connect by dadplug.connect(kit=...)")
-        return self._group
-
-    @property
-    def grows(self) -> bool:
-        return self._grows
-
     def grow(self) -> None:
-        self.led(lambda hub: hub.grow())
+        self.led(lambda hub: hub.rounds.grow())
 
-    @property
-    def behind(self) -> bool:
-        return self._behind
+    def close(self, admits: bool = False, idle: bool = False) -> None:
+        def close_round(hub: ElasticTransport) -> None:
+            hub.rounds.donate = self.donate
+            hub.rounds.close(admits, idle)
 
-    @property
-    def hub_is_away(self) -> bool:
-        return self._is_away
-
-    @property
-    def gone(self) -> Mapping[int, str]:
-        return self._gone
-
-    @property
-    def position(self) -> int:
-        return self._position
-
-    def close(self) -> None:
-        self.inside.close()
-
-    # Rounds
-
-    def close_round(self, admits: bool = False, idle: bool = False) -> None:
-        self.led(lambda hub: hub.close_round(admits, idle))
-        self._in_step |= admits
+        self.led(close_round)
+        self.in_step |= admits
 
     def leave_out(self, rank: int, error: Exception) -> None:
         def leave(hub: ElasticTransport) -> None:
             with suppress(MismatchError):  # raised below, at all processes
-                hub.leave_out(rank, error)
+                hub.rounds.leave_out(rank, error)
 
         self.absent |= {rank}
         self.begin(leave)
-        left, needed = len(self.present), self._least
-        if self._in_step and left < needed:
-            raise MismatchError(f"{error}. {left} of {self.world_size} sites are left, and this run needs {needed}")
+        check_left(self, error, self._least)
 
     def end_step(self) -> None:
-        self._in_step = self.listens = False
-        self.begin(lambda hub: hub.end_step())
+        self.in_step = self.listens = False
+        self.begin(lambda hub: hub.rounds.end_step())
 
     def rejoin(self) -> None:
-        self._in_step = False
-        self.led(lambda hub: hub.rejoin())
+        self.in_step = False
+        self.led(lambda hub: hub.rounds.rejoin())
 
     def receive_state(self, most: int) -> Any:
-        return self.led(lambda hub: hub.receive_state(most)) if self.joins else None
+        return self.led(lambda hub: hub.rounds.receive_state(most)) if self.joins else None
 
     def take_part(self) -> bool:
-        return self.led(lambda hub: hub.take_part())
+        return self.led(lambda hub: hub.rounds.take_part())
 
     def begin_plan(self) -> None:
-        self.begin(lambda hub: hub.begin_plan())
+        self.begin(lambda hub: hub.rounds.begin_plan())
 
-    # Exchanges
+    # What only the leader reports
 
-    def gather(self, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
-        return _LedGather(self, self.opened(lambda hub: hub.gather(sizes, dtype)), sizes, dtype)
+    def wait_for_hub(self, seconds: float) -> None:
+        self.begin(lambda hub: hub.rounds.wait_for_hub(seconds))
 
-    def gather_once(self, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
-        return _LedGather(self, self.opened(lambda hub: hub.gather_once(sizes, dtype)), sizes, dtype)
+    def show_contribution(self, samples: int, steps: int, waited: float, loss: float | None) -> None:
+        self.begin(lambda hub: hub.rounds.show_contribution(samples, steps, waited, loss))
 
-    def gather_again(self, first: Gather, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
-        assert isinstance(first, _LedGather)
-        found = first.opened
-        opened = None if found is None else self.opened(lambda hub: hub.gather_again(found, sizes, dtype))
-        return _LedGather(self, opened, sizes, dtype)
+    def show_outsized(self, rank: int, step: int, times: float) -> None:
+        self.begin(lambda hub: hub.rounds.show_outsized(rank, step, times))
 
-    def gather_resized(self, gather: Gather, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
-        assert isinstance(gather, _LedGather)
-        found = gather.opened
-        opened = None if found is None else self.opened(lambda hub: hub.gather_resized(found, sizes, dtype))
-        return _LedGather(self, opened, sizes, dtype)
+
+class LedTransport(CollectiveTransport, NoStreams):
+    """Messages between sites that may leave, at each process of a site with several.
+
+    Args:
+        inside: messages between the processes of this site.
+        hub: messages between the sites, at the leader; None at the others.
+        sites: the sites by name.
+        traffic: the meter; what goes to other sites is counted at the leader, once for the site.
+        timeout: seconds after which a silent site counts as lost.
+        group: process group of all processes.
+
+    Attributes:
+        hub: messages between the sites, at the leader; None at the others.
+    """
+
+    inside: InsideTransport
+    rounds: LedRounds
+
+    def __init__(
+        self,
+        inside: InsideTransport,
+        hub: ElasticTransport | None,
+        sites: PeerNames,
+        traffic: Traffic,
+        timeout: float,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        cpu, rounds = torch.device("cpu"), LedRounds(inside, hub, sites)
+        super().__init__(sites, traffic, sites.rank, cpu, timeout, rounds)
+        self.inside = inside
+        self.hub = hub
+        self.copies, self.ring = 1, 1.0
+        self._group = group
+
+    @property
+    def has_all_to_all(self) -> bool:
+        return self.world_size <= MOST_RECEIVERS
+
+    def opened(self, call: Callable[[ElasticTransport], _Result]) -> _Result | None:
+        """Return what the leader opens; None at the other processes."""
+        return None if self.hub is None else call(self.hub)
+
+    def close(self) -> None:
+        self.inside.close()
+
+    def gather(self, sizes: Sequence[int], dtype: torch.dtype, **use: Any) -> _LedGather:
+        use = {name: each.opened if isinstance(each, _LedGather) else each for name, each in use.items()}
+        return _LedGather(self, self.opened(lambda hub: hub.gather(sizes, dtype, **use)), sizes, dtype)
 
     def all_to_all(self, sizes: Sequence[int], dtype: torch.dtype, replaced: AllToAll | None = None) -> AllToAll:
         before = replaced.opened if isinstance(replaced, _LedAllToAll) else None
         return _LedAllToAll(self, self.opened(lambda hub: hub.all_to_all(sizes, dtype, before)), sizes, dtype)
-
-    def all_reduce(self, tensor: Tensor) -> PendingSum:
-        gather = self.gather_once([tensor.numel()] * self.world_size, tensor.dtype)
-        gather.payload.copy_(tensor.detach().reshape(-1))
-        gather.launch()
-
-        def finish() -> None:
-            tensor.detach().copy_(add_up(gather.wait()).view(tensor.shape))
-
-        return PendingSum(finish)
 
     def prefers_gather(self, nbytes: int) -> bool:
         return True  # as where each site has one process
@@ -314,29 +287,15 @@ class LedTransport(Transport):
             hub.broadcast(tensor)
             return tensor.detach().cpu()
 
-        agreed = self.led(value)
-        if self._hub is None:
+        agreed = self.rounds.led(value)
+        if self.hub is None:
             tensor.detach().copy_(agreed)
 
     def broadcast_bytes(self, content: bytes) -> bytes:
-        return self.led(lambda hub: hub.broadcast_bytes(content))
+        return self.rounds.led(lambda hub: hub.broadcast_bytes(content))
 
     def gather_present(self, item: Any) -> dict[int, Any]:
-        return self.led(lambda hub: hub.gather_present(item))
-
-    def open_streams(self, timeout: float) -> None:
-        self.inside.open_streams(timeout)  # which raises ValueError
-
-    # What only the leader reports
-
-    def wait_for_hub(self, seconds: float) -> None:
-        self.begin(lambda hub: hub.wait_for_hub(seconds))
-
-    def show_contribution(self, samples: int, steps: int, waited: float, loss: float | None) -> None:
-        self.begin(lambda hub: hub.show_contribution(samples, steps, waited, loss))
-
-    def show_outsized(self, rank: int, step: int, times: float) -> None:
-        self.begin(lambda hub: hub.show_outsized(rank, step, times))
+        return self.rounds.led(lambda hub: hub.gather_present(item))
 
 
 class _Led(Exchange):
@@ -353,11 +312,13 @@ class _Led(Exchange):
 
     def post(self) -> None:
         if (opened := self.opened) is not None:
-            self._transport.begin(lambda _: opened.post())
+            self._transport.rounds.begin(lambda _: opened.post())
 
     def launch(self) -> None:
-        if (opened := self.opened) is not None:
-            self._transport.begin(lambda _: opened.launch())
+        hub = self._transport.hub
+        if (opened := self.opened) is not None and hub is not None:
+            hub.more_follows = self._transport.more_follows
+            self._transport.rounds.begin(lambda _: opened.launch())
 
 
 class _LedGather(_Led, SitesGather):
@@ -417,7 +378,7 @@ def _received(transport: LedTransport, opened: Any, rooms: Sequence[Tensor]) -> 
         opened: the exchange over the hub, at the leader.
         rooms: room for what arrives, at the other processes.
     """
-    payloads, missing = transport.led(lambda _: (opened.wait(), sorted(opened.missing)))
+    payloads, missing = transport.rounds.led(lambda _: (opened.wait(), sorted(opened.missing)))
     for room, payload in zip(rooms, payloads, strict=opened is None):
         room.copy_(payload)
     return (payloads if opened is not None else [*rooms]), frozenset(missing)

@@ -17,8 +17,8 @@ from ...errors import DroppedError, FrameError, MismatchError, SealingError, Sit
 from ...exchange import DEFAULT_TIMEOUT
 from ...exchange.calls import ASK_SECONDS
 from ...exchange.handshake import Deadline
+from ...exchange.rounds import Requirements
 from ...exchange.status import ENDED, add_announcer, remove_announcer
-from ...exchange.transport import Requirements
 from ...support.logs import get_logger
 from ..pki.kits import Kit
 from ..secure.epochs import AGREEMENT, LinkSealing

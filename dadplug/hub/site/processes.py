@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -30,9 +30,10 @@ from ...exchange.group_transport import Work
 from ...exchange.handshake import within
 from ...exchange.hierarchy import Job, NodeMessages, WorkerThreads
 from ...exchange.rendezvous import meet
+from ...exchange.rounds import Rounds
 from ...exchange.status import Member, PeerNames, ProcessSites, Silence, own_member, watch_exit
 from ...exchange.traffic import Traffic
-from ...exchange.transport import Gather, Nodes, PendingSum
+from ...exchange.transport import Gather, Nodes, PendingSum, Streams
 from .. import LOOPBACK, STARTED_PROCESSES
 from .link import HubLink
 from .transport import CollectiveTransport, HubGather, HubSites, HubTransport, SitesGather, add_up
@@ -307,7 +308,41 @@ class SiteMembers(PeerNames):
 _PACKET_BYTES = 1 << 14  # that cost less than a few latencies
 
 
-class SiteTransport(CollectiveTransport, NodeMessages):
+class SiteRounds(Rounds):
+    """Training steps of sites with several processes, all of which stay.
+
+    Args:
+        size: number of processes of all sites.
+        hub: transport to the other sites, at the leader of the site; None at its other processes.
+    """
+
+    def __init__(self, size: int, hub: HubTransport | None) -> None:
+        super().__init__(size)
+        self._hub = hub
+
+    def end_step(self) -> None:
+        if self._hub is not None:
+            self._hub.rounds.end_step()
+
+    def wait_for_hub(self, seconds: float) -> None:
+        if self._hub is not None:
+            self._hub.rounds.wait_for_hub(seconds)
+
+
+class NoStreams(Streams):
+    """Byte streams of sites with several processes, which have none."""
+
+    def open_streams(self, timeout: float) -> NoReturn:
+        raise ValueError(
+            "AdaPM's tables and parameter servers exchange messages between pairs of sites, and over a hub each site "
+            "has one process for that: start one process at each site"
+        )
+
+    def open_hub_stream(self, timeout: float) -> None:
+        return None
+
+
+class SiteTransport(CollectiveTransport, NodeMessages, NoStreams):
     """Messages between the processes of all sites. All buffers lie on the CPU.
 
     Args:
@@ -347,6 +382,7 @@ class SiteTransport(CollectiveTransport, NodeMessages):
         # Two channels: a thread numbers the sums once the tensors of its site have come, in one order at all sites.
         self.hub = None if link is None else HubTransport(link, Traffic(), timeout)
         self.sums = None if link is None else HubTransport(link, Traffic(), timeout)
+        self.rounds = SiteRounds(len(sites), self.hub)
         if local is not None:
             self._gloo = local.connect(timeout, patience)
         sites.watch(self)
@@ -417,25 +453,11 @@ class SiteTransport(CollectiveTransport, NodeMessages):
 
     # Messages between all processes
 
-    def gather(self, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
-        return self._open_gather(sizes, dtype, lambda hub, totals: hub.gather(totals, dtype))
-
-    def gather_once(self, sizes: Sequence[int], dtype: torch.dtype) -> SiteGather:
-        return self._open_gather(sizes, dtype, lambda hub, totals: hub.gather_once(totals, dtype))
-
-    def gather_again(self, first: Gather, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
-        assert isinstance(first, SiteGather)
-        over_hub = first.over_hub
-        if over_hub is None:
-            return self.gather(sizes, dtype)
-        return self._open_gather(sizes, dtype, lambda hub, totals: hub.gather_again(over_hub, totals, dtype))
-
-    def _open_gather(
-        self, sizes: Sequence[int], dtype: torch.dtype, open_gather: Callable[[HubTransport, list[int]], Gather]
-    ) -> SiteGather:
-        totals = [sum(sizes[rank] for rank in ranks) for ranks in self.nodes.members]
-        over_hub = None if self.hub is None else open_gather(self.hub, totals)
-        assert over_hub is None or isinstance(over_hub, HubGather)
+    def gather(self, sizes: Sequence[int], dtype: torch.dtype, first: Gather | None = None, **use: Any) -> SiteGather:
+        over_hub, before = None, first.over_hub if isinstance(first, SiteGather) else None
+        if self.hub is not None:
+            totals = [sum(sizes[rank] for rank in ranks) for ranks in self.nodes.members]
+            over_hub = self.hub.gather(totals, dtype, first=before, **use)
         return SiteGather(self, over_hub, sizes, dtype, self.tags(self.world_size))
 
     def all_reduce(self, tensor: Tensor) -> PendingSum:
@@ -445,22 +467,8 @@ class SiteTransport(CollectiveTransport, NodeMessages):
             return self.sums.all_reduce(tensor)
         return _SiteSum(self, tensor.view(-1), self.tags(2))
 
-    def end_step(self) -> None:
-        if self.hub is not None:
-            self.hub.end_step()
-
-    def wait_for_hub(self, seconds: float) -> None:
-        if self.hub is not None:
-            self.hub.wait_for_hub(seconds)
-
     def prefers_gather(self, nbytes: int) -> bool:
         return (self.world_size - 1) * nbytes <= _PACKET_BYTES
-
-    def open_streams(self, timeout: float) -> None:
-        raise ValueError(
-            "AdaPM's tables and parameter servers exchange messages between pairs of sites, and over a hub each site "
-            "has one process for that: start one process at each site"
-        )
 
 
 class SiteGather(SitesGather):

@@ -11,7 +11,7 @@ from ...errors import DadplugError, DroppedError, MismatchError, SealingError, S
 from ...exchange.calls import ASK_SECONDS
 from ...exchange.fields import NUMBER
 from ...exchange.handshake import Deadline
-from ...exchange.transport import Requirements
+from ...exchange.rounds import Requirements
 from ...support.logs import get_logger
 from ...support.structs import MOST_MS
 from ..wire.messages import IDLE, Arrived, Close, Exclude, Head, Joined, Kind, Position, Receiving, RoundKind, SendState

@@ -15,9 +15,10 @@ from ...errors import KitError, MismatchError, RefusedError, SealingError, SiteE
 from ...exchange.factory import register_network
 from ...exchange.fields import checked
 from ...exchange.restrictions import impose_restrictions, lift_restrictions
+from ...exchange.rounds import Requirements
 from ...exchange.status import describe, watch_exit
 from ...exchange.traffic import Traffic
-from ...exchange.transport import Nodes, Requirements, Transport
+from ...exchange.transport import Nodes, Transport
 from ...support.logs import get_logger
 from ...support.refusals import refuse
 from ...support.signature import check_seconds, number, whole_number
@@ -28,10 +29,11 @@ from ..pki.project import KitRestrictions
 from ..pki.proxies import target
 from ..torch import BACKEND, Collectives, HubGroup, HubStore
 from ..wire.messages import ALL_SITES, StartTerms, own_release, wire_of
+from .elastic import ElasticTransport
 from .led import InsideTransport, LedSites, LedTransport
 from .link import NEVER_CONNECTED, PROVISIONAL, HubLink
 from .processes import LocalPlace, LocalSite, SiteMembers, SiteTransport
-from .transport import ElasticTransport, HubSites, HubTransport, TrainerTransport
+from .transport import HubSites, HubTransport
 
 START_AFTER = 60.0  # seconds, where only start_sites is given
 _ERRORS = {each.__name__: each for each in (KitError, MismatchError, RefusedError, SealingError)}  # of the leader
@@ -273,8 +275,7 @@ class SiteRuntime:
         hub, link = None, self._link
         if link is not None:
             link.rounds.rejoins &= not for_trainer  # it has to be started again to go on at another step
-            elastic = TrainerTransport if for_trainer else ElasticTransport
-            hub = elastic(link, traffic, timeout, requirements, group)
+            hub = ElasticTransport(link, traffic, timeout, requirements, group, for_trainer)
         if self._local is not None:
             return self._unite(self._local, hub, traffic, timeout, group)
         assert hub is not None

@@ -1,25 +1,10 @@
-"""Transport over a site's link to its hub, which passes payloads on and adds up summands.
-
-Transport over the hub for training that goes on while sites leave and come.
-
-Exchanges take place in rounds. Every site ends a round, and the hub closes it with the list of its contributors, which
-is the same at all sites. What a site has sent counts only if it is a contributor; what arrives before the close is
-provisional. A site that is absent counts as one that sends zeros.
-
-A step of a reduction begins with a round that admits sites: all sites have the same parameters then, and no site
-changes them until it is closed. A site that joins gets the state of another one, and all that has been sent in the
-round. It listens to this one step, in which nothing that it sends counts, and takes part from the next one on. If its
-state is of a later step, since it came late, the others count on it at once.
-
-With ``late="skip"``, the hub closes a round of a step without a site that is late. When that site ends its own part of
-the round it learns that it is absent, and goes through the rest of the step as one that listens.
-"""
+"""Transport over a site's link to its hub, which passes payloads on and adds up summands."""
 
 from __future__ import annotations
 
 import socket
 from abc import abstractmethod
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Sequence, Set
 from contextlib import suppress
 from typing import Any
 
@@ -28,17 +13,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import DamagedError, MismatchError, SiteError
-from ...exchange import codec
 from ...exchange.calls import decode_tagged, tagged, untagged
 from ...exchange.codec import check_lengths, decode_objects, encode_object
 from ...exchange.fields import minority
 from ...exchange.framing import bytes_of
 from ...exchange.restrictions import check_declared
+from ...exchange.rounds import Rounds
 from ...exchange.status import PeerNames, watch_exit
 from ...exchange.traffic import Traffic
-from ...exchange.transport import AllToAll, Gather, PendingSum, Requirements, StreamToHub, Transport
+from ...exchange.transport import AllToAll, Gather, PendingSum, Streams, StreamToHub, Transport
 from ...exchange.wire import lasting
-from ..wire.messages import CODES, Contribution, Kind, Outsized, RoundKind, Spent
+from ..wire.messages import CODES, Contribution, Kind, Message, Outsized, Spent
 from .calls import mismatch
 from .inbox import CHANNEL_BITS, Incoming
 from .link import HubLink
@@ -94,12 +79,12 @@ class HubSites(PeerNames):
 
 
 SECOND_ROUND = 1 << 23  # bit of the number of a gather's second round
-_COLLECTIVES = 1 << 22  # first number of those that are used once, and their count
+COLLECTIVES = 1 << 22  # first number of those that are used once, and their count
 _SINGLE = 1 << 16  # numbers of those, below some bits of their sizes
-_LAYOUTS = _COLLECTIVES // _SINGLE
+_LAYOUTS = COLLECTIVES // _SINGLE
 _PACKET_BYTES = 1 << 14  # that cost less than the hub's work
 MOST_RECEIVERS = 254  # that the head of a frame can name
-assert 2 * _COLLECTIVES == SECOND_ROUND < 1 << CHANNEL_BITS
+assert 2 * COLLECTIVES == SECOND_ROUND < 1 << CHANNEL_BITS
 
 
 class SitesGather(Gather):
@@ -116,12 +101,68 @@ class SitesGather(Gather):
         return self.wait()
 
 
+class HubRounds(Rounds):
+    """Training steps of the sites of a hub, all of which stay, and numbers of their exchanges.
+
+    Args:
+        link: the link.
+
+    Attributes:
+        link: the link.
+        channel: first number of the exchanges.
+    """
+
+    def __init__(self, link: HubLink) -> None:
+        super().__init__(link.world_size)
+        self.link = link
+        self.channel = link.new_channel()
+        self._gathers = self._collectives = 0
+
+    @property
+    def left_out(self) -> frozenset[int]:
+        """Ranks of the sites that have no part in the rest of the step, since they were absent in its first round."""
+        return frozenset()
+
+    def next_gather(self) -> int:
+        """Return the number of an exchange that takes place in every step."""
+        self._gathers += 1
+        if self._gathers >= COLLECTIVES:
+            raise RuntimeError(f"more than {COLLECTIVES} gathers have been prepared")
+        return self.channel | self._gathers
+
+    def next_collective(self) -> int:
+        """Return the number of an exchange that takes place once."""
+        self._collectives = (self._collectives + 1) % _SINGLE
+        return self.channel | COLLECTIVES | self._collectives
+
+    def end_step(self) -> None:
+        self.link.end_step()
+
+    @property
+    def hub_is_away(self) -> bool:
+        return self.link.is_away or self.link.silent_seconds > _AWAY_SECONDS
+
+    def wait_for_hub(self, seconds: float) -> None:
+        self.link.wait_for_hub(seconds)
+
+    def show_epsilon(self, epsilon: float, delta: float) -> None:
+        self._show(Spent(epsilon, delta))
+
+    def show_contribution(self, samples: int, steps: int, waited: float, loss: float | None) -> None:
+        self._show(Contribution(samples, steps, round(1e3 * waited), loss))
+
+    def show_outsized(self, rank: int, step: int, times: float) -> None:
+        self._show(Outsized(rank, step, times))
+
+    def _show(self, message: Message) -> None:
+        with suppress(SiteError):  # the training has ended
+            self.link.post_control(message)
+
+
 class CollectiveTransport(Transport):
     """Part of a transport over the hub: collectives that are made of gathers, where sites may be absent."""
 
-    is_direct = False
     _group: dist.ProcessGroup | None  # of the sites, if there is one
-    _in_step = False  # whether a round of a training step has been closed, and others may follow
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -130,26 +171,45 @@ class CollectiveTransport(Transport):
         return self._group
 
     @abstractmethod
-    def gather_once(self, sizes: Sequence[int], dtype: torch.dtype) -> SitesGather: ...
+    def gather(
+        self,
+        sizes: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        once: bool = False,
+        replaced: Gather | None = None,
+        first: Gather | None = None,
+    ) -> SitesGather: ...
+
+    def all_reduce(self, tensor: Tensor) -> PendingSum:
+        gather = self.gather([tensor.numel()] * self.world_size, tensor.dtype, once=True)
+        gather.payload.copy_(tensor.detach().reshape(-1))
+        gather.launch()
+
+        def finish() -> None:  # each site adds up the addends of all, in the order of ranks
+            tensor.detach().copy_(add_up(gather.wait()).view(tensor.shape))
+
+        return PendingSum(finish)
 
     def broadcast(self, tensor: Tensor) -> None:
-        while True:
+        while not self.rounds.alone:
             source = self._source()
             sizes = [tensor.numel() * (rank == source) for rank in range(self.world_size)]
-            gather = self.gather_once(sizes, tensor.dtype)
+            gather = self.gather(sizes, tensor.dtype, once=True)
             if self.rank == source:
                 gather.payload.copy_(tensor.detach().reshape(-1))
             gather.launch()
-            self.close_round()
-            if source not in self.absent:
-                break
-        value = gather.wait()[source]
-        if self.rank != source:
-            tensor.detach().copy_(value.view(tensor.shape))
+            self.rounds.close()
+            if source in self.rounds.absent:
+                continue
+            value = gather.wait()[source]
+            if self.rank != source:
+                tensor.detach().copy_(value.view(tensor.shape))
+            break
 
     def _source(self) -> int:
         """Return the rank of the site that sends: the first one that has not been absent in the last round."""
-        return min(set(range(self.world_size)) - self.absent)
+        return self.rank if self.rounds.alone else min(set(range(self.world_size)) - self.rounds.absent)
 
     def broadcast_bytes(self, content: bytes) -> bytes:
         while True:
@@ -168,11 +228,11 @@ class CollectiveTransport(Transport):
             except (DamagedError, TypeError) as error:
                 if refusal is not None:
                     raise
-                self.leave_out(rank, error)
+                self.rounds.leave_out(rank, error)
         apart = minority({rank: function for rank, (function, *_) in objects.items()})
-        for rank in apart if self.elastic and self.rank not in apart else ():
+        for rank in apart if self.rounds.elastic and self.rank not in apart else ():
             place = objects.pop(rank)[1]
-            self.leave_out(rank, MismatchError(f"{self.sites[rank]} is in {place}, and most sites are not"))
+            self.rounds.leave_out(rank, MismatchError(f"{self.sites[rank]} is in {place}, and most sites are not"))
         return untagged(objects, self.sites)
 
     def gather_bytes(self, own: bytes) -> dict[int, memoryview]:
@@ -180,24 +240,26 @@ class CollectiveTransport(Transport):
 
         Sizes go first, and are checked before memory is allocated.
         """
-        sizes = self.gather_once([1] * self.world_size, torch.int64)
+        if self.rounds.alone:
+            return {self.rank: memoryview(own)}
+        sizes = self.gather([1] * self.world_size, torch.int64, once=True)
         sizes.payload[0] = len(own) + 1
         sizes.launch()
         # 0 for a site that is not there; one that was absent in the last round may have joined since
-        lengths = [int(size) for size in (sizes.wait() if self._in_step else sizes.collect())]
+        lengths = [int(size) for size in (sizes.wait() if self.rounds.in_step else sizes.collect())]
         for rank, length in enumerate(lengths):
             try:
                 check_lengths([length], lambda _: self.sites[rank])  # noqa: B023
             except DamagedError as error:
-                self.leave_out(rank, error)
+                self.rounds.leave_out(rank, error)
                 lengths[rank] = 0
-        gather = self.gather_once(lengths, torch.uint8)
+        gather = self.gather(lengths, torch.uint8, once=True)
         if lengths[self.rank]:  # else nothing that this site sends counts
             gather.payload.copy_(torch.frombuffer(bytearray(b"\0" + own), dtype=torch.uint8))
         gather.launch()
-        self.close_round()
+        self.rounds.close()
         payloads = gather.wait()
-        lacking = self.absent | gather.missing
+        lacking = self.rounds.absent | gather.missing
         return {
             rank: bytes_of(payload)[1:]
             for rank, payload in enumerate(payloads)
@@ -205,7 +267,7 @@ class CollectiveTransport(Transport):
         }
 
 
-class HubTransport(CollectiveTransport):
+class HubTransport(CollectiveTransport, Streams):
     """Messages between the sites of a hub. All buffers lie on the CPU.
 
     Args:
@@ -213,91 +275,72 @@ class HubTransport(CollectiveTransport):
         traffic: the meter; it counts what this site sends to the hub.
         timeout: seconds after which a silent site counts as lost.
         group: process group of the sites, if there is one.
-
-    Attributes:
-        channel: first number of its exchanges.
+        rounds: which sites take part; by default all of them.
     """
 
-    def __init__(self, link: HubLink, traffic: Traffic, timeout: float, group: dist.ProcessGroup | None = None) -> None:
-        super().__init__(HubSites(link), traffic, link.rank, torch.device("cpu"), timeout)
+    rounds: HubRounds
+
+    def __init__(
+        self,
+        link: HubLink,
+        traffic: Traffic,
+        timeout: float,
+        group: dist.ProcessGroup | None = None,
+        rounds: HubRounds | None = None,
+    ) -> None:
+        cpu, rounds = torch.device("cpu"), HubRounds(link) if rounds is None else rounds
+        super().__init__(HubSites(link), traffic, link.rank, cpu, timeout, rounds)
         self.link = link
         self.copies, self.ring = 1, 1.0  # the hub passes on what a site sends once
         self._group = group
-        self.has_all_to_all = self.world_size <= MOST_RECEIVERS
-        self.channel = link.new_channel()
-        self._gathers = self._collectives = 0
+
+    @property
+    def has_all_to_all(self) -> bool:
+        return self.world_size <= MOST_RECEIVERS
 
     def close(self) -> None:
         """Nothing: the link is the process's, and outlives this transport."""
 
+    def gather(
+        self,
+        sizes: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        once: bool = False,
+        replaced: Gather | None = None,
+        first: Gather | None = None,
+    ) -> HubGather:
+        if isinstance(first, HubGather):
+            exchange = first.exchange | SECOND_ROUND
+        elif once:
+            # Those of other sizes have other numbers: sites that make different calls must not take one for the other.
+            size = 0 if dtype == torch.uint8 else sum(sizes)  # those of objects may differ where sites come and go
+            layout = (7 * size + dtype.itemsize) % _LAYOUTS
+            exchange = self.rounds.next_collective() + layout * _SINGLE
+        else:
+            exchange = replaced.exchange if isinstance(replaced, HubGather) else self.rounds.next_gather()
+        return self._open_gather(exchange, sizes, dtype)
+
     def _open_gather(self, exchange: int, sizes: Sequence[int], dtype: torch.dtype) -> HubGather:
         return HubGather(self, exchange, sizes, dtype)
 
-    def gather(self, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
-        self._gathers += 1
-        if self._gathers >= _COLLECTIVES:
-            raise RuntimeError(f"more than {_COLLECTIVES} gathers have been prepared")
-        return self._open_gather(self.channel | self._gathers, sizes, dtype)
-
     def all_to_all(self, sizes: Sequence[int], dtype: torch.dtype, replaced: AllToAll | None = None) -> AllToAll:
-        if replaced is None:
-            self._gathers += 1
-        exchange = replaced.exchange if isinstance(replaced, HubAllToAll) else self.channel | self._gathers
+        exchange = replaced.exchange if isinstance(replaced, HubAllToAll) else self.rounds.next_gather()
         return self._open_all_to_all(exchange, sizes, dtype)
 
     def _open_all_to_all(self, exchange: int, sizes: Sequence[int], dtype: torch.dtype) -> HubAllToAll:
         return HubAllToAll(self, exchange, sizes, dtype)
 
-    def gather_again(self, first: Gather, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
-        assert isinstance(first, HubGather)
-        return self._open_gather(first.exchange | SECOND_ROUND, sizes, dtype)
-
-    def gather_once(self, sizes: Sequence[int], dtype: torch.dtype) -> HubGather:
-        # Those of other sizes have other numbers: sites that make different calls must not take one for the other.
-        size = 0 if dtype == torch.uint8 else sum(sizes)  # those of objects may differ where sites come and go
-        layout = (7 * size + dtype.itemsize) % _LAYOUTS
-        return self._open_gather(self.next_collective() + layout * _SINGLE, sizes, dtype)
-
-    def end_step(self) -> None:
-        self.link.end_step()
-
-    def wait_for_hub(self, seconds: float) -> None:
-        self.link.wait_for_hub(seconds)
-
-    def show_epsilon(self, epsilon: float, delta: float) -> None:
-        with suppress(SiteError):  # the training has ended
-            self.link.post_control(Spent(epsilon, delta))
-
-    def show_contribution(self, samples: int, steps: int, waited: float, loss: float | None) -> None:
-        with suppress(SiteError):
-            self.link.post_control(Contribution(samples, steps, round(1e3 * waited), loss))
-
-    def show_outsized(self, rank: int, step: int, times: float) -> None:
-        with suppress(SiteError):
-            self.link.post_control(Outsized(rank, step, times))
-
-    def next_collective(self) -> int:
-        """Return the number of an exchange that takes place once."""
-        self._collectives = (self._collectives + 1) % _SINGLE
-        return self.channel | _COLLECTIVES | self._collectives
-
     def all_reduce(self, tensor: Tensor) -> PendingSum:
         if tensor.dtype in CODES and not self.prefers_gather(tensor.numel() * tensor.element_size()):
             return self._sum_at_hub(tensor)
-        gather = self.gather_once([tensor.numel()] * self.world_size, tensor.dtype)
-        gather.payload.copy_(tensor.detach().reshape(-1))
-        gather.launch()
-
-        def finish() -> None:  # each site adds up the addends of all, in the order of ranks
-            tensor.detach().copy_(add_up(gather.wait()).view(tensor.shape))
-
-        return PendingSum(finish)
+        return super().all_reduce(tensor)
 
     def _sum_at_hub(self, tensor: Tensor) -> PendingSum:
         """Start a sum that the hub computes from the summands of all sites, in the order of ranks."""
         own = tensor.detach()
         staged = own.to(self.device).reshape(-1)
-        content, exchange = bytes_of(staged), self.next_collective()
+        content, exchange = bytes_of(staged), self.rounds.next_collective()
         # The link copies what it sends, so that the sum can arrive where the summand lies.
         incoming = self.link.expect(0, exchange, content, Kind.SUM)
         self.traffic.add(len(content))
@@ -318,15 +361,6 @@ class HubTransport(CollectiveTransport):
         if self.link.sealing.required:  # the hub cannot read what it would have to order
             return None
         return tunnel_of(self.link, timeout).dial_hub()
-
-    @property
-    def hub_is_away(self) -> bool:
-        return self.link.is_away or self.link.silent_seconds > _AWAY_SECONDS
-
-    @property
-    def left_out(self) -> frozenset[int]:
-        """Ranks of the sites that have no part in the rest of the step, since they were absent in its first round."""
-        return frozenset()
 
     def prefers_gather(self, nbytes: int) -> bool:
         peers = self.world_size - 1  # one other site sends as much as the hub would
@@ -362,7 +396,7 @@ class HubGather(SitesGather):
 
     def post(self) -> None:
         if not self._incoming and self._others:
-            link, left_out = self._transport.link, self._transport.left_out
+            link, left_out = self._transport.link, self._transport.rounds.left_out
             present = [each for each in self._others if each[0] not in left_out]
             self._incoming = [link.expect(rank, self.exchange, buffer) for rank, buffer in present]
 
@@ -403,7 +437,7 @@ class HubAllToAll(AllToAll):
     def post(self) -> None:
         transport = self._transport
         if not self._incoming and self._received[transport.rank].numel():
-            senders = {*range(len(self.payloads))} - {transport.rank} - transport.left_out
+            senders = {*range(len(self.payloads))} - {transport.rank} - transport.rounds.left_out
             rooms = [(rank, bytes_of(self._received[rank])) for rank in sorted(senders)]
             self._incoming = [transport.link.expect(rank, self.exchange, room) for rank, room in rooms]
 
@@ -436,301 +470,3 @@ def add_up(addends: Sequence[Tensor]) -> Tensor:
     for each in others:
         total += each
     return total
-
-
-class ElasticTransport(HubTransport):
-    """Messages between the sites of a hub, of which some may be absent.
-
-    Args:
-        link: the link.
-        traffic: the meter; it counts what this site sends to the hub.
-        timeout: seconds after which a silent site counts as lost.
-        requirements: number of sites that are needed, and when a silent one is lost.
-        group: process group of the sites, if there is one.
-    """
-
-    elastic = True
-
-    def __init__(
-        self,
-        link: HubLink,
-        traffic: Traffic,
-        timeout: float,
-        requirements: Requirements,
-        group: dist.ProcessGroup | None = None,
-    ) -> None:
-        super().__init__(link, traffic, timeout, group)
-        self.launched: list[ElasticGather | ElasticAllToAll] = []  # exchanges that are not settled
-        self._requirements = requirements
-        self.joins = self.listens = link.rounds.joins
-        if not self.joins:
-            link.rounds.begin(requirements)
-        self._resize(link.world_size)
-        self.absent = self._of_run(link.rounds.absent)
-
-    # Sites that are new in the roster
-
-    def _resize(self, size: int) -> None:
-        """Exchange with so many sites from now on."""
-        self.world_size = size
-        self.has_all_to_all = size <= MOST_RECEIVERS
-
-    def _of_run(self, slots: frozenset[int]) -> frozenset[int]:
-        return frozenset(slot for slot in slots if slot < self.world_size)
-
-    @property
-    def least(self) -> int:
-        """Number of sites below which a step cannot go on."""
-        return self._requirements.min_sites
-
-    @property
-    def grows(self) -> bool:
-        return self.world_size < self.link.rounds.size
-
-    def grow(self) -> None:
-        before, size = self.world_size, self.link.rounds.size
-        if before < size:
-            self._resize(size)
-            self.absent |= frozenset(range(before, size))
-
-    # Rounds
-
-    def close_round(self, admits: bool = False, idle: bool = False) -> None:
-        kind = RoundKind.FIRST if admits else RoundKind.FURTHER if self._in_step else RoundKind.COLLECTIVE
-        number, in_step = self.link.step, self._in_step or admits
-        # Payloads may be launched in a collective's round, and counted in that of the step.
-        ended = [each for each in self.launched if in_step or each.exchange & _COLLECTIVES]
-        self.launched = [each for each in self.launched if each not in ended]
-        counted = [incoming for each in ended for incoming in each._incoming]
-        answer = self._answer if admits else None
-        with self.traffic.waiting():
-            absent = self._of_run(self.link.rounds.end(self.timeout, answer, kind, idle, counted))
-        self.absent = absent | self.absent if self._in_step else absent
-        if admits:
-            self._in_step = True
-            self.link.rounds.first = number
-            self._collectives = 0
-        for rank in self.link.rounds.apart & {*self.present}:
-            self.leave_out(rank, MismatchError(f"{self.sites[rank]} goes on, though it was left out of a round before"))
-        for each in ended:
-            each.finish(ended=True)
-
-    def leave_out(self, rank: int, error: Exception) -> None:
-        self.absent |= {rank}
-        self.link.rounds.leave_out(rank, str(error))
-        left, needed = len(self.present), self.least
-        if self._in_step and left < needed:
-            raise MismatchError(f"{error}. {left} of {self.world_size} sites are left, and this run needs {needed}")
-
-    def end_step(self) -> None:
-        self._in_step = self.listens = False
-        self.launched.clear()
-        with self.link.lock:  # what was sent besides payloads
-            self.link.inbox.forget(last=self.link.step - 1, channel=self.channel)
-
-    @property
-    def behind(self) -> bool:
-        return self.link.rounds.behind
-
-    @property
-    def gone(self) -> Mapping[int, str]:
-        return dict(self.link.gone)
-
-    @property
-    def position(self) -> int:
-        return self.link.step
-
-    @property
-    def left_out(self) -> frozenset[int]:
-        return self.absent if self._in_step else frozenset()
-
-    @property
-    def silent(self) -> bool:
-        """Whether nothing that this site sends counts: it has no part in the step, or is late."""
-        return self.link.rounds.listens or self.rank in self.left_out or self.link.rounds.behind
-
-    def _answer(self) -> bytes:
-        """Return the state of this site, for one that joins."""
-        assert self.donate is not None
-        return codec.encode(self.donate())
-
-    def rejoin(self) -> None:
-        with self.traffic.waiting():
-            self.link.rounds.rejoin(self.timeout)
-        self.joins = self.listens = True
-        self._in_step = False
-        self.launched.clear()
-
-    def receive_state(self, most: int) -> Any:
-        if not self.joins:
-            return None
-        if not self.link.rounds.states.awaits:  # else it has asked again after a loss of the connection
-            self.link.rounds.begin(self._requirements)
-        state = self.link.rounds.receive_state(self.timeout, most)
-        self._resize(self.link.world_size)  # the run may have grown while this site waited
-        return codec.decode(state)
-
-    def take_part(self) -> bool:
-        self.joins = not self.link.rounds.confirm()
-        return not self.joins
-
-    # Exchanges
-
-    def begin_plan(self) -> None:
-        self._gathers = 0
-
-    def _open_gather(self, exchange: int, sizes: Sequence[int], dtype: torch.dtype) -> ElasticGather:
-        return ElasticGather(self, exchange, sizes, dtype)
-
-    def _open_all_to_all(self, exchange: int, sizes: Sequence[int], dtype: torch.dtype) -> ElasticAllToAll:
-        return ElasticAllToAll(self, exchange, sizes, dtype)
-
-    def gather_resized(self, gather: Gather, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
-        assert isinstance(gather, ElasticGather)
-        return ElasticGather(self, gather.exchange, sizes, dtype)
-
-    def prefers_gather(self, nbytes: int) -> bool:
-        return True  # a sum that the hub has formed holds the share of a site that has left since
-
-
-class ElasticGather(HubGather):
-    """Gather of payloads, in which those of absent sites are zeros."""
-
-    _transport: ElasticTransport
-
-    def __init__(self, transport: ElasticTransport, exchange: int, sizes: Sequence[int], dtype: torch.dtype) -> None:
-        super().__init__(transport, exchange, sizes, dtype)
-        self.missing = set()
-        self._round = 0
-
-    def launch(self) -> None:
-        self.missing = set()
-        self._round = self._transport.link.step
-        self._transport.launched.append(self)
-        if self._transport.silent:
-            self._transport.link.rounds.mark()  # as at the sites that send
-            self.post()
-        else:
-            super().launch()
-
-    def wait(self) -> list[Tensor]:
-        transport = self._transport
-        self.collect()
-        if transport.link.rounds.closed >= self._round:
-            self.finish()
-        self._blank(transport.absent | {transport.rank} if transport.link.rounds.listens else transport.absent)
-        return self.payloads
-
-    def collect(self) -> list[Tensor]:
-        transport = self._transport
-        if self._incoming:
-            with transport.traffic.waiting():
-                lost = transport.link.rounds.wait_for(self._incoming, self._round, transport.timeout)
-            self._incoming = []
-            self._blank(lost)
-        return self.payloads
-
-    def finish(self, *, ended: bool = False) -> None:
-        """Leave out the sites that have taken part in the round without their payloads, once it is closed.
-
-        Args:
-            ended: whether this site has ended the round. Then a site that is not absent has taken part in it, also one
-                that has left since: others may have left it out before they knew that.
-
-        Raises:
-            MismatchError: if no other site has sent its payload, since all have begun other exchanges, or since this
-                site joins: it gets what has been sent in this round, but not what was sent in an earlier one.
-        """
-        self.collect()
-        transport, inbox = self._transport, self._transport.link.inbox
-        lacking = sorted(self.missing - transport.absent - (set() if ended else transport.link.gone.keys()))
-        others, last = {*transport.present} - {transport.rank}, transport.link.step - 1
-        alone = lacking and others == {*lacking}
-        if alone and (transport.listens or all(inbox.begun_by(each, last) for each in others)):
-            raise MismatchError(
-                f"{self._describe(lacking[0])}: is nothing else exchanged between backward() and synchronize() when a "
-                f"site joins? Otherwise {transport.sites.mismatch()}"
-            )
-        for rank in lacking:
-            transport.leave_out(rank, MismatchError(self._describe(rank)))
-
-    def _describe(self, rank: int) -> str:
-        count = self.payloads[rank].numel()
-        return f"{self._transport.sites[rank]} has ended the round without its payload of {count} elements"
-
-    def _blank(self, ranks: Set[int]) -> None:
-        for rank in ranks - self.missing:
-            self.payloads[rank].zero_()
-        self.missing |= ranks
-
-
-class ElasticAllToAll(HubAllToAll):
-    """Exchange of different payloads, of which those of absent sites are missing.
-
-    To be waited for once the round in which it was launched is closed. Only the receiver finds out that a site which is
-    present has not sent its payload, and has to let the others know.
-    """
-
-    _transport: ElasticTransport
-    _round = 0
-    _lost: Set[int] = frozenset()
-
-    def launch(self) -> None:
-        self._round, self._lost = self._transport.link.step, set()
-        self._transport.launched.append(self)
-        if self._transport.silent:
-            self._transport.link.rounds.mark()  # as at the sites that send
-            self.post()
-        else:
-            super().launch()
-
-    def wait(self) -> list[Tensor]:
-        self.finish()
-        self.missing = self._lost | self._transport.absent
-        return self._received
-
-    def finish(self, *, ended: bool = False) -> None:
-        """Wait for the payloads, which have come once the round is closed."""
-        transport = self._transport
-        if self._incoming:
-            with transport.traffic.waiting():
-                self._lost = transport.link.rounds.wait_for(self._incoming, self._round, transport.timeout)
-            self._incoming = []
-
-
-class TrainerTransport(ElasticTransport):
-    """Messages of a trainer besides those of its gradient reduction.
-
-    A site that joins in mid-training runs the program from its beginning, and so comes to exchanges that the others had
-    long ago. Until the end of its first step it therefore exchanges nothing: it is alone in every exchange, and `joins`
-    is true. The trainer calls `end_step` after every step of its reduction, which ends that.
-    """
-
-    @property
-    def present(self) -> list[int]:
-        return [rank for rank in range(self.world_size) if rank not in self.link.rounds.absent]
-
-    def end_step(self) -> None:
-        super().end_step()
-        self.joins = False
-        self.grow()
-        self.absent, self._collectives = self._of_run(self.link.rounds.absent), 0  # the same at a site that has joined
-
-    @property
-    def place(self) -> int:
-        """Number of this transport among those of the process, the same at all sites at the same place of a program."""
-        return self.channel
-
-    def close_round(self, admits: bool = False, idle: bool = False) -> None:
-        if not self.joins:
-            super().close_round(admits, idle)
-
-    def broadcast(self, tensor: Tensor) -> None:
-        if not self.joins:
-            super().broadcast(tensor)
-
-    def broadcast_bytes(self, content: bytes) -> bytes:
-        return content if self.joins else super().broadcast_bytes(content)
-
-    def gather_present(self, item: Any) -> dict[int, Any]:
-        return {self.rank: item} if self.joins else super().gather_present(item)

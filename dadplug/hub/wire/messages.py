@@ -49,7 +49,7 @@ from msgspec import Meta
 
 from ...errors import FrameError
 from ...exchange import codec
-from ...exchange.transport import Requirements
+from ...exchange.rounds import Requirements
 from ...support.logs import span
 from ...support.structs import LONGEST_TEXT, Count, Counts, Milliseconds, Slot, Slots, Text, Texts, decode
 

@@ -63,12 +63,12 @@ def average_tensors(buffers: Sequence[Tensor], transport: Transport, shares: Map
         shares: share in the mean of each site that takes part, by rank, the same on all sites.
     """
     for flat, tensors in flattened(buffers):
-        gather = transport.gather_once([flat.nbytes] * transport.world_size, torch.uint8)
+        gather = transport.gather([flat.nbytes] * transport.world_size, torch.uint8, once=True)
         gather.payload.copy_(flat.view(torch.uint8))
         gather.launch()
-        transport.close_round()
+        transport.rounds.close()
         payloads = gather.wait()
-        present = [rank for rank in shares if rank not in transport.absent]
+        present = [rank for rank in shares if rank not in transport.rounds.absent]
         left = 1.0 if len(present) == len(shares) else sum(shares[rank] for rank in present)
         weights = [shares[rank] / left if left else 1 / len(present) for rank in present]
         write_agreed(tensors, [payloads[rank] for rank in present], weights)

@@ -18,7 +18,7 @@ from ...exchange import Traffic, Transport, open_transport
 from ...exchange.codec import register
 from ...exchange.fields import NUMBER
 from ...exchange.restrictions import OBJECTS, declared
-from ...exchange.transport import Requirements
+from ...exchange.rounds import Requirements
 from ...options import Options
 from ...support.logs import get_logger
 from ..methods import check_allowed
@@ -124,7 +124,7 @@ class ReplicatedModel:
         self._epoch_samples = self._all_samples = 0  # since buffers were averaged; in all, where they are counted
         self._further: dict[str, Stateful] = {}
         self._frozen: dict[str, int] = {}  # digests of parameters that a site which joins has to have
-        if self._transport.joins:
+        if self._transport.rounds.joins:
             warm_up(options, next((parameter.dtype for parameter in model.parameters()), torch.float32))
         self._joined: JoinState | None = self._receive_state()
         if self._joined is None:
@@ -136,10 +136,10 @@ class ReplicatedModel:
 
     def _receive_state(self) -> JoinState | None:
         """Receive the state of another site, where this one joins in mid-training, and load its model."""
-        if not self._transport.joins:
+        if not self._transport.rounds.joins:
             return None
         description = self._describe()  # which loads kernels: before the others wait for this site
-        state: JoinState | None = self._transport.receive_state(sameness.largest_state(self.shared))
+        state: JoinState | None = self._transport.rounds.receive_state(sameness.largest_state(self.shared))
         if state is not None:
             if not isinstance(state, JoinState):
                 raise MismatchError(f"another site has sent an object of type {type(state).__name__} as its state")
@@ -175,7 +175,7 @@ class ReplicatedModel:
                 "out"
             )
         if options.hub_timeout is not None:
-            transport.wait_for_hub(options.hub_timeout)
+            transport.rounds.wait_for_hub(options.hub_timeout)
         return transport
 
     @property
@@ -186,7 +186,7 @@ class ReplicatedModel:
     @property
     def present_sites(self) -> list[int]:
         """Ranks of the sites that took part in the last step; all of them, unless ``min_sites`` lets sites leave."""
-        return [rank for rank in range(self.world_size) if rank not in self._transport.absent]
+        return [rank for rank in range(self.world_size) if rank not in self._transport.rounds.absent]
 
     @property
     def behind(self) -> bool:
@@ -195,7 +195,7 @@ class ReplicatedModel:
         It happens with ``late="skip"``, and to a site that has joined while the others have trained on. Call `idle` in
         place of forward and backward to catch up faster.
         """
-        return self._transport.behind
+        return self._transport.rounds.behind
 
     def _join(self, joined: JoinState) -> None:
         """Restore the objects that the program has named from the state of another site, and take part."""
@@ -205,7 +205,7 @@ class ReplicatedModel:
         for name, value in joined.further.items():
             load_shared_state(self._further[name], value)
         self._joined = None
-        if not self._transport.take_part():
+        if not self._transport.rounds.take_part():
             newer = self._receive_state()
             assert newer is not None
             self._adopt(newer)
@@ -309,7 +309,7 @@ class ReplicatedModel:
         if loss is not None and not isinstance(loss, Real):
             raise TypeError(f"report(loss=...) takes a number, such as loss.item(), got {type(loss).__name__}")
         own, traffic = None if loss is None else float(loss), self.traffic
-        self._transport.show_contribution(self._all_samples, traffic.steps, traffic.wait_in_steps, own)
+        self._transport.rounds.show_contribution(self._all_samples, traffic.steps, traffic.wait_in_steps, own)
 
     def average_buffers(self) -> None:
         """Replace running statistics and other buffers by their mean over sites; all sites must call it.

@@ -340,7 +340,7 @@ def broadcast_model(model: nn.Module, transport: Transport) -> dict[str, int]:
         Digests by name of the frozen parameters that all sites have had by themselves.
     """
     compares = transport.device.type == "cpu" and transport.world_size > 1  # between GPUs, sending is faster
-    frozen = frozen_digests(model) if compares or transport.elastic else {}
+    frozen = frozen_digests(model) if compares or transport.rounds.elastic else {}
     if frozen and compares:
         others = checked(transport.gather_present(frozen), dict[str, int], "list of digests", transport).values()
         frozen = {name: digest for name, digest in frozen.items() if {each.get(name) for each in others} == {digest}}

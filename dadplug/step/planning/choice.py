@@ -247,7 +247,7 @@ class RankChoice:
         return max(_LEAST_SECONDS, *(report[0] for report in self._gather([own])))
 
     def _gather(self, numbers: list[float]) -> list[list[float]]:
-        gather = self._transport.gather_once([len(numbers)] * self._transport.world_size, torch.float32)
+        gather = self._transport.gather([len(numbers)] * self._transport.world_size, torch.float32, once=True)
         gather.payload.copy_(torch.tensor(numbers))
         gather.launch()
         return [part.tolist() for part in gather.wait()]

@@ -14,6 +14,7 @@ import torch
 from ...exchange import Transport
 from ...exchange.codec import register
 from ...exchange.fields import checked
+from ...exchange.transport import Streams
 from ...exchange.wire import wire_format
 from ...options import Options
 from ...support.schedules import current
@@ -106,7 +107,7 @@ def gather_seconds(transport: Transport, size: int, rounds: int = _ROUNDS) -> fl
         size: elements of four bytes of a site's message.
         rounds: number of measurements, of which the fastest counts.
     """
-    gather = transport.gather_once([size] * transport.world_size, torch.float32)
+    gather = transport.gather([size] * transport.world_size, torch.float32, once=True)
 
     def exchange() -> None:
         gather.launch()
@@ -149,7 +150,7 @@ def check_merge(options: Options, transport: Transport) -> None:
     if options.merge == "owner" and transport.world_size > 1 and not transport.has_all_to_all:
         if transport.nodes is not None:
             reason = "hierarchical groups, which merge the gradients of a node before they send them"
-        elif not transport.is_direct:
+        elif isinstance(transport, Streams):
             reason = "a hub with several processes at a site, or more than 254 sites"
         else:
             reason = "NCCL"
@@ -165,7 +166,7 @@ def settle_merge(options: Options, transport: Transport) -> Options:
         transport: the transport.
     """
     needs_all = options.hierarchy is not None or options.budget is not None
-    enough = transport.world_size > 2 or transport.elastic  # a run of two sites may grow
+    enough = transport.world_size > 2 or transport.rounds.elastic  # a run of two sites may grow
     able = options.mode == "rankdad" and enough and transport.has_all_to_all and not needs_all
     return options if able or options.merge != "auto" else replace(options, merge="all")
 
@@ -203,7 +204,7 @@ class Merging:
         layers = self._layers(units)
         wire = wire_format(self._options.wire_of(GradientPath.LOWRANK))
         # The memory of rounding to int8 is of whole rows. Over a hub, the results of parts would take two rounds more.
-        divide = not wire.quantised and self._transport.is_direct
+        divide = not (wire.quantised or isinstance(self._transport, Streams))
         owners = assign_owners(layers, sites, divide)
         if self._options.merge == "owner":
             return owners

@@ -141,7 +141,7 @@ class OutsizedGradients:
                 done,
             )
             if transport.rank == min(other for other, each in enumerate(norms) if each and other != rank):
-                transport.show_outsized(rank, step, times)
+                transport.rounds.show_outsized(rank, step, times)
 
     def explain(self, step: int) -> str:
         """Return what explains NaN or Inf in a step: sites that were above the limit in it, or shortly before."""

@@ -515,7 +515,7 @@ class KeptPayloadsHandler(GatheredHandler):
                 context.faults.check_gradient(unit)
 
     def _wanted(self, headers: Sequence[StepHeader]) -> list[bool]:
-        absent = self.context.transport.absent  # what they have sent counts nowhere
+        absent = self.context.transport.rounds.absent  # what they have sent counts nowhere
         present = [header for rank, header in enumerate(headers) if rank not in absent]
         return [
             any(header.present[position] for header in present) and not any(header.void[position] for header in present)

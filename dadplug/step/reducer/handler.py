@@ -205,23 +205,23 @@ class HeaderExchange:
         sites, transport = self._transport.sites, self._transport
         headers: dict[int, StepHeader] = {}
         for rank, integers in enumerate(self._gather.wait()):
-            if rank not in transport.absent:
+            if rank not in transport.rounds.absent:
                 try:
                     headers[rank] = StepHeader.unpack(integers.tolist(), sites[rank], attached)
                 except MismatchError as error:
-                    transport.leave_out(rank, error)
+                    transport.rounds.leave_out(rank, error)
         for rank in [*headers]:
             others = max([header.samples for other, header in headers.items() if other != rank], default=0)
             most = _MOST_SAMPLES * max(self._reference, others) if counts else 1
             if others and headers[rank].samples > most:
                 why = f"samples is {headers.pop(rank).samples}, where 0 to {most} is possible in this run"
-                transport.leave_out(rank, invalid("step header", sites[rank], why))
+                transport.rounds.leave_out(rank, invalid("step header", sites[rank], why))
         if not headers:
             raise MismatchError("no site has sent a valid step header")
         apart = minority({rank: (header.step, header.version) for rank, header in headers.items()})
-        for rank in apart if transport.elastic else ():
+        for rank in apart if transport.rounds.elastic else ():
             why = f"it is at step {headers[rank].step} of plan {headers.pop(rank).version}, and most sites are not"
-            transport.leave_out(rank, invalid("step header", sites[rank], why))
+            transport.rounds.leave_out(rank, invalid("step header", sites[rank], why))
         lowest, first = next(iter(headers.items()))
         for rank, other in headers.items():
             if other.step != first.step:

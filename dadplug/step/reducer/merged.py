@@ -196,7 +196,8 @@ class OwnerHandler(MergedHandler):
     def __init__(self, units: Sequence[Unit], context: HandlerContext) -> None:
         transport = context.transport
         ranks = self._ranks = [context.owners[unit.name].rank for unit in units]
-        super().__init__(units, context, range(transport.world_size) if transport.elastic else sorted(set(ranks)))
+        everyone = transport.rounds.elastic
+        super().__init__(units, context, range(transport.world_size) if everyone else sorted(set(ranks)))
         wire = context.wire(units[0])
         slots = [Slot(*unit.widths, self._bias_size(unit), 1, wire) for unit in self.units]
         for slot, unit in zip(slots, self.units, strict=True):
@@ -318,11 +319,11 @@ class OwnerHandler(MergedHandler):
 
     @property
     def launches_results(self) -> bool:
-        return self.context.transport.elastic
+        return self.context.transport.rounds.elastic
 
     @property
     def unsettled(self) -> bool:
-        return any(rank in self.context.transport.absent for rank in self._ranks)
+        return any(rank in self.context.transport.rounds.absent for rank in self._ranks)
 
     def launch_again(self) -> bool:
         sites = self.context.transport.world_size

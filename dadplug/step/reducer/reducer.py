@@ -149,12 +149,12 @@ class Reducer:
         self._version = version
         self._outsized = outsized
         positions = {unit.name: position for position, unit in enumerate(units)}
-        transport.begin_plan()
+        transport.rounds.begin_plan()
         reference = max(reference, 1)
         self._assigned = owners  # where all sites are present
         self._sizes = {unit.name: sum(unit.widths) for unit in units if isinstance(unit, FactorUnit)}
-        self._dealt_without: frozenset[int] | None = transport.absent
-        owners = deal(owners, owners, self._sizes, transport.present)
+        self._dealt_without: frozenset[int] | None = transport.rounds.absent
+        owners = deal(owners, owners, self._sizes, transport.rounds.present)
         self._context = HandlerContext(
             transport, method, options, samples, reference, positions, owners, decoding, given=given
         )
@@ -237,16 +237,16 @@ class Reducer:
         context.deferral = request.deferral
         self._send_rest()
         header = self._header(request)
-        context.transport.more_follows = context.transport.elastic  # the end of the round
+        context.transport.more_follows = context.transport.rounds.elastic  # the end of the round
         self._headers.send(header)
         context.transport.more_follows = False
-        context.transport.close_round(request.admits, idle=not header.samples)
+        context.transport.rounds.close(request.admits, idle=not header.samples)
         attached = [] if request.attached is None else request.attached.names
         receive = partial(self._headers.receive, len(attached), request.counts)
         # Where sites may be absent, all has arrived, and who has a part in the step is clear before sums are made.
-        for handler in self._handlers if context.transport.elastic else ():
+        for handler in self._handlers if context.transport.rounds.elastic else ():
             handler.inspect()
-        known = receive() if context.transport.elastic or context.options.clip_sites is not None else []
+        known = receive() if context.transport.rounds.elastic or context.options.clip_sites is not None else []
         self._clip(known)
         for handler in self._handlers:  # the first are decoded while the last are still on their way
             handler.receive()
@@ -258,8 +258,8 @@ class Reducer:
         self._check_sent(headers, late)
         write = _counts(headers)
         write_gradients([(parameter, value) for _, parameter, value in late if write])
-        absent = context.transport.rank in context.transport.absent
-        digests = [each.deferred for rank, each in enumerate(headers) if rank not in context.transport.absent]
+        absent = context.transport.rank in context.transport.rounds.absent
+        digests = [each.deferred for rank, each in enumerate(headers) if rank not in context.transport.rounds.absent]
         compare_digests(request.deferral, header.deferred, digests)
         keep = write and all(map(_FINITE, headers)) and not absent
         context.take(headers)
@@ -273,7 +273,7 @@ class Reducer:
             context.follow(headers, context.transport.rank)
         self._launched = 0
         self._deal()
-        context.transport.end_step()
+        context.transport.rounds.end_step()
         context.complete_payloads.clear()
         context.faults.clear()
         self._raise_faults(headers, request.step, attached)
@@ -293,10 +293,10 @@ class Reducer:
     def _deal(self) -> None:
         """Let sites that are present own the layers of absent ones, from the next step on."""
         context, before = self._context, self._context.owners
-        if not before or context.transport.absent == self._dealt_without:
+        if not before or context.transport.rounds.absent == self._dealt_without:
             return
-        self._dealt_without = context.transport.absent
-        context.owners = deal(before, self._assigned, self._sizes, context.transport.present)
+        self._dealt_without = context.transport.rounds.absent
+        context.owners = deal(before, self._assigned, self._sizes, context.transport.rounds.present)
         moved = sum(owner != before[name] for name, owner in context.owners.items())
         if moved:
             _log.info("%d layers have other owners; what the last ones have kept of them is dropped", moved)
@@ -466,7 +466,7 @@ class Reducer:
         left, first = _counts(headers) and any(map(attrgetter("unsettled"), self._handlers)), True
         self._context.as_launched = not left and as_launched(headers)
         while exchanged or not self._context.as_launched:
-            sums, before = [], transport.absent
+            sums, before = [], transport.rounds.absent
             if _counts(headers):
                 exchanged |= self._repeat(headers, everything=left)
                 sums = [*self._sum_dense(headers)]
@@ -475,13 +475,13 @@ class Reducer:
                 for handler in self._handlers:
                     exchanged |= handler.fetch_late(headers)
             if exchanged:
-                transport.close_round()
+                transport.rounds.close()
             settled = not exchanged or False not in [handler.confirm() for handler in self._handlers]
-            if transport.absent == before and settled:
+            if transport.rounds.absent == before and settled:
                 break
             own = headers[transport.rank]
             gone = StepHeader.idle(own.step, own.version, units, void=True)
-            headers = [gone if rank in transport.absent - before else each for rank, each in enumerate(headers)]
+            headers = [gone if rank in transport.rounds.absent - before else each for rank, each in enumerate(headers)]
             self._clip(headers)
             exchanged, left, first, self._context.as_launched = False, True, False, False
         return headers, sums
@@ -519,7 +519,7 @@ class Reducer:
         """
         if not any(True in header.dense or True in header.void for header in headers):
             return
-        own, absent = headers[self._context.transport.rank], self._context.transport.absent
+        own, absent = headers[self._context.transport.rank], self._context.transport.rounds.absent
         weight = own.samples / sum(header.samples for header in headers)
         weight *= self._context.factor(self._context.transport.rank)
         present = [header for rank, header in enumerate(headers) if rank not in absent]

@@ -335,7 +335,7 @@ class PowerSGDHandler(SummedHandler):
             powersgd.add_to_error(error, matrix, scale)
         agreed = powersgd.decode(left, right, scale, gradient_room(unit.lead, unit.shape))
         if error is not None:
-            powersgd.subtract_sent(error, agreed, 1 / len(self.context.transport.present), matrix.loss_scale)
+            powersgd.subtract_sent(error, agreed, 1 / len(self.context.transport.rounds.present), matrix.loss_scale)
         if keep:
             self._method.keep(unit.name, right.clone())
 

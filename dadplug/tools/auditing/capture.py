@@ -489,7 +489,7 @@ class TwinTransport(SingleSite):
         names = _TwinNames(0, ["audited site", *(f"observer {number}" for number in range(1, SITES))])
         super().__init__(traffic, device, 1.0, names)
 
-    def gather(self, sizes: Sequence[int], dtype: torch.dtype) -> Gather:
+    def gather(self, sizes: Sequence[int], dtype: torch.dtype, **use: Any) -> Gather:
         return _TwinGather(sizes[0], dtype, self.device, self.traffic)
 
     def all_reduce(self, tensor: Tensor) -> PendingSum:
