@@ -135,8 +135,7 @@ class ForwardOverride:
 
     def plain(self, *args: Any, **kwargs: Any) -> Tensor:
         """Call the module's own forward."""
-        outputs: Tensor = type(self.module).forward(self.module, *args, **kwargs)
-        return outputs
+        return type(self.module).forward(self.module, *args, **kwargs)
 
     def restore(self) -> None:
         """Restore the module's own forward; a second call does nothing."""

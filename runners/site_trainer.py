@@ -208,8 +208,7 @@ class AttachedTrainer(_Trainer):
 
 def _plain(model: nn.Module) -> nn.Module:
     """Return the model that torch.compile has wrapped."""
-    inner: nn.Module = getattr(model, "_orig_mod", model)
-    return inner
+    return getattr(model, "_orig_mod", model)
 
 
 class TrainingState(TrainerState):

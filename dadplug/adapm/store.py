@@ -224,8 +224,7 @@ def empty_index(size: int) -> Index:
 
 @njit(cache=True, nogil=True)
 def _first(index: Index, key: int) -> int:
-    place: int = np.int64((np.uint64(key) * STEP) >> _HALF) & (index.shape[0] - 1)
-    return place
+    return np.int64((np.uint64(key) * STEP) >> _HALF) & (index.shape[0] - 1)
 
 
 @njit(cache=True, nogil=True)
@@ -236,8 +235,7 @@ def get(index: Index, key: int) -> int:
     while True:
         found = index[place, 0]
         if found == key:
-            number: int = index[place, 1]
-            return number
+            return index[place, 1]
         if found < 0:
             return -1
         place = (place + 1) & mask

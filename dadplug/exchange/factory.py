@@ -191,8 +191,7 @@ def _new_group(
 
     def make() -> dist.ProcessGroup:
         with gloo_interface():
-            group: dist.ProcessGroup = dist.new_group(ranks, limit, backend, use_local_synchronization=local)
-            return group
+            return dist.new_group(ranks, limit, backend, use_local_synchronization=local)
 
     try:
         return within(timeout, make)

@@ -187,8 +187,7 @@ def _make_poller() -> Any:
 
 
 def _poll(poller: Any, timeout: float) -> Ready:
-    ready: Ready = poller.poll(timeout if LENDABLE else math.ceil(1000 * timeout))
-    return ready
+    return poller.poll(timeout if LENDABLE else math.ceil(1000 * timeout))
 
 
 Stream = TypeVar("Stream", bound=MessageStream[Any])

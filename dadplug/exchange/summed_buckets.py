@@ -36,8 +36,7 @@ class SummedBucket(ABC):
         self._parts = self._split(flat)
 
     def _split(self, flat: Tensor) -> Sequence[Tensor]:
-        parts: Sequence[Tensor] = flat[: sum(self._sizes)].split(self._sizes)
-        return parts
+        return flat[: sum(self._sizes)].split(self._sizes)
 
     @property
     def lost(self) -> Sequence[Tensor]:

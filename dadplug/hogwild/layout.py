@@ -126,8 +126,7 @@ def _state_after_zeros(
     probe._optimizer_step_pre_hooks = OrderedDict()
     probe._optimizer_step_post_hooks = OrderedDict()
     type(optimizer).step(probe)
-    state: dict[str, Any] = probe.state[other]
-    return state
+    return probe.state[other]
 
 
 def keep_state(optimizer: torch.optim.Optimizer, loaded: Callable[[], None]) -> list[Any]:

@@ -66,8 +66,7 @@ class LocalModel(DistributedDataParallel):
 
     @property
     def steps(self) -> int:
-        steps: int = self.reduction.steps
-        return steps
+        return self.reduction.steps
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         return self.module(*inputs, **kwargs)

@@ -106,8 +106,7 @@ class NumbaKernels:
         return on_tensors
 
     def orthonormalise(self, rows: Tensor) -> int:
-        count: int = self.compiled.orthonormalise(rows.numpy(), portable.DEPENDENT[rows.dtype])
-        return count
+        return self.compiled.orthonormalise(rows.numpy(), portable.DEPENDENT[rows.dtype])
 
     def diagonalise(self, basis: Tensor, projected: Tensor, left: Tensor, right: Tensor, further: Tensor) -> Tensor:
         if len(basis) < _EIGH_BY_LAPACK:

@@ -55,8 +55,7 @@ def unique(keys: Tensor) -> tuple[Tensor, Tensor]:
         ValueError: if the keys are not a vector of int64.
     """
     _check_keys("keys", keys)
-    found: tuple[Tensor, Tensor] = kernels_for(keys).unique(keys)
-    return found
+    return kernels_for(keys).unique(keys)
 
 
 def sum_duplicates(keys: Tensor, deltas: Tensor) -> tuple[Tensor, Tensor]:

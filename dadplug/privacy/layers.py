@@ -435,8 +435,7 @@ class _Call:
 
 
 def _dimension(place: Any) -> int:
-    dimension: int = place[0] if isinstance(place, tuple) else place
-    return dimension
+    return place[0] if isinstance(place, tuple) else place
 
 
 def _broadcast(places: dict[str, Any], arguments: dict[str, Any]) -> list[Any]:

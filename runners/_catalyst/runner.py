@@ -588,5 +588,4 @@ class BaseRunner(Exchange, SupervisedRunner):
                     "private layers of a site: copy it to all sites before"
                 )
             content = self._transport.broadcast_bytes(content or b"")
-        checkpoint: dict[str, Any] = load_tensors(content or b"", f"checkpoint {path}")
-        return checkpoint
+        return load_tensors(content or b"", f"checkpoint {path}")

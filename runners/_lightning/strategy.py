@@ -317,8 +317,7 @@ class SiteStrategy(Exchange, _DDPStrategy):
             raise ValueError(
                 f"{type(self).__name__} needs automatic optimization and one optimizer; DADStrategy takes any module"
             )
-        optimizer: torch.optim.Optimizer = self.optimizers[0]
-        return optimizer
+        return self.optimizers[0]
 
     def on_train_start(self) -> None:
         if self._elastic is not None:
@@ -576,8 +575,7 @@ class SiteStrategy(Exchange, _DDPStrategy):
         if self._elastic_transport is not None:
             return present.all_gather(self._elastic_transport, tensor, sync_grads)
         with self._naming_sites():
-            gathered: Tensor = super().all_gather(tensor, self._own_group(group), sync_grads)
-            return gathered
+            return super().all_gather(tensor, self._own_group(group), sync_grads)
 
     def _own_group(self, group: Any) -> Any:
         """Replace the group of all processes by one that this site can leave after an error."""
@@ -616,8 +614,7 @@ class SiteStrategy(Exchange, _DDPStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self._agree()
-        state: dict[str, Any] = super().lightning_module_state_dict()
-        return state
+        return super().lightning_module_state_dict()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint, with the state of every site."""
@@ -636,8 +633,7 @@ class SiteStrategy(Exchange, _DDPStrategy):
 
         def read() -> dict[str, Any] | None:
             with suppress(FileNotFoundError):
-                found: dict[str, Any] = self.checkpoint_io.load_checkpoint(self._private_path)
-                return found
+                return self.checkpoint_io.load_checkpoint(self._private_path)
             return None
 
         if not self._private:
@@ -666,8 +662,7 @@ class SiteStrategy(Exchange, _DDPStrategy):
     @declared(STATES)
     def _gather_states(self, own: Any) -> list[Any]:
         """Return the states of all sites."""
-        states: list[Any] = self._exchange.gather_objects(own)
-        return states
+        return self._exchange.gather_objects(own)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         check_archive(Path(checkpoint_path), f"checkpoint {checkpoint_path}")

@@ -419,8 +419,7 @@ class SiteTransport(CollectiveTransport, NodeMessages, NoStreams):
         if self._gloo is None:
             raise RuntimeError("the connection is closed")
         start = self._gloo.send if sends else self._gloo.recv
-        work: dist.Work = start([tensor], self.nodes.own.index(rank), tag)
-        return work
+        return start([tensor], self.nodes.own.index(rank), tag)
 
     def wait(self, work: Work, peer: int | None = None) -> None:
         try:

@@ -204,8 +204,7 @@ def _run_in(pool: Pool, name: str, place: Place, seconds: float, seed: int) -> l
     """Train by a strategy in processes of this machine."""
     strategy = STRATEGIES[name]
     results = pool.run(_trial, strategy.processes(place), strategy.threads(place), name, seconds, seed)
-    points: list[Point] = results[0]
-    return points
+    return results[0]
 
 
 def _trial(task: Task, rank: int, count: int, name: str, seconds: float, seed: int) -> list[Point]:
@@ -227,5 +226,4 @@ def _run_here(strategy: Strategy, task: Task, place: Place, seconds: float, seed
     for other, _ in outcomes:
         if other:
             raise RunFailedError(other)
-    own: list[Point] = outcomes[0][1]
-    return own
+    return outcomes[0][1]

@@ -107,8 +107,7 @@ class Span(Attack):
 
 def _inside(rows: Tensor, basis: Tensor) -> Tensor:
     """Return the share of each row's length that lies in a span."""
-    share: Tensor = (rows @ basis).norm(dim=1) / rows.norm(dim=1).clamp_min(1e-30)
-    return share
+    return (rows @ basis).norm(dim=1) / rows.norm(dim=1).clamp_min(1e-30)
 
 
 def _of_unrelated(seen: Observation, view: LayerView) -> float:

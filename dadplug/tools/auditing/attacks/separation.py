@@ -91,8 +91,7 @@ def rows_of(view: LayerView, u: Tensor, mixed: Tensor, directions: Tensor) -> Te
     if view.bias is None:
         return found
     scale = torch.linalg.lstsq(u @ directions.T, view.bias.double()[:, None]).solution[:, 0]
-    scaled: Tensor = found / torch.where(scale.abs() < 1e-12, torch.ones_like(scale), scale)[:, None]
-    return scaled
+    return found / torch.where(scale.abs() < 1e-12, torch.ones_like(scale), scale)[:, None]
 
 
 def _agreement(view: LayerView, u: Tensor, mixed: Tensor, directions: Tensor) -> float:
@@ -207,8 +206,7 @@ def _descended(rows: Tensor, smoothed: float, generator: torch.Generator, budget
             if not budget.left:
                 break
             found = torch.cat([_orthogonal(white, part, few) for part in found.split(_AT_ONCE)])
-    candidates: Tensor = found @ whitening
-    return candidates
+    return found @ whitening
 
 
 def _orthogonal(rows: Tensor, directions: Tensor, few: int) -> Tensor:
@@ -295,5 +293,4 @@ def separate(mixed: Tensor, budget: Budget, seed: int = 0) -> Tensor:
         before, weights = weights, left @ right
         if number + 1 >= _ITERATIONS or bool((1 - (weights * before).sum(1).abs() < 1e-9).all()):
             break
-    found: Tensor = weights @ whitening @ mixed
-    return found
+    return weights @ whitening @ mixed
