@@ -15,6 +15,7 @@ from .examples.zoo import transforms
 from .examples.zoo.clicks import Clicks, clicks, criteo, generated, read_criteo, renumbered
 from .examples.zoo.images import MNIST, DataPair, Images, Samples, digits, mnist
 from .examples.zoo.photos import Photos, dogsvscats
+from .support.refusals import refuse
 from .support.registry import Registry
 
 __all__ = [
@@ -92,10 +93,13 @@ def fold_indices(samples: int, num_folds: int, fold: int, seed: int = 0) -> tupl
     Raises:
         ValueError: if a number is out of range.
     """
-    if not 2 <= num_folds <= samples:
-        raise ValueError(f"num-folds must lie in 2 to {samples}, the number of samples, got {num_folds}")
-    if not 0 <= fold < num_folds:
-        raise ValueError(f"k must lie in 0 to {num_folds - 1} for {num_folds} folds, got {fold}")
+    refuse(
+        (
+            not 2 <= num_folds <= samples,
+            f"num-folds must lie in 2 to {samples}, the number of samples, got {num_folds}",
+        ),
+        (not 0 <= fold < num_folds, f"k must lie in 0 to {num_folds - 1} for {num_folds} folds, got {fold}"),
+    )
     order = torch.randperm(samples, generator=torch.Generator().manual_seed(seed))
     folds = order.tensor_split(num_folds)
     train = torch.cat([part for index, part in enumerate(folds) if index != fold])

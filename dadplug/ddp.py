@@ -29,6 +29,7 @@ from .step.model_sync import sameness
 from .step.model_sync.private import is_private
 from .step.model_sync.replicated_model import Stateful
 from .step.model_sync.structure import is_managed, mark_managed, weak_hook
+from .support.refusals import refuse
 from .support.signature import takes_keywords_of
 
 _WITHOUT_EFFECT = (
@@ -114,12 +115,17 @@ class DistributedDataParallel(TorchDDP):
         **options: Any,
     ) -> None:
         """Wrap a model; the arguments are those of the class."""
-        if not init_sync:
-            raise ValueError("init_sync=False: sites start from equal parameters, those of rank 0. Leave it out")
-        if mixed_precision is not None:
-            raise ValueError("mixed_precision: compute under torch.autocast, and send with wire='bf16', in place of it")
-        if isinstance(module, DistributedDataParallel):
-            raise ValueError("the model is wrapped in DistributedDataParallel already: use it as it is")
+        refuse(
+            (not init_sync, "init_sync=False: sites start from equal parameters, those of rank 0. Leave it out"),
+            (
+                mixed_precision is not None,
+                "mixed_precision: compute under torch.autocast, and send with wire='bf16', in place of it",
+            ),
+            (
+                isinstance(module, DistributedDataParallel),
+                "the model is wrapped in DistributedDataParallel already: use it as it is",
+            ),
+        )
         if not any(each.requires_grad for each in module.parameters()):
             raise RuntimeError("DistributedDataParallel needs a model with a parameter that requires gradients")
         self.module, self.dim = module, 0

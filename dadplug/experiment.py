@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from .data import DATASETS, SPLITS, Samples, fold_indices, load_dataset, site_indices
 from .models import MODELS, build_for
 from .options import Options
+from .support.refusals import refuse
 from .support.registry import Registry
 from .tools.cli import (
     Place,
@@ -234,11 +235,14 @@ class Experiment:
 
 
 def _check_counts(arguments: argparse.Namespace) -> None:
-    for name in ("epochs", "batch_size"):
-        if getattr(arguments, name) < 1:
-            raise ValueError(f"{name.replace('_', '-')} must be at least 1, got {getattr(arguments, name)}")
-    if arguments.N == 0 or arguments.N < -1:
-        raise ValueError(f"N must be a number of samples, or -1 for all, got {arguments.N}")
+    refuse(
+        (arguments.epochs < 1, f"epochs must be at least 1, got {arguments.epochs}"),
+        (arguments.batch_size < 1, f"batch-size must be at least 1, got {arguments.batch_size}"),
+        (
+            arguments.N == 0 or arguments.N < -1,
+            f"N must be a number of samples, or -1 for all, got {arguments.N}",
+        ),
+    )
 
 
 def _json(text: str, flag: str, kind: type) -> Any:

@@ -13,6 +13,7 @@ from .exchange.wire import FORMATS
 from .privacy.mechanism import LEAST_SITES, DifferentialPrivacy
 from .step.methods import METHODS, method_names
 from .step.methods.base import GradientPath
+from .support.refusals import refuse
 from .support.signature import (
     OptionSet,
     check_choice,
@@ -221,16 +222,20 @@ class Options(OptionSet):
         self._check_merge()
         if self.privacy is not None:
             self._follow_privacy()
-        if self.memory_decay is not None and not (self.mode == "rankdad" and self.error_feedback):
-            raise ValueError(
-                f"memory_decay={self.memory_decay} needs mode='rankdad' with error_feedback=True, or with privacy"
-            )
-        if self.budget is not None and ((self.mode, self.rank) != ("rankdad", AUTO) or self.merge == "owner"):
-            raise ValueError("budget= needs mode='rankdad' with rank='auto', and no merge='owner'")
-        if self.clip_sites is not None and self.hierarchy is not None:
-            raise ValueError(
-                "clip_sites= does not go with hierarchy=, which merges the gradients of a node: leave it out"
-            )
+        refuse(
+            (
+                self.memory_decay is not None and not (self.mode == "rankdad" and self.error_feedback),
+                f"memory_decay={self.memory_decay} needs mode='rankdad' with error_feedback=True, or with privacy",
+            ),
+            (
+                self.budget is not None and ((self.mode, self.rank) != ("rankdad", AUTO) or self.merge == "owner"),
+                "budget= needs mode='rankdad' with rank='auto', and no merge='owner'",
+            ),
+            (
+                self.clip_sites is not None and self.hierarchy is not None,
+                "clip_sites= does not go with hierarchy=, which merges the gradients of a node: leave it out",
+            ),
+        )
         if self.min_sites is not None:
             self._check_min_sites()
         elif self.late != "wait":
@@ -284,22 +289,28 @@ class Options(OptionSet):
         """Refuse an owner for factors that are not merged, or merged by nodes."""
         if self.merge != "owner":
             return
-        if self.mode != "rankdad":
-            raise ValueError(f"merge={self.merge!r} is an option of mode='rankdad', got mode={self.mode!r}")
-        if self.hierarchy is not None:
-            raise ValueError("merge='owner' does not work with hierarchy, which merges the gradients of a node")
+        refuse(
+            (self.mode != "rankdad", f"merge={self.merge!r} is an option of mode='rankdad', got mode={self.mode!r}"),
+            (
+                self.hierarchy is not None,
+                "merge='owner' does not work with hierarchy, which merges the gradients of a node",
+            ),
+        )
 
     def _follow_privacy(self) -> None:
         """Refuse what would show more than private gradients, and compress these, which are formed."""
-        if self.mode not in PRIVATE_MODES:
-            raise ValueError(
+        refuse(
+            (
+                self.mode not in PRIVATE_MODES,
                 f"privacy= goes with mode={' or '.join(map(repr, PRIVATE_MODES))}, got mode={self.mode!r}, which sends "
-                "what has not been made private, or chooses by it"
-            )
-        if self.private:
-            raise ValueError("privacy= does not go with private=: it clips the gradients of whole samples")
-        if self.sync_batchnorm:
-            raise ValueError("privacy= does not go with sync_batchnorm=True, which shares statistics of the samples")
+                "what has not been made private, or chooses by it",
+            ),
+            (self.private, "privacy= does not go with private=: it clips the gradients of whole samples"),
+            (
+                self.sync_batchnorm,
+                "privacy= does not go with sync_batchnorm=True, which shares statistics of the samples",
+            ),
+        )
         if self.privacy is not None and self.privacy.secure_sum:
             self._follow_secure_sum()
         if self.mode == "rankdad":  # a frozen instance is changed before anything has read it
@@ -324,9 +335,12 @@ class Options(OptionSet):
                 f"a step needs {LEAST_SITES} sites or more",
             ),
         }
-        for refused, (holds, reason) in reasons.items():
-            if holds:
-                raise ValueError(f"secure_sum=True does not go with {refused}: {reason}")
+        refuse(
+            *(
+                (holds, f"secure_sum=True does not go with {refused}: {reason}")
+                for refused, (holds, reason) in reasons.items()
+            )
+        )
 
     def _check_min_sites(self) -> None:
         """Refuse what does not go on without a site."""
@@ -336,8 +350,9 @@ class Options(OptionSet):
             "sync_batchnorm=True": self.sync_batchnorm,
             f"hierarchy={self.hierarchy!r}": self.hierarchy is not None,
         }
-        for refused in [what for what, holds in reasons.items() if holds]:
-            raise ValueError(f"{refused} needs all sites in every step: leave min_sites out")
+        refuse(
+            *((holds, f"{what} needs all sites in every step: leave min_sites out") for what, holds in reasons.items())
+        )
 
     def bucket_bytes(self, default_mb: float) -> int:
         """Return the payload bytes at which a bucket is full.

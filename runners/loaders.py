@@ -21,6 +21,7 @@ from ..parameter_server import ParameterServer
 from ..parameter_server.dealing import count_batches
 from ..step.model_sync.samples import batches_before, takes_part
 from ..support.loaders import WrappedLoader
+from ..support.refusals import refuse
 
 _PROBES = 8  # samples of a fingerprint
 NO_ACCUMULATION = "deal='shared' cannot accumulate gradients: a site does not know how many batches it will have"
@@ -316,13 +317,15 @@ def data_to_split(
     if any(other[0] != split for other in by_site):
         raise MismatchError(f"split_data differs between sites: {', '.join(str(other[0]) for other in by_site)}")
     alike = own is not None and all(other[1] == own for other in by_site)
-    if known and not alike:
-        raise MismatchError(f"loader {name!r} is split over the sites, and this one has another data set in it")
-    if split is True and not alike:
-        raise MismatchError(
+    refuse(
+        (known and not alike, f"loader {name!r} is split over the sites, and this one has another data set in it"),
+        (
+            split is True and not alike,
             f"loader {name!r} is to be split over the sites, but they do not have the same data set in it; pass "
-            "split_data=False where every site brings its own"
-        )
+            "split_data=False where every site brings its own",
+        ),
+        error=MismatchError,
+    )
     return own if alike else None
 
 

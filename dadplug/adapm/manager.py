@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..exchange import DEFAULT_TIMEOUT
 from ..lowrank.rows import first_outside
+from ..support.refusals import refuse
 from ..support.signature import check_choice
 from . import kernels
 from .backends import BACKENDS, NO_PLACES, Backend, Done, TableSpec
@@ -602,12 +603,14 @@ class ParameterManager:
             ...     users.pull(torch.tensor([10**12]))
             tensor([[1., 1.]])
         """
-        if width < 1 or (rows is not None and rows < 1):
-            raise ValueError(f"width and rows must be at least 1, got {width} and {rows}")
-        if max_rows is not None and max_rows < 1:
-            raise ValueError(f"max_rows must be at least 1, got {max_rows}")
-        if name in self._tables:
-            raise ValueError(f"there is a table {name!r} already")
+        refuse(
+            (
+                width < 1 or (rows is not None and rows < 1),
+                f"width and rows must be at least 1, got {width} and {rows}",
+            ),
+            (max_rows is not None and max_rows < 1, f"max_rows must be at least 1, got {max_rows}"),
+            (name in self._tables, f"there is a table {name!r} already"),
+        )
         spec = TableSpec(name, width, rows, initialiser or Constant(), capacity, max_rows)
         number = len(self._tables)
         self._backend.add_table(spec)

@@ -20,6 +20,7 @@ from ..exchange.fields import check_all, checked
 from ..lowrank import sparse
 from ..reduction import GradientReduction
 from ..step.model_sync.structure import before_update, mark_managed, without_managed
+from ..support.refusals import refuse
 from ..support.signature import check_choice
 from .managed_weight import ManagedEmbedding, ManagedEmbeddingBag, ManagedWeight, RowSteps, group_of, row_optimizer_for
 from .manager import ParameterManager
@@ -534,10 +535,13 @@ class AdaDataLoader:
         forward: Callable[[Any, Any], Any] | None = None,
         lookahead: int = 16,
     ) -> None:
-        if lookahead < 1:
-            raise ValueError(f"lookahead must be at least 1, got {lookahead}")
-        if intent != "auto" and not callable(intent):
-            raise ValueError(f"intent must be 'auto' or a function from a batch to its ids, got {intent!r}")
+        refuse(
+            (lookahead < 1, f"lookahead must be at least 1, got {lookahead}"),
+            (
+                intent != "auto" and not callable(intent),
+                f"intent must be 'auto' or a function from a batch to its ids, got {intent!r}",
+            ),
+        )
         self.loader = loader
         self.model = model
         self.lookahead = lookahead

@@ -33,6 +33,7 @@ from torch.optim.optimizer import Optimizer
 from ..errors import DamagedError, SiteError
 from ..exchange.fields import checked, invalid
 from ..support.files import load_tensors, replacing, sync_folder
+from ..support.refusals import refuse
 from .managed_weight import split_state
 from .model import AdaModel, parameter_numbers
 
@@ -454,10 +455,10 @@ def check_index(content: bytes, path: Path) -> dict[str, Any]:
 def _check_files(index: Mapping[str, Any]) -> None:
     files, rest = index["files"], index["rest"]
     for name, digest in [*files.items(), *rest.items()]:
-        if not _NAME.fullmatch(name):
-            raise ValueError(f"{name!r} is no name of a shard")
-        if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
-            raise ValueError(f"the digest of {name} is {digest!r}")
+        refuse(
+            (not _NAME.fullmatch(name), f"{name!r} is no name of a shard"),
+            (not isinstance(digest, str) or not _DIGEST.fullmatch(digest), f"the digest of {name} is {digest!r}"),
+        )
     stamps = {stamp_of(name) for name in (*files, *rest)}
     if len(stamps) != 1 or len(rest) != 1 or not files:
         raise ValueError(f"it names {len(files)} shards and {len(rest)} other files with {len(stamps)} stamps")

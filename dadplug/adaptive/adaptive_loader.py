@@ -25,6 +25,7 @@ from ..exchange import Traffic, Transport
 from ..exchange.codec import register
 from ..exchange.fields import checked
 from ..step.model_sync.structure import attached, before_update
+from ..support.refusals import refuse
 from ..support.signature import whole_number
 from .goodput import BatchLimits, BatchSplit, Measurement, Period, choose, fit, initial_split
 from .loader import ElasticDataLoader, check_sampler, order_of_sampler
@@ -230,18 +231,23 @@ class AdaptiveDataLoader(ElasticDataLoader):
         drop_last: bool = False,
         **options: Any,
     ) -> None:
-        if isinstance(dataset, IterableDataset):
-            raise ValueError(
+        refuse(
+            (
+                isinstance(dataset, IterableDataset),
                 "an IterableDataset has no samples by number that could be divided over the sites: an "
-                "AdaptiveDataLoader needs a data set with __getitem__ and __len__"
-            )
-        if options.get("batch_sampler") is not None:
-            raise ValueError("an AdaptiveDataLoader decides about batches: leave out the batch_sampler")
-        if not options.get("in_order", True):
-            raise ValueError("with in_order=False a change of the batch would lose samples: leave it out")
+                "AdaptiveDataLoader needs a data set with __getitem__ and __len__",
+            ),
+            (
+                options.get("batch_sampler") is not None,
+                "an AdaptiveDataLoader decides about batches: leave out the batch_sampler",
+            ),
+            (
+                not options.get("in_order", True),
+                "with in_order=False a change of the batch would lose samples: leave it out",
+            ),
+            (sampler is not None and shuffle, "a sampler gives the order: leave out shuffle"),
+        )
         if sampler is not None:
-            if shuffle:
-                raise ValueError("a sampler gives the order: leave out shuffle")
             check_sampler(sampler)
         super().__init__(dataset, batch_size, bool(shuffle), source=source, seed=seed, drop_last=drop_last, **options)
         self._given_sampler = sampler
@@ -304,12 +310,16 @@ class AdaptiveDataLoader(ElasticDataLoader):
         for name, number in numbers.items():
             if number is not None:
                 whole_number(1)(name, number)
-        if max_batch_size < self._base_batch:
-            raise ValueError(f"max_batch_size is {max_batch_size}, less than batch_size, {self._base_batch}")
-        if low is not None and low > min(max_batch_size, high or max_batch_size):
-            raise ValueError(
-                f"local_bsz_bounds {local_bsz_bounds} and max_batch_size {max_batch_size} contradict each other"
-            )
+        refuse(
+            (
+                max_batch_size < self._base_batch,
+                f"max_batch_size is {max_batch_size}, less than batch_size, {self._base_batch}",
+            ),
+            (
+                low is not None and low > min(max_batch_size, high or max_batch_size),
+                f"local_bsz_bounds {local_bsz_bounds} and max_batch_size {max_batch_size} contradict each other",
+            ),
+        )
         self.max_batch_size, self.local_bsz_bounds = max_batch_size, (low, high)
         self._may_accumulate = gradient_accumulation
         self._gradients, self._uses = reduction, False
@@ -667,10 +677,13 @@ class AdaScale:
         while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
             optimizer = inner  # of a trainer's wrapper, which calls its step
         self._rule = _rule_of(optimizer, rule)
-        if base_batch is not None and (not isinstance(base_batch, int) or base_batch < 1):
-            raise ValueError(f"base_batch must be a whole number of at least 1, got {base_batch!r}")
-        if not scheduler_every > 0.0:
-            raise ValueError(f"scheduler_every must be a number over 0, got {scheduler_every!r}")
+        refuse(
+            (
+                base_batch is not None and (not isinstance(base_batch, int) or base_batch < 1),
+                f"base_batch must be a whole number of at least 1, got {base_batch!r}",
+            ),
+            (not scheduler_every > 0.0, f"scheduler_every must be a number over 0, got {scheduler_every!r}"),
+        )
         self.optimizer, self.scheduler = optimizer, scheduler
         self.progress = 0.0
         self.gain = self.factor = 1.0
@@ -758,10 +771,13 @@ class AdaScale:
 
 def _rule_of(optimizer: Optimizer, rule: str | None) -> str:
     """Return the rule by which the learning rate of an optimizer is scaled."""
-    if rule not in (None, "linear", "sqrt"):
-        raise ValueError(f"rule must be 'linear', 'sqrt' or None, got {rule!r}")
-    if not isinstance(optimizer, Optimizer):
-        raise ValueError(f"AdaScale needs a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    refuse(
+        (rule not in (None, "linear", "sqrt"), f"rule must be 'linear', 'sqrt' or None, got {rule!r}"),
+        (
+            not isinstance(optimizer, Optimizer),
+            f"AdaScale needs a torch.optim.Optimizer, got {type(optimizer).__name__}",
+        ),
+    )
     found = rule or next((each for kind, each in _RULES.items() if isinstance(optimizer, kind)), None)
     if found is None:
         known = ", ".join(kind.__name__ for kind in _RULES)

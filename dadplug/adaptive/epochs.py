@@ -20,6 +20,7 @@ from ..exchange import DEFAULT_TIMEOUT, Transport, codec
 from ..exchange.fields import checked
 from ..support.files import PRIVATE, write_file
 from ..support.logs import get_logger
+from ..support.refusals import refuse
 from .progress import ProgramProgress, SiteProgress, progress
 
 _log = get_logger(__name__)
@@ -50,17 +51,23 @@ class Epochs:
         every: int | None,
         timeout: float,
     ) -> None:
-        if not isinstance(until, int) or until < 0:
-            raise ValueError(f"the number of epochs must be a whole number of at least 0, got {until!r}")
-        if every is not None and (not isinstance(every, int) or every < 1):
-            raise ValueError(f"every must be a number of batches of at least 1, or None, got {every!r}")
         given = os.environ.get(_VARIABLE) if checkpoint is None else checkpoint
-        self._path = Path(given) if given else None
-        if self._path is not None and state is None:
-            raise ValueError(
+        refuse(
+            (
+                not isinstance(until, int) or until < 0,
+                f"the number of epochs must be a whole number of at least 0, got {until!r}",
+            ),
+            (
+                every is not None and (not isinstance(every, int) or every < 1),
+                f"every must be a number of batches of at least 1, or None, got {every!r}",
+            ),
+            (
+                given and state is None,
                 "a checkpoint needs state={'model': model, 'optimizer': optimizer, ...}: what has to be saved together "
-                "with the position in the data; state={} if that is nothing"
-            )
+                "with the position in the data; state={} if that is nothing",
+            ),
+        )
+        self._path = Path(given) if given else None
         self._until, self._every, self._timeout = until, every, timeout
         self._state = dict(state or {})
         for name, each in self._state.items():
@@ -227,10 +234,13 @@ def _read(path: Path) -> bytes | None:
     except OSError as error:
         raise ValueError(f"checkpoint {path} cannot be read: {error.strerror}") from error
     content = whole[len(_HEAD) + _DIGEST_BYTES :]
-    if whole[: len(_HEAD)] != _HEAD:
-        raise ValueError(f"{path} is no checkpoint of remaining_epochs_until")
-    if hashlib.sha256(content).digest() != whole[len(_HEAD) : len(_HEAD) + _DIGEST_BYTES]:
-        raise ValueError(f"checkpoint {path} is damaged: it is not what was written")
+    refuse(
+        (whole[: len(_HEAD)] != _HEAD, f"{path} is no checkpoint of remaining_epochs_until"),
+        (
+            hashlib.sha256(content).digest() != whole[len(_HEAD) : len(_HEAD) + _DIGEST_BYTES],
+            f"checkpoint {path} is damaged: it is not what was written",
+        ),
+    )
     return content
 
 

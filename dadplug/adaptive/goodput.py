@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..exchange.codec import register
+from ..support.refusals import refuse
 
 _REACH = 0.5  # binary logarithm of the ratio of batches within which a deviation from the model counts
 _SHRINK = 0.3  # weight of no deviation
@@ -465,16 +466,18 @@ class BatchLimits:
             ValueError: if none is.
         """
         least, most = self.of_micro_batch
-        if least > self.max_batch:
-            raise ValueError(
+        refuse(
+            (
+                least > self.max_batch,
                 f"local_bsz_bounds of {len(self.bounds)} sites ask for at least {least} samples in a step, and "
-                f"max_batch_size is {self.max_batch}"
-            )
-        if most < self.base_batch and not self.accumulate:
-            raise ValueError(
+                f"max_batch_size is {self.max_batch}",
+            ),
+            (
+                most < self.base_batch and not self.accumulate,
                 f"local_bsz_bounds of {len(self.bounds)} sites allow at most {most} samples in a step, and batch_size "
-                f"is {self.base_batch}: pass larger bounds, or gradient_accumulation=True"
-            )
+                f"is {self.base_batch}: pass larger bounds, or gradient_accumulation=True",
+            ),
+        )
 
     @property
     def of_micro_batch(self) -> tuple[int, int]:

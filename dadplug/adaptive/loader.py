@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from ..errors import MismatchError
 from ..exchange.fields import checked
+from ..support.refusals import refuse
 from ..support.signature import whole_number
 from .progress import Pass, ProgramProgress, progress
 
@@ -56,15 +57,21 @@ def check_sampler(sampler: Any) -> None:
     Raises:
         ValueError: if it cannot.
     """
-    if isinstance(sampler, DistributedSampler):
-        raise ValueError("an AdaptiveDataLoader divides the data over the sites: leave out the DistributedSampler")
-    if not hasattr(sampler, "__len__"):
-        raise ValueError("the sampler needs a length, so that its samples can be divided over the sites")
-    if getattr(sampler, "generator", None) is not None:
-        raise ValueError(
+    refuse(
+        (
+            isinstance(sampler, DistributedSampler),
+            "an AdaptiveDataLoader divides the data over the sites: leave out the DistributedSampler",
+        ),
+        (
+            not hasattr(sampler, "__len__"),
+            "the sampler needs a length, so that its samples can be divided over the sites",
+        ),
+        (
+            getattr(sampler, "generator", None) is not None,
             "a sampler with a generator of its own gives another order after a restart: leave out the generator, and "
-            "give the AdaptiveDataLoader a seed"
-        )
+            "give the AdaptiveDataLoader a seed",
+        ),
+    )
 
 
 def order_of_sampler(sampler: Any, *key: int) -> Tensor:

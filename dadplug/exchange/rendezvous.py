@@ -25,6 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from ..errors import MismatchError, SiteError
 from ..support.logs import Troubles, get_logger
+from ..support.refusals import refuse
 from ..support.signature import check_seconds
 from . import codec
 from .handshake import Deadline, choose_interface, explain_unresolved, gloo_interface, within
@@ -409,10 +410,10 @@ def _rendezvous_address(
     for name, value in (("rank", rank), ("num_nodes", num_nodes)):
         if not isinstance(value, int):
             raise ValueError(f"{name} must be a whole number, got {value!r}")
-    if num_nodes < 1:
-        raise ValueError(f"num_nodes must be at least 1, got {num_nodes}")
-    if not 0 <= rank < num_nodes:
-        raise ValueError(f"rank must lie in 0 to {num_nodes - 1} for {num_nodes} sites, got {rank}")
+    refuse(
+        (num_nodes < 1, f"num_nodes must be at least 1, got {num_nodes}"),
+        (not 0 <= rank < num_nodes, f"rank must lie in 0 to {num_nodes - 1} for {num_nodes} sites, got {rank}"),
+    )
     return rank, num_nodes, host, port
 
 
@@ -426,10 +427,16 @@ def _within(timeout: float, host: str, call: Callable[[], dist.Store]) -> dist.S
 def _backend(backend: str | None) -> str:
     if backend is None:
         return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
-    if backend not in ("gloo", "nccl", "mpi", "cpu:gloo,cuda:nccl"):
-        raise ValueError(f"unknown backend {backend!r}; valid ones are gloo, nccl and mpi")
-    if backend == "nccl" and not (dist.is_nccl_available() and torch.cuda.is_available()):
-        raise ValueError("backend 'nccl' needs CUDA GPUs and a build of torch with NCCL; use 'gloo' here")
+    refuse(
+        (
+            backend not in ("gloo", "nccl", "mpi", "cpu:gloo,cuda:nccl"),
+            f"unknown backend {backend!r}; valid ones are gloo, nccl and mpi",
+        ),
+        (
+            backend == "nccl" and not (dist.is_nccl_available() and torch.cuda.is_available()),
+            "backend 'nccl' needs CUDA GPUs and a build of torch with NCCL; use 'gloo' here",
+        ),
+    )
     return backend
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..step.model_sync.structure import refuse_wrapped
+from ..support.refusals import refuse
 from .memory import Board, SharedMemory, aligned
 
 # Optimizers of torch whose state, but for "step", begins with zeros and is updated in place. Adagrad creates its own
@@ -57,13 +58,19 @@ def check_optimizer(optimizer: Any, model: nn.Module, state: str) -> None:
         raise ValueError(f'the state of {name} cannot be shared; pass state="own", or use one of {valid}')
     sparse = sparse_weights(model)
     for group in optimizer.param_groups:
-        if group.get("momentum") and group.get("dampening"):
-            raise ValueError('SGD with dampening treats its first step differently: pass state="own"')
-        if isinstance(optimizer, torch.optim.SGD) and group["momentum"] and any(p in sparse for p in group["params"]):
-            raise ValueError(
+        refuse(
+            (
+                group.get("momentum") and group.get("dampening"),
+                'SGD with dampening treats its first step differently: pass state="own"',
+            ),
+            (
+                isinstance(optimizer, torch.optim.SGD)
+                and group["momentum"]
+                and any(p in sparse for p in group["params"]),
                 "SGD's momentum of a sparse gradient is a sparse tensor, which cannot be shared: put the tables into "
-                'a parameter group with momentum 0, use SparseAdam or Adagrad, or pass state="own"'
-            )
+                'a parameter group with momentum 0, use SparseAdam or Adagrad, or pass state="own"',
+            ),
+        )
 
 
 def divides_by_state(optimizer: torch.optim.Optimizer) -> bool:

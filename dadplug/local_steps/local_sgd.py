@@ -26,6 +26,7 @@ from ..step.model_sync.sameness import raise_problems
 from ..step.model_sync.samples import SampleCounter
 from ..step.model_sync.structure import OptimizerHook, is_managed, weak_hook
 from ..support.logs import get_logger
+from ..support.refusals import refuse
 from ..support.signature import takes_keywords_of
 from .agreement import Agreement, check_fragments
 from .captured import CapturedGradients
@@ -770,18 +771,26 @@ def _check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> Non
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if not parameter.is_floating_point() and not parameter.is_complex():
-                raise ValueError(
+            refuse(
+                (
+                    not parameter.is_floating_point() and not parameter.is_complex(),
                     f"parameter {names.get(id(parameter), '')!r} is of type {parameter.dtype}: local steps are for "
-                    "floating-point parameters, leave it out of the optimizer"
-                )
-            if id(parameter) not in names:
-                raise ValueError(
+                    "floating-point parameters, leave it out of the optimizer",
+                ),
+                (
+                    id(parameter) not in names,
                     f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not the model's: sites "
-                    "would not agree on it"
-                )
+                    "would not agree on it",
+                ),
+            )
     for name, parameter in model.named_parameters():
-        if is_managed(parameter):
-            raise ValueError(f"the rows of {name!r} are spread over the sites by a parameter manager: no local steps")
-        if parameter.requires_grad and parameter.is_complex():
-            raise ValueError(f"parameter {name!r} is complex: local steps are for real parameters")
+        refuse(
+            (
+                is_managed(parameter),
+                f"the rows of {name!r} are spread over the sites by a parameter manager: no local steps",
+            ),
+            (
+                parameter.requires_grad and parameter.is_complex(),
+                f"parameter {name!r} is complex: local steps are for real parameters",
+            ),
+        )

@@ -10,6 +10,7 @@ from typing import Any
 from ..exchange import DEFAULT_TIMEOUT
 from ..exchange.rounds import Requirements
 from ..options import WEIGHTINGS, WIRES, Options, as_patterns, check_mode, check_patterns, check_setting_names
+from ..support.refusals import refuse
 from ..support.signature import OptionSet, check_hub_timeout, check_seconds, number, option, whole_number
 
 Schedule = Callable[[int], int]
@@ -144,12 +145,16 @@ class LocalOptions(OptionSet):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "private", as_patterns(self.private))
-        if self.delay is not None and not self.overlap:
-            raise ValueError(f"delay={self.delay} is for deltas that travel while steps go on: leave overlap=False out")
-        if self.fragments > 1 and not self.overlap:
-            raise ValueError(
-                f"fragments={self.fragments} are sent while steps go on: leave overlap=False out, or fragments"
-            )
+        refuse(
+            (
+                self.delay is not None and not self.overlap,
+                f"delay={self.delay} is for deltas that travel while steps go on: leave overlap=False out",
+            ),
+            (
+                self.fragments > 1 and not self.overlap,
+                f"fragments={self.fragments} are sent while steps go on: leave overlap=False out, or fragments",
+            ),
+        )
         self._check_density()
         self._check_min_sites()
 
@@ -163,39 +168,47 @@ class LocalOptions(OptionSet):
                     "and a hub: LocalSGD(..., min_sites=1) after dadplug.connect(kit=...)"
                 )
             return
-        reasons = {
-            f"warm_up={self.warm_up}": self.warm_up > 0,
-            "sync_batchnorm=True": self.sync_batchnorm,
-        }
         if self.delay is not None and self.round_seconds is not None:
             raise ValueError(
                 f"delay={self.delay} counts steps, and rounds of round_seconds={self.round_seconds:g} have no fixed "
                 "number of them: leave delay out, or set every in place of round_seconds"
             )
-        for refused in [what for what, holds in reasons.items() if holds]:
-            raise ValueError(f"{refused} needs all sites in every step: leave min_sites out")
+        needs_all = "needs all sites in every step: leave min_sites out"
+        refuse(
+            (self.warm_up > 0, f"warm_up={self.warm_up} {needs_all}"),
+            (self.sync_batchnorm, f"sync_batchnorm=True {needs_all}"),
+        )
 
     def _check_density(self) -> None:
         """Refuse what does not go with sparse deltas, or only with them."""
         if self.density is None:
-            if self.wire == SPARSE_WIRE:
-                raise ValueError(
-                    "wire='int2' is the format of sparse deltas: add density=0.02, or take wire='int8' for whole deltas"
-                )
-            if self.memory_decay is not None:
-                raise ValueError("memory_decay is the decay of the memory of sparse deltas: add density=0.02")
+            refuse(
+                (
+                    self.wire == SPARSE_WIRE,
+                    "wire='int2' is the format of sparse deltas: add density=0.02, or take wire='int8' for whole "
+                    "deltas",
+                ),
+                (
+                    self.memory_decay is not None,
+                    "memory_decay is the decay of the memory of sparse deltas: add density=0.02",
+                ),
+            )
             return
-        if self.wire != SPARSE_WIRE:
-            raise ValueError(f"density sends the largest entries in 2 bits, got wire={self.wire!r}: add wire='int2'")
-        if self.rank is not None:
-            raise ValueError(
-                f"density and rank={self.rank} are two ways to send less of a delta: leave one of them out"
-            )
-        if self.outer_momentum:
-            raise ValueError(
+        refuse(
+            (
+                self.wire != SPARSE_WIRE,
+                f"density sends the largest entries in 2 bits, got wire={self.wire!r}: add wire='int2'",
+            ),
+            (
+                self.rank is not None,
+                f"density and rank={self.rank} are two ways to send less of a delta: leave one of them out",
+            ),
+            (
+                self.outer_momentum,
                 f"outer_momentum={self.outer_momentum} with density is unstable, since the memory of what was not sent "
-                "is a momentum, too: leave outer_momentum out, and set memory_decay in its place"
-            )
+                "is a momentum, too: leave outer_momentum out, and set memory_decay in its place",
+            ),
+        )
 
     def unused(self) -> dict[str, str]:
         found = {} if self.warm_up else {"warm_up_mode": "it needs warm_up, the number of synchronous steps"}

@@ -15,6 +15,7 @@ from ..exchange import Transport, codec
 from ..step.fused import GradientProduct, engine_for, reasons_against, take_step
 from ..step.model_sync.sameness import tables_with_max_norm
 from ..step.model_sync.structure import OptimizerHook, is_managed, weak_hook
+from ..support.refusals import refuse
 
 Settings = list[dict[str, Any]]
 """By parameter group, the values of its settings by name: learning rate, momentum, betas and so on."""
@@ -50,10 +51,16 @@ class LoggedOptimizer:
         self._hooks = self._count_hooks()
         self.fused: Set[nn.Parameter] = frozenset()
         for group in optimizer.param_groups:
-            if isinstance(group.get("lr"), Tensor):
-                raise ValueError("a ParameterServer needs a learning rate that is a number, not a tensor")
-            if any(parameter not in self._names for parameter in group["params"]):
-                raise ValueError("the optimizer has parameters that are not the model's")
+            refuse(
+                (
+                    isinstance(group.get("lr"), Tensor),
+                    "a ParameterServer needs a learning rate that is a number, not a tensor",
+                ),
+                (
+                    any(parameter not in self._names for parameter in group["params"]),
+                    "the optimizer has parameters that are not the model's",
+                ),
+            )
 
     def agree_on_fused(self, transport: Transport, wanted: bool) -> None:
         """Take fused steps from now on if all sites want and can, and then take the same; all must call it together.

@@ -24,6 +24,7 @@ from ..step.model_sync.replicated_model import JoinState, ReplicatedModel, State
 from ..step.model_sync.sameness import tensors_of
 from ..step.model_sync.structure import weak_hook
 from ..support.logs import get_logger
+from ..support.refusals import refuse
 from ..support.signature import check_choice, takes_keywords_of
 from .connect import (
     ReturnedRounds,
@@ -508,10 +509,17 @@ class ParameterServer(ReplicatedModel):
         Raises:
             RuntimeError: in the middle of a phase, in which replicas differ.
         """
-        if self._unfinished and not self._in_trainer:
-            raise RuntimeError("this replica differs from those of the other sites: call finish() on all sites before")
-        if self._held.samples or self._log.outstanding or self._gradients.pending:
-            raise RuntimeError("some gradients of this site are not committed yet: call finish() on all sites before")
+        refuse(
+            (
+                self._unfinished and not self._in_trainer,
+                "this replica differs from those of the other sites: call finish() on all sites before",
+            ),
+            (
+                self._held.samples or self._log.outstanding or self._gradients.pending,
+                "some gradients of this site are not committed yet: call finish() on all sites before",
+            ),
+            error=RuntimeError,
+        )
         return {"version": self.version, "epochs": self._log.epochs} | self._own_state()
 
     def _own_state(self) -> dict[str, Any]:

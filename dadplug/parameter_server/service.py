@@ -25,6 +25,7 @@ from msgspec.structs import replace
 from ..errors import MessageError, SequenceError, escaped
 from ..exchange import Traffic
 from ..exchange.handshake import listen, read_exactly, write_all
+from ..support.refusals import refuse
 from ..support.structs import LONGEST_TEXT, Decoded, Slot, Slots, Texts, decode
 from .dealing import DEALS, Answer, OwnDealer, SharedDealer
 from .sequencer import Rules, Sequencer
@@ -619,10 +620,14 @@ class SequencerHost:
         with self._changed:
             start = self._starts.get(key)
             if start is None:
-                if key in self._running:
-                    raise MessageError("this parameter server has been started before")
-                if len(self._running) + len(self._starts) >= _MOST_SEQUENCERS:
-                    raise MessageError(f"the hub serves {_MOST_SEQUENCERS} parameter servers already: it takes no more")
+                refuse(
+                    (key in self._running, "this parameter server has been started before"),
+                    (
+                        len(self._running) + len(self._starts) >= _MOST_SEQUENCERS,
+                        f"the hub serves {_MOST_SEQUENCERS} parameter servers already: it takes no more",
+                    ),
+                    error=MessageError,
+                )
                 start = self._starts[key] = _Start(slot)
             if slot in start.sockets:
                 raise MessageError("this site takes part already")

@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ..errors import PrivacyError
+from ..support.refusals import refuse
 from ..support.signature import check_choice, number, whole_number
 
 LOSS_REDUCTIONS = ("mean", "sum")
@@ -67,14 +68,15 @@ class DifferentialPrivacy:
         number("a number above 0 and up to 1", lambda value: 0 < value <= 1)("sample_rate", self.sample_rate)
         whole_number(1)("expected_batch", self.expected_batch)
         check_choice("loss_reduction", self.loss_reduction, LOSS_REDUCTIONS)
-        for name in ("secure", "secure_sum"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        if self.secure_sum and 0 < self.noise_multiplier < _LEAST_SHARED_NOISE:
-            raise ValueError(
+        refuse(
+            (not isinstance(self.secure, bool), f"secure must be True or False, got {self.secure!r}"),
+            (not isinstance(self.secure_sum, bool), f"secure_sum must be True or False, got {self.secure_sum!r}"),
+            (
+                self.secure_sum and 0 < self.noise_multiplier < _LEAST_SHARED_NOISE,
                 f"secure_sum needs a noise_multiplier of at least {_LEAST_SHARED_NOISE}, got {self.noise_multiplier}: "
-                "a site's part of less is lost in fixed-point numbers"
-            )
+                "a site's part of less is lost in fixed-point numbers",
+            ),
+        )
 
     @classmethod
     def for_epsilon(

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import InputError, LoadError
+from ..support.refusals import refuse
 from .policies import Policy
 
 DTYPES = ("float32", "float64", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
@@ -230,15 +231,21 @@ class ServingOptions:
     threads: int = 1
 
     def __post_init__(self) -> None:
-        for name in _POSITIVE:
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} has to be positive, not {getattr(self, name)}")
-        if self.deadline is not None and self.deadline < self.slo:
-            raise ValueError(f"deadline ({self.deadline} s) has to be at least slo ({self.slo} s)")
-        if self.cache_bytes < 0:
-            raise ValueError(f"cache_bytes has to be at least 0, not {self.cache_bytes}")
-        if self.dtype is not None and self.dtype not in DTYPES:
-            raise ValueError(f"unknown dtype {self.dtype!r}; valid ones are {', '.join(DTYPES)}")
+        refuse(
+            *(
+                (not getattr(self, name) > 0, f"{name} has to be positive, not {getattr(self, name)}")
+                for name in _POSITIVE
+            ),
+            (
+                self.deadline is not None and self.deadline < self.slo,
+                f"deadline ({self.deadline} s) has to be at least slo ({self.slo} s)",
+            ),
+            (self.cache_bytes < 0, f"cache_bytes has to be at least 0, not {self.cache_bytes}"),
+            (
+                self.dtype is not None and self.dtype not in DTYPES,
+                f"unknown dtype {self.dtype!r}; valid ones are {', '.join(DTYPES)}",
+            ),
+        )
 
     @property
     def longest(self) -> float:

@@ -27,6 +27,7 @@ except ImportError:  # Windows: processes that start together may compile the sa
     fcntl = None  # type: ignore[assignment]
 
 from .logs import get_logger
+from .refusals import refuse
 
 _log = get_logger(__name__)
 _LOCK_SECONDS = 60.0  # in which another process can compile a kernel; then this one compiles it, too
@@ -128,12 +129,15 @@ def make_private(folder: Path) -> None:
 
 
 def _check_owner(folder: Path, owners: tuple[int, ...], writers: int, found: os.stat_result) -> None:
-    if not stat.S_ISDIR(found.st_mode):
-        raise RuntimeError(f"{folder} is no folder")
-    if found.st_uid not in owners:
-        raise RuntimeError(f"{folder} belongs to another user")
-    if found.st_mode & writers and not (found.st_mode & stat.S_ISVTX and 0 in owners):
-        raise RuntimeError(f"others can write to {folder}: chmod go-w {folder}")
+    refuse(
+        (not stat.S_ISDIR(found.st_mode), f"{folder} is no folder"),
+        (found.st_uid not in owners, f"{folder} belongs to another user"),
+        (
+            found.st_mode & writers and not (found.st_mode & stat.S_ISVTX and 0 in owners),
+            f"others can write to {folder}: chmod go-w {folder}",
+        ),
+        error=RuntimeError,
+    )
 
 
 class _UserLocator(_InTree):

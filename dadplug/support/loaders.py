@@ -7,6 +7,8 @@ from typing import Any, ClassVar
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
+from .refusals import refuse
+
 _SETTINGS = (
     "num_workers",
     "collate_fn",
@@ -78,12 +80,16 @@ def check_loader(loader: Any, by: str = "Hogwild!") -> None:
     """
     if not isinstance(loader, DataLoader):
         raise TypeError(f"batches of a DataLoader can be dealt, not of {type(loader).__name__}")
-    if isinstance(loader.dataset, IterableDataset):
-        raise ValueError(
-            "an IterableDataset has no order that could be dealt: use a data set with a length and indices"
-        )
-    if loader.batch_sampler is None:
-        raise ValueError("the loader makes no batches (batch_size=None): give it a batch_size or a batch_sampler")
+    refuse(
+        (
+            isinstance(loader.dataset, IterableDataset),
+            "an IterableDataset has no order that could be dealt: use a data set with a length and indices",
+        ),
+        (
+            loader.batch_sampler is None,
+            "the loader makes no batches (batch_size=None): give it a batch_size or a batch_sampler",
+        ),
+    )
     samplers = (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
     if any(isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1 for sampler in samplers):
         raise ValueError(

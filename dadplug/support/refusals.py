@@ -12,11 +12,12 @@ def first_reason(*reasons: tuple[object, str]) -> str:
     return next((words for holds, words in reasons if holds), "")
 
 
-def refuse(*reasons: tuple[object, str]) -> None:
-    """Raise ValueError for the first reason that holds.
+def refuse(*reasons: tuple[object, str], error: type[Exception] = ValueError) -> None:
+    """Raise an error for the first reason that holds.
 
     Args:
-        reasons: whether something is wrong, and the message, which names the remedy.
+        reasons: whether something is wrong, and the message, which names the remedy. All are evaluated.
+        error: type of the error.
     """
     if message := first_reason(*reasons):
-        raise ValueError(message)
+        raise error(message)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import KitError
+from ...support.refusals import refuse
 from .files import (
     CA,
     CERTIFICATE,
@@ -543,12 +544,15 @@ def _with_revocations(kit: Kit) -> Kit:
 def _with_roster(kit: Kit) -> Kit:
     """Return a kit with the roster of its folder, which may have further sites."""
     roster, old, path = Roster.load(kit.folder), kit.roster, kit.folder / ROSTER
-    if roster.project != old.project:
-        raise KitError(f"{path} is one of the project {roster.project}, not of {old.project}")
-    if roster.sites[: len(old.sites)] != old.sites:
-        raise KitError(f"{path}: sites have been removed, renamed or moved, and slots are permanent")
-    if roster.hub != old.hub:
-        raise KitError(f"{path}: the address of the hub has changed: a hub uses it when it is started again")
+    refuse(
+        (roster.project != old.project, f"{path} is one of the project {roster.project}, not of {old.project}"),
+        (
+            roster.sites[: len(old.sites)] != old.sites,
+            f"{path}: sites have been removed, renamed or moved, and slots are permanent",
+        ),
+        (roster.hub != old.hub, f"{path}: the address of the hub has changed: a hub uses it when it is started again"),
+        error=KitError,
+    )
     return replace(kit, roster=roster)
 
 

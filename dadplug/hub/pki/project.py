@@ -14,6 +14,7 @@ from typing import Any
 
 from ...errors import KitError, PolicyError
 from ...exchange.restrictions import Restricted
+from ...support.refusals import refuse
 from .files import ROSTER, check_keys, read_file, read_toml
 from .proxies import DIRECT, Proxy
 
@@ -257,10 +258,14 @@ class Roster:
         for name in self.hub_names:
             _check_host(name)
         _check_sites(self.sites)
-        if self.hub_at is not None and self.hub_at not in self.sites:
-            raise KitError(f"hub_at must name the site that runs the hub, got {self.hub_at!r}")
-        if not isinstance(self.sealed, bool):
-            raise KitError(f"sealed must be true or false, got {self.sealed!r}")
+        refuse(
+            (
+                self.hub_at is not None and self.hub_at not in self.sites,
+                f"hub_at must name the site that runs the hub, got {self.hub_at!r}",
+            ),
+            (not isinstance(self.sealed, bool), f"sealed must be true or false, got {self.sealed!r}"),
+            error=KitError,
+        )
 
     def slot(self, site: str) -> int:
         """Return the slot of a site, from 0.
@@ -448,10 +453,11 @@ def canonical(host: str) -> str:
 
 def _entry(table: Mapping[str, Any], name: str, kind: type = str, default: Any = None) -> Any:
     value = table.get(name, default)
-    if value is None:
-        raise KitError(f"{name} is missing")
-    if not isinstance(value, kind):
-        raise KitError(f"{name} must be a {'table' if kind is dict else 'text'}, got {value!r}")
+    refuse(
+        (value is None, f"{name} is missing"),
+        (not isinstance(value, kind), f"{name} must be a {'table' if kind is dict else 'text'}, got {value!r}"),
+        error=KitError,
+    )
     return value
 
 

@@ -13,6 +13,7 @@ from ...exchange.fields import NUMBER
 from ...exchange.handshake import Deadline
 from ...exchange.rounds import Requirements
 from ...support.logs import get_logger
+from ...support.refusals import refuse
 from ...support.structs import MOST_MS
 from ..wire.messages import IDLE, Arrived, Close, Exclude, Head, Joined, Kind, Position, Receiving, RoundKind, SendState
 from ..wire.streams import ELASTIC_HUB_TIMEOUT
@@ -421,13 +422,18 @@ class RoundClient:
                 continue
             nbytes, step, digest = ANNOUNCED.unpack(announced)
             donor = self._link.name(request.donor)
-            if nbytes > most:
-                raise SiteError(
+            refuse(
+                (
+                    nbytes > most,
                     f"{donor} announces a state of {nbytes} bytes, where this site's model allows {most}: do all sites "
-                    "train the same model?"
-                )
-            if not request.step <= step <= NUMBER:
-                raise SiteError(f"{donor} announces a state of step {step}, and was asked for one of {request.step}")
+                    "train the same model?",
+                ),
+                (
+                    not request.step <= step <= NUMBER,
+                    f"{donor} announces a state of step {step}, and was asked for one of {request.step}",
+                ),
+                error=SiteError,
+            )
             content = bytearray(nbytes)
             done = self._receive_parts(request, memoryview(content), timeout)
             with self._link.lock:

@@ -51,6 +51,7 @@ from ...errors import FrameError
 from ...exchange import codec
 from ...exchange.rounds import Requirements
 from ...support.logs import span
+from ...support.refusals import refuse
 from ...support.structs import LONGEST_TEXT, Count, Counts, Milliseconds, Slot, Slots, Text, Texts, decode
 
 _HEAD = struct.Struct("<HBBHHIQQI")
@@ -281,15 +282,18 @@ class Rules:
     max_lag: int = 256
 
     def __post_init__(self) -> None:
-        if self.min_sites < 1:
-            raise ValueError(f"min_sites={self.min_sites}: at least one site has to stay")
-        if self.late not in ("wait", "skip"):
-            raise ValueError(f"late={self.late!r}: choose 'wait' or 'skip'")
-        if self.patience and not self.patience > 1:
-            raise ValueError(f"patience={self.patience}: it has to exceed 1, the median step, or be 0")
-        for name in ("site_timeout", "progress_timeout", "max_lag"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)}: it has to be positive")
+        refuse(
+            (self.min_sites < 1, f"min_sites={self.min_sites}: at least one site has to stay"),
+            (self.late not in ("wait", "skip"), f"late={self.late!r}: choose 'wait' or 'skip'"),
+            (
+                self.patience and not self.patience > 1,
+                f"patience={self.patience}: it has to exceed 1, the median step, or be 0",
+            ),
+            *(
+                (not getattr(self, name) > 0, f"{name}={getattr(self, name)}: it has to be positive")
+                for name in ("site_timeout", "progress_timeout", "max_lag")
+            ),
+        )
 
 
 class Accept(Message, frozen=True):

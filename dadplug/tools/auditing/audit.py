@@ -15,6 +15,7 @@ from ...local_steps import LocalOptions
 from ...options import Options
 from ...privacy import DifferentialPrivacy
 from ...support.progress import ProgressBar
+from ...support.refusals import refuse
 from .attacks import ATTACKS, Attack, Budget, Result
 from .capture import LOCAL, Batch, LayerView, Observation, capture, tensors_of
 from .report import Remedy, Report, Untried, share_recovered
@@ -221,20 +222,22 @@ def _candidates(mode: str, options: Mapping[str, Any], rows: int) -> Iterator[Re
 
 
 def _checked(observer: str, seconds: float, attacks: Sequence[str] | None) -> list[Attack]:
-    if observer not in OBSERVERS:
-        raise ValueError(f"observer must be one of {', '.join(OBSERVERS)}, got {observer!r}")
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
-        raise ValueError(f"seconds must be a positive number, got {seconds!r}")
-    if isinstance(attacks, str):
-        raise ValueError(f"attacks must be a sequence of names, such as ('span',), got {attacks!r}")
+    refuse(
+        (observer not in OBSERVERS, f"observer must be one of {', '.join(OBSERVERS)}, got {observer!r}"),
+        (
+            isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0,
+            f"seconds must be a positive number, got {seconds!r}",
+        ),
+        (isinstance(attacks, str), f"attacks must be a sequence of names, such as ('span',), got {attacks!r}"),
+    )
     return list(ATTACKS.values()) if attacks is None else [ATTACKS[name] for name in attacks]
 
 
 def _check_batch(model: nn.Module, criterion: object, inputs: Any, targets: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if not callable(criterion):
-        raise ValueError(f"criterion must be a function of outputs and targets, got {criterion!r}")
+    refuse(
+        (not isinstance(model, nn.Module), f"model must be a torch.nn.Module, got {type(model).__name__}"),
+        (not callable(criterion), f"criterion must be a function of outputs and targets, got {criterion!r}"),
+    )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("no parameter of the model is trained: nothing would be sent")
     tensors = tensors_of(inputs)

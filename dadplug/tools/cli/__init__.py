@@ -15,6 +15,7 @@ from operator import methodcaller
 from typing import Any, NamedTuple
 
 from ...errors import DataError, KitError, MismatchError, NonFiniteError, SiteError
+from ...support.refusals import refuse
 
 __all__ = ["add_kit_argument", "add_option_arguments", "options_of", "place_of", "plain_errors"]
 
@@ -145,10 +146,13 @@ def place_of(arguments: argparse.Namespace) -> Place:
         return Place(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     rank = 0 if arguments.rank is None else arguments.rank
     num_nodes = 1 if arguments.num_nodes is None else arguments.num_nodes
-    if num_nodes < 1:
-        raise ValueError(f"num-nodes must be at least 1, got {num_nodes}")
-    if not 0 <= rank < num_nodes:
-        raise ValueError(f"rank must lie in 0 to {num_nodes - 1} for {num_nodes} sites (num-nodes), got {rank}")
+    refuse(
+        (num_nodes < 1, f"num-nodes must be at least 1, got {num_nodes}"),
+        (
+            not 0 <= rank < num_nodes,
+            f"rank must lie in 0 to {num_nodes - 1} for {num_nodes} sites (num-nodes), got {rank}",
+        ),
+    )
     return Place(rank, num_nodes, arguments.dist_url or f"tcp://{arguments.master_addr}:{arguments.master_port}")
 
 

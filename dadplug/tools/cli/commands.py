@@ -412,10 +412,11 @@ def hub(arguments: argparse.Namespace) -> int:
     from ...hub.server.status import Outputs
     from ...parameter_server.service import SequencerHost
 
-    if arguments.grace <= 0:
-        raise KitError(f"grace={arguments.grace}: it has to be positive")
-    if arguments.memory < 1:
-        raise KitError(f"memory={arguments.memory}: it has to be positive")
+    refuse(
+        (arguments.grace <= 0, f"grace={arguments.grace}: it has to be positive"),
+        (arguments.memory < 1, f"memory={arguments.memory}: it has to be positive"),
+        error=KitError,
+    )
     kit = Kit.load(arguments.kit)
     listen = split_address(arguments.listen, "--listen") if arguments.listen else None
     metrics = split_address(arguments.metrics, "--metrics") if arguments.metrics else None

@@ -13,6 +13,7 @@ from ...errors import RunFailedError
 from ...exchange.codec import gather_objects
 from ...exchange.handshake import own_node
 from ...support.progress import ProgressBar
+from ...support.refusals import refuse
 from ...support.schedules import available_cores
 from ...support.signature import whole_number
 from .link import Link
@@ -105,10 +106,13 @@ class _Trials:
     """
 
     def __init__(self, names: Sequence[str], seconds: float, seeds: int, shown: bool) -> None:
-        if not seconds > 0:
-            raise ValueError(f"seconds must be above 0, got {seconds!r}")
-        if not isinstance(seeds, int) or seeds < 2:
-            raise ValueError(f"seeds must be a whole number of at least 2, since one run shows no noise; got {seeds!r}")
+        refuse(
+            (not seconds > 0, f"seconds must be above 0, got {seconds!r}"),
+            (
+                not isinstance(seeds, int) or seeds < 2,
+                f"seeds must be a whole number of at least 2, since one run shows no noise; got {seeds!r}",
+            ),
+        )
         self._names = list(names)
         self._seeds = seeds
         first = len(names) if len(names) > FINALISTS else 0

@@ -22,6 +22,7 @@ from ...lowrank import warmup
 from ...serving import Model
 from ...serving.loading import key_of, load_module
 from ...support.progress import ProgressBar
+from ...support.refusals import refuse
 from ...support.schedules import Decoding, Encoding, Machine, Record, load, path_of, replaced, save
 from .search import SAMPLES, Config, Found, Measure, Proof, Task, Timer, compare_in_pairs, search
 from .tasks import (
@@ -345,16 +346,19 @@ def _busy(threads: int) -> str:
 def _check(
     seconds: float, rows: int, has_model: bool, builder: str | None, shape: Sequence[int | None] | None, store: bool
 ) -> None:
-    if seconds <= 0:
-        raise ValueError(f"seconds has to be positive, not {seconds}")
-    if rows < 1:
-        raise ValueError(f"rows has to be at least 1, not {rows}")
-    if (builder or shape) and not has_model:
-        raise ValueError("a builder or a shape of inputs is for a model: give the model, too")
-    if not all(isinstance(size, int) and size > 0 for size in shape or ()):
-        raise ValueError(f"input_shape has to be of sizes that do not vary, not {tuple(shape or ())}")
-    if store and path_of(Machine.this()) is None:
-        raise ValueError("DADPLUG_TUNING switches tuned constants off: unset it, or pass store=False")
+    refuse(
+        (seconds <= 0, f"seconds has to be positive, not {seconds}"),
+        (rows < 1, f"rows has to be at least 1, not {rows}"),
+        ((builder or shape) and not has_model, "a builder or a shape of inputs is for a model: give the model, too"),
+        (
+            not all(isinstance(size, int) and size > 0 for size in shape or ()),
+            f"input_shape has to be of sizes that do not vary, not {tuple(shape or ())}",
+        ),
+        (
+            store and path_of(Machine.this()) is None,
+            "DADPLUG_TUNING switches tuned constants off: unset it, or pass store=False",
+        ),
+    )
 
 
 def _run_tasks(
