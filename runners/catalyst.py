@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 from catalyst.callbacks.scheduler import SchedulerCallback
@@ -613,8 +612,8 @@ class _Lookahead(LookaheadLoader):
     def _step(self, model: Any, batch: Any) -> None:
         stub: Any = copy.copy(self._runner)
         for name, value in vars(stub).items():  # methods that the runner has chosen, as for input_key
-            if isinstance(value, types.MethodType) and value.__self__ is self._runner:
-                setattr(stub, name, types.MethodType(value.__func__, stub))
+            if isinstance(value, MethodType) and value.__self__ is self._runner:
+                setattr(stub, name, MethodType(value.__func__, stub))
         stub.model, stub.engine, stub.optimizer, stub.scheduler = model, Stub(), Stub(), Stub()
         stub.batch_metrics = {}
         stub.batch = stub._process_batch(batch)

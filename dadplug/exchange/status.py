@@ -36,7 +36,6 @@ import torch.distributed as dist
 from ..errors import MismatchError, SiteError, escaped
 from . import codec
 from .calls import DIFFERENT, BegunExchanges, Wait, explain, own_place
-from .codec import gather_objects
 from .handshake import Deadline, close_in_children, listen
 
 _STATUS_SECONDS = 1.0  # for answers to a status request
@@ -703,7 +702,7 @@ def introduce(group: dist.ProcessGroup, timeout: float) -> ProcessSites:
         Member(f"rank {other} of the process group", "", 0, b"") for other in dist.get_process_group_ranks(group)
     ]
     try:
-        members = gather_objects(own_member(), group, lambda work: work.wait(timedelta(seconds=timeout)))
+        members = codec.gather_objects(own_member(), group, lambda work: work.wait(timedelta(seconds=timeout)))
     except RuntimeError as error:
         raise ProcessSites(rank, unknown).lost(error, timeout) from error
     sites = ProcessSites(rank, members)

@@ -37,7 +37,6 @@ from ..exchange import Gather, Transport
 from ..exchange.fields import checked
 from ..step.model_sync import sameness
 from ..step.model_sync.buffers import MovingBuffers
-from ..step.model_sync.sameness import renormalise, tables_with_max_norm
 from ..step.model_sync.samples import warn_of_unequal
 from .delta_format import DeltaFormat, SparseFormat, describe_spoilt, find_spoilt
 from .header import Header
@@ -413,7 +412,7 @@ class Agreement:
         self._fragments = [Fragment(delta_format(options, transport)) for _ in range(options.fragments)]
         self._buffers = MovingBuffers(model)
         self._headers: Gather = transport.gather([len(Header._fields)] * transport.world_size, torch.int64)
-        self._tables = tables_with_max_norm(model)
+        self._tables = sameness.tables_with_max_norm(model)
         self._transit: _Transit | None = None
         self._due: int | None = None  # step at which the deltas in transit are applied, if not at the next agreement
         self._added: list[str] = []  # parameters whose first values have to be compared
@@ -484,7 +483,7 @@ class Agreement:
         self.agreed.begin_round(self._model, in_transit, names=fragment.names)
         if in_transit is None:
             for table in self._tables:  # as lookups do, since sites look up different rows
-                renormalise(table)
+                sameness.renormalise(table)
         self.count += 1
         return headers
 

@@ -35,7 +35,6 @@ from ..errors import MismatchError, NonFiniteError
 from ..exchange import Gather, Transport
 from ..step.model_sync import sameness
 from ..step.model_sync.buffers import write_agreed
-from ..step.model_sync.sameness import renormalise
 from ..support.logs import get_logger
 from .agreement import Agreement, Fragment, delta_format, divide, fingerprint, is_finite
 from .delta_format import describe_spoilt, find_spoilt
@@ -222,7 +221,7 @@ class ElasticAgreement(Agreement):
             self._offer()
         if not any(each.weight for each in self._fragments) and not (self._offered and self._offered.weight):
             for table in self._tables:  # as lookups do, since sites look up different rows
-                renormalise(table)
+                sameness.renormalise(table)
         transport.rounds.grow()
         self._report(headers, counted, names)
         return [*headers.values()]

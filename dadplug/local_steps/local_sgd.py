@@ -22,7 +22,6 @@ from ..step.model_sync import sameness
 from ..step.model_sync.batchnorm import SyncedBatchNorms
 from ..step.model_sync.private import shared_part
 from ..step.model_sync.replicated_model import JoinState, ReplicatedModel, Stateful
-from ..step.model_sync.sameness import raise_problems
 from ..step.model_sync.samples import SampleCounter
 from ..step.model_sync.structure import OptimizerHook, is_managed, weak_hook
 from ..support.logs import get_logger
@@ -182,7 +181,7 @@ class LocalSGD(HeldGradients, ReplicatedModel):
     def _open_transport(self, process_group: dist.ProcessGroup | None) -> Transport:
         transport = super()._open_transport(process_group)
         if not transport.rounds.joins:
-            raise_problems(self._problem, transport)
+            sameness.raise_problems(self._problem, transport)
         elif self._problem:
             raise ValueError(self._problem)
         return transport

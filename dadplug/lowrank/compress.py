@@ -14,7 +14,6 @@ from torch import Tensor
 from . import portable
 from .algorithms import ALGORITHMS, Algorithm, Formed, Operator, Search, choose, direct, exact
 from .dispatch import kernels_for, scratch
-from .portable import SAFE
 
 _MOST_ELEMENTS = 1 << 20  # of a product that is formed at a time
 
@@ -225,7 +224,7 @@ def _compress(
 def _is_sound(values: Tensor) -> bool:
     """Return whether singular values are finite, and of a size of which no product can have left the type's range."""
     lengths = values.tolist()
-    return SAFE[0] < lengths[0] < SAFE[1] and all(map(math.isfinite, lengths))
+    return portable.SAFE[0] < lengths[0] < portable.SAFE[1] and all(map(math.isfinite, lengths))
 
 
 def _compress_in_double(
@@ -351,7 +350,7 @@ def squared_norm(deltas: Tensor, activations: Tensor) -> float:
     """
     D, A = (t.detach() if t.dtype == torch.float64 else t.detach().float() for t in (deltas, activations))
     found = _squared_norm(D, A)
-    if SAFE[0] ** 2 < found < SAFE[1] ** 2 or 0 in (*D.shape, *A.shape):
+    if portable.SAFE[0] ** 2 < found < portable.SAFE[1] ** 2 or 0 in (*D.shape, *A.shape):
         return found
     scaled = Operator(D, A).rescaled()
     return 0.0 if scaled is None else _squared_norm(scaled[0].deltas, scaled[0].activations) * scaled[1] * scaled[1]
@@ -366,7 +365,7 @@ def squared_norm_of(gradient: Tensor) -> float:
     flat = gradient.detach().reshape(-1)
     flat = flat if flat.dtype == torch.float64 else flat.float()
     found = float(torch.dot(flat, flat))
-    if SAFE[0] ** 2 < found < SAFE[1] ** 2:
+    if portable.SAFE[0] ** 2 < found < portable.SAFE[1] ** 2:
         return found
     return float(torch.linalg.vector_norm(flat, dtype=torch.float64).square())
 

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from ..support.schedules import DEFAULTS, Decoding, current
 from . import portable
-from .portable import gram_schmidt
 
 _VIEWS = 4096  # shapes that are cached
 SCALE_SIZE = torch.float32.itemsize  # bytes of a row's scale, behind its int8 elements
@@ -239,7 +238,7 @@ def orthonormalise(rows: Tensor) -> Tensor:
     if exact.is_cuda:  # where compression fills up with arbitrary directions, which may differ between sites
         lengths = torch.linalg.vector_norm(exact, dim=1, keepdim=True, dtype=torch.float64)
         result = exact.div_(torch.where(lengths > 0, lengths, 1.0))
-        gram_schmidt(result)
+        portable.gram_schmidt(result)
     else:
         result = exact
         kernels_for(exact).orthonormalise(result)

@@ -6,12 +6,11 @@ definition of their names, types, defaults and help texts.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import secrets
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -48,7 +47,7 @@ from .streams import Log
 
 # Options
 
-_REDUCTION = {option.name: option for option in dataclasses.fields(Options)}
+_REDUCTION = {option.name: option for option in fields(Options)}
 MODES = ("dsgd", "dad", "rankdad")
 _OWN = ("staleness", "quorum", "gather", "late", "deal")  # not those of a reduction
 

@@ -27,7 +27,6 @@ from ..hooks import Factor, stack_by_form
 from ..options import Options
 from ..step.fused import GradientProduct
 from ..step.methods import Method, decode, decode_bias, feedback, is_product
-from ..step.methods.feedback import ErrorFeedback
 from ..step.model_sync.batchnorm import SyncedForward, batch_norms
 from ..step.model_sync.samples import SampleCounter, warn_of_unequal
 from ..step.model_sync.structure import ModelStructure
@@ -541,7 +540,7 @@ class ContributionCodec:
         self._norms = gradients.norms
         self._method = method
         self._options = options
-        self._lost = ErrorFeedback(enabled=True)  # what rounding to int8 takes from formed gradients
+        self._lost = feedback.ErrorFeedback(enabled=True)  # what rounding to int8 takes from formed gradients
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return what rounding has taken from formed gradients, by name."""

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from ..errors import MismatchError, SiteError
 from ..exchange import Traffic, Transport, codec
-from ..exchange.codec import decode_objects, encode_object
 from ..exchange.rounds import Rounds
 from ..exchange.status import add_announcer, remove_announcer
 from ..exchange.transport import Gather, PendingSum
@@ -446,14 +445,14 @@ class ParameterServer(ReplicatedModel):
             MismatchError: if another site is at another place.
             SiteError: if the sequencer's site is gone, or another one does not call it within the timeout.
         """
-        own, refusal = encode_object(item)
+        own, refusal = codec.encode_object(item)
         self._log.finish(_GATHERED + own)
         end = self._take_end()
         for rank, body in end.ended.items():
             if not bytes(body[:1]) == _GATHERED:
                 raise MismatchError(f"{self._transport.sites[rank]} is at another place: it has ended a phase of steps")
         bodies = {rank: memoryview(body)[1:] for rank, body in end.ended.items()}
-        objects = decode_objects(bodies.items(), refusal, self._transport.sites.__getitem__)
+        objects = codec.decode_objects(bodies.items(), refusal, self._transport.sites.__getitem__)
         return dict(zip(bodies, objects, strict=True))
 
     # Sites that return

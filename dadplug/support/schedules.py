@@ -11,7 +11,6 @@ folder, or is ``0`` for the defaults.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import json
@@ -20,7 +19,7 @@ import platform
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
@@ -77,7 +76,7 @@ class Constants(OptionSet):
 
     def values(self) -> dict[str, Any]:
         """Return the values by name."""
-        return dataclasses.asdict(self)
+        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -190,7 +189,7 @@ class Machine:
 
     def differences(self, other: Mapping[str, Any]) -> list[str]:
         """Return how a description that was read from a file differs from this machine, in words."""
-        own = dataclasses.asdict(self)
+        own = asdict(self)
         return [
             f"{name} {other.get(name)!r} instead of {value!r}"
             for name, value in own.items()
@@ -378,7 +377,7 @@ def save(record: Record, machine: Machine, rows: list[dict[str, Any]] | None = N
         raise ValueError(f"{FOLDER_VARIABLE} switches tuned constants off: unset it, or name a folder")
     content = {
         "format": _FORMAT,
-        "machine": dataclasses.asdict(machine),
+        "machine": asdict(machine),
         "decoding": record.decoding.values(),
         "encoding": record.encoding.values(),
         "served": {key: each.values() for key, each in record.served.items()},

@@ -8,7 +8,6 @@ import difflib
 import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from inspect import Parameter
 from typing import Any, TypeVar, get_type_hints
 
@@ -135,7 +134,7 @@ def unknown_option(name: str, names: Sequence[str]) -> ValueError:
     return ValueError(f"unknown option {name!r}{hint}; valid options are {', '.join(names)}")
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class OptionSet:
     """Options with names, types, defaults, help texts and checks: a base for frozen dataclasses of `option` fields.
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from types import MethodType
@@ -285,7 +284,7 @@ class SiteStrategy(Exchange, _DDPStrategy):
         if self._layer_sync is not None:  # Trainer(sync_batchnorm=True); torch's own works on GPUs only
             if not hasattr(self.options, "sync_batchnorm"):
                 raise ValueError(f"{type(self).__name__} cannot normalise over sites: leave sync_batchnorm=True out")
-            self.options = dataclasses.replace(self.options, sync_batchnorm=True)
+            self.options = replace(self.options, sync_batchnorm=True)
             self._layer_sync = None
         loop = trainer.fit_loop.epoch_loop
         if self._transport is not None and hasattr(loop, _SIGTERM):

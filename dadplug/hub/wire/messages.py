@@ -45,7 +45,6 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import torch
-from msgspec import Meta
 
 from ...errors import FrameError
 from ...exchange import codec
@@ -196,7 +195,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 
 
 # What others compute with may be added to without leaving the range of `Count`.
-_Step = Annotated[int, Meta(ge=0, le=1 << 62)]
+_Step = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 
 
 class Position(NamedTuple):
@@ -635,8 +634,8 @@ class Spent(Message, frozen=True):
         delta: the delta.
     """
 
-    epsilon: Annotated[float, Meta(ge=0)]
-    delta: Annotated[float, Meta(ge=0)]
+    epsilon: Annotated[float, msgspec.Meta(ge=0)]
+    delta: Annotated[float, msgspec.Meta(ge=0)]
 
 
 class Contribution(Message, frozen=True):
@@ -671,7 +670,7 @@ class Outsized(Message, frozen=True):
 
     slot: Slot
     training_step: Count
-    times: Annotated[float, Meta(gt=0)]
+    times: Annotated[float, msgspec.Meta(gt=0)]
 
     def __str__(self) -> str:
         return f"in step {self.training_step} the norm of its gradient is {self.times:.3g} times the median"

@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import random
 import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +84,7 @@ class Row:
 
     def values(self) -> dict[str, Any]:
         """Return the row as plain values."""
-        return dataclasses.asdict(self)
+        return asdict(self)
 
 
 @dataclass(frozen=True)
