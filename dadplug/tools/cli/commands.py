@@ -48,8 +48,8 @@ class Exit(IntEnum):
     """Ctrl-C, as shells number it."""
 
 
-Run = Callable[[argparse.Namespace], int]
-"""Function of the parsed arguments that returns the exit status."""
+Run = Callable[[argparse.Namespace], int | None]
+"""Function of the parsed arguments that returns the exit status; None where it is done."""
 
 
 PROGRAM = "dadplug" if Path(sys.argv[0]).stem == "dadplug" else "python -m dadplug"
@@ -93,14 +93,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = PARSER.parse_args(given)
     parsed.further = further
     try:
-        status: int = parsed.run(parsed)
+        return parsed.run(parsed) or Exit.DONE
     except ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
         return Exit.FAILED
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return Exit.INTERRUPTED
-    return status
 
 
 # Types of arguments
@@ -193,7 +192,7 @@ NAME = argument("name", help="name of the site, or hub")
     argument("project", type=Path, help="project file: name, hub, sites, and further entries"),
     OUT,
 )
-def provision(arguments: argparse.Namespace) -> int:
+def provision(arguments: argparse.Namespace) -> None:
     """Make the kits of a project, and print what is to be done with them."""
     from ...hub.pki.provision import provision
 
@@ -205,7 +204,6 @@ def provision(arguments: argparse.Namespace) -> int:
         print(f"{arguments.out / name}: the kit {purpose}; holds a secret key, copy it by a secure way")
     for name in project.own_keys:
         print(f"{name}: makes its key itself, with `python -m dadplug request {name} --project ...`")
-    return 0
 
 
 @command(
@@ -214,14 +212,13 @@ def provision(arguments: argparse.Namespace) -> int:
     argument("--project", required=True, help="name of the project"),
     argument("--kit", type=Path, help="folder of the kit: a new one, or a kit to renew with a new key (default: NAME)"),
 )
-def request(arguments: argparse.Namespace) -> int:
+def request(arguments: argparse.Namespace) -> None:
     """Make a key at a site and a request for its certificate, and print what to do with the request."""
     from ...hub.pki.provision import request
 
     path, fingerprint = request(arguments.kit or Path(arguments.name), arguments.name, arguments.project)
     print(f"{path}: send this file to the operator of the project, and nothing else of the folder")
     print(f"fingerprint of the key, for the operator to compare: {fingerprint}")
-    return 0
 
 
 @command(
@@ -232,7 +229,7 @@ def request(arguments: argparse.Namespace) -> int:
     argument("--days", type=int, default=Project.days, help=f"validity (default: {Project.days} days)"),
     argument("--again", action="store_true", help="the site has a valid certificate, and renews it"),
 )
-def sign(arguments: argparse.Namespace) -> int:
+def sign(arguments: argparse.Namespace) -> None:
     """Make a kit for a site that has made its key itself, and print what to send back."""
     from ...hub.pki.provision import sign
 
@@ -242,7 +239,6 @@ def sign(arguments: argparse.Namespace) -> int:
     print("If the site does not confirm the fingerprint, revoke the certificate.")
     what = f"{folder / CERTIFICATE}" if arguments.again else f"the files of {folder}"
     print(f"Send {what} back, to be copied into the folder of the key. Nothing of it is secret.")
-    return 0
 
 
 @command(
@@ -255,7 +251,7 @@ def sign(arguments: argparse.Namespace) -> int:
         "--hub-name", action="append", default=[], help="further host name or address of the hub; can be repeated"
     ),
 )
-def renew(arguments: argparse.Namespace) -> int:
+def renew(arguments: argparse.Namespace) -> None:
     """Renew the certificate of one kit, and print what to send."""
     from ...hub.pki.provision import renew
 
@@ -264,7 +260,6 @@ def renew(arguments: argparse.Namespace) -> int:
         print(f"{folder}: renewed with a new key; holds a secret key, copy it by a secure way")
     else:
         print(f"{folder / CERTIFICATE}: renewed; replace the file of this name in the kit that is in use")
-    return 0
 
 
 @command(
@@ -273,7 +268,7 @@ def renew(arguments: argparse.Namespace) -> int:
     OUT,
     argument("--serial", type=_hexadecimal, help="serial number of one certificate (default: all of the name)"),
 )
-def revoke(arguments: argparse.Namespace) -> int:
+def revoke(arguments: argparse.Namespace) -> None:
     """Revoke certificates, and print where the list of revoked ones has to go."""
     from ...hub.pki.provision import revoke
 
@@ -284,7 +279,6 @@ def revoke(arguments: argparse.Namespace) -> int:
         print(f"the certificates of {arguments.name} were revoked already")
     path, where = arguments.out / AUTHORITY / REVOKED, "all sites" if arguments.name == HUB else "the hub"
     print(f"Copy {path} into the kit of {where}. Until then the certificate is accepted there.")
-    return 0
 
 
 @command(
@@ -293,7 +287,7 @@ def revoke(arguments: argparse.Namespace) -> int:
     argument("--file", type=Path, help="file with the new passphrase in its first line (default: type it)"),
     argument("--remove", action="store_true", help="remove the passphrase"),
 )
-def passphrase(arguments: argparse.Namespace) -> int:
+def passphrase(arguments: argparse.Namespace) -> None:
     """Encrypt a key with another passphrase; the present one is found as at all times."""
     import getpass
 
@@ -312,7 +306,6 @@ def passphrase(arguments: argparse.Namespace) -> int:
         print(f"{path}: has no passphrase any more")
     else:
         print(f"{path}: has the new passphrase; programs find it by {VARIABLE}, or ask for it in a terminal")
-    return Exit.DONE
 
 
 @command(
@@ -405,7 +398,7 @@ def check(arguments: argparse.Namespace) -> int:
         help="memory for the messages of one parameter server, of which there may be 8 (default: 1024)",
     ),
 )
-def hub(arguments: argparse.Namespace) -> int:
+def hub(arguments: argparse.Namespace) -> None:
     """Run the hub until SIGTERM or SIGINT."""
     from ...hub.pki.kits import Kit
     from ...hub.server.hub import Hub
@@ -444,7 +437,6 @@ def hub(arguments: argparse.Namespace) -> int:
         raise KitError(str(error)) from error
     finally:
         outputs.close()
-    return 0
 
 
 @command(
@@ -480,7 +472,7 @@ def status(arguments: argparse.Namespace) -> int:
     argument("--passphrase-file", type=Path, metavar="FILE", help="file with the passphrase of the kit's key"),
     argument("--devices", action="store_true", help="allow devices, such as GPUs"),
 )
-def service(arguments: argparse.Namespace) -> int:
+def service(arguments: argparse.Namespace) -> None:
     """Write a unit of systemd, and print how it is installed."""
     from ...hub.pki.kits import Kit
     from ...hub.service import Service
@@ -493,7 +485,6 @@ def service(arguments: argparse.Namespace) -> int:
     write_file(path, made.text().encode(), PUBLIC)
     print(f"{path}: written. As root:")
     print("\n".join(f"    {step}" for step in made.steps(path)))
-    return Exit.DONE
 
 
 @command(
@@ -519,7 +510,7 @@ def service(arguments: argparse.Namespace) -> int:
     argument("--port", type=int, default=8000, help="port (default: %(default)d)"),
     argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)"),
 )
-def serve(arguments: argparse.Namespace) -> int:
+def serve(arguments: argparse.Namespace) -> None:
     """Serve models until SIGTERM."""
     from ...serving import Model
 
@@ -549,7 +540,6 @@ def serve(arguments: argparse.Namespace) -> int:
         )
         text = f"serving {', '.join(models)} on http://{arguments.host}:{arguments.port}/predict"
         server.run(arguments.port, arguments.host, ready=lambda: print(text, flush=True), ends_process=True)
-    return 0
 
 
 # Measurements
@@ -730,10 +720,9 @@ def audit(arguments: argparse.Namespace) -> int:
 
 
 @command("prepare nnU-Net for training between sites", nnunet_actions)
-def nnunet(arguments: argparse.Namespace) -> int:
+def nnunet(arguments: argparse.Namespace) -> None:
     """Print the folder of the trainers, merge fingerprints, or plan."""
     run_action(arguments)
-    return Exit.DONE
 
 
 @command(
@@ -752,7 +741,7 @@ def nnunet(arguments: argparse.Namespace) -> int:
         "--threads", type=_count, help="threads, as training or serving will have (default: as torch starts with)"
     ),
 )
-def tune(arguments: argparse.Namespace) -> int:
+def tune(arguments: argparse.Namespace) -> None:
     """Tune constants, and print what was tried and won."""
     if arguments.threads:  # before torch is loaded
         os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
@@ -772,4 +761,3 @@ def tune(arguments: argparse.Namespace) -> int:
             busy=arguments.busy,
         )
     print(result.table())
-    return 0
