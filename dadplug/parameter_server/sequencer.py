@@ -51,7 +51,6 @@ from msgspec import Meta
 
 from ..errors import SequenceError
 from ..exchange.fields import COUNT
-from ..support.refusals import refuse
 from ..support.signature import check_choice, number, whole_number
 from ..support.structs import Count, Slot
 
