@@ -118,6 +118,7 @@ class ServerOptions(OptionSet):
         "quorum of all sites where these are not equally fast",
     )
     average_buffers: bool = _as_in_reductions("average_buffers")
+    private: str | tuple[str, ...] = _as_in_reductions("private")
     timeout: float = _as_in_reductions("timeout")
     hub_timeout: float | None = _as_in_reductions("hub_timeout")
 
@@ -125,7 +126,7 @@ class ServerOptions(OptionSet):
         check_mode(self.mode)
         make_rules(self.staleness, self.quorum, self.late, self.gather)
         check_choice("deal", self.deal, DEALS)
-        self.of_reduction()
+        object.__setattr__(self, "private", self.of_reduction().private)
 
     @property
     def rules(self) -> Rules:
@@ -179,7 +180,11 @@ def gather_workers(transport: Transport, role: str, quorum: int, problem: str) -
 
 
 def largest_message(model: nn.Module) -> int:
-    """Return the number of bytes that a contribution, or the state of a site, may have at most."""
+    """Return the number of bytes that a contribution, or the state of a site, may have at most.
+
+    Args:
+        model: the shared part of the model.
+    """
     return _LEAST_LIMIT + 16 * sum(each.numel() * each.element_size() for each in model.parameters())
 
 

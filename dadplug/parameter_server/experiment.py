@@ -111,6 +111,8 @@ def _check(world_size: int, epochs: int, num_gpus: int, options: dict[str, Any])
     if num_gpus > torch.cuda.device_count():
         raise ValueError(f"num_gpus={num_gpus}, and there are {torch.cuda.device_count()}")
     checked = ServerOptions.create(**options)
+    if checked.private:
+        raise ValueError("private= does not go with launch_ps_and_workers, which returns the model of the server")
     if checked.quorum >= world_size:
         raise ValueError(f"quorum={checked.quorum} needs as many workers, and there are {world_size - 1}")
     return checked

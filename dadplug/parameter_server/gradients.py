@@ -28,6 +28,7 @@ from ..options import Options
 from ..step.fused import GradientProduct
 from ..step.methods import Method, decode, decode_bias, feedback, is_product
 from ..step.model_sync.batchnorm import SyncedForward, batch_norms
+from ..step.model_sync.private import private_parameters, whole_of
 from ..step.model_sync.samples import SampleCounter, warn_of_unequal
 from ..step.model_sync.structure import ModelStructure
 from ..step.planning.partition import partition_parameters, show_inputs
@@ -330,7 +331,7 @@ class ModelGradients:
     """Gradients of a model at one site, by units that are the same at all sites, with the samples they stand for.
 
     Args:
-        model: the model.
+        model: the shared part of the model.
         method: the method.
         options: the options.
         site: rank of this site.
@@ -346,6 +347,7 @@ class ModelGradients:
         expected_reference: `reference` of a training that this one resumes, which it takes over; else 0.
         pending: whether gradients have arrived that have not been collected.
         counted: samples of the passes of the last collection.
+        private: gradients of private parameters, of the last collection.
     """
 
     def __init__(
@@ -356,8 +358,10 @@ class ModelGradients:
         self._alone = sites == 1
         self._by_samples = options.weighting == "samples"
         self._structure = ModelStructure(model)
+        self._own = [*private_parameters(model).values()]
+        self.private: dict[nn.Parameter, Tensor] = {}
         self.counter = SampleCounter(
-            model, self.check_unchanged, lambda: self._drop_cleared(begins=True), self._by_samples
+            whole_of(model), self.check_unchanged, lambda: self._drop_cleared(begins=True), self._by_samples
         )
         found = partition_parameters(model, method, (), options.dense == "lowrank")
         self._capture, self.units = found.capture, found.units
@@ -457,6 +461,9 @@ class ModelGradients:
                 parameter.grad = None
             if factor is not None or dense:
                 taken[unit.name] = UnitGradient(factor, dense)
+        self.private = {each: each.grad for each in self._own if each.grad is not None}
+        for parameter in self._own:
+            parameter.grad = None
         begin_step(self.units)
         return taken
 
@@ -606,9 +613,9 @@ class ContributionCodec:
             else:
                 payload = FactorPayload(factor.deltas, factor.activations)
         except FloatingPointError as error:
-            raise _not_finite(unit.name) from error
+            raise not_finite(unit.name) from error
         if not payload.finite():
-            raise _not_finite(unit.name)
+            raise not_finite(unit.name)
         wire = self._wire(unit)
         bias = None if payload.bias is None else wire.encode(payload.bias[None])[0]
         right = payload.right if factor.form.table_rows else wire.encode(payload.right)
@@ -617,7 +624,7 @@ class ContributionCodec:
     def _encode_dense(self, unit: Unit, name: str, gradient: Tensor, weight: float) -> Tensor:
         """Encode a formed gradient times the site's samples over the reference."""
         if not finite(gradient):
-            raise _not_finite(name)
+            raise not_finite(name)
         flat = (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1) * weight
         wire = self._wire(unit)
         if not wire.quantised:
@@ -760,7 +767,8 @@ class ContributionCodec:
         return total.to(parameter.dtype)
 
 
-def _not_finite(name: str) -> NonFiniteError:
+def not_finite(name: str) -> NonFiniteError:
+    """Return the error about NaN or Inf in the gradient of a name."""
     return NonFiniteError(
         f"NaN or Inf in the gradient of {name!r} of this site. Nothing has been sent, and the other sites go on; the "
         "batch is left out if you go on, too"

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..errors import MismatchError
 from ..exchange import Transport, codec
 from ..step.fused import GradientProduct, engine_for, reasons_against, take_step
+from ..step.model_sync.private import is_private, shared_state
 from ..step.model_sync.sameness import tables_with_max_norm
 from ..step.model_sync.structure import OptimizerHook, is_managed, weak_hook
 from ..support.refusals import refuse
@@ -27,7 +28,8 @@ class LoggedOptimizer:
     """An optimizer whose steps take place where the log says so.
 
     The settings of its groups travel with each contribution, and those of the first contribution of a commit hold for
-    the commit's step: learning rates that schedulers change at each site would differ at one version otherwise.
+    the commit's step: learning rates that schedulers change at each site would differ at one version otherwise. Groups
+    of private parameters alone keep the settings of their site.
 
     Args:
         optimizer: the optimizer.
@@ -97,7 +99,7 @@ class LoggedOptimizer:
 
     def _fusible(self) -> frozenset[nn.Parameter]:
         reasons = reasons_against([self.optimizer])
-        return frozenset(weight for weight, reason in reasons.items() if not reason)
+        return frozenset(weight for weight, reason in reasons.items() if not reason and not is_private(weight))
 
     def _kind(self, weights: Set[nn.Parameter]) -> str:
         if not weights:
@@ -112,20 +114,25 @@ class LoggedOptimizer:
     def describe(self) -> dict[str, str]:
         """Return what has to be the same at all sites: parameter groups, their settings, and state."""
         described = {"optimizer": type(self.optimizer).__name__}
-        for number, (group, settings) in enumerate(zip(self.optimizer.param_groups, self.settings(), strict=True)):
+        for number, (group, settings) in enumerate(zip(self._groups, self.settings(), strict=True)):
             described[f"parameter group {number} of the optimizer"] = ", ".join(
-                self._names[parameter] for parameter in group["params"]
+                self._names[parameter] for parameter in group["params"] if not is_private(parameter)
             )
             described |= {f"{name} of parameter group {number}": repr(value) for name, value in settings.items()}
-        state = self.optimizer.state_dict()["state"]
+        state = shared_state(self.optimizer)["state"]
         described["state of the optimizer"] = hashlib.sha256(codec.encode(state)).hexdigest()[:16] if state else "none"
         return described
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        """Groups that have shared parameters."""
+        return [group for group in self.optimizer.param_groups if not all(map(is_private, group["params"]))]
 
     def settings(self) -> Settings:
         """Return the present settings of the groups."""
         return [
             {name: value for name, value in group.items() if name != "params" and _is_plain(value)}
-            for group in self.optimizer.param_groups
+            for group in self._groups
         ]
 
     def step(self, settings: Any, scale: float, products: Mapping[nn.Parameter, GradientProduct]) -> None:
@@ -146,7 +153,7 @@ class LoggedOptimizer:
         if not _alike(own, settings):
             raise MismatchError("a contribution has other settings of parameter groups than the optimizer of this site")
         self._load(settings)
-        for group in self.optimizer.param_groups:
+        for group in self._groups:
             if scale != 1.0:
                 group["lr"] = group["lr"] * scale
         self._applying = True
@@ -157,7 +164,7 @@ class LoggedOptimizer:
             self._load(own)
 
     def _load(self, settings: Settings) -> None:
-        for group, values in zip(self.optimizer.param_groups, settings, strict=True):
+        for group, values in zip(self._groups, settings, strict=True):
             group.update(values)
 
     def guard(self) -> None:

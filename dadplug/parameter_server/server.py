@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -14,13 +15,14 @@ from torch import Tensor, nn
 
 from ..errors import MismatchError, SiteError
 from ..exchange import Traffic, Transport, codec
+from ..exchange.factor_buckets import finite
 from ..exchange.rounds import Rounds
 from ..exchange.status import add_announcer, remove_announcer
 from ..exchange.transport import Gather, PendingSum
 from ..step.methods import Quality, make_method
 from ..step.model_sync.buffers import average_packed, pack_buffers
+from ..step.model_sync.private import load_shared_state, shared_state
 from ..step.model_sync.replicated_model import JoinState, ReplicatedModel, Stateful
-from ..step.model_sync.sameness import tensors_of
 from ..step.model_sync.structure import weak_hook
 from ..support.logs import get_logger
 from ..support.refusals import refuse
@@ -36,7 +38,7 @@ from .connect import (
     return_to_log,
 )
 from .dealing import LogLink, OwnLoader, SharedLoader, SiteLoader
-from .gradients import ContributionCodec, ModelGradients, UnsentGradients
+from .gradients import ContributionCodec, ModelGradients, UnsentGradients, not_finite
 from .replica import ANY_STATE, LoggedOptimizer, check_site_model
 from .service import SequencerHost
 from .streams import Commit, Frame, FrameKind
@@ -56,7 +58,8 @@ class ParameterServer(ReplicatedModel):
     No parameters travel. Each site sends its gradient, compressed as in `dadplug.GradientReduction`. A sequencer, which
     the hub has, or site 0 where there is none, orders these contributions in a log. Every site applies the log with its
     own optimizer, so that replicas of one version have the same bits. At the start all sites get rank 0's parameters
-    and buffers.
+    and buffers, but for those that the option ``private`` names: for each batch of its own, a site makes a step of its
+    own with the gradients of these.
 
     Args:
         model: the model, on its device, the same on all sites but for the values of its parameters.
@@ -90,6 +93,8 @@ class ParameterServer(ReplicatedModel):
         >>> server.finish()
     """
 
+    _described: dict[str, str] = {}  # of the start, once that is known
+
     @takes_keywords_of(ServerOptions)
     def __init__(
         self,
@@ -108,7 +113,6 @@ class ParameterServer(ReplicatedModel):
         self._role = role
         self._rejoin, self._in_trainer = rejoin, in_trainer
         self._workers: list[int] = []
-        self._limit = largest_message(model)
         self._service: SequencerHost | None = None
         try:
             check_choice("role", role, ("worker", "server") if rejoin is None else ("worker",))
@@ -120,13 +124,13 @@ class ParameterServer(ReplicatedModel):
             self.server_options = ServerOptions()
         self._rules = self.server_options.rules
         super().__init__(model, process_group, self.server_options.of_reduction())
-        self._further = dict(state or {})
+        self._further = self._stateful(state)
         self._described = self._describe() | ANY_STATE
         self.phases = 0
         self._earlier = 0  # versions before the start, of a training that this one resumes
         self._method = make_method(self.options)
         sites, lifetime = self._transport.sites, _LIFETIME * (self._rules.staleness + 1)
-        self._gradients = ModelGradients(model, self._method, self.options, sites.rank, len(sites), lifetime)
+        self._gradients = ModelGradients(self.shared, self._method, self.options, sites.rank, len(sites), lifetime)
         self._codec = ContributionCodec(self._gradients, self._method, self.options)
         self._version = self.dropped = 0
         self._norms = self._gradients.norms
@@ -148,6 +152,7 @@ class ParameterServer(ReplicatedModel):
         self._attach()
 
     def _open_transport(self, process_group: dist.ProcessGroup | None) -> Transport:
+        self._limit = largest_message(self.shared)
         if self._rejoin is not None:
             if self._problem:
                 raise ValueError(self._problem)
@@ -174,6 +179,8 @@ class ParameterServer(ReplicatedModel):
             )
 
     def _describe(self) -> dict[str, str]:
+        if self._described:
+            return self._described
         rules = self._rules._asdict() | {"deal": self.server_options.deal, "in_trainer": self._in_trainer}
         rules = {f"option {name}": repr(value) for name, value in rules.items()}
         described = super()._describe() | rules | self._optimizer.describe()
@@ -226,8 +233,22 @@ class ParameterServer(ReplicatedModel):
         """Move the gradients of the model to those that are held."""
         taken, samples = self._gradients.collect(self._transport)
         self._epoch_samples += self._gradients.counted
+        if samples or not taken:
+            self._step_private()
         if taken and samples:
             self._held.add(taken, samples, self._version)
+
+    def _step_private(self) -> None:
+        """Make a step of the private parameters alone, with the settings of this site."""
+        own = self._gradients.private
+        if not all(map(finite, own.values())):
+            raise not_finite("a private layer")
+        for parameter, gradient in own.items():
+            parameter.grad = gradient
+        if own:
+            self._optimizer.step(self._optimizer.settings(), 1.0, {})
+        for parameter in own:
+            parameter.grad = None
 
     def _send_unless_blocked(self) -> None:
         """Send what is held, unless the last contribution has not left and this site may go on without it."""
@@ -313,7 +334,7 @@ class ParameterServer(ReplicatedModel):
         if self._role == "worker":
             self._apply_arrived()
             averages = self.options.average_buffers
-            self._log.finish(pack_buffers(self.model, self._epoch_samples) if averages else b"")
+            self._log.finish(pack_buffers(self.shared, self._epoch_samples) if averages else b"")
         self._end_phase(self._take_end())
         self._warn_of_left(besides=_DETACHED)  # as a site may after the last phase
         self.traffic.end_step()
@@ -321,7 +342,7 @@ class ParameterServer(ReplicatedModel):
     def _end_phase(self, end: Commit) -> None:
         """Average buffers at the end of a phase."""
         if self.options.average_buffers and end.ended:
-            average_packed(self.model, end.ended, self._transport.sites)
+            average_packed(self.shared, end.ended, self._transport.sites)
         self._epoch_samples = 0
         self._unfinished = False
         self.phases += 1
@@ -459,13 +480,11 @@ class ParameterServer(ReplicatedModel):
 
     def _send_state(self, request: Frame) -> None:
         """Send the state of this site to one that returns, which a frame asks for."""
-        objects = {name: each.state_dict() for name, each in self._further.items()}
-        further = {"earlier": self._earlier, "phases": self.phases, "epochs": self._log.epochs, "objects": objects}
-        further |= {"optimizer": self._optimizer.optimizer.state_dict(), "fused": self._optimizer.kind}
-        reports = list(self._gradients.reports)
-        state = JoinState(
-            self._described, tensors_of(self.model), self._version, reports, further | self._shared_state()
-        )
+        state = self._join_state(self._version, list(self._gradients.reports))
+        further = {"earlier": self._earlier, "phases": self.phases, "epochs": self._log.epochs}
+        further |= {"objects": state.further, "optimizer": shared_state(self._optimizer.optimizer)}
+        further |= {"fused": self._optimizer.kind} | self._shared_state()
+        state = dataclasses.replace(state, further=further)
         self._log.send(FrameKind.SNAPSHOT, request.number, base=request.base, body=codec.encode(state))
 
     def _take_over(self, state: JoinState) -> None:
@@ -486,10 +505,10 @@ class ParameterServer(ReplicatedModel):
         self._optimizer.follow_fused(state.further["fused"])
         self._gradients.merge(state.plan)
         self._gradients.reference = state.further["reference"]
-        self._optimizer.optimizer.load_state_dict(state.further["optimizer"])
+        load_shared_state(self._optimizer.optimizer, state.further["optimizer"])
         self._move_to(state.step, state.further["statistics"])
         for name, value in objects.items():
-            self._further[name].load_state_dict(value)
+            load_shared_state(self._further[name], value)
         self._earlier, self.phases = state.further["earlier"], state.further["phases"]
         self._log.send(FrameKind.READY)
         while self._log.first is None:

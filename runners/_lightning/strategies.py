@@ -321,6 +321,9 @@ class ParameterServerStrategyBase(ServerSteps, SiteStrategy):
         """Call the hooks and the clipping that precede a step of the optimizer, with a commit's merged gradient."""
         self.precision_plugin._after_closure(self.lightning_module, optimizer)
 
+    def _replace_clipping(self) -> None:
+        """Do nothing: no step of the optimizer has gradients of shared and of private layers, to be clipped apart."""
+
     # Training
 
     @property

@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from elastic_site import last_step
@@ -31,8 +32,8 @@ class Case:
         kit: folder of its kit.
         folder: folder for what it writes.
         private: the option.
-        way: mode of a reduction; "ddp" for a wrapped model, "local" for local steps, or "lora" for a reduction of
-            adapters beside a frozen model.
+        way: mode of a reduction; "ddp" for a wrapped model, "local" for local steps, "server" for a parameter server,
+            "lora" for a reduction of adapters beside a frozen model, or "lora server" for a server of these.
         backbone: seed of the frozen model.
         leave: step after which the process ends without a word; -1 for never.
         steps: most steps.
@@ -103,35 +104,59 @@ def plant(model: Net, optimizer: torch.optim.Optimizer) -> None:
         each.view(-1)[:MANY] = SENTINEL
 
 
+def address_of(case: Case) -> Path:
+    """Return the file with the address of a parameter server, which a process leaves to the next one of its site."""
+    return Path(case.folder) / "address"
+
+
+def build(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, nn.Module]:
+    """Return what exchanges the model's gradients or parameters, and the model to call."""
+    options = {"private": case.private, "timeout": 200, "wire": "fp32"}
+    lora, address = "lora" in case.way, address_of(case)
+    if "server" in case.way:
+        rejoin = address.read_text() if address.exists() else None
+        mode = "rankdad" if lora else "dsgd"
+        server = dadplug.ParameterServer(model, optimizer, mode, staleness=2, rejoin=rejoin, **options)
+        address.write_text(server.return_address)
+        return server, model
+    options |= {"min_sites": 1, "state": {"optimizer": optimizer}}
+    if case.way == "local":
+        return dadplug.LocalSGD(model, optimizer, every=2, **options), model
+    if case.way == "ddp":
+        wrapped = dadplug.DistributedDataParallel(model, "dsgd", compare_every=2, **options)
+        return wrapped.reduction, wrapped
+    return dadplug.GradientReduction(model, "rankdad" if lora else case.way, compare_every=2, **options), model
+
+
 def train(case: Case) -> None:
     traffic = Traffic()
-    dadplug.connect(kit=case.kit, timeout=200)
+    if not address_of(case).exists():
+        dadplug.connect(kit=case.kit, timeout=200)
     site = "ab".index(Path(case.kit).name)
     torch.manual_seed(case.backbone)
-    lora = case.way == "lora"
+    lora, way = "lora" in case.way, case.way.split()[-1]
     model = nn.Sequential(Adapted(), Adapted()) if lora else Net(site)
     trained = [each for each in model.parameters() if each.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=1e-9, momentum=0.9)
     if not lora:
         plant(model, optimizer)
-    options = {"private": case.private, "min_sites": 1, "state": {"optimizer": optimizer}, "timeout": 200}
-    options |= {"wire": "fp32"}
-    called = model
     with (Path(case.folder) / "log.jsonl").open("a", buffering=1) as log:
         try:
-            if case.way == "local":
-                exchange = dadplug.LocalSGD(model, optimizer, every=2, **options)
-            elif case.way == "ddp":
-                called = dadplug.DistributedDataParallel(model, "dsgd", compare_every=2, **options)
-                exchange = called.reduction
-            else:
-                mode = "rankdad" if lora else case.way
-                exchange = dadplug.GradientReduction(model, mode, compare_every=2, **options)
+            exchange, called = build(case, model, optimizer)
         except MismatchError as error:
             log.write(json.dumps({"error": str(error)}) + "\n")
             return
         joined = {"sent": traffic.sent, "received": traffic.received}
-        while (step := exchange.steps if case.way == "local" else exchange.step) < last_step(case, step):
+
+        def write(step: int) -> None:
+            line = {"step": step, "found": traffic.found, "sent": traffic.sent, "joined": joined}
+            if not lora:
+                line |= {"mark": float(model.mark), "norm": float(model.norm.running_var.sum())}
+                line["body"] = float(model.body.weight.double().square().sum())
+            log.write(json.dumps(line) + "\n")
+
+        counter = {"local": "steps", "server": "version"}.get(way, "step")
+        while (step := getattr(exchange, counter)) < last_step(case, step):
             optimizer.zero_grad()
             generator = torch.Generator().manual_seed(100 * step + site)
             inputs = torch.randn(7, 1024 if lora else 12, generator=generator)
@@ -139,24 +164,28 @@ def train(case: Case) -> None:
             (outputs.square().mean() if lora else nn.functional.cross_entropy(outputs, inputs.argmax(1) % 5)).backward()
             if not lora:
                 plant(model, optimizer)
-            if case.way == "local":
-                exchange.step()
-            else:
-                exchange.synchronize() if case.way != "ddp" else None
-                optimizer.step()
-                if not step % 3:
-                    exchange.average_buffers()
-                    assert exchange.first_difference() is None
+            step_of(exchange, way, step, optimizer)
             if not lora:
                 plant(model, optimizer)
-            line = {"step": step, "found": traffic.found, "sent": traffic.sent, "joined": joined}
-            if not lora:
-                line["mark"] = float(model.mark)
-                line["norm"] = float(model.norm.running_var.sum())
-            log.write(json.dumps(line) + "\n")
-            if step == case.leave:
+            write(step)
+            if 0 <= case.leave <= step:
                 os._exit(3)
             time.sleep(0.01)
+        if way == "server":
+            exchange.finish()
+            write(exchange.version)
+
+
+def step_of(exchange: Any, way: str, step: int, optimizer: torch.optim.Optimizer) -> None:
+    """Make a step, and now and then average the buffers."""
+    if way in ("local", "server"):
+        exchange.step()
+        return
+    exchange.synchronize() if way != "ddp" else None
+    optimizer.step()
+    if not step % 3:
+        exchange.average_buffers()
+        assert exchange.first_difference() is None
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A site of `elastic_lightning`, `elastic_catalyst` or `elastic_transformers` with a private head.
+"""A site of `elastic_lightning`, `elastic_catalyst`, `elastic_transformers` or `returning_steps` with a private head.
 
 Run as ``private_trainer.py CASE``: the case is that of the program, with its name and the option ``private``. The
 weight of the head, and what the optimizer keeps of it, get the sentinel after each step. How often that is sent is in
@@ -13,11 +13,12 @@ from functools import partial
 from pathlib import Path
 
 import elastic_data
+import returning_steps
 import torch
 from private_site import SENTINEL, Traffic
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-HEADS = ((3, 16), (2, 16))  # shapes
+HEADS = ((3, 16), (2, 16), (3, 12))  # shapes
 MANY = 24
 
 
@@ -35,8 +36,9 @@ def main(trainer: str, private: list[str], **fields: object) -> None:
         (Path(str(fields["folder"])) / "found").write_text(f"{traffic.found} {traffic.sent}")
 
     register_optimizer_step_post_hook(plant)
-    options = elastic_data.SiteCase.options
-    elastic_data.SiteCase.options = lambda case: options(case) | {"private": tuple(private)}
+    case = returning_steps.Case if "returning" in trainer else elastic_data.SiteCase
+    options = case.options
+    case.options = lambda case: options(case) | {"private": tuple(private)}
     module = importlib.import_module(trainer)
     if plain:
         module.attach = partial(module.attach, private=tuple(private))

@@ -18,6 +18,7 @@ from dadplug import (
 )
 from dadplug.errors import MismatchError, NonFiniteError
 from dadplug.exchange import codec
+from dadplug.parameter_server import launch_ps_and_workers
 from dadplug.step.model_sync.private import SharedPart, load_shared_state, private_state, shared_state
 from dadplug.step.model_sync.sameness import frozen_digests, load_tensors, tensors_of
 
@@ -204,6 +205,7 @@ def test_sites_with_other_patterns_are_refused() -> None:
     for build in (
         lambda: GradientReduction(net(0), "dsgd", private=patterns),
         lambda: LocalSGD(model := net(0), torch.optim.SGD(model.parameters(), lr=0.1), private=patterns),
+        lambda: ParameterServer(model := net(0), torch.optim.SGD(model.parameters(), lr=0.1), private=patterns),
     ):
         with pytest.raises(MismatchError, match=r"option private is \(\) at site 0.* and \('head\.\*',\) at site 1"):
             build()
@@ -241,10 +243,93 @@ def test_what_does_not_fit_is_refused(make, options, message):
         GradientReduction(make(), "dsgd", **options)
 
 
-def test_a_parameter_server_has_no_private_layers():
-    model = Net()
-    with pytest.raises(ValueError, match="a ParameterServer has no option 'private'"):
-        ParameterServer(model, torch.optim.SGD(model.parameters(), lr=0.1), private="head.*")
+def is_private(name: str) -> bool:
+    return name.startswith(("head.", "body.1."))
+
+
+def groups(model: nn.Module, site: int) -> list[dict]:
+    """Shared parameters and those of the norm, and the private head with a learning rate of the site."""
+    return [
+        {"params": [*model.body.parameters(), *model.chain.parameters()]},
+        {"params": [*model.head.parameters()], "lr": 0.01 * (1 + site)},
+    ]
+
+
+@pytest.mark.parametrize("mode", ["dsgd", "dad", "rankdad"])
+@support.at_sites(2)
+def test_steps_of_a_parameter_server_are_those_of_one_process(mode: str) -> None:
+    """Without staleness: shared layers by the mean over sites, private ones by the gradient of the site."""
+    rank = dist.get_rank()
+    every = [net(site) for site in range(SITES)]  # one process with all rows, and each site's private layers
+    model = copy.deepcopy(every[rank])
+    for each in every:
+        each.load_state_dict(
+            {name: value for name, value in every[0].state_dict().items() if not is_private(name)}, strict=False
+        )
+    optimizer, *optimizers = [
+        torch.optim.Adam(groups(each, site), lr=0.02) for each, site in ((model, rank), *zip(every, range(SITES)))
+    ]
+    clipped = []
+    for each in (optimizer, *optimizers):
+        each.register_step_pre_hook(
+            lambda optimizer, *_: clipped.append(
+                nn.utils.clip_grad_norm_([each for group in optimizer.param_groups for each in group["params"]], 0.05)
+            )
+        )
+    options = {"rank": 40, "tolerance": 0.0, "wire": "fp32"} if mode == "rankdad" else {}
+    server = ParameterServer(
+        model, optimizer, mode=mode, staleness=0, private=PRIVATE, average_buffers=False, **options
+    )
+    for step in range(3):
+        for site, each in enumerate(every):
+            inputs, targets = batch(site, step)
+            nn.functional.cross_entropy(each(inputs), targets).backward()
+        inputs, targets = batch(rank, step)
+        nn.functional.cross_entropy(model(inputs), targets).backward()
+        server.step()
+        gradients = [{name: each.grad for name, each in one.named_parameters()} for one in every]
+        for private in (True, False):  # a step each
+            for site, one in enumerate(every):
+                for name, each in one.named_parameters():
+                    mean = sum(own[name] for own in gradients) / SITES
+                    each.grad = (
+                        None if is_private(name) is not private else gradients[site][name].clone() if private else mean
+                    )
+                optimizers[site].step()
+                one.zero_grad()
+        torch.testing.assert_close(model.state_dict(), every[rank].state_dict(), rtol=1e-6, atol=1e-9)
+    assert len(clipped) == 3 * 2 * (1 + SITES)
+    server.finish()
+    assert server.first_difference() is None
+    others = server.gather_objects(model.head.weight.detach())
+    assert not torch.equal(*others)
+    server.detach()
+
+
+@support.at_sites(2)
+def test_nan_in_a_private_gradient_is_found_before_a_contribution_is_sent() -> None:
+    model = net(dist.get_rank())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    server = ParameterServer(model, optimizer, mode="dsgd", private="head.*", quorum=1, staleness=2)
+    own = model.head.weight.detach().clone()
+    inputs, targets = batch(dist.get_rank(), 0)
+    nn.functional.cross_entropy(model(inputs), targets).backward()
+    if dist.get_rank():
+        model.head.weight.grad[0, 0] = float("nan")
+        with pytest.raises(NonFiniteError, match="in the gradient of 'a private layer' of this site"):
+            server.step()
+    else:
+        server.step()
+    server.finish()
+    assert server.version == 1  # of site 0
+    assert torch.equal(model.head.weight, own) == bool(dist.get_rank())
+    assert server.first_difference() is None
+    server.detach()
+
+
+def test_experiments_with_a_server_of_their_own_have_no_private_layers():
+    with pytest.raises(ValueError, match="private= does not go with launch_ps_and_workers"):
+        launch_ps_and_workers(2, 1, 0, [], [], private="head.*")
 
 
 def test_an_optimizer_keeps_its_own_state_of_private_layers():

@@ -139,10 +139,13 @@ def in_transformers(folder: str, mode: str, **options: object) -> nn.Module:
 
 
 LOCAL = {"every": 2, "overlap": False}
+SERVER = {"mode": "dad", "staleness": 2}
 TRAINERS = {
     "lightning": ("pytorch_lightning", partial(in_lightning, strategy="DADStrategy", mode="dad", compare_every=1)),
     "lightning fused": ("pytorch_lightning", partial(in_lightning, strategy="DADStrategy", mode="dad", fused=True)),
     "lightning local": ("pytorch_lightning", partial(in_lightning, strategy="LocalSGDStrategy", **LOCAL)),
+    "lightning server": ("pytorch_lightning", partial(in_lightning, strategy="ParameterServerStrategy", **SERVER)),
+    "catalyst server": ("catalyst", partial(in_catalyst, runner="ParameterServerRunner", **SERVER)),
     "catalyst": ("catalyst", partial(in_catalyst, runner="DistributedRunner", mode="dad", compare_every=1)),
     "catalyst local": ("catalyst", partial(in_catalyst, runner="LocalSGDRunner", **LOCAL)),
     "accelerate": ("accelerate", partial(in_accelerate, mode="dsgd", compare_every=1)),
