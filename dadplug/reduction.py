@@ -398,7 +398,7 @@ class GradientReduction(FusedSteps, ReplicatedModel):
         self._counter.follow()
         if self._private is None:
             self._counter.weight(provisional=self.world_size == 1)  # raises where it has to be stated
-        stop = add_up(planner.units, stop, self._transport.inside, self._counter)
+        stop = add_up(planner.units, stop, self._transport.inside, self._counter, self._method.loss_scales)
         batch = self._batch()
         if not planner.is_complete:
             planner.complete_plan(self._step, batch)

@@ -462,17 +462,61 @@ def test_a_site_sends_the_bytes_of_one_with_one_process(tmp_path):
     assert {nbytes for _, nbytes in (line["bytes"] for line in fleet.lines("b1").values())} == {0}
 
 
-def test_a_process_without_data_has_no_weight_in_its_site(tmp_path):
-    """Sites of two processes and one: process 1 calls idle() in a step, in which its site has the rows of process 0."""
-    with running_hub(tmp_path / "kits", NAMES) as hub:
-        kits = [hub.kits / NAMES[0], hub.kits / NAMES[0], hub.kits / NAMES[1]]
-        with support.Sites(3, kits=kits) as three:
-            for mode in ("dsgd", "auto", "rankdad"):
-                options = {name: value for name, value in EXACT[mode].items() if name != "sync_batchnorm"}
-                results = three.run(trains, mode, options | {"min_sites": 2})
-                assert max(worst for worst, _, _ in results) < 1e-9, (mode, results)
-                assert results[0][1] > 0 == results[1][1]
-            assert all("NaN or Inf at site 0 (bavaria)" in text for text in three.run(finds_nan))
+@pytest.fixture(scope="module")
+def two_and_one(tmp_path_factory):
+    """Processes of two sites, which have two and one."""
+    places = (NAMES[0], NAMES[0], NAMES[1])
+    with (
+        running_hub(tmp_path_factory.mktemp("hub") / "kits", NAMES) as hub,
+        support.Sites(3, kits=[hub.kits / name for name in places]) as three,
+    ):
+        yield three
+
+
+def test_a_process_without_data_has_no_weight_in_its_site(two_and_one):
+    """Process 1 calls idle() in a step, in which its site has the rows of process 0."""
+    for mode in ("dsgd", "auto", "rankdad"):
+        options = {name: value for name, value in EXACT[mode].items() if name != "sync_batchnorm"}
+        results = two_and_one.run(trains, mode, options | {"min_sites": 2})
+        assert max(worst for worst, _, _ in results) < 1e-9, (mode, results)
+        assert results[0][1] > 0 == results[1][1]
+    assert all("NaN or Inf at site 0 (bavaria)" in text for text in two_and_one.run(finds_nan))
+
+
+def scaled(mode: str, options: dict, scale: float) -> list[torch.Tensor]:
+    """Return gradients without the loss scale; the process that sends for its site has none in two of the steps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 32), nn.Tanh(), nn.Linear(32, 8)).double()
+    reduction = GradientReduction(model, mode, min_sites=2, **options)
+    gradients = []
+    for step in range(4):
+        model.zero_grad()
+        if step % 2 == 0 and dist.get_rank() == 0:
+            reduction.idle()
+        else:
+            inputs = torch.randn(9, 12, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+            with reduction.loss_scale(scale):
+                (scale * model(inputs.double()).square().mean()).backward()
+            reduction.synchronize()
+        gradients.append(model[0].weight.grad / scale)
+    reduction.detach()
+    return gradients
+
+
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        ("dsgd", {"wire": "int8"}),
+        ("rankdad", {"rank": 2, "error_feedback": True, "merge": "all"}),
+        ("rankdad", {"rank": 2, "error_feedback": True, "merge": "owner"}),
+    ],
+    ids=["dsgd", "rankdad", "owner"],
+)
+def test_a_process_without_data_takes_the_loss_scale_of_its_site(two_and_one, mode, options):
+    """What is not sent is kept without the scale, from the first step on."""
+    plain, others = (two_and_one.run(scaled, mode, options, scale) for scale in (1.0, 1024.0))
+    for process in range(3):
+        torch.testing.assert_close(others[process], plain[process], rtol=1e-6, atol=1e-9)
 
 
 def finds_nan() -> str:

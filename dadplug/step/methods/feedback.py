@@ -9,6 +9,7 @@ without a call by the program.
 
 from __future__ import annotations
 
+import copy
 import functools
 import weakref
 from collections.abc import Callable, Container, Iterator
@@ -76,6 +77,14 @@ class LossScales:
         """Record that a unit's gradient has arrived in the backward pass that is running."""
         self._last = self._known[name] = self._stated or (running() if _running else _UNSCALED)
         self._arrived.add(name)
+
+    def adopt(self, name: str, value: float) -> None:
+        """Record that a unit has the gradient of another process of the site, with its scale, and none of this one."""
+        LossScales.scaled |= value != 1.0
+        if name not in self._arrived:
+            self._last = self._known[name] = copy.copy(self._known.get(name, self._last))
+            self._last.value = value
+            self._arrived.add(name)
 
     def of(self, name: str) -> float:
         """Return the scale of a unit's gradient; of one without a gradient in this step, the scale it would have."""

@@ -16,6 +16,7 @@ from ...exchange import Transport
 from ...exchange.codec import register
 from ...exchange.fields import checked
 from ...hooks import LINEAR, Factor, Form
+from ..methods.feedback import LossScales
 from ..units.base import Unit
 from ..units.factor import FactorUnit
 from .samples import SampleCounter
@@ -55,6 +56,7 @@ class GradientPart:
             whether activations and deltas have exchanged their roles.
         formed: gradients that are compressed as matrices, each with that of the bias.
         gradients: what is in ``.grad``, by name of the parameter.
+        loss_scale: the loss scale that they contain.
         arrivals: as in `Unit`.
         dense: as in `Unit`.
         outside: as in `FactorUnit`.
@@ -63,15 +65,16 @@ class GradientPart:
     rows: list[tuple[Tensor, Tensor, Form, Tensor | None, bool]]
     formed: list[tuple[Tensor, Tensor | None]]
     gradients: dict[str, Tensor]
+    loss_scale: float
     arrivals: int
     dense: bool = False
     outside: bool = False
 
     @classmethod
-    def of(cls, unit: Unit) -> GradientPart:
+    def of(cls, unit: Unit, loss_scale: float) -> GradientPart:
         """Take what this process has of a unit; factors are not held any more."""
         if not isinstance(unit, FactorUnit):
-            return cls([], [], _dense(unit), unit.arrivals)
+            return cls([], [], _dense(unit), loss_scale, unit.arrivals)
         rows, formed = [], []
         for factor in unit.take_held():
             if factor.whole is None:
@@ -79,7 +82,7 @@ class GradientPart:
             else:
                 formed.append((factor.whole, factor.bias))
         dense = _dense(unit) if unit.dense else {}
-        return cls(rows, formed, dense, unit.arrivals, unit.dense, unit.outside)
+        return cls(rows, formed, dense, loss_scale, unit.arrivals, unit.dense, unit.outside)
 
 
 def _dense(unit: Unit) -> dict[str, Tensor]:
@@ -87,7 +90,9 @@ def _dense(unit: Unit) -> dict[str, Tensor]:
     return {name: each.to_dense() if each.is_sparse else each for name, each in found.items()}
 
 
-def add_up(units: Sequence[Unit], stop: bool, inside: Transport | None, counter: SampleCounter) -> bool:
+def add_up(
+    units: Sequence[Unit], stop: bool, inside: Transport | None, counter: SampleCounter, scales: LossScales
+) -> bool:
     """Replace what the units have by the sum of the site's processes, and the counter's samples by those of the site.
 
     Where samples are not counted, processes with gradients count the same in a site, and sites with gradients in the
@@ -98,6 +103,7 @@ def add_up(units: Sequence[Unit], stop: bool, inside: Transport | None, counter:
         stop: whether this process asks all sites to stop.
         inside: messages between the processes; None where the site has one.
         counter: counter of this process's samples.
+        scales: loss scales of this process's gradients.
 
     Returns:
         Whether one of the processes asks to stop.
@@ -112,11 +118,13 @@ def add_up(units: Sequence[Unit], stop: bool, inside: Transport | None, counter:
     total = sum(part.weight for part in parts)
     shares = [part.weight / total if total else 1.0 - bool(rank) for rank, part in enumerate(parts)]
     for piece in _pieces(units):
-        taken = [GradientPart.of(unit) for unit in piece]
+        taken = [GradientPart.of(unit, scales.of(unit.name)) for unit in piece]
         every = checked(inside.gather_present(taken), list[GradientPart], "gradients", inside)
         every[inside.rank] = taken
         for unit, of_unit in zip(piece, zip(*every.values(), strict=True), strict=True):
             _put(unit, of_unit, shares)
+            if (other := next((part for part in of_unit if part.arrivals), None)) is not None:
+                scales.adopt(unit.name, other.loss_scale)
     counts = [part.samples for part in parts if part.has_gradients]
     counter.pending = any(part.has_gradients for part in parts)
     counted = counter.by_samples or counter.dealt is not None
