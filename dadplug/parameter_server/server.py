@@ -481,7 +481,7 @@ class ParameterServer(ReplicatedModel):
     def _send_state(self, request: Frame) -> None:
         """Send the state of this site to one that returns, which a frame asks for."""
         state = self._join_state(self._version, list(self._gradients.reports))
-        further = {"earlier": self._earlier, "phases": self.phases, "epochs": self._log.epochs}
+        further: dict[str, Any] = {"earlier": self._earlier, "phases": self.phases, "epochs": self._log.epochs}
         further |= {"objects": state.further, "optimizer": shared_state(self._optimizer.optimizer)}
         further |= {"fused": self._optimizer.kind} | self._shared_state()
         state = dataclasses.replace(state, further=further)

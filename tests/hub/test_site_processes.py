@@ -12,7 +12,7 @@ import pytest
 import support
 import torch
 import torch.distributed as dist
-from fleet import ENDED, Fleet, is_exact, presence, same_bits
+from fleet import ENDED, Fleet, MortalHub, is_exact, presence, same_bits
 from running_hub import running_hub
 from sealed_sites import sealed_hub
 from torch import nn
@@ -571,6 +571,26 @@ def test_processes_of_a_site_that_was_stopped_join_again(tmp_path):
         fleet.end(ALL)
     present = presence(is_one_process(fleet, ["a", "a1", "c", "c1", "b", "b1"]))
     assert {len(each) for each in present.values()} == {2, 3}
+
+
+def test_a_site_returns_with_more_processes_and_the_hub_is_lost(tmp_path):
+    processes = ["a", "a1", "b", "b1", "b2"]
+    settings = {"mode": "rankdad", "merge": "owner", "exact": True, "pause": 0.01, "min_sites": 1}
+    with Fleet(tmp_path, MortalHub(tmp_path / "hub", "ab"), **settings) as fleet:
+        fleet.start("a", processes=2)
+        fleet.start("b", leave=3)
+        fleet.end("b", -9)
+        fleet.hub.await_line("b has left", ENDED)
+        fleet.start("b", processes=3)
+        fleet.hub.await_line("b joins", ENDED)
+        fleet.await_more("a", 3)
+        fleet.hub.restart()
+        fleet.await_more("a", 5)
+        fleet.stop(10)
+        fleet.end(processes)
+    present = presence(is_one_process(fleet, processes))
+    assert present[3] == [0]
+    assert present[max(present)] == [0, 1]
 
 
 def refuses_what_one_process_can_do() -> None:
