@@ -308,14 +308,16 @@ def mean_over_sites(reduction: GradientReduction, value: float | Tensor, weight:
 
     Args:
         reduction: the reduction of the training.
-        value: this site's value, such as its mean Dice; without effect where the weight is 0.
+        value: this site's value, such as the mean Dice of its own images; without effect where the weight is 0. What
+            ``aggregate()`` of MONAI's metrics returns is that of all sites already.
         weight: weight of this site, such as its number of validation images; 0 for none.
 
     Returns:
         The mean, the same at all sites; NaN if all weights are 0.
 
     Example:
-        >>> dice = mean_over_sites(handler.reduction, metric.aggregate("mean"), len(validation))
+        >>> own = torch.cat([metric(predicted, label).flatten() for predicted, label in validation])
+        >>> dice = mean_over_sites(handler.reduction, own.mean(), len(own))
     """
     own = (float(value) if weight else 0.0, float(weight))
     every = [each for each in reduction.gather_objects(own, tuple[float, float]) if each is not None]

@@ -24,9 +24,11 @@ from monai.engines import SupervisedEvaluator, SupervisedTrainer
 from monai.handlers import CheckpointSaver, MeanDice, ValidationHandler, from_engine
 from monai.inferers import SlidingWindowInferer
 from monai.losses import DiceLoss
+from monai.metrics import DiceMetric
 from monai.networks.nets import UNet
 from monai.transforms import Activationsd, AsDiscreted, Compose, EnsureTyped
 
+import dadplug
 from dadplug.errors import MismatchError
 from dadplug.monai import SiteHandler, mean_over_sites, save_at_each_site
 
@@ -119,6 +121,23 @@ def test_a_trainer_with_the_handler_is_that_of_ddp_and_of_one_process(mode: str,
     kept = torch.load(written)
     assert torch.equal(kept["model.0.conv.unit0.conv.weight"], model.state_dict()["model.0.conv.unit0.conv.weight"])
     handler.detach()
+
+
+@support.at_sites(2)
+def test_values_that_a_metric_returns_are_those_of_the_site_also_where_it_has_no_images() -> None:
+    network, dice, own = build(), DiceMetric(), []
+    reduction = dadplug.GradientReduction(network, "dsgd")
+    data = volumes(0, 3 - 3 * dist.get_rank())
+    for item in data:
+        with torch.no_grad():
+            predicted = network(item["image"][None]).sigmoid() > 0.5
+        own += dice(predicted.double(), item["label"][None]).flatten().tolist()
+    mean = mean_over_sites(reduction, sum(own) / max(1, len(own)), len(own))
+    every = reduction.gather_objects(own)
+    assert [len(each) for each in every] == [3, 0]
+    assert mean == pytest.approx(np.mean(every[0]))
+    assert min(every[0]) > 0
+    reduction.detach()
 
 
 @support.at_sites(2)
