@@ -29,6 +29,7 @@ class SharedPatch:
         self._replace = replace
         self._open = 0
         self._lock = threading.Lock()
+        self._owner: Any = None  # kept, since a module cannot be imported while the interpreter ends
         self._original: Any = None
         self._replacement: Any = None
 
@@ -37,18 +38,17 @@ class SharedPatch:
         with self._lock:
             self._open += 1
             if self._open == 1:
-                owner = self._find_owner()
-                self._original = getattr(owner, self._name)
+                self._owner = self._find_owner()
+                self._original = getattr(self._owner, self._name)
                 self._replacement = self._replace(self._original)
-                setattr(owner, self._name, self._replacement)
+                setattr(self._owner, self._name, self._replacement)
 
     def close(self, *exception: object) -> None:
         """Restore the original when no user has the patch open any more."""
         with self._lock:
             self._open -= 1
-            owner = self._find_owner()
-            if not self._open and getattr(owner, self._name) is self._replacement:
-                setattr(owner, self._name, self._original)
+            if not self._open and getattr(self._owner, self._name) is self._replacement:
+                setattr(self._owner, self._name, self._original)
 
     __enter__ = open
     __exit__ = close

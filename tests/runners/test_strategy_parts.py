@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from dadplug.runners._lightning.strategy import SiteStrategy
+from dadplug.runners.patches import SharedPatch
 from dadplug.runners.pytorch_lightning import DADStrategy
 from torch import nn
 
@@ -70,6 +71,15 @@ def test_the_plan_names_the_weights_whose_gradients_are_formed():
     assert fused_remarks(model, [torch.optim.RMSprop(weights)]) == ("fused steps: no, RMSprop has no fused step",)
     mixed = [torch.optim.SGD(weights[:1], lr=0.1), torch.optim.RMSprop(weights[1:])]
     assert fused_remarks(model, mixed) == ("fused steps: yes", "  1.weight: no, RMSprop has no fused step")
+
+
+def test_a_patch_looks_for_its_module_only_when_it_is_opened():
+    """While a program ends, nothing can be imported any more."""
+    owner, finds = SimpleNamespace(value=1), []
+    patch = SharedPatch(lambda: finds.append(1) or owner, "value", lambda original: original + 1)
+    with patch, patch:
+        assert owner.value == 2
+    assert (owner.value, len(finds)) == (1, 1)
 
 
 def test_clipping_is_restored():
