@@ -30,6 +30,8 @@ _FEW = 8  # components that a step may have with int8, however few its rows are
 _SAMPLES = 4  # for each component that is sent of a layer whose input is data
 _NARROW = 4  # numbers of a gradient's smaller side for each component, with rank="auto"
 _WORTH = 1024  # bytes; what 100 Mbit/s carry while a small matrix is compressed
+_SHARE, _LEAST = 0.01, 4  # share of a gradient that components take; how many may take more, with rank="auto"
+_LARGE = 3072  # bytes that this saves of a layer at least
 _COLUMNS = 24  # components that are sent and kept, about; from there on a compression becomes dear
 _CALLS = 60.0  # microseconds that a compression takes beside its products, about
 _PREFERRED = 3.0  # how many times as long a compression may take that keeps all that is not sent
@@ -552,9 +554,10 @@ class RankDAD(Method):
 
 @functools.cache
 def most_worth(rank: int, out: int, width: int, wire: str) -> int:
-    """Return the most components of a gradient that are worth sending: all, or a quarter of its smaller side.
+    """Return the most components of a gradient that are worth sending: all, or fewer where that saves bytes.
 
-    It is a quarter where that saves a kilobyte or more of what a rank takes.
+    They are a quarter of its smaller side where that saves a kilobyte of what a rank takes, and no more than 4 beyond a
+    hundredth of its bytes in fp32 where that saves three.
 
     Args:
         rank: the largest rank that may be chosen.
@@ -563,9 +566,12 @@ def most_worth(rank: int, out: int, width: int, wire: str) -> int:
         wire: name of the number format of the components.
     """
     most, sent = min(out, width), wire_format(wire)
-    fewer = max(1, most // _NARROW)
-    saved = (min(rank, most) - fewer) * (sent.row_size(out) + sent.row_size(width)) * sent.itemsize
-    return fewer if saved >= _WORTH else most
+    row = (sent.row_size(out) + sent.row_size(width)) * sent.itemsize
+    few = max(_LEAST, int(_SHARE * out * width * torch.float32.itemsize / row))
+    for fewer, least in ((max(1, most // _NARROW), _WORTH), (few, _LARGE)):
+        if (min(rank, most) - fewer) * row >= least:
+            most = fewer
+    return most
 
 
 def rows_kept(rank: int, rows: int) -> int:
