@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from pathlib import Path
 
 import pytest
 import support
@@ -11,6 +12,8 @@ from catalyst.core.callback import Callback
 from dadplug.runners import DistributedRunner
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
+from dadplug.exchange.codec import gather_objects
 
 WIDTH, CLASSES, COUNT = 6, 3, 7
 ROWS = (5, 3)  # of each batch, by site
@@ -207,7 +210,7 @@ UNEQUAL = (6, 2)  # batches of each site
 
 def unequal_program(kind: type, way: str, mode: str) -> tuple[nn.Module, DistributedRunner]:
     model, batch = net(), ROWS[rank()]
-    clip = {"grad_clip_fn": nn.utils.clip_grad_norm_, "grad_clip_params": {"max_norm": 0.05}}
+    clip = {"grad_clip_fn": nn.utils.clip_grad_norm_, "grad_clip_params": {"max_norm": 0.05}, "log_gradient": True}
     callbacks = [dl.BackwardCallback("loss", **(clip if way != "two" else {})), dl.OptimizerCallback("loss")]
     if way != "one":
         callbacks.append(dl.BackwardCallback("second", **(clip if way != "two" else {})))
@@ -252,12 +255,8 @@ class Twice(DistributedRunner):
         self.batch_metrics["loss"] = cross_entropy(self.model(batch["features"]), batch["targets"])
 
 
-def test_several_exchanges_of_a_users_batch_need_equally_many_batches(sites):
-    errors = sites(2).run(error_of_several_exchanges)
-    assert any("equally many batches" in error for error in errors)
-
-
-def error_of_several_exchanges() -> str:
+@support.at_sites(2)
+def test_several_exchanges_of_a_users_batch_need_equally_many_batches() -> None:
     model, batch = net(), ROWS[rank()]
     data = TensorDataset(*(p[: UNEQUAL[rank()] * batch] for p in rows(rank())))
     with pytest.raises(Exception, match=r"batches|ended") as caught:
@@ -267,7 +266,7 @@ def error_of_several_exchanges() -> str:
             loaders={"train": DataLoader(data, batch)},
             callbacks=[dl.OptimizerCallback("loss")],
         )
-    return str(caught.value)
+    assert any("equally many batches" in error for error in gather_objects(str(caught.value)))
 
 
 class Ends(Callback):
@@ -329,9 +328,9 @@ def test_an_error_at_one_site_reaches_the_others_with_its_reason_and_training_ca
         assert reported.endswith(raised if str(error) else type(error).__name__), reported
 
 
-def states_of_two_runs(folder: str) -> tuple[int, int]:
-    """Step in the compressor's state of two runs' first checkpoints."""
-    runner, steps = DistributedRunner(mode="rankdad", rank=2, split_data=False), []
+@support.at_sites(2)
+def test_a_second_runs_checkpoint_holds_its_own_state(tmp_path: Path) -> None:
+    runner = DistributedRunner(mode="rankdad", rank=2, split_data=False)
     for count in (7, 3):
         model = net()
         data = TensorDataset(*(part[: count * ROWS[rank()]] for part in rows(rank())))
@@ -340,14 +339,9 @@ def states_of_two_runs(folder: str) -> tuple[int, int]:
             criterion=nn.CrossEntropyLoss(),
             optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
             loaders={"train": DataLoader(data, batch_size=ROWS[rank()])},
-            callbacks=[dl.CheckpointCallback(logdir=f"{folder}/{count}", mode="runner")],
+            callbacks=[dl.CheckpointCallback(logdir=f"{tmp_path}/{count}", mode="runner")],
             num_epochs=1,
         )
-        if rank() == 0:
-            saved = torch.load(f"{folder}/{count}/runner.last.pth", weights_only=True)
-            steps.append(saved["dadplug"][0]["step"])
-    return tuple(steps)
-
-
-def test_a_second_runs_checkpoint_holds_its_own_state(sites, tmp_path):
-    assert sites(2).run(states_of_two_runs, str(tmp_path))[0] == (7, 3)
+        gather_objects(None)  # site 0 has written it
+        saved = torch.load(tmp_path / str(count) / "runner.last.pth", weights_only=True)
+        assert saved["dadplug"][0]["step"] == count
