@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from dadplug.adapm import Columns, Constant, Normal, ParameterManager, Uniform, builtin
 from dadplug.adapm.engine import ActionTiming, poisson_quantile
+from dadplug.errors import MismatchError
 
 
 @pytest.fixture
@@ -87,7 +88,8 @@ def test_first_values_depend_on_seed_and_key_alone(sites):
     assert torch.equal(alone.pull(torch.tensor([0, 7, 2**40 + 3, 2**62])), first[:, :3])
 
 
-def sets_and_pushes():
+@support.at_sites(3)
+def test_set_replaces_values_at_all_sites() -> None:
     with ParameterManager() as manager:
         table = manager.table("set", 2, rows=20)
         keys = torch.arange(20)
@@ -100,16 +102,13 @@ def sets_and_pushes():
             table.push(keys[:5], torch.ones(5, 2))
             assert (table.pull(keys[:5]) == 51).all()
         manager.wait_sync(everywhere=True)
-        return table.pull(keys)
-
-
-def test_set_replaces_values_at_all_sites(sites):
-    for values in sites(3).run(sets_and_pushes):
+        values = table.pull(keys)
         assert (values[:5] == 51).all()
         assert (values[5:] == 50).all()
 
 
-def pulls_from_threads():
+@support.at_sites(2)
+def test_several_threads_share_a_table() -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     with ParameterManager() as manager:
@@ -126,27 +125,13 @@ def pulls_from_threads():
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(work, range(4)))
         manager.wait_sync(everywhere=True)
-        return table.pull(torch.arange(500))
+        assert (table.pull(torch.arange(500)) == 2 * 4 * 20).all()
 
 
-def test_several_threads_share_a_table(sites):
-    for values in sites(2).run(pulls_from_threads):
-        assert (values == 2 * 4 * 20).all()
-
-
-def disagrees():
-    import dadplug
-
-    with ParameterManager() as manager:
-        try:
-            manager.table("same", 4 + manager.rank)
-        except dadplug.MismatchError as error:
-            return str(error)
-
-
-def test_tables_that_differ_are_told(sites):
-    for message in sites(2).run(disagrees):
-        assert "table 0 of the manager is ('same'," in message
+@support.at_sites(2)
+def test_tables_that_differ_are_told() -> None:
+    with ParameterManager() as manager, pytest.raises(MismatchError, match=r"table 0 of the manager is \('same',"):
+        manager.table("same", 4 + manager.rank)
 
 
 def test_one_site_needs_no_network(alone):

@@ -1,9 +1,9 @@
 """The adaptive loader: every sample once whatever the batches are, changes at the same step, arguments, restarts."""
 
-import re
 from types import SimpleNamespace
 
 import pytest
+import support
 import torch
 import torch.distributed as dist
 from hypothesis import given
@@ -309,51 +309,42 @@ def test_sites_use_up_data_of_their_own_together(sites, tmp_path):
     assert abs(len(found[0][0][1]) - len(found[1][0][1])) <= 1
 
 
-def contradicts(bounds, size):
-    """Ask for bounds that only contradict each other together, or for different batches; return the error."""
-    reset_progress()
-    data = loader(100, size[dist.get_rank()])
-    data.autoscale_batch_size(64, bounds)
-    try:
+@support.at_sites(2)
+def test_bounds_of_all_sites_are_compared() -> None:
+    """Bounds that only contradict each other together, and different batches."""
+
+    def ask(bounds: object, *sizes: int) -> None:
+        reset_progress()
+        data = loader(100, sizes[dist.get_rank()])
+        data.autoscale_batch_size(64, bounds)
         next(iter(data))
-    except (ValueError, dadplug.MismatchError) as error:
-        return str(error)
+
+    at_least = "2 sites ask for at least 80 samples in a step, and max_batch_size is 64"
+    refuses(
+        (lambda: ask((40, 50), 8, 8), at_least),
+        (lambda: ask((None, 3), 8, 8), "at most 6 samples in a step, and batch_size is 8"),
+        (lambda: ask(None, 8, 9), "8, 64, False at site 0.*9, 64, False at site 1", dadplug.MismatchError),
+    )
 
 
-def test_bounds_of_all_sites_are_compared(sites):
-    for message in sites(2).run(contradicts, (40, 50), (8, 8)):
-        assert "2 sites ask for at least 80 samples in a step, and max_batch_size is 64" in message
-    for message in sites(2).run(contradicts, (None, 3), (8, 8)):
-        assert "at most 6 samples in a step, and batch_size is 8" in message
-    for message in sites(2).run(contradicts, None, (8, 9)):
-        assert "8, 64, False at site 0" in message
-        assert "9, 64, False at site 1" in message
-
-
-def fails(part):
-    """Train where the first site cannot decide, or the second one not report; return the error."""
+@pytest.mark.parametrize(("part", "failing"), [("_choose", 0), ("_report", 1)])
+@support.at_sites(2)
+def test_an_error_in_a_decision_is_raised_at_all_sites(part: str, failing: int) -> None:
+    """Train where the first site cannot decide, or the second one not report."""
     reset_progress()
     gradients = Gradients()
 
     def fail(*_):
         raise ZeroDivisionError("no step has a time")
 
+    words = rf"^site {failing}\b.* cannot choose the batch: ZeroDivisionError: no step has a time"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(adaptive_loader, "time", gradients)
         if part == "_choose" or dist.get_rank() == 1:
             patch.setattr(dadplug.AdaptiveDataLoader, part, fail)
         data = loader(600, 24)
         data.autoscale_batch_size(64, reduction=gradients)
-        try:
-            train(data, gradients)
-        except RuntimeError as error:
-            return str(error)
-
-
-def test_an_error_in_a_decision_is_raised_at_all_sites(sites):
-    for part, rank in (("_choose", 0), ("_report", 1)):
-        for message in sites(2).run(fails, part):
-            assert re.match(rf"site {rank}\b.* cannot choose the batch: ZeroDivisionError: no step has a time", message)
+        refuses((lambda: train(data, gradients), words, RuntimeError))
 
 
 # The division of a data set: every sample once, whatever the number of sites is and however often it changes

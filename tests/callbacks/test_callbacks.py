@@ -1,6 +1,7 @@
 """The monitors, in Lightning's adapters and by themselves, and the batch that follows goodput."""
 
 import os
+from pathlib import Path
 
 import pytest
 import support
@@ -37,82 +38,63 @@ def trains(mode: str, options: dict, monitor, steps: int, disturb: int | None = 
     return logged
 
 
-def by_table() -> list[float]:
-    monitor = monitors.RankSchedule({0: 6, 4: 2})
-    return [values["rank/limit"] for values in trains("rankdad", {"rank": 9}, monitor, 6)]
+@support.at_sites(2)
+def test_a_rank_schedule_goes_by_a_table_of_steps_or_keeps_to_a_residual() -> None:
+    def ranks(rank: int, steps: int, *args: object, **settings: object) -> list[float]:
+        monitor = monitors.RankSchedule(*args, **settings)
+        return [values["rank/limit"] for values in trains("rankdad", {"rank": rank}, monitor, steps)]
+
+    assert ranks(9, 6, {0: 6, 4: 2}) == [6, 6, 6, 2, 2, 2]  # set after a step, for the next
+    assert ranks(4, 60, residual=0.02, every=10, max_rank=12)[-1] == 12
+    assert ranks(4, 60, residual=0.95, every=10, max_rank=12)[-1] <= 2  # of the gradient and all that has not been sent
 
 
-def test_a_rank_schedule_goes_by_a_table_of_steps(sites):
-    for ranks in sites(2).run(by_table):
-        assert ranks == [6, 6, 6, 2, 2, 2]  # set after a step, for the next
-
-
-def by_residual(target: float) -> list[float]:
-    monitor = monitors.RankSchedule(residual=target, every=10, max_rank=12)
-    return [values["rank/limit"] for values in trains("rankdad", {"rank": 4}, monitor, 60)]
-
-
-def test_a_rank_schedule_keeps_to_a_residual(sites):
-    for ranks in sites(2).run(by_residual, 0.02):
-        assert ranks[-1] == 12
-    for ranks in sites(2).run(by_residual, 0.95):
-        assert ranks[-1] <= 2  # of the gradient and all that has not been sent
-
-
-def test_a_rank_schedule_says_what_it_needs(sites):
+def test_a_rank_schedule_says_what_it_needs():
+    reduction = dadplug.GradientReduction(nn.Linear(3, 3), "dad")
     refuses(
         (lambda: monitors.RankSchedule(), "give one of them"),
         (lambda: monitors.RankSchedule(residual=2.0), "residual must lie between 0 and 1"),
+        (lambda: setattr(reduction, "max_rank", 3), "mode 'dad' has no rank"),
     )
-    reduction = dadplug.GradientReduction(nn.Linear(3, 3), "dad")
-    with pytest.raises(ValueError, match="mode 'dad' has no rank"):
-        reduction.max_rank = 3
 
 
-def drifts() -> str:
-    with pytest.raises(dadplug.MismatchError) as caught:
-        trains("dad", {}, monitors.ReplicaCheck(every=5), 20, disturb=6)
-    return str(caught.value)
+@support.at_sites(2)
+def test_a_replica_check_names_the_parameter_that_differs() -> None:
+    differs = "no longer equal after step 10: 2.bias differs"
+    refuses(
+        (lambda: trains("dad", {}, monitors.ReplicaCheck(every=5), 20, disturb=6), differs, dadplug.MismatchError),
+    )
 
 
-def test_a_replica_check_names_the_parameter_that_differs(sites):
-    for message in sites(2).run(drifts):
-        assert "no longer equal after step 10: 2.bias differs" in message
+@support.at_sites(2)
+def test_traffic_is_that_of_the_batch() -> None:
+    first, *_, last = trains("rankdad", {"rank": 2}, monitors.TrafficMonitor(), 5)
+    assert last["traffic/mb"] < first["traffic/mb"] * 1.5
+    assert last["traffic/ratio"] > 3
+    assert last["traffic/mb_per_s"] > 0
+    assert 0 <= last["traffic/wait"] < 10
 
 
-def measures() -> list[dict]:
-    return trains("rankdad", {"rank": 2}, monitors.TrafficMonitor(), 5)
+def recorder(logged: dict) -> object:
+    """Return a logger that keeps what it gets."""
+    import pytorch_lightning as pl
+
+    class Logger(pl.loggers.logger.Logger):
+        name = version = "recorder"
+
+        def log_metrics(self, metrics, step=None):
+            logged.update(metrics)
+
+        def log_hyperparams(self, *args, **kwargs):
+            pass
+
+    return Logger()
 
 
-def test_traffic_is_that_of_the_batch(sites):
-    for values in sites(2).run(measures):
-        last = values[-1]
-        assert last["traffic/mb"] < values[0]["traffic/mb"] * 1.5
-        assert last["traffic/ratio"] > 3
-        assert last["traffic/mb_per_s"] > 0
-        assert 0 <= last["traffic/wait"] < 10
-
-
-class Recorder:
-    """A logger that keeps what it gets."""
-
-    def __init__(self) -> None:
-        import pytorch_lightning as pl
-
-        class Logger(pl.loggers.logger.Logger):
-            name = version = "recorder"
-            logged: dict = {}
-
-            def log_metrics(self, metrics, step=None):
-                self.logged.update(metrics)
-
-            def log_hyperparams(self, *args, **kwargs):
-                pass
-
-        self.logger = Logger()
-
-
-def in_lightning(by_environment: bool) -> dict:
+@pytest.mark.parametrize("by_environment", [False, True])
+@support.needs("pytorch_lightning")
+@support.at_sites(2)
+def test_lightnings_callbacks_reach_the_loggers(by_environment: bool) -> None:
     import lightning_zoo as zoo
     import pytorch_lightning as pl
     from dadplug.callbacks.pytorch_lightning import factory
@@ -127,7 +109,7 @@ def in_lightning(by_environment: bool) -> dict:
     else:
         chosen = [getattr(callbacks, name)() for name in names] + [callbacks.RankSchedule({0: 2})]
     assert all(isinstance(each, pl.Callback) for each in chosen)
-    recorder = Recorder()
+    logged: dict = {}
     current = pl.Trainer(
         strategy=dadplug.DADStrategy("rankdad", rank=2),
         accelerator="cpu",
@@ -136,24 +118,18 @@ def in_lightning(by_environment: bool) -> dict:
         accumulate_grad_batches=2,
         log_every_n_steps=1,
         callbacks=chosen,
-        logger=recorder.logger,
+        logger=recorder(logged),
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
     current.fit(zoo.Plain(), zoo.loader(dtype=torch.float32))
-    return dict(recorder.logger.logged)
-
-
-@pytest.mark.parametrize("by_environment", [False, True])
-def test_lightnings_callbacks_reach_the_loggers(sites, by_environment):
-    pytest.importorskip("pytorch_lightning")
-    logged, _ = sites(2).run(in_lightning, by_environment)
-    assert {"_timer/batch_time", "traffic/mb", "traffic/ratio", "traffic/wait", "rank/net.0"} <= set(logged)
-    assert logged["rank/net.0"] == 2
-    assert 0 <= logged["residual/mean"] < 1
-    assert logged["kept/mean"] >= 0
-    assert logged["_timer/exchange_time"] >= 0
+    if current.is_global_zero:
+        assert {"_timer/batch_time", "traffic/mb", "traffic/ratio", "traffic/wait", "rank/net.0"} <= set(logged)
+        assert logged["rank/net.0"] == 2
+        assert 0 <= logged["residual/mean"] < 1
+        assert logged["kept/mean"] >= 0
+        assert logged["_timer/exchange_time"] >= 0
 
 
 def test_a_callback_that_the_environment_misnames_is_an_error(monkeypatch):
@@ -262,24 +238,17 @@ def test_lightning_trains_on_every_sample_once(sites, tmp_path):
     assert len([path for path in tmp_path.iterdir() if path.read_bytes().startswith(b"\x89PNG")]) == 2
 
 
-def refused(settings: dict) -> str:
-    try:
-        adapts_in_lightning("", settings)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_lightnings_settings_that_do_not_fit_are_refused(sites):
-    support.need("pytorch_lightning")
-    for message in sites(2).run(refused, {"accumulate_grad_batches": 2}):
-        assert "without accumulate_grad_batches" in message
-    for message in sites(2).run(refused, {"use_distributed_sampler": False}):
-        assert "AdaptiveDataLoader(source=...)" in message
+@support.needs("pytorch_lightning")
+@support.at_sites(2)
+def test_lightnings_settings_that_do_not_fit_are_refused() -> None:
+    refuses(
+        (lambda: adapts_in_lightning("", {"accumulate_grad_batches": 2}), "without accumulate_grad_batches"),
+        (lambda: adapts_in_lightning("", {"use_distributed_sampler": False}), r"AdaptiveDataLoader\(source=\.\.\.\)"),
+    )
 
 
 def in_catalyst(folder: str, own: bool):
-    """Train; return samples by epoch and the history, or the error."""
+    """Train; return samples by epoch and the history."""
     import torch.distributed as dist
     from dadplug.callbacks import AdaptiveBatchSizeCallback
     from dadplug.runners import DistributedRunner
@@ -305,17 +274,14 @@ def in_catalyst(folder: str, own: bool):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(adaptive_loader, "time", EvenSteps())
         runner = Runner(mode="dad")
-        try:
-            runner.train(
-                model=model,
-                optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
-                loaders={"train": DataLoader(pairs, 4, shuffle=True), "valid": DataLoader(pairs, 60)},
-                num_epochs=EPOCHS,
-                callbacks=[callback],
-                logdir=os.path.join(folder, f"logs-{dist.get_rank()}"),
-            )
-        except ValueError as error:
-            return str(error)
+        runner.train(
+            model=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
+            loaders={"train": DataLoader(pairs, 4, shuffle=True), "valid": DataLoader(pairs, 60)},
+            num_epochs=EPOCHS,
+            callbacks=[callback],
+            logdir=os.path.join(folder, f"logs-{dist.get_rank()}"),
+        )
     callback.picture(os.path.join(folder, f"catalyst-{os.getpid()}.png"))
     assert "batch/size" in runner.loader_metrics or "batch/size" in runner.epoch_metrics["train"]
     return seen, callback._monitors[0].history
@@ -326,10 +292,10 @@ def test_catalyst_trains_on_every_sample_once(sites, tmp_path):
     check(sites(2).run(in_catalyst, str(tmp_path), False))
 
 
-def test_data_of_each_sites_own_are_refused_in_catalyst(sites, tmp_path):
-    support.need("catalyst")
-    for message in sites(2).run(in_catalyst, str(tmp_path), True):
-        assert "each site has data of its own in loader 'train'" in message
+@support.needs("catalyst")
+@support.at_sites(2)
+def test_data_of_each_sites_own_are_refused_in_catalyst(tmp_path: Path) -> None:
+    refuses((lambda: in_catalyst(str(tmp_path), True), "each site has data of its own in loader 'train'"))
 
 
 def test_only_a_data_loader_with_a_batch_size_is_converted():

@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import support
 import torch
 import torch.distributed as dist
 from dadplug.callbacks import trackers
@@ -55,8 +56,9 @@ def read(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def tracks(folder: str) -> None:
-    rank, path = dist.get_rank(), Path(folder) / "run.csv"
+@support.at_sites(2)
+def test_traffic_and_quality_are_written(tmp_path: Path) -> None:
+    rank, path = dist.get_rank(), tmp_path / "run.csv"
     reduction = dadplug.GradientReduction(build(), mode="rankdad", rank=2)
     own = Recorder()
     with (
@@ -92,10 +94,6 @@ def tracks(folder: str) -> None:
     trains(reduction, 6)
     assert len(own.rows) == 2  # it has stopped
     reduction.detach()
-
-
-def test_traffic_and_quality_are_written(sites, tmp_path):
-    sites(2).run(tracks, str(tmp_path))
 
 
 def alone(mode: str = "rankdad", **options):

@@ -74,6 +74,11 @@ def need(package: str) -> None:
         pytest.skip(f"needs {package}")
 
 
+def needs(package: str) -> pytest.MarkDecorator:
+    """Return the mark of a test that is skipped if a package is not installed; for tests of `at_sites`, see `need`."""
+    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"needs {package}")
+
+
 def valid_modes() -> str:
     """The modes as messages list them."""
     from dadplug.step.methods import method_names

@@ -131,13 +131,19 @@ class OfParts(Whole):
         return zoo.cross_entropy(self.net(batch[0]), batch[1])
 
 
-def uneven(rows: list[int], mode: str, accumulate: int, weighting: str, model: str) -> None:
+@pytest.mark.parametrize(("accumulate", "weighting"), [(1, "samples"), (2, "samples"), (2, "uniform"), (3, "uniform")])
+@pytest.mark.parametrize("model", ["Whole", "OfParts"])
+@pytest.mark.parametrize("mode", ["dsgd", "dad"])
+@support.at_sites(2)
+def test_sites_with_different_numbers_of_batches_train_on_all_rows_once(
+    mode: str, model: str, accumulate: int, weighting: str
+) -> None:
     rank = int(os.environ["RANK"])
     torch.manual_seed(0)
     module = {"Whole": Whole, "OfParts": OfParts}[model]().double()
     reference = zoo.Plain().double()
     reference.load_state_dict(module.state_dict())
-    shares = [zoo.loader(count, 4, seed=site, shuffle=False) for site, count in enumerate(rows)]
+    shares = [zoo.loader(count, 4, seed=site, shuffle=False) for site, count in enumerate((29, 11))]
     current = zoo.trainer(
         DADStrategy(mode, weighting=weighting),
         max_epochs=1,
@@ -165,13 +171,6 @@ def uneven(rows: list[int], mode: str, accumulate: int, weighting: str, model: s
         optimizer.step()
     assert not any(waiting)
     zoo.assert_close(module, reference, 1e-8)
-
-
-@pytest.mark.parametrize(("accumulate", "weighting"), [(1, "samples"), (2, "samples"), (2, "uniform"), (3, "uniform")])
-@pytest.mark.parametrize("model", ["Whole", "OfParts"])
-@pytest.mark.parametrize("mode", ["dsgd", "dad"])
-def test_sites_with_different_numbers_of_batches_train_on_all_rows_once(sites, mode, model, accumulate, weighting):
-    sites(2).run(uneven, [29, 11], mode, accumulate, weighting, model)
 
 
 class WithoutLoss(zoo.Plain):
@@ -263,12 +262,9 @@ def test_batchnorm_can_be_synchronised(by_trainer: bool) -> None:
         assert torch.allclose(named[name], expected, rtol=1e-6, atol=1e-8), name
 
 
-def stops_early() -> list[int]:
+@support.at_sites(2)
+def test_early_stopping_stops_all_sites() -> None:
     stopper = pl.callbacks.EarlyStopping("valid", patience=1, min_delta=10.0)
     _, current = zoo.fit("Plain", DADStrategy("rankdad"), max_epochs=20, callbacks=[stopper])
-    return current.current_epoch
-
-
-def test_early_stopping_stops_all_sites(sites):
-    first, second = sites(2).run(stops_early)
+    first, second = current.strategy.reduction.gather_objects(current.current_epoch)
     assert first == second < 20
