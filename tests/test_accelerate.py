@@ -114,7 +114,11 @@ CASES = {
 }
 
 
-def follows_one_process(mode: str, case: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "case"), [("dad", "clips"), ("dad", "each batch"), ("dsgd", "accumulates"), ("dad", "accumulates")]
+)
+@support.at_sites(2)
+def test_a_script_trains_as_one_process(mode: str, case: str) -> None:
     keywords, clips, accumulation = CASES[case]
     accelerator, data = fresh(mode=mode, **copy.deepcopy(keywords)), rows(21)
     model, record = train(accelerator, clips, data)
@@ -134,12 +138,9 @@ def follows_one_process(mode: str, case: str) -> None:
     again.reduction.detach()
 
 
-def test_a_script_trains_as_one_process(sites):
-    for mode, case in [("dad", "clips"), ("dad", "each batch"), ("dsgd", "accumulates"), ("dad", "accumulates")]:
-        sites(2).run(follows_one_process, mode, case)
-
-
-def follows_the_plain_loop(accumulation: int) -> None:
+@pytest.mark.parametrize("accumulation", [1, 2])
+@support.at_sites(2)
+def test_a_low_rank_mode_trains_as_a_plain_loop(accumulation: int) -> None:
     options = {"mode": "rankdad", "rank": 2}
     accelerator = fresh(gradient_accumulation_steps=accumulation, **options)
     model, record = train(accelerator, "norm", rows(21))
@@ -150,12 +151,8 @@ def follows_the_plain_loop(accumulation: int) -> None:
     reduction.detach()
 
 
-def test_a_low_rank_mode_trains_as_a_plain_loop(sites):
-    for accumulation in (1, 2):
-        sites(2).run(follows_the_plain_loop, accumulation)
-
-
-def joins() -> None:
+@support.at_sites(2)
+def test_sites_may_have_different_numbers_of_batches() -> None:
     """Sites with 4 and 3 batches, without rows that are repeated; the last batch of 2 rows counts by its rows."""
     accelerator = fresh(mode="dad", weighting="samples")
     model, record = train(accelerator, "", rows(26), epochs=1, join=True)
@@ -169,7 +166,8 @@ def joins() -> None:
     accelerator.free_memory()
 
 
-def joins_with_two_models() -> None:
+@support.at_sites(2)
+def test_sites_with_two_models_may_have_different_numbers_of_batches() -> None:
     """The others go on with both models, here in another order than that in which they have joined."""
     accelerator = fresh(mode="dad", timeout=60.0, weighting="samples")
     first, second, loader = accelerator.prepare(
@@ -188,11 +186,6 @@ def joins_with_two_models() -> None:
     assert [model.reduction.step for model in (first, second)] == [4, 4]  # 3 batches, and the end at both
     assert [model.reduction.first_difference() for model in (first, second)] == [None, None]
     accelerator.free_memory()
-
-
-def test_sites_may_have_different_numbers_of_batches(sites):
-    sites(2).run(joins)
-    sites(2).run(joins_with_two_models)
 
 
 @support.at_sites(2)
@@ -300,11 +293,21 @@ def test_sites_load_their_own_data() -> None:
     assert torch.equal(torch.stack(list(stream)), expected)
 
 
-def resumes(folder: str, options: dict) -> None:
+LOCAL = {"mode": "localsgd", "every": 2, "wire": "int8"}
+FEEDBACK = {"mode": "rankdad", "rank": 2, "error_feedback": True}
+
+
+@pytest.mark.parametrize(
+    "options", [{"mode": "rankdad"}, FEEDBACK, {"mode": "powersgd", "rank": 2}, {"mode": "topk"}, LOCAL]
+)
+@support.at_sites(2)
+def test_a_training_resumes_to_the_bit(tmp_path: Path, options: dict) -> None:
     """A training that is interrupted after a checkpoint, and one that is not, end with the same bits."""
 
     def start(seed: int):
-        accelerator = fresh(project_config=ProjectConfiguration(folder, automatic_checkpoint_naming=True), **options)
+        accelerator = fresh(
+            project_config=ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True), **options
+        )
         model = build(seed, dropout=0.2)
         optimizer = torch.optim.Adam(model.parameters(), 0.01)
         return accelerator, *accelerator.prepare(model, optimizer)
@@ -327,7 +330,7 @@ def resumes(folder: str, options: dict) -> None:
     assert resumed[1].steps == 3
     steps(*resumed, range(3, 6))
     assert_equal(resumed[1], whole[1], 0.0)
-    checkpoint = Path(folder) / "checkpoints" / "checkpoint_0"
+    checkpoint = tmp_path / "checkpoints" / "checkpoint_0"
     resumed[0].wait_for_everyone()
     (checkpoint / f"dadplug_{dist.get_rank()}.bin").rename(checkpoint / f"dadplug_{1 + dist.get_rank()}.bin.1")
     resumed[0].wait_for_everyone()
@@ -339,18 +342,9 @@ def resumes(folder: str, options: dict) -> None:
     resumed[0].free_memory()
 
 
-def test_a_training_resumes_to_the_bit(sites, tmp_path):
-    feedback = {"mode": "rankdad", "rank": 2, "error_feedback": True}
-    for number, options in enumerate(
-        ({"mode": "rankdad"}, feedback, {"mode": "powersgd", "rank": 2}, {"mode": "topk"}, LOCAL)
-    ):
-        sites(2).run(resumes, str(tmp_path / str(number)), options)
-
-
-LOCAL = {"mode": "localsgd", "every": 2, "wire": "int8"}
-
-
-def takes_local_steps(accumulation: int) -> None:
+@pytest.mark.parametrize("accumulation", [1, 2])
+@support.at_sites(2)
+def test_local_steps_are_those_of_a_plain_loop(accumulation: int) -> None:
     """Steps, clipping, schedule and accumulation are those of a plain loop of `LocalSGD`, to the bit."""
     accelerator = fresh(gradient_accumulation_steps=accumulation, **LOCAL)
     model, record = train(accelerator, "norm", rows(21), join=True)
@@ -378,17 +372,10 @@ def takes_local_steps(accumulation: int) -> None:
     local.detach()
 
 
-def test_local_steps_are_those_of_a_plain_loop(sites):
-    for accumulation in (1, 2):
-        sites(2).run(takes_local_steps, accumulation)
-
-
 def test_local_steps_need_one_optimizer_and_no_synchronous_steps(monkeypatch):
-    accelerator = fresh(**LOCAL)
-    with pytest.raises(ValueError, match="prepare both in one call"):
-        accelerator.prepare(build())
     model = build()
     refuses(
+        (lambda: fresh(**LOCAL).prepare(build()), "prepare both in one call"),
         (
             lambda: fresh(warm_up=2, **LOCAL).prepare(model, torch.optim.SGD(model.parameters(), 0.1)),
             "Leave warm_up out",
@@ -448,7 +435,9 @@ def test_bf16_is_that_of_a_plain_loop() -> None:
     fresh()  # without mixed precision for the next test
 
 
-def scales(mode: str) -> None:
+@pytest.mark.parametrize("mode", ["dad", "rankdad"])
+@support.at_sites(2)
+def test_a_step_that_overflows_at_one_site_is_skipped_at_all(mode: str) -> None:
     """A GradScaler, as accelerate has it on GPUs: an overflow at one site skips the step at both."""
     accelerator, rank, alone = fresh(mode=mode, rank=12, wire="fp32"), dist.get_rank(), build()
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100)
@@ -474,11 +463,6 @@ def scales(mode: str) -> None:
     assert model.reduction.first_difference() is None
     accelerator.free_memory()
     fresh()
-
-
-def test_a_step_that_overflows_at_one_site_is_skipped_at_all(sites):
-    for mode in ("dad", "rankdad"):
-        sites(2).run(scales, mode)
 
 
 @support.at_sites(2)

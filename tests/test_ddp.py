@@ -67,7 +67,9 @@ def train(model: nn.Module, sites, steps: int = 6) -> None:
         optimizer.step()
 
 
-def follows_one_process(mode: str) -> None:
+@pytest.mark.parametrize("mode", ["dad", "dsgd"])
+@support.at_sites(2)
+def test_a_script_of_ddp_trains_as_one_process(mode: str) -> None:
     rank, alone = dist.get_rank(), build()
     train(alone, range(2))
     model = dadplug.DistributedDataParallel(
@@ -84,11 +86,6 @@ def follows_one_process(mode: str) -> None:
     assert model.reduction.first_difference() is None
     assert model.reduction.traffic.bytes_sent > 0
     model.reduction.detach()
-
-
-def test_a_script_of_ddp_trains_as_one_process(sites):
-    for mode in ("dad", "dsgd"):
-        sites(2).run(follows_one_process, mode)
 
 
 @support.at_sites(2)

@@ -172,7 +172,8 @@ def test_parameters_are_those_of_a_simulation_over_a_hub(tmp_path):
         group.run(equals_the_simulation, CASES[1:4:2])
 
 
-def a_site_that_runs_out_of_batches_takes_part_without_weight() -> None:
+@support.at_sites(2)
+def test_a_site_that_runs_out_of_batches_takes_part_without_weight() -> None:
     """Site 0 has 13 batches, site 1 has 6: nothing of either is lost."""
     site = dist.get_rank()
     for options in CASES[:2]:
@@ -191,10 +192,12 @@ def a_site_that_runs_out_of_batches_takes_part_without_weight() -> None:
 # Headers
 
 
-def no_step_waits_for_a_site_that_is_late(folder: Path, options: dict, passed: int) -> None:
+@pytest.mark.parametrize(("options", "passed"), [({"delay": 3}, 2), ({"fragments": 2}, 1)])
+@support.at_sites(2)
+def test_no_step_waits_for_a_site_that_is_late(tmp_path: Path, options: dict, passed: int) -> None:
     """Site 1 takes its step of an agreement when site 0 is some steps further."""
-    site, file = dist.get_rank(), folder / "passed"
-    local = local_steps(0, timeout=20.0, **options)
+    site, file = dist.get_rank(), tmp_path / "passed"
+    local = local_steps(0, every=4, timeout=20.0, **options)
     train(local, range(8), site)  # the first round lays out the payloads
     dist.barrier()
     if site == 1:
@@ -208,12 +211,8 @@ def no_step_waits_for_a_site_that_is_late(folder: Path, options: dict, passed: i
     ends_equal(local)
 
 
-@pytest.mark.parametrize(("options", "passed"), [({"delay": 3}, 2), ({"fragments": 2}, 1)])
-def test_no_step_waits_for_a_site_that_is_late(sites, tmp_path, options, passed):
-    sites(2).run(no_step_waits_for_a_site_that_is_late, tmp_path, {"every": 4, **options}, passed)
-
-
-def a_round_with_nan_is_discarded_on_all_sites_at_one_step() -> None:
+@support.at_sites(2)
+def test_a_round_with_nan_is_discarded_on_all_sites_at_one_step() -> None:
     site = dist.get_rank()
     for options in ({"every": 4, "delay": 2}, {"every": 8, "fragments": 2, "density": 0.1, "wire": "int2"}):
         local = local_steps(0, dtype=torch.float32, **options)
@@ -234,7 +233,8 @@ def a_round_with_nan_is_discarded_on_all_sites_at_one_step() -> None:
         ends_equal(local)
 
 
-def sites_at_different_steps_are_an_error() -> None:
+@support.at_sites(2)
+def test_sites_at_different_steps_are_an_error() -> None:
     site = dist.get_rank()
     local = local_steps(0, every=4, delay=2)
     train(local, range(4), site)
@@ -248,7 +248,8 @@ def sites_at_different_steps_are_an_error() -> None:
 # Changes of the model, buffers, checkpoints
 
 
-def parameters_are_frozen_freed_and_added() -> None:
+@support.at_sites(2)
+def test_parameters_are_frozen_freed_and_added() -> None:
     site = dist.get_rank()
     local = local_steps(0, every=4, fragments=2)
     frozen = local.model[0].weight
@@ -266,7 +267,8 @@ def parameters_are_frozen_freed_and_added() -> None:
     ends_equal(local)
 
 
-def statistics_are_means_at_the_end_of_each_round() -> None:
+@support.at_sites(2)
+def test_statistics_are_means_at_the_end_of_each_round() -> None:
     site = dist.get_rank()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 10), nn.BatchNorm1d(10), nn.Linear(10, 3)).double()
@@ -278,7 +280,8 @@ def statistics_are_means_at_the_end_of_each_round() -> None:
     ends_equal(local)
 
 
-def ends_on_equal_bits_in_every_type() -> None:
+@support.at_sites(2)
+def test_ends_on_equal_bits_in_every_type() -> None:
     site, sparse = dist.get_rank(), {"density": 0.1, "wire": "int2"}
     for dtype in (torch.bfloat16, torch.float32):
         for options in ({"delay": 1}, {"rank": 2, "wire": "int8"}, {"wire": "bf16", "outer_momentum": 0.5}, sparse):
@@ -289,21 +292,6 @@ def ends_on_equal_bits_in_every_type() -> None:
             local.finish()
             assert not torch.equal(vector(local.model), start)
             ends_equal(local)
-
-
-@pytest.mark.parametrize(
-    "program",
-    [
-        a_site_that_runs_out_of_batches_takes_part_without_weight,
-        a_round_with_nan_is_discarded_on_all_sites_at_one_step,
-        sites_at_different_steps_are_an_error,
-        parameters_are_frozen_freed_and_added,
-        statistics_are_means_at_the_end_of_each_round,
-        ends_on_equal_bits_in_every_type,
-    ],
-)
-def test_two_sites(sites, program):
-    sites(2).run(program)
 
 
 @pytest.mark.parametrize("stop", [5, 6, 8])

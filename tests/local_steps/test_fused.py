@@ -4,6 +4,7 @@ import contextlib
 import copy
 
 import pytest
+import support
 import torch
 import torch.distributed as dist
 from comparison import off_by
@@ -21,7 +22,8 @@ OPTIMIZERS = {
 LINEAR = ("0.weight", "2.weight", "4.weight")
 
 
-def rounds_are_those_of_ordinary_steps() -> None:
+@support.at_sites(2)
+def test_rounds_are_those_of_ordinary_steps() -> None:
     """Compare with ordinary steps after every agreement."""
     site = dist.get_rank()
     for options in (
@@ -48,7 +50,8 @@ def rounds_are_those_of_ordinary_steps() -> None:
         assert off_by(vector(models[0]), vector(models[1])) < 1e-12, options
 
 
-def one_site_may_fuse_alone() -> None:
+@support.at_sites(2)
+def test_one_site_may_fuse_alone() -> None:
     """Sites need not fuse alike: one of them may not be able to."""
     site = dist.get_rank()
     model = build(site, torch.float32)
@@ -63,7 +66,8 @@ def normalised() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 10, bias=False), nn.BatchNorm1d(10), nn.ReLU(), nn.Linear(10, 3)).double()
 
 
-def statistics_are_those_of_all_rows() -> None:
+@support.at_sites(2)
+def test_statistics_are_those_of_all_rows() -> None:
     site = dist.get_rank()
     models = [normalised(), normalised()]
     for model, fused in zip(models, (True, False)):
@@ -71,13 +75,6 @@ def statistics_are_those_of_all_rows() -> None:
         train(local, range(7), site)
         ends_equal(local)
     assert off_by(vector(models[0]), vector(models[1])) < 1e-12
-
-
-@pytest.mark.parametrize(
-    "program", [rounds_are_those_of_ordinary_steps, one_site_may_fuse_alone, statistics_are_those_of_all_rows]
-)
-def test_two_sites(sites, program):
-    sites(2).run(program)
 
 
 class Pair:

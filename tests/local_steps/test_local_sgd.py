@@ -73,7 +73,8 @@ def test_parameters_are_those_of_a_simulation_in_one_process(sites):
     sites(3).run(equals_reference, CASES[2:4])
 
 
-def a_round_may_be_applied_after_some_steps_of_the_next() -> None:
+@support.at_sites(2)
+def test_a_round_may_be_applied_after_some_steps_of_the_next() -> None:
     """The mean arrives two steps after it was sent, and keeps what has been done since."""
     site = dist.get_rank()
     sites = reference_of({}).sites
@@ -101,7 +102,8 @@ def a_round_may_be_applied_after_some_steps_of_the_next() -> None:
     ends_equal(local)
 
 
-def a_site_that_runs_out_of_batches_takes_part_without_weight() -> None:
+@support.at_sites(2)
+def test_a_site_that_runs_out_of_batches_takes_part_without_weight() -> None:
     """Site 0 has 13 batches, site 1 has 5."""
     site = dist.get_rank()
     for options in CASES:
@@ -116,7 +118,8 @@ def a_site_that_runs_out_of_batches_takes_part_without_weight() -> None:
         ends_equal(local)
 
 
-def the_interval_may_be_a_function_of_the_step() -> None:
+@support.at_sites(2)
+def test_the_interval_may_be_a_function_of_the_step() -> None:
     site = dist.get_rank()
     reference = reference_of({})
     local = local_steps(0, every=lambda step: 2 if step < 4 else 5, overlap=False)
@@ -152,7 +155,8 @@ def normalised_model(site: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 10), nn.BatchNorm1d(10), nn.ReLU(), nn.Linear(10, 3)).double()
 
 
-def running_statistics_are_averaged_at_each_agreement() -> None:
+@support.at_sites(2)
+def test_running_statistics_are_averaged_at_each_agreement() -> None:
     site = dist.get_rank()
     torch.manual_seed(0)
     model = normalised_model(site)
@@ -179,7 +183,8 @@ def running_statistics_are_averaged_at_each_agreement() -> None:
     local.detach()
 
 
-def the_agreed_model_is_shown_in_a_block_and_training_goes_on_as_without_it() -> None:
+@support.at_sites(2)
+def test_the_agreed_model_is_shown_in_a_block_and_training_goes_on_as_without_it() -> None:
     site, shown = dist.get_rank(), {}
     for shows in (False, True):
         torch.manual_seed(0)
@@ -205,7 +210,8 @@ def the_agreed_model_is_shown_in_a_block_and_training_goes_on_as_without_it() ->
     assert torch.equal(shown[False], shown[True])
 
 
-def statistics_of_all_rows_in_every_step() -> None:
+@support.at_sites(2)
+def test_statistics_of_all_rows_in_every_step() -> None:
     """With an agreement after each step of SGD, local steps are those of one process with all rows."""
     site = dist.get_rank()
     reference, model = normalised_model(0), normalised_model(site)
@@ -244,7 +250,8 @@ LOSSY = [
 ]
 
 
-def replicas_are_equal_to_the_bit_after_each_agreement_on_every_wire() -> None:
+@support.at_sites(2)
+def test_replicas_are_equal_to_the_bit_after_each_agreement_on_every_wire() -> None:
     site = dist.get_rank()
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         exact = {}
@@ -292,7 +299,8 @@ def test_a_run_resumes_on_the_same_curve_to_the_bit(sites, stop):
     sites(2).run(resumes, {"density": 0.1, "wire": "int2", "delay": 3 if stop == 6 else None}, stop)
 
 
-def a_round_with_nan_is_discarded_on_all_sites() -> None:
+@support.at_sites(2)
+def test_a_round_with_nan_is_discarded_on_all_sites() -> None:
     site = dist.get_rank()
     for overlap in (False, True):
         local = local_steps(0, every=3, overlap=overlap)
@@ -311,7 +319,8 @@ def a_round_with_nan_is_discarded_on_all_sites() -> None:
         assert all(p.isfinite().all() for p in local.model.parameters())
 
 
-def what_is_not_as_its_site_states_is_not_applied() -> None:
+@support.at_sites(2)
+def test_what_is_not_as_its_site_states_is_not_applied() -> None:
     """Site 1 states that its parameters are finite, and sends NaN, or factors whose products overflow."""
     site, encode = dist.get_rank(), DeltaFormat.encode
     for options, value in (({}, float("nan")), ({"overlap": True}, float("inf")), ({"rank": 2}, 1e300)):
@@ -335,7 +344,8 @@ def what_is_not_as_its_site_states_is_not_applied() -> None:
         local.detach()
 
 
-def parameters_may_be_frozen_added_and_shared() -> None:
+@support.at_sites(2)
+def test_parameters_may_be_frozen_added_and_shared() -> None:
     """Freeze, unfreeze, add and share parameters; what is frozen costs nothing, what is trained is agreed on."""
     site = dist.get_rank()
     model = build()
@@ -371,7 +381,8 @@ def parameters_may_be_frozen_added_and_shared() -> None:
     local.detach()
 
 
-def any_optimizer_takes_the_steps() -> None:
+@support.at_sites(2)
+def test_any_optimizer_takes_the_steps() -> None:
     site = dist.get_rank()
     model = build()
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
@@ -414,7 +425,8 @@ WRONG = [
 ]
 
 
-def wrong_arguments_are_errors_on_all_sites_before_anything_has_changed() -> None:
+@support.at_sites(2)
+def test_wrong_arguments_are_errors_on_all_sites_before_anything_has_changed() -> None:
     site = dist.get_rank()
     start = vector(build(site))
     for options, message in WRONG:
@@ -482,7 +494,8 @@ def trains_scaled(local: LocalSGD, site: int, infinite: tuple[int, int]) -> floa
     return scaler.get_scale()
 
 
-def a_grad_scaler_leaves_out_the_steps_of_its_site() -> None:
+@support.at_sites(2)
+def test_a_grad_scaler_leaves_out_the_steps_of_its_site() -> None:
     """Scales are powers of two, so that a scaled run has the bits of one without a scaler that leaves the step out."""
     site = dist.get_rank()
     for overlap in (True, False):
@@ -515,7 +528,8 @@ def a_grad_scaler_leaves_out_the_steps_of_its_site() -> None:
     local.detach()
 
 
-def what_a_schedule_returns_is_checked() -> None:
+@support.at_sites(2)
+def test_what_a_schedule_returns_is_checked() -> None:
     site = dist.get_rank()
     for every, message in (
         (lambda step: 0, r"every\(0\) must be a whole number of at least 1, got 0"),
@@ -536,29 +550,6 @@ def what_a_schedule_returns_is_checked() -> None:
         train(local, range(12), site)
     assert (local.steps, local.first_difference()) == (8, None)  # the agreement itself has taken place
     local.detach()
-
-
-@pytest.mark.parametrize(
-    "program",
-    [
-        a_round_may_be_applied_after_some_steps_of_the_next,
-        a_site_that_runs_out_of_batches_takes_part_without_weight,
-        the_interval_may_be_a_function_of_the_step,
-        running_statistics_are_averaged_at_each_agreement,
-        the_agreed_model_is_shown_in_a_block_and_training_goes_on_as_without_it,
-        statistics_of_all_rows_in_every_step,
-        replicas_are_equal_to_the_bit_after_each_agreement_on_every_wire,
-        a_round_with_nan_is_discarded_on_all_sites,
-        what_is_not_as_its_site_states_is_not_applied,
-        parameters_may_be_frozen_added_and_shared,
-        any_optimizer_takes_the_steps,
-        wrong_arguments_are_errors_on_all_sites_before_anything_has_changed,
-        a_grad_scaler_leaves_out_the_steps_of_its_site,
-        what_a_schedule_returns_is_checked,
-    ],
-)
-def test_two_sites(sites, program):
-    sites(2).run(program)
 
 
 def rounds_and_compresses() -> None:

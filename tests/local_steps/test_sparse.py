@@ -241,7 +241,8 @@ def test_the_outer_rate_says_how_far_sites_agree_on_the_signs_of_what_they_send(
 SPARSE = {"wire": "int2", "density": 0.1, "overlap": False}
 
 
-def sites_move_by_the_mean_of_what_they_send() -> None:
+@support.at_sites(2)
+def test_sites_move_by_the_mean_of_what_they_send() -> None:
     site = dist.get_rank()
     rates = []
     for options in (SPARSE | {"outer_lr": 1.5}, SPARSE | {"memory_decay": 0.5, "weighting": "uniform"}):
@@ -276,7 +277,8 @@ def sites_move_by_the_mean_of_what_they_send() -> None:
     assert max(rates) > 1.2  # so that the default is not 1 here
 
 
-def deltas_in_transit_and_schedules_of_density() -> None:
+@support.at_sites(2)
+def test_deltas_in_transit_and_schedules_of_density() -> None:
     site = dist.get_rank()
     sizes = []
     for options in ({"overlap": True}, {"density": lambda number: 0.5 if number < 2 else 0.05}):
@@ -291,7 +293,8 @@ def deltas_in_transit_and_schedules_of_density() -> None:
     assert sizes[21] > 1.9 * sizes[22] == 1.9 * sizes[39] > 0
 
 
-def wrong_options_are_errors_on_all_sites() -> None:
+@support.at_sites(2)
+def test_wrong_options_are_errors_on_all_sites() -> None:
     site = dist.get_rank()
     model = build()
     for options, message in (
@@ -315,18 +318,6 @@ def wrong_options_are_errors_on_all_sites() -> None:
     counted = nn.ParameterDict({"w": torch.ones(2), "n": nn.Parameter(torch.ones(2, dtype=torch.int64), False)})
     with pytest.raises(ValueError, match=r"parameter 'n' is of type torch.int64: local steps are for floating-point"):
         LocalSGD(counted, torch.optim.SGD(counted.parameters(), lr=0.1), every=2, density=0.02, wire="int2")
-
-
-@pytest.mark.parametrize(
-    "program",
-    [
-        sites_move_by_the_mean_of_what_they_send,
-        deltas_in_transit_and_schedules_of_density,
-        wrong_options_are_errors_on_all_sites,
-    ],
-)
-def test_two_sites(sites, program):
-    sites(2).run(program)
 
 
 def sends_a_hundredth() -> None:

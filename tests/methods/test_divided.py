@@ -82,7 +82,9 @@ def test_zeros_or_twice_the_gradient_would_fail() -> None:
             merging.merge_coefficients = merge_coefficients
 
 
-def is_told_of_missing_rows(streams: str) -> None:
+@pytest.mark.parametrize("streams", ["0", "1"])
+@support.at_sites(4)
+def test_a_site_that_sends_a_part_without_rows_is_named(streams: str) -> None:
     os.environ["DADPLUG_STREAMS"] = streams
     model, rank = network(), dist.get_rank()
     reduction = reduce(model, rank=10)
@@ -98,11 +100,6 @@ def is_told_of_missing_rows(streams: str) -> None:
     with pytest.raises(MismatchError, match=r"site 3 .* has sent an invalid payload: 0 rows instead of 10"):
         reduction.synchronize()
     reduction.detach()
-
-
-def test_a_site_that_sends_a_part_without_rows_is_named(sites):
-    for streams in "01":
-        sites(4).run(is_told_of_missing_rows, streams)
 
 
 def spectrum(kind: str, count: int) -> torch.Tensor:

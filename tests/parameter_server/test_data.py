@@ -54,7 +54,9 @@ def train(server, loader, model, pause: float, accumulate: int = 1) -> list[list
     return contributions + [found] * bool(found)  # the loader has sent the rest
 
 
-def each_batch_of_a_shared_data_set_is_used_once_an_epoch(workers: int = 0) -> None:
+@pytest.mark.parametrize("workers", [0, 1])
+@support.at_sites(3)
+def test_each_batch_of_a_shared_data_set_is_used_once_an_epoch(workers: int) -> None:
     rank = dist.get_rank()
     model, server = made(deal="shared", staleness=3)
     with pytest.raises(TypeError, match="batches of a DataLoader can be dealt"):
@@ -92,10 +94,6 @@ def each_batch_of_a_shared_data_set_is_used_once_an_epoch(workers: int = 0) -> N
     rest = server.gather_objects(train(server, loader, model, 0))
     assert sorted(index for each in rest for found in each for index in found) == list(range(SAMPLES))
     ends_equal(server)
-
-
-def batches_may_be_loaded_by_worker_processes() -> None:
-    each_batch_of_a_shared_data_set_is_used_once_an_epoch(1)
 
 
 def needs_few_batches() -> None:
@@ -169,7 +167,9 @@ def test_batches_of_a_killed_site_are_dealt_again(tmp_path):
         assert used == list(range(SAMPLES))
 
 
-def summed_steps_are_proportional_to_each_sites_own_data(weighting: str = "samples") -> None:
+@pytest.mark.parametrize("weighting", ["samples", "uniform"])
+@support.at_sites(3)
+def test_summed_steps_are_proportional_to_each_sites_own_data(weighting: str) -> None:
     rank = dist.get_rank()
     counts = (12, 60, 24)
     model, server = made(deal="own", weighting=weighting, staleness=3)
@@ -202,23 +202,6 @@ def summed_steps_are_proportional_to_each_sites_own_data(weighting: str = "sampl
             assert spent[site] == pytest.approx(total * shares[site] / sum(shares))
     assert version > 4  # several contributions may be committed together
     server.detach()
-
-
-def summed_steps_are_equal_by_option() -> None:
-    summed_steps_are_proportional_to_each_sites_own_data("uniform")
-
-
-@pytest.mark.parametrize(
-    "program",
-    [
-        each_batch_of_a_shared_data_set_is_used_once_an_epoch,
-        batches_may_be_loaded_by_worker_processes,
-        summed_steps_are_proportional_to_each_sites_own_data,
-        summed_steps_are_equal_by_option,
-    ],
-)
-def test_three_sites(sites, program):
-    sites(3).run(program)
 
 
 # Training by a server and workers, processes of this machine, by one call; and its example

@@ -90,7 +90,8 @@ def test_without_staleness_it_has_the_bits_of_the_reduction(sites, world_size):
 KINDS = ("mixed", "tied", "functional", "partly", "reentrant", "conv", "transposed", "images", "bags", "sparse", "gru")
 
 
-def every_kind_of_layer_trains() -> None:
+@support.at_sites(2)
+def test_every_kind_of_layer_trains() -> None:
     """Models of the zoo, without staleness, beside a reduction; in the narrow formats, equal replicas."""
     rank = dist.get_rank()
     for name in KINDS:
@@ -229,7 +230,8 @@ def backward(model: nn.Module, step: int = 0, factor: float = 1.0) -> None:
     (nn.functional.cross_entropy(model(inputs), targets) * factor).backward()
 
 
-def what_is_not_possible_is_an_error_at_every_site() -> None:
+@support.at_sites(2)
+def test_what_is_not_possible_is_an_error_at_every_site() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     refuses(
         (lambda: made(quorum=9), f"quorum=9 needs as many sites, and there are {world_size}"),
@@ -281,7 +283,8 @@ def what_is_not_possible_is_an_error_at_every_site() -> None:
     optimizer.step()
 
 
-def what_one_site_asks_for_is_an_error_at_every_site() -> None:
+@support.at_sites(2)
+def test_what_one_site_asks_for_is_an_error_at_every_site() -> None:
     rank = dist.get_rank()
     own = network(rank)  # other values at each site: nothing has changed before an error
     before = bits(own)
@@ -306,7 +309,8 @@ def what_one_site_asks_for_is_an_error_at_every_site() -> None:
     assert all(torch.equal(one, other) for one, other in zip(before, bits(own), strict=True))
 
 
-def what_a_site_sends_is_checked_by_the_others() -> None:
+@support.at_sites(2)
+def test_what_a_site_sends_is_checked_by_the_others() -> None:
     rank = dist.get_rank()
     for value in (float("nan"), 1e30):
         model, _, server = made()
@@ -329,19 +333,6 @@ def what_a_site_sends_is_checked_by_the_others() -> None:
             ContributionCodec._encode_rows = encode
         assert all(each.isfinite().all() for each in model.parameters())
         server.detach()
-
-
-@pytest.mark.parametrize(
-    "program",
-    [
-        every_kind_of_layer_trains,
-        what_is_not_possible_is_an_error_at_every_site,
-        what_one_site_asks_for_is_an_error_at_every_site,
-        what_a_site_sends_is_checked_by_the_others,
-    ],
-)
-def test_two_sites(sites, program):
-    sites(2).run(program)
 
 
 @support.at_sites(3)
@@ -608,7 +599,8 @@ def test_the_step_is_that_of_one_process_once_statistics_have_settled(sites, wor
         sites(world_size).run(settles, weighting, discards)
 
 
-def running_statistics_are_those_of_all_rows() -> None:
+@support.at_sites(2)
+def test_running_statistics_are_those_of_all_rows() -> None:
     """Running statistics are those of all sites' rows, as long as parameters and batches stay the same."""
     rank = dist.get_rank()
     model, momentum = normalised(), 0.1
@@ -631,7 +623,8 @@ def running_statistics_are_those_of_all_rows() -> None:
     ends_equal(server)
 
 
-def a_resumed_training_has_the_same_curve() -> None:
+@support.at_sites(2)
+def test_a_resumed_training_has_the_same_curve() -> None:
     """A resumed training has the same curve, since the statistics of other sites are in the state."""
     rank = dist.get_rank()
     kept: dict = {}
@@ -662,7 +655,8 @@ def a_resumed_training_has_the_same_curve() -> None:
         assert torch.equal(value, finals[1][name]), name
 
 
-def statistics_of_a_batch_with_nan_are_not_sent() -> None:
+@support.at_sites(2)
+def test_statistics_of_a_batch_with_nan_are_not_sent() -> None:
     rank = dist.get_rank()
     model = normalised()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -689,18 +683,6 @@ def statistics_of_a_batch_with_nan_are_not_sent() -> None:
     for site, name in itertools.product((0, 1), ("1", "5")):
         assert torch.equal(states[0][site][name], states[1][site][name])
     server.detach()
-
-
-@pytest.mark.parametrize(
-    "program",
-    [
-        running_statistics_are_those_of_all_rows,
-        a_resumed_training_has_the_same_curve,
-        statistics_of_a_batch_with_nan_are_not_sent,
-    ],
-)
-def test_batch_norm_of_two_sites(sites, program):
-    sites(2).run(program)
 
 
 def made_with_batch_norm() -> CommittedBatchNorms:

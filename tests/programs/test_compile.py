@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 
 import pytest
+import support
 import torch
 import torch.distributed as dist
 import zoo
@@ -13,7 +14,10 @@ from torch import nn
 import dadplug
 
 
-def compiles(order: str, mode: str) -> None:
+@pytest.mark.parametrize("mode", ["dsgd", "dad"])
+@pytest.mark.parametrize("order", ["first", "last", "wrapped", "inside"])
+@support.at_sites(2)
+def test_a_compiled_model_is_reduced_exactly(order: str, mode: str) -> None:
     rank = dist.get_rank()
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -45,9 +49,3 @@ def compiles(order: str, mode: str) -> None:
     assert reduction.step == 3
     assert order in ("first", "inside") or torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     reduction.detach()
-
-
-@pytest.mark.parametrize("order", ["first", "last", "wrapped", "inside"])
-def test_a_compiled_model_is_reduced_exactly(sites, order):
-    for mode in ("dsgd", "dad"):
-        sites(2).run(compiles, order, mode)

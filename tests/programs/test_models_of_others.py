@@ -527,26 +527,20 @@ def test_models_of_others_train_in_every_mode(name: str) -> None:
             assert factored >= subject.factored * sum(trained.values())
 
 
-def trains_on_narrow_wires(name: str) -> None:
+@support.at_sites(2)
+def test_models_of_others_train_on_narrow_wires() -> None:
     for kind, options in LOSSY[:1]:
         for wire, rounding in (("bf16", 0.02), ("int8", 0.1)):
-            trains(name, kind(name, rounding), wire=wire, **options)
+            trains("gpt2", kind("gpt2", rounding), wire=wire, **options)
     for wire, rounding in (("bf16", 0.02), ("int8", 0.1)):
-        trains(name, Lossy(name, rounding), mode="dad", wire=wire)
+        trains("gpt2", Lossy("gpt2", rounding), mode="dad", wire=wire)
 
 
-def test_models_of_others_train_on_narrow_wires(sites):
-    sites(2).run(trains_on_narrow_wires, "gpt2")
-
-
-def finds_spoilt_gradients(name: str) -> None:
-    checks = [(lambda: Exact(one_process(name)[0]), {"mode": mode}) for mode in EXACT[:3]]
-    checks += [(lambda kind=kind: kind(name), options) for kind, options in LOSSY]
+@support.at_sites(2)
+def test_the_checks_find_gradients_of_zeros_and_doubled_ones() -> None:
+    checks = [(lambda: Exact(one_process("gpt2")[0]), {"mode": mode}) for mode in EXACT[:3]]
+    checks += [(lambda kind=kind: kind("gpt2"), options) for kind, options in LOSSY]
     for make, options in checks:
         for factor in (0.0, 2.0):
             with pytest.raises(AssertionError, match="is off by"):
-                trains(name, make(), 1, spoil=factor, **options)
-
-
-def test_the_checks_find_gradients_of_zeros_and_doubled_ones(sites):
-    sites(2).run(finds_spoilt_gradients, "gpt2")
+                trains("gpt2", make(), 1, spoil=factor, **options)
