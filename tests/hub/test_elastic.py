@@ -12,6 +12,7 @@ import torch
 from cutting_relay import relayed_hub
 from fleet import ENDED, Fleet, idles, presence, same_bits
 from running_hub import RunningHub, TestSite, add_site, until
+from sealed_sites import sealed_hub
 from support import refuses
 from torch import nn
 
@@ -41,9 +42,11 @@ LINK = [1e-4, 1e-8, 2e-8, 1e-11]  # its costs
 LEAVES = 3  # step in which the batches are larger than before, so that there is a second round
 
 
-def leaves_and_returns(folder: Path, names: str, **settings: object) -> tuple[dict, list[dict[int, dict]]]:
+def leaves_and_returns(
+    folder: Path, names: str, sealed: bool, **settings: object
+) -> tuple[dict, list[dict[int, dict]]]:
     """Train with a site that is killed and comes back; return the lines of the first site, and those of all."""
-    with Fleet(folder, names, pause=0.01, **settings) as fleet:
+    with Fleet(folder, sealed_hub(folder, tuple(names), sealed), pause=0.03, **settings) as fleet:
         fleet.start(names[:-1])
         fleet.lose(names[-1], leave=LEAVES)
         fleet.hub.await_line(f"{names[-1]} joins", ENDED)
@@ -53,17 +56,19 @@ def leaves_and_returns(folder: Path, names: str, **settings: object) -> tuple[di
 
 
 @pytest.mark.parametrize(
-    ("mode", "names", "how"),
+    ("mode", "names", "how", "sealed"),
     [
-        ("dsgd", "ab", "header"),
-        ("dad", "ab", "sent"),
-        ("dad", "abc", "late"),
-        ("rankdad", "abc", "late"),
-        ("auto", "ab", "before"),
+        ("dsgd", "ab", "header", False),
+        ("dad", "ab", "sent", False),
+        ("dad", "abc", "late", False),
+        ("rankdad", "abc", "late", False),
+        ("auto", "ab", "before", False),
+        ("dad", "abc", "late", True),
+        ("rankdad", "abc", "late", True),
     ],
 )
-def test_a_site_that_is_lost_and_returns_counts_as_an_idle_one(tmp_path, mode, names, how):
-    first, every = leaves_and_returns(tmp_path / "run", names, mode=mode, how=how, link=LINK)
+def test_a_site_that_is_lost_and_returns_counts_as_an_idle_one(tmp_path, mode, names, how, sealed):
+    first, every = leaves_and_returns(tmp_path / "run", names, sealed, mode=mode, how=how, link=LINK)
     last, present = len(names) - 1, presence(first)
     assert present[LEAVES - 1] == list(range(len(names)))
     assert last not in present[LEAVES]
@@ -77,7 +82,7 @@ def test_a_site_that_is_lost_and_returns_counts_as_an_idle_one(tmp_path, mode, n
 
 def test_a_wrapped_model_is_updated_before_its_next_forward_pass(tmp_path):
     """A site is killed, and its new process gets model, optimizer and step; then it is stopped, and joins again."""
-    with Fleet(tmp_path, "ab", mode="rankdad", site_timeout=5.0, pause=0.01, wraps=True) as fleet:
+    with Fleet(tmp_path, "ab", mode="rankdad", site_timeout=5.0, pause=0.03, wraps=True) as fleet:
         fleet.start("a")
         fleet.lose("b", leave=LEAVES, how="late")
         fleet.hub.await_line("b joins", ENDED)
@@ -93,7 +98,7 @@ def test_a_wrapped_model_is_updated_before_its_next_forward_pass(tmp_path):
 
 
 def test_a_site_that_returns_knows_who_is_absent_in_a_collective(tmp_path):
-    with Fleet(tmp_path, "abc", meets=True, pause=0.01) as fleet:
+    with Fleet(tmp_path, "abc", meets=True, pause=0.03) as fleet:
         fleet.start("a")
         fleet.start("b", leave=3)
         fleet.start("c", leave=5)
@@ -140,7 +145,7 @@ def test_a_link_that_is_cut_anywhere_changes_nothing(tmp_path, monkeypatch, grac
 
 @pytest.mark.parametrize("mode", ["dad", "rankdad"])
 def test_a_site_that_was_stopped_joins_again_in_its_process(tmp_path, mode):
-    with Fleet(tmp_path, "abc", mode=mode, site_timeout=1.0, pause=0.01) as fleet:
+    with Fleet(tmp_path, "abc", mode=mode, site_timeout=1.0, pause=0.03) as fleet:
         fleet.start("abc")
         fleet.await_step("a", 2)
         fleet.freeze("b")
@@ -194,20 +199,9 @@ def test_below_min_sites_training_pauses_and_says_for_whom(tmp_path):
         assert max(fleet.lines("b")) == 11
 
 
-def test_another_site_gives_its_state_if_one_is_lost_meanwhile(tmp_path):
-    with Fleet(tmp_path, "abc", pause=0.01) as fleet:
-        fleet.start("a", how="donates")  # of members that have been asked equally often, the first one is asked
-        fleet.start("b")
-        fleet.lose("c", leave=LEAVES)
-        fleet.hub.await_line("c joins", ENDED)
-        fleet.hub.await_line("a has left", ENDED)
-        fleet.await_more("c", 2, "b")
-        fleet.finish("bc", 5)
-
-
 def test_another_site_gives_its_state_if_one_is_held_up(tmp_path):
     """The donor is alive, and its program does not get on; its state comes when the round has been closed long ago."""
-    with Fleet(tmp_path, "abc", pause=0.01, site_timeout=4.0) as fleet:
+    with Fleet(tmp_path, "abc", pause=0.03, site_timeout=4.0) as fleet:
         fleet.start("a", how="hesitates")
         fleet.start("b")
         fleet.lose("c", leave=LEAVES)
@@ -223,7 +217,7 @@ def test_another_site_gives_its_state_if_one_is_held_up(tmp_path):
 
 
 def test_a_site_that_is_lost_while_it_joins_holds_up_nobody(tmp_path):
-    with Fleet(tmp_path, "ab", pause=0.01) as fleet:
+    with Fleet(tmp_path, "ab", pause=0.03) as fleet:
         fleet.start("a")
         for fields in ({"leave": LEAVES}, {"how": "joins"}):
             fleet.start("b", **fields)
@@ -426,15 +420,18 @@ def keep_kits(hub: RunningHub, names: str) -> Path:
         ("rankdad", {"wire": "int8"}),
         ("auto", {"link": LINK}),
         ("dad", {"pause": 1.0}),
+        ("dad", {"sealed": True}),
+        ("dad", {"pause": 1.0, "sealed": True}),
     ],
 )
 def test_a_site_that_is_new_counts_as_one_that_was_idle(tmp_path, mode, settings):
     """With long steps the site joins in the round in which the run grows; else the others have room for it before."""
     settings = {"pause": 0.02} | settings
-    with Fleet(tmp_path, "ab", mode=mode, meets=True, **settings) as fleet:
+    owner = {"hub_at": None, "sealed": True} if settings.pop("sealed", False) else {}
+    with Fleet(tmp_path, sealed_hub(tmp_path, ("a", "b"), bool(owner)), mode=mode, meets=True, **settings) as fleet:
         fleet.start("ab")
         fleet.await_step("a", 3)
-        add_site(fleet.hub, "abc")
+        add_site(fleet.hub, "abc", **owner)
         fleet.start("c")
         fleet.hub.await_line("c joins", ENDED)
         lines, present = fleet.finish("abc", 20 if settings["pause"] < 1 else 4)

@@ -61,7 +61,7 @@ def agree(fleet: Fleet, names: str) -> None:
 
 
 def test_a_site_that_returns_goes_on_where_the_others_are(tmp_path):
-    with sites_of(tmp_path, "abc", epochs=10000, pause=0.01) as fleet:
+    with sites_of(tmp_path, "abc", epochs=10000, pause=0.03) as fleet:
         leave_and_return(fleet, "abc", "c")
     agree(fleet, "abc")
     lines, length = steps(fleet, "a"), len(batches_of(0))
@@ -91,7 +91,7 @@ def test_a_site_that_returns_goes_on_where_the_others_are(tmp_path):
 
 
 def test_a_site_that_is_new_in_the_roster_joins_in_the_run(tmp_path):
-    with sites_of(tmp_path, "ab", epochs=10000, pause=0.01, mode="rankdad") as fleet:
+    with sites_of(tmp_path, "ab", epochs=10000, pause=0.03, mode="rankdad") as fleet:
         fleet.start("ab")
         fleet.await_step("a", 3)
         add_site(fleet.hub, "abc")
@@ -105,7 +105,7 @@ def test_a_site_that_is_new_in_the_roster_joins_in_the_run(tmp_path):
 
 
 def test_the_first_site_hands_its_duties_on_and_gets_them_back(tmp_path):
-    with sites_of(tmp_path, "ab", epochs=10000, pause=0.01, mode="rankdad", accumulate=2, bar=True) as fleet:
+    with sites_of(tmp_path, "ab", epochs=10000, pause=0.03, mode="rankdad", accumulate=2, bar=True) as fleet:
         leave_and_return(fleet, "ab", "a")
     agree(fleet, "ba")
     lines = steps(fleet, "b")
@@ -309,7 +309,7 @@ def agree_after_rounds(lines: dict[str, dict[int, dict]]) -> list[list[int]]:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_local_steps_in_lightning_go_on_and_a_site_returns(tmp_path, overlap):
-    with sites_of(tmp_path, "abc", epochs=10000, pause=0.01, every=4, overlap=overlap) as fleet:
+    with sites_of(tmp_path, "abc", epochs=10000, pause=0.03, every=4, overlap=overlap) as fleet:
         leave_and_return(fleet, "abc", "c", 7)
     lines = {name: steps(fleet, name) for name in "abc"}
     for name in "bc":

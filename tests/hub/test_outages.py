@@ -214,27 +214,13 @@ def exchanges(links: Sequence[HubLink], number: int) -> None:
         assert found == [(number, rank) for rank in range(len(links))]
 
 
-def test_a_hub_with_another_address_in_dns_goes_on(tmp_path, monkeypatch):
-    """The name is resolved anew in each attempt, while it does not resolve, too; an address of IPv6 leads nowhere."""
-    kits, port = named_kits(tmp_path / "kits")
-    names = Names(monkeypatch, "hub.example.org", "127.0.0.1")
-    with ExitStack() as opened:
-        with elsewhere(kits, ("127.0.0.1", port)):
-            links = opened.enter_context(linked_by(kits))
-            exchanges(links, 0)
-            names.found = []
-        before = names.asked
-        until(lambda: names.asked >= before + 4)
-        with running_hub(kits, listen=("127.0.0.2", port)):
-            names.found = ["::1", "127.0.0.2"]
-            exchanges(links, 1)
-            for link in links:
-                link.close()
+@pytest.mark.parametrize("meanwhile", ["no name", "another project", "no TLS", "silence"])
+def test_a_hub_with_another_address_in_dns_goes_on(tmp_path, monkeypatch, meanwhile):
+    """The name is resolved anew in each attempt.
 
-
-@pytest.mark.parametrize("impostor", ["another project", "no TLS", "silence"])
-def test_what_answers_at_an_address_of_the_hub_and_is_not_the_hub_ends_nothing(tmp_path, monkeypatch, impostor):
-    """A name has two addresses, and the first one still leads to a machine that has another service by now."""
+    Before it has the new address, it does not resolve; or it has two addresses, and the first one still leads to a
+    machine that has another service by now, which ends nothing.
+    """
     kits, port = named_kits(tmp_path / "kits")
     names = Names(monkeypatch, "hub.example.org", "127.0.0.1")
     monkeypatch.setattr(connection, "DIAL_SECONDS", 1.0)
@@ -242,15 +228,19 @@ def test_what_answers_at_an_address_of_the_hub_and_is_not_the_hub_ends_nothing(t
         with elsewhere(kits, ("127.0.0.1", port)):
             links = opened.enter_context(linked_by(kits))
             exchanges(links, 0)
-        if impostor == "another project":
+            names.found = [] if meanwhile == "no name" else names.found
+        before = names.asked
+        if meanwhile == "no name":
+            until(lambda: names.asked >= before + 4)
+        elif meanwhile == "another project":
             other = hub_kits.make(tmp_path / "other", hub=f"hub.example.org:{port}", hub_names=["127.0.0.1"])
             opened.enter_context(running_hub(other, listen=("127.0.0.1", port)))
         else:
             server = opened.enter_context(socket.create_server(("127.0.0.1", port)))
-            if impostor == "no TLS":
+            if meanwhile == "no TLS":
                 Thread(target=lambda: answer_all(server), daemon=True).start()
         until(lambda: all(link.outage and "refused" not in link.outage.lower() for link in links), timeout=100)
-        names.found = ["127.0.0.1", "127.0.0.2"]
+        names.found = ["::1" if meanwhile == "no name" else "127.0.0.1", "127.0.0.2"]  # of IPv6 leads nowhere
         with running_hub(kits, listen=("127.0.0.2", port)):
             exchanges(links, 1)
             for link in links:

@@ -11,7 +11,7 @@ LEAVES = 3
 def leaves_and_returns(folder, hub, lost: str, **fields) -> dict[int, list[int]]:
     """Train with a site that is killed and returns; check gradients and parameters; return the present ones by step."""
     others = "abc".replace(lost, "")
-    with Fleet(folder, hub, mode="rankdad", merge="owner", exact=True, pause=0.01) as fleet:
+    with Fleet(folder, hub, mode="rankdad", merge="owner", exact=True, pause=0.03) as fleet:
         fleet.start(others)
         fleet.lose(lost, leave=LEAVES, **fields)
         fleet.hub.await_line(f"{lost} joins", ENDED)
@@ -48,7 +48,7 @@ LATE = 8  # first step of which the median is known, with some more
 
 def test_a_site_that_is_late_with_results_misses_the_step(tmp_path):
     """The results of owners travel in a second round, which the hub closes without a late site, too."""
-    with Fleet(tmp_path, "abc", mode="rankdad", merge="owner", late="skip", pause=0.01, exact=True) as fleet:
+    with Fleet(tmp_path, "abc", mode="rankdad", merge="owner", late="skip", pause=0.03, exact=True) as fleet:
         fleet.start("ab")
         fleet.start("c", other=str(tmp_path / "a"), late_steps=[LATE], late_in="further")
         until(
@@ -75,7 +75,7 @@ LINK = [1e-4, 1e-9, 1e-9, 1e-10]  # costs by which owners pay from three sites o
 @pytest.mark.parametrize("link", [[], LINK], ids=["measured", "stated"])
 def test_a_run_that_grows_stays_exact_and_is_planned_anew_where_so_many_sites_have_owners(tmp_path, link):
     """Two sites send factors to each other. By a measured link a site that joins takes the merge of the others."""
-    with Fleet(tmp_path, "ab", mode="rankdad", merge="auto", exact=True, pause=0.01, link=link) as fleet:
+    with Fleet(tmp_path, "ab", mode="rankdad", merge="auto", exact=True, pause=0.03, link=link) as fleet:
         fleet.start("ab")
         fleet.await_step("a", 2)
         add_site(fleet.hub, "abc")

@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import hub_kits
@@ -9,7 +10,7 @@ import pytest
 import support
 import torch
 from running_hub import running_hub
-from support import free_port
+from support import free_port, refuses
 from torch import nn
 
 from dadplug import GradientReduction, LocalSGD
@@ -31,34 +32,23 @@ def test_a_policy_allows_what_it_names():
     Policy(("dad",)).check(Options(mode="dad"))
 
 
-@pytest.mark.parametrize(
-    ("policy", "options", "reason"),
-    [
-        (STRICT, {"mode": "dad", "share_inputs": False}, r"does not allow mode='dad'; allowed: 'rankdad', 'dsgd'"),
-        (STRICT, {"mode": "auto", "share_inputs": False}, "does not allow mode='auto'"),
-        (STRICT, {"mode": "rankdad"}, "requires share_inputs=False, got share_inputs=True"),
-        (Policy(()), {}, "does not allow mode='rankdad'; allowed: none"),
-        (Policy(require_privacy=True), {}, r"policy of this site's kit has require_privacy = true"),
-    ],
-)
-def test_a_policy_refuses_everything_else(policy, options, reason):
-    with pytest.raises(PolicyError, match=reason):
-        policy.check(Options(**options))
-
-
-@pytest.fixture
-def in_force():
-    """Return a function that puts a policy into force until the end of the test."""
-    imposed = []
-
-    def impose(policy):
-        restrictions = KitRestrictions(policy, Roster("trial", "127.0.0.1:1", (), ("a",), hub_at="a"))
-        impose_restrictions(restrictions)
-        imposed.append(restrictions)
-
-    yield impose
-    for restrictions in imposed:
-        lift_restrictions(restrictions)
+def test_a_policy_refuses_everything_else():
+    dad, auto = ({"mode": mode, "share_inputs": False} for mode in ("dad", "auto"))
+    refuses(
+        (lambda: STRICT.check(Options(**dad)), "does not allow mode='dad'; allowed: 'rankdad', 'dsgd'"),
+        (lambda: STRICT.check(Options(**auto)), "does not allow mode='auto'"),
+        (lambda: STRICT.check(Options(mode="rankdad")), "requires share_inputs=False, got share_inputs=True"),
+        (lambda: Policy(()).check(Options()), "does not allow mode='rankdad'; allowed: none"),
+        (
+            lambda: Policy(require_privacy=True).check(Options()),
+            "policy of this site's kit has require_privacy = true",
+        ),
+        *(  # only the value False counts as False
+            (partial(STRICT.check, SimpleNamespace(mode="dsgd", share_inputs=value)), "requires share_inputs=False")
+            for value in (None, 0, "")
+        ),
+        error=PolicyError,
+    )
 
 
 def _step(rows, **options):
@@ -82,15 +72,15 @@ def _step(rows, **options):
     ],
     ids=str,
 )
-def test_a_policy_limits_the_rank_by_the_rows_of_a_batch(in_force, options, allowed, refused):
-    in_force(Policy(max_rank_share=0.25))
+def test_a_policy_limits_the_rank_by_the_rows_of_a_batch(impose, options, allowed, refused):
+    impose(Policy(max_rank_share=0.25))
     assert _step(allowed, **options).any()
     with pytest.raises(PolicyError, match=r"policy of this site's kit has max_rank_share = 0.25: of \d+ rows"):
         _step(refused, **options)
 
 
-def test_a_policy_limits_the_rank_of_gradients_without_factors_by_the_samples(in_force):
-    in_force(Policy(max_rank_share=0.25))
+def test_a_policy_limits_the_rank_of_gradients_without_factors_by_the_samples(impose):
+    impose(Policy(max_rank_share=0.25))
     for samples in (16, 15):
         model = nn.LSTM(20, 30)
         reduction = GradientReduction(model, rank=4)
@@ -105,33 +95,11 @@ def test_a_policy_limits_the_rank_of_gradients_without_factors_by_the_samples(in
         reduction.detach(discard=True)
 
 
-def test_a_policy_on_rank_refuses_rows_and_allows_sums(in_force):
-    in_force(Policy(max_rank_share=0.5))
+def test_a_policy_on_rank_refuses_rows_and_allows_sums(impose):
+    impose(Policy(max_rank_share=0.5))
     assert _step(2, mode="dsgd").any()
     with pytest.raises(PolicyError, match="4 may be sent, and 8 would be"):
         _step(8, mode="dad")
-
-
-def test_runs_without_privacy_are_refused_before_anything_is_sent(in_force):
-    in_force(Policy(require_privacy=True))
-    model = nn.Linear(4, 2)
-    for mode in ("dsgd", "rankdad"):
-        with pytest.raises(PolicyError, match="require_privacy = true"):
-            GradientReduction(model, mode=mode)
-    with pytest.raises(PolicyError, match="require_privacy = true"):
-        LocalSGD(model, torch.optim.SGD(model.parameters(), 0.1))
-
-
-@pytest.mark.parametrize("share", [0, -1, 1.5, "half", True])
-def test_a_share_out_of_range_is_refused(share):
-    with pytest.raises(KitError, match="max_rank_share must be a number above 0 and up to 1"):
-        Policy.parse({"max_rank_share": share}, "policy.a")
-
-
-def test_only_the_value_false_counts_as_false():
-    for value in (None, 0, ""):
-        with pytest.raises(PolicyError, match="requires share_inputs=False"):
-            STRICT.check(SimpleNamespace(mode="dsgd", share_inputs=value))
 
 
 def test_a_program_cannot_loosen_a_policy(tmp_path):
@@ -176,6 +144,10 @@ def test_a_policy_is_read_as_it_was_written(tmp_path, policy):
         ("share_inputs = 'no'", "share_inputs must be true or false"),
         ("share_inputs = False", "Invalid value"),
         ("encrypt_local = 0", "encrypt_local must be true or false"),
+        *(
+            (f"max_rank_share = {share}", "max_rank_share must be a number above 0 and up to 1")
+            for share in ("0", "-1", "1.5", "'half'", "true")
+        ),
     ],
 )
 def test_mistakes_in_a_policy_are_explained(tmp_path, text, reason):
@@ -245,13 +217,24 @@ def step(reduction):
 
 
 def test_a_reduction_that_the_policy_does_not_allow_sends_nothing(impose, sent):
-    impose(Policy(("dsgd",), share_inputs=False))
+    strict = impose(Policy(("dsgd",), share_inputs=False))
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for options in ({"mode": "rankdad", "share_inputs": False}, {"mode": "dsgd"}, {}):
         with pytest.raises(PolicyError):
             GradientReduction(network(), **options)
     assert not sent
     step(GradientReduction(network(), mode="dsgd", share_inputs=False))
     assert sent
+    sent.clear()
+    lift_restrictions(strict)
+    impose(Policy(require_privacy=True))
+    refuses(
+        (lambda: GradientReduction(model, mode="dsgd"), "require_privacy = true"),
+        (lambda: LocalSGD(model, optimizer), "require_privacy = true"),
+        error=PolicyError,
+    )
+    assert not sent
 
 
 @pytest.mark.parametrize("changed", [{"mode": "dad"}, {"share_inputs": True}])

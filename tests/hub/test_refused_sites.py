@@ -1,42 +1,12 @@
-"""Sealed training that goes on while sites leave and return: the same bits as with a site that is idle."""
+"""Sealed training: a site that another one refuses."""
 
 import hashlib
 
-import pytest
-from fleet import ENDED, Fleet, idles, same_bits
-from running_hub import TestSite, add_site, running_hub, together, until
+from running_hub import TestSite, running_hub, together, until
 from sealed_sites import sealed_hub
 
 from dadplug.exchange.rounds import Requirements
 from dadplug.hub.wire.messages import Drop, Exclude, Join, KeyMessage, Kind, RoundKind
-
-
-@pytest.mark.parametrize("mode", ["dad", "rankdad"])
-def test_a_site_that_is_killed_and_returns_counts_as_an_idle_one(tmp_path, mode):
-    with Fleet(tmp_path, sealed_hub(tmp_path), mode=mode, pause=0.01) as fleet:
-        fleet.start("ab")
-        fleet.lose("c", leave=3, how="late")
-        fleet.hub.await_line("c joins", ENDED)
-        lines, present = fleet.finish("abc", 40)
-    assert [0, 1] in present.values()
-    same_bits(lines, idles(tmp_path / "idle", "abc", present, mode=mode))
-
-
-@pytest.mark.parametrize("pause", [0.02, 1.0])
-def test_a_site_that_is_new_counts_as_one_that_was_idle(tmp_path, pause):
-    """With long steps the site joins in the round in which the run grows."""
-    with Fleet(tmp_path, sealed_hub(tmp_path, ("a", "b")), mode="dad", pause=pause, meets=True) as fleet:
-        fleet.start("ab")
-        fleet.await_step("a", 3)
-        add_site(fleet.hub, "abc", hub_at=None, sealed=True)
-        fleet.start("c")
-        fleet.hub.await_line("c joins", ENDED)
-        lines, present = fleet.finish("abc", 20 if pause < 1 else 4)
-    assert present[3] == [0, 1]
-    same_bits(lines, idles(tmp_path / "idle", "abc", present, mode="dad", meets=True))
-
-
-# A site that another one refuses
 
 OFFER = b"Ooffer"
 WELCOME = b"W" + hashlib.sha256(b"offer").digest() + b"welcome"
