@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import forkserver
@@ -114,11 +115,14 @@ def test_the_extra_is_named_if_litserve_is_missing(monkeypatch):
 
 
 def test_a_client_needs_an_address():
-    for wrong in ("127.0.0.1:8000", "ftp://a", "http://"):
-        with pytest.raises(ValueError, match="no address of http"):
-            PredictionClient(wrong)
-    with pytest.raises(OSError, match="refused"):
-        PredictionClient(f"http://127.0.0.1:{support.free_port()}").predict([1.0])
+    free = f"http://127.0.0.1:{support.free_port()}"
+    refuses(
+        *(
+            (partial(PredictionClient, wrong), "no address of http")
+            for wrong in ("127.0.0.1:8000", "ftp://a", "http://")
+        ),
+        (lambda: PredictionClient(free).predict([1.0]), "refused", OSError),
+    )
 
 
 @pytest.mark.parametrize(
@@ -204,9 +208,11 @@ def test_wrong_inputs_are_named(given, message):
 def test_integers_have_to_be_in_range():
     with patient_predictor({"m": identity}, input_shape=(None,), dtype="int8") as predictor:
         assert predictor.predict([5, -128]).label == 0
-        for given, message in (([128, 0], "outside the range of int8"), ([1.5, 0.0], "expects int8")):
-            with pytest.raises(InputError, match=message):
-                predictor.predict(given)
+        refuses(
+            (lambda: predictor.predict([128, 0]), "outside the range of int8"),
+            (lambda: predictor.predict([1.5, 0.0]), "expects int8"),
+            error=InputError,
+        )
 
 
 def test_only_the_input_at_fault_fails():
@@ -345,42 +351,33 @@ def test_a_drawn_model_that_fails_is_chosen_less():
 
 
 def test_contexts_have_to_be_given_where_they_are_used():
-    with patient_predictor({"m": identity}, context="site") as predictor:
-        for wrong in (None, "", 7, "x" * 201):
-            with pytest.raises(InputError, match="needs 'site'"):
-                predictor.predict([1.0, 2.0], context=wrong)
-    with patient_predictor({"m": identity}) as predictor, pytest.raises(InputError, match="without contexts"):
-        predictor.predict([1.0, 2.0], context="a")
+    with patient_predictor({"m": identity}, context="site") as predictor, patient_predictor({"m": identity}) as plain:
+        refuses(
+            *(
+                (partial(predictor.predict, [1.0, 2.0], context=wrong), "needs 'site'")
+                for wrong in (None, "", 7, "x" * 201)
+            ),
+            (lambda: plain.predict([1.0, 2.0], context="a"), "without contexts"),
+            error=InputError,
+        )
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"slo": 0}, "slo has to be positive"),
-        ({"slo": 0.05, "deadline": 0.01}, "deadline"),
-        ({"policy": "best"}, "unknown policy"),
-        ({"task": "ranking"}, "unknown task"),
-        ({"dtype": "complex64"}, "unknown dtype"),
-        ({"cache_bytes": -1}, "cache_bytes"),
-        ({"task": "regression", "scale": 0.0}, "scale has to be positive"),
-    ],
-)
-def test_wrong_options_are_errors(options, message):
-    with pytest.raises(ValueError, match=message):
+def test_what_cannot_be_served_is_refused():
+    def serve(**options: object) -> None:
         patient_predictor({"m": identity}, **options)
 
-
-@pytest.mark.parametrize(
-    ("models", "error", "message"),
-    [
-        ({}, ValueError, "no model to serve"),
-        ({"m": 3}, LoadError, "not int"),
-        ({"m": "nowhere.ckpt"}, LoadError, "no file or folder"),
-    ],
-)
-def test_what_is_no_model_is_an_error(models, error, message):
-    with pytest.raises(error, match=message):
-        patient_predictor(models)
+    refuses(
+        (lambda: serve(slo=0), "slo has to be positive"),
+        (lambda: serve(slo=0.05, deadline=0.01), "deadline"),
+        (lambda: serve(policy="best"), "unknown policy"),
+        (lambda: serve(task="ranking"), "unknown task"),
+        (lambda: serve(dtype="complex64"), "unknown dtype"),
+        (lambda: serve(cache_bytes=-1), "cache_bytes"),
+        (lambda: serve(task="regression", scale=0.0), "scale has to be positive"),
+        (lambda: patient_predictor({}), "no model to serve"),
+        (lambda: patient_predictor({"m": 3}), "not int", LoadError),
+        (lambda: patient_predictor({"m": "nowhere.ckpt"}), "no file or folder", LoadError),
+    )
 
 
 def test_counters_are_in_prometheus_text():
