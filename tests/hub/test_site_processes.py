@@ -529,7 +529,7 @@ def finds_nan() -> str:
 )
 def test_a_site_with_several_processes_is_killed_in_mid_step_and_returns(tmp_path, how, lost, sealed):
     others = "abc".replace(lost, "")
-    with leaving(tmp_path, sealed, pause=0.01) as fleet:
+    with leaving(tmp_path, sealed, pause=0.03) as fleet:
         fleet.start(others)
         fleet.start(lost, leave=3, how=how, leaver=-1 if how == "sent" else 0)
         fleet.end(lost, -9)
@@ -545,7 +545,7 @@ def test_a_site_with_several_processes_is_killed_in_mid_step_and_returns(tmp_pat
 
 
 def test_a_site_ends_with_one_of_its_processes_and_the_others_go_on(tmp_path):
-    with leaving(tmp_path, pause=0.01, steps=12, stops=False) as fleet:
+    with leaving(tmp_path, pause=0.03, steps=12, stops=False) as fleet:
         fleet.start("ac")
         fleet.start("b", leave=3, leaver=1)
         fleet.end(["b1"], -9)
@@ -558,7 +558,7 @@ def test_a_site_ends_with_one_of_its_processes_and_the_others_go_on(tmp_path):
 
 
 def test_processes_of_a_site_that_was_stopped_join_again(tmp_path):
-    with leaving(tmp_path, pause=0.01, site_timeout=1.0) as fleet:
+    with leaving(tmp_path, pause=0.03, site_timeout=1.0) as fleet:
         fleet.start("abc")
         fleet.await_step("b", 2)
         for name in ("b", "b1"):
