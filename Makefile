@@ -25,8 +25,8 @@ XDIST := -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 # What `make test` runs of the tests; `make test-all` runs all of them. See tests/extensive.txt.
 SELECTION := -m "not extensive"
 
-.PHONY: demo test test-all pytest test-avx2 test-generic test-oldest test-newest test-trainers lint types docs notebooks dist dist-test \
-	workflows clean
+.PHONY: demo test test-all pytest check-benchmarks test-avx2 test-generic test-oldest test-newest test-trainers lint types docs \
+	notebooks dist dist-test workflows clean
 
 demo: $(DEMO)
 	$(BIN)/python examples/two_site_mnist.py
@@ -55,6 +55,10 @@ test-oldest test-newest: test-%: .venv-%/ready
 # Tests with trainers, engines and trackers that `make test` leaves out: they are large, or start slowly.
 test-trainers: $(TRAINERS)/ready
 	$(TRAINERS)/bin/python tests/run.py $(XDIST) tests/trainers tests/test_ddp.py
+
+# What the benchmarks do at a few steps, and compute from their results.
+check-benchmarks: $(READY)
+	PYTHONPATH=tests:tests/helpers $(BIN)/python tests/run.py -p conftest benchmarks
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -27,7 +27,6 @@ LONG = (
     "test_elastic.py",
     "test_docs.py",
     "test_zoo.py",
-    "test_benchmarks.py",
     "test_lossy_state.py",
     "test_trainer_loops.py",
     "test_examples.py",

@@ -1,4 +1,4 @@
-"""The benchmarks do what they say, at a few steps; the figures themselves are theirs."""
+"""The benchmarks do what they say, at a few steps; the figures are theirs. `make check-benchmarks` runs this."""
 
 import argparse
 import contextlib
@@ -12,7 +12,7 @@ import pytest
 import support
 import torch
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
+FOLDER = Path(__file__).parent
 
 
 def program(name):
@@ -63,8 +63,8 @@ def measure(name):
 
 
 @pytest.mark.parametrize("name", ["ddp-powersgd", "rankdad"])
-def test_step_times(sites, name):
-    assert all(seconds > 0 for seconds in sites(2).run(measure, name))
+def test_step_times(name):
+    assert all(seconds > 0 for seconds in support.sites(2).run(measure, name))
 
 
 def count_cost():
@@ -75,8 +75,8 @@ def count_cost():
     return step_cost.milliseconds(step, 1), step_cost.calls(step)
 
 
-def test_the_cost_of_a_step_is_its_processor_time_and_its_calls(sites):
-    assert all(milliseconds > 0 and calls > 0 for milliseconds, calls in sites(2).run(count_cost))
+def test_the_cost_of_a_step_is_its_processor_time_and_its_calls():
+    assert all(milliseconds > 0 and calls > 0 for milliseconds, calls in support.sites(2).run(count_cost))
 
 
 def train_each_way():
@@ -94,9 +94,9 @@ def train_each_way():
     return list(overhead.WAYS)
 
 
-def test_the_overhead_of_trainers_is_that_of_one_training(sites):
+def test_the_overhead_of_trainers_is_that_of_one_training():
     pytest.importorskip("accelerate")
-    assert {"plain", "drop-in", "accelerate"} <= set(sites(2).run(train_each_way)[0])
+    assert {"plain", "drop-in", "accelerate"} <= set(support.sites(2).run(train_each_way)[0])
     table = program("trainer_overhead").table({"plain": (0.01, 0.0), "drop-in": (0.0115, 0.001)})
     assert "| drop-in | 11.50 | +1.00 ms (+10.0%) |" in table
 
@@ -112,8 +112,8 @@ def learn(name):
 
 
 @pytest.mark.parametrize("name", ["ddp", "dad"])
-def test_accuracy_is_looked_at_every_few_steps(sites, name):
-    one, other = sites(2).run(learn, name)
+def test_accuracy_is_looked_at_every_few_steps(name):
+    one, other = support.sites(2).run(learn, name)
     assert one["steps"] == other["steps"] == 4
     assert one["curve"] == other["curve"]
     assert len(one["curve"]) == 2
@@ -451,15 +451,15 @@ def count(target):
     return [json.loads(line) for line in printed.getvalue().splitlines()]
 
 
-def test_sites_count_steps_until_an_accuracy_or_the_limit(sites):
-    rows, nothing = sites(2).run(count, 1.0)
+def test_sites_count_steps_until_an_accuracy_or_the_limit():
+    rows, nothing = support.sites(2).run(count, 1.0)
     assert [row["method"] for row in rows] == ["rankdad", "rankdad:merge=owner"]
     assert all(row["steps"] == 0 and 0 < row["best"] < 1 for row in rows)
     assert not nothing
 
 
-def test_sites_stop_together_at_the_target(sites):
-    rows, _ = sites(2).run(count, 0.01)
+def test_sites_stop_together_at_the_target():
+    rows, _ = support.sites(2).run(count, 0.01)
     assert [row["steps"] for row in rows] == [2, 2]
 
 
