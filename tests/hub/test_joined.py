@@ -317,16 +317,13 @@ def shared(name: str) -> ModuleType:
 
 
 @pytest.mark.parametrize(
-    ("trains", "kind", "intent"),
-    [
-        ("test_catalyst_sites_with_rows_of_their_own_are_one_process", "sgd", "auto"),
-        ("test_sites_with_rows_of_their_own_are_one_process", "adagrad", "function"),
-    ],
+    ("trainer", "kind", "how"), [("catalyst", "sgd", "auto"), ("lightning", "adagrad", "function")]
 )
-def test_embeddings_are_managed_in_both_trainers(group, trains, kind, intent):
+def test_embeddings_are_managed_in_both_trainers(group, trainer, kind, how):
     pytest.importorskip("catalyst")
     pytest.importorskip("pytorch_lightning")
-    group.run(getattr(shared("test_adapm_trainers.py"), trains), kind, intent)
+    trains = shared("test_adapm_trainers.py").test_sites_with_rows_of_their_own_are_one_process
+    group.run(trains, trainer, kind, how)
 
 
 def test_no_site_listens(group):

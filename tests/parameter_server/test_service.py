@@ -278,7 +278,7 @@ def test_beyond_the_memory_the_site_that_does_not_read_is_dropped(serve, peer):
 def test_a_site_that_sends_more_than_it_may_leaves_alone(serve, peer):
     """Nothing is committed without the other site; what has arrived would take its memory, too."""
     first, second = peer(0), peer(1)
-    service = serve([first, second], staleness=2, memory=1 << 20)
+    service = serve([first, second], staleness=2, memory=1 << 23)
     for number in range(30):
         first.send(FrameKind.CONTRIBUTION, number=number, samples=1, body=bytes(60000))
 

@@ -383,8 +383,9 @@ def test_where_no_site_can_return_it_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(exchanges, "ParameterServer", lambda *_, **__: server)
     path = tmp_path / "address"
     with pytest.raises(ValueError, match=r"where messages are sealed.*leave return_file out"):
-        exchanges.ReturnFile(path).build(SimpleNamespace(world_size=2), None)
-    assert exchanges.ReturnFile(path).build(SimpleNamespace(world_size=1), None) is server  # that trains alone
+        exchanges.ReturnFile(path).build(SimpleNamespace(world_size=2, rounds=SimpleNamespace()), None)
+    alone = SimpleNamespace(world_size=1, rounds=SimpleNamespace())
+    assert exchanges.ReturnFile(path).build(alone, None) is server
     assert not path.exists()
     path.write_text("{}")
     with pytest.raises(ValueError, match="is not a file of return_file="):
