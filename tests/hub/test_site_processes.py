@@ -552,7 +552,11 @@ def test_a_site_ends_with_one_of_its_processes_and_the_others_go_on(tmp_path):
         lost = "process 1 of site 1 (b) is gone: its process has ended without a reason"
         assert f"SiteError: {lost}" in fleet.end("b", 1)
         fleet.end(["a", "a1", "c", "c1"])
-        assert any(f"b has left: {lost}" in line for line in fleet.hub.log)
+
+        def said() -> bool:
+            return any(f"b has left: {lost}" in line for line in fleet.hub.log)
+
+        support.until(said, lambda: f"the hub has not said that b has left: {fleet.hub.log}", 10)
     present = presence(is_one_process(fleet, ["a", "a1", "c", "c1"]))
     assert [present[step] for step in (2, 3, 11)] == [[0, 1, 2], [0, 2], [0, 2]]
 
