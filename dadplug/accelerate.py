@@ -205,7 +205,8 @@ class Accelerator(accelerate.Accelerator):
             return model
         trained = any(parameter.requires_grad for parameter in model.parameters())
         if evaluation_mode or not trained:
-            return super().prepare_model(model, device_placement, evaluation_mode=True)
+            evaluated: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
+            return evaluated
         self._check_model(model)
         placed = model
         if not getattr(model, "_is_accelerate_prepared", False):  # for an evaluation before
@@ -312,7 +313,8 @@ class Accelerator(accelerate.Accelerator):
                         _refuse_unknown(optimizer, _identities(self._wrapped))
 
             optimizer.register_step_pre_hook(check)
-        return super().prepare_optimizer(optimizer, device_placement)
+        prepared: Optimizer = super().prepare_optimizer(optimizer, device_placement)
+        return prepared
 
     def prepare_data_loader(
         self,
@@ -331,7 +333,8 @@ class Accelerator(accelerate.Accelerator):
             ValueError: with ``min_sites``, if the sites would exchange the state of a generator.
         """
         if getattr(data_loader, "_is_accelerate_prepared", False) or self.num_processes == 1:
-            return super().prepare_data_loader(data_loader, device_placement)
+            found: DataLoader[Any] = super().prepare_data_loader(data_loader, device_placement)
+            return found
         if self._split_data:
             if self.dispatch_batches is None and isinstance(data_loader.dataset, IterableDataset):
                 warnings.warn(
@@ -608,7 +611,8 @@ class Accelerator(accelerate.Accelerator):
             kwargs: as in accelerate.
         """
         inner = model.module if isinstance(model, DistributedDataParallel) else model
-        return super().unwrap_model(inner, *args, **kwargs)
+        unwrapped: nn.Module = super().unwrap_model(inner, *args, **kwargs)
+        return unwrapped
 
     def free_memory(self, *objects: Any) -> Any:
         """Release the prepared objects, and detach dadplug from the models; see accelerate.
@@ -724,4 +728,5 @@ def _memory_path(folder: str, rank: int) -> Path:
 
 def _read_memory(folder: str, rank: int) -> dict[str, Any] | None:
     path = _memory_path(folder, rank)
-    return load_tensors(path, str(path)) if path.is_file() else None
+    saved: dict[str, Any] | None = load_tensors(path, str(path)) if path.is_file() else None
+    return saved

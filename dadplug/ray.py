@@ -117,7 +117,8 @@ class _StrategyInRay(_Strategy):
         """Device that Ray has given to this worker."""
         from ray.train.torch import get_device
 
-        return get_device()
+        device: torch.device = get_device()
+        return device
 
     def setup_environment(self) -> None:
         """Check that the trainer has its place from Ray.

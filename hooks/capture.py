@@ -135,7 +135,8 @@ class ForwardOverride:
 
     def plain(self, *args: Any, **kwargs: Any) -> Tensor:
         """Call the module's own forward."""
-        return type(self.module).forward(self.module, *args, **kwargs)
+        outputs: Tensor = type(self.module).forward(self.module, *args, **kwargs)
+        return outputs
 
     def restore(self) -> None:
         """Restore the module's own forward; a second call does nothing."""

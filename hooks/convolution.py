@@ -58,7 +58,7 @@ class Geometry:
 
     def backward(self, deltas: Tensor, inputs: Tensor, weight: Tensor, wanted: Sequence[bool]) -> tuple[Tensor, ...]:
         """Compute the gradients of input and weight as far as `wanted` says."""
-        return torch.ops.aten.convolution_backward(
+        gradients: tuple[Tensor, ...] = torch.ops.aten.convolution_backward(
             deltas,
             inputs,
             weight,
@@ -71,6 +71,7 @@ class Geometry:
             self.groups,
             (*wanted, False),
         )
+        return gradients
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,8 @@ class ConvolutionForm(Form):
         return self._by_channel(deltas).sum(2)
 
     def _by_channel(self, deltas: Tensor) -> Tensor:
-        return deltas.unflatten(1, (self.output_size[0], math.prod(self.output_size[1:])))
+        by_channel: Tensor = deltas.unflatten(1, (self.output_size[0], math.prod(self.output_size[1:])))
+        return by_channel
 
     def by_row(self, deltas: Tensor, activations: Tensor) -> tuple[Tensor, Tensor]:
         outer, windows = self._seen(deltas, activations)

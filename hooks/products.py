@@ -95,7 +95,8 @@ def _multiply(left: Tensor, transposed: Tensor, bias: Tensor | None) -> Tensor |
     differentiated = torch.is_grad_enabled() and (left.requires_grad or transposed.requires_grad)
     if watched or differentiated or not torch.backends.mkldnn.enabled or not (bias is None or bias.dtype == left.dtype):
         return None
-    return _onednn()(left.detach(), transposed.detach(), bias, "none", [], "")
+    made: Tensor = _onednn()(left.detach(), transposed.detach(), bias, "none", [], "")
+    return made
 
 
 @functools.cache

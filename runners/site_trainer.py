@@ -208,7 +208,8 @@ class AttachedTrainer(_Trainer):
 
 def _plain(model: nn.Module) -> nn.Module:
     """Return the model that torch.compile has wrapped."""
-    return getattr(model, "_orig_mod", model)
+    inner: nn.Module = getattr(model, "_orig_mod", model)
+    return inner
 
 
 class TrainingState(TrainerState):

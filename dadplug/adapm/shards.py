@@ -328,7 +328,10 @@ def _head_of_first(model: AdaModel, folder: Path, stamp: str | None) -> tuple[di
     what = f"checkpoint {folder} cannot be read"
     content, rest = on_all_sites(model, read, what, own=True) or (b"", b"")
     content, rest = (model.manager.transport.broadcast_bytes(each) for each in (content, rest))
-    return on_all_sites(model, lambda: (check_index(content, folder / INDEX), parse_rest(rest, folder)), what, own=True)
+    found: tuple[dict[str, Any], dict[str, Any]] = on_all_sites(
+        model, lambda: (check_index(content, folder / INDEX), parse_rest(rest, folder)), what, own=True
+    )
+    return found
 
 
 def _make_folder(folder: Path) -> None:

@@ -224,7 +224,8 @@ def empty_index(size: int) -> Index:
 
 @njit(cache=True, nogil=True)
 def _first(index: Index, key: int) -> int:
-    return np.int64((np.uint64(key) * STEP) >> _HALF) & (index.shape[0] - 1)
+    place: int = np.int64((np.uint64(key) * STEP) >> _HALF) & (index.shape[0] - 1)
+    return place
 
 
 @njit(cache=True, nogil=True)
@@ -235,7 +236,8 @@ def get(index: Index, key: int) -> int:
     while True:
         found = index[place, 0]
         if found == key:
-            return index[place, 1]
+            number: int = index[place, 1]
+            return number
         if found < 0:
             return -1
         place = (place + 1) & mask

@@ -324,7 +324,8 @@ def _nonnegative(rows: np.ndarray, wanted: np.ndarray) -> np.ndarray:
                 best[chosen] = found
         if count == len(lengths) and most > 0.0:
             break  # nothing is better than all of them
-    return best / lengths
+    coefficients: np.ndarray = best / lengths
+    return coefficients
 
 
 def _features(rank: int, periods: Sequence[Period]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

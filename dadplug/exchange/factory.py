@@ -191,7 +191,8 @@ def _new_group(
 
     def make() -> dist.ProcessGroup:
         with gloo_interface():
-            return dist.new_group(ranks, limit, backend, use_local_synchronization=local)
+            group: dist.ProcessGroup = dist.new_group(ranks, limit, backend, use_local_synchronization=local)
+            return group
 
     try:
         return within(timeout, make)

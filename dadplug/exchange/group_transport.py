@@ -135,7 +135,8 @@ class GroupTransport(Transport):
             connection = self._sockets.connections[rank]
             return (connection.send if sends else connection.expect)(body, tag)
         start: Any = dist.isend if sends else dist.irecv
-        return start(torch.frombuffer(body, dtype=torch.uint8), self._global[rank], group=self.group, tag=tag)
+        work: Work = start(torch.frombuffer(body, dtype=torch.uint8), self._global[rank], group=self.group, tag=tag)
+        return work
 
     def all_reduce(self, tensor: Tensor) -> PendingSum:
         self.traffic.add(int(self.ring * tensor.numel() * tensor.element_size()))

@@ -187,7 +187,8 @@ def _make_poller() -> Any:
 
 
 def _poll(poller: Any, timeout: float) -> Ready:
-    return poller.poll(timeout if LENDABLE else math.ceil(1000 * timeout))
+    ready: Ready = poller.poll(timeout if LENDABLE else math.ceil(1000 * timeout))
+    return ready
 
 
 Stream = TypeVar("Stream", bound=MessageStream[Any])

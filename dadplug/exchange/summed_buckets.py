@@ -36,7 +36,8 @@ class SummedBucket(ABC):
         self._parts = self._split(flat)
 
     def _split(self, flat: Tensor) -> Sequence[Tensor]:
-        return flat[: sum(self._sizes)].split(self._sizes)
+        parts: Sequence[Tensor] = flat[: sum(self._sizes)].split(self._sizes)
+        return parts
 
     @property
     def lost(self) -> Sequence[Tensor]:

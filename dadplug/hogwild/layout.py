@@ -133,7 +133,8 @@ def _state_after_zeros(
     probe._optimizer_step_pre_hooks = OrderedDict()
     probe._optimizer_step_post_hooks = OrderedDict()
     type(optimizer).step(probe)
-    return probe.state[other]
+    state: dict[str, Any] = probe.state[other]
+    return state
 
 
 def keep_state(optimizer: torch.optim.Optimizer, loaded: Callable[[], None]) -> list[Any]:

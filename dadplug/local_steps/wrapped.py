@@ -66,7 +66,8 @@ class LocalModel(DistributedDataParallel):
 
     @property
     def steps(self) -> int:
-        return self.reduction.steps
+        steps: int = self.reduction.steps
+        return steps
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         return self.module(*inputs, **kwargs)

@@ -105,7 +105,8 @@ class NumbaKernels:
         return on_tensors
 
     def orthonormalise(self, rows: Tensor) -> int:
-        return self.compiled.orthonormalise(rows.numpy(), portable.DEPENDENT[rows.dtype])
+        count: int = self.compiled.orthonormalise(rows.numpy(), portable.DEPENDENT[rows.dtype])
+        return count
 
     def diagonalise(self, basis: Tensor, projected: Tensor, left: Tensor, right: Tensor, further: Tensor) -> Tensor:
         if len(basis) < _EIGH_BY_LAPACK:

@@ -55,7 +55,8 @@ def unique(keys: Tensor) -> tuple[Tensor, Tensor]:
         ValueError: if the keys are not a vector of int64.
     """
     _check_keys("keys", keys)
-    return kernels_for(keys).unique(keys)
+    found: tuple[Tensor, Tensor] = kernels_for(keys).unique(keys)
+    return found
 
 
 def sum_duplicates(keys: Tensor, deltas: Tensor) -> tuple[Tensor, Tensor]:

@@ -551,7 +551,8 @@ class ContributionCodec:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return what rounding has taken from formed gradients, by name."""
-        return self._lost.state_dict()["errors"]
+        lost: dict[str, Tensor] = self._lost.state_dict()["errors"]
+        return lost
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore what `state_dict` returned.

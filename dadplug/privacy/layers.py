@@ -435,7 +435,8 @@ class _Call:
 
 
 def _dimension(place: Any) -> int:
-    return place[0] if isinstance(place, tuple) else place
+    dimension: int = place[0] if isinstance(place, tuple) else place
+    return dimension
 
 
 def _broadcast(places: dict[str, Any], arguments: dict[str, Any]) -> list[Any]:

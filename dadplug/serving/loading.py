@@ -520,7 +520,8 @@ def example_of(model: nn.Module, shape: tuple[int, ...], batch: int = 2) -> Arra
     """Return random inputs of a model whose inputs are numbers, of shape (batch, ...)."""
     like = next((each for each in model.parameters() if each.is_floating_point()), torch.empty(0))
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(batch, *shape, generator=generator).to(like.dtype).numpy()
+    found: Array = torch.randn(batch, *shape, generator=generator).to(like.dtype).numpy()
+    return found
 
 
 def make_run(model: nn.Module, serving: Serving, example: Array) -> Run:

@@ -188,7 +188,8 @@ class SiteEngine(Engine):
     def prepare_model(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
         """Prepare a model; the attributes that Accelerate replaces are restored at the end of the run."""
         self._prepared.append((vars(model), {name: vars(model).get(name) for name in _REPLACED}))
-        return super().prepare_model(model, *args, **kwargs)
+        prepared: torch.nn.Module = super().prepare_model(model, *args, **kwargs)
+        return prepared
 
     def backward(self, loss: torch.Tensor, *, fused: Sequence[torch.optim.Optimizer] = (), **kwargs: Any) -> None:
         """Run backward and synchronize the gradients with the other sites.
@@ -234,7 +235,8 @@ def save_whole(item: Any, path: str | Path) -> None:
 
 def plain(optimizer: Any) -> torch.optim.Optimizer:
     """Return the optimizer that Accelerate has wrapped."""
-    return getattr(optimizer, "optimizer", optimizer)
+    inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return inner
 
 
 def _gathering(original: Callable[[Any], list[Any]]) -> Callable[[Any], list[Any]]:

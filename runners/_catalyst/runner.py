@@ -588,4 +588,5 @@ class BaseRunner(Exchange, SupervisedRunner):
                     "private layers of a site: copy it to all sites before"
                 )
             content = self._transport.broadcast_bytes(content or b"")
-        return load_tensors(content or b"", f"checkpoint {path}")
+        checkpoint: dict[str, Any] = load_tensors(content or b"", f"checkpoint {path}")
+        return checkpoint

@@ -166,7 +166,8 @@ class AdaPMStrategyBase(ManagedEmbeddings, DADStrategyBase):
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         plain = getattr(optimizer, "_optimizer", optimizer)
         if self.managed is None or plain is not self._owner:
-            return super().optimizer_state(optimizer)
+            state: dict[str, Any] = super().optimizer_state(optimizer)
+            return state
         return {} if self._sharded else self.managed.optimizer_state_dict(plain)
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:

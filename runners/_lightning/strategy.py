@@ -316,7 +316,8 @@ class SiteStrategy(Exchange, _DDPStrategy):
             raise ValueError(
                 f"{type(self).__name__} needs automatic optimization and one optimizer; DADStrategy takes any module"
             )
-        return self.optimizers[0]
+        optimizer: torch.optim.Optimizer = self.optimizers[0]
+        return optimizer
 
     def on_train_start(self) -> None:
         if self._elastic is not None:
@@ -574,7 +575,8 @@ class SiteStrategy(Exchange, _DDPStrategy):
         if self._elastic_transport is not None:
             return present.all_gather(self._elastic_transport, tensor, sync_grads)
         with self._naming_sites():
-            return super().all_gather(tensor, self._own_group(group), sync_grads)
+            gathered: Tensor = super().all_gather(tensor, self._own_group(group), sync_grads)
+            return gathered
 
     def _own_group(self, group: Any) -> Any:
         """Replace the group of all processes by one that this site can leave after an error."""
@@ -613,7 +615,8 @@ class SiteStrategy(Exchange, _DDPStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self._agree()
-        return super().lightning_module_state_dict()
+        state: dict[str, Any] = super().lightning_module_state_dict()
+        return state
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint, with the state of every site."""
@@ -632,7 +635,8 @@ class SiteStrategy(Exchange, _DDPStrategy):
 
         def read() -> dict[str, Any] | None:
             with suppress(FileNotFoundError):
-                return self.checkpoint_io.load_checkpoint(self._private_path)
+                found: dict[str, Any] = self.checkpoint_io.load_checkpoint(self._private_path)
+                return found
             return None
 
         if not self._private:
@@ -661,7 +665,8 @@ class SiteStrategy(Exchange, _DDPStrategy):
     @declared(STATES)
     def _gather_states(self, own: Any) -> list[Any]:
         """Return the states of all sites."""
-        return self._exchange.gather_objects(own)
+        states: list[Any] = self._exchange.gather_objects(own)
+        return states
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         check_archive(Path(checkpoint_path), f"checkpoint {checkpoint_path}")

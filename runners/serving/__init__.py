@@ -187,7 +187,8 @@ class PredictionClient:
         if not hasattr(self._local, "connection"):
             chosen = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
             self._local.connection = chosen(self._parts.netloc.rpartition("@")[2], timeout=self._timeout)
-        return self._local.connection
+        connection: http.client.HTTPConnection = self._local.connection
+        return connection
 
     def _ask(self, method: str, path: str, body: bytes, kind: str) -> dict[str, Any]:
         kept = self._connection().sock is not None

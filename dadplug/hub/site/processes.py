@@ -419,7 +419,8 @@ class SiteTransport(CollectiveTransport, NodeMessages, NoStreams):
         if self._gloo is None:
             raise RuntimeError("the connection is closed")
         start = self._gloo.send if sends else self._gloo.recv
-        return start([tensor], self.nodes.own.index(rank), tag)
+        work: dist.Work = start([tensor], self.nodes.own.index(rank), tag)
+        return work
 
     def wait(self, work: Work, peer: int | None = None) -> None:
         try:

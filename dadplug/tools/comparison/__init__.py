@@ -208,7 +208,8 @@ def _run_in(pool: Pool, name: str, place: Place, seconds: float, seed: int) -> l
     """Train by a strategy in processes of this machine."""
     strategy = STRATEGIES[name]
     results = pool.run(_trial, strategy.processes(place), strategy.threads(place), name, seconds, seed)
-    return results[0]
+    points: list[Point] = results[0]
+    return points
 
 
 def _trial(task: Task, rank: int, count: int, name: str, seconds: float, seed: int) -> list[Point]:
@@ -230,4 +231,5 @@ def _run_here(strategy: Strategy, task: Task, place: Place, seconds: float, seed
     for other, _ in outcomes:
         if other:
             raise RunFailedError(other)
-    return outcomes[0][1]
+    own: list[Point] = outcomes[0][1]
+    return own

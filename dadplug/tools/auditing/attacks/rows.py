@@ -107,7 +107,8 @@ class Span(Attack):
 
 def _inside(rows: Tensor, basis: Tensor) -> Tensor:
     """Return the share of each row's length that lies in a span."""
-    return (rows @ basis).norm(dim=1) / rows.norm(dim=1).clamp_min(1e-30)
+    share: Tensor = (rows @ basis).norm(dim=1) / rows.norm(dim=1).clamp_min(1e-30)
+    return share
 
 
 def _of_unrelated(seen: Observation, view: LayerView) -> float:

@@ -91,7 +91,8 @@ def rows_of(view: LayerView, u: Tensor, mixed: Tensor, directions: Tensor) -> Te
     if view.bias is None:
         return found
     scale = torch.linalg.lstsq(u @ directions.T, view.bias.double()[:, None]).solution[:, 0]
-    return found / torch.where(scale.abs() < 1e-12, torch.ones_like(scale), scale)[:, None]
+    scaled: Tensor = found / torch.where(scale.abs() < 1e-12, torch.ones_like(scale), scale)[:, None]
+    return scaled
 
 
 def _agreement(view: LayerView, u: Tensor, mixed: Tensor, directions: Tensor) -> float:
@@ -206,7 +207,8 @@ def _descended(rows: Tensor, smoothed: float, generator: torch.Generator, budget
             if not budget.left:
                 break
             found = torch.cat([_orthogonal(white, part, few) for part in found.split(_AT_ONCE)])
-    return found @ whitening
+    candidates: Tensor = found @ whitening
+    return candidates
 
 
 def _orthogonal(rows: Tensor, directions: Tensor, few: int) -> Tensor:
@@ -293,4 +295,5 @@ def separate(mixed: Tensor, budget: Budget, seed: int = 0) -> Tensor:
         before, weights = weights, left @ right
         if number + 1 >= _ITERATIONS or bool((1 - (weights * before).sum(1).abs() < 1e-9).all()):
             break
-    return weights @ whitening @ mixed
+    found: Tensor = weights @ whitening @ mixed
+    return found

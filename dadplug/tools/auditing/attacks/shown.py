@@ -57,11 +57,13 @@ class Words(Attack):
 def numbers_of(view: LayerView) -> Tensor:
     """Return the row numbers that a table's message shows; none if all rows have a gradient."""
     if view.inputs is not None:
-        return torch.unique(view.inputs[:, 0].long())
+        sent: Tensor = torch.unique(view.inputs[:, 0].long())
+        return sent
     assert view.formed is not None
     gradient = view.formed
     if gradient.is_sparse:
-        return torch.unique(gradient.coalesce().indices()[0])
+        touched: Tensor = torch.unique(gradient.coalesce().indices()[0])
+        return touched
     norms = gradient.flatten(1).norm(dim=1)
     found = torch.nonzero(norms > 1e-6 * norms.max().clamp_min(1e-30)).flatten()
     return found[:0] if len(found) > len(norms) // 2 else found

@@ -99,7 +99,8 @@ class Tokens(Attack):
         order = distances.argsort(0)[: len(texts)]  # as many as there are texts, at most
         near = distances.gather(0, order) < _NEAR
         found = torch.where(near, candidates[order], torch.full_like(order, -1))
-        return (found[:, None, :] == texts[None]).any(0)
+        correct: Tensor = (found[:, None, :] == texts[None]).any(0)
+        return correct
 
 
 def first_linear(seen: Observation) -> str:
@@ -148,7 +149,8 @@ def _common_basis(seen: Observation, view: LayerView) -> Tensor:
     stacked = torch.cat([each / each.norm().clamp_min(1e-300) for each in gradients])
     _, values, vectors = torch.linalg.svd(stacked, full_matrices=False)
     rank = int((values > _TOLERANCE * values[0].clamp_min(1e-300)).sum())
-    return vectors[: min(rank, view.rows)].T
+    basis: Tensor = vectors[: min(rank, view.rows)].T
+    return basis
 
 
 def _in_span(basis: Tensor) -> Distance:
@@ -162,7 +164,8 @@ def _in_span(basis: Tensor) -> Distance:
     def distance(vectors: Tensor) -> Tensor:
         norms = vectors.norm(dim=2).clamp_min(1e-30)
         inside = (vectors @ basis).norm(dim=2) / norms
-        return (1 - inside.square()).clamp_min(0).sqrt() / usual
+        found: Tensor = (1 - inside.square()).clamp_min(0).sqrt() / usual
+        return found
 
     return distance
 
