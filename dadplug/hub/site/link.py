@@ -237,8 +237,6 @@ class HubLink(HubConnection):
                 for pair in opened:
                     self._take_opened(*pair)
             case Join(slot=slot):
-                if slot in self.gone:
-                    rounds._settled.discard(slot)
                 is_new = self.gone.pop(slot, "") == NEVER_CONNECTED
                 self._troubles.end(slot, f"{self.name(slot)} {'has joined' if is_new else 'is back'}")
                 rounds.joined.add(slot)
@@ -315,8 +313,7 @@ class HubLink(HubConnection):
             self._continuation.forget(slot)
             if rounds.elastic:
                 self.inbox.forget(slot, message.step)
-        rounds.joined.discard(slot)
-        rounds.states.leave(slot)
+        rounds.leave(slot)
 
     def _be_accepted(self, position: Position | None) -> None:
         """Wait for the state of another site, at a position once this site is admitted."""

@@ -116,6 +116,12 @@ class RoundClient:
         """Return whether a site is not part of the open round of this site, as far as it is known."""
         return slot in self._closes.get(self._link.step, ((),))[0]
 
+    def leave(self, slot: int) -> None:
+        """Forget a site that has left. To be called with the link's lock held."""
+        self._settled.discard(slot)
+        self.joined.discard(slot)
+        self.states.leave(slot)
+
     def take_close(self, message: Close) -> None:
         """Take the announcement that a round has been closed. To be called with the link's lock held."""
         link = self._link
