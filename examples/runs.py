@@ -134,6 +134,16 @@ def table(runs: Sequence[RunRecord]) -> str:
     return "\n".join([rows[0], "-" * len(rows[0]), *rows[1:]])
 
 
+def seconds_on_links(runs: Sequence[RunRecord]) -> str:
+    """Say how long the bytes of a step take on slow links, of all-reduced gradients, as DDP's, and of the runs."""
+    sent = {"DDP": runs[0].dense_bytes} | {run.mode: run.bytes_a_step for run in runs}
+    lines = [
+        f"  {name}: {size / 1e6:.2f} MB, {8 * size / 10e6:.2g} s at 10 Mbit/s, {8 * size / 100e6:.2g} s at 100 Mbit/s"
+        for name, size in sent.items()
+    ]
+    return "\n".join(["What a step sends, and how long that takes on slow links (bytes over rate):", *lines])
+
+
 def picture(runs: Sequence[RunRecord], path: str | Path, title: str) -> None:
     """Plot the loss against steps, and against megabytes sent, as a PNG file.
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from runs import RunProgress, RunRecord, picture, table
+from runs import RunProgress, RunRecord, picture, seconds_on_links, table
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -357,7 +357,7 @@ def run_site(task: Task, arguments: argparse.Namespace) -> None:
     for mode in ("dsgd", "dad", "rankdad") if arguments.compare else (arguments.option_mode,):
         runs.append(train(task, arguments, data, rank, num_nodes, mode))
     if rank == 0:
-        print("\n" + table(runs))
+        print(f"\n{table(runs)}\n\n{seconds_on_links(runs)}")
         if arguments.compare:
             folder = Path(arguments.log_dir)
             folder.mkdir(parents=True, exist_ok=True)

@@ -33,6 +33,8 @@ def test_both_sites_start_on_this_machine_and_compare_methods(tmp_path):
         line = next(line for line in only.output.splitlines() if re.match(rf"{mode} +0\.", line))
         assert line.endswith("equal")
         assert float(line.split()[1]) > 0.85
+    assert "DDP: 17.46 MB, 14 s at 10 Mbit/s, 1.4 s at 100 Mbit/s" in only.output
+    assert re.search(r"  rankdad: 0\.11 MB, 0\.08\d s at 10 Mbit/s", only.output)
     picture = (tmp_path / "logs" / "comparison.png").read_bytes()
     assert picture.startswith(b"\x89PNG")
     assert len(picture) > 20_000
